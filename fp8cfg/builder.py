@@ -267,6 +267,6 @@ def _sized(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
     from fp8cfg.report.memory.layout import ranks
 
     if model is not None and recipe.trainer.smoke:
-        raise ConfigError("trainer.smoke=True: cuts the Transformer of a recipe, not a model of your own; write false, and a small "
+        raise ConfigError("trainer.smoke=true: cuts the Transformer of a recipe, not a model of your own; write false, and a small "
                           "trainer.global_batch_size and trainer.max_steps")
     return smoke.cut(recipe, ranks())

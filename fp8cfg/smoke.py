@@ -17,6 +17,7 @@ from fp8cfg.config.key_names import short
 from fp8cfg.config.lora import LoRA
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.config.value_text import spelled
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.lora_shapes import matches, projections
 from fp8cfg.models.shapes import linear_layers
@@ -52,7 +53,7 @@ def note(recipe: Recipe, small: Recipe) -> str:
     """The line that says what was cut, each key with its old and its new value; empty where nothing was."""
     after = flat(small)
     found = [f"{short(key)} {_shown(old)} -> {_shown(after[key])}" for key, old in flat(recipe).items() if old != after[key]]
-    return f"note: trainer.smoke=True changes {', '.join(found)}" if found else ""
+    return f"note: trainer.smoke=true changes {', '.join(found)}" if found else ""
 
 
 def _shape(small: Recipe, pipeline: Strategy) -> None:
@@ -135,7 +136,7 @@ def _matching(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
+    return f"{value:g}" if isinstance(value, float) else spelled(value)
 
 
 def _up(value: int, multiple: int) -> int:

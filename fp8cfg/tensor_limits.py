@@ -32,7 +32,7 @@ def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:
             yield f"{key}={tensor}: does not divide model.{name}={size}; write {cure}"
     if s.sequence_parallel and m.seq_length // s.context_parallel_size % tensor:
         step = tensor * s.context_parallel_size
-        yield (f"{s.key('sequence_parallel')}=True: splits model.seq_length={m.seq_length} over {step} ranks; write "
+        yield (f"{s.key('sequence_parallel')}=true: splits model.seq_length={m.seq_length} over {step} ranks; write "
                f"model.seq_length={-(-m.seq_length // step) * step}")
 
 
@@ -65,13 +65,13 @@ def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:
     yield from against_layout(recipe.backend, tensor=tensor)
     scaling = SCALINGS[f.scaling]
     if f.dot_product_attention:
-        yield LayoutRefusal(f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {key} splits them; write false",
+        yield LayoutRefusal(f"fp8.dot_product_attention=true: attention in FP8 takes all heads, and {key} splits them; write false",
                             {"fp8.dot_product_attention": False})
     if every := recipe.log.fp8_stats_every_n_steps:
         yield LayoutRefusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has whole matrices; "
                             "write 0", {"log.fp8_stats_every_n_steps": 0})
     if not f.reduce_amax:
-        yield LayoutRefusal(f"fp8.reduce_amax=False: parts of a matrix share one scale under {key}; write true",
+        yield LayoutRefusal(f"fp8.reduce_amax=false: parts of a matrix share one scale under {key}; write true",
                             {"fp8.reduce_amax": True})
     block = max(scaling.block, ALIGNMENT)
     config = transformer_config(recipe)

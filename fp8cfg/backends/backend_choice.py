@@ -81,10 +81,10 @@ def against(
         lines.append(f"backend={name}: FSDP2 does not shard its layers, as data_parallel_replicate_size={groups} has it; write "
                      f"backend={REFERENCE}")
     if precision.fp8.keep_transpose_cache and not has.weight_workspace:
-        lines.append(f"fp8.keep_transpose_cache=True: has no effect, backend={name} decides itself what it keeps of a weight; drop "
+        lines.append(f"fp8.keep_transpose_cache=true: has no effect, backend={name} decides itself what it keeps of a weight; drop "
                      f"it or write backend={REFERENCE}")
     if adapters and not has.adapters:
-        lines.append(f"backend={name}: has no adapters over its layers (lora.enabled=True); write backend=native")
+        lines.append(f"backend={name}: has no adapters over its layers (lora.enabled=true); write backend=native")
     lines += rules.against_sharding(precision)
     if here:
         lines += rules.against_environment(precision.fp8, os.environ)

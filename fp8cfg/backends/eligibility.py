@@ -32,7 +32,7 @@ def plan_model(
     whose forward computes something else.
     """
     if fp8.dot_product_attention:
-        raise ConfigError("fp8.dot_product_attention=True: has no effect on a model of your own, whose attention stays as it is")
+        raise ConfigError("fp8.dot_product_attention=true: has no effect on a model of your own, whose attention stays as it is")
     stand_ins = planned_as(model, fp8.enabled)
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():

@@ -149,7 +149,7 @@ def plan_linears(
     if not any(p.fp8 for p in plans):
         why = "; ".join([*(sorted({p.reason for p in plans}) or ["the model has none"]), *other])
         cure = f"; {_NAME_IT}" if any(p.reason.endswith(OWN_FORWARD) for p in plans) else ""
-        raise ConfigError(f"fp8.enabled=True: none of {len(plans)} linear layers would run in FP8 ({why}){cure}")
+        raise ConfigError(f"fp8.enabled=true: none of {len(plans)} linear layers would run in FP8 ({why}){cure}")
     refuse_if(_without_effect(fp8, plans, output))
     return plans
 
@@ -231,7 +231,7 @@ def _without_effect(fp8: FP8, plans: Sequence[PlannedLinear], output: Collection
     """A line for each key that asks for layers in FP8 and gets none."""
     asked = {f"fp8.include={pattern}": [p for p in plans if fnmatchcase(p.name, pattern)] for pattern in fp8.include}
     if fp8.output_layer:
-        asked["fp8.output_layer=True"] = [p for p in plans if p.name in output]
+        asked["fp8.output_layer=true"] = [p for p in plans if p.name in output]
     return [f"{key}: has no effect, its layers stay in high precision ({found[0].reason})"
             for key, found in asked.items() if found and not any(p.fp8 for p in found)]
 

@@ -28,6 +28,8 @@ PARTS = ("task",)
 """Groups whose choices are some keys of the whole recipe, merged over it, as those of a group of one's own can be."""
 GROUPS = ("recipe", *LEAVES, *PARTS)
 """Groups of which there are shipped choices."""
+_LONG = 1000
+"""Letters of a path that is printed whole."""
 _DEEP = 3
 """Folders, one in another, of which the path of a group is made."""
 
@@ -36,8 +38,9 @@ class Library:
     """The choices of each group. Raises ConfigError where `folder` is not a folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"--config-dir {folder}: no such folder")
+        if folder is not None and not os.path.isdir(folder):
+            named = name if len(name := str(folder)) <= _LONG else f"{name[:40]}..."
+            raise ConfigError(f"--config-dir {named}: no such folder")
         self.folder = folder.resolve() if folder else None
         self._groups: list[str] | None = None
         self._choices: dict[str, list[str]] = {}

@@ -29,7 +29,10 @@ from fp8cfg.config.refusal import LayoutRefusal, Refusal, holds
 from fp8cfg.config.storage import as_held
 from fp8cfg.config.tasks import FINE_TUNING
 from fp8cfg.config.unread import unread
+from fp8cfg.config.value_text import spelled
 
+_TOLD = "_told"
+"""Where `told` keeps values: copies take it along, and pydantic leaves it out of comparison and output."""
 _MOST = 100
 """Values that give way in one recipe, each of which may make another do so."""
 
@@ -96,11 +99,15 @@ def composed(
     recipe = unchecked(words, library, file, base)
     of = of_file(file, library.data(file), library) if file else {}
     found = settled(recipe, of_words(words, library, of, recipe), sweep, tacitly=base is None)
-    task = task_of(words, library, file)
-    if task not in FINE_TUNING or found.recipe.model.weights or found.recipe.trainer.smoke:
-        return found
-    line = f"note: task={task}: model.weights=null, so it starts from random weights; write model.weights=FOLDER"
-    return replace(found, remarks=(*found.remarks, line))
+    told(found.recipe)
+    task, remarks, t = task_of(words, library, file), list(found.remarks), found.recipe.trainer
+    if task in FINE_TUNING and not found.recipe.model.weights and not t.smoke:
+        remarks.append(f"note: task={task}: model.weights=null, so it starts from random weights; write model.weights=FOLDER")
+    every = found.recipe.checkpoint.every_n_steps
+    if every > t.max_steps and "checkpoint.every_n_steps" in found.written:
+        remarks.append(f"note: checkpoint.every_n_steps={every}: saves at the end alone, the run ends with trainer.max_steps="
+                       f"{t.max_steps}")
+    return replace(found, remarks=tuple(remarks))
 
 
 def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, tacitly: bool = True) -> Settled:
@@ -126,13 +133,20 @@ def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, 
     return Settled(recipe, tuple(changes.values()), tuple(problems), by_user, tuple(unread(recipe, by_user)))
 
 
+def told(recipe: Recipe) -> None:
+    """Keep with `recipe`, whose remarks are for whoever composed it to say, its values: `fitted` has remarks on others alone."""
+    vars(recipe)[_TOLD] = flat(recipe)
+
+
 def fitted(recipe: Recipe) -> Recipe:
     """`recipe`, which Python statements have changed, as `build` takes it: a copy in which what its preset says has given way, with
     a line to the logger; itself where nothing does. What the rules refuse they refuse of the result. Raises ConfigError for a field
     of a subclass."""
     recipe = as_declared(recipe, Recipe)
     found = settled(recipe, of_object(recipe), tacitly=False)
-    for line in found.notes:
+    before = vars(recipe).get(_TOLD) or defaults()
+    new = frozenset(short(key) for key, value in flat(found.recipe).items() if value != before[key])
+    for line in replace(found, remarks=tuple(unread(found.recipe, new))).notes:
         logging.getLogger("fp8cfg").warning(line)
     return found.recipe
 
@@ -169,4 +183,4 @@ def _of_backend(recipe: Recipe) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
+    return f"{value:g}" if isinstance(value, float) else spelled(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import shlex
 import unicodedata
@@ -18,6 +19,7 @@ from fp8cfg.config.key_names import PLUGIN, full, short
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe, fields, short_keys
 from fp8cfg.config.validation_errors import THOUSANDS, example
+from fp8cfg.config.value_text import spelled
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -74,6 +76,7 @@ def one(word: str, library: Library) -> tuple[str, str]:
     elif key not in GROUPS or isinstance(value, dict):
         if isinstance(value, str) and _node(key) and (group := next((g for g in GROUPS if value in library.choices(g)), None)):
             raise ConfigError(f"{word}: expected keys of {short(full(key))}; did you mean '{group}={value}'?")
+        _check_text(key, value, text)
         _check_value(key, value)
         return "", f"{full(key)}={text}"
     if not isinstance(value, str):
@@ -97,7 +100,10 @@ def parsed(word: str) -> tuple[str, Any, str]:
                               f"{said.key_or_group}={text.replace(',', '')}")
         write = f"{said.key_or_group}=[{text}]" if listed else "[a,b]"
         raise ConfigError(f"{word}: several values are a sweep, and a run takes one; a list is written {write}")
-    return said.key_or_group, _plain(said.value()), word.partition("=")[2]
+    value = _plain(said.value())
+    if _sweeps(value):
+        raise ConfigError(f"{word}: a sweep inside of braces; write it as a word of its own, as in {said.key_or_group}.KEY=a,b")
+    return said.key_or_group, value, word.partition("=")[2]
 
 
 def override(word: str) -> Override:
@@ -136,8 +142,16 @@ def in_quotes(word: str) -> str:
     """`word` with quotes around a text that has letters of other scripts and nothing else that wants them: Hydra's grammar has
     letters of ASCII alone outside of quotes."""
     key, _, value = word.partition("=")
-    plain = all(_plain_sign(sign) for sign in value)
-    return f"{key}={_quoted(value.strip())}" if plain and not value.isascii() and _takes_text(key) else word
+    if value.isascii():
+        return word
+    if value[:1] == "[" and value[-1:] == "]" and _takes_texts(key):
+        return f"{key}=[{','.join(map(_in_quotes, value[1:-1].split(',')))}]"
+    return f"{key}={_in_quotes(value)}" if _takes_text(key) else word
+
+
+def _in_quotes(text: str) -> str:
+    plain = all(_plain_sign(sign) for sign in text)
+    return _quoted(text.strip()) if plain and not text.isascii() else text
 
 
 def _plain_sign(sign: str) -> bool:
@@ -159,6 +173,12 @@ def _takes_text(key: str) -> bool:
     """Whether any text is a value of `key`: a name, or a path."""
     name = full(key.lstrip("+"))
     return name in _FOLDERS or (name in fields() and fields()[name].annotation in _TEXT)
+
+
+def _takes_texts(key: str) -> bool:
+    """Whether `key` takes a list of any texts."""
+    name = full(key.lstrip("+"))
+    return name in fields() and fields()[name].annotation == tuple[str, ...]
 
 
 def _quoted(text: str) -> str:
@@ -190,6 +210,22 @@ def _plain(value: Any) -> Any:
     return value.text if hasattr(value, "text") else value
 
 
+def _sweeps(value: Any) -> bool:
+    """Whether a sweep stands inside of `value`, which Hydra leaves there."""
+    from hydra.core.override_parser.types import Glob, Sweep
+
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, (Sweep, Glob)) or any(map(_sweeps, inner))
+
+
+def _check_text(key: str, value: Any, text: str) -> None:
+    """Raise ConfigError where `text` is another one than `value` is written, and a line about `value` would not have it."""
+    if _takes_text(key) and isinstance(value, (bool, int, float)):
+        raise ConfigError(f"{key}={text}: expected a string, got {type(value).__name__}; write '{key}=\"{text}\"'")
+    if full(key) in fields() and isinstance(value, float) and math.isinf(value) and "inf" not in text.lower():
+        raise ConfigError(f"{key}={text}: more than any number here can be; expected a finite number")
+
+
 def _check_value(key: str, value: Any) -> None:
     """Raise ConfigError unless `key` exists and takes `value`; a mapping is checked key by key."""
     plain({key: value}, "command line")
@@ -202,6 +238,8 @@ def _check_value(key: str, value: Any) -> None:
         problems: list[str] = []
         for k, v in value.items():
             try:
+                if "." in k and full(f"{key}.{k}") in fields():
+                    raise ConfigError(f"{key}.{k}: no key in braces has a dot; write {short(full(f'{key}.{k}'))}={spelled(v)}")
                 _check_value(f"{key}.{k}", v)
             except ConfigError as e:
                 problems += e.problems

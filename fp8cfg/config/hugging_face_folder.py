@@ -12,6 +12,7 @@ from fp8cfg.config.hugging_face import Family, computed, of_config
 from fp8cfg.config.model import Model
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.regular_file import open_regular
+from fp8cfg.config.value_text import spelled
 
 CONFIG, FROM_HF = "config.json", "from_hf"
 MAX_BYTES = 1 << 20
@@ -28,7 +29,7 @@ def config_of(folder: str, key: str) -> dict[str, Any]:
         near = f"; of the hub write {key}={hub.PREFIX}{folder}" if folder.count("/") == 1 and folder[0] not in "/~." else ""
         raise ConfigError(f"{key}={folder}: there is no {path}{near}") from None
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{key}={folder}: {path} cannot be read ({e})") from None
+        raise ConfigError(f"{key}={folder}: {path} cannot be read ({getattr(e, 'strerror', None) or e})") from None
     if not isinstance(said, dict):
         raise ConfigError(f"{key}={folder}: {path} is no JSON object")
     return said
@@ -61,6 +62,7 @@ def family_of_weights(model: Model) -> Family:
     assert model.weights is not None
     family, found = model_in(model.weights, "model.weights")
     theirs, ours = computed(found), computed(model)
-    if differs := [f"model.{key}={ours[key]} ({CONFIG}: {theirs[key]})" for key in ours if ours[key] != theirs[key]]:
+    if differs := [f"model.{key}={spelled(mine)} ({CONFIG}: {spelled(theirs[key])})"
+                   for key, mine in ours.items() if mine != theirs[key]]:
         warnings.warn(f"model.weights={model.weights}: were trained otherwise: {', '.join(differs)}", PlainWarning, stacklevel=2)
     return family

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any, Self
 
 from fp8cfg.config.node import Node
+from fp8cfg.config.value_text import spelled
 
 WRITTEN: ContextVar[frozenset[str]] = ContextVar("WRITTEN", default=frozenset())
 """The keys, by their short names, that the user wrote himself, while the rules are asked; none where nobody knows."""
@@ -57,7 +58,7 @@ def holds(line: str, written: Collection[str]) -> bool:
 def changed(node: Node, *names: str) -> list[str]:
     """`key=value` of each field of `node` (of `names`, if given) that differs from its default, or that the user wrote; nested
     fields included."""
-    return [f"{key}={_shown(value)}" for key, value, _ in _fields(node, names)]
+    return [f"{key}={spelled(value)}" for key, value, _ in _fields(node, names)]
 
 
 def idle(node: Node, names: Sequence[str], why: str, *to: str) -> Iterator[Refusal]:
@@ -68,7 +69,7 @@ def idle(node: Node, names: Sequence[str], why: str, *to: str) -> Iterator[Refus
 def conflicting(node: Node, names: Sequence[str], why: str, *to: str) -> Iterator[Refusal]:
     """As `idle`, of fields that do something which the keys `to` do not allow."""
     for key, value, default in _fields(node, names):
-        yield Refusal(f"{key}={_shown(value)}: {why}", [(key, default)], to)
+        yield Refusal(f"{key}={spelled(value)}: {why}", [(key, default)], to)
 
 
 def _fields(node: Node, names: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
@@ -81,7 +82,3 @@ def _fields(node: Node, names: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
         default = type(node).model_fields[name].get_default(call_default_factory=True)
         if value != default or key in WRITTEN.get():
             yield key, value, default
-
-
-def _shown(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 DOCUMENTS = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
 """Keys of data that act where documents end."""
+LONGEST_NAME = 255
+"""Bytes of the longest name of a file or folder (NAME_MAX of Linux and macOS)."""
 STREAMS = ("jsonl", "parquet")
 """Kinds of data that data.streaming reads row by row."""
 
@@ -72,9 +74,9 @@ def family_rules(recipe: Recipe) -> Iterator[str]:
     if m.weights and "model.init_method_std" in WRITTEN.get() and not low_bit(recipe.precision):  # whose rules read it
         yield from idle(m, ("init_method_std",), " beside model.weights, which are not drawn; drop it", "model.weights")
     if m.add_bias_linear:
-        yield from idle(m, ("add_qkv_bias",), " with model.add_bias_linear=True, which has these too", "model.add_bias_linear")
+        yield from idle(m, ("add_qkv_bias",), " with model.add_bias_linear=true, which has these too", "model.add_bias_linear")
     if m.attn_logit_softcapping is not None and recipe.fp8.enabled and recipe.fp8.dot_product_attention:
-        yield ("fp8.dot_product_attention=True: attention in FP8 knows no model.attn_logit_softcapping; write "
+        yield ("fp8.dot_product_attention=true: attention in FP8 knows no model.attn_logit_softcapping; write "
                "fp8.dot_product_attention=false")
 
 
@@ -106,12 +108,12 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
     if d.name not in STREAMS:
         yield from idle(d, ("streaming",), f" with data={d.name}; what is streamed is {' or '.join(STREAMS)}", "data.name")
     if d.streaming and d.mixture:
-        yield Refusal("data.streaming=True: there is one stream, and data.mixture has several parts; write token files of each "
+        yield Refusal("data.streaming=true: there is one stream, and data.mixture has several parts; write token files of each "
                       "with fp8cfg data prepare, or false", [("data.streaming", False)], ["data.mixture"])
     if d.validation_path is not None:
         yield from idle(d, ("validation_fraction",), " beside data.validation_path, which is held out", "data.validation_path")
     elif d.streaming:
-        yield from idle(d, ("validation_fraction",), " with data.streaming=True, of which nothing is held out", "data.streaming")
+        yield from idle(d, ("validation_fraction",), " with data.streaming=true, of which nothing is held out", "data.streaming")
         if every := recipe.trainer.val_check_interval:
             yield Refusal(f"trainer.val_check_interval={every}: nothing of a stream is held out; write data.validation_path, or 0",
                           [("trainer.val_check_interval", 0)], ["data.streaming"])
@@ -121,10 +123,10 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
         yield from idle(d, DOCUMENTS, " with data=chat, where each sample is one conversation", "data.name")
     elif d.name == "tokens" and d.tokenizer is None:
         for name in (name for name in DOCUMENTS if getattr(d, name)):
-            yield Refusal(f"data.{name}=True: token files do not say which token ends a document; write data.tokenizer",
+            yield Refusal(f"data.{name}=true: token files do not say which token ends a document; write data.tokenizer",
                           [(f"data.{name}", False)], ["data.name", "data.tokenizer"])
     if d.reset_attention_mask and recipe.fp8.enabled and recipe.fp8.dot_product_attention:
-        yield Refusal("data.reset_attention_mask=True: attention in FP8 has no masks of documents; write "
+        yield Refusal("data.reset_attention_mask=true: attention in FP8 has no masks of documents; write "
                       "fp8.dot_product_attention=false", [("fp8.dot_product_attention", False)], ["data.reset_attention_mask"])
 
 
@@ -168,6 +170,16 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
                         "checkpoint.every_n_steps")
 
 
+def path_rules(recipe: Recipe) -> Iterator[str]:
+    """Of paths that no file system has."""
+    m, d, log = recipe.model, recipe.data, recipe.log
+    named = {"log.dir": log.dir, "log.folder": log.folder, "data.tokenizer": d.tokenizer, **d.paths,
+             "model.path": m.path, "model.weights": m.weights, "lora.weights": recipe.lora.weights}
+    for key, path in named.items():
+        if path and max(map(len, path.encode(errors="replace").split(b"/"))) > LONGEST_NAME:
+            yield f"{key}={path[:40]}...: a name of more than {LONGEST_NAME} bytes, which no folder takes; write a shorter one"
+
+
 def log_rules(recipe: Recipe) -> Iterator[str]:
     if recipe.log.resume == "auto" and recipe.log.folder is None:
         yield Refusal("log.resume=auto: needs log.folder, the run folder to start or to go on with; write log.folder=runs/"
@@ -181,7 +193,8 @@ def log_rules(recipe: Recipe) -> Iterator[str]:
                       f"{steps}", [("log.fp8_stats_every_n_steps", steps)], ["trainer.max_steps"])
 
 
-RULES = (model_rules, family_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, log_rules, lora_rules)
+RULES = (model_rules, family_rules, data_rules, optim_rules, trainer_rules, strategy_rules, precision_rules, path_rules, log_rules,
+         lora_rules)
 
 
 def check(recipe: Recipe, written: Collection[str] = ()) -> None:

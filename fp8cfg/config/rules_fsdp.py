@@ -45,7 +45,7 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
         yield from (Refusal(f"storage.gather=fp8: {why}", [("storage.gather", "auto")], _GATHERS)
                     for why in (reasons[0] if all(reasons) else ()))
     elif s.gather == p.compute and p.fp8.enabled and p.fp8.params:
-        yield Refusal(f"fp8.params=True: has no effect, storage.gather={s.gather} of storage.shard=fsdp sends no FP8 weights; "
+        yield Refusal(f"fp8.params=true: has no effect, storage.gather={s.gather} of storage.shard=fsdp sends no FP8 weights; "
                       "drop one of the two", [("fp8.params", False)], ["storage.gather"], tacit=True)
     elif s.gather not in ("auto", p.compute):
         yield Refusal(f"storage.gather={s.gather}: FSDP2 gathers weights in precision.compute={p.compute}; write auto, or fp8",

@@ -18,7 +18,7 @@ def lora_rules(recipe: Recipe) -> Iterator[str]:
     lora, p = recipe.lora, recipe.precision
     if not lora.enabled:
         others = [name for name in LoRA.model_fields if name != "enabled"]
-        yield from idle(lora, others, " while lora.enabled=False; write task=lora", "lora.enabled")
+        yield from idle(lora, others, " while lora.enabled=false; write task=lora", "lora.enabled")
         return
     if not lora.targets:
         yield "lora.targets=[]: leaves no layer with an adapter; write [q_proj,v_proj], or drop it"
@@ -26,5 +26,5 @@ def lora_rules(recipe: Recipe) -> Iterator[str]:
         yield Refusal(f"backend={p.backend}: has no adapters over its layers; write backend=native", [("backend", "auto")],
                       ["lora.enabled"])
     if every := recipe.log.fp8_stats_every_n_steps:
-        yield Refusal(f"log.fp8_stats_every_n_steps={every}: measures the gradients of weights, which lora.enabled=True freezes; "
+        yield Refusal(f"log.fp8_stats_every_n_steps={every}: measures the gradients of weights, which lora.enabled=true freezes; "
                       "drop it", [("log.fp8_stats_every_n_steps", 0)], ["lora.enabled"])

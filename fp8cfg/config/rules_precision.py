@@ -12,6 +12,7 @@ from fp8cfg.config.refusal import Refusal, changed, conflicting, idle
 from fp8cfg.config.rules_fsdp import fsdp_rules
 from fp8cfg.config.rules_storage import storage_refusals
 from fp8cfg.config.storage import COLUMNS, FP8_CODECS, fp8_weights, level, low_bit, resolved
+from fp8cfg.config.value_text import spelled
 from fp8cfg.scalings import SCALINGS
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _fp8_on(recipe: Recipe) -> Iterator[str]:
     if scaling.history and f.amax_history_len == 1:
         yield from idle(f, ("amax_compute_algo",), " with fp8.amax_history_len=1; drop one of the two", "fp8.amax_history_len")
     if scaling.history and not f.reduce_amax:
-        yield from idle(f, ("tp_only_amax_red",), " with fp8.reduce_amax=False; write true there, or false here", "fp8.reduce_amax")
+        yield from idle(f, ("tp_only_amax_red",), " with fp8.reduce_amax=false; write true there, or false here", "fp8.reduce_amax")
     if f.format not in scaling.formats:
         yield Refusal(f"fp8.format={f.format}: fp8.scaling={f.scaling} needs {scaling.formats[0]}; E5M2 gradients under "
                       "fine-grained scales make training diverge", [("fp8.format", scaling.formats[0])], ["fp8.scaling"])
@@ -79,7 +80,7 @@ def _unread(p: Precision) -> Iterator[str]:
     for name, gemms in _READ_BY.items():
         kept = [f"fp8.override_linear_precision.{gemm}" for gemm in gemms if getattr(f.override_linear_precision, gemm)]
         if len(kept) == len(gemms) and f.scaling in ONLY_UNDER.get(name, SCALINGS) and not others.get(name):
-            yield from idle(f, (name,), f", no FP8 GEMM reads it with {'=True and '.join(kept)}=True; drop it", *kept)
+            yield from idle(f, (name,), f", no FP8 GEMM reads it with {'=true and '.join(kept)}=true; drop it", *kept)
 
 
 def _transposes(p: Precision) -> Iterator[str]:
@@ -92,34 +93,35 @@ def _transposes(p: Precision) -> Iterator[str]:
         yield from _no_transpose(f, "storage.shard=fsdp lets weights go after each pass; drop it or write storage.shard=zero2",
                                  "storage.shard")
     elif codec == p.compute:
-        yield from idle(f, ("keep_transpose_cache",), f", fp8.params={f.params} keeps both matrices of a weight; drop it or write "
+        params = spelled(f.params)
+        yield from idle(f, ("keep_transpose_cache",), f", fp8.params={params} keeps both matrices of a weight; drop it or write "
                         "fp8.params=true", "fp8.params", "storage.weight", "backend")
     elif not fp8_weights(p):
         yield from _no_transpose(f, f"weights are stored in {codec}; drop it or write storage.weight=fp8", "storage.weight",
                                  "opt_level", "backend")
     elif f.override_linear_precision.dgrad:
-        yield from _no_transpose(f, f"{kept}=True reads no transpose; drop one of the two", kept)
+        yield from _no_transpose(f, f"{kept}=true reads no transpose; drop one of the two", kept)
 
 
 def _no_transpose(f: FP8, why: str, *to: str) -> Iterator[Refusal]:
     if f.keep_transpose_cache:
         key = f.key("keep_transpose_cache")
-        yield Refusal(f"{key}=True: has no effect, {why}", [(key, False)], to)
+        yield Refusal(f"{key}=true: has no effect, {why}", [(key, False)], to)
 
 
 def _attention(f: FP8) -> Iterator[str]:
     dot, multi = "fp8.dot_product_attention", "fp8.multi_head_attention"
     if f.multi_head_attention and not f.dot_product_attention:
-        yield Refusal(f"{multi}=True: needs {dot}=true", [(multi, False)], [dot])
+        yield Refusal(f"{multi}=true: needs {dot}=true", [(multi, False)], [dot])
     scaling = SCALINGS[f.scaling]
     if f.multi_head_attention and "multi_head_attention" not in scaling.attention:
         those = " or ".join(name for name, other in SCALINGS.items() if "multi_head_attention" in other.attention)
-        yield Refusal(f"{multi}=True: needs fp8.scaling={those}, not {f.scaling} (Megatron)", [(multi, False)], ["fp8.scaling"])
+        yield Refusal(f"{multi}=true: needs fp8.scaling={those}, not {f.scaling} (Megatron)", [(multi, False)], ["fp8.scaling"])
     if f.dot_product_attention and "dot_product_attention" not in scaling.attention:
         source = f" (TE {scaling.te})" if scaling.te else ""
-        yield Refusal(f"{dot}=True: {f.scaling} scaling has no FP8 attention{source}", [(dot, False)], ["fp8.scaling"])
+        yield Refusal(f"{dot}=true: {f.scaling} scaling has no FP8 attention{source}", [(dot, False)], ["fp8.scaling"])
     if f.dot_product_attention and per_row(f):
-        yield Refusal(f"{dot}=True: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)", [(dot, False)],
+        yield Refusal(f"{dot}=true: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)", [(dot, False)],
                       ["fp8.granularity"])
 
 
@@ -146,7 +148,7 @@ def _storage(recipe: Recipe) -> Iterator[str]:
                       [("fp8.params", False), ("storage.weight", "auto")], ["storage.weight", "fp8.params"])
     elif f.enabled and f.params and columns["weight"] not in FP8_CODECS and s.shard != "fsdp":
         by = f"opt_level={level(p)}"
-        yield Refusal(f"fp8.params=True: has no effect, {by} stores weights in {columns['weight']}; drop one of the two",
+        yield Refusal(f"fp8.params=true: has no effect, {by} stores weights in {columns['weight']}; drop one of the two",
                       [("fp8.params", False)], ["opt_level", "backend"], tacit=True)
     for column in ("weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq"):
         if getattr(s, column) == "none":

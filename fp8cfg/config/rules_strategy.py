@@ -54,7 +54,7 @@ def _strategy_rules(recipe: Recipe) -> Iterator[str]:
     yield from _schedule_rules(s)
     yield from _replica_rules(recipe, world)
     if s.sequence_parallel and tp == 1:
-        yield Refusal("trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1; write false",
+        yield Refusal("trainer.strategy.sequence_parallel=true: has no effect while tensor_model_parallel_size=1; write false",
                       [("trainer.strategy.sequence_parallel", False)], ["trainer.strategy.tensor_model_parallel_size"])
     if cp > 1:
         yield from _context_rules(recipe, cp)
@@ -120,10 +120,10 @@ def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
         yield LayoutRefusal(f"model.seq_length={length}: must be a multiple of 2 x context_parallel_size = {2 * cp}; nearest is "
                             f"{nearest}", {"model.seq_length": nearest})
     if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
-        yield Refusal(f"fp8.dot_product_attention=True: attention in FP8 takes whole sequences, and {key}={cp} splits them; write "
+        yield Refusal(f"fp8.dot_product_attention=true: attention in FP8 takes whole sequences, and {key}={cp} splits them; write "
                       "false", [("fp8.dot_product_attention", False)], [key])
     for name in (name for name in ("reset_attention_mask", "reset_position_ids") if getattr(recipe.data, name)):
-        yield Refusal(f"data.{name}=True: documents are told apart in whole sequences, and {key}={cp} splits them; write false",
+        yield Refusal(f"data.{name}=true: documents are told apart in whole sequences, and {key}={cp} splits them; write false",
                       [(f"data.{name}", False)], [key])
     if every := recipe.log.fp8_stats_every_n_steps:
         yield Refusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key}={cp} none has whole sequences; "

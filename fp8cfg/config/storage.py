@@ -103,7 +103,7 @@ def said_of_fp8_weights(precision: Precision) -> str:
     """The setting of `precision` that makes weights be stored in FP8, as the user writes it."""
     if precision.storage.weight != "auto":
         return f"storage.weight={precision.storage.weight}"
-    return f"opt_level={level(precision)}" if level(precision) else "fp8.params=True"
+    return f"opt_level={level(precision)}" if level(precision) else "fp8.params=true"
 
 
 def as_held(precision: Precision) -> Precision:

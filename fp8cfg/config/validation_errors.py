@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, suggest
 from fp8cfg.config.key_names import full, short
+from fp8cfg.config.value_text import spelled
 
 if TYPE_CHECKING:
     from fp8cfg.config.node import Node
@@ -77,7 +78,8 @@ def _line(cls: type[Node], e: Any) -> str:
         return f"{at}: needs a value"
     expected = _EXPECTED.get(e["type"])
     got = {"NoneType": "null", "tuple": "a list"}.get(type(given).__name__, type(given).__name__)
-    instead = _instead(cls.key(field), e["type"], given)
+    texts = "str" in str(cls.model_fields[field].annotation)
+    instead = _instead(cls.key(field), e["type"], given) if texts or e["type"] != "tuple_type" else ""
     if e["type"] == "model_type":
         if isinstance(given, tuple) and len(given) == 1 and isinstance(given[0], pydantic.BaseModel):
             return f"{cls.key(field)}: expected one, got a list; write it without the list"
@@ -95,11 +97,14 @@ def _instead(key: str, kind: str, given: Any) -> str:
             return "; write it without quotes"
         return f"; write {key}={'true' if word in _ON else 'false'}" if word in (*_ON, *_OFF) else ""
     if kind == "string_type" and isinstance(given, (int, float)):
-        return f"; write '{key}=\"{str(given).lower() if isinstance(given, bool) else given}\"'"
+        return f"; write '{key}=\"{spelled(given)}\"'"
     if kind not in ("int_type", "float_type"):
         return ""
-    if isinstance(given, tuple) and len(given) == 1:
-        return f"; write {key}={given[0]}"
+    listed = False
+    while isinstance(given, tuple) and len(given) == 1:
+        given, listed = given[0], True
+    if listed:
+        return f"; write {key}={given}" if type(given) in (int, float) else ""
     if not isinstance(given, str):
         return ""
     if _NUMBER.fullmatch(given):
@@ -141,8 +146,8 @@ def example(key: str, node: type[Node], value: Any) -> str:
     if "enabled" in node.model_fields:
         return f"; write {short(key)}.enabled={'false' if str(value).lower() in ('0', 'off', 'no', 'none') else 'true'}"
     defaults = ((leaf, field.get_default(call_default_factory=True)) for leaf, field in node.model_fields.items())
-    leaf, default = next((leaf, default) for leaf, default in defaults if default is not None)
-    return f", as in {short(key)}.{leaf}={default}"
+    leaf, default = next((leaf, default) for leaf, default in defaults if isinstance(default, (bool, int, float, str)))
+    return f", as in {short(key)}.{leaf}={spelled(default)}"
 
 
 def unknown_key(cls: type[Node], field: str) -> str:
@@ -152,7 +157,7 @@ def unknown_key(cls: type[Node], field: str) -> str:
 
 def shown_value(value: Any) -> str:
     try:
-        text = str(list(value)) if isinstance(value, tuple) else str(value)
+        text = spelled(value)
     except ValueError:  # Python writes no whole number of more than 4300 digits
         text = "a number of many digits"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -23,6 +23,7 @@ from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.preset_keys import preset_keys
 from fp8cfg.config.recipe import Recipe
+from fp8cfg.config.value_text import spelled
 from fp8cfg.conversion.convert import no_recipe, prove, strangers
 from fp8cfg.conversion.given_recipe import given_recipe
 from fp8cfg.conversion.preset_values import GIVE_WAY
@@ -130,5 +131,5 @@ def _other(built: FP8, asked: FP8) -> list[str]:
     """A line for each key of the `fp8` node in which the layers differ from the recipe; those of evaluation and of the proof
     are read anew."""
     late = {"use_autocast_during_eval", "min_coverage", *(preset_keys(asked) & GIVE_WAY)}
-    return [f"fp8.{key}={getattr(asked, key)}: the model's layers were converted with {getattr(built, key)}; convert it anew"
-            for key in type(built).model_fields if key not in late and getattr(built, key) != getattr(asked, key)]
+    return [f"fp8.{key}={spelled(now)}: the model's layers were converted with {spelled(then)}; convert it anew"
+            for key, then in built if key not in late and then != (now := getattr(asked, key))]

@@ -246,7 +246,7 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
     refuse_if([f"{key}: has no effect in convert_model, which leaves parameters and optimizer as they are; write "
                "fp8cfg.build(recipe, model=model)" for key in [*stored, *changed(precision.storage)]])
     if fp8_weights(precision):
-        raise ConfigError("fp8.params=True: weights in FP8 alone need an optimizer with masters; fp8cfg.build(recipe, "
+        raise ConfigError("fp8.params=true: weights in FP8 alone need an optimizer with masters; fp8cfg.build(recipe, "
                           "model=model) makes one, or write fp8.params=false")
     return fp8
 

@@ -40,6 +40,6 @@ def of_no_effect(recipe: Recipe) -> list[str]:
         lines.append(f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it, and call "
                      "fp8cfg.numerics.quantization_statistics.collect(model, run) in your loop")
     if recipe.lora.enabled:
-        lines.append("lora.enabled=True: its adapters stand in the Transformer of a recipe; give a model of your own PEFT's, by "
+        lines.append("lora.enabled=true: its adapters stand in the Transformer of a recipe; give a model of your own PEFT's, by "
                      "peft.get_peft_model(model, LoraConfig(...)), and write lora.enabled=false")
     return lines

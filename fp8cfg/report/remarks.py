@@ -31,7 +31,7 @@ def _storage(recipe: Recipe, ranks: int) -> Iterator[str]:
     if level(p) == "O3" and sharding(p, ranks) == "none":
         yield "opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state"
     if recipe.lora.enabled:
-        yield "lora.enabled=True: masters, gradients and moments are of adapters alone"
+        yield "lora.enabled=true: masters, gradients and moments are of adapters alone"
     if p.storage.shard not in ("auto", "none") and ranks == 1:
         yield f"storage.shard={p.storage.shard}: splits state over data-parallel ranks; on one there is nothing to split"
 
@@ -43,7 +43,7 @@ def _one_microbatch(recipe: Recipe, ranks: int) -> Iterator[str]:
     if t.global_batch_size > t.micro_batch_size * data:
         return
     if p.fp8.keep_transpose_cache:
-        yield "fp8.keep_transpose_cache=True: keeps nothing, the one microbatch of a step reads each transpose once"
+        yield "fp8.keep_transpose_cache=true: keeps nothing, the one microbatch of a step reads each transpose once"
     if p.storage.accumulate == "stored" and not capabilities(p.backend).own_state:  # which has nothing else
         yield "storage.accumulate=stored: adds up nothing, a step has one microbatch"
 

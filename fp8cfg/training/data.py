@@ -138,7 +138,7 @@ def validation_batches(recipe: Recipe, held_out: Samples | None, world: World) -
     """This rank's share of one evaluation. Raises ConfigError, before the first batch, where there is not one to be had."""
     t = recipe.trainer
     if held_out is None:
-        raise ConfigError("data.validation_path=None: nothing of a stream is held out; write a path")
+        raise ConfigError("data.validation_path=null: nothing of a stream is held out; write a path")
     try:
         share = batch_share(t.strategy, world.rank, world.size)
         return eval_batches(held_out, t.global_batch_size, t.limit_val_batches, *share)

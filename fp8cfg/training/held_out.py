@@ -28,7 +28,7 @@ def held_out(recipe: Recipe) -> Samples:
     """The part of the recipe's own data that it holds out. Raises ConfigError."""
     found = run_data(recipe)[1]
     if found is None:
-        raise ConfigError("data.validation_path=None: nothing of a stream is held out; name text with --data FILE")
+        raise ConfigError("data.validation_path=null: nothing of a stream is held out; name text with --data FILE")
     return found
 
 

@@ -93,12 +93,12 @@ def test_an_explicit_backend_is_never_another_one(installed: SimpleNamespace) ->
     ({"fp8": DELAYED}, CPU, "fp8.scaling=delayed: torchao has current and mxfp8 alone"),
     ({"compute": "fp16", "fp8": {"scaling": "mxfp8"}}, CPU, "precision.compute=fp16: torchao quantizes bf16 and fp32 to MXFP8; write backend=native, or bf16"),
     ({"fp8": {"scaling": "block"}}, HOPPER, "fp8.scaling=block: torchao has current and mxfp8 alone"),
-    ({"fp8": CURRENT | {"params": True}}, CPU, "fp8.params=True: torchao does not multiply weights that are held in FP8"),
-    ({"fp8": CURRENT | {"dot_product_attention": True}}, CPU, "fp8.dot_product_attention=True: torchao leaves attention"),
-    ({"fp8": {"scaling": "mxfp8", "format": "e4m3", "override_linear_precision": {"dgrad": True}}}, CPU, "fp8.override_linear_precision.dgrad=True: torchao's MXFP8Linear"),
-    ({"fp8": {"scaling": "mxfp8", "format": "e4m3", "enable_2d_quantization": True}}, CPU, "fp8.enable_2d_quantization=True: torchao scales weights along rows"),
+    ({"fp8": CURRENT | {"params": True}}, CPU, "fp8.params=true: torchao does not multiply weights that are held in FP8"),
+    ({"fp8": CURRENT | {"dot_product_attention": True}}, CPU, "fp8.dot_product_attention=true: torchao leaves attention"),
+    ({"fp8": {"scaling": "mxfp8", "format": "e4m3", "override_linear_precision": {"dgrad": True}}}, CPU, "fp8.override_linear_precision.dgrad=true: torchao's MXFP8Linear"),
+    ({"fp8": {"scaling": "mxfp8", "format": "e4m3", "enable_2d_quantization": True}}, CPU, "fp8.enable_2d_quantization=true: torchao scales weights along rows"),
     ({"fp8": {"scaling": "mxfp8", "format": "e4m3"}}, HOPPER, "fp8.scaling=mxfp8: this GPU has compute capability 9.0, torchao's MXFP8 needs 10.0"),
-    ({"fp8": CURRENT}, AMPERE, "fp8.enabled=True: this GPU has compute capability 8.0, FP8 needs 8.9"),
+    ({"fp8": CURRENT}, AMPERE, "fp8.enabled=true: this GPU has compute capability 8.0, FP8 needs 8.9"),
     ({"fp8": CURRENT | {"granularity": "row"}, "compute": "fp16"}, HOPPER, "fp8.granularity=row: torch's product with scales of rows gives bf16"),
 ])
 def test_what_torchao_refuses(change: dict[str, dict[str, object]], hardware: Hardware, line: str) -> None:

@@ -138,7 +138,7 @@ def test_llama_8b_is_planned_without_torch_and_quickly() -> None:
     ({"include": ("layers.0.*", "output_layer")},
      "fp8.include=output_layer: has no effect, its layers stay in high precision (fp8.output_layer=false)"),
     ({"include": ("layers.0.*",), "output_layer": True},
-     "fp8.output_layer=True: has no effect, its layers stay in high precision (not in fp8.include)"),
+     "fp8.output_layer=true: has no effect, its layers stay in high precision (not in fp8.include)"),
     ({"include": ("layers.0.*", "layers.1.*"), "high_precision_at_start": 1},
      "fp8.include=layers.0.*: has no effect, its layers stay in high precision (fp8.high_precision_at_start=1)"),
 ])

@@ -52,11 +52,11 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
         "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"]),
     (["precision=bf16_fp8", "fp8.exclude=['*.linear_fc9']", "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"], [
         "fp8.exclude=*.linear_fc9: matches no linear layer; did you mean 'layers.*.mlp.linear_fc2'?",
-        "fp8.multi_head_attention=True: needs FP8 outputs of the projections: backend=te; drop it"]),
+        "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; drop it"]),
     (["precision=bf16_fp8", "storage.rounding=stochastic"], [
         "storage.rounding=stochastic: has no effect, FP8 layers round their weights themselves; drop it"]),
     (["precision=bf16_fp8", "backend=msamp", "trainer.strategy.sequence_parallel=true"], [  # and nothing of values that give way
-        "trainer.strategy.sequence_parallel=True: has no effect while tensor_model_parallel_size=1; write false"]),
+        "trainer.strategy.sequence_parallel=true: has no effect while tensor_model_parallel_size=1; write false"]),
     (["fp8.margn=1", "precision=bf16_pf8"], [
         "fp8.margn: no such key; did you mean 'fp8.margin'?", "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"]),
     (["nonsense", "fp8.margn=1"], ["nonsense: no command, recipe file or key=value; fp8cfg --help has them", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
@@ -104,7 +104,8 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
     ("data.tokenizer=gone model.weights=there.idx", ["data.tokenizer=gone: no such file or folder here"]),
     ("model.weights=gone", ["model.weights=gone: no such file or folder here"]), ("model.weights=hf://a/b", []),
     ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
-    ("log.dir=new/runs", []),
+    ("log.dir=new/runs", []), ("model.vocab_size=257", []), ("data=tokens data.path=there model.vocab_size=32", ["data.path=there: no file there.bin here"]),
+    ("model.vocab_size=256", ["model.vocab_size=256: has no row for each byte and the end mark, which data=stdlib has without data.tokenizer; write 272 or more"]),
     ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is no folder"]),
     ("-cd empty", ["--config-dir empty: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no presets"]),
     ("-cd own", []),
@@ -130,7 +131,7 @@ def test_gpus_are_counted_without_torch(capsys: Out, tmp_path: Path) -> None:
 def test_json(capsys: Out) -> None:
     out = json.loads(said(capsys, "check", "--json", "precision=bf16_fp8", "opt_level=O2"))
     assert out == {"ok": True, "recipe": "llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers",
-                   "notes": ["fp8.params True -> False: what the preset says gives way to opt_level=O2"]}
+                   "notes": ["fp8.params true -> false: what the preset says gives way to opt_level=O2"]}
     code, printed = main(["check", "--json", "precision=bf16_pf8", "nonsense"]), capsys.readouterr()
     assert (code, printed.err) == (2, "")
     assert json.loads(printed.out) == {"ok": False, "notes": [], "problems": [

@@ -29,7 +29,7 @@ def test_what_can_run(precision: object, backend: str, hardware: Hardware | None
 def test_why_not() -> None:
     assert "compute capability 8.0" in installation.can(fp8cfg.bf16_with_fp8_mixed(), "native", AMPERE)
     assert installation.can(fp8cfg.bf16_mixed(), "te", CPU) == "there is no FP8 in it, and torch multiplies whatever the backend is"
-    assert installation.can(fp8cfg.bf16_with_fp8_current_scaling_mixed(), "torchao", CPU).startswith("fp8.params=True: torchao")
+    assert installation.can(fp8cfg.bf16_with_fp8_current_scaling_mixed(), "torchao", CPU).startswith("fp8.params=true: torchao")
 
 
 def test_the_machine_at_hand(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_the_effect_of_a_key(key: str, words: list[str], want: str) -> None:
 
 @pytest.mark.parametrize(("words", "value", "want"), [
     (["opt_level=O1"], False, "no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"),
-    (["fp8.params=true", "opt_level=O2"], True, "refused: fp8.params=True: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two"),
+    (["fp8.params=true", "opt_level=O2"], True, "refused: fp8.params=true: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two"),
     (["opt_level=O3"], True, "takes effect"),
 ])
 def test_fp8_weights_under_a_level_that_stores_others(words: list[str], value: bool, want: str) -> None:

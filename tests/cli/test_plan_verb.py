@@ -175,7 +175,7 @@ def test_what_is_said(argv: list[str], parts: list[str], capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(("argv", "parts"), [
     (["precision=bf16_fp8", "--gpu", "a100-80"],
-     ["cannot run on a100-80: fp8.enabled=True: this GPU has compute capability 8.0,\n  FP8 needs", "gains: none, a100-80 has no FP8 units", "fits a100-80"]),
+     ["cannot run on a100-80: fp8.enabled=true: this GPU has compute capability 8.0,\n  FP8 needs", "gains: none, a100-80 has no FP8 units", "fits a100-80"]),
     (["precision=bf16_mxfp8", "--gpu", "h100"], ["cannot run on h100: fp8.scaling=mxfp8: ", "1.42x", "FP8: 16 of 17", "B300"]),
     (["recipe=llama_70b", "precision=bf16_fp8", "fp8.params=false", "opt_level=O2", "--gpus", "64", "--gpu", "a100-80"],
      ["cannot run on a100-80: ", "this recipe: O2", "layout: 64 ranks = tensor 4 x pipeline 4 x context 2 x data 2"]),
@@ -227,7 +227,7 @@ def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixtu
     (["--tree", "--dot"], "--tree --dot: choose one"), (["--jsn"], "--jsn: no such option; did you mean '--json'?"),
     (["precision=bf16_fp8", "fp8.exclude=['x']"], "fp8.exclude=x: matches no linear layer"),
     (["precision=bf16_fp8", "fp8.min_coverage=0.95"], "fp8.min_coverage=0.95: 90.5% of matmul FLOPs would run in FP8"),
-    (["precision=bf16_fp8", "--gpu", "a100-40", "--tree"], "fp8.enabled=True: this GPU has compute capability 8.0"),
+    (["precision=bf16_fp8", "--gpu", "a100-40", "--tree"], "fp8.enabled=true: this GPU has compute capability 8.0"),
     (["trainer.accelerator=cuda"], "trainer.accelerator=cuda: name the GPU, as in --gpu h100; there are a100-40, "),
     (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
 ])

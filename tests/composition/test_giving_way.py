@@ -40,18 +40,18 @@ GIVES_WAY = [
     ("trainer.global_batch_size=24", "trainer.micro_batch_size 16 -> 12: the default gives way to trainer.global_batch_size=24"),
     ("trainer.devices=2", "trainer.micro_batch_size 16 -> 8: the default gives way to trainer.devices=2"),
     ("trainer.micro_batch_size=3", "trainer.global_batch_size 16 -> 15: the default gives way to trainer.micro_batch_size=3"),
-    ("precision=bf16_fp8 fp8.enabled=false", "fp8.params True -> False: what the preset says gives way to fp8.enabled=False"),
+    ("precision=bf16_fp8 fp8.enabled=false", "fp8.params true -> false: what the preset says gives way to fp8.enabled=false"),
     ("precision=bf16_fp8_current fp8.enabled=false",
-     "fp8.scaling current -> delayed, fp8.params True -> False, fp8.high_precision_at_start 1 -> 0, fp8.high_precision_at_end 1 -> 0: "
-     "what the preset says gives way to fp8.enabled=False"),
+     "fp8.scaling current -> delayed, fp8.params true -> false, fp8.high_precision_at_start 1 -> 0, fp8.high_precision_at_end 1 -> 0: "
+     "what the preset says gives way to fp8.enabled=false"),
     ("precision=bf16_fp8 fp8.scaling=mxfp8", "fp8.format hybrid -> e4m3: what the preset says gives way to fp8.scaling=mxfp8"),
-    ("precision=bf16_fp8_current backend=torchao", "fp8.params True -> False: what the preset says gives way to backend=torchao"),
+    ("precision=bf16_fp8_current backend=torchao", "fp8.params true -> false: what the preset says gives way to backend=torchao"),
     ("precision=bf16_fp8 backend=te storage.shard=zero1",
-     "fp8.params True -> False: what the preset says gives way to storage.shard=zero1 and backend=te"),
-    ("precision=bf16_fp8 storage.weight=bf16", "fp8.params True -> False: what the preset says gives way to storage.weight=bf16"),
-    ("precision=bf16_fp8 opt_level=O1", "fp8.params True -> False: what the preset says gives way to opt_level=O1"),
-    ("precision=bf16_fp8 storage.shard=fsdp storage.gather=bf16", "fp8.params True -> False: what the preset says gives way to storage.gather=bf16"),
-    ("precision=bf16_fp8 opt_level=O2", "fp8.params True -> False: what the preset says gives way to opt_level=O2"),
+     "fp8.params true -> false: what the preset says gives way to storage.shard=zero1 and backend=te"),
+    ("precision=bf16_fp8 storage.weight=bf16", "fp8.params true -> false: what the preset says gives way to storage.weight=bf16"),
+    ("precision=bf16_fp8 opt_level=O1", "fp8.params true -> false: what the preset says gives way to opt_level=O1"),
+    ("precision=bf16_fp8 storage.shard=fsdp storage.gather=bf16", "fp8.params true -> false: what the preset says gives way to storage.gather=bf16"),
+    ("precision=bf16_fp8 opt_level=O2", "fp8.params true -> false: what the preset says gives way to opt_level=O2"),
     ("precision=bf16_adamw_fp8 precision.compute=fp32 storage.master_weight=auto",
      "storage.rounding stochastic -> nearest: what the preset says gives way to precision.compute=fp32 and storage.master_weight=auto"),
     (NEMOTRON, "fp8.high_precision_at_end 14 -> 3: what the preset says gives way to model.num_layers=4"),
@@ -76,13 +76,13 @@ GIVES_WAY = [
      "none -> auto, storage.weight_grad bf16 -> auto, storage.rounding stochastic -> nearest: what the preset says gives way to optim.name=sgd"),
     ("precision=own storage.comm=fp8", "storage.weight_grad fp8_pow2 -> fp8: what the preset says gives way to storage.comm=fp8"),
     ("precision=own storage.weight_grad=fp8", "storage.comm fp8_pow2 -> fp8: what the preset says gives way to storage.weight_grad=fp8"),
-    ("precision=own_fp8 fp8.scaling=block", "fp8.dot_product_attention True -> False: what the preset says gives way to fp8.scaling=block"),
-    ("precision=own_fp8 backend=torchao", "fp8.dot_product_attention True -> False: what the preset says gives way to backend=torchao"),
+    ("precision=own_fp8 fp8.scaling=block", "fp8.dot_product_attention true -> false: what the preset says gives way to fp8.scaling=block"),
+    ("precision=own_fp8 backend=torchao", "fp8.dot_product_attention true -> false: what the preset says gives way to backend=torchao"),
     ("precision=own_fp8 fp8.override_linear_precision={fprop:true,dgrad:true} fp8.dot_product_attention=false",
-     "fp8.override_linear_precision.wgrad True -> False: what the preset says gives way to fp8.override_linear_precision.dgrad=True and "
-     "fp8.override_linear_precision.fprop=True"),
+     "fp8.override_linear_precision.wgrad true -> false: what the preset says gives way to fp8.override_linear_precision.dgrad=true and "
+     "fp8.override_linear_precision.fprop=true"),
     ("precision=own_fp8 fp8.scaling=delayed backend=msamp fp8.dot_product_attention=false fp8.reduce_amax=false storage.accumulate=stored "
-     "fp8.amax_history_len=16", "fp8.override_linear_precision.wgrad True -> False: what the preset says gives way to backend=msamp"),
+     "fp8.amax_history_len=16", "fp8.override_linear_precision.wgrad true -> false: what the preset says gives way to backend=msamp"),
     ("precision=own_gather fp8.granularity=row", "storage.gather fp8 -> auto: what the preset says gives way to fp8.granularity=row"),
     ("precision=own_gather precision.compute=bf16 fp8.scaling=delayed", "storage.gather fp8 -> auto: what the preset says gives way to "
      "fp8.scaling=delayed"),
@@ -93,6 +93,8 @@ GIVES_WAY = [
     ("precision=fp16 precision.loss_scale_window=100", "precision.loss_scale_window=100: doubles no scale, the run ends with trainer.max_steps=100"),
     ("precision=bf16_fp8 fp8.amax_history_len=16 fp8.amax_compute_algo=most_recent",
      "fp8.amax_history_len=16: fp8.amax_compute_algo=most_recent reads the last amax alone"),
+    ("trainer.max_steps=40 checkpoint.every_n_steps=50", "checkpoint.every_n_steps=50: saves at the end alone, the run ends with trainer.max_steps=40"),
+    ("trainer.max_steps=40 checkpoint.every_n_steps=40", None),
     ("precision=bf16_fp8 fp8.amax_history_len=100", None), ("precision=bf16_fp8 fp8.amax_compute_algo=most_recent", None),
     ("model.sliding_window=256", "model.sliding_window=256: masks nothing, model.seq_length=256 is no longer; an exported checkpoint states it"),
     ("model.sliding_window=255", None), ("recipe=mistral_7b", None),
@@ -138,8 +140,8 @@ REFUSED = [
     ("precision=bf16_fp8 fp8.high_precision_at_start=9 fp8.high_precision_at_end=1",
      "fp8.high_precision_at_start=9 and fp8.high_precision_at_end=1: leave no layer of model.num_layers=4 in FP8; nearest is "
      "fp8.high_precision_at_start=3 fp8.high_precision_at_end=0"),
-    ("precision=bf16_fp8 fp8.params=true opt_level=O1", "fp8.params=True: has no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"),
-    ("precision=bf16_fp8 fp8.params=true opt_level=O2", "fp8.params=True: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two"),
+    ("precision=bf16_fp8 fp8.params=true opt_level=O1", "fp8.params=true: has no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"),
+    ("precision=bf16_fp8 fp8.params=true opt_level=O2", "fp8.params=true: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two"),
     ("precision=bf16 opt_level=O2 storage.comm=fp8_pow2",
      "storage.comm=fp8_pow2: gradients are stored in fp8 and sent as they are; write fp8, or bf16 or fp32 to add them up before they are stored"),
     ("precision=bf16 opt_level=O2 optim.betas=[0.9,0.9999]", "optim.betas=[0.9, 0.9999]: storage.exp_avg_sq=fp16_scaled rounds an average of rate "
@@ -175,6 +177,16 @@ def test_python_is_told_by_the_logger(caplog: pytest.LogCaptureFixture) -> None:
     assert fp8cfg.compose(["trainer.max_steps=5"], base=given) == r and given.optim.warmup_steps == 20
 
 
+def test_a_recipe_is_built_without_remarks_that_were_made_or_that_nobody_caused(caplog: pytest.LogCaptureFixture) -> None:
+    r = fp8cfg.compose(["recipe=mistral_tiny", "precision=fp16", "model.seq_length=32", "model.num_layers=1"])
+    caplog.clear()
+    fp8cfg.lower(r)
+    assert not caplog.messages
+    r.model.sliding_window = 33
+    fp8cfg.lower(r)
+    assert [m.partition(": masks")[0] for m in caplog.messages] == ["note: model.sliding_window=33"]
+
+
 def test_a_recipe_in_python_is_as_it_stands() -> None:
     r = llama_tiny()
     r.trainer.max_steps = 5
@@ -197,7 +209,7 @@ def test_a_file_is_the_users_where_it_differs_from_the_default(tmp_path: Path, c
     assert composed_of("precision: bf16\nfp8: {margin: 0}").fp8.margin == 0, "an exported recipe says so"
     with pytest.raises(fp8cfg.ConfigError, match=r"optim\.warmup_steps=20"):
         composed_of("optim: {warmup_steps: 20}", "trainer.max_steps=5")
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.params=True: has no effect, opt_level=O2"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.params=true: has no effect, opt_level=O2"):
         composed_of("precision: bf16_fp8\nfp8: {params: true}\nopt_level: O2")
     assert not composed_of("precision: bf16_fp8\nopt_level: O2").fp8.params
     assert composed_of("precision: bf16_fp8\nfp8: {margin: 1}", "precision=bf16").fp8.margin == 0, "a preset goes over all of precision"
@@ -215,7 +227,7 @@ def test_a_recipe_and_a_preset_of_ones_own_give_way_to_words(tmp_path: Path) -> 
         "note: log.fp8_stats_every_n_steps 20 -> 5: what the recipe says gives way to trainer.max_steps=5"]
     found = composed(["recipe=mine", "precision=bf16"], library)
     assert not found.problems and found.notes == [
-        "note: log.fp8_stats_every_n_steps 20 -> 0: what the recipe says gives way to fp8.enabled=False"]
+        "note: log.fp8_stats_every_n_steps 20 -> 0: what the recipe says gives way to fp8.enabled=false"]
 
 
 def test_an_export_of_every_preset_is_accepted(caplog: pytest.LogCaptureFixture) -> None:

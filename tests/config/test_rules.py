@@ -7,6 +7,7 @@ import pytest
 import fp8cfg
 from fp8cfg.config.fp8 import FP8, ONLY_UNDER
 from fp8cfg.config.presets import choices
+from fp8cfg.config.value_text import spelled
 from fp8cfg.recipes import llama_tiny
 
 OTHER_VALUES = {"margin": 1, "interval": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "reduce_amax": False, "tp_only_amax_red": True,
@@ -51,7 +52,7 @@ def test_keys_of_one_scaling_are_refused_under_the_others(key: str, scaling: str
     found = lines(PRESET_OF[scaling], **{f"fp8__{key}": OTHER_VALUES[key]})
     own = ONLY_UNDER[key]
     assert found == ([] if scaling in own else [
-        f"fp8.{key}={OTHER_VALUES[key]}: has no effect under fp8.scaling={scaling}, only under {' and '.join(own)}; drop it or write "
+        f"fp8.{key}={spelled(OTHER_VALUES[key])}: has no effect under fp8.scaling={scaling}, only under {' and '.join(own)}; drop it or write "
         f"fp8.scaling={own[0]}"])
 
 
@@ -72,10 +73,10 @@ CASES = [
     ("fp16", {"precision__loss_scale": 1024.0, "precision__hysteresis": 3}, "precision.loss_scale=1024 is constant"),
     ("bf16_fp8", {"fp8__multi_head_attention": True}, "needs fp8.dot_product_attention=true"),
     ("bf16_fp8_block", {"fp8__dot_product_attention": True}, "block scaling has no FP8 attention"),
-    ("bf16_fp8", {"fp8__keep_transpose_cache": True, "fp8__params": False}, "fp8.keep_transpose_cache=True: has no effect, fp8.params=False keeps both matrices"),
+    ("bf16_fp8", {"fp8__keep_transpose_cache": True, "fp8__params": False}, "fp8.keep_transpose_cache=true: has no effect, fp8.params=false keeps both matrices"),
     ("bf16_fp8", {"fp8__keep_transpose_cache": True, "storage__shard": "fsdp"}, "has no effect, storage.shard=fsdp lets weights go after each pass"),
     ("bf16_fp8", {"fp8__keep_transpose_cache": True, "precision__opt_level": "O1", "fp8__params": False}, "has no effect, weights are stored in fp16_scaled"),
-    ("bf16_fp8", {"fp8__keep_transpose_cache": True, "fp8__override_linear_precision__dgrad": True}, "dgrad=True reads no transpose; drop one of the two"),
+    ("bf16_fp8", {"fp8__keep_transpose_cache": True, "fp8__override_linear_precision__dgrad": True}, "dgrad=true reads no transpose; drop one of the two"),
     ("bf16_fp8", {"storage__weight": "bf16"}, "contradicts fp8.params=true"),
     ("bf16_fp8", {"storage__master_weight": "none"}, "storage.weight=fp8 needs masters"),
     ("bf16", {"storage__comm": "none"}, "only storage.master_weight can be none"),

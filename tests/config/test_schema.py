@@ -54,7 +54,7 @@ def test_presets_are_fresh_objects() -> None:
 
 GOLDEN = [
     ("fp8.margn = 1", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
-    ("fp8.margin = True", "fp8.margin=True: expected an integer, got bool"),
+    ("fp8.margin = True", "fp8.margin=true: expected an integer, got bool"),
     ("fp8.margin = '1'", "fp8.margin=1: expected an integer, got str; write it without quotes"),
     ("fp8.margin = 99", "fp8.margin=99: must be at most 16"),
     ("fp8.margin = -1", "fp8.margin=-1: must be at least 0"),

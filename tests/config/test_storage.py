@@ -168,7 +168,7 @@ def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
 def test_transposes_that_are_read_once_are_not_kept() -> None:
     recipe = fp8cfg.compose(["precision=bf16_fp8", "fp8.keep_transpose_cache=true", "trainer.micro_batch_size=8"])
     assert [bool(remarks.lines(recipe, ranks)) for ranks in (1, 2)] == [False, True]
-    assert remarks.lines(recipe, 2) == ["note: fp8.keep_transpose_cache=True: keeps nothing, the one microbatch of a step reads each transpose once"]
+    assert remarks.lines(recipe, 2) == ["note: fp8.keep_transpose_cache=true: keeps nothing, the one microbatch of a step reads each transpose once"]
 
 
 def test_no_advice_that_is_refused() -> None:

@@ -115,9 +115,9 @@ def test_a_recipe_for_few_layers_fits_a_model_of_many() -> None:
 
 @pytest.mark.parametrize(("words", "line"), [
     (("fp8.exclude=['*.upp']",), "fp8.exclude=*.upp: matches no linear layer"),
-    (("fp8.include=['gate']",), "fp8.enabled=True: none of 12 linear layers would run in FP8"),
-    (("fp8.dot_product_attention=true",), "fp8.dot_product_attention=True: has no effect on a model of your own"),
-    (("fp8.params=true",), "fp8.params=True: weights in FP8 alone need an optimizer with masters"),
+    (("fp8.include=['gate']",), "fp8.enabled=true: none of 12 linear layers would run in FP8"),
+    (("fp8.dot_product_attention=true",), "fp8.dot_product_attention=true: has no effect on a model of your own"),
+    (("fp8.params=true",), "fp8.params=true: weights in FP8 alone need an optimizer with masters"),
     (("opt_level=O2", "storage.exp_avg=bf16"), "opt_level=O2: has no effect in convert_model, which leaves parameters and optimizer as they are; write "
      "fp8cfg.build(recipe, model=model)\nstorage.exp_avg=bf16: has no effect in convert_model, which"),
     (("storage.weight=fp8",), "storage.weight=fp8: has no effect in convert_model"),
@@ -133,8 +133,8 @@ def test_what_is_refused_before_anything_is_replaced(words: tuple[str, ...], lin
 @pytest.mark.parametrize(("model", "words", "line"), [
     (nn.Sequential(nn.Linear(64, 64)), ("fp8.high_precision_at_start=1",),
      "fp8.high_precision_at_start=1: has no effect, the model has no list of like layers; write fp8.high_precision_at_start=0"),
-    (nn.Sequential(nn.ReLU()), (), "fp8.enabled=True: none of 0 linear layers"), ("model", (), "expected a torch.nn.Module, got str"),
-    (nn.Sequential(nn.Linear(64, 10)), (), "fp8.enabled=True: none of 1 linear layers would run in FP8 (out_features=10"),
+    (nn.Sequential(nn.ReLU()), (), "fp8.enabled=true: none of 0 linear layers"), ("model", (), "expected a torch.nn.Module, got str"),
+    (nn.Sequential(nn.Linear(64, 10)), (), "fp8.enabled=true: none of 1 linear layers would run in FP8 (out_features=10"),
 ])
 def test_models_that_cannot_be(model: Any, words: tuple[str, ...], line: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:

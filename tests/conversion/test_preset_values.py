@@ -66,7 +66,7 @@ def test_layers_at_the_ends_give_way_to_a_small_model(
 @pytest.mark.parametrize(("write", "line"), [
     ("fp8.high_precision_at_end = 1", "fp8.high_precision_at_end=1: leave no layer of model.num_layers=2 in FP8; nearest is fp8.high_precision_at_end=0"),
     ("fp8 = {'high_precision_at_start': 2}", "leave no layer of model.num_layers=2 in FP8; nearest is fp8.high_precision_at_start=1"),
-    ("fp8.params = True", "fp8.params=True: weights in FP8 alone need an optimizer with masters"),
+    ("fp8.params = True", "fp8.params=true: weights in FP8 alone need an optimizer with masters"),
 ])
 def test_what_the_user_assigned_is_refused(write: str, line: str) -> None:
     recipe = assigned("bf16_fp8_current")

@@ -139,10 +139,10 @@ def test_targets_without_documents_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    ("precision=bf16_fp8 fp8.dot_product_attention=true", "reset_attention_mask=True: attention in FP8 has no masks of documents; write fp8.dot_product"),
+    ("precision=bf16_fp8 fp8.dot_product_attention=true", "reset_attention_mask=true: attention in FP8 has no masks of documents; write fp8.dot_product"),
     ("trainer.devices=2 trainer.strategy.context_parallel_size=2", "told apart in whole sequences, and trainer.strategy.context_parallel_size=2 splits"),
-    ("data=chat data.path=x", "data.reset_attention_mask=True: has no effect with data=chat"),
-    ("data=tokens data.path=x", "data.reset_attention_mask=True: token files do not say which token ends a document; write data.tokenizer"),
+    ("data=chat data.path=x", "data.reset_attention_mask=true: has no effect with data=chat"),
+    ("data=tokens data.path=x", "data.reset_attention_mask=true: token files do not say which token ends a document; write data.tokenizer"),
 ])
 def test_what_does_not_tell_documents_apart_is_refused(words: str, says: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as caught:
@@ -152,5 +152,5 @@ def test_what_does_not_tell_documents_apart_is_refused(words: str, says: str) ->
 
 def test_a_model_of_ones_own_is_refused() -> None:
     for name in RESETS:
-        with pytest.raises(fp8cfg.ConfigError, match=f"data.{name}=True: of the Transformer of a recipe, not of a model of your own"):
+        with pytest.raises(fp8cfg.ConfigError, match=f"data.{name}=true: of the Transformer of a recipe, not of a model of your own"):
             fp8cfg.build(small(f"data.{name}=true"), model=torch.nn.Linear(64, 64))

@@ -20,7 +20,7 @@ ALONE = "with data parallelism alone, not with context_parallel_size=2"
 @pytest.mark.parametrize(("words", "line"), [
     ("model.seq_length=30", "model.seq_length=30: must be a multiple of 2 x context_parallel_size = 4; nearest is 32"),
     ("precision=bf16_fp8 fp8.dot_product_attention=true",
-     f"fp8.dot_product_attention=True: attention in FP8 takes whole sequences, and {CONTEXT}=2 splits them; write false"),
+     f"fp8.dot_product_attention=true: attention in FP8 takes whole sequences, and {CONTEXT}=2 splits them; write false"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
      f"log.fp8_stats_every_n_steps=2: one rank measures, and under {CONTEXT}=2 none has whole sequences; drop it"),
 ])

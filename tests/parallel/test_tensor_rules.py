@@ -17,16 +17,16 @@ ALONE = f"with data parallelism alone, not with {KEY}"
     ("model.vocab_size=273", f"{TENSOR}=2: does not divide model.vocab_size=273; write model.vocab_size=274"),
     ("model.ffn_hidden_size=129", f"{TENSOR}=2: does not divide model.ffn_hidden_size=129; write model.ffn_hidden_size=130"),
     ("model.seq_length=31 trainer.strategy.sequence_parallel=true",
-     "trainer.strategy.sequence_parallel=True: splits model.seq_length=31 over 2 ranks; write model.seq_length=32"),
+     "trainer.strategy.sequence_parallel=true: splits model.seq_length=31 over 2 ranks; write model.seq_length=32"),
     ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: goes {ALONE}; write opt_level=null, or {TENSOR}=1"),
     ("precision=bf16_precision_aware storage.weight_grad=fp8", "storage: state in fewer bits, but for moments and gradients "
      f"over float32 masters, is that of whole matrices, and {KEY} splits them; write storage.master_weight=auto"),
     ("precision=bf16_fp8 storage.comm=fp8", f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto"),
     ("precision=bf16_fp8 fp8.dot_product_attention=true",
-     f"fp8.dot_product_attention=True: attention in FP8 takes all heads, and {KEY} splits them; write false"),
+     f"fp8.dot_product_attention=true: attention in FP8 takes all heads, and {KEY} splits them; write false"),
     ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
      f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has whole matrices; write 0"),
-    ("precision=bf16_fp8 fp8.reduce_amax=false", f"fp8.reduce_amax=False: parts of a matrix share one scale under {KEY}; write true"),
+    ("precision=bf16_fp8 fp8.reduce_amax=false", f"fp8.reduce_amax=false: parts of a matrix share one scale under {KEY}; write true"),
     ("precision=bf16_nvfp4 model.ffn_hidden_size=144", f"fp8.scaling=nvfp4: {KEY} gives each rank 72 channels of linear_fc1, which must be "
      "a multiple of 16; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size"),
     ("precision=bf16_fp8_block", f"fp8.scaling=block: {KEY} gives each rank 64 channels of linear_fc1, which must be a multiple of "

@@ -14,18 +14,18 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
     ("storage.comm=bf16 trainer.timeout.step=5", 1, "storage.comm=bf16, trainer.timeout.step=5.0: of several ranks; one sends nothing and waits for none"),
     ("storage.comm=bf16 trainer.timeout.step=5", 2, ""),
     ("storage.comm=bf16 storage.weight_grad=bf16", 1, ""),
-    ("precision=bf16_fp8 fp8.tp_only_amax_red=true", 1, "fp8.tp_only_amax_red=True: of several ranks; one sends nothing and waits for none"),
+    ("precision=bf16_fp8 fp8.tp_only_amax_red=true", 1, "fp8.tp_only_amax_red=true: of several ranks; one sends nothing and waits for none"),
     ("fp8.enabled=true fp8.reduce_amax=false trainer.devices=2 trainer.strategy.tensor_model_parallel_size=2", 1, ""),
     *((f"precision=bf16_fp8 fp8.tp_only_amax_red=true storage.comm=bf16 trainer.micro_batch_size=4 trainer.devices=2 trainer.strategy.{axis}_parallel_size=2",
        ranks, f"{said}: of several data-parallel ranks, and there is one") for axis, ranks, said in (
-        ("tensor_model", 1, "storage.comm=bf16, fp8.tp_only_amax_red=True"), ("pipeline_model", 1, "storage.comm=bf16, fp8.tp_only_amax_red=True"),
-        ("context", 2, "fp8.tp_only_amax_red=True"))),
+        ("tensor_model", 1, "storage.comm=bf16, fp8.tp_only_amax_red=true"), ("pipeline_model", 1, "storage.comm=bf16, fp8.tp_only_amax_red=true"),
+        ("context", 2, "fp8.tp_only_amax_red=true"))),
     ("precision=bf16_fp8 fp8.reduce_amax=false trainer.micro_batch_size=4 trainer.devices=2 trainer.strategy.pipeline_model_parallel_size=2", 1,
-     "fp8.reduce_amax=False: of several data-parallel ranks, and there is one"),
+     "fp8.reduce_amax=false: of several data-parallel ranks, and there is one"),
     ("precision=bf16_fp8 fp8.reduce_amax=false trainer.micro_batch_size=4 trainer.devices=2 trainer.strategy.context_parallel_size=2", 2, ""),
     (STORED, 1, "storage.accumulate=stored: adds up nothing, a step has one microbatch"),
     (f"{STORED} trainer.micro_batch_size=4", 1, ""),
-    ("checkpoint.every_n_steps=6 checkpoint.keep=3 checkpoint.async_save=true", 1, "checkpoint.keep=3, checkpoint.async_save=True: there is one checkpoint, "
+    ("checkpoint.every_n_steps=6 checkpoint.keep=3 checkpoint.async_save=true", 1, "checkpoint.keep=3, checkpoint.async_save=true: there is one checkpoint, "
      "the last; checkpoint.every_n_steps=6, trainer.max_steps=6"),
     ("checkpoint.every_n_steps=5 checkpoint.keep=3", 1, "checkpoint.keep=3: there are 2 checkpoints; checkpoint.every_n_steps=5, trainer.max_steps=6"),
     ("checkpoint.every_n_steps=2 checkpoint.keep=3", 1, ""), ("checkpoint.every_n_steps=5", 1, ""),

@@ -101,11 +101,11 @@ def native() -> list[Cell]:
         Applied("native", "fp8.emulate", (*CURRENT, "fp8.emulate=true"), "choice.product", "emulate", hardware=H200),
         *(Refused("native", "fp8.scaling", PRESET[s], f"fp8.scaling={s}: this GPU has compute capability 9.0, {s} scaling needs 10.0 (Blackwell)", H200) for s in ("mxfp8", "nvfp4")),
         Refused("native", "fp8.dot_product_attention", (*CURRENT, "fp8.dot_product_attention=true"),
-                "fp8.dot_product_attention=True: the native backend has it by emulation alone", H200),
+                "fp8.dot_product_attention=true: the native backend has it by emulation alone", H200),
         Refused("native", "fp8.dot_product_attention", ("precision=bf16_mxfp8", "fp8.dot_product_attention=true"),
-                "fp8.dot_product_attention=True: the native backend has none under fp8.scaling=mxfp8"),
+                "fp8.dot_product_attention=true: the native backend has none under fp8.scaling=mxfp8"),
         Refused("native", "fp8.multi_head_attention", (*BASE["native"], "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"),
-                "fp8.multi_head_attention=True: needs FP8 outputs"),
+                "fp8.multi_head_attention=true: needs FP8 outputs"),
         Refused("native", "storage.gather", (*CURRENT, PLAIN, FSDP, "storage.gather=fp8"), "storage.gather=fp8: backend=native gathers the FP8 weights of fp8.params"),
     ]
     return cells
@@ -130,19 +130,19 @@ def torchao() -> list[Cell]:
         *(Refused("torchao", f"fp8.{k}", (*PRESET["delayed"], PLAIN, f"fp8.{k}={v}"), "fp8.scaling=delayed: torchao has") for k, v in delayed.items()),
         applied("fp8.granularity", ("fp8.granularity=row",), "layer.config.cast_config_input.scaling_granularity.name", "AXISWISE"),
         applied("fp8.use_power_2_scales", ("fp8.use_power_2_scales=true",), "layer.config.round_scales_to_power_of_2", True),
-        Refused("torchao", "fp8.enable_2d_quantization", (*MXFP8, "fp8.enable_2d_quantization=true"), "fp8.enable_2d_quantization=True: torchao"),
+        Refused("torchao", "fp8.enable_2d_quantization", (*MXFP8, "fp8.enable_2d_quantization=true"), "fp8.enable_2d_quantization=true: torchao"),
         *(Refused("torchao", f"fp8.{k}", (*PRESET["nvfp4"], PLAIN, f"fp8.{k}=false"), "fp8.scaling=nvfp4: torchao has")
           for k in ("random_hadamard_transform", "stochastic_rounding")),
-        Refused("torchao", "fp8.params", (*CURRENT, "fp8.params=true"), "fp8.params=True: torchao does not multiply weights that are held"),
-        Refused("torchao", "fp8.keep_transpose_cache", (*base, CACHE), "fp8.keep_transpose_cache=True: has no effect, backend=torchao decides"),
+        Refused("torchao", "fp8.params", (*CURRENT, "fp8.params=true"), "fp8.params=true: torchao does not multiply weights that are held"),
+        Refused("torchao", "fp8.keep_transpose_cache", (*base, CACHE), "fp8.keep_transpose_cache=true: has no effect, backend=torchao decides"),
         *(applied(f"fp8.override_linear_precision.{g}", (f"fp8.override_linear_precision.{g}=true",), f"scaling_type of layer.config.{cast}", "DISABLED",
                   lambda b, cast=cast: getattr(b.layer.config, cast).scaling_type.name) for g, cast in casts.items()),
         Applied("torchao", "fp8.override_linear_precision.wgrad", (*MXFP8, "fp8.override_linear_precision.wgrad=true"), "layer.wgrad_with_hp", True),
         *(Refused("torchao", f"fp8.override_linear_precision.{g}", (*MXFP8, f"fp8.override_linear_precision.{g}=true"),
-                  f"fp8.override_linear_precision.{g}=True: torchao") for g in ("fprop", "dgrad")),
-        Refused("torchao", "fp8.dot_product_attention", (*base, "fp8.dot_product_attention=true"), "fp8.dot_product_attention=True: torchao leaves"),
+                  f"fp8.override_linear_precision.{g}=true: torchao") for g in ("fprop", "dgrad")),
+        Refused("torchao", "fp8.dot_product_attention", (*base, "fp8.dot_product_attention=true"), "fp8.dot_product_attention=true: torchao leaves"),
         Refused("torchao", "fp8.multi_head_attention",
-                (*PRESET["delayed"], PLAIN, "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"), "fp8.multi_head_attention=True: torchao leaves"),
+                (*PRESET["delayed"], PLAIN, "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"), "fp8.multi_head_attention=true: torchao leaves"),
         Applied("torchao", "fp8.emulate", (*base, "fp8.emulate=true"), "choice.product", "emulate", hardware=H200),
         applied("storage.gather", (FSDP, "storage.gather=fp8"), "layer.config.enable_fsdp_float8_all_gather", True),
         Refused("torchao", "storage.gather", (*base, FSDP, "fp8.granularity=row", "storage.gather=fp8"), "storage.gather=fp8: needs fp8.granularity=tensor"),
@@ -198,7 +198,7 @@ def storage(backend: str) -> list[Applied]:
 
 def te() -> list[Cell]:
     weights = (*PRESET["current"], PLAIN, "precision.compute=fp32")
-    return [Refused("te", "fp8.keep_transpose_cache", (*PRESET["delayed"], CACHE), "fp8.keep_transpose_cache=True: has no effect, backend=te decides", H200)] + [
+    return [Refused("te", "fp8.keep_transpose_cache", (*PRESET["delayed"], CACHE), "fp8.keep_transpose_cache=true: has no effect, backend=te decides", H200)] + [
         Refused("te", key, (*weights, word), f"{word}: Transformer Engine's FP8 weights would pass for float32 ones", H200)
             for key, word in (("storage.weight", "storage.weight=fp8"), ("opt_level", "opt_level=O3"))] + [
         Refused("te", "storage.shard", (*PRESET["current"], PLAIN, FSDP), "storage.shard=fsdp: not in this version with Transformer Engine's layers", H200),
@@ -207,8 +207,8 @@ def te() -> list[Cell]:
 
 def msamp() -> list[Cell]:
     base = BASE["msamp"]
-    delayed = {"format": "e4m3", "margin": 2, "interval": 2, "amax_history_len": 32, "amax_compute_algo": "most_recent", "reduce_amax": "True", "first_step": "te",
-               "dot_product_attention": "True", "emulate": "True", **{f"override_linear_precision.{g}": "True" for g in ("fprop", "dgrad", "wgrad")}}
+    delayed = {"format": "e4m3", "margin": 2, "interval": 2, "amax_history_len": 32, "amax_compute_algo": "most_recent", "reduce_amax": "true", "first_step": "te",
+               "dot_product_attention": "true", "emulate": "true", **{f"override_linear_precision.{g}": "true" for g in ("fprop", "dgrad", "wgrad")}}
     other = {f"fp8.{word.partition('=')[0]}": (scaling, *PRESET[scaling], f"fp8.{word}") for scaling, word in (
         ("current", "granularity=row"), ("current", "use_power_2_scales=true"), ("mxfp8", "enable_2d_quantization=true"),
         ("nvfp4", "random_hadamard_transform=false"), ("nvfp4", "stochastic_rounding=false"))}
@@ -226,11 +226,11 @@ def msamp() -> list[Cell]:
         *(Refused("msamp", "fp8.scaling", (*PRESET[s],), f"fp8.scaling={s}: MS-AMP has delayed scaling alone", H200) for s in PRESET if s != "delayed"),
         applied("fp8.format", "", "qtype of layer.scaling_metas['ograd']", "kFloat8E5M2", lambda b: b.layer.scaling_metas["ograd"].qtype.name),
         applied("fp8.amax_history_len", "", "window of layer.scaling_metas['input']", 16, lambda b: b.layer.scaling_metas["input"].window_size),
-        Refused("msamp", "fp8.keep_transpose_cache", (*base, CACHE), "fp8.keep_transpose_cache=True: has no effect, backend=msamp decides", H200),
-        Refused("msamp", "fp8.params", (*base, "fp8.params=true"), "fp8.params=True: has no effect, opt_level=O2 stores weights in fp16_scaled", H200),
+        Refused("msamp", "fp8.keep_transpose_cache", (*base, CACHE), "fp8.keep_transpose_cache=true: has no effect, backend=msamp decides", H200),
+        Refused("msamp", "fp8.params", (*base, "fp8.params=true"), "fp8.params=true: has no effect, opt_level=O2 stores weights in fp16_scaled", H200),
         *(Refused("msamp", f"fp8.{k}", (*base, f"fp8.{k}={v}"), f"fp8.{k}={v}: MS-AMP", H200) for k, v in delayed.items()),
         *(Refused("msamp", key, tuple(words), f"fp8.scaling={scaling}: MS-AMP has delayed", H200) for key, (scaling, *words) in other.items()),
-        Refused("msamp", "fp8.multi_head_attention", mha, "fp8.multi_head_attention=True: MS-AMP leaves attention", H200),
+        Refused("msamp", "fp8.multi_head_attention", mha, "fp8.multi_head_attention=true: MS-AMP leaves attention", H200),
         *(Refused("msamp", f"storage.{c.partition('=')[0]}", (*base, f"storage.{c}"), f"storage.{c}: MS-AMP", H200) for c in columns),
         *(Refused("msamp", word.partition("=")[0], (*base, *gradients), f"{word}: MS-AMP", H200) for word in gradients),
         applied("storage.weight", "storage.weight=fp16_scaled", "layer.weight.dtype", "torch.float16"),
@@ -239,7 +239,7 @@ def msamp() -> list[Cell]:
         applied("storage.exp_avg_sq", "storage.exp_avg_sq=fp16_scaled", "optimizer_state.exp_avg_sq.qtype.name", "kFloat16"),
         *(applied("opt_level", f"opt_level={level}", "dtypes of the optimizer's moments", want, lambda b: b.moments)
           for level, want in (("O1", ["torch.float32", "torch.float32"]), ("O2", ["torch.uint8", "torch.float16"]))),
-        Refused("msamp", "fp8.tp_only_amax_red", (*base, "fp8.tp_only_amax_red=true"), "fp8.tp_only_amax_red=True: has no effect with fp8.reduce_amax=False", H200),
+        Refused("msamp", "fp8.tp_only_amax_red", (*base, "fp8.tp_only_amax_red=true"), "fp8.tp_only_amax_red=true: has no effect with fp8.reduce_amax=false", H200),
         Refused("msamp", "storage.gather", (*base, FSDP, "storage.gather=fp8"), "storage.gather=fp8: needs fp8.scaling=current", H200),
         Refused("msamp", "opt_level", (*base, "opt_level=O3"), "opt_level=O3: MS-AMP has it through DeepSpeed alone", H200),
     ]

@@ -103,7 +103,7 @@ def test_a_run_that_ends_otherwise_is_whole(tmp_path: Path) -> None:
 
 
 def test_without_saves_on_the_way_it_has_no_effect() -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"checkpoint\.async_save=True: has no effect"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"checkpoint\.async_save=true: has no effect"):
         small("checkpoint.every_n_steps=0", "checkpoint.async_save=true")
 
 

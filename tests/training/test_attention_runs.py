@@ -137,13 +137,13 @@ def test_an_allowed_change_resumes(start: tuple[str, ...], change: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "line"), [
-    (("precision=bf16_mxfp8", ATTENTION), "fp8.dot_product_attention=True: the native backend has none under fp8.scaling=mxfp8, where cuDNN "
+    (("precision=bf16_mxfp8", ATTENTION), "fp8.dot_product_attention=true: the native backend has none under fp8.scaling=mxfp8, where cuDNN "
      "quantizes the softmax by rules of its own; drop it, or write fp8.scaling=current"),
-    (("precision=bf16_nvfp4", ATTENTION), "fp8.dot_product_attention=True: nvfp4 scaling has no FP8 attention (TE NVFP4BlockScaling)"),
+    (("precision=bf16_nvfp4", ATTENTION), "fp8.dot_product_attention=true: nvfp4 scaling has no FP8 attention (TE NVFP4BlockScaling)"),
     (("precision=bf16_fp8_current", "fp8={granularity: row, high_precision_at_start: 0, high_precision_at_end: 0}", ATTENTION),
-     "fp8.dot_product_attention=True: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)"),
+     "fp8.dot_product_attention=true: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)"),
     ((FP8_RUN, ATTENTION, "fp8.multi_head_attention=true"),
-     "fp8.multi_head_attention=True: needs FP8 outputs of the projections: backend=te; drop it")])  # fmt: skip
+     "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; drop it")])  # fmt: skip
 def test_what_cannot_run_is_refused_by_name(words: tuple[str, ...], line: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.build(small(*words))
@@ -153,7 +153,7 @@ def test_what_cannot_run_is_refused_by_name(words: tuple[str, ...], line: str) -
 def test_a_gpu_emulates_it_where_asked() -> None:
     hopper = Hardware("cuda", (9, 0), (12, 9))
     precision = small(FP8_RUN, ATTENTION).precision
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.dot_product_attention=True: the native backend has it by emulation alone"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.dot_product_attention=true: the native backend has it by emulation alone"):
         choose(precision, hopper)
     precision.fp8.emulate = True
     assert choose(precision, hopper).product == "emulate"

@@ -84,9 +84,9 @@ def test_a_mixture_is_said_as_a_recipe_is(folder: Path) -> None:
     ("data.mixture=[{path: a}]", "data.mixture[0].weight=None: needs a number more than 0"), ("data.mixture=[{path: a, weight: 0}]", "weight=0: needs"),
     ("data.mixture=[{path: a, wieght: 1}]", "data.mixture[0].wieght: no such key; a part has path and weight"), ("data.mixture=[{weight: 1}]", "needs a path"),
     ("data.mixture=[a]", "data.mixture=a: expected a mapping, as in {path: a, weight: 0.7}, got str"), ("data.path=x data.mixture=[{path: a, weight: 1}]", "data.path=x: has no effect beside data.mixture"),
-    ("data=tiny data.mixture=[{path: a, weight: 1}]", "data.mixture=[{'path': 'a', 'weight': 1}]: has no effect with data=tiny"),
+    ("data=tiny data.mixture=[{path: a, weight: 1}]", "data.mixture=[{path: a, weight: 1}]: has no effect with data=tiny"),
     ("data=text data.path=x data.text_key=body", "data.text_key=body: has no effect with data=text"), ("data=parquet", "data=parquet: needs data.path, a .parquet file"),
-    ("data=chat data.path=x data.eod_mask_loss=true", "data.eod_mask_loss=True: has no effect with data=chat"),
+    ("data=chat data.path=x data.eod_mask_loss=true", "data.eod_mask_loss=true: has no effect with data=chat"),
     ("data=tokens data.path=x data.eod_mask_loss=true", "token files do not say which token ends a document; write data.tokenizer"),
 ])
 def test_what_contradicts_is_refused(words: str, says: str) -> None:

@@ -150,7 +150,7 @@ def test_a_smoke_run_is_resumed_as_any_run_is(run: Run, tmp_path: Path, capsys: 
     assert not fp8cfg.from_yaml(folder / "recipe.yaml").trainer.smoke
     assert fp8cfg.resume(folder, ["trainer.max_steps=5"], say=lambda _: None).steps == 5
     assert main(["resume", str(folder), "trainer.smoke=true"]) == 2
-    assert capsys.readouterr().err == "error: trainer.smoke=True: this run was started with False; start a new run\n"
+    assert capsys.readouterr().err == "error: trainer.smoke=true: this run was started with false; start a new run\n"
     again = ["trainer.smoke=true", "trainer.compile=off", f"log.folder={folder}", "log.resume=auto"]
     assert main([*run.words, *again]) == 0 and "nothing left to do: 5 steps" in capsys.readouterr().out
     assert main([*run.words, *again, "model.num_layers=1"]) == 2 and capsys.readouterr().err.endswith("start a new run\n")
@@ -161,5 +161,5 @@ def test_a_model_of_one_s_own_is_not_cut() -> None:
 
     recipe = composed("recipe=llama_tiny", "precision=bf16_fp8").model_copy(deep=True)
     recipe.trainer.smoke = True
-    with pytest.raises(fp8cfg.ConfigError, match=r"trainer\.smoke=True: cuts the Transformer of a recipe"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"trainer\.smoke=true: cuts the Transformer of a recipe"):
         fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(16, 16)))

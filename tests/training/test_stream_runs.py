@@ -114,7 +114,7 @@ def test_a_wrong_row_ends_a_run_with_its_place_and_is_mended(
     assert done >= 10
     file.write_text("\n".join(good))
     assert main(line) == 0 and max(losses(tmp_path / "run")) == 30 > done
-    assert main([*line, "data.streaming=false"]) == 2 and "data.streaming=False: this run was started with True; start a new run" in capsys.readouterr().err
+    assert main([*line, "data.streaming=false"]) == 2 and "data.streaming=false: this run was started with true; start a new run" in capsys.readouterr().err
 
 
 def test_a_stream_has_the_documents_of_its_files(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_without_a_file_to_validate_on_nothing_is_validated(folder: Path, caplog
     own = [word for word in SMALL if not word.startswith(("trainer.val", "trainer.limit"))]
     recipe = fp8cfg.compose([*own, *quiet])
     assert recipe.trainer.val_check_interval == 0
-    assert "trainer.val_check_interval 50 -> 0: what the recipe says gives way to data.streaming=True" in caplog.text
+    assert "trainer.val_check_interval 50 -> 0: what the recipe says gives way to data.streaming=true" in caplog.text
     with pytest.raises(fp8cfg.ConfigError, match=r"nothing of a stream is held out; name text with --data FILE"):
         held_out(recipe)
     assert len(samples_of(recipe, f"{folder}/val.jsonl"))
@@ -154,12 +154,12 @@ def test_without_a_file_to_validate_on_nothing_is_validated(folder: Path, caplog
 
 
 @pytest.mark.parametrize(("said", "line"), [
-    ("data=stdlib data.streaming=true", "data.streaming=True: has no effect with data=stdlib; what is streamed is jsonl or parquet"),
-    ("data=chat data.path=x data.streaming=true", "data.streaming=True: has no effect with data=chat"),
-    ("data=jsonl data.streaming=true data.mixture=[{path: a, weight: 1}]", "data.streaming=True: there is one stream, and data.mixture has several parts"),
+    ("data=stdlib data.streaming=true", "data.streaming=true: has no effect with data=stdlib; what is streamed is jsonl or parquet"),
+    ("data=chat data.path=x data.streaming=true", "data.streaming=true: has no effect with data=chat"),
+    ("data=jsonl data.streaming=true data.mixture=[{path: a, weight: 1}]", "data.streaming=true: there is one stream, and data.mixture has several parts"),
     ("data=tiny data.validation_path=x", "data.validation_path=x: has no effect with data=tiny, which holds out its own end"),
     ("data=text data.path=x data.validation_path=y data.validation_fraction=0.1", "data.validation_fraction=0.1: has no effect beside data.validation_path"),
-    ("data=jsonl data.path=x data.streaming=true data.validation_fraction=0.1 trainer.val_check_interval=0", "data.validation_fraction=0.1: has no effect with data.streaming=True"),
+    ("data=jsonl data.path=x data.streaming=true data.validation_fraction=0.1 trainer.val_check_interval=0", "data.validation_fraction=0.1: has no effect with data.streaming=true"),
 ])
 def test_what_contradicts_is_refused(said: str, line: str) -> None:
     own = [word for word in SMALL if not word.startswith(("trainer.val", "trainer.limit", "data="))]

@@ -15,6 +15,7 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
 from fp8cfg.config.refusal import Refusal
 from fp8cfg.config.storage import COLUMNS, level, of_level, resolved
+from fp8cfg.config.value_text import spelled
 
 LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
 """Where MS-AMP loads its communication from, and nowhere else (msamp/operators/dist_op/dist_op.py)."""
@@ -82,11 +83,11 @@ def _keys(f: FP8) -> Sequence[str]:
     """A line for each key whose value MS-AMP does not support."""
     if f.scaling not in SCALINGS:
         return [f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native"]
-    lines = [Refusal(f"fp8.{key}={value}: MS-AMP {why}; write fp8.{key}={str(want).lower()}, or backend=native",
+    lines = [Refusal(f"fp8.{key}={spelled(value)}: MS-AMP {why}; write fp8.{key}={spelled(want)}, or backend=native",
                      [(f"fp8.{key}", want)], ["backend"])
              for key, (want, why) in _KEYS.items() if (value := getattr(f, key)) not in (want, "auto")]
     kept = [gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(f.override_linear_precision, gemm)]
-    return [*lines, *(Refusal(f"fp8.override_linear_precision.{gemm}=True: MS-AMP multiplies all three in FP8; drop it, or write "
+    return [*lines, *(Refusal(f"fp8.override_linear_precision.{gemm}=true: MS-AMP multiplies all three in FP8; drop it, or write "
                               "backend=native", [(f"fp8.override_linear_precision.{gemm}", False)], ["backend"]) for gemm in kept)]
 
 

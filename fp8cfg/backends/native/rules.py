@@ -26,10 +26,10 @@ def unavailable() -> str:
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
     f, lines, scaling = precision.fp8, [], SCALINGS[precision.fp8.scaling]
     if f.dot_product_attention and scaling.block and "dot_product_attention" in scaling.attention:
-        lines.append(f"fp8.dot_product_attention=True: the native backend has none under fp8.scaling={f.scaling}, where cuDNN "
+        lines.append(f"fp8.dot_product_attention=true: the native backend has none under fp8.scaling={f.scaling}, where cuDNN "
                      "quantizes the softmax by rules of its own; drop it, or write fp8.scaling=current")
     if f.multi_head_attention:
-        lines.append("fp8.multi_head_attention=True: needs FP8 outputs of the projections: backend=te; drop it")
+        lines.append("fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; drop it")
     return lines or ([] if product(precision, hardware)[0] == "emulate" else _hardware_lacks(precision, hardware))
 
 
@@ -70,7 +70,7 @@ def no_units(precision: Precision, hardware: Hardware) -> list[str]:
     """The refusal of a GPU without FP8 units, if it has none."""
     if (hardware.capability or (0, 0)) >= FP8_CAPABILITY:
         return []
-    return [f"fp8.enabled=True: {found(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or precision=bf16"]
+    return [f"fp8.enabled=true: {found(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or precision=bf16"]
 
 
 def found(hardware: Hardware) -> str:
@@ -99,5 +99,5 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
         return [f"fp8.format={p.fp8.format}: torch multiplies fp8.scaling={name} in {takes.upper()} alone, gradients too; write "
                 f"fp8.format={takes}, or {EMULATE.removeprefix('write ')}"]
     if p.fp8.dot_product_attention:
-        return [f"fp8.dot_product_attention=True: the native backend has it by emulation alone; {EMULATE}, or drop it"]
+        return [f"fp8.dot_product_attention=true: the native backend has it by emulation alone; {EMULATE}, or drop it"]
     return []

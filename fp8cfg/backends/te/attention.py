@@ -103,7 +103,7 @@ def misfits(model: nn.Module, fp8: FP8) -> list[str]:
     if not fp8.dot_product_attention:
         return []
     if any(getattr(module, "window", None) for module in model.modules()):
-        return ["fp8.dot_product_attention=True: not with model.sliding_window under backend=te, whose FP8 attention has windows "
+        return ["fp8.dot_product_attention=true: not with model.sliding_window under backend=te, whose FP8 attention has windows "
                 "on new GPUs alone; write backend=native"]
     if not torch.cuda.is_available():
         return []

@@ -20,7 +20,7 @@ BROKEN: dict[str, tuple[Version, ...]] = {"mxfp8": ((9, 23, 0), (9, 23, 1))}
 
 def attention_lacks(scaling: str, capability: tuple[int, int], cudnn: Version | None) -> list[str]:
     """The requirement of FP8 attention that a GPU, or cuDNN where its version is known, does not meet."""
-    key = f"fp8.dot_product_attention=True: this GPU has compute capability {dotted(capability)}, cuDNN's FP8 attention"
+    key = f"fp8.dot_product_attention=true: this GPU has compute capability {dotted(capability)}, cuDNN's FP8 attention"
     least = CAPABILITY.get(scaling, HOPPER)
     if capability < HOPPER:
         return [f"{key} needs 9.0 (Hopper); drop it"]
@@ -36,7 +36,7 @@ def _cudnn_lacks(scaling: str, version: Version) -> list[str]:
     if version >= least and not broken:
         return []
     wanted = f"another than {dotted(version)}" if broken else f"{dotted(least)} or later"
-    return [f"fp8.dot_product_attention=True: cuDNN is {dotted(version)}, Transformer Engine needs {wanted} for FP8 attention "
+    return [f"fp8.dot_product_attention=true: cuDNN is {dotted(version)}, Transformer Engine needs {wanted} for FP8 attention "
             f"under fp8.scaling={scaling}; install it, or drop fp8.dot_product_attention"]
 
 
@@ -46,5 +46,5 @@ def attention_misfit(head_dim: int, capability: tuple[int, int]) -> str:
         fits, wants = head_dim == 128, "128 below 10.0 (Blackwell)"
     else:
         fits, wants = head_dim <= 128 and head_dim % 16 == 0, "multiples of 16 up to 128"
-    key = f"fp8.dot_product_attention=True: heads have {head_dim} channels"
+    key = f"fp8.dot_product_attention=true: heads have {head_dim} channels"
     return "" if fits else f"{key}, cuDNN's FP8 attention trains {wants} alone; drop it"

@@ -126,24 +126,24 @@ def _keys(p: Precision) -> list[str]:
         lines.append(Refusal(f"fp8.first_step={f.first_step}: Transformer Engine begins with scale 1; write fp8.first_step=te, or "
                              "backend=native", [("fp8.first_step", "te")], ["backend"]))
     if f.tp_only_amax_red:
-        lines.append(Refusal("fp8.tp_only_amax_red=True: its layers reduce amaxes over all ranks here, or none; write false, "
+        lines.append(Refusal("fp8.tp_only_amax_red=true: its layers reduce amaxes over all ranks here, or none; write false, "
                              "fp8.reduce_amax=false, or backend=native", [("fp8.tp_only_amax_red", False)], ["backend"]))
     if per_row(f):
         lines.append(f"fp8.granularity={f.granularity}: Transformer Engine has one scale for a tensor under fp8.scaling=current; "
                      "write tensor, fp8.scaling=block, or backend=torchao")
     kept = [g for g in ("fprop", "dgrad", "wgrad") if getattr(o, g)]
     if kept and not high_precision_backward(f):
-        lines.append(f"fp8.override_linear_precision.{kept[0]}=True: since 2.0 Transformer Engine keeps dgrad and wgrad in high "
+        lines.append(f"fp8.override_linear_precision.{kept[0]}=true: since 2.0 Transformer Engine keeps dgrad and wgrad in high "
                      "precision together or neither, and fprop never; set dgrad and wgrad, or write backend=native")
     if high_precision_backward(f) and not HAS[f.scaling].backward_override:
-        lines.append("fp8.override_linear_precision.dgrad=True: Transformer Engine has no backward_override under "
+        lines.append("fp8.override_linear_precision.dgrad=true: Transformer Engine has no backward_override under "
                      f"fp8.scaling={f.scaling}; write fp8.scaling=current, or backend=native")
     if f.multi_head_attention:
-        lines.append(Refusal("fp8.multi_head_attention=True: rotary positions stand between the projections and attention, and "
+        lines.append(Refusal("fp8.multi_head_attention=true: rotary positions stand between the projections and attention, and "
                              "Transformer Engine turns them in high precision; drop it and keep fp8.dot_product_attention=true",
                              [("fp8.multi_head_attention", False)], ["backend"]))
     if f.emulate:
-        lines.append(Refusal("fp8.emulate=True: Transformer Engine multiplies on the GPU's FP8 units alone; write backend=native",
+        lines.append(Refusal("fp8.emulate=true: Transformer Engine multiplies on the GPU's FP8 units alone; write backend=native",
                              [("fp8.emulate", False)], ["backend"]))
     if transforms(f) and p.compute != "bf16":
         lines.append(f"precision.compute={p.compute}: under fp8.scaling={f.scaling} Transformer Engine's Hadamard transform takes "
@@ -164,12 +164,12 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
         return ["backend=te: Transformer Engine runs on CUDA alone, this is a CPU; write backend=native"]
     has = f"this GPU has compute capability {dotted(hardware.capability)}"
     if capability < FP8_CAPABILITY:
-        return [f"fp8.enabled=True: {has}, Transformer Engine needs 8.9 (Ada) for FP8; write precision=bf16"]
+        return [f"fp8.enabled=true: {has}, Transformer Engine needs 8.9 (Ada) for FP8; write precision=bf16"]
     lines = []
     if capability < HOPPER and cuda < ADA_CUDA:
-        lines.append(f"fp8.enabled=True: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs 12.1 on Ada")
+        lines.append(f"fp8.enabled=true: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs 12.1 on Ada")
     if capability < HOPPER and hardware.cublaslt and hardware.cublaslt < ADA_CUBLASLT:
-        lines.append(f"fp8.enabled=True: cuBLASLt is {dotted(hardware.cublaslt)}, Transformer Engine needs 12.1.3 on Ada")
+        lines.append(f"fp8.enabled=true: cuBLASLt is {dotted(hardware.cublaslt)}, Transformer Engine needs 12.1.3 on Ada")
     if capability < needs.least or (needs.below and capability >= needs.below):
         least = needed(needs.least)
         if needs.below:
@@ -179,7 +179,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
         lines.append(f"fp8.scaling={scaling}: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs "
                      f"{dotted(needs.cuda)}; write fp8.scaling=current")
     if needs.multiplied_as_mxfp8(capability) and p.fp8.use_power_2_scales is False:
-        lines.append(f"fp8.use_power_2_scales=False: {has}, where Transformer Engine multiplies {scaling} scaling as MXFP8, whose "
+        lines.append(f"fp8.use_power_2_scales=false: {has}, where Transformer Engine multiplies {scaling} scaling as MXFP8, whose "
                      "scales are powers of two; write true or null")
     if p.fp8.dot_product_attention:
         lines += attention_lacks(scaling, capability, hardware.cudnn)

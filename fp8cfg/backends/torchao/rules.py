@@ -86,10 +86,10 @@ def _not_there(p: Precision) -> list[str]:
         lines.append(f"fp8.scaling={f.scaling}: torchao has {those} alone; write backend=native, or precision={preset}")
     if f.params:
         said = said_of_fp8_weights(p)
-        cure = "fp8.params=false" if said == "fp8.params=True" else "opt_level=O2" if level(p) else "storage.weight=fp16_scaled"
+        cure = "fp8.params=false" if said == "fp8.params=true" else "opt_level=O2" if level(p) else "storage.weight=fp16_scaled"
         lines.append(Refusal(f"{said}: torchao does not multiply weights that are held in FP8; write backend=native, or {cure}",
-                             [("fp8.params", False)] if said == "fp8.params=True" else [], ["backend"]))
-    lines += [Refusal(f"fp8.{key}=True: torchao leaves attention as it is; write backend=native, or drop it",
+                             [("fp8.params", False)] if said == "fp8.params=true" else [], ["backend"]))
+    lines += [Refusal(f"fp8.{key}=true: torchao leaves attention as it is; write backend=native, or drop it",
                       [(f"fp8.{key}", False)], ["backend"])
               for key in ("dot_product_attention", "multi_head_attention") if getattr(f, key)]
     return lines
@@ -97,11 +97,11 @@ def _not_there(p: Precision) -> list[str]:
 
 def _mxfp8(p: Precision) -> list[str]:
     f, high = p.fp8, p.fp8.override_linear_precision
-    lines = [Refusal(f"fp8.override_linear_precision.{gemm}=True: torchao's MXFP8Linear keeps wgrad alone in high precision; write "
+    lines = [Refusal(f"fp8.override_linear_precision.{gemm}=true: torchao's MXFP8Linear keeps wgrad alone in high precision; write "
                      "backend=native, or drop it", [(f"fp8.override_linear_precision.{gemm}", False)], ["backend"])
              for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
     if weights_2d(f):
-        lines.append(Refusal("fp8.enable_2d_quantization=True: torchao scales weights along rows; write backend=native, or drop it",
+        lines.append(Refusal("fp8.enable_2d_quantization=true: torchao scales weights along rows; write backend=native, or drop it",
                              [("fp8.enable_2d_quantization", False)], ["backend"]))
     if p.compute == "fp16":
         lines.append(Refusal("precision.compute=fp16: torchao quantizes bf16 and fp32 to MXFP8; write backend=native, or bf16",

@@ -109,10 +109,10 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
                      f"ranks each; start {2 * groups * s.size}, or write 1")
     if tp > 1 and recipe.lora.enabled:
         lines.append(f"{s.key('tensor_model_parallel_size')}={tp}: splits matrices, and adapters stand beside whole ones "
-                     "(lora.enabled=True); write 1")
+                     "(lora.enabled=true); write 1")
     if pp > 1 and recipe.lora.enabled:
         lines.append(f"{s.key('pipeline_model_parallel_size')}={pp}: splits the model, and adapters stand beside a whole one "
-                     "(lora.enabled=True); write 1")
+                     "(lora.enabled=true); write 1")
     if not given and not any(ranks % size for size in (tp, cp, pp)) and ranks % s.size:
         split = {"tensor_model_parallel_size": tp, "context_parallel_size": cp, "pipeline_model_parallel_size": pp}
         (first, size), *others = [(name, n) for name, n in split.items() if n > 1]

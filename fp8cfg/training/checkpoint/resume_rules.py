@@ -13,6 +13,7 @@ from fp8cfg.config.key_names import full, short
 from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe, short_keys
 from fp8cfg.config.storage import Columns, columns_of, low_bit, others
+from fp8cfg.config.value_text import spelled
 from fp8cfg.layer_plan import plan
 
 FREE = (
@@ -59,7 +60,7 @@ def refuse_changes(
         matches(key, FREE) and not matches(key, state)) and not (matches(key, allow) and not matches(key, fixed))]
     allowed = [word for key in refused if not matches(key, fixed) for word in ("--allow", key)]
     for key in refused:
-        was, now = (flat[next(k for k in flat if short(k) == key)] for flat in (old, new))
+        was, now = (spelled(flat[next(k for k in flat if short(k) == key)]) for flat in (old, new))
         resumed = f"write {shlex.join([*line, *allowed])}" if line else f"resume it with --allow {key}"
         cure = "start a new run" if matches(key, fixed) else resumed
         if cause := (causes or {}).get(key):
