@@ -234,7 +234,7 @@ def _check_value(key: str, value: Any) -> None:
     node = fields()[full(key)].annotation
     if isinstance(node, type) and issubclass(node, Node):
         if not isinstance(value, dict):
-            raise ConfigError(f"{key}={value}: expected keys of {short(full(key))}{example(full(key), node, value)}")
+            raise ConfigError(f"{key}={spelled(value)}: expected keys of {short(full(key))}{example(full(key), node, value)}")
         problems: list[str] = []
         for k, v in value.items():
             try:

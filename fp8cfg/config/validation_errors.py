@@ -78,7 +78,7 @@ def _line(cls: type[Node], e: Any) -> str:
         return f"{at}: needs a value"
     expected = _EXPECTED.get(e["type"])
     got = {"NoneType": "null", "tuple": "a list"}.get(type(given).__name__, type(given).__name__)
-    texts = "str" in str(cls.model_fields[field].annotation)
+    texts = cls.model_fields[field].annotation == tuple[str, ...]
     instead = _instead(cls.key(field), e["type"], given) if texts or e["type"] != "tuple_type" else ""
     if e["type"] == "model_type":
         if isinstance(given, tuple) and len(given) == 1 and isinstance(given[0], pydantic.BaseModel):

@@ -28,6 +28,8 @@ TYPED = {
     ("trainer.max_steps=[100]",): "trainer.max_steps=[100]: expected an integer, got a list; write trainer.max_steps=100",
     ("optim.betas=0.9,0.95",): "optim.betas=0.9,0.95: several values are a sweep, and a run takes one; a list is written optim.betas=[0.9,0.95]",
     ("optim.betas=(0.9,0.95)",): "optim.betas=(0.9,0.95): a list is written optim.betas=[0.9,0.95]",
+    ("data.mixture='a b'",): "data.mixture=a b: expected a list, got str",
+    ("storage=false",): "storage=false: expected keys of storage, as in storage.weight=auto",
     ("optim.betas='1'",): "optim.betas=1: expected a list, got str",
     ("trainer.max_steps=[a]",): "trainer.max_steps=['a']: expected an integer, got a list",
     ("fp8={output_layer: choice(1,2)}",):
