@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,5 +41,5 @@ def writable(folder: Path, key: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         named = f"{key}={folder}:" if key else str(folder)
-        why = "it is no folder" if folder.exists() and not folder.is_dir() else error.strerror or error
+        why = "it is no folder" if os.path.exists(folder) and not os.path.isdir(folder) else error.strerror or error
         raise RunFolderNotWritable(f"{named} cannot be written ({why})") from error
