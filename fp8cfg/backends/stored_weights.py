@@ -49,12 +49,13 @@ def hold(
     model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: Mapping[str, Columns], region: Region
 ) -> None:
     """Let the linear layers of `plan` hold their weights as `columns` say, in place; those whose weights are float8 operands, or
-    in the compute dtype, stay as they are. A layer in high precision that decodes its weight is an FP8Linear with no product in
-    FP8."""
+    in the compute dtype, stay as they are. A layer in high precision that decodes its weight, or casts its bias, is an FP8Linear
+    with no product in FP8."""
     for planned in plan:
         layer = model.get_submodule(planned.name)
         named = columns.get(f"{planned.name}.weight", others(precision))  # a tied weight has another name
-        if named["weight"] == precision.compute or getattr(layer, "fp8_params", False):
+        bias = columns.get(f"{planned.name}.bias", named)["weight"] if type(layer) is nn.Linear else precision.compute
+        if named["weight"] == bias == precision.compute or getattr(layer, "fp8_params", False):
             continue
         if type(layer) is nn.Linear:
             high = FP8Linear.from_linear(layer, Scaling(kind="current"), region, high_precision=(True, True, True))

@@ -67,6 +67,15 @@ def test_stored_gradients_are_freed(row: str) -> None:
             assert data.dtype == torch.float8_e4m3fn and data.abs().to(torch.float32).max() > 0 and scale_inv.isfinite()
 
 
+@pytest.mark.parametrize("more", [(), ("precision.fp8.enabled=true", "fp8.high_precision_at_start=1")], ids=["bf16", "fp8"])
+def test_biases_are_float32_beside_weights_without_masters(more: tuple[str, ...]) -> None:
+    job = fp8cfg.build(small("precision=bf16_adamw_fp8", "recipe=qwen2_tiny", *more))
+    want = [s.loss for s in steps(fp8cfg.build(small("precision=bf16", "recipe=qwen2_tiny")), 3)]
+    assert [s.loss for s in steps(job, 3)] == pytest.approx(want, abs=0.005)
+    qkv = job.model.layers[0].self_attention.linear_qkv
+    assert (qkv.weight.dtype, qkv.bias.dtype) == (torch.bfloat16, torch.float32)
+
+
 @pytest.mark.parametrize("output", ["false", "true"])
 @pytest.mark.parametrize("row", ["O2, delayed", "O3, delayed", "O3, bf16"])
 def test_tied_weights_stay_tied(row: str, output: str) -> None:
