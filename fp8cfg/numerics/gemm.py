@@ -1,8 +1,9 @@
 """GEMM: the one function that multiplies operands, in FP8 or high precision, and its record of what it multiplied.
 
 A product is either real (float8 operands, see scaled_mm.py) or emulated: the same values carried in bfloat16, which holds
-all of them exactly, or in float32. Both accumulate in float32, scale, add the bias and round once, to the output's dtype; they
-differ by the order of summation. What nobody emulates is the shorter accumulator of Hopper's fast accumulation.
+all of them exactly, or in float32. Both accumulate in float32, scale, add the bias as the output's dtype has it and round once, to
+that dtype; where operands have tiles, which no real product with a bias has, they add it to what was rounded. They differ by the
+order of summation. What nobody emulates is the shorter accumulator of Hopper's fast accumulation.
 
 Scales that vary along the contracted dimension are multiplied into the carried values. Powers of two change no mantissa,
 and nvfp4's E4M3 scales leave six significant bits: bfloat16 still holds the values exactly. Block scaling with float32
@@ -63,7 +64,9 @@ def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor | None, slot: int
     y = accumulated(a.data, b.data)
     if a.scale_inv is not None and b.scale_inv is not None and a.data.shape[1]:  # tiles of no elements have no scales
         y = y * (a.scale_inv * (b.scale_inv.t() if b.scale_inv.dim() == 2 else b.scale_inv))
-    return in_dtype(y if bias is None else y + bias.float(), out)
+    if bias is None or (a.tile and 0 not in a.tile):
+        y = in_dtype(y, out)
+    return y if bias is None else in_dtype(y + bias.to(out), out)
 
 
 def accumulated(a: Tensor, b: Tensor) -> Tensor:

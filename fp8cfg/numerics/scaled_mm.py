@@ -48,7 +48,7 @@ def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fas
         one = torch.ones((), dtype=torch.float32, device=x.device)
         y = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accumulation)
         y = y * (scales[0] * scales[1])
-        return in_dtype(y if bias is None else y + bias.float(), out)
+        return in_dtype(y if bias is None else y + bias.to(out), out)
     inside = bias.to(out) if bias is not None and out.itemsize == 2 else None
     y = torch._scaled_mm(
         x, w.t(), scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=out, use_fast_accum=fast_accumulation)

@@ -46,6 +46,7 @@ HOPPER_JOBS = [
     ("bf16_fp8_current", NATIVE, "fp8.granularity=row"), ("bf16_fp8_current_coat", NATIVE), ("bf16_fp8_block", NATIVE, E4M3, HELD),
     ("bf16_fp8_block", NATIVE, E4M3, PLAIN), ("bf16_fp8_block_deepseek_v3", NATIVE),
     ("bf16_fp8", NATIVE, "recipe=gemma3_tiny"), ("bf16_fp8_block", NATIVE, E4M3, "recipe=mistral_tiny"),
+    ("bf16_fp8_amp", NATIVE, "recipe=qwen2_tiny"), ("bf16_fp8_block", NATIVE, E4M3, "recipe=qwen2_tiny"), ("bf16_adamw_fp8", "recipe=qwen2_tiny"),
     ("bf16_fp8", NATIVE, "storage.shard=fsdp"), ("bf16_fp8_block", NATIVE, E4M3, HELD, "storage.shard=fsdp"),
 ]  # fmt: skip
 BLACKWELL_JOBS = [("bf16_mxfp8", NATIVE, HELD), ("bf16_mxfp8", NATIVE, PLAIN), ("bf16_nvfp4", NATIVE, HELD), ("bf16_nvfp4", NATIVE, PLAIN)]

@@ -144,3 +144,18 @@ def test_an_emulated_product_is_rounded_once(out: torch.dtype, carrier: torch.dt
         assert ((found.double() - exact).abs() <= size * 2.0**-22).all()
     else:  # a second rounding would change one element in five of bfloat16
         assert (found == exact.to(out)).double().mean() > 0.99
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16], ids=str)
+def test_a_wider_bias_is_added_as_the_hardware_adds_it(out: torch.dtype) -> None:
+    """In the dtype of the output: before sums are rounded, or after where operands have tiles. These sums are exact."""
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-4, 5, (n, 128), generator=draw).float() for n in (64, 48))
+    one, bias = torch.tensor(1.0), torch.randn(48, generator=draw) * 100
+    emulated = [Operand(t.bfloat16(), one, E4M3) for t in (a, b)]
+    real = [Operand(t.to(E4M3.dtype), one, E4M3) for t in (a, b)]
+    want = (a @ b.t() + bias.to(out).float()).to(out)
+    assert torch.equal(gemm(emulated[0], emulated[1], out, None, 0, bias), want)
+    assert torch.equal(gemm(real[0], real[1], out, None, 0, bias), want)
+    tiled = [Operand(t.bfloat16(), None, E4M3, (1, 128)) for t in (a, b)]
+    assert torch.equal(gemm(tiled[0], tiled[1], out, None, 0, bias), (a @ b.t()).to(out) + bias.to(out))
