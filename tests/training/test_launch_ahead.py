@@ -90,6 +90,20 @@ def test_a_step_that_is_not_finite_changes_nothing_nor_the_one_behind_it(words: 
     assert [name for name in states[0] if not torch.equal(states[0][name].float(), states[1][name].float())] == []
 
 
+def test_a_first_step_that_is_skipped_leaves_weights_as_they_began(ahead: pytest.MonkeyPatch) -> None:
+    """They were quantized from numbers of which masters in fewer bits are rounded ones."""
+    found = []
+    for _ in range(2):
+        job = fp8cfg.build(small("precision=fp16_fp8", "opt_level=O3", "storage.master_weight=fp16_scaled", "precision.initial_loss_scale=1024", *NEVER))
+        _break_gradients(job, 0)
+        result = loop.train(job, say=lambda _: None)
+        found.append((result.loss, job.optimizer.steps, stored_state_dict(job.model) | job.optimizer.state_tensors()))
+        ahead.undo()
+    (loss, made, tensors), (want, _, others) = found
+    assert loss == want and made == 5
+    assert [name for name, t in tensors.items() if not torch.equal(t.float(), others[name].float())] == []
+
+
 @pytest.mark.parametrize("words", [("precision=fp16",), ("precision=fp16_fp8", "fp8.params=false"), ("precision=fp16_fp8",), ("precision=fp16", "opt_level=O2"),
                                    ("precision=fp16", "optim.name=sgd"), ("precision=fp16_fp8", "fp8.interval=3"), ("precision=fp16_fp8", "fp8.interval=2", "fp8.params=false")], ids=" ".join)
 def test_under_a_loss_scale_the_run_goes_on(words: tuple[str, ...], tmp_path: Path, ahead: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ class LowBitTraining(LowBitOptimizer):
     def __init__(self, *args: Any, loss_scaler: LossScaler | None = None, clip_grad: float = 0.0,
                  adds_stored: bool = False, **options: Any) -> None:  # fmt: skip
         self.loss_scaler, self.clip_grad = loss_scaler, clip_grad
-        self.grad_norm, self.steps = 0.0, 0
+        self.grad_norm, self.steps, self._made = 0.0, 0, False
         self.on_step: list[Callable[[], None]] = []
         self.on_skip: list[Callable[[], None]] = []
         self.on_written: list[Callable[[], None]] = []
@@ -61,10 +61,18 @@ class LowBitTraining(LowBitOptimizer):
             self.steps += 1
         for hook in self.on_step if finite else self.on_skip:
             hook()
-        if finite:
+        if finite and self._writes():
             self.write_parameters()
+        self._written.remember()
         self.gradients.spent = True
         return finite
+
+    def _writes(self) -> bool:
+        """Whether weights are written in a step that the host takes for made. What the device skips writes them again as they are,
+        once they are those of their masters; until a step was made they are of values that these were rounded from, and the host
+        waits."""
+        self._made = self._made or self.deferred is None or not self.deferred.skip
+        return self._made
 
     @torch.no_grad()
     def write_parameters(self) -> None:
