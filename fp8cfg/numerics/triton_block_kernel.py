@@ -171,7 +171,8 @@ def cast_blocks(
         t, *targets, (t if seen is None else seen.view(torch.int32)), t if counts is None else counts, t, t, t, t, rows, columns, 0,
         *strides, largest, 1.0 / largest if mx else highest, largest, power_2, square, along, across, transpose, seen is not None,
         counts is not None, swizzled, False, 0, PARTS, WIDTH, mx or WIDTH,
-        num_warps=8 if mx and not square else WARPS)  # 1x32 takes more registers, and would spill
+        num_warps=8 if mx and not square else WARPS,  # 1x32 takes more registers, and would spill
+        enable_fp_fusion=False)
 
 
 @launched
@@ -198,4 +199,5 @@ def cast_four_bits(
     return _cast_blocks[(tiles,)](
         t, *targets, t if seen is None else seen.view(torch.int32), t if counts is None else counts, parts, whole_inv,
         *(random or (t, t)), rows, columns, count, *strides, 0.0, 0.0, 6.0, False, both == transpose, True, both, transpose,
-        seen is not None, counts is not None, transpose, random is not None, lane, PARTS, WIDTH, FOUR, num_warps=WARPS)
+        seen is not None, counts is not None, transpose, random is not None, lane, PARTS, WIDTH, FOUR, num_warps=WARPS,
+        enable_fp_fusion=False)

@@ -8,7 +8,8 @@ Scales of blocks are made by triton_block_kernel.py, those of rows by triton_row
 
 Delayed scaling reads a tensor once, current scaling and a scale that was never set twice. The scale is made in the kernel, so that
 no launch stands between. The formulas are those of scaling.py, formats.py and block_scaling.py, division and reciprocal rounded to
-nearest: bit for bit the same scaled float32 values, amaxes and scales; the conversion to FP8 is the hardware's cvt.rn.satfinite.
+nearest, products and sums never fused: bit for bit the same scaled float32 values, amaxes and scales; the conversion to FP8 is the
+hardware's cvt.rn.satfinite.
 
 Parts that the kernels share, and why they are written as they are: triton_tile.py.
 """
@@ -133,7 +134,8 @@ def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role
     `parts`, float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel."""
     of = parts if scales is None else scales
     return _read_in_parts[(part_count(t),)](
-        t, parts, of, parts, t.numel(), 0.0, role, scales is not None, False, keep_nan, BLOCK, num_warps=8)
+        t, parts, of, parts, t.numel(), 0.0, role, scales is not None, False, keep_nan, BLOCK, num_warps=8,
+        enable_fp_fusion=False)
 
 
 @launched
@@ -144,7 +146,8 @@ def count(t: Tensor, amax: Tensor, scale: Tensor | None, counts: Tensor, reach: 
     Returns the compiled kernel."""
     factor = amax if scale is None else scale
     return _read_in_parts[(part_count(t),)](
-        t, amax, factor, counts, t.numel(), reach, 0, scale is not None, True, False, BLOCK, num_warps=8)
+        t, amax, factor, counts, t.numel(), reach, 0, scale is not None, True, False, BLOCK, num_warps=8,
+        enable_fp_fusion=False)
 
 
 @launched
@@ -167,4 +170,4 @@ def cast(
     return _cast[(tiles,)](
         t, of, seen, parts, parts if counts is None else counts, data, other, scale_inv, rows, columns, count, target,
         largest, reach, role, scales is not None, history is not None, counts is not None, power_2, transposed is not None,
-        PARTS, ROWS, COLUMNS, num_warps=4)
+        PARTS, ROWS, COLUMNS, num_warps=4, enable_fp_fusion=False)

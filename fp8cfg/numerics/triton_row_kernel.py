@@ -145,4 +145,4 @@ def cast_rows(
         t, *targets, (t if seen is None else seen.view(torch.int32)), t if counts is None else counts,
         t if amaxes is None else amaxes, t if amaxes_t is None else amaxes_t, rows, columns, largest, FLT_MAX, largest, power_2,
         along, across, seen is not None, counts is not None, transpose, amaxes is not None, amaxes_t is not None, STRIP, LONG,
-        STRIP_T, LONG_T, num_warps=4)
+        STRIP_T, LONG_T, num_warps=4, enable_fp_fusion=False)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, schedules
+from torch.distributed.pipelining.stage import _RecvInfo
 
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics.host_copy import sent
@@ -23,6 +24,8 @@ from fp8cfg.parallel.point_to_point import limited, wait_for
 
 SENDING = 2
 """Sends that a stage of several on a rank has under way at once."""
+FREES = hasattr(_RecvInfo, "allocate_buffer")
+"""Whether torch itself has memory for what is under way alone, received or sent, as it has from 2.15 on."""
 
 
 class _Chunk(nn.Module):
@@ -65,7 +68,8 @@ class StageSync(Protocol):
 
 
 class _Stage(PipelineStage):
-    """A stage with memory for what it receives of the microbatches under way alone: torch's has it for all of a step."""
+    """A stage with memory for what it receives of the microbatches under way alone: torch's has it for all of a step (until
+    2.15)."""
 
     _stream: Tensor | None = None
     sync: StageSync | None = None
@@ -75,7 +79,7 @@ class _Stage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of a microbatch's residual stream, into new memory."""
         self._lend(self.args_recv_info, fwd_chunk_id)
-        for info in _received(self.args_recv_info, fwd_chunk_id):
+        for info in () if FREES else _received(self.args_recv_info, fwd_chunk_id):
             info.buffer.requires_grad_(self.has_backward)  # torch 2.13 does so as it takes it, 2.11 where it makes the memory
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
@@ -91,11 +95,13 @@ class _Stage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if (loss := kwargs.get("loss")) is not None:
             loss.detach_()  # the schedule keeps it, and with its graph what the stage received
-        for infos in (self.args_recv_info, self.grad_recv_info):
+        for infos in () if FREES else (self.args_recv_info, self.grad_recv_info):
             for info in _received(infos, bwd_chunk_id):
                 info.buffer = self._stream
 
     def _lend(self, infos: dict[int, Any], chunk: int) -> None:
+        if FREES:
+            return
         if self._stream is None:
             for every in (self.args_recv_info, self.grad_recv_info):
                 for info in (info for each in every for info in _received(every, each) if info.buffer is not None):
@@ -113,7 +119,7 @@ def _received(infos: dict[int, Any], chunk: int) -> list[Any]:
 
 
 class _InterleavedStage(_Stage):
-    """A stage of several on a rank, which lets go of what it has sent: torch's runtime keeps that until the end of a step.
+    """A stage of several on a rank, which lets go of what it has sent: torch's runtime keeps that for all of a step (until 2.15).
 
     It waits for older sends before it goes on. That is safe: torch puts each send and its receive into the orders of both ranks at
     once (schedules.py, _add_send_recv), so that all wait along one line.
@@ -124,14 +130,16 @@ class _InterleavedStage(_Stage):
         self._sending: list[dist.Work] = []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """None: they are under way."""
+        """None where they are under way."""
         return self._send(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """None: they are under way."""
+        """None where they are under way."""
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if FREES:
+            return ops
         if ops:  # as torch receives, batched in 2.11 and singly in 2.13: NCCL has another communicator for single calls of a pair
             self._sending += schedules._batch_p2p(ops)
         self.finish(SENDING)

@@ -96,7 +96,7 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
 ) -> None:
     """Once of the same ranks, however late in a step, and not where all beat, as far as they do between two looks."""
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    monkeypatch.setattr(stalled_ranks.distributed_c10d, "_set_pg_timeout", lambda *_: None)
+    monkeypatch.setattr(stalled_ranks, "_set_timeout", lambda *_: None)
     watch = stalled_ranks.StallWatch(Timeout(start=60, step=0.8), Strategy())
     try:
         other, count, beating, asked = watch.beats._reads.clone(), itertools.count(), threading.Event(), list[int]()

@@ -201,7 +201,9 @@ def drop(model: nn.Module, shard: str) -> None:
         for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
             for p in group.fsdp_params:
                 if hasattr(p, "_unsharded_param"):  # whose gradients torch 2.13 leaves
-                    p._unsharded_param.grad = p.unsharded_accumulated_grad = None
+                    p._unsharded_param.grad = None
+                    if "unsharded_accumulated_grad" in vars(p):  # in torch 2.15 the same one
+                        p.unsharded_accumulated_grad = None
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:

@@ -27,6 +27,7 @@ from fp8cfg.training.distributed.blocked_call import doing, raised_in
 from fp8cfg.training.distributed.heartbeat import Heartbeat, join
 
 Phase = Literal["start", "step"]
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # deprecated in torch 2.15
 APART = "checkpoint"
 """The group of what runs beside steps, whose limit stays."""
 _MARKS = ("gloo/transport/", "Application timeout caused pair closure")
@@ -53,7 +54,7 @@ class StallWatch:
             limit = timedelta(seconds=getattr(self.timeout, phase))
             for group in list(distributed_c10d._world.pg_map):
                 if not isinstance(group, int) and group.group_desc != APART:
-                    distributed_c10d._set_pg_timeout(limit, group)
+                    _set_timeout(limit, group)
         self.phase = phase
         self._began.append(time.monotonic())
 
