@@ -38,4 +38,6 @@ def test_a_step_copies_its_batch_aside_and_does_not_wait() -> None:
     with record() as found:
         take()
     assert found.copies("P2D") > 0 and found.waits == 0 and found.copies("H2D") == 0
-    assert all(line.endswith("on another stream") for line in found.lines if line.startswith("C P2D"))
+    copies = [line.split() for line in found.lines if line.startswith("C P2D")]
+    assert sum("another" in words for words in copies) == 2, "tokens and targets"
+    assert all("another" in words or int(words[2]) < 1024 for words in copies), "torch 2.15 sends lists of addresses from there, too"
