@@ -11,6 +11,7 @@ from pydantic import Field
 
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.node import Node
+from fp8cfg.config.value_text import spelled
 
 _PART: dict[str, Any] = {
     "type": "object", "additionalProperties": False, "required": ["path", "weight"],
@@ -86,4 +87,4 @@ def _wrong(at: str, part: dict[str, Any]) -> Iterator[str]:
         yield f"{at}.path: needs a path, as in {{path: a, weight: 0.7}}"
     weight = part.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-        yield f"{at}.weight={weight}: needs a number more than 0"
+        yield f"{at}.weight={spelled(weight)}: needs a number more than 0"

@@ -55,7 +55,7 @@ ALIKE = {  # whose last name is ours
     "float8.emulate": "fp8.emulate", "weight_decay": "optim.weight_decay", "seed": "trainer.seed", "training.seed": "trainer.seed",
 }
 ANSWERS = {
-    "fp8=true": "fp8=True: expected keys of fp8; write fp8.enabled=true",
+    "fp8=true": "fp8=true: expected keys of fp8; write fp8.enabled=true",
     "fp8=hybrid": "fp8=hybrid: expected keys of fp8; write fp8.format=hybrid",
     "fp8=mxfp8": "fp8=mxfp8: expected keys of fp8; write fp8.scaling=mxfp8",
     "optim=adam": "optim=adam: expected keys of optim; write optim.name=adam",

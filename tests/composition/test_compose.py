@@ -112,7 +112,7 @@ GOLDEN = [
     ("precision=bf16_pf8", "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"),
     ("recipe=lama_8b", "recipe=lama_8b: no such recipe; did you mean 'llama_8b'?"),
     ("data=stdlb", "data=stdlb: no such data preset; did you mean 'stdlib'?"),
-    ("fp8=true", "fp8=True: expected keys of fp8; write fp8.enabled=true"),
+    ("fp8=true", "fp8=true: expected keys of fp8; write fp8.enabled=true"),
     ("precision=5", "precision=5: expected the name of a preset"),
     ("+fp8.margin=1", "+fp8.margin=1: every key exists already; write fp8.margin=1"),
     ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),

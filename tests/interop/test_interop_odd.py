@@ -64,7 +64,7 @@ def test_what_cannot_be_is_refused_in_their_words(project: str, data: dict[str, 
     ("megatron", {"--use-precision-aware-optimizer": True, "--main-params-dtype": "fp16"}, {"storage.master_weight": "none"}, ["main_params_dtype=fp16: has no effect without --bf16 or --fp16"]),
     ("torchtitan", {"model.converters": ["float8"], "float8.recipe_name": "rowwise", "float8.enable_fsdp_float8_all_gather": True}, {"storage.shard": "none", "fp8.granularity": "row"},
      ["quantize.linear.float8.enable_fsdp_float8_all_gather=True: has no effect under rowwise; of tensorwise alone"]),
-    ("torchtitan", {"model.converters": ["mx"], "mx.recipe_name": "mxfp8_emulated", "mx.filter_fqns": []}, {"fp8.scaling": "mxfp8", "fp8.emulate": True}, ["fp8.output_layer=True: this one stays in high precision (out_features=272 is not a multiple of 32)"]),
+    ("torchtitan", {"model.converters": ["mx"], "mx.recipe_name": "mxfp8_emulated", "mx.filter_fqns": []}, {"fp8.scaling": "mxfp8", "fp8.emulate": True}, ["fp8.output_layer=true: this one stays in high precision (out_features=272 is not a multiple of 32)"]),
 ])
 def test_what_is_left_out_is_said_and_the_rest_checks(project: str, data: dict[str, Any], ours: dict[str, Any], lost: list[str]) -> None:
     found = interop.from_mapping(project, data, fp8cfg.compose())

@@ -125,7 +125,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": None}, "has no num_hidden_layers"), ({"num_hidden_layers": "2"}, "num_hidden_layers=2: expected a whole number"),
     ({"num_hidden_layers": -1}, "model.num_layers=-1: must be at least 1"), ({"head_dim": 1e308}, "model.kv_channels: a number of more digits"),
-    ({"max_position_embeddings": [3]}, r"max_position_embeddings=\[3\]: expected a whole number"), ({"hidden_size": True}, "hidden_size=True: expected a whole"),
+    ({"max_position_embeddings": [3]}, r"max_position_embeddings=\[3\]: expected a whole number"), ({"hidden_size": True}, "hidden_size=true: expected a whole"),
     ({"layer_types": 1}, "layer_types=1: expected a list"), ({"rope_parameters": "x"}, "rope_parameters=x: expected an object"),
     ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: expected an object for each kind of layers"),
     ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type=linear: has no factor"), ({"model_type": ["llama"]}, "no such family here"),

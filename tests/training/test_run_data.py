@@ -81,7 +81,7 @@ def test_a_mixture_is_said_as_a_recipe_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    ("data.mixture=[{path: a}]", "data.mixture[0].weight=None: needs a number more than 0"), ("data.mixture=[{path: a, weight: 0}]", "weight=0: needs"),
+    ("data.mixture=[{path: a}]", "data.mixture[0].weight=null: needs a number more than 0"), ("data.mixture=[{path: a, weight: 0}]", "weight=0: needs"),
     ("data.mixture=[{path: a, wieght: 1}]", "data.mixture[0].wieght: no such key; a part has path and weight"), ("data.mixture=[{weight: 1}]", "needs a path"),
     ("data.mixture=[a]", "data.mixture=a: expected a mapping, as in {path: a, weight: 0.7}, got str"), ("data.path=x data.mixture=[{path: a, weight: 1}]", "data.path=x: has no effect beside data.mixture"),
     ("data=tiny data.mixture=[{path: a, weight: 1}]", "data.mixture=[{path: a, weight: 1}]: has no effect with data=tiny"),

@@ -12,11 +12,11 @@ from tests.support.storage_rows import FP8, OWN, after, words
 
 
 @pytest.mark.parametrize(("before", "now", "line"), [
-    (f"{FP8}", "opt_level=O2", "opt_level=O2: this run was started with None; start a new run"),
+    (f"{FP8}", "opt_level=O2", "opt_level=O2: this run was started with null; start a new run"),
     (f"{FP8} opt_level=O2", "storage.exp_avg=fp8_pow2", "storage.exp_avg=fp8_pow2: this run was started with auto; start a new run"),
     (f"{FP8} opt_level=O2", "opt_level=O1", "opt_level=O1: this run was started with O2; start a new run"),
     (f"{FP8} opt_level=O2", "opt_level=O3", "opt_level=O3: this run was started with O2; start a new run"),
-    (f"{FP8} opt_level=O3", "fp8.exclude=['*linear_fc2']", "fp8.exclude=('*linear_fc2',): this run was started with (); start a new run"),
+    (f"{FP8} opt_level=O3", "fp8.exclude=['*linear_fc2']", "fp8.exclude=['*linear_fc2']: this run was started with []; start a new run"),
 ])
 def test_a_resumed_run_keeps_the_state_it_has(before: str, now: str, line: str) -> None:
     recipe = small(*before.split())

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 AMAXES, COUNT, FOUR_BITS = "amaxes_of_parts", "count_overflow", "cast_blocks NVFP4"
@@ -34,16 +33,15 @@ def resident_warps(registers: int, warps: int) -> int:
 
 def resources(ptx: str, shared: int = 0) -> Resources:
     """What ptxas says of a kernel. Raises RuntimeError where it does not take it."""
-    import triton
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    target = re.search(r"^\.target (sm_(\d+)\w*)", ptx, re.MULTILINE)
     assert target is not None, "PTX names its target"
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    ptxas = folder / ("ptxas-blackwell" if target[1].startswith("sm_1") and (folder / "ptxas-blackwell").exists() else "ptxas")
+    ptxas = get_ptxas(int(target[2])).path
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        done = subprocess.run([str(ptxas), "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"], capture_output=True, text=True)
+        done = subprocess.run([ptxas, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))

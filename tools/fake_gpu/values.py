@@ -146,10 +146,18 @@ def _written(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
     return [x for a, x in zip(of, args, strict=False) if a.name in names] + [x for name, x in kwargs.items() if name in names]
 
 
+_FSDP: dict[str, Any] = {  # of torch 2.15: one in C++, and one that does nothing on a GPU
+    "chunk_cat_mixed_dtype": lambda several, *of, out: _fsdp_collectives.chunk_cat([t.to(out.dtype) for t in several], *of, out=out),
+    "record_grad_output_stream": lambda *_: None,
+}  # fmt: skip
+
+
 def _body(op: _Op) -> Any:
     """What the operator `op` of fp8cfg, or of torch's FSDP2, runs of CUDA tensors: Python."""
     if op.namespace == "fsdp":
         name = op._schema.name.partition("::")[2]
+        if name in _FSDP:
+            return _FSDP[name]
         return getattr(_fsdp_collectives, {"all_gather_copy_in": "all_gather_copy_in_cuda"}.get(name, name))
     of = torch._library.custom_ops.OPDEFS[op._schema.name]
     return of._backend_fns.get("cuda", of._init_fn)
