@@ -70,8 +70,8 @@ class LowBitTraining(LowBitOptimizer):
     def _writes(self) -> bool:
         """Whether weights are written in a step that the host takes for made. What the device skips writes them again as they are,
         once they are those of their masters; until a step was made they are of values that these were rounded from, and the host
-        waits."""
-        self._made = self._made or self.deferred is None or not self.deferred.skip
+        waits where a loss scale lets the run go on."""
+        self._made = self._made or self.deferred is None or self.loss_scaler is None or not self.deferred.skip
         return self._made
 
     @torch.no_grad()
