@@ -6,12 +6,12 @@ import functools
 import math
 import re
 import shlex
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.config_groups import GROUPS, Library
+from fp8cfg.composition.quoted_words import in_quotes, quoted, takes_text
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 from fp8cfg.config.files import plain
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 _EQUALS = re.compile(r"(?<=[{,])(\w+)=")
 _FUNCTIONS = ("choice", "range", "interval", "glob", "shuffle", "sort")
-_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
-_TEXT = (str, str | None)
-_PLAIN = frozenset(" _/-+.%*@?|")
-"""Signs beside letters and digits that a text without quotes may have; '$' is left to be refused as a variable."""
 _QUOTES = frozenset("'\"\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb")
 _SHELL = "is a variable, which no shell has replaced; write its value"
 
@@ -138,26 +134,6 @@ def override(word: str) -> Override:
     return replace(parsed, key_or_group=key)
 
 
-def in_quotes(word: str) -> str:
-    """`word` with quotes around a text that has letters of other scripts and nothing else that wants them: Hydra's grammar has
-    letters of ASCII alone outside of quotes."""
-    key, _, value = word.partition("=")
-    if value.isascii():
-        return word
-    if value[:1] == "[" and value[-1:] == "]" and _takes_texts(key):
-        return f"{key}=[{','.join(map(_in_quotes, value[1:-1].split(',')))}]"
-    return f"{key}={_in_quotes(value)}" if _takes_text(key) else word
-
-
-def _in_quotes(text: str) -> str:
-    plain = all(_plain_sign(sign) for sign in text)
-    return _quoted(text.strip()) if plain and not text.isascii() else text
-
-
-def _plain_sign(sign: str) -> bool:
-    return sign in _PLAIN or (sign.isalnum() if sign.isascii() else unicodedata.category(sign)[0] in "LM")
-
-
 def hydra_word(word: str) -> str:
     """`word`, a setting of Hydra itself, as its grammar takes it. Raises ConfigError where it cannot."""
     from hydra.errors import HydraException
@@ -167,24 +143,6 @@ def hydra_word(word: str) -> str:
     except HydraException:
         raise ConfigError(malformed(word)) from None
     return in_quotes(word)
-
-
-def _takes_text(key: str) -> bool:
-    """Whether any text is a value of `key`: a name, or a path."""
-    name = full(key.lstrip("+"))
-    return name in _FOLDERS or (name in fields() and fields()[name].annotation in _TEXT)
-
-
-def _takes_texts(key: str) -> bool:
-    """Whether `key` takes a list of any texts."""
-    name = full(key.lstrip("+"))
-    return name in fields() and fields()[name].annotation == tuple[str, ...]
-
-
-def _quoted(text: str) -> str:
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    return QuotedString(text, Quote.double).with_quotes()
 
 
 @functools.cache
@@ -220,7 +178,7 @@ def _sweeps(value: Any) -> bool:
 
 def _check_text(key: str, value: Any, text: str) -> None:
     """Raise ConfigError where `text` is another one than `value` is written, and a line about `value` would not have it."""
-    if _takes_text(key) and isinstance(value, (bool, int, float)):
+    if takes_text(key) and isinstance(value, (bool, int, float)):
         raise ConfigError(f"{key}={text}: expected a string, got {type(value).__name__}; write '{key}=\"{text}\"'")
     if full(key) in fields() and isinstance(value, float) and math.isinf(value) and "inf" not in text.lower():
         raise ConfigError(f"{key}={text}: more than any number here can be; expected a finite number")
@@ -260,7 +218,7 @@ def _mistake(word: str) -> str:
     key, _, value = word.partition("=")
     if word == "=":
         return "stands alone; key=value has no spaces"
-    text = _takes_text(key) and value.isprintable() and not set(word) & _QUOTES
+    text = takes_text(key) and value.isprintable() and not set(word) & _QUOTES
     if not text and (strange := next((sign for sign in word if not sign.isascii() and sign.isprintable()), "")):
         return f"{strange!r} is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'"
     if word[:1] in "'\"":
@@ -285,7 +243,7 @@ def _mistake(word: str) -> str:
     if value[:1] in "[{" and "{" in value and (mapped := _EQUALS.sub(r"\1: ", value)) != value:
         return f"inside of braces stands a colon and a space, as in '{key}={mapped}'"
     if text:
-        return f"a text with special signs wants quotes; write {shlex.quote(f'{key}={_quoted(value)}')}"
+        return f"a text with special signs wants quotes; write {shlex.quote(f'{key}={quoted(value)}')}"
     called = value.partition("(")[0] if value.endswith(")") else ""
     if called and (near := nearest(called, _FUNCTIONS)):
         return f"no such function {called!r}; did you mean {near!r}?"
