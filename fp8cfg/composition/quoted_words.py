@@ -24,12 +24,11 @@ def in_quotes(word: str) -> str:
 
 
 def _in_quotes(text: str) -> str:
-    plain = all(plain_sign(sign) for sign in text)
+    plain = all(_plain_sign(sign) for sign in text)
     return quoted(text.strip()) if plain and not text.isascii() else text
 
 
-def plain_sign(sign: str) -> bool:
-    """Whether `sign` may stand in a text without quotes, but for letters of other scripts to us alone."""
+def _plain_sign(sign: str) -> bool:
     return sign in _PLAIN or (sign.isalnum() if sign.isascii() else unicodedata.category(sign)[0] in "LM")
 
 
