@@ -25,7 +25,7 @@ from fp8cfg.config.errors import ConfigError, RankLost
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.training_nodes import Strategy, Timeout, Trainer
 from fp8cfg.report.memory.layout import ranks
-from fp8cfg.training.distributed import heartbeat
+from fp8cfg.training.distributed import gloo_threads, heartbeat
 from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started, broken, first_line
 from fp8cfg.training.distributed.traffic import Traffic
 
@@ -129,7 +129,7 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
             yield World()
         finally:
             if dist.is_available() and dist.is_initialized():  # of one rank, which FSDP2 wants too
-                dist.destroy_process_group()
+                _end_group()
         return
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -148,7 +148,12 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
         raise
     finally:
         watch.close()
-        dist.destroy_process_group()
+        _end_group()
+
+
+def _end_group() -> None:
+    dist.destroy_process_group()
+    gloo_threads.wait_until_idle()
 
 
 def _start_group(backend: str, timeout: Timeout) -> None:
