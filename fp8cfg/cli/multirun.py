@@ -106,9 +106,10 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
 def _multirun(hydra: Hydra, folder: Path, overrides: list[str], task: Callable[[DictConfig], float]) -> str:
     """Run the sweep. Returns why it ended early, where it did."""
     from fp8cfg.composition.hydra_compose import NAME
+    from fp8cfg.composition.quoted_words import quoted
 
     try:
-        hydra.multirun(NAME, task, [*overrides, f"hydra.sweep.dir={_quoted(str(folder))}"])
+        hydra.multirun(NAME, task, [*overrides, f"hydra.sweep.dir={quoted(str(folder))}"])
     except KeyboardInterrupt:
         return "stopped by a signal; what is not in the table has not run"
     except Exception as e:  # of any launcher or sweeper: a queue that is not there, a job that was lost
@@ -130,9 +131,3 @@ def _problem(error: Exception) -> Exception:
         return error
     first = (str(error).strip().splitlines() or ["no reason given"])[0]
     return SweepError(f"the sweep failed: {type(error).__name__}: {first}")
-
-
-def _quoted(text: str) -> str:
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    return QuotedString(text, Quote.single).with_quotes()

@@ -56,8 +56,24 @@ def parse(words: Iterable[str], library: Library, has_recipe: bool = False) -> t
     return chosen, values
 
 
+class KeyExists(ConfigError):
+    """A word that adds a key which is there; what it offers is to be a word that is taken."""
+
+    def __init__(self, word: str) -> None:
+        self.offered = word.lstrip("+")
+        super().__init__(f"{word}: every key exists already; write {self.offered}")
+
+
 def one(word: str, library: Library) -> tuple[str, str]:
     """A choice as (group, name), or a value as ("", override); ("", "") where there is nothing to do."""
+    try:
+        return _one(word, library)
+    except KeyExists as e:
+        _one(e.offered, library)
+        raise
+
+
+def _one(word: str, library: Library) -> tuple[str, str]:
     key, value, text = parsed(word)
     if value is None and (key in GROUPS or library.own(key)):
         return "", ""
@@ -66,7 +82,7 @@ def one(word: str, library: Library) -> tuple[str, str]:
             raise ConfigError(problem)
         return own, value
     if word[:1] == "+" and _node(key):
-        raise ConfigError(f"{word}: every key exists already; write {word.lstrip('+')}")
+        raise KeyExists(word)
     if key in ("precision", PLUGIN) and isinstance(value, str):
         key = "precision"
     elif key not in GROUPS or isinstance(value, dict):
@@ -128,7 +144,7 @@ def override(word: str) -> Override:
     if parsed.type is not OverrideType.CHANGE and key.rpartition(".")[2] in foreign_names.CODE_KEYS:
         raise ConfigError(foreign_names.unknown(key, ()))
     if parsed.type is not OverrideType.CHANGE and full(key) in {*fields(), *GROUPS} and (key in GROUPS or not _node(key)):
-        raise ConfigError(f"{word}: every key exists already; write {word.lstrip('+')}")
+        raise KeyExists(word)
     if parsed.package:
         raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")
     return replace(parsed, key_or_group=key)

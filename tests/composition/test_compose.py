@@ -115,6 +115,8 @@ GOLDEN = [
     ("fp8=true", "fp8=true: expected keys of fp8; write fp8.enabled=true"),
     ("precision=5", "precision=5: expected the name of a preset"),
     ("+fp8.margin=1", "+fp8.margin=1: every key exists already; write fp8.margin=1"),
+    ("+fp8.margin=one", "fp8.margin=one: expected an integer, got str"),
+    ("++recipe=llama_8c", "recipe=llama_8c: no such recipe; did you mean 'llama_8b'?"),
     ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),
     ("fp8.margin", "fp8.margin: needs a value, as in fp8.margin=VALUE"),
     ("fp8.margin=0,1", "fp8.margin=0,1: several values are a sweep, and a run takes one; a list is written [a,b]"),
