@@ -107,7 +107,7 @@ def wrong_words(arguments: Arguments) -> list[str]:
 
 def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
     """The words of `arguments` with `changes`, which stand in the place of those for the same keys."""
-    from fp8cfg.composition.override_words import parsed
+    from fp8cfg.composition.parsed_words import parsed
     from fp8cfg.config.key_names import full
 
     new = {full(parsed(word)[0]) for word in changes}
@@ -168,7 +168,7 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
     if os.path.isfile(arg):
         read = next((f"; write: fp8cfg import {project} {arg}" for ending, project in _READ.items() if arg.endswith(ending)), "")
         return f"{arg}: is no recipe file; the name of one ends in .yaml or .json{read}"
-    from fp8cfg.composition.override_words import malformed
+    from fp8cfg.composition.malformed_words import malformed
 
     line = malformed(arg)
     if ";" in line or "," in line:

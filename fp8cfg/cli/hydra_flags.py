@@ -79,7 +79,7 @@ def show(arguments: Arguments, file: Path | None) -> int:
 def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
     """The words of the recipe, and those of Hydra itself. Raises ConfigError for a search path, which would make Hydra read
     files that nobody has checked, and for a folder without a name, which would be the current one."""
-    from fp8cfg.composition.override_words import hydra_word
+    from fp8cfg.composition.parsed_words import hydra_word
 
     ours, theirs = [w for w in words if not is_hydra(w)], [w for w in words if is_hydra(w)]
     refuse_if([f"{w}: not accepted; presets of your own go to --config-dir FOLDER" for w in theirs

@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
 
 def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list[str]:
     """A line where `words` name another number of processes than --local; a smoke run is cut to any."""
-    from fp8cfg.composition.override_words import parsed
+    from fp8cfg.composition.parsed_words import parsed
     from fp8cfg.config.key_names import full
 
     typed = {full(key): value for key, value, _ in map(parsed, words)}.get("trainer.devices", ranks)

@@ -11,7 +11,8 @@ from typing import Any
 from fp8cfg.composition.config_groups import LEAVES, PARTS, Library
 from fp8cfg.composition.defaults_list import SELF, steps
 from fp8cfg.composition.flatten import flat, settings
-from fp8cfg.composition.override_words import one, parsed
+from fp8cfg.composition.override_words import one
+from fp8cfg.composition.parsed_words import parsed
 from fp8cfg.composition.resolve import part_of
 from fp8cfg.composition.yaml_recipe import full_names
 from fp8cfg.config.key_names import full, short

@@ -88,5 +88,5 @@ def settings(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_node(key: str) -> bool:
     """Whether the full `key` is a node, with keys of its own."""
-    annotation = fields()[key].annotation
+    annotation = fields()[key].annotation if key in fields() else None
     return isinstance(annotation, type) and issubclass(annotation, Node)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.config_groups import GROUPS, LEAVES
 from fp8cfg.composition.flatten import flat_data
-from fp8cfg.composition.override_words import parser
+from fp8cfg.composition.parsed_words import parser
 from fp8cfg.config.errors import ConfigError, nearest
 from fp8cfg.config.files import primary_config
 

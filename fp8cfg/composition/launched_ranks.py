@@ -11,7 +11,7 @@ from fp8cfg.composition.authors import Author, Authors
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import assigned
 from fp8cfg.composition.giving_way import Settled
-from fp8cfg.composition.override_words import parsed
+from fp8cfg.composition.parsed_words import parsed
 from fp8cfg.config.key_names import full
 from fp8cfg.config.recipe import Recipe
 

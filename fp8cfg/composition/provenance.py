@@ -11,7 +11,8 @@ from fp8cfg.composition import giving_way
 from fp8cfg.composition.config_groups import LEAVES, PARTS, Library
 from fp8cfg.composition.defaults_list import SELF, Step, steps
 from fp8cfg.composition.flatten import flat, settings
-from fp8cfg.composition.override_words import one, parsed
+from fp8cfg.composition.override_words import one
+from fp8cfg.composition.parsed_words import parsed
 from fp8cfg.composition.python_provenance import Event, Recorder, at_import
 from fp8cfg.composition.resolve import part_of
 from fp8cfg.composition.yaml_lines import key_lines

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.composition.flatten import listed
 from fp8cfg.composition.hydra_compose import GIVEN, Nodes
-from fp8cfg.composition.override_words import one, override
+from fp8cfg.composition.override_words import one
+from fp8cfg.composition.parsed_words import override
 from fp8cfg.composition.quoted_words import in_quotes
 from fp8cfg.composition.resolve import node, part_of
 from fp8cfg.config.errors import ConfigError, refuse_if
