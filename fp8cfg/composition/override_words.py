@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.composition.flatten import is_node
-from fp8cfg.composition.parsed_words import KeyExists, parsed
+from fp8cfg.composition.parsed_words import key_exists, parsed
 from fp8cfg.composition.quoted_words import takes_text
 from fp8cfg.config import foreign_names
 from fp8cfg.config.errors import ConfigError, refuse_if
@@ -48,8 +48,9 @@ def one(word: str, library: Library) -> tuple[str, str]:
     """A choice as (group, name), or a value as ("", override); ("", "") where there is nothing to do."""
     try:
         return _one(word, library)
-    except KeyExists as e:
-        _one(e.offered, library)
+    except ConfigError as e:
+        if e.problems == [key_exists(word)]:
+            _one(word.lstrip("+"), library)  # what that line offers is to be taken
         raise
 
 
@@ -63,7 +64,7 @@ def _one(word: str, library: Library) -> tuple[str, str]:
         return own, value
     node = is_node(full(key))
     if word[:1] == "+" and node:
-        raise KeyExists(word)
+        raise ConfigError(key_exists(word))
     if key in ("precision", PLUGIN) and isinstance(value, str):
         key = "precision"
     elif key not in GROUPS or isinstance(value, dict):

@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
-class KeyExists(ConfigError):
-    """A word that adds a key which is there; what it offers is to be a word that is taken."""
-
-    def __init__(self, word: str) -> None:
-        self.offered = word.lstrip("+")
-        super().__init__(f"{word}: every key exists already; write {self.offered}")
-
-
 def parsed(word: str) -> tuple[str, Any, str]:
     """Key, value and the value's text. Raises ConfigError as `override` does, and for a sweep."""
     word = in_quotes(word)
@@ -74,10 +66,15 @@ def override(word: str) -> Override:
     if parsed.type is not OverrideType.CHANGE and key.rpartition(".")[2] in foreign_names.CODE_KEYS:
         raise ConfigError(foreign_names.unknown(key, ()))
     if parsed.type is not OverrideType.CHANGE and full(key) in {*fields(), *GROUPS} and (key in GROUPS or not is_node(full(key))):
-        raise KeyExists(word)
+        raise ConfigError(key_exists(word))
     if parsed.package:
         raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")
     return replace(parsed, key_or_group=key)
+
+
+def key_exists(word: str) -> str:
+    """The line for a word that adds a key, of which there are no others than those of the schema."""
+    return f"{word}: every key exists already; write {word.lstrip('+')}"
 
 
 def hydra_word(word: str) -> str:
