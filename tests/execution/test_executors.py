@@ -95,13 +95,14 @@ def test_a_run_on_this_machine(executor: fp8cfg.Executor, tmp_path: Path) -> Non
 
 
 SBATCH = """#!/bin/bash
-# A queue of one machine: starts the job again as often as it is put back.
+# A queue of one machine: starts the job again as often as it is put back, from a copy, as Slurm does: submitit moves the script.
+cp "$1" $QUEUE/script
 echo "Submitted batch job 77"
 (
   export SLURM_JOB_ID=77 SLURM_JOBID=77 SLURM_NTASKS=1 SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_JOB_NODELIST=localhost
   export SLURM_NTASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1
   for n in 0 1 2 3; do
-    SLURM_RESTART_COUNT=$n bash "$1" > $QUEUE/job.$n.log 2>&1
+    SLURM_RESTART_COUNT=$n bash $QUEUE/script > $QUEUE/job.$n.log 2>&1
     [ -e $QUEUE/requeue ] || break
     rm $QUEUE/requeue
   done
