@@ -66,6 +66,7 @@ test-fake-gpu-torch:
 
 check: $(VENV)/.tested-with
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # A site from the Markdown files, README.md its first page; not part of the gate.

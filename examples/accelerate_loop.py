@@ -21,12 +21,16 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
     # "no": precision is the job's. Nor does one call accelerator.clip_grad_norm_: the job's optimizer clips.
     accelerator = Accelerator(mixed_precision="no", cpu=t.accelerator == "cpu")
     ranks = accelerator.num_processes
-    accelerator.gradient_accumulation_steps = parts = t.global_batch_size // (t.micro_batch_size * ranks)
+    accelerator.gradient_accumulation_steps = parts = t.global_batch_size // (
+        t.micro_batch_size * ranks
+    )
     if recipe.storage.shard == "auto":
         recipe.storage.shard = "none"  # prepare() reads the optimizer's state_dict(), of which a rank has a part under ZeRO
     job = fp8cfg.build(recipe)  # after Accelerator, which gives each process its GPU
     optimizer, loader, scheduler = accelerator.prepare(job.optimizer, loader, job.scheduler())
-    model = accelerator.prepare_model(job.model, device_placement=False, evaluation_mode=True)  # in no DistributedDataParallel
+    model = accelerator.prepare_model(
+        job.model, device_placement=False, evaluation_mode=True
+    )  # in no DistributedDataParallel
     losses, mean = [], 0.0
     for tokens, targets in loader:
         with accelerator.accumulate(model):

@@ -15,13 +15,23 @@ def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
     """A small Llama with random weights; LlamaForCausalLM.from_pretrained(...) in your own script."""
     m = recipe.model
     torch.manual_seed(recipe.trainer.seed)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=m.vocab_size, hidden_size=m.hidden_size, intermediate_size=m.ffn_hidden_size, num_hidden_layers=m.num_layers,
-        num_attention_heads=m.num_attention_heads, num_key_value_heads=m.num_query_groups, use_cache=False))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=m.vocab_size,
+            hidden_size=m.hidden_size,
+            intermediate_size=m.ffn_hidden_size,
+            num_hidden_layers=m.num_layers,
+            num_attention_heads=m.num_attention_heads,
+            num_key_value_heads=m.num_query_groups,
+            use_cache=False,
+        )
+    )
 
 
 def train(recipe: fp8cfg.Recipe) -> list[float]:
-    job = fp8cfg.build(recipe, model=llama(recipe))  # in place: FP8 layers, the recipe's precision and optimizer
+    job = fp8cfg.build(
+        recipe, model=llama(recipe)
+    )  # in place: FP8 layers, the recipe's precision and optimizer
     batches, _ = run_data(recipe)
     losses = []
     for step in range(recipe.trainer.max_steps):

@@ -18,12 +18,18 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
     t = recipe.trainer
     samples = run_data(recipe)[0].rows(0, t.max_steps * t.global_batch_size)  # or data of yours
 
-    fabric = Fabric(accelerator=t.accelerator, devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # no `precision`: the job's
+    fabric = Fabric(
+        accelerator=t.accelerator, devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    )  # no `precision`: the job's
     fabric.launch()
     parts = t.global_batch_size // (t.micro_batch_size * fabric.world_size)
     job = fp8cfg.build(recipe)  # after launch(), which gives each process its GPU
-    optimizer = fabric.setup_optimizers(job.optimizer)  # nor is the model set up, in DistributedDataParallel
-    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(*samples), batch_size=t.micro_batch_size))
+    optimizer = fabric.setup_optimizers(
+        job.optimizer
+    )  # nor is the model set up, in DistributedDataParallel
+    loader = fabric.setup_dataloaders(
+        DataLoader(TensorDataset(*samples), batch_size=t.micro_batch_size)
+    )
     scheduler = job.scheduler()
     losses, mean = [], 0.0
     for done, (tokens, targets) in enumerate(loader, start=1):

@@ -16,7 +16,9 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
     for step in range(recipe.trainer.max_steps):
         mean = 0.0
         for part in range(parts):
-            tokens, targets = (t.to(job.device) for t in batches.batch(step, micro=part, num_micro=parts))
+            tokens, targets = (
+                t.to(job.device) for t in batches.batch(step, micro=part, num_micro=parts)
+            )
             with job.autocast():
                 loss = job.model(tokens, targets)
                 job.backward(loss, parts)  # loss / parts, times the loss scale under fp16

@@ -16,24 +16,44 @@ def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
     """A small Llama with random weights; LlamaForCausalLM.from_pretrained(...) in your own script."""
     m = recipe.model
     torch.manual_seed(recipe.trainer.seed)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=m.vocab_size, hidden_size=m.hidden_size, intermediate_size=m.ffn_hidden_size, num_hidden_layers=m.num_layers,
-        num_attention_heads=m.num_attention_heads, num_key_value_heads=m.num_query_groups, use_cache=False))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=m.vocab_size,
+            hidden_size=m.hidden_size,
+            intermediate_size=m.ffn_hidden_size,
+            num_hidden_layers=m.num_layers,
+            num_attention_heads=m.num_attention_heads,
+            num_key_value_heads=m.num_query_groups,
+            use_cache=False,
+        )
+    )
 
 
 def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
     job, t = fp8cfg.build(recipe, model=llama(recipe)), recipe.trainer
     if recipe.fp8.enabled:
-        fp8cfg.apply_fp8_autowrap(job.model, recipe)  # the forward enters FP8; its second call raises if the first did not
+        fp8cfg.apply_fp8_autowrap(
+            job.model, recipe
+        )  # the forward enters FP8; its second call raises if the first did not
     tokens, _ = run_data(recipe)[0].rows(0, t.max_steps * t.global_batch_size)  # or data of yours
     trainer = Trainer(
-        model=job.model, optimizers=(job.optimizer, job.scheduler()),
+        model=job.model,
+        optimizers=(job.optimizer, job.scheduler()),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=[job.trainer_callback()],  # refuses arguments that the recipe contradicts, and says whose count
+        callbacks=[
+            job.trainer_callback()
+        ],  # refuses arguments that the recipe contradicts, and says whose count
         args=TrainingArguments(
-            max_steps=t.max_steps, per_device_train_batch_size=t.micro_batch_size,
-            gradient_accumulation_steps=t.global_batch_size // t.micro_batch_size, train_sampling_strategy="sequential",
-            logging_steps=1, report_to="none", use_cpu=job.device.type == "cpu", **arguments))
+            max_steps=t.max_steps,
+            per_device_train_batch_size=t.micro_batch_size,
+            gradient_accumulation_steps=t.global_batch_size // t.micro_batch_size,
+            train_sampling_strategy="sequential",
+            logging_steps=1,
+            report_to="none",
+            use_cpu=job.device.type == "cpu",
+            **arguments,
+        ),
+    )
     trainer.train(resume_from_checkpoint=arguments.get("resume_from_checkpoint"))
     print(job.prove())
     # To save: job.model.save_pretrained(folder), which others read, or torch.save(job.model.state_dict(), file).
@@ -42,4 +62,7 @@ def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
 
 if __name__ == "__main__":
     with fp8cfg.exit_codes():  # a mistake is a line and exit code 2, as of the command
-        train(fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]), save_strategy="no")
+        train(
+            fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]),
+            save_strategy="no",
+        )

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; "as" makes them public
+if (
+    TYPE_CHECKING
+):  # for type checkers and editors the same names as in _HOMES; "as" makes them public
     from fp8cfg import interop as interop
     from fp8cfg import recipes as recipes
     from fp8cfg.builder import build as build
@@ -51,7 +53,9 @@ if TYPE_CHECKING:  # for type checkers and editors the same names as in _HOMES; 
     from fp8cfg.conversion.convert import convert_back as convert_back
     from fp8cfg.conversion.convert import convert_model as convert_model
     from fp8cfg.conversion.convert import has_fp8_layers as has_fp8_layers
-    from fp8cfg.conversion.convert import has_transformer_engine_layers as has_transformer_engine_layers
+    from fp8cfg.conversion.convert import (
+        has_transformer_engine_layers as has_transformer_engine_layers,
+    )
     from fp8cfg.execution.executor import Executor as Executor
     from fp8cfg.execution.executor import LocalExecutor as LocalExecutor
     from fp8cfg.execution.executor import TorchrunExecutor as TorchrunExecutor
@@ -111,7 +115,9 @@ if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every n
         "fp8cfg.config.training_nodes": "Checkpoint Log Optim Strategy Timeout Trainer",
         "fp8cfg.conversion.autowrap": "apply_fp8_autowrap contextual_fp8_autocast",
         "fp8cfg.conversion.averaging": "Average averaged",
-        "fp8cfg.conversion.convert": "convert_back convert_model has_fp8_layers has_transformer_engine_layers",
+        "fp8cfg.conversion.convert": (
+            "convert_back convert_model has_fp8_layers has_transformer_engine_layers"
+        ),
         "fp8cfg.execution.executor": "Executor LocalExecutor TorchrunExecutor",
         "fp8cfg.execution.runs": "Execution run",
         "fp8cfg.execution.slurm": "SlurmExecutor",

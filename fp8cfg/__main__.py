@@ -66,8 +66,14 @@ def _refuse_environment() -> None:
 
     sizes, numbers = ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")
     said = {name: os.environ[name] for name in (*sizes, *numbers) if name in os.environ}
-    refuse_if([f"{name}={value[:40]}: torchrun sets this environment variable to a number of ranks, or of one; unset it"
-               for name, value in said.items() if not value.isdecimal() or (name in sizes and not int(value))])
+    refuse_if(
+        [
+            f"{name}={value[:40]}: torchrun sets this environment variable to a number of ranks,"
+            " or of one; unset it"
+            for name, value in said.items()
+            if not value.isdecimal() or (name in sizes and not int(value))
+        ]
+    )
 
 
 def _help(argv: list[str]) -> int:
@@ -75,7 +81,11 @@ def _help(argv: list[str]) -> int:
     from fp8cfg.cli.help import usage
     from fp8cfg.config.errors import ConfigError
 
-    named = [a for a in argv if a != "help" and not a.startswith("-") and "=" not in a and not is_recipe_file(a)]
+    named = [
+        a
+        for a in argv
+        if a != "help" and not a.startswith("-") and "=" not in a and not is_recipe_file(a)
+    ]
     if named and named[0] not in WORDS:
         raise ConfigError(no_verb(named[0], WORDS))
     print(usage(named[0] if named else None))
@@ -99,7 +109,9 @@ _PLAIN = warnings.showwarning
 def entry() -> None:
     """The console script: `main`, and then the end of the process."""
     with ending_imports():
-        if sys.stdout is not None:  # a path may hold what the terminal, or no terminal, has a character for
+        if (
+            sys.stdout is not None
+        ):  # a path may hold what the terminal, or no terminal, has a character for
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         code = main(own_process=True)
     sys.exit(code)

@@ -36,7 +36,10 @@ __all__ = ["Job", "build", "lower"]
 
 
 def lower(
-    recipe: Recipe, hardware: Hardware | None = None, model: nn.Module | None = None, choice: Choice | None = None
+    recipe: Recipe,
+    hardware: Hardware | None = None,
+    model: nn.Module | None = None,
+    choice: Choice | None = None,
 ) -> fdl.Config[Job]:
     """The Fiddle graph of `recipe`, a tree of graph_nodes in which every key that acts is one leaf; with `model` as `given` where
     there is one. What is changed in the graph is what `fdl.build` makes a job of, and what its recipe says; the recipe that was
@@ -58,7 +61,10 @@ def lower(
 def nodes() -> ModuleType:
     """The module graph_nodes. Raises ConfigError where Fiddle, which it is made of, cannot be imported."""
     if sys.flags.optimize > 1:
-        raise ConfigError("PYTHONOPTIMIZE=2 (python -OO): Fiddle needs the docstrings that it drops; unset it, or set it to 1")
+        raise ConfigError(
+            "PYTHONOPTIMIZE=2 (python -OO): Fiddle needs the docstrings that it drops; unset it, or"
+            " set it to 1"
+        )
     from fp8cfg import graph_nodes
 
     return graph_nodes
@@ -106,7 +112,9 @@ def job(**parts: Any) -> Job:
     hardware = find_hardware(recipe.trainer.accelerator)
     precision = _sharded(recipe, model)
     plans, choice = planned(recipe, hardware, model)
-    if model is None and (recipe.trainer.strategy.size > 1 or recipe.trainer.strategy.data_parallel_replicate_size > 1):
+    if model is None and (
+        recipe.trainer.strategy.size > 1 or recipe.trainer.strategy.data_parallel_replicate_size > 1
+    ):
         from fp8cfg.training.distributed.world import current
 
         refuse_layout(recipe, current().size)
@@ -119,7 +127,14 @@ def job(**parts: Any) -> Job:
 
         refuse_uneven(plans, precision, choice.backend, shards(recipe, current().size))
     made = _put_together(recipe, precision, model, hardware.device, plans, choice)
-    mark(made.model, recipe.fp8, planned_here(plans, made.model), choice, own_optimizer=True, torch_autocast=made.torch_autocast)
+    mark(
+        made.model,
+        recipe.fp8,
+        planned_here(plans, made.model),
+        choice,
+        own_optimizer=True,
+        torch_autocast=made.torch_autocast,
+    )
     refuse_ddp(made.model)
     return made
 
@@ -129,8 +144,12 @@ def planned(
 ) -> tuple[Sequence[PlannedLinear], Choice]:
     """What each linear layer is to do on `hardware`, and who does it. Raises ConfigError for what cannot run there."""
     choice = choice or choose(
-        _sharded(recipe, model), hardware, statistics=recipe.log.fp8_stats_every_n_steps, adapters=recipe.lora.enabled,
-        strategy=recipe.trainer.strategy if model is None else None)
+        _sharded(recipe, model),
+        hardware,
+        statistics=recipe.log.fp8_stats_every_n_steps,
+        adapters=recipe.lora.enabled,
+        strategy=recipe.trainer.strategy if model is None else None,
+    )
     if model is None:
         plans = plan(recipe, choice.backend)
         _refuse_tokens(recipe, choice)
@@ -138,45 +157,83 @@ def planned(
     from fp8cfg.backends.eligibility import plan_model
 
     if recipe.storage.shard == "fsdp":
-        raise ConfigError("storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write "
-                          "fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's fully_shard on it")
-    refuse_if([f"{said}: of the Transformer of a recipe, not of a model of your own; write false"
-               for said in changed(recipe.data, "reset_attention_mask", "reset_position_ids")])
+        raise ConfigError(
+            "storage.shard=fsdp: splits the Transformer of a recipe, not a model of your own; write"
+            " fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's"
+            " fully_shard on it"
+        )
+    refuse_if(
+        [
+            f"{said}: of the Transformer of a recipe, not of a model of your own; write false"
+            for said in changed(recipe.data, "reset_attention_mask", "reset_position_ids")
+        ]
+    )
     norms = backend_registry.capabilities(choice.backend).norms
-    return plan_model(model, recipe.fp8, backend_registry.rules(choice.backend).misfit, norms=norms), choice
+    return (
+        plan_model(model, recipe.fp8, backend_registry.rules(choice.backend).misfit, norms=norms),
+        choice,
+    )
 
 
 def prepared_model(
-    recipe: Recipe, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice,
-    precision: Precision | None = None, loaded: bool = False,
+    recipe: Recipe,
+    model: nn.Module | None,
+    device: str,
+    plans: Sequence[PlannedLinear],
+    choice: Choice,
+    precision: Precision | None = None,
+    loaded: bool = False,
 ) -> PreparedModel:
     """The model of `recipe`, or the given `model`, with its layers as planned, on `device`; in `precision`, by default the
-    recipe's, with its first weights; with none, and no float32 originals, where it is `loaded` next."""
+    recipe's, with its first weights; with none, and no float32 originals, where it is `loaded` next.
+    """
     precision, seed = precision or recipe.precision, recipe.trainer.seed
     if model is not None:
-        return job_parts.prepared_model(job_parts.given(model, device), precision, plans, choice, seed)
+        return job_parts.prepared_model(
+            job_parts.given(model, device), precision, plans, choice, seed
+        )
     from fp8cfg.report.memory.layout import shards
 
     config, m = transformer_config(recipe), recipe.model
-    fill = zeros if loaded else first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
+    fill = (
+        zeros
+        if loaded
+        else first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
+    )
     empty = job_parts.transformer(
-        config, recompute=m.recompute_granularity, reset_attention_mask=recipe.data.reset_attention_mask,
-        reset_position_ids=recipe.data.reset_position_ids)
+        config,
+        recompute=m.recompute_granularity,
+        reset_attention_mask=recipe.data.reset_attention_mask,
+        reset_position_ids=recipe.data.reset_position_ids,
+    )
     strategy = recipe.trainer.strategy
     fsdp2 = not loaded and by_fsdp2(recipe, shards(recipe, _ranks_here()), choice.backend)
-    empty.groups, empty.stages = strategy.data_parallel_replicate_size, strategy.pipeline_model_parallel_size
+    empty.groups, empty.stages = (
+        strategy.data_parallel_replicate_size,
+        strategy.pipeline_model_parallel_size,
+    )
     if strategy.context_parallel_size > 1:
         from fp8cfg.parallel.context import split_sequences
         from fp8cfg.parallel.mesh import device_mesh
 
         split_sequences(empty, device_mesh(strategy, device))
     if strategy.tensor_model_parallel_size == strategy.pipeline_model_parallel_size == 1:
-        return job_parts.prepared_model(empty, precision, plans, choice, seed, device, fill, adapters(recipe), fsdp2, loaded)
-    return _of_this_rank(empty, strategy, device, lambda: job_parts.prepared_model(
-        empty, precision, planned_here(plans, empty), choice, seed, device, fill, fsdp2=fsdp2))
+        return job_parts.prepared_model(
+            empty, precision, plans, choice, seed, device, fill, adapters(recipe), fsdp2, loaded
+        )
+    return _of_this_rank(
+        empty,
+        strategy,
+        device,
+        lambda: job_parts.prepared_model(
+            empty, precision, planned_here(plans, empty), choice, seed, device, fill, fsdp2=fsdp2
+        ),
+    )
 
 
-def _of_this_rank(model: Transformer, strategy: Strategy, device: str, prepare: Callable[[], PreparedModel]) -> PreparedModel:
+def _of_this_rank(
+    model: Transformer, strategy: Strategy, device: str, prepare: Callable[[], PreparedModel]
+) -> PreparedModel:
     """What `prepare` makes of `model`, which is on the meta device, once it has this rank's layers and parts of matrices alone."""
     from fp8cfg.parallel.mesh import shard_mesh
     from fp8cfg.parallel.pipeline import keep_stage, pipeline_rank
@@ -202,23 +259,43 @@ def planned_here(plans: Sequence[PlannedLinear], model: nn.Module) -> list[Plann
 
 
 def _put_together(
-    recipe: Recipe, p: Precision, model: nn.Module | None, device: str, plans: Sequence[PlannedLinear], choice: Choice
+    recipe: Recipe,
+    p: Precision,
+    model: nn.Module | None,
+    device: str,
+    plans: Sequence[PlannedLinear],
+    choice: Choice,
 ) -> Job:
     """The parts, each once: the optimizer holds the parameters of this model, and the job its loss scaler."""
     o, t = recipe.optim, recipe.trainer
     prepared = prepared_model(recipe, model, device, plans, choice, p)
-    scaler = LossScaler(
-        loss_scale=p.loss_scale, initial_loss_scale=p.initial_loss_scale, min_loss_scale=p.min_loss_scale,
-        loss_scale_window=p.loss_scale_window, hysteresis=p.hysteresis) if p.compute == "fp16" else None
+    scaler = (
+        LossScaler(
+            loss_scale=p.loss_scale,
+            initial_loss_scale=p.initial_loss_scale,
+            min_loss_scale=p.min_loss_scale,
+            loss_scale_window=p.loss_scale_window,
+            hysteresis=p.hysteresis,
+        )
+        if p.compute == "fp16"
+        else None
+    )
     if p.fp8.tp_only_amax_red and model is None:
         from fp8cfg.training.distributed.world import same_samples
 
         prepared.same_samples = same_samples(t.strategy)
     optimizer = job_optimizer.optimizer(prepared, p, o, t.gradient_clip_val, choice, scaler, t.seed)
     schedule = Schedule(
-        max_lr=o.lr, min_lr=o.end_lr, warmup_steps=o.warmup_steps, max_steps=t.max_steps, constant_steps=o.constant_steps,
-        decay=o.lr_decay_style)
-    return Job(recipe, prepared, optimizer, schedule, plans, choice, scaler, foreign=model is not None)
+        max_lr=o.lr,
+        min_lr=o.end_lr,
+        warmup_steps=o.warmup_steps,
+        max_steps=t.max_steps,
+        constant_steps=o.constant_steps,
+        decay=o.lr_decay_style,
+    )
+    return Job(
+        recipe, prepared, optimizer, schedule, plans, choice, scaler, foreign=model is not None
+    )
 
 
 def _sharded(recipe: Recipe, model: nn.Module | None) -> Precision:
@@ -233,22 +310,33 @@ def _ranks_here() -> int:
     """The ranks of the process group, or those that torchrun says."""
     from fp8cfg.report.memory.layout import ranks
 
-    dist: Any = sys.modules.get("torch.distributed")  # whoever has made a group has loaded it; `lower` loads no torch
-    return dist.get_world_size() if dist and dist.is_available() and dist.is_initialized() else ranks()
+    dist: Any = sys.modules.get(
+        "torch.distributed"
+    )  # whoever has made a group has loaded it; `lower` loads no torch
+    return (
+        dist.get_world_size() if dist and dist.is_available() and dist.is_initialized() else ranks()
+    )
 
 
 def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:
     """Raise ConfigError where the backend cannot multiply the tokens of a microbatch."""
     t, multiple = recipe.trainer, 1
     if choice.product != "none":
-        multiple = backend_registry.rules(choice.backend).tokens_multiple(recipe.fp8, choice.product)
+        multiple = backend_registry.rules(choice.backend).tokens_multiple(
+            recipe.fp8, choice.product
+        )
     context = t.strategy.context_parallel_size
     if (tokens := t.micro_batch_size * recipe.model.seq_length // context) % multiple:
-        length, near = recipe.model.seq_length, -(-recipe.model.seq_length // (multiple * context)) * multiple * context
+        length, near = (
+            recipe.model.seq_length,
+            -(-recipe.model.seq_length // (multiple * context)) * multiple * context,
+        )
         split = f" over {context} context ranks" if context > 1 else ""
-        raise ConfigError(f"trainer.micro_batch_size={t.micro_batch_size}: with model.seq_length={length}{split} that is "
-                          f"{tokens} tokens, backend={choice.backend} needs a multiple of {multiple}; write backend=native, or "
-                          f"model.seq_length={near}")
+        raise ConfigError(
+            f"trainer.micro_batch_size={t.micro_batch_size}: with model.seq_length={length}{split}"
+            f" that is {tokens} tokens, backend={choice.backend} needs a multiple of {multiple};"
+            f" write backend=native, or model.seq_length={near}"
+        )
 
 
 def checked(recipe: Recipe) -> Recipe:
@@ -256,7 +344,10 @@ def checked(recipe: Recipe) -> Recipe:
     from fp8cfg.composition.giving_way import fitted
 
     if not isinstance(recipe, Recipe):
-        raise ConfigError(f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b']) gives one")
+        raise ConfigError(
+            f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b'])"
+            " gives one"
+        )
     recipe = fitted(recipe)
     recipe.check()
     return recipe
@@ -267,6 +358,8 @@ def _sized(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
     from fp8cfg.report.memory.layout import ranks
 
     if model is not None and recipe.trainer.smoke:
-        raise ConfigError("trainer.smoke=true: cuts the Transformer of a recipe, not a model of your own; write false, and a small "
-                          "trainer.global_batch_size and trainer.max_steps")
+        raise ConfigError(
+            "trainer.smoke=true: cuts the Transformer of a recipe, not a model of your own; write"
+            " false, and a small trainer.global_batch_size and trainer.max_steps"
+        )
     return smoke.cut(recipe, ranks())

@@ -35,12 +35,17 @@ _LOWERED = history.Location(__file__, 1, "graph")
 def _keys(home: str, *names: str) -> dict[str, str]:
     """Full keys by the names of their leaves: `names` of the node `home`, by default all of them that are no nodes."""
     cls: Any = fields()[full(home)].annotation
-    leaves = [n for n, f in cls.model_fields.items() if not (isinstance(f.annotation, type) and issubclass(f.annotation, Node))]
+    leaves = [
+        n
+        for n, f in cls.model_fields.items()
+        if not (isinstance(f.annotation, type) and issubclass(f.annotation, Node))
+    ]
     return {name: full(f"{home}.{name}") for name in names or leaves}
 
 
 class Part:
     """A node, once it is built: the values of its keys and of those below it, by their full names."""
+
     keys: ClassVar[Mapping[str, str]] = {}
     nodes: ClassVar[Mapping[str, type[Part]]] = {}
     tags: ClassVar[Mapping[str, Any]] = {}
@@ -53,78 +58,117 @@ class Part:
         for name, value in values.items():
             if kind := self.nodes.get(name):
                 if not isinstance(value, kind):
-                    raise ConfigError(f"{name}={type(value).__name__}: needs a node graph_nodes.{kind.__name__}, which has "
-                                      f"{_said(kind)}; what no key says is for a loop of your own")
+                    raise ConfigError(
+                        f"{name}={type(value).__name__}: needs a node graph_nodes.{kind.__name__},"
+                        f" which has {_said(kind)}; what no key says is for a loop of your own"
+                    )
                 self.settings |= value.settings
             elif key := self.keys.get(name):
                 self.settings[key] = value
             else:
                 raise ConfigError(_unknown(type(self), name))
 
-    __init__.__annotations__.clear()  # Fiddle evaluates them for each node again: half of the time that lowering takes
+    # Fiddle evaluates them for each node again: half of the time that lowering takes
+    __init__.__annotations__.clear()
 
 
 class RopeScaling(Part):
     """Stretching of rotary frequencies."""
+
     keys = _keys("model.rope_scaling")
 
 
 class Model(Part, rope_scaling=RopeScaling):
     """Shape of the Transformer."""
+
     keys = _keys("model")
 
 
 class LoRA(Part):
     """Adapters over frozen weights."""
+
     keys = _keys("lora")
 
 
 class Data(Part):
     """What is trained on."""
+
     keys = _keys("data")
 
 
 class Layout(Part):
     """Parallel layout, and the machines that it is for."""
+
     keys = _keys("trainer.strategy") | _keys("trainer", "num_nodes", "devices")
 
 
 class Scaling(Part):
     """Scaling of FP8 tensors; attention in FP8 has the same."""
-    keys = _keys("fp8", "scaling", "format", "margin", "interval", "amax_history_len", "amax_compute_algo", "first_step",
-                 "granularity", "use_power_2_scales", "enable_2d_quantization", "random_hadamard_transform", "stochastic_rounding")
+
+    keys = _keys(
+        "fp8",
+        "scaling",
+        "format",
+        "margin",
+        "interval",
+        "amax_history_len",
+        "amax_compute_algo",
+        "first_step",
+        "granularity",
+        "use_power_2_scales",
+        "enable_2d_quantization",
+        "random_hadamard_transform",
+        "stochastic_rounding",
+    )
 
 
 class Linear(Part, scaling=Scaling):
     """Linear layers that are converted to FP8: which, and which of their products."""
-    keys = _keys("fp8", "params", "keep_transpose_cache", "include", "exclude", "high_precision_at_start", "high_precision_at_end",
-                 "output_layer") | _keys("fp8.override_linear_precision")
+
+    keys = _keys(
+        "fp8",
+        "params",
+        "keep_transpose_cache",
+        "include",
+        "exclude",
+        "high_precision_at_start",
+        "high_precision_at_end",
+        "output_layer",
+    ) | _keys("fp8.override_linear_precision")
     tags = dict.fromkeys(["output_layer"], FP8Layers)
 
 
 class Attention(Part):
     """Attention that is converted to FP8."""
+
     keys = _keys("fp8", "dot_product_attention", "multi_head_attention")
     tags = dict.fromkeys(keys, FP8Layers)
 
 
 class FP8(Part, linear=Linear, attention=Attention):
     """Products in FP8: whether, of which kinds of layers, and how many of them at least."""
+
     keys = _keys("fp8", "enabled", "emulate", "min_coverage")
 
 
 class Storage(Part):
     """Codecs in which weights and gradients are stored and sent."""
+
     keys = _keys("storage", "weight", "weight_grad", "comm", "accumulate", "shard", "gather")
 
 
 class Precision(Part, fp8=FP8, storage=Storage):
     """The precision plugin: what multiplies, how state is stored, who does it."""
-    keys = _keys("precision", "compute") | {"backend": full("backend"), "opt_level": full("opt_level")}
+
+    keys = _keys("precision", "compute") | {
+        "backend": full("backend"),
+        "opt_level": full("opt_level"),
+    }
 
 
 class Autocast(Part):
     """The context in which layers multiply in FP8."""
+
     keys = _keys("fp8", "use_autocast_during_eval", "reduce_amax", "tp_only_amax_red")
 
 
@@ -138,7 +182,9 @@ class Codecs(Part):
 class Optimizer(Part, codecs=Codecs):
     """The optimizer, and the codecs of its state."""
 
-    keys = _keys("optim", "name", "betas", "eps", "momentum", "weight_decay") | _keys("trainer", "gradient_clip_val")
+    keys = _keys("optim", "name", "betas", "eps", "momentum", "weight_decay") | _keys(
+        "trainer", "gradient_clip_val"
+    )
 
 
 class Schedule(Part):
@@ -150,7 +196,14 @@ class Schedule(Part):
 class LossScaler(Part):
     """Loss scaling under fp16."""
 
-    keys = _keys("precision", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    keys = _keys(
+        "precision",
+        "loss_scale",
+        "initial_loss_scale",
+        "min_loss_scale",
+        "loss_scale_window",
+        "hysteresis",
+    )
 
 
 class Timeout(Part):
@@ -162,7 +215,9 @@ class Timeout(Part):
 class Run(Part, timeout=Timeout):
     """The loop: its name, steps, batches and evaluations, and where it runs."""
 
-    keys = {"name": "name"} | {k: v for k, v in _keys("trainer").items() if k not in (*Layout.keys, *Optimizer.keys)}
+    keys = {"name": "name"} | {
+        k: v for k, v in _keys("trainer").items() if k not in (*Layout.keys, *Optimizer.keys)
+    }
 
 
 class Checkpoint(Part):
@@ -178,8 +233,19 @@ class Log(Part):
 
 
 class Root(
-    Part, recipe=Run, model=Model, lora=LoRA, data=Data, layout=Layout, precision=Precision, autocast=Autocast,
-    optimizer=Optimizer, schedule=Schedule, loss_scaler=LossScaler, checkpoint=Checkpoint, log=Log
+    Part,
+    recipe=Run,
+    model=Model,
+    lora=LoRA,
+    data=Data,
+    layout=Layout,
+    precision=Precision,
+    autocast=Autocast,
+    optimizer=Optimizer,
+    schedule=Schedule,
+    loss_scaler=LossScaler,
+    checkpoint=Checkpoint,
+    log=Log,
 ):
     """The parts of a job, which are its recipe."""
 
@@ -198,7 +264,10 @@ def built(graph: fdl.Config[Any]) -> Any:
     def build(value: Any, state: Any) -> Any:
         if not isinstance(value, fdl.Buildable):
             return state.map_children(value)
-        arguments = {name: state.call(child, daglish.Attr(name)) for name, child in value.__arguments__.items()}
+        arguments = {
+            name: state.call(child, daglish.Attr(name))
+            for name, child in value.__arguments__.items()
+        }
         return fdl.get_callable(value)(**arguments)
 
     return daglish.MemoizedTraversal.run(build, graph)
@@ -217,7 +286,9 @@ def _below(part: type[Part], recipe: Recipe, idle: Collection[str]) -> dict[str,
     """The nodes below `part` that have a key, or a node below them that has one, by their names."""
     found = {}
     for name, cls in part.nodes.items():
-        leaves = {leaf: attrgetter(key)(recipe) for leaf, key in cls.keys.items() if key not in idle}
+        leaves = {
+            leaf: attrgetter(key)(recipe) for leaf, key in cls.keys.items() if key not in idle
+        }
         if arguments := leaves | _below(cls, recipe, idle):
             found[name] = fdl.Config(cls, **arguments)
             for leaf in cls.tags.keys() & leaves:
@@ -226,9 +297,15 @@ def _below(part: type[Part], recipe: Recipe, idle: Collection[str]) -> dict[str,
 
 
 _ACTS: dict[str, Callable[[Recipe], bool]] = {
-    "trainer.strategy.sequence_parallel": lambda r: r.trainer.strategy.tensor_model_parallel_size > 1,
-    "trainer.strategy.pipeline_schedule": lambda r: r.trainer.strategy.pipeline_model_parallel_size > 1,
-    "trainer.strategy.data_parallel_replicate_size": lambda r: r.trainer.strategy.data_parallel_replicate_size > 1,
+    "trainer.strategy.sequence_parallel": (
+        lambda r: r.trainer.strategy.tensor_model_parallel_size > 1
+    ),
+    "trainer.strategy.pipeline_schedule": (
+        lambda r: r.trainer.strategy.pipeline_model_parallel_size > 1
+    ),
+    "trainer.strategy.data_parallel_replicate_size": (
+        lambda r: r.trainer.strategy.data_parallel_replicate_size > 1
+    ),
     full("fp8.multi_head_attention"): lambda r: r.fp8.dot_product_attention,
     "log.resume": lambda r: r.log.folder is not None,
     "log.fp8_stats_every_n_steps": lambda r: r.log.fp8_stats_every_n_steps > 0,
@@ -240,8 +317,13 @@ _NULLABLE = [(key, attrgetter(key)) for key, field in fields().items() if field.
 def _idle(recipe: Recipe) -> set[str]:
     """Full keys that have no effect in a checked `recipe`: those which the rules refuse at their default, were they written, and
     those that are null by default, which ask for nothing."""
-    refused = {full(key) for line in rules.broken(recipe, short_keys()) if isinstance(line, Refusal)
-               for key, default in line.gives[:1] if attrgetter(key)(recipe) == default}
+    refused = {
+        full(key)
+        for line in rules.broken(recipe, short_keys())
+        if isinstance(line, Refusal)
+        for key, default in line.gives[:1]
+        if attrgetter(key)(recipe) == default
+    }
     null = {key for key, value in _NULLABLE if value(recipe) is None}
     return refused | null | {key for key, acts in _ACTS.items() if not acts(recipe)}
 

@@ -79,10 +79,21 @@ class Job:
 
     def __repr__(self) -> str:
         model = self.prepared.model
-        count = sum(p.numel() for p in model.parameters()) if self.prepared.mesh is None else parameter_count(self.recipe)
+        count = (
+            sum(p.numel() for p in model.parameters())
+            if self.prepared.mesh is None
+            else parameter_count(self.recipe)
+        )
         return summary(
-            self.recipe, self.plan, self.choice, type(model).__name__, count, str(self.device),
-            self.optimizer.steps, self.foreign)
+            self.recipe,
+            self.plan,
+            self.choice,
+            type(model).__name__,
+            count,
+            str(self.device),
+            self.optimizer.steps,
+            self.foreign,
+        )
 
     @property
     def model(self) -> torch.nn.Module:
@@ -129,11 +140,14 @@ class Job:
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """The inverse of `state_dict`: load the model's weights first, and the optimizer's state, where it is loaded by itself,
-        afterwards. Raises ValueError, before anything is changed, for the state of other FP8 layers."""
+        afterwards. Raises ValueError, before anything is changed, for the state of other FP8 layers.
+        """
         from fp8cfg.numerics.stored_form import load_fp8_state_dict
 
         made = self._coded().keys()  # of the masters
-        load_fp8_state_dict(self.model, {name: t for name, t in state_dict.items() if name not in made})
+        load_fp8_state_dict(
+            self.model, {name: t for name, t in state_dict.items() if name not in made}
+        )
 
     def backward(self, loss: Tensor, parts: float | Tensor = 1) -> None:
         """The backward pass of `loss`, which is one of `parts` shares of a step's mean loss, times the loss scale under fp16. Where
@@ -143,7 +157,7 @@ class Job:
         from fp8cfg.optim.deferred_step import loss_factors
 
         self._scales = True
-        factor, = loss_factors(self.optimizer, [parts])
+        (factor,) = loss_factors(self.optimizer, [parts])
         (loss * factor if isinstance(factor, float) else loss.float() * factor).backward()
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -152,7 +166,7 @@ class Job:
         self._scales = True
         if self.loss_scaler is not None:
             scale = self.loss_scaler.scale
-            loss.register_hook(lambda gradient: gradient * scale)  # type: ignore[no-untyped-call]
+            loss.register_hook(lambda gradient: gradient * scale)
         return loss
 
     def sum_gradients(self) -> None:
@@ -161,12 +175,16 @@ class Job:
 
         It stands in the place of DistributedDataParallel, which refuses FP8 weights and float32 gradients of other weights. Raises
         RuntimeError where they were summed since the last step: they would be multiplied by the ranks. A step of several ranks
-        without it warns once. Under FSDP2 each backward pass has summed, and what tensor-parallel ranks share is left."""
+        without it warns once. Under FSDP2 each backward pass has summed, and what tensor-parallel ranks share is left.
+        """
         from fp8cfg.training.distributed.gradient_sync import sum_gradients
         from fp8cfg.training.distributed.world import current
 
         if self.summed:
-            raise RuntimeError("the gradients of this step were summed already; call job.sum_gradients() after its last microbatch")
+            raise RuntimeError(
+                "the gradients of this step were summed already; call job.sum_gradients() after its"
+                " last microbatch"
+            )
         world = current()
         sum_gradients(self.prepared, self.optimizer, world)
         self.summed = world.size > 1
@@ -183,7 +201,8 @@ class Job:
     def trainer_callback(self) -> Any:
         """A callback for transformers.Trainer, beside `optimizers=(job.optimizer, job.scheduler())`. Before the first step it
         raises ConfigError for TrainingArguments that the recipe contradicts, and says in a line whose words count; it sets
-        max_grad_norm to 0, for `optimizer` clips. Without it the first step does so, after the Trainer has clipped once."""
+        max_grad_norm to 0, for `optimizer` clips. Without it the first step does so, after the Trainer has clipped once.
+        """
         from fp8cfg.interop.trainer_arguments import callback
 
         self._trainer_checked = True
@@ -202,8 +221,14 @@ class Job:
         from fp8cfg.training.distributed.world import stages
 
         every = [json.loads(text) for text in stages(self.prepared).texts(json.dumps(own))]
-        return {name: {gemm: tuple(kinds) if isinstance(kinds, list) else kinds for gemm, kinds in ran.items()}
-                for stage in every for name, ran in stage.items()}
+        return {
+            name: {
+                gemm: tuple(kinds) if isinstance(kinds, list) else kinds
+                for gemm, kinds in ran.items()
+            }
+            for stage in every
+            for name, ran in stage.items()
+        }
 
     def compile_model(self) -> None:
         """Let `forward`, in training, be the compiled model, a recipe's Transformer layer by layer, and the step of a low-bit
@@ -213,7 +238,8 @@ class Job:
         if self.foreign:
             self.forward = weights_ready(self.model, self.compiler()(self.model))
         else:
-            compile_layers(self.model.layers.children(), self.compiler())  # type: ignore[union-attr]
+            layers: Any = self.model.layers
+            compile_layers(layers.children(), self.compiler())
         self.compiled = self.optimizer.compiled = True
 
     def compiler(self) -> Callable[[Any], Any]:
@@ -225,9 +251,13 @@ class Job:
         # Where fp16_scaled weights are read into bf16. Both passes are compiled as they first run, the backward pass outside of
         # any call of ours, so the filters outlive this one; they are of these lines of torch's alone. Seen with torch 2.13; it ends
         # with the torch that warns of neither.
-        warnings.filterwarnings("ignore", "bf16 and fp16 are mixed", UserWarning, r"torch\._inductor\.codegen\.cpp$")
+        warnings.filterwarnings(
+            "ignore", "bf16 and fp16 are mixed", UserWarning, r"torch\._inductor\.codegen\.cpp$"
+        )
         # Of weights that were gathered in FP8: a graph with them is not cached on disk.
-        warnings.filterwarnings("ignore", "Float8TrainingTensor does not implement", UserWarning, r"torch\._functorch\.")
+        warnings.filterwarnings(
+            "ignore", "Float8TrainingTensor does not implement", UserWarning, r"torch\._functorch\."
+        )
         options = compile_options(self.recipe.precision, self.device.type)
         return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
@@ -235,9 +265,14 @@ class Job:
         if self.prepared.fsdp2:
             from fp8cfg.training.distributed.fsdp_refusals import copy_refusal
 
-            raise TypeError(f"a Job cannot be copied, nor its model: {copy_refusal(self.prepared.shard)}")
-        raise TypeError("a Job cannot be copied, its optimizer belongs to one model; build another, or copy job.model: "
-                        "fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights, fp8cfg.averaged(job) an average (EMA)")
+            raise TypeError(
+                f"a Job cannot be copied, nor its model: {copy_refusal(self.prepared.shard)}"
+            )
+        raise TypeError(
+            "a Job cannot be copied, its optimizer belongs to one model; build another, or copy"
+            " job.model: fp8cfg.convert_back(copy.deepcopy(job.model)) gives plain weights,"
+            " fp8cfg.averaged(job) an average (EMA)"
+        )
 
     def _coded(self) -> dict[str, Tensor]:
         """What FP8 state has of weights that FSDP2 makes of their masters."""
@@ -253,16 +288,26 @@ class Job:
         from fp8cfg.backends.exclusions import PLANNED
 
         stage = self.prepared.pipeline is not None
-        return self.recipe.fp8.enabled and not (stage and all(PLANNED not in vars(layer) for layer in self.model.modules()))
+        return self.recipe.fp8.enabled and not (
+            stage and all(PLANNED not in vars(layer) for layer in self.model.modules())
+        )
 
     def _check_first_pass(self) -> None:
         from fp8cfg.backends import first_pass
 
-        if self._converts and first_pass.check(self.model) and self.foreign:  # `fit` says it of our own
-            warn_of_share(self.model, ran(self.recipe, self.model, self.plan, self._observed(), self.foreign))
+        if (
+            self._converts and first_pass.check(self.model) and self.foreign
+        ):  # `fit` says it of our own
+            warn_of_share(
+                self.model, ran(self.recipe, self.model, self.plan, self._observed(), self.foreign)
+            )
 
     def _check_sums(self) -> None:
-        if self.summed or self._sums_checked or (self.prepared.fsdp2 and self.prepared.tensor_parallel is None):
+        if (
+            self.summed
+            or self._sums_checked
+            or (self.prepared.fsdp2 and self.prepared.tensor_parallel is None)
+        ):
             return
         from fp8cfg.backends.misuse_warnings import warn_of_sums
 
@@ -280,5 +325,8 @@ class Job:
 
     def _refuse_unscaled(self) -> None:
         if not self._scales:
-            raise RuntimeError("the optimizer divides gradients by the loss scale of fp16, and no loss was multiplied by it; call "
-                               "job.backward(loss), or job.scaled(loss) before another backward")
+            raise RuntimeError(
+                "the optimizer divides gradients by the loss scale of fp16, and no loss was"
+                " multiplied by it; call job.backward(loss), or job.scaled(loss) before another"
+                " backward"
+            )

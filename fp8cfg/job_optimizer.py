@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 
 def optimizer(
-    prepared: PreparedModel, precision: Precision, optim: Optim, clip_grad: float, choice: Choice,
-    loss_scaler: LossScaler | None, seed: int,
+    prepared: PreparedModel,
+    precision: Precision,
+    optim: Optim,
+    clip_grad: float,
+    choice: Choice,
+    loss_scaler: LossScaler | None,
+    seed: int,
 ) -> MixedPrecisionOptimizer | LowBitTraining:
     """The optimizer over `prepared.model`'s parameters; its step rolls the FP8 histories before it writes weights."""
     from fp8cfg.backends import backend_registry, stored_weights
@@ -34,7 +39,9 @@ def optimizer(
     if (own := backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)) is not None:
         return own
     groups = param_groups(model, optim.weight_decay)
-    writers: dict[Any, Any] = {p: layer.set_weight for p, layer in stored_weights.held(model).items() if p.requires_grad}
+    writers: dict[Any, Any] = {
+        p: layer.set_weight for p, layer in stored_weights.held(model).items() if p.requires_grad
+    }
     if precision.fp8.enabled:
         writers |= backend.writers(model)
     if low_bit(precision):
@@ -44,20 +51,30 @@ def optimizer(
 
         named = dict(model.named_parameters())
         owned = zero.owned(prepared, precision)
-        prepared.masters = {name: t for name, t in prepared.masters.items() if owned is None or name in owned}
+        prepared.masters = {
+            name: t for name, t in prepared.masters.items() if owned is None or name in owned
+        }
         built = MixedPrecisionOptimizer(
-            groups, _inner(optim),
-            masters={named[name]: master for name, master in prepared.masters.items()}, writers=writers,
-            loss_scaler=loss_scaler, clip_grad=clip_grad, owned=owned)
+            groups,
+            _inner(optim),
+            masters={named[name]: master for name, master in prepared.masters.items()},
+            writers=writers,
+            loss_scaler=loss_scaler,
+            clip_grad=clip_grad,
+            owned=owned,
+        )
         if prepared.fsdp2:
             from fp8cfg.training.distributed import fsdp
 
             fsdp.attach(built, prepared)
     gradient_sync.sum_norms(built, prepared)
-    built.can_defer = not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
+    built.can_defer = (
+        not precision.fp8.enabled or backend_registry.capabilities(choice.backend).skips_on_device
+    )
     if prepared.owner:
         zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
     if precision.fp8.enabled:
+
         def move_scales() -> None:
             skip = built.deferred and built.deferred.skip
             late = built.deferred.late if built.deferred and precision.fp8.interval > 1 else None
@@ -67,13 +84,21 @@ def optimizer(
         built.on_step.append(move_scales)
         built.on_skip.append(lambda: backend.after_skip(model))
     elif prepared.fsdp2:
-        built.on_step.append(lambda: refresh_shards(fp8_linears(model)))  # of weights that are gathered in a codec
+        built.on_step.append(
+            lambda: refresh_shards(fp8_linears(model))
+        )  # of weights that are gathered in a codec
     return built
 
 
 def _low_bit(
-    prepared: PreparedModel, precision: Precision, optim: Optim, groups: list[dict[str, Any]], writers: dict[Any, Any],
-    clip_grad: float, loss_scaler: LossScaler | None, seed: int,
+    prepared: PreparedModel,
+    precision: Precision,
+    optim: Optim,
+    groups: list[dict[str, Any]],
+    writers: dict[Any, Any],
+    clip_grad: float,
+    loss_scaler: LossScaler | None,
+    seed: int,
 ) -> LowBitTraining:
     """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
     from fp8cfg.backends import stored_weights
@@ -85,21 +110,38 @@ def _low_bit(
 
     model = prepared.model
     named, parts = dict(model.named_parameters()), tensor_parts(prepared)
-    held = {p: partial(getattr, layer, "in_codec") for p, layer in stored_weights.held(model).items() if p.requires_grad}
-    writers = {p: write for p, write in writers.items() if p not in held}  # a step stores those itself
+    held = {
+        p: partial(getattr, layer, "in_codec")
+        for p, layer in stored_weights.held(model).items()
+        if p.requires_grad
+    }
+    writers = {
+        p: write for p, write in writers.items() if p not in held
+    }  # a step stores those itself
     split: dict[Any, dict[str, Any]] = {}
     for number, group in enumerate(groups):
         for name, p in group["params"]:
             columns = columns_of_shard(zero.columns_of(prepared, precision, name), p, parts.get(p))
             if p in writers:
                 columns = columns._replace(weight=codec("fp32"))  # what the writer is given
-            split.setdefault((number, columns), {**group, "params": [], "columns": columns})["params"].append((name, p))
+            split.setdefault((number, columns), {**group, "params": [], "columns": columns})[
+                "params"
+            ].append((name, p))
     cls = LowBitTrainingAdamW if optim.name == "adamw" else LowBitTrainingAdam
     built = cls(
-        split.values(), lr=optim.lr, betas=optim.betas, eps=optim.eps, held=held, writers=writers,
-        owned=zero.owned(prepared, precision), seed=seed,
-        originals={named[name]: t for name, t in prepared.masters.items()}, loss_scaler=loss_scaler, clip_grad=clip_grad,
-        adds_stored=precision.storage.accumulate == "stored")
+        split.values(),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        held=held,
+        writers=writers,
+        owned=zero.owned(prepared, precision),
+        seed=seed,
+        originals={named[name]: t for name, t in prepared.masters.items()},
+        loss_scaler=loss_scaler,
+        clip_grad=clip_grad,
+        adds_stored=precision.storage.accumulate == "stored",
+    )
     attach(built, prepared, precision, parts)
     prepared.masters.clear()
     return built

@@ -10,7 +10,15 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.prepared_model import PreparedModel
 from fp8cfg.config.fsdp_sharding import gathered_plain
 from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import Columns, as_held, foreign_others, fp8_weights, gathered, others, resolved
+from fp8cfg.config.storage import (
+    Columns,
+    as_held,
+    foreign_others,
+    fp8_weights,
+    gathered,
+    others,
+    resolved,
+)
 from fp8cfg.models.config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -47,8 +55,16 @@ def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
 
 
 def prepared_model(
-    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, seed: int, device: str = "",
-    fill: Fill | None = None, adapters: Adapters | None = None, fsdp2: bool = False, loaded: bool = False,
+    model: torch.nn.Module,
+    precision: Precision,
+    plan: Sequence[PlannedLinear],
+    choice: Choice,
+    seed: int,
+    device: str = "",
+    fill: Fill | None = None,
+    adapters: Adapters | None = None,
+    fsdp2: bool = False,
+    loaded: bool = False,
 ) -> PreparedModel:
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
     originals become the optimizer's masters, so that no second copy is made. One on the meta device gets memory on `device`, and
@@ -58,7 +74,8 @@ def prepared_model(
 
     Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
     another dtype. Of a model that is not ours nothing tells which parameters can be: all but the weights of linear layers get the
-    compute dtype there, over float32 masters. Under a backend with an optimizer of its own they stay in float32."""
+    compute dtype there, over float32 masters. Under a backend with an optimizer of its own they stay in float32.
+    """
     import torch
 
     from fp8cfg.backends import backend_registry, linear_stand_ins, stored_weights
@@ -77,7 +94,9 @@ def prepared_model(
     if fill:
         fill(model.to_empty(device=device))
     shells = linear_stand_ins.to_linear(model, plan)
-    plan = [p for p in plan if isinstance(model.get_submodule(p.name), torch.nn.Linear)]  # not convolutions in high precision
+    plan = [
+        p for p in plan if isinstance(model.get_submodule(p.name), torch.nn.Linear)
+    ]  # not convolutions in high precision
     originals = {} if loaded else _trained(model)
     columns = stored_weights.parameter_columns(model, precision, plan)
     mixed = own or isinstance(model, Transformer)
@@ -85,7 +104,13 @@ def prepared_model(
         columns = _in_compute_dtype(model, precision, plan, columns)
     if precision.fp8.enabled:
         backend_registry.backend(choice.backend).convert(
-            model, as_held(precision).fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute])
+            model,
+            as_held(precision).fp8,
+            plan,
+            region,
+            choice.product,
+            compute=stored_weights.DTYPES[precision.compute],
+        )
         seed_rounding(model, seed)
     held = [p for p in plan if not (own and p.fp8) and (mixed or f"{p.name}.weight" in columns)]
     stored_weights.hold(model, precision, held, columns, region)
@@ -93,7 +118,11 @@ def prepared_model(
         adapters.attach(model, seed)
         originals = _trained(model)
         columns |= dict.fromkeys(originals, others(precision))
-    exact = {name: {**columns[name], "weight": "fp32", "weight_grad": "fp32"} for name in originals} if fsdp2 else {}  # of shards
+    exact = (
+        {name: {**columns[name], "weight": "fp32", "weight_grad": "fp32"} for name in originals}
+        if fsdp2
+        else {}
+    )  # of shards
     stored_weights.cast_parameters(model, precision, {**columns, **exact})
     if mixed and others(precision)["weight"] != precision.compute:
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
@@ -102,11 +131,21 @@ def prepared_model(
         from fp8cfg.training.distributed import fsdp
 
         assert isinstance(model, Transformer)
-        fsdp.shard(model, precision, device, stored_weights.DTYPES[others(precision)["weight_grad"]])
+        fsdp.shard(
+            model, precision, device, stored_weights.DTYPES[others(precision)["weight_grad"]]
+        )
     narrow = {name for name, p in _trained(model).items() if p.dtype != torch.float32}
     masters = {n: t for n, t in originals.items() if n in narrow}
-    return PreparedModel(model, masters, region, next(model.parameters()).device, columns, shard=precision.storage.shard,
-                         fsdp2=fsdp2, tensor_parallel=model.tensor_parallel if isinstance(model, Transformer) else None)
+    return PreparedModel(
+        model,
+        masters,
+        region,
+        next(model.parameters()).device,
+        columns,
+        shard=precision.storage.shard,
+        fsdp2=fsdp2,
+        tensor_parallel=model.tensor_parallel if isinstance(model, Transformer) else None,
+    )
 
 
 def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -114,8 +153,15 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _fully_sharded(
-    model: Transformer, precision: Precision, plan: Sequence[PlannedLinear], choice: Choice, region: Region, seed: int, device: str,
-    fill: Fill, adapters: Adapters | None,
+    model: Transformer,
+    precision: Precision,
+    plan: Sequence[PlannedLinear],
+    choice: Choice,
+    region: Region,
+    seed: int,
+    device: str,
+    fill: Fill,
+    adapters: Adapters | None,
 ) -> PreparedModel:
     """`model`, on the meta device, with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it
     gathers; then it gets memory and weights, so that no rank ever has more than its parts. Under `adapters` these are trained and
@@ -131,11 +177,20 @@ def _fully_sharded(
     columns = stored_weights.parameter_columns(model, precision, plan)
     backend, whole = backend_registry.backend(choice.backend), precision.storage.shard != "fsdp"
     in_fp8 = fp8_weights(precision) if whole else gathered(precision, choice.backend) == "fp8"
-    gradient = stored_weights.DTYPES[others(precision)["weight_grad"] if whole else precision.compute]
+    gradient = stored_weights.DTYPES[
+        others(precision)["weight_grad"] if whole else precision.compute
+    ]
     if precision.fp8.enabled:
         fp8 = precision.fp8.model_copy(update={"params": False})  # of layers; a shard is float32
         backend.convert(
-            model, fp8, plan, region, choice.product, compute=stored_weights.DTYPES[precision.compute], fp8_gather=in_fp8)
+            model,
+            fp8,
+            plan,
+            region,
+            choice.product,
+            compute=stored_weights.DTYPES[precision.compute],
+            fp8_gather=in_fp8,
+        )
     if whole and not in_fp8 and resolved(precision)["weight"] != gathered_plain(precision):
         stored_weights.shard_in_codec(model, precision, plan, columns, region)
     for layer in fp8_linears(model):
@@ -155,12 +210,23 @@ def _fully_sharded(
         backend.forget_observed(model)
         seed_rounding(model, seed)
     refresh_shards(fp8_linears(model))
-    return PreparedModel(model, {}, region, next(model.parameters()).device, columns, shard=precision.storage.shard, fsdp2=True,
-                         tensor_parallel=model.tensor_parallel)
+    return PreparedModel(
+        model,
+        {},
+        region,
+        next(model.parameters()).device,
+        columns,
+        shard=precision.storage.shard,
+        fsdp2=True,
+        tensor_parallel=model.tensor_parallel,
+    )
 
 
 def _in_compute_dtype(
-    model: torch.nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: dict[str, Columns]
+    model: torch.nn.Module,
+    precision: Precision,
+    plan: Sequence[PlannedLinear],
+    columns: dict[str, Columns],
 ) -> dict[str, Columns]:
     """`columns` of a model that is not ours."""
     from fp8cfg.backends.stored_weights import shared_weights
@@ -168,8 +234,16 @@ def _in_compute_dtype(
     shared, linear = shared_weights(model), {f"{planned.name}.weight" for planned in plan}
     apart, norms = foreign_others(precision), _running_norms(model)
     exact = {**apart, "weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
-    return {name: columns[name] if name in linear and p not in shared else exact if name in norms else apart
-            for name, p in model.named_parameters()}
+    return {
+        name: (
+            columns[name]
+            if name in linear and p not in shared
+            else exact
+            if name in norms
+            else apart
+        )
+        for name, p in model.named_parameters()
+    }
 
 
 def _running_norms(model: torch.nn.Module) -> set[str]:
@@ -177,5 +251,9 @@ def _running_norms(model: torch.nn.Module) -> set[str]:
     batches would stand still in bf16, and torch wants the parameters in their dtype."""
     from torch.nn.modules.batchnorm import _NormBase
 
-    return {f"{name}.{own}" for name, norm in model.named_modules() if isinstance(norm, _NormBase) and norm.running_mean is not None
-            for own, _ in norm.named_parameters(recurse=False)}
+    return {
+        f"{name}.{own}"
+        for name, norm in model.named_modules()
+        if isinstance(norm, _NormBase) and norm.running_mean is not None
+        for own, _ in norm.named_parameters(recurse=False)
+    }

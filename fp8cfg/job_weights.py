@@ -30,10 +30,17 @@ def first_weights(
     config: TransformerConfig, seed: int, weights: str | None = None, family: Family | None = None
 ) -> Callable[[Any], None]:
     """The weights that a Transformer of `config` starts with: drawn from `seed`, or read from the folder `weights`, here or on the
-    hub, as `family` lays them out. What is returned raises ConfigError for a folder without weights of this model."""
+    hub, as `family` lays them out. What is returned raises ConfigError for a folder without weights of this model.
+    """
     if weights is None or family is None:
         return partial(_drawn, seed)
-    return partial(_read, config, hub.local_folder(weights, "model.weights", hub.WEIGHTS), weights, hf_layout(family))
+    return partial(
+        _read,
+        config,
+        hub.local_folder(weights, "model.weights", hub.WEIGHTS),
+        weights,
+        hf_layout(family),
+    )
 
 
 def zeros(model: Transformer) -> None:
@@ -44,7 +51,8 @@ def zeros(model: Transformer) -> None:
 
 def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
     """What gives a parameter of the Transformer of `recipe` by name as `first_weights` would have it, whole, on the CPU: drawn in
-    float32, or read from model.weights in the dtype that it has there. Raises ConfigError as they do."""
+    float32, or read from model.weights in the dtype that it has there. Raises ConfigError as they do.
+    """
     import torch
 
     from fp8cfg.models import hf_checkpoint, weight_init
@@ -81,7 +89,9 @@ def _drawn(seed: int, model: Transformer) -> None:
     model.init_weights(seed)
 
 
-def _read(config: TransformerConfig, folder: Path, named: str, layout: Layout, model: Transformer) -> None:
+def _read(
+    config: TransformerConfig, folder: Path, named: str, layout: Layout, model: Transformer
+) -> None:
     from fp8cfg.models import hf_checkpoint
 
     with _as_config_error(named):
@@ -112,4 +122,12 @@ def adapters(recipe: Recipe) -> Adapters | None:
             first = peft.read(folder, found, family.names, node.rank, node.alpha)
         except ValueError as e:
             raise ConfigError(f"lora.weights={node.weights}: {e}") from None
-    return lora.Adapters(found, projections(config), config.num_query_groups, node.rank, node.alpha, node.dropout, first)
+    return lora.Adapters(
+        found,
+        projections(config),
+        config.num_query_groups,
+        node.rank,
+        node.alpha,
+        node.dropout,
+        first,
+    )

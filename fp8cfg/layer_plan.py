@@ -22,22 +22,33 @@ from fp8cfg.models.config import RopeScaling, TransformerConfig
 from fp8cfg.models.lora_shapes import Projection, matches, projections, targeted
 from fp8cfg.models.shapes import linear_layers, norm_names
 
-_SAME = tuple(f.name for f in dataclasses.fields(TransformerConfig) if f.name in Model.model_fields and f.name != "rope_scaling")
+_SAME = tuple(
+    f.name
+    for f in dataclasses.fields(TransformerConfig)
+    if f.name in Model.model_fields and f.name != "rope_scaling"
+)
 """Keys of the model node that the model room calls the same."""
 
 
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """The model's shape as the model room takes it."""
     m, r = recipe.model, recipe.model.rope_scaling
-    scaling = RopeScaling(r.factor, r.low_freq_factor, r.high_freq_factor, r.original_max_position, r.rope_type)
+    scaling = RopeScaling(
+        r.factor, r.low_freq_factor, r.high_freq_factor, r.original_max_position, r.rope_type
+    )
     return TransformerConfig(
-        **{name: getattr(m, name) for name in _SAME}, head_dim=m.head_dim, rope_scaling=scaling if r.factor != 1.0 else None,
-        tie_embeddings=m.share_embeddings_and_output_weights, init_std=m.init_method_std)
+        **{name: getattr(m, name) for name in _SAME},
+        head_dim=m.head_dim,
+        rope_scaling=scaling if r.factor != 1.0 else None,
+        tie_embeddings=m.share_embeddings_and_output_weights,
+        init_std=m.init_method_std,
+    )
 
 
 def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
-    ConfigError where a layer pattern matches nothing; norms are left out by those backends that have some, which auto may take."""
+    ConfigError where a layer pattern matches nothing; norms are left out by those backends that have some, which auto may take.
+    """
     name, norms = planned_with(recipe, backend)
     misfit = backend_registry.rules(name).misfit
     shapes = linear_layers(transformer_config(recipe))
@@ -47,9 +58,13 @@ def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
 
 def planned_with(recipe: Recipe, backend: str | None = None) -> tuple[str, Collection[str]]:
     """The backend of a plan, and the norms that patterns of fp8.exclude may name."""
-    name = backend or (recipe.backend if backend_registry.exists(recipe.backend) else backend_registry.REFERENCE)
+    name = backend or (
+        recipe.backend if backend_registry.exists(recipe.backend) else backend_registry.REFERENCE
+    )
     any_of = [name] if backend or recipe.backend != "auto" else backend_registry.preference()
-    has_norms = recipe.fp8.exclude and any(backend_registry.capabilities(each).norms for each in any_of)
+    has_norms = recipe.fp8.exclude and any(
+        backend_registry.capabilities(each).norms for each in any_of
+    )
     return name, norm_names(transformer_config(recipe)) if has_norms else ()
 
 
@@ -61,8 +76,14 @@ def attention_plan(recipe: Recipe) -> list[PlannedAttention]:
     before = next(iter(adapted(recipe))).module  # they are in the order of the forward pass
     number = int(before.split(".")[1]) if before.startswith("layers.") else len(found)
     first = number if before.endswith("linear_qkv") else number + 1
-    return [replace(p, gemms=(*p.gemms[:2], *[None] * 4), left_out=ATTENTION_GEMMS[2:]) if n < first else p
-            for n, p in enumerate(found)]
+    return [
+        (
+            replace(p, gemms=(*p.gemms[:2], *[None] * 4), left_out=ATTENTION_GEMMS[2:])
+            if n < first
+            else p
+        )
+        for n, p in enumerate(found)
+    ]
 
 
 def adapted(recipe: Recipe) -> Sequence[Projection]:
@@ -72,10 +93,17 @@ def adapted(recipe: Recipe) -> Sequence[Projection]:
         return []
     config = transformer_config(recipe)
     every = projections(config)
-    if wrong := [pattern for pattern in recipe.lora.targets if not any(matches(p, pattern) for p in every)]:
+    if wrong := [
+        pattern for pattern in recipe.lora.targets if not any(matches(p, pattern) for p in every)
+    ]:
         names = sorted({name.rpartition(".")[2] for p in every for name in p.names})
         there = f"; there are {', '.join(names)}"
-        refuse_if([f"lora.targets={pattern}: matches no linear layer{suggest(pattern, names) or there}" for pattern in wrong])
+        refuse_if(
+            [
+                f"lora.targets={pattern}: matches no linear layer{suggest(pattern, names) or there}"
+                for pattern in wrong
+            ]
+        )
     return targeted(config, recipe.lora.targets)
 
 
@@ -85,6 +113,8 @@ def _frozen(plans: Iterable[PlannedLinear], adapters: Collection[str]) -> list[P
     made, reached = [], False
     for p in plans:
         left_out = ("wgrad",) if reached else ("dgrad", "wgrad")
-        made.append(replace(p, gemms=(p.gemms[0], p.gemms[1] if reached else None, None), left_out=left_out))
+        made.append(
+            replace(p, gemms=(p.gemms[0], p.gemms[1] if reached else None, None), left_out=left_out)
+        )
         reached = reached or p.name in adapters
     return made

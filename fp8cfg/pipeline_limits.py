@@ -26,9 +26,13 @@ def of_precision(recipe: Recipe) -> list[str]:
     if recipe.fp8.enabled:
         lines += against_layout(recipe.backend, stages=stages)
     if every := recipe.log.fp8_stats_every_n_steps:
-        lines.append(LayoutRefusal(f"log.fp8_stats_every_n_steps={every}: one rank measures, and under "
-                                   f"pipeline_model_parallel_size={stages} none has all layers; write 0",
-                                   {"log.fp8_stats_every_n_steps": 0}))
+        lines.append(
+            LayoutRefusal(
+                f"log.fp8_stats_every_n_steps={every}: one rank measures, and under "
+                f"pipeline_model_parallel_size={stages} none has all layers; write 0",
+                {"log.fp8_stats_every_n_steps": 0},
+            )
+        )
     return lines
 
 
@@ -40,10 +44,27 @@ def _microbatches(recipe: Recipe, ranks: int) -> Iterator[str]:
     chunks = s.chunks
     if left or (count >= stages and (chunks == 1 or count % stages == 0)):
         return
-    why = f"so few do not fill {stages} stages" if count < stages else f"interleaved stages take a multiple of {stages}"
+    why = (
+        f"so few do not fill {stages} stages"
+        if count < stages
+        else f"interleaved stages take a multiple of {stages}"
+    )
     share = t.global_batch_size // shares  # samples of a rank
-    micro = next((m for m in range(min(t.micro_batch_size, share // stages), 0, -1)
-                  if share % m == 0 and (chunks == 1 or share // m % stages == 0)), None)
-    cure = f"trainer.micro_batch_size={micro}" if micro else f"trainer.global_batch_size={stages * t.micro_batch_size * shares}"
+    micro = next(
+        (
+            m
+            for m in range(min(t.micro_batch_size, share // stages), 0, -1)
+            if share % m == 0 and (chunks == 1 or share // m % stages == 0)
+        ),
+        None,
+    )
+    cure = (
+        f"trainer.micro_batch_size={micro}"
+        if micro
+        else f"trainer.global_batch_size={stages * t.micro_batch_size * shares}"
+    )
     many = "1 microbatch" if count == 1 else f"{count} microbatches"
-    yield f"{s.key('pipeline_model_parallel_size')}={stages}: a step has {many} on each rank, and {why}; write {cure}"
+    yield (
+        f"{s.key('pipeline_model_parallel_size')}={stages}: a step has {many} on each rank, and"
+        f" {why}; write {cure}"
+    )

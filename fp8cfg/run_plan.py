@@ -28,7 +28,10 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     words that run there where the layout is all that is wrong.
     """
     if not isinstance(recipe, Recipe):
-        raise ConfigError(f"plan: expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b']) gives one")
+        raise ConfigError(
+            f"plan: expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b'])"
+            " gives one"
+        )
     if gpu is not None and not isinstance(gpu, str):
         raise ConfigError(f"gpu={gpu!r}: expected a name; there are {', '.join(GPUS)}")
     if gpus is not None and (type(gpus) is not int or not 1 <= gpus <= MOST):
@@ -45,7 +48,9 @@ def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[str]]:
     every = [recipe]
     if gpus is not None:
         nodes, devices = machines(gpus)
-        every.append(recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}}))
+        every.append(
+            recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}})
+        )
     problems: Sequence[str] = ()
     for each in every:
         try:
@@ -58,7 +63,11 @@ def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[str]]:
 
 
 def planned(
-    recipe: Recipe, ranks: int | None, gpu: GPU | None, whole_line: Line = words_alone, problems: Sequence[str] = ()
+    recipe: Recipe,
+    ranks: int | None,
+    gpu: GPU | None,
+    whole_line: Line = words_alone,
+    problems: Sequence[str] = (),
 ) -> Plan:
     """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of a fit that a refusal offers;
     without it its words stand alone. Of a recipe whose layout its own rules refuse, with these `problems`, there is no plan: raises
@@ -68,13 +77,21 @@ def planned(
     found = plan_report.make(recipe, world, gpu, whole_line, problems)
     if found.choice is None:
         return found
-    return replace(found, built=graph.built(recipe, *builder.planned(recipe, found.hardware, choice=found.choice)))
+    return replace(
+        found,
+        built=graph.built(recipe, *builder.planned(recipe, found.hardware, choice=found.choice)),
+    )
 
 
 def refuse_hardware(recipe: Recipe, gpu: str | None, option: str) -> None:
     """Raise ConfigError where trainer.accelerator and the name `gpu` contradict each other; `option` is what names one."""
     accelerator = recipe.trainer.accelerator
     if gpu and accelerator == "cpu":
-        raise ConfigError(f"{option}{gpu}: trainer.accelerator=cpu runs on none; drop one of the two")
+        raise ConfigError(
+            f"{option}{gpu}: trainer.accelerator=cpu runs on none; drop one of the two"
+        )
     if accelerator == "cuda" and not gpu:
-        raise ConfigError(f"trainer.accelerator=cuda: name the GPU, as in {option}h100; there are {', '.join(GPUS)}")
+        raise ConfigError(
+            f"trainer.accelerator=cuda: name the GPU, as in {option}h100; there are"
+            f" {', '.join(GPUS)}"
+        )

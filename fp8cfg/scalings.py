@@ -71,13 +71,22 @@ class Descriptor:
 
     def operands(self, fp8_format: str) -> tuple[str, str]:
         """The formats of forward operands and of gradients under `fp8_format`."""
-        return self.element, "e5m2" if fp8_format == "hybrid" and fp8_format in self.formats else self.element
+        return self.element, (
+            "e5m2" if fp8_format == "hybrid" and fp8_format in self.formats else self.element
+        )
 
     def tile(self, axis: int, granularity: str = "tensor", square: bool = False) -> Tile | None:
         """Rows and columns of a matrix that share a scale, where the product contracts its dimension `axis`; 0 stands for all.
-        None is one scale for the matrix, whatever is contracted. `square` is a weight under enable_2d_quantization."""
+        None is one scale for the matrix, whatever is contracted. `square` is a weight under enable_2d_quantization.
+        """
         if self.block:
-            return (self.block, self.block) if square else (1, self.block) if axis == 1 else (self.block, 1)
+            return (
+                (self.block, self.block)
+                if square
+                else (1, self.block)
+                if axis == 1
+                else (self.block, 1)
+            )
         return None if granularity == "tensor" else (1, 0) if axis == 1 else (0, 1)
 
     def scale_share(self, tile: Tile | None) -> float:
@@ -86,30 +95,77 @@ class Descriptor:
 
     def exact_in_bfloat16(self, power_2_scales: bool) -> bool:
         """Whether an element times its block's scale fits bfloat16's mantissa: powers of two change none, E2M1 times E4M3 has six
-        bits, and a float32 scale has too many. Scales of tensors and rows are multiplied in after the product."""
+        bits, and a float32 scale has too many. Scales of tensors and rows are multiplied in after the product.
+        """
         return not self.block or self.scale != "float32" or power_2_scales
 
 
-_DELAYED = ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax", "tp_only_amax_red", "first_step")
+_DELAYED = (
+    "margin",
+    "interval",
+    "amax_history_len",
+    "amax_compute_algo",
+    "reduce_amax",
+    "tp_only_amax_red",
+    "first_step",
+)
 SCALINGS: dict[str, Descriptor] = {
     "delayed": Descriptor(
-        history=True, keys=_DELAYED, attention=("dot_product_attention", "multi_head_attention"),
-        te="DelayedScaling", megatron="delayed", accelerate="TE"),
+        history=True,
+        keys=_DELAYED,
+        attention=("dot_product_attention", "multi_head_attention"),
+        te="DelayedScaling",
+        megatron="delayed",
+        accelerate="TE",
+    ),
     "current": Descriptor(
-        keys=("granularity", "use_power_2_scales"), attention=("dot_product_attention",), fp8_gather=True,
-        te="Float8CurrentScaling", megatron="tensorwise", torchao="float8", accelerate="AO",
-        spellings=("tensorwise", "per_tensor")),
+        keys=("granularity", "use_power_2_scales"),
+        attention=("dot_product_attention",),
+        fp8_gather=True,
+        te="Float8CurrentScaling",
+        megatron="tensorwise",
+        torchao="float8",
+        accelerate="AO",
+        spellings=("tensorwise", "per_tensor"),
+    ),
     "block": Descriptor(  # DeepSeek-V3, arXiv 2412.19437: 1x128, weights 128x128
-        block=128, power_2_scales=True, weights_2d=True, keys=("use_power_2_scales", "enable_2d_quantization"),
-        least=(9, 0), below=(10, 0), cuda=(12, 9), multiplied=("e4m3",),  # torch 2.15 refuses E5M2 with scales of blocks still
-        te="Float8BlockScaling", megatron="blockwise", spellings=("blockwise", "subchannel")),
+        block=128,
+        power_2_scales=True,
+        weights_2d=True,
+        keys=("use_power_2_scales", "enable_2d_quantization"),
+        least=(9, 0),
+        below=(10, 0),
+        cuda=(12, 9),
+        multiplied=("e4m3",),  # torch 2.15 refuses E5M2 with scales of blocks still
+        te="Float8BlockScaling",
+        megatron="blockwise",
+        spellings=("blockwise", "subchannel"),
+    ),
     "mxfp8": Descriptor(  # OCP Microscaling Formats 1.0: 1x32
-        block=32, scale="e8m0", formats=("e4m3",), keys=("enable_2d_quantization",), attention=("dot_product_attention",),
-        least=(10, 0), cuda=(12, 8), te="MXFP8BlockScaling", megatron="mxfp8", torchao="mx", accelerate="TE"),
+        block=32,
+        scale="e8m0",
+        formats=("e4m3",),
+        keys=("enable_2d_quantization",),
+        attention=("dot_product_attention",),
+        least=(10, 0),
+        cuda=(12, 8),
+        te="MXFP8BlockScaling",
+        megatron="mxfp8",
+        torchao="mx",
+        accelerate="TE",
+    ),
     "nvfp4": Descriptor(  # arXiv 2509.25149: 1x16, weights 16x16
-        block=16, scale="e4m3", weights_2d=True, element="e2m1", formats=("e4m3",),
+        block=16,
+        scale="e4m3",
+        weights_2d=True,
+        element="e2m1",
+        formats=("e4m3",),
         keys=("enable_2d_quantization", "random_hadamard_transform", "stochastic_rounding"),
-        least=(10, 0), cuda=(12, 8), te="NVFP4BlockScaling", megatron="nvfp4"),
+        least=(10, 0),
+        cuda=(12, 8),
+        te="NVFP4BlockScaling",
+        megatron="nvfp4",
+    ),
 }
 GENERATIONS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 """NVIDIA's names of compute capabilities."""

@@ -40,7 +40,9 @@ def cut(recipe: Recipe, ranks: int) -> Recipe:
     if not recipe.trainer.smoke:
         return recipe
     small = recipe.model_copy(deep=True)
-    if state_limits.limits(small, 2 * small.trainer.strategy.size):  # what is stored and sent stays, and the layout goes
+    if state_limits.limits(
+        small, 2 * small.trainer.strategy.size
+    ):  # what is stored and sent stays, and the layout goes
         small.trainer.strategy = Strategy()
     stages = _stages(small, ranks)
     _shape(small, stages)
@@ -52,7 +54,11 @@ def cut(recipe: Recipe, ranks: int) -> Recipe:
 def note(recipe: Recipe, small: Recipe) -> str:
     """The line that says what was cut, each key with its old and its new value; empty where nothing was."""
     after = flat(small)
-    found = [f"{short(key)} {_shown(old)} -> {_shown(after[key])}" for key, old in flat(recipe).items() if old != after[key]]
+    found = [
+        f"{short(key)} {_shown(old)} -> {_shown(after[key])}"
+        for key, old in flat(recipe).items()
+        if old != after[key]
+    ]
     return f"note: trainer.smoke=true changes {', '.join(found)}" if found else ""
 
 
@@ -61,36 +67,58 @@ def _shape(small: Recipe, pipeline: Strategy) -> None:
     heads in two groups of two, and what goes with them."""
     m, f = small.model, small.fp8
     m.path = m.weights = small.lora.weights = None  # of another size
-    f.high_precision_at_start, f.high_precision_at_end = min(1, f.high_precision_at_start), min(1, f.high_precision_at_end)
-    m.num_layers = min(m.num_layers, 2 + 3 * (f.high_precision_at_start + f.high_precision_at_end) // 2)
+    f.high_precision_at_start, f.high_precision_at_end = (
+        min(1, f.high_precision_at_start),
+        min(1, f.high_precision_at_end),
+    )
+    m.num_layers = min(
+        m.num_layers, 2 + 3 * (f.high_precision_at_start + f.high_precision_at_end) // 2
+    )
     m.num_layers = _up(m.num_layers, pipeline.pipeline_model_parallel_size * pipeline.chunks)
     whole, head = m.hidden_size, min(m.head_dim, HEAD)
     groups = min(2, m.num_query_groups)
     multiple = 128 * gcd(groups, small.trainer.strategy.tensor_model_parallel_size)
-    m.num_attention_heads, m.num_query_groups = groups * min(2, m.num_attention_heads // m.num_query_groups), groups
+    m.num_attention_heads, m.num_query_groups = (
+        groups * min(2, m.num_attention_heads // m.num_query_groups),
+        groups,
+    )
     if m.kv_channels is None:
         m.hidden_size = m.num_attention_heads * head
     else:
         m.kv_channels, m.hidden_size = head, min(m.hidden_size, 4 * HEAD)
     if whole != m.hidden_size:
-        m.ffn_hidden_size = min(m.ffn_hidden_size, _up(m.ffn_hidden_size * m.hidden_size // whole, multiple))
+        m.ffn_hidden_size = min(
+            m.ffn_hidden_size, _up(m.ffn_hidden_size * m.hidden_size // whole, multiple)
+        )
     m.ffn_hidden_size = min(m.ffn_hidden_size, FFN)
     m.vocab_size = VOCAB
     names = [name for name, *_ in linear_layers(transformer_config(small))]
     f.include, f.exclude = _matching(f.include, names), _matching(f.exclude, names)
-    small.lora.targets = tuple(
-        t for t in small.lora.targets if any(matches(p, t) for p in projections(transformer_config(small)))) or LoRA().targets
-    f.min_coverage = 0.0  # shares of a small model are others; that planned and observed are equal holds all the same
+    small.lora.targets = (
+        tuple(
+            t
+            for t in small.lora.targets
+            if any(matches(p, t) for p in projections(transformer_config(small)))
+        )
+        or LoRA().targets
+    )
+    # shares of a small model are others; that planned and observed are equal holds all the same
+    f.min_coverage = 0.0
 
 
 def _stages(small: Recipe, ranks: int) -> Strategy:
     """The pipeline of the recipe as far as that many ranks have it beside two that share matrices, of two ranks and two chunks at
     most."""
     own = small.trainer.strategy
-    stages = gcd(own.pipeline_model_parallel_size, ranks // gcd(ranks, own.tensor_model_parallel_size, 2), 2)
+    stages = gcd(
+        own.pipeline_model_parallel_size, ranks // gcd(ranks, own.tensor_model_parallel_size, 2), 2
+    )
     if stages == 1 or pipeline_limits.of_precision(small) or small.lora.enabled:
         return Strategy()
-    return Strategy(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=2 if own.chunks > 1 else None)
+    return Strategy(
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=2 if own.chunks > 1 else None,
+    )
 
 
 def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> None:
@@ -101,18 +129,34 @@ def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> No
     tensor = gcd(own.tensor_model_parallel_size, small.model.num_query_groups, ranks // stages)
     context = gcd(own.context_parallel_size, ranks // stages // tensor)
     sequence = own.sequence_parallel and tensor > 1
-    staged = {name: getattr(pipeline, name) for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")}
-    t.strategy = Strategy(tensor_model_parallel_size=tensor, sequence_parallel=sequence, context_parallel_size=context, **staged)
+    staged = {
+        name: getattr(pipeline, name)
+        for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+    }
+    t.strategy = Strategy(
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=sequence,
+        context_parallel_size=context,
+        **staged,
+    )
     if small.lora.enabled or tensor_limits.limits(small, ranks):
         context = gcd(own.context_parallel_size, ranks // stages)
         t.strategy = Strategy(context_parallel_size=context, **staged)
     if (data := ranks // t.strategy.size) % 4 == 0 and own.data_parallel_replicate_size > 1:
         t.strategy.data_parallel_replicate_size = gcd(own.data_parallel_replicate_size, data // 2)
     t.num_nodes, t.devices = 1, ranks
-    files = {"path": None, "mixture": (), "text_key": "text", "streaming": False, "validation_path": None}
+    files = {
+        "path": None,
+        "mixture": (),
+        "text_key": "text",
+        "streaming": False,
+        "validation_path": None,
+    }
     small.data = {"name": "tiny", **files}  # type: ignore[assignment]
     t.micro_batch_size = min(t.micro_batch_size, 2)
-    t.global_batch_size = t.micro_batch_size * ranks // t.strategy.size * max(stages, 1 + accumulates)
+    t.global_batch_size = (
+        t.micro_batch_size * ranks // t.strategy.size * max(stages, 1 + accumulates)
+    )
     chunks, most = lcm(16, 2 * context * tensor), min(TOKENS, HELD_OUT // t.global_batch_size)
     small.model.seq_length = max(chunks, min(small.model.seq_length, most) // chunks * chunks)
     o.warmup_steps, o.constant_steps = min(1, o.warmup_steps), min(1, o.constant_steps)

@@ -19,14 +19,28 @@ from fp8cfg.tensor_limits import of_state
 def limits(recipe: Recipe, ranks: int) -> list[str]:
     """A line for each reason why state of `recipe` does not go with its parallel layout on `ranks` ranks."""
     s = recipe.trainer.strategy
-    sizes = {name: size for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-             if (size := getattr(s, name)) > 1}
+    sizes = {
+        name: size
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+        )
+        if (size := getattr(s, name)) > 1
+    }
     if not sizes:
         return []
-    alone = f"with data parallelism alone, not with {', '.join(f'{name}={size}' for name, size in sizes.items())}"
+    alone = (
+        "with data parallelism alone, not with"
+        f" {', '.join(f'{name}={size}' for name, size in sizes.items())}"
+    )
     if level(recipe.precision):
         return [_level(recipe, alone, [s.key(name) for name in sizes])]
-    owned = [] if [*of_state(recipe)] else _owned(recipe, max(1, ranks // s.size) * s.context_parallel_size, alone)
+    owned = (
+        []
+        if [*of_state(recipe)]
+        else _owned(recipe, max(1, ranks // s.size) * s.context_parallel_size, alone)
+    )
     return [*_sent(recipe, alone), *owned]
 
 
@@ -34,7 +48,10 @@ def _level(recipe: Recipe, alone: str, keys: list[str]) -> str:
     p = recipe.precision
     if capabilities(p.backend).level:
         plain = "backend=native opt_level=null" if p.opt_level else "backend=native"
-        return LayoutRefusal(f"backend={p.backend}: its level {level(p)} goes {alone}; write {plain}", {"backend": "native"})
+        return LayoutRefusal(
+            f"backend={p.backend}: its level {level(p)} goes {alone}; write {plain}",
+            {"backend": "native"},
+        )
     # The search for what fits gives levels up by itself, at their cost, and writes what a stage more needs.
     other = f", or {keys[0]}=1" if len(keys) == 1 and recipe.trainer.strategy.chunks == 1 else ""
     return f"opt_level={p.opt_level}: goes {alone}; write opt_level=null{other}"
@@ -44,9 +61,14 @@ def _sent(recipe: Recipe, alone: str) -> Iterator[str]:
     p, storage = recipe.precision, recipe.storage
     if resolved(p)["comm"] not in SCALED:
         return
-    write = {"storage.comm": "auto", **({} if storage.accumulate == "wide" else {"storage.accumulate": "wide"})}
+    write = {
+        "storage.comm": "auto",
+        **({} if storage.accumulate == "wide" else {"storage.accumulate": "wide"}),
+    }
     words = " ".join(f"{key}={value}" for key, value in write.items())
-    yield LayoutRefusal(f"storage.comm={storage.comm}: gradients sent in FP8 go {alone}; write {words}", write)
+    yield LayoutRefusal(
+        f"storage.comm={storage.comm}: gradients sent in FP8 go {alone}; write {words}", write
+    )
 
 
 def _owned(recipe: Recipe, alike: int, alone: str) -> Iterator[str]:
@@ -57,6 +79,11 @@ def _owned(recipe: Recipe, alike: int, alone: str) -> Iterator[str]:
     recipe = recipe.model_copy(update={"precision": p})
     shard, backends = sharding(p, alike), ordered() if backend == "auto" else [backend]
     if alike > 1 and shard in ZERO and not any(by_fsdp2(recipe, alike, name) for name in backends):
-        said = f"storage.shard={p.storage.shard}" + ("" if p.storage.shard == shard else f", which is {shard}")
-        yield LayoutRefusal(f"{said}: tensors of this state have owners, which go {alone}; write storage.shard=none",
-                            {"storage.shard": "none"})
+        said = f"storage.shard={p.storage.shard}" + (
+            "" if p.storage.shard == shard else f", which is {shard}"
+        )
+        yield LayoutRefusal(
+            f"{said}: tensors of this state have owners, which go {alone}; write"
+            " storage.shard=none",
+            {"storage.shard": "none"},
+        )

@@ -16,8 +16,15 @@ from fp8cfg.config.training_nodes import Optim, Trainer
 def from_hf() -> Recipe:
     """The shape and the weights of a local Hugging Face checkpoint, model.path=FOLDER."""
     return Recipe(
-        name="from_hf", optim=Optim(lr=5e-6, min_lr=0, warmup_steps=50, betas=(0.9, 0.98)),
-        trainer=Trainer(plugins=precision_preset("bf16"), max_steps=1000, global_batch_size=128, micro_batch_size=1))
+        name="from_hf",
+        optim=Optim(lr=5e-6, min_lr=0, warmup_steps=50, betas=(0.9, 0.98)),
+        trainer=Trainer(
+            plugins=precision_preset("bf16"),
+            max_steps=1000,
+            global_batch_size=128,
+            micro_batch_size=1,
+        ),
+    )
 
 
 def of_folder(folder: str) -> Recipe:

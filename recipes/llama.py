@@ -19,7 +19,9 @@ from fp8cfg.recipes.pretraining import size
 LLAMA2 = Model(vocab_size=32000, seq_length=4096)
 LLAMA3 = Model(vocab_size=128256, seq_length=8192, rotary_base=5e5)
 LLAMA31 = LLAMA3.model_copy(update={"rope_scaling": RopeScaling(factor=8)})
-LLAMA32 = LLAMA3.model_copy(update={"rope_scaling": RopeScaling(factor=32), "share_embeddings_and_output_weights": True})
+LLAMA32 = LLAMA3.model_copy(
+    update={"rope_scaling": RopeScaling(factor=32), "share_embeddings_and_output_weights": True}
+)
 FOUR_NODES = {"nodes": 4, "tp": 4, "pp": 4, "vp": 5, "cp": 2, "sp": True}
 SIXTY_FOUR_NODES = {"nodes": 64, "tp": 8, "pp": 8, "vp": 2, "cp": 4, "sp": True}
 
@@ -27,23 +29,73 @@ SIXTY_FOUR_NODES = {"nodes": 64, "tp": 8, "pp": 8, "vp": 2, "cp": 4, "sp": True}
 hugging_face.family("llama", "LlamaForCausalLM", Model(layernorm_epsilon=1e-6))
 
 # A size is one line: its shape is layers, hidden, ffn, heads, groups, init std.
-llama2_7b = size("llama2_7b", LLAMA2, (32, 4096, 11008, 32, 32, 0.02), "Llama 2 7B, one node, tensor parallel 2.", tp=2)
-llama2_13b = size("llama2_13b", LLAMA2, (40, 5120, 13824, 40, 40, 0.02), "Llama 2 13B, one node, tensor parallel 2.", tp=2)
-llama2_70b = size("llama2_70b", LLAMA2, (80, 8192, 28672, 64, 8, 0.02),
-    "Llama 2 70B, four nodes, tensor parallel 4, pipeline parallel 4.", **FOUR_NODES)
-llama3_8b = size("llama3_8b", LLAMA3, (32, 4096, 14336, 32, 8, 0.01), "Llama 3 8B, one node, context parallel 2.", cp=2,
-    recompute="selective")
-llama3_70b = size("llama3_70b", LLAMA3, (80, 8192, 28672, 64, 8, 0.008944),
-    "Llama 3 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.", recompute="selective", **FOUR_NODES)
-llama31_8b = size("llama31_8b", LLAMA31, (32, 4096, 14336, 32, 8, 0.02), "Llama 3.1 8B, one node, context parallel 2.", cp=2,
-    recompute="selective")
-llama31_70b = size("llama31_70b", LLAMA31, (80, 8192, 28672, 64, 8, 0.02),
-    "Llama 3.1 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.", recompute="selective", **FOUR_NODES)
-llama31_405b = size("llama31_405b", LLAMA31, (126, 16384, 53248, 128, 8, 0.02),
+llama2_7b = size(
+    "llama2_7b",
+    LLAMA2,
+    (32, 4096, 11008, 32, 32, 0.02),
+    "Llama 2 7B, one node, tensor parallel 2.",
+    tp=2,
+)
+llama2_13b = size(
+    "llama2_13b",
+    LLAMA2,
+    (40, 5120, 13824, 40, 40, 0.02),
+    "Llama 2 13B, one node, tensor parallel 2.",
+    tp=2,
+)
+llama2_70b = size(
+    "llama2_70b",
+    LLAMA2,
+    (80, 8192, 28672, 64, 8, 0.02),
+    "Llama 2 70B, four nodes, tensor parallel 4, pipeline parallel 4.",
+    **FOUR_NODES,
+)
+llama3_8b = size(
+    "llama3_8b",
+    LLAMA3,
+    (32, 4096, 14336, 32, 8, 0.01),
+    "Llama 3 8B, one node, context parallel 2.",
+    cp=2,
+    recompute="selective",
+)
+llama3_70b = size(
+    "llama3_70b",
+    LLAMA3,
+    (80, 8192, 28672, 64, 8, 0.008944),
+    "Llama 3 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.",
+    recompute="selective",
+    **FOUR_NODES,
+)
+llama31_8b = size(
+    "llama31_8b",
+    LLAMA31,
+    (32, 4096, 14336, 32, 8, 0.02),
+    "Llama 3.1 8B, one node, context parallel 2.",
+    cp=2,
+    recompute="selective",
+)
+llama31_70b = size(
+    "llama31_70b",
+    LLAMA31,
+    (80, 8192, 28672, 64, 8, 0.02),
+    "Llama 3.1 70B, four nodes, tensor parallel 4, pipeline parallel 4, context parallel 2.",
+    recompute="selective",
+    **FOUR_NODES,
+)
+llama31_405b = size(
+    "llama31_405b",
+    LLAMA31,
+    (126, 16384, 53248, 128, 8, 0.02),
     "Llama 3.1 405B, 64 nodes, tensor parallel 8, pipeline parallel 8, context parallel 4.",
-    recompute="selective", **SIXTY_FOUR_NODES)
-llama32_1b = size("llama32_1b", LLAMA32, (16, 2048, 8192, 32, 8, 0.02), "Llama 3.2 1B, one node, tied embeddings.")
-llama32_3b = size("llama32_3b", LLAMA32, (28, 3072, 8192, 24, 8, 0.02), "Llama 3.2 3B, one node, tied embeddings.")
+    recompute="selective",
+    **SIXTY_FOUR_NODES,
+)
+llama32_1b = size(
+    "llama32_1b", LLAMA32, (16, 2048, 8192, 32, 8, 0.02), "Llama 3.2 1B, one node, tied embeddings."
+)
+llama32_3b = size(
+    "llama32_3b", LLAMA32, (28, 3072, 8192, 24, 8, 0.02), "Llama 3.2 3B, one node, tied embeddings."
+)
 
 
 def _renamed(base: Recipe, name: str) -> Recipe:
@@ -85,7 +137,15 @@ def llama_405b() -> Recipe:
 def llama_tiny() -> Recipe:
     """3.3 million parameters on bytes of the standard library: trains visibly on two CPU cores in a minute."""
     return Recipe(
-        name="llama_tiny", data=Data(name="stdlib"),
+        name="llama_tiny",
+        data=Data(name="stdlib"),
         optim=Optim(lr=3e-3, warmup_steps=20),
-        trainer=Trainer(plugins=precision_preset("bf16"), max_steps=100, val_check_interval=50, limit_val_batches=4),
-        checkpoint=Checkpoint(every_n_steps=50), log=Log(every_n_steps=10))
+        trainer=Trainer(
+            plugins=precision_preset("bf16"),
+            max_steps=100,
+            val_check_interval=50,
+            limit_val_batches=4,
+        ),
+        checkpoint=Checkpoint(every_n_steps=50),
+        log=Log(every_n_steps=10),
+    )

@@ -27,19 +27,28 @@ FEWER = 5
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-        if signal.getsignal(number) is signal.SIG_IGN:  # under nohup or as a shell's background job, which children inherit
+    for number, handler in (
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGINT, signal.default_int_handler),
+    ):
+        if (
+            signal.getsignal(number) is signal.SIG_IGN
+        ):  # under nohup or as a shell's background job, which children inherit
             signal.signal(number, handler)
     # Six programs that find out whether the compiler knows the CPU's instructions: ten seconds, and what is compiled then says it too.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     # Kernels are compiled in the test's own process, not by a pool of others, of which each worker's would import torch.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Compiled graphs, kept by their source from one test, worker and run to the next.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "inductor"))
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "inductor")
+    )
     # Before a sweep Hydra closes every logging handler, and absl's (Fiddle's) closes what was sys.stderr when it was imported:
     # pytest's own file, were it imported in a test.
     if importlib.util.find_spec("absl"):
-        importlib.import_module("absl.logging").get_absl_handler().python_handler.stream = sys.__stderr__
+        importlib.import_module(
+            "absl.logging"
+        ).get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,7 +79,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what slow.toml lists. Raises UsageError for a case to keep that a test, collected as a whole, does not have."""
-    listed = {f"tests/{file}::{test}": set(kept) for file, tests in tomllib.loads(SLOW.read_text()).items() for test, kept in tests.items()}
+    listed = {
+        f"tests/{file}::{test}": set(kept)
+        for file, tests in tomllib.loads(SLOW.read_text()).items()
+        for test, kept in tests.items()
+    }
     found: dict[str, set[str]] = {}
     for item in items:
         test, bracket, case = item.nodeid.partition("[")
@@ -80,8 +93,11 @@ def _mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
     if not any("::" in arg or arg == "--deselect" for arg in config.invocation_params.args):
         files = {item.nodeid.partition("::")[0] for item in items}
-        wrong = [f"{test}: {sorted(kept - found.get(test, set()))}" for test, kept in listed.items()
-                 if test.partition("::")[0] in files and (test not in found or kept - found[test])]
+        wrong = [
+            f"{test}: {sorted(kept - found.get(test, set()))}"
+            for test, kept in listed.items()
+            if test.partition("::")[0] in files and (test not in found or kept - found[test])
+        ]
         if wrong:
             raise pytest.UsageError(f"{SLOW.name} lists what there is not: {'; '.join(wrong)}")
 
@@ -95,9 +111,15 @@ def _set_examples(items: list[pytest.Item]) -> None:
         given = getattr(test, "_hypothesis_internal_use_settings", None)
         if given is not None:
             fewer = min(given.max_examples, max(FEWER, given.max_examples // FEWER))
-            drawn = {} if os.environ.get("FP8CFG_ALL_EXAMPLES") else {"max_examples": fewer, "derandomize": True}
+            drawn = (
+                {}
+                if os.environ.get("FP8CFG_ALL_EXAMPLES")
+                else {"max_examples": fewer, "derandomize": True}
+            )
             checks = {*given.suppress_health_check, hypothesis.HealthCheck.too_slow}
-            test._hypothesis_internal_use_settings = hypothesis.settings(given, deadline=None, suppress_health_check=checks, **drawn)
+            test._hypothesis_internal_use_settings = hypothesis.settings(
+                given, deadline=None, suppress_health_check=checks, **drawn
+            )
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +133,10 @@ def seeded() -> None:
 def fresh_dynamo() -> Iterator[None]:
     """Tests build many configurations of one class in one process; dynamo would stop compiling after eight."""
     yield
-    if "torch._dynamo.convert_frame" in sys.modules and sys.modules["torch._dynamo.convert_frame"].FRAME_COUNTER:
+    if (
+        "torch._dynamo.convert_frame" in sys.modules
+        and sys.modules["torch._dynamo.convert_frame"].FRAME_COUNTER
+    ):
         sys.modules["torch"]._dynamo.reset()
 
 

@@ -22,12 +22,23 @@ from tests.support.ranks import launch
 from tests.support.small import SMALL, losses, small, steps
 
 FOLDER = Path(__file__).parents[1] / "examples"
-LIBRARY = {"own_loop": "torch", "accelerate_loop": "accelerate", "fabric_loop": "lightning_fabric", "any_model": "transformers",
-           "transformers_trainer": "transformers"}
+LIBRARY = {
+    "own_loop": "torch",
+    "accelerate_loop": "accelerate",
+    "fabric_loop": "lightning_fabric",
+    "any_model": "transformers",
+    "transformers_trainer": "transformers",
+}
 OURS, LLAMA = ("own_loop", "accelerate_loop", "fabric_loop"), ("any_model", "transformers_trainer")
 DELAYED, O2 = ("precision=bf16_fp8",), ("precision=bf16_fp8", "opt_level=O2")
 CURRENT, FP16 = ("precision=bf16_fp8_current", "model.num_layers=3"), ("precision=fp16_fp8",)
-OF_A_LAYER = {"own_loop": 4, "accelerate_loop": 4, "fabric_loop": 4, "any_model": 7, "transformers_trainer": 7}
+OF_A_LAYER = {
+    "own_loop": 4,
+    "accelerate_loop": 4,
+    "fabric_loop": 4,
+    "any_model": 7,
+    "transformers_trainer": 7,
+}
 """Linear layers of a decoder layer: ours fuses q, k and v, and the two halves of the MLP; transformers' Llama does not."""
 
 own = functools.cache(functools.partial(losses, count=6))
@@ -62,9 +73,13 @@ def llama_losses(*words: str) -> list[float]:
     return [s.loss for s in steps(fp8cfg.build(recipe, model=LlamaLoss(recipe)), 6)]
 
 
-@pytest.mark.parametrize(("words", "layers"), [(DELAYED, 2), (CURRENT, 1), (O2, 2)], ids=["delayed", "current", "O2"])
+@pytest.mark.parametrize(
+    ("words", "layers"), [(DELAYED, 2), (CURRENT, 1), (O2, 2)], ids=["delayed", "current", "O2"]
+)
 @pytest.mark.parametrize("name", LIBRARY)
-@pytest.mark.filterwarnings("ignore:only .* ran in FP8:RuntimeWarning")  # current: one layer of three, the others are the preset's ends
+@pytest.mark.filterwarnings(
+    "ignore:only .* ran in FP8:RuntimeWarning"
+)  # current: one layer of three, the others are the preset's ends
 def test_losses_are_those_of_our_own_loop_bit_for_bit_and_in_fp8(
     name: str, words: tuple[str, ...], layers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +110,9 @@ def test_microbatches_of_a_trainer() -> None:
 
 
 @pytest.mark.parametrize("name", [*OURS, "any_model"])
-def test_a_loop_that_does_not_run_in_fp8_stops(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_that_does_not_run_in_fp8_stops(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(fp8cfg.Job, "autocast", lambda self: nullcontext())
     with pytest.raises(fp8cfg.NotFP8Error):
         train(name, *DELAYED)
@@ -103,7 +120,9 @@ def test_a_loop_that_does_not_run_in_fp8_stops(name: str, monkeypatch: pytest.Mo
 
 
 def test_a_trainer_that_recomputes_activations_does_so_in_fp8() -> None:
-    assert train("transformers_trainer", *DELAYED, activation_checkpointing=True) == llama_losses(*DELAYED)
+    assert train("transformers_trainer", *DELAYED, activation_checkpointing=True) == llama_losses(
+        *DELAYED
+    )
 
 
 def test_a_trainer_that_does_not_run_in_fp8_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,10 +151,20 @@ def test_a_trainer_of_the_recipes_own_model(words: tuple[str, ...]) -> None:
 
     samples = zip(*run_data(job.recipe)[0].rows(0, 48), strict=True)
     transformers.Trainer(
-        model=Own(), optimizers=(job.optimizer, job.scheduler()), train_dataset=[{"tokens": a, "targets": b} for a, b in samples],
+        model=Own(),
+        optimizers=(job.optimizer, job.scheduler()),
+        train_dataset=[{"tokens": a, "targets": b} for a, b in samples],
         args=transformers.TrainingArguments(
-            max_steps=6, per_device_train_batch_size=8, max_grad_norm=0, use_cpu=True, save_strategy="no", report_to="none",
-            train_sampling_strategy="sequential", disable_tqdm=True)).train()
+            max_steps=6,
+            per_device_train_batch_size=8,
+            max_grad_norm=0,
+            use_cpu=True,
+            save_strategy="no",
+            report_to="none",
+            train_sampling_strategy="sequential",
+            disable_tqdm=True,
+        ),
+    ).train()
     assert found == own(*words)
     job.prove()
 
@@ -145,7 +174,12 @@ def test_a_trainer_saves_and_resumes(words: tuple[str, ...], tmp_path: Path) -> 
     folder = {"output_dir": str(tmp_path / "run")}
     train("transformers_trainer", *words, **folder, save_strategy="steps", save_steps=4)
     (tmp_path / "run/checkpoint-6").rename(tmp_path / "last")
-    assert train("transformers_trainer", *words, **folder, resume_from_checkpoint=str(tmp_path / "run/checkpoint-4")) == llama_losses(*words)
+    assert train(
+        "transformers_trainer",
+        *words,
+        **folder,
+        resume_from_checkpoint=str(tmp_path / "run/checkpoint-4"),
+    ) == llama_losses(*words)
 
 
 def test_a_model_that_is_converted_back_is_saved_as_transformers_reads_it(tmp_path: Path) -> None:
@@ -161,19 +195,38 @@ def test_a_model_that_is_converted_back_is_saved_as_transformers_reads_it(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "words", "within"), [("accelerate_loop", DELAYED, 1e-4), ("accelerate_loop", O2, 2e-3), ("fabric_loop", DELAYED, 2e-3)])
+@pytest.mark.parametrize(
+    ("name", "words", "within"),
+    [
+        ("accelerate_loop", DELAYED, 1e-4),
+        ("accelerate_loop", O2, 2e-3),
+        ("fabric_loop", DELAYED, 2e-3),
+    ],
+)
 def test_on_two_ranks(name: str, words: tuple[str, ...], within: float, tmp_path: Path) -> None:
     """Without DistributedDataParallel, the gradients summed by the job. Four digits are printed. Under O2 they go over the wire in FP8;
     Fabric gives a rank every other sample, so that microbatches are others."""
     pytest.importorskip(LIBRARY[name])
     words = (*words, "trainer.micro_batch_size=4", "trainer.max_steps=3")
-    done = launch(2, *SMALL, *words, "trainer.accelerator=cpu", script=FOLDER / f"{name}.py", cwd=tmp_path)
+    done = launch(
+        2, *SMALL, *words, "trainer.accelerator=cpu", script=FOLDER / f"{name}.py", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
-    assert [float(loss) for loss in re.findall(r"step \d: loss (\S+)", done.stdout)] == pytest.approx(losses(*words, count=3), abs=within)
+    assert [
+        float(loss) for loss in re.findall(r"step \d: loss (\S+)", done.stdout)
+    ] == pytest.approx(losses(*words, count=3), abs=within)
     assert "FP8: 8 of " in done.stdout
 
 
-def some(job: fp8cfg.Job, model: Any, optimizer: Any, scheduler: Any, backward: Any, first: int, count: int = 3) -> list[float]:
+def some(
+    job: fp8cfg.Job,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    backward: Any,
+    first: int,
+    count: int = 3,
+) -> list[float]:
     batches, _ = run_data(job.recipe)
     found = []
     for step in range(first, first + count):
@@ -225,7 +278,11 @@ def test_the_scheduler_is_the_schedule_however_often_it_is_stepped(tmp_path: Pat
     job.model.final_layernorm.weight.grad = torch.full([64], torch.inf)
     assert not job.optimizer.step()
     scheduler.step()
-    assert scheduler.get_last_lr() == [job.schedule.lr_at(2)] * 2 == [group["lr"] for group in job.optimizer.param_groups]
+    assert (
+        scheduler.get_last_lr()
+        == [job.schedule.lr_at(2)] * 2
+        == [group["lr"] for group in job.optimizer.param_groups]
+    )
     torch.save(scheduler.state_dict(), tmp_path / "scheduler.pt")
     other = fp8cfg.build(small(*DELAYED)).scheduler()
     other.load_state_dict(torch.load(tmp_path / "scheduler.pt", weights_only=True))
@@ -233,7 +290,10 @@ def test_the_scheduler_is_the_schedule_however_often_it_is_stepped(tmp_path: Pat
 
 
 def test_a_loop_that_does_not_scale_its_loss_under_fp16_stops() -> None:
-    with pytest.raises(RuntimeError, match=r"no loss was multiplied by it; call job\.backward\(loss\), or job\.scaled\(loss\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"no loss was multiplied by it; call job\.backward\(loss\), or job\.scaled\(loss\)",
+    ):
         train("transformers_trainer", *FP16)
     job = fp8cfg.build(small(*DELAYED))
     loss = job.model(*run_data(job.recipe)[0].batch(0))
@@ -241,9 +301,13 @@ def test_a_loop_that_does_not_scale_its_loss_under_fp16_stops() -> None:
 
 
 @pytest.mark.parametrize("name", LIBRARY)
-def test_scripts_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scripts_run(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip(LIBRARY[name])
-    monkeypatch.setattr(sys, "argv", [name, *SMALL, "trainer.max_steps=2", "trainer.accelerator=cpu"])
+    monkeypatch.setattr(
+        sys, "argv", [name, *SMALL, "trainer.max_steps=2", "trainer.accelerator=cpu"]
+    )
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert "linear layers' FLOPs" in out or "matmul FLOPs" in out
@@ -253,4 +317,7 @@ def test_scripts_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[0] == "error: fp8.margn: no such key; did you mean 'fp8.margin'?"
+    assert (
+        capsys.readouterr().err.splitlines()[0]
+        == "error: fp8.margn: no such key; did you mean 'fp8.margin'?"
+    )

@@ -23,27 +23,92 @@ NESTED = {"training.distributed"}
 """Folders inside a room that are rooms by themselves."""
 
 TOP = {  # room -> rooms that its modules may import at their top
-    "models": set(), "data": set(), "scalings": set(), "config": {"scalings"}, "numerics": {"scalings"},
-    "optim": {"numerics"}, "parallel": {"config", "models", "numerics"},
+    "models": set(),
+    "data": set(),
+    "scalings": set(),
+    "config": {"scalings"},
+    "numerics": {"scalings"},
+    "optim": {"numerics"},
+    "parallel": {"config", "models", "numerics"},
     "composition": {"config"},
     "backends": {"config", "numerics", "scalings"},
     "layer_plan": {"backends", "config", "models"},
-    "tensor_limits": {"backends", "config", "layer_plan", "scalings"}, "pipeline_limits": {"backends", "config"},
+    "tensor_limits": {"backends", "config", "layer_plan", "scalings"},
+    "pipeline_limits": {"backends", "config"},
     "state_limits": {"config", "tensor_limits"},
-    "report": {"backends", "composition", "config", "layer_plan", "models", "pipeline_limits", "scalings", "smoke", "state_limits",
-               "tensor_limits"},
+    "report": {
+        "backends",
+        "composition",
+        "config",
+        "layer_plan",
+        "models",
+        "pipeline_limits",
+        "scalings",
+        "smoke",
+        "state_limits",
+        "tensor_limits",
+    },
     "interop": {"composition", "config", "layer_plan", "scalings"},
     "training.distributed": {"backends", "config", "numerics", "optim", "parallel", "report"},
     "job": {"backends", "report"},
-    "job_parts": {"backends", "config", "models"}, "job_weights": {"config", "layer_plan", "models"},
+    "job_parts": {"backends", "config", "models"},
+    "job_weights": {"config", "layer_plan", "models"},
     "job_optimizer": {"backends", "config"},
-    "conversion": {"backends", "composition", "config", "job_parts", "job_weights", "job", "layer_plan", "numerics", "optim", "report", "scalings"},
-    "smoke": {"composition", "config", "layer_plan", "models", "pipeline_limits", "state_limits", "tensor_limits"},
-    "graph_tags": set(), "graph_nodes": {"config", "graph_tags"},
-    "builder": {"backends", "config", "job_optimizer", "job_parts", "job_weights", "job", "layer_plan", "optim", "smoke"},
+    "conversion": {
+        "backends",
+        "composition",
+        "config",
+        "job_parts",
+        "job_weights",
+        "job",
+        "layer_plan",
+        "numerics",
+        "optim",
+        "report",
+        "scalings",
+    },
+    "smoke": {
+        "composition",
+        "config",
+        "layer_plan",
+        "models",
+        "pipeline_limits",
+        "state_limits",
+        "tensor_limits",
+    },
+    "graph_tags": set(),
+    "graph_nodes": {"config", "graph_tags"},
+    "builder": {
+        "backends",
+        "config",
+        "job_optimizer",
+        "job_parts",
+        "job_weights",
+        "job",
+        "layer_plan",
+        "optim",
+        "smoke",
+    },
     "run_plan": {"builder", "config", "report", "smoke"},
-    "training": {"backends", "builder", "composition", "config", "data", "job_parts", "job_weights", "job", "layer_plan", "models", "numerics",
-                 "optim", "parallel", "report", "scalings", "smoke", "training.distributed"},
+    "training": {
+        "backends",
+        "builder",
+        "composition",
+        "config",
+        "data",
+        "job_parts",
+        "job_weights",
+        "job",
+        "layer_plan",
+        "models",
+        "numerics",
+        "optim",
+        "parallel",
+        "report",
+        "scalings",
+        "smoke",
+        "training.distributed",
+    },
     "execution": {"composition", "config"},
     "cli": {"backends", "config", "execution", "report", "training"},
     "__main__": {"cli"},
@@ -53,39 +118,104 @@ TORCH = "its modules import torch, and this one is imported without"
 INSIDE = {  # room -> rooms that its functions may import, and why not at the top
     "backends": {
         "models": "TE builds its own modules in the place of our Transformer's layers, and only where a model has these",
-        "optim": "MS-AMP's optimizer checks saved state as the low-bit ones do, and only where it loads one"},
-    "report": {"backends": TORCH, "config": "`list` prints the text of values, no places, and is quick"},
+        "optim": "MS-AMP's optimizer checks saved state as the low-bit ones do, and only where it loads one",
+    },
+    "report": {
+        "backends": TORCH,
+        "config": "`list` prints the text of values, no places, and is quick",
+    },
     "conversion": {"interop": "objects of other projects are read where one is given"},
-    "job": {"backends": TORCH, "interop": "words of a Trainer are looked at where one runs", "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
-    "job_parts": {"backends": TORCH, "models": TORCH, "numerics": TORCH, "training.distributed": TORCH},
-    "job_optimizer": {"backends": TORCH, "numerics": TORCH, "optim": TORCH, "training.distributed": TORCH},
+    "job": {
+        "backends": TORCH,
+        "interop": "words of a Trainer are looked at where one runs",
+        "numerics": TORCH,
+        "optim": TORCH,
+        "training.distributed": TORCH,
+    },
+    "job_parts": {
+        "backends": TORCH,
+        "models": TORCH,
+        "numerics": TORCH,
+        "training.distributed": TORCH,
+    },
+    "job_optimizer": {
+        "backends": TORCH,
+        "numerics": TORCH,
+        "optim": TORCH,
+        "training.distributed": TORCH,
+    },
     "job_weights": {"models": TORCH},
     "graph_nodes": {"composition": "`lower` reads the keys of a recipe that is composed"},
-    "builder": {"backends": TORCH, "composition": "`import fp8cfg.builder` reads no YAML", "conversion": TORCH, "parallel": TORCH,
-                "training.distributed": TORCH, "graph_nodes": "it loads Fiddle",
-                "report": "`lower` makes the graph alone; the machine and its memory are looked at by `build`"},
+    "builder": {
+        "backends": TORCH,
+        "composition": "`import fp8cfg.builder` reads no YAML",
+        "conversion": TORCH,
+        "parallel": TORCH,
+        "training.distributed": TORCH,
+        "graph_nodes": "it loads Fiddle",
+        "report": "`lower` makes the graph alone; the machine and its memory are looked at by `build`",
+    },
     "training": {
         "composition": "readers of a run folder that want no recipe from it load no YAML",
         "training.distributed": "FSDP2 is loaded where storage.shard=fsdp asks for it",
-        "parallel": "so is torch's pipelining where there are stages"},
-    "cli": dict.fromkeys(("builder", "composition", "config", "data", "execution", "interop", "job_weights", "layer_plan", "models", "report", "run_plan", "smoke",
-                          "training", "training.distributed"), "a verb loads what it needs when it runs: help and completion read its module without"),
-    "__main__": {"cli": "what the verb at hand does not need is not loaded", "config": "as above: errors alone need it",
-                 "training": "signals are heeded from the start of a verb that trains"},
+        "parallel": "so is torch's pipelining where there are stages",
+    },
+    "cli": dict.fromkeys(
+        (
+            "builder",
+            "composition",
+            "config",
+            "data",
+            "execution",
+            "interop",
+            "job_weights",
+            "layer_plan",
+            "models",
+            "report",
+            "run_plan",
+            "smoke",
+            "training",
+            "training.distributed",
+        ),
+        "a verb loads what it needs when it runs: help and completion read its module without",
+    ),
+    "__main__": {
+        "cli": "what the verb at hand does not need is not loaded",
+        "config": "as above: errors alone need it",
+        "training": "signals are heeded from the start of a verb that trains",
+    },
 }
 TYPES = {  # room -> rooms of which it names types alone, under TYPE_CHECKING
-    "cli": {"job"}, "job": {"config"}, "graph_nodes": {"job"}, "builder": {"models"},
+    "cli": {"job"},
+    "job": {"config"},
+    "graph_nodes": {"job"},
+    "builder": {"models"},
     "training.distributed": {"models"},
 }
 CIRCLES = {  # files that import one another, and why
-    frozenset({"numerics.attention", "numerics.fp8_state_dict", "numerics.linear"}):
-        "types alone: loading completes the state of the layers that call it",
-    frozenset({"report.plan_report", "report.plan_text"}): "str(plan) is its text, which is made from its fields",
-    frozenset({"backends.te.engine", "backends.te.layers"}): "types alone: each layer knows its engine, and the engine its layers",
-    frozenset({"config.node", "config.validation_errors"}): "types alone: a line is about a class of nodes",
-    frozenset({"config.fsdp_sharding", "config.recipe", "config.rules", "config.rules_fsdp", "config.rules_lora",
-               "config.rules_precision", "config.rules_strategy"}):
-        "Recipe.check() runs the rules, and names them when it does; of it they take the type alone",
+    frozenset(
+        {"numerics.attention", "numerics.fp8_state_dict", "numerics.linear"}
+    ): "types alone: loading completes the state of the layers that call it",
+    frozenset(
+        {"report.plan_report", "report.plan_text"}
+    ): "str(plan) is its text, which is made from its fields",
+    frozenset(
+        {"backends.te.engine", "backends.te.layers"}
+    ): "types alone: each layer knows its engine, and the engine its layers",
+    frozenset(
+        {"config.node", "config.validation_errors"}
+    ): "types alone: a line is about a class of nodes",
+    frozenset(
+        {
+            "config.fsdp_sharding",
+            "config.recipe",
+            "config.rules",
+            "config.rules_fsdp",
+            "config.rules_lora",
+            "config.rules_precision",
+            "config.rules_strategy",
+        }
+    ): "Recipe.check() runs the rules, and names them when it does; of it they take the type alone",
 }
 
 
@@ -104,7 +234,9 @@ def room(module: str) -> str:
 
 
 def _module(path: Path) -> str:
-    return ".".join(["fp8cfg", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+    return ".".join(["fp8cfg", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(
+        ".__init__"
+    )
 
 
 FILES = {_module(p): p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"}
@@ -114,8 +246,12 @@ ROOMS = sorted({room(m) for m in FILES})
 @cache
 def imports() -> list[Import]:
     """Every import of a module of fp8cfg by another."""
-    return [Import(m, t, where) for m, p in FILES.items() for t, where in _imports(ast.parse(p.read_text(encoding="utf-8")), "top")
-            if t in FILES and t != m]
+    return [
+        Import(m, t, where)
+        for m, p in FILES.items()
+        for t, where in _imports(ast.parse(p.read_text(encoding="utf-8")), "top")
+        if t in FILES and t != m
+    ]
 
 
 def _imports(tree: ast.AST, where: str) -> Iterator[tuple[str, str]]:
@@ -131,7 +267,9 @@ def _imports(tree: ast.AST, where: str) -> Iterator[tuple[str, str]]:
             yield from _imports(ast.Module(node.body, []), "types")
             yield from _imports(ast.Module(node.orelse, []), where)
         else:
-            inside = where == "top" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            inside = where == "top" and isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+            )
             yield from _imports(node, "inside" if inside else where)
 
 
@@ -154,7 +292,9 @@ def test_rooms_import_only_what_stands_below_them(mine: str) -> None:
 
 
 def test_no_rooms_import_one_another_in_a_circle() -> None:
-    TopologicalSorter({r: TOP.get(r, set()) | set(INSIDE.get(r, {})) | TYPES.get(r, set()) for r in ROOMS}).prepare()
+    TopologicalSorter(
+        {r: TOP.get(r, set()) | set(INSIDE.get(r, {})) | TYPES.get(r, set()) for r in ROOMS}
+    ).prepare()
 
 
 def test_files_that_import_one_another_in_a_circle_say_why() -> None:
@@ -168,7 +308,11 @@ def test_files_that_import_one_another_in_a_circle_say_why() -> None:
 def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
     """The sets of two or more nodes that reach one another."""
     reach = {node: _reached(graph, node) for node in graph}
-    return {c for node in graph if len(c := frozenset(n for n in reach[node] if node in reach.get(n, ()))) > 1}
+    return {
+        c
+        for node in graph
+        if len(c := frozenset(n for n in reach[node] if node in reach.get(n, ()))) > 1
+    }
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
@@ -181,21 +325,67 @@ def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def test_circles_are_found_wherever_the_import_stands() -> None:
-    text = ("import a\nif TYPE_CHECKING:\n    from fp8cfg.job import Job\nelse:\n    import b\n"
-            "def f():\n    if x:\n        from fp8cfg.report import chart\nclass C:\n    def g(self):\n        import c\n    import d\n")
+    text = (
+        "import a\nif TYPE_CHECKING:\n    from fp8cfg.job import Job\nelse:\n    import b\n"
+        "def f():\n    if x:\n        from fp8cfg.report import chart\nclass C:\n    def g(self):\n        import c\n    import d\n"
+    )
     assert list(_imports(ast.parse(text), "top")) == [
-        ("a", "top"), ("fp8cfg.job", "types"), ("b", "top"), ("fp8cfg.report.chart", "inside"), ("c", "inside"), ("d", "top")]
+        ("a", "top"),
+        ("fp8cfg.job", "types"),
+        ("b", "top"),
+        ("fp8cfg.report.chart", "inside"),
+        ("c", "inside"),
+        ("d", "top"),
+    ]
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"d"}}) == {frozenset("bc")}
 
 
 def test_what_is_left_of_build_loads_no_torch() -> None:
     """One process imports the rooms, one after another, to the first module that loads it."""
-    rooms = ("config", "composition", "data", "models", "layer_plan", "job", "job_parts", "job_optimizer", "job_weights", "graph_nodes", "builder", "report", "run_plan", "interop")
+    rooms = (
+        "config",
+        "composition",
+        "data",
+        "models",
+        "layer_plan",
+        "job",
+        "job_parts",
+        "job_optimizer",
+        "job_weights",
+        "graph_nodes",
+        "builder",
+        "report",
+        "run_plan",
+        "interop",
+    )
     names = [m for r in rooms for m in FILES if room(m) == r and m not in LATE]
     code = f"import importlib, sys; print(next((m for m in {names} if importlib.import_module(m) and 'torch' in sys.modules), None))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
-    assert {*rooms} == {room(m) for m in names} and done.stdout == "None\n", f"{done.stdout}loads torch"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent
+    )
+    assert {*rooms} == {room(m) for m in names} and done.stdout == "None\n", (
+        f"{done.stdout}loads torch"
+    )
 
 
-LATE = {f"fp8cfg.models.{name}" for name in ("attention", "cross_entropy", "hf", "hf_checkpoint", "hf_export", "layers", "lora", "norms", "peft", "rotary", "safetensors_file", "sdpa_backend", "selective_recompute", "tensor_shard", "transformer",
-                                            "weight_init")}
+LATE = {
+    f"fp8cfg.models.{name}"
+    for name in (
+        "attention",
+        "cross_entropy",
+        "hf",
+        "hf_checkpoint",
+        "hf_export",
+        "layers",
+        "lora",
+        "norms",
+        "peft",
+        "rotary",
+        "safetensors_file",
+        "sdpa_backend",
+        "selective_recompute",
+        "tensor_shard",
+        "transformer",
+        "weight_init",
+    )
+}

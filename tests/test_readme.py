@@ -21,16 +21,23 @@ def test_the_readme_has_at_most_900_words() -> None:
 
 def test_the_readme_shows_the_observed_table_and_two_commands_and_python_in_fifteen_lines() -> None:
     shown = [block.text for block in blocks(README)]
-    assert "coverage, observed in the first step" in shown[0] and shown[1] == "$ make train\n$ make test\n"
+    assert (
+        "coverage, observed in the first step" in shown[0]
+        and shown[1] == "$ make train\n$ make test\n"
+    )
     python = next(block.text for block in blocks(README) if block.info == "python")
     assert len(python.splitlines()) <= 15
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda path: path.stem)
-def test_every_tool_has_help_and_is_named(tool: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_tool_has_help_and_is_named(
+    tool: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", [str(tool), "--help"])
     monkeypatch.setattr(sys, "path", [str(ROOT), str(ROOT / "tools"), *sys.path])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(tool), run_name="__main__")
     assert not ended.value.code and "usage:" in capsys.readouterr().out
-    assert re.search(rf"`{re.escape(tool.name)}`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")), f"CONTRIBUTING.md does not name {tool.name}"  # type: ignore[attr-defined]
+    assert re.search(
+        rf"`{re.escape(tool.name)}`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    ), f"CONTRIBUTING.md does not name {tool.name}"  # type: ignore[attr-defined]

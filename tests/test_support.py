@@ -23,5 +23,10 @@ def test_slow_tests_are_listed_by_files_that_there_are() -> None:
     listed = tomllib.loads(Path(__file__).with_name("slow.toml").read_text(encoding="utf-8"))
     assert listed and [*listed] == sorted(listed)
     for file, tests in listed.items():
-        text = Path(__file__).with_name(file.split("/")[0]).joinpath(*file.split("/")[1:]).read_text(encoding="utf-8")
+        text = (
+            Path(__file__)
+            .with_name(file.split("/")[0])
+            .joinpath(*file.split("/")[1:])
+            .read_text(encoding="utf-8")
+        )
         assert [name for name in tests if f"def {name}(" not in text] == []

@@ -66,7 +66,11 @@ Taken = dict[tuple[str, str], tuple[float, ...]]
 
 def line(case: str, contender: object, cells: list[str]) -> str:
     widths = (8, 8, 7, 9, 12, 6, 6, 6, 8, 6)
-    shown = "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) if len(cells) == len(widths) else f"  {' '.join(cells)}"
+    shown = (
+        "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True))
+        if len(cells) == len(widths)
+        else f"  {' '.join(cells)}"
+    )
     return f"{case:7}{contender!s:27}{shown}"
 
 
@@ -80,13 +84,24 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
     def add(name: str, what: object, worker: Worker, until: float) -> None:
         # The first row of a process makes what all of them share: a float32 run, and compiled BF16.
         budget = args.row_seconds * (1 if worker.begun else 2)
-        found = worker.row_in_time(what, budget, until - time.monotonic(), f"no time left, of {args.minutes:g} minutes this case has had its share")
+        found = worker.row_in_time(
+            what,
+            budget,
+            until - time.monotonic(),
+            f"no time left, of {args.minutes:g} minutes this case has had its share",
+        )
         scaling = what.scaling if isinstance(what, Contender) else ""
         if len(found.cells) > 1:
             mine = str(what) == f"native {scaling} compiled"
             if mine or what == BASE:
-                taken[name, scaling] = tuple(float(cell) if cell != "-" else 0.0 for cell in found.cells[:3])
-            goal = GOALS.get((name, scaling)) if args.goals and mine and (name, "bf16") in taken else None  # over compiled BF16 alone
+                taken[name, scaling] = tuple(
+                    float(cell) if cell != "-" else 0.0 for cell in found.cells[:3]
+                )
+            goal = (
+                GOALS.get((name, scaling))
+                if args.goals and mine and (name, "bf16") in taken
+                else None
+            )  # over compiled BF16 alone
             found = found._replace(cells=[*found.cells, f"{goal:.2f}" if goal else "-"])
             if goal:
                 base, estimate = taken.get((name, "bf16"), (0.0, 0.0))[1], taken[name, scaling][1]
@@ -96,7 +111,9 @@ def bench(args: argparse.Namespace, context: BaseContext, results: Results) -> d
         results.say(rows[name][-1])
         results.row(f"{name} {what}", found)
         if name == PROBE and found.failed and not found.stopped:
-            results.say(f"{'=' * 80}\nCOMPILED GRADIENTS FAILED under {what}: no row compiled under it means anything\n{'=' * 80}")
+            results.say(
+                f"{'=' * 80}\nCOMPILED GRADIENTS FAILED under {what}: no row compiled under it means anything\n{'=' * 80}"
+            )
 
     def case(name: str, every: Sequence[object], share: float) -> None:
         """The rows of a case, in a `share` of the time that is left."""
@@ -136,7 +153,10 @@ def whole(taken: Taken, args: argparse.Namespace, results: Results) -> None:
     """A step of the whole 8B model, put together from measured rows, for it does not fit beside BF16's: a pass for each of its
     microbatches, and its optimizer once, which takes as much longer than that of the cut model as there are more parameters."""
     recipe, cut = fp8cfg.compose(WHOLE), fp8cfg.compose([*SHAPES[False]["8b"], "trainer.devices=1"])
-    passes, layers = recipe.trainer.global_batch_size, recipe.model.num_layers - cut.model.num_layers
+    passes, layers = (
+        recipe.trainer.global_batch_size,
+        recipe.model.num_layers - cut.model.num_layers,
+    )
     more = total_parameters(recipe) / total_parameters(cut)
 
     def milliseconds(scaling: str) -> float:
@@ -152,8 +172,11 @@ def whole(taken: Taken, args: argparse.Namespace, results: Results) -> None:
             goal = GOALS.get(("8b whole", scaling)) if args.goals else None
             expected = estimated("bf16") / estimated(scaling) if args.known else 0.0
             how = f"{passes} x (8b - optim + {layers} x block) + {more:.2f} x optim"
-            results.say(f"8b whole, {scaling}: {how} = {mine:,.0f} ms, BF16 {base:,.0f} ms: {base / mine:.2f}x"
-                        + (f", estimated {expected:.2f}x" if expected else "") + (f", goal {goal:.2f}x" if goal else ""))
+            results.say(
+                f"8b whole, {scaling}: {how} = {mine:,.0f} ms, BF16 {base:,.0f} ms: {base / mine:.2f}x"
+                + (f", estimated {expected:.2f}x" if expected else "")
+                + (f", goal {goal:.2f}x" if goal else "")
+            )
             if goal:
                 results.goal(f"8b whole {scaling}", base / mine, goal, expected)
 
@@ -163,16 +186,46 @@ def total_parameters(recipe: fp8cfg.Recipe) -> int:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="small shapes, and compilation without code generation")
+    parser.add_argument(
+        "--small", action="store_true", help="small shapes, and compilation without code generation"
+    )
     parser.add_argument("--minutes", type=float, default=8, help="of all rows together; default 8")
-    parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row, which is stopped there; the first of a process has twice that; default 60")
-    parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
-    parser.add_argument("--no-probe", dest="probe", action="store_false", help="leave the gradient probe out")
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES), help="all by default; none: the gradient probe alone")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name has one of these words, as in: --only te bf16; compiled BF16 always")
-    parser.add_argument("--out", type=writable, metavar="FILE", help="append rows to it as they come, with where failed ones were")
+    parser.add_argument(
+        "--row-seconds",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="of one row, which is stopped there; the first of a process has twice that; default 60",
+    )
+    parser.add_argument(
+        "--no-proof", action="store_true", help="prove no products, for the fake GPU"
+    )
+    parser.add_argument(
+        "--no-probe", dest="probe", action="store_false", help="leave the gradient probe out"
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="*",
+        choices=list(CASES),
+        default=list(CASES),
+        help="all by default; none: the gradient probe alone",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="WORD",
+        help="contenders whose name has one of these words, as in: --only te bf16; compiled BF16 always",
+    )
+    parser.add_argument(
+        "--out",
+        type=writable,
+        metavar="FILE",
+        help="append rows to it as they come, with where failed ones were",
+    )
     args = parser.parse_args(argv)
     if args.device == "cuda" and (why := no_cuda()):
         parser.error(f"torch has no CUDA device here ({why}); write --device cpu --small")
@@ -180,21 +233,32 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.capability = torch.cuda.get_device_capability() if args.device == "cuda" else None
     args.known = device_called(torch.cuda.get_device_name()) if args.device == "cuda" else None
     args.goals = not args.small and not args.no_proof and args.known == Device.of("h200")
-    args.scalings = [s for s in WORDS if s != "bf16" and not unsupported(s, args.capability)
-                     and chosen(f"native {s} compiled", args.only)]
+    args.scalings = [
+        s
+        for s in WORDS
+        if s != "bf16"
+        and not unsupported(s, args.capability)
+        and chosen(f"native {s} compiled", args.only)
+    ]
     return args
 
 
 def run(args: argparse.Namespace, results: Results) -> dict[str, list[str]]:
     """The head of the table, and its rows as they come."""
-    context = multiprocessing.get_context("forkserver")  # which loads torch once, and never touches the GPU itself
-    context.set_forkserver_preload(["__main__", "tools.bench_gpu", "fiddle", "fp8cfg.composition.hydra_compose"])
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # which loads torch once, and never touches the GPU itself
+    context.set_forkserver_preload(
+        ["__main__", "tools.bench_gpu", "fiddle", "fp8cfg.composition.hydra_compose"]
+    )
     results.say(head(args))
     return bench(args, context, results)
 
 
 def head(args: argparse.Namespace) -> str:
-    return f"{machine(args.device)}; compiled by {args.compiler}\n" + line("case", "", list(COLUMNS))
+    return f"{machine(args.device)}; compiled by {args.compiler}\n" + line(
+        "case", "", list(COLUMNS)
+    )
 
 
 def main() -> int:

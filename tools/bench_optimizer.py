@@ -26,16 +26,39 @@ from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 from fp8cfg.report.tables import table
 
-TORCH = {"foreach": {"foreach": True}, "fused": {"fused": True}, "single": {"foreach": False, "fused": False}}
+TORCH = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "single": {"foreach": False, "fused": False},
+}
 ROWS = {
     "fp32": {},
     "bf16": {"weight": "bf16", "exp_avg": "bf16", "exp_avg_sq": "bf16", "rounding": "stochastic"},
     "O1": {"weight": "fp16_scaled", "weight_grad": "fp8_pow2"},
-    "O2": {"weight": "fp16_scaled", "weight_grad": "fp8_pow2", "exp_avg": "fp8_pow2", "exp_avg_sq": "fp16_scaled"},
-    "O3": {"weight": "fp8_pow2", "master_weight": "fp16_scaled", "weight_grad": "fp8_pow2", "exp_avg": "fp8_pow2", "exp_avg_sq": "fp16_scaled"},
-    "blocks": {"weight": "bf16", "master_weight": "fp32", "exp_avg": "fp8_block", "exp_avg_sq": "fp8_block"},
+    "O2": {
+        "weight": "fp16_scaled",
+        "weight_grad": "fp8_pow2",
+        "exp_avg": "fp8_pow2",
+        "exp_avg_sq": "fp16_scaled",
+    },
+    "O3": {
+        "weight": "fp8_pow2",
+        "master_weight": "fp16_scaled",
+        "weight_grad": "fp8_pow2",
+        "exp_avg": "fp8_pow2",
+        "exp_avg_sq": "fp16_scaled",
+    },
+    "blocks": {
+        "weight": "bf16",
+        "master_weight": "fp32",
+        "exp_avg": "fp8_block",
+        "exp_avg_sq": "fp8_block",
+    },
 }
-LLAMA_TINY = [768 * 256, 256 * 256, 1376 * 256, 256 * 688] * 4 + [256 * 256], [256 * 256] + [256] * 9
+LLAMA_TINY = (
+    [768 * 256, 256 * 256, 1376 * 256, 256 * 688] * 4 + [256 * 256],
+    [256 * 256] + [256] * 9,
+)
 """Tensors of about the sizes of recipe=llama_tiny's: linear layers, and what has float32 weights and gradients under a level."""
 LEVELS = ("O1", "O2", "O3")
 
@@ -58,19 +81,36 @@ def stepper(name: str, linear: list[int], others: list[int], eager: bool) -> Cal
     """A function that does one step of that optimizer, warmed up."""
     generator = torch.Generator().manual_seed(0)
     row = ROWS.get(name, {})
-    codecs = [codec(row.get("weight", "fp32"))] * len(linear) + [codec(row.get("weight", "fp32") if name not in LEVELS else "fp32")] * len(others)
-    stored = [weight.encode(torch.randn(n, generator=generator) * 0.02) for n, weight in zip(linear + others, codecs, strict=True)]
+    codecs = [codec(row.get("weight", "fp32"))] * len(linear) + [
+        codec(row.get("weight", "fp32") if name not in LEVELS else "fp32")
+    ] * len(others)
+    stored = [
+        weight.encode(torch.randn(n, generator=generator) * 0.02)
+        for n, weight in zip(linear + others, codecs, strict=True)
+    ]
     params = {f"p{i}": nn.Parameter(data) for i, (data, *_) in enumerate(stored)}
-    held = {p: partial(tuple, (p.detach(), entry[1])) for p, entry in zip(params.values(), stored, strict=True) if len(entry) > 1}
+    held = {
+        p: partial(tuple, (p.detach(), entry[1]))
+        for p, entry in zip(params.values(), stored, strict=True)
+        if len(entry) > 1
+    }
     for p in params.values():
         p.grad_dtype = torch.float32
         p.grad = torch.randn(p.shape, generator=generator) * 1e-3
     if name in TORCH:
         optimizer = torch.optim.AdamW([*params.values()], **TORCH[name])
     else:
-        named, apart = list(params.items()), {k: v for k, v in row.items() if name not in LEVELS or k.startswith("exp_avg")}
-        groups = [{"params": named[: len(linear)], "columns": named_columns(**row)}, {"params": named[len(linear) :], "columns": named_columns(**apart)}]
-        optimizer = LowBitAdamW([group for group in groups if group["params"]], held=held, compiled=not eager)
+        named, apart = (
+            list(params.items()),
+            {k: v for k, v in row.items() if name not in LEVELS or k.startswith("exp_avg")},
+        )
+        groups = [
+            {"params": named[: len(linear)], "columns": named_columns(**row)},
+            {"params": named[len(linear) :], "columns": named_columns(**apart)},
+        ]
+        optimizer = LowBitAdamW(
+            [group for group in groups if group["params"]], held=held, compiled=not eager
+        )
     grads = [p.grad for p in params.values()]
     for _ in range(3):
         for p, grad in zip(params.values(), grads, strict=True):
@@ -82,9 +122,17 @@ def stepper(name: str, linear: list[int], others: list[int], eager: bool) -> Cal
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=15)
-    parser.add_argument("--sizes", nargs="+", type=checked, default=["16x1048576", "llama_tiny", "256x16384"], help="COUNTxELEMENTS, or llama_tiny")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=checked,
+        default=["16x1048576", "llama_tiny", "256x16384"],
+        help="COUNTxELEMENTS, or llama_tiny",
+    )
     names = [*TORCH, *ROWS, *(f"{row} eager" for row in ROWS)]
     parser.add_argument("--only", nargs="+", choices=names, default=[*TORCH, *ROWS, "O2 eager"])
     parser.add_argument("--threads", type=int, default=1)
@@ -96,7 +144,9 @@ def main() -> None:
         (linear, others), steps = lengths(size), {}
         for name in args.only:
             began = time.perf_counter()
-            steps[name] = stepper(name.removesuffix(" eager"), linear, others, name.endswith(" eager"))
+            steps[name] = stepper(
+                name.removesuffix(" eager"), linear, others, name.endswith(" eager")
+            )
             print(f"{size} {name}: warm after {time.perf_counter() - began:.0f} s", file=sys.stderr)
         times: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(args.runs):
@@ -106,9 +156,18 @@ def main() -> None:
                 times[name].append((clock() - began) / sum(linear + others) * 1e9)
         base = statistics.median(times[args.only[0]])
         for name, taken in times.items():
-            rows[name] += [f"{statistics.median(taken):.2f}", f"{statistics.median(taken) / base:.2f}"]
+            rows[name] += [
+                f"{statistics.median(taken):.2f}",
+                f"{statistics.median(taken) / base:.2f}",
+            ]
     print(f"ns a parameter, and times {args.only[0]}")
-    print(table(["step", *(word for size in args.sizes for word in (size, "x"))], list(rows.values()), right=range(1, 1 + 2 * len(args.sizes))))
+    print(
+        table(
+            ["step", *(word for size in args.sizes for word in (size, "x"))],
+            list(rows.values()),
+            right=range(1, 1 + 2 * len(args.sizes)),
+        )
+    )
 
 
 if __name__ == "__main__":

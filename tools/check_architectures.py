@@ -26,18 +26,57 @@ from tools.environments import ROOT, TORCH, made
 SCRIPT = ROOT / "tools" / "architectures" / "rows.py"
 LIBRARIES = {"torchvision": "0.28.0", "timm": "1.0.31", "diffusers": "0.42.1", "torchao": "0.18.0"}
 """Versions that fit that torch."""
-NAMES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "gemma2", "gemma3", "phi3", "deepseek_v3", "olmo2", "granite",
-         "gpt_oss", "gpt2", "bert", "modernbert", "t5", "vit", "whisper", "mamba2", "torchvision_resnet", "torchvision_vit", "timm_vit", "timm_convnext",
-         "nn_transformer", "nn_multihead_attention", "nn_lstm", "diffusers_unet", "diffusers_dit")
+NAMES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "deepseek_v3",
+    "olmo2",
+    "granite",
+    "gpt_oss",
+    "gpt2",
+    "bert",
+    "modernbert",
+    "t5",
+    "vit",
+    "whisper",
+    "mamba2",
+    "torchvision_resnet",
+    "torchvision_vit",
+    "timm_vit",
+    "timm_convnext",
+    "nn_transformer",
+    "nn_multihead_attention",
+    "nn_lstm",
+    "diffusers_unet",
+    "diffusers_dit",
+)
 """As tools/architectures has them."""
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="*", help=f"architectures, of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--torch-index", metavar="URL", help=f"pip's, for {TORCH} and what it requires")
-    parser.add_argument("--keep", metavar="FOLDER", type=Path, help="where the environment is made, and stays")
-    parser.add_argument("--env", metavar="PYTHON", help="the Python of an environment that is there; none is made")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "name", nargs="*", help=f"architectures, of {', '.join(NAMES)}; default: all"
+    )
+    parser.add_argument(
+        "--torch-index", metavar="URL", help=f"pip's, for {TORCH} and what it requires"
+    )
+    parser.add_argument(
+        "--keep", metavar="FOLDER", type=Path, help="where the environment is made, and stays"
+    )
+    parser.add_argument(
+        "--env", metavar="PYTHON", help="the Python of an environment that is there; none is made"
+    )
     options = parser.parse_args()
     if unknown := [name for name in options.name if name not in NAMES]:
         parser.error(f"{unknown[0]}: no such architecture; choose from {', '.join(NAMES)}")
@@ -48,16 +87,30 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     with tempfile.TemporaryDirectory() as folder:
         try:
-            python = options.env or made(options.keep or Path(folder), options.torch_index, [f"{n}=={v}" for n, v in LIBRARIES.items()])
+            python = options.env or made(
+                options.keep or Path(folder),
+                options.torch_index,
+                [f"{n}=={v}" for n, v in LIBRARIES.items()],
+            )
         except subprocess.CalledProcessError as e:
             print(f"FAILED, no environment: {(e.stderr.strip().splitlines() or [str(e)])[-1]}")
             return 1
-        done = subprocess.run([python, str(SCRIPT), *options.name], env=environ, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [python, str(SCRIPT), *options.name], env=environ, stderr=subprocess.PIPE, text=True
+        )
     if done.returncode not in (0, 1):
-        print(f"FAILED, exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['printed nothing'])[-1]}")
+        print(
+            f"FAILED, exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['printed nothing'])[-1]}"
+        )
     return int(done.returncode != 0)
 
 

@@ -47,23 +47,78 @@ from tools.gpu_rows.results import Results, machine, writable
 from tools.gpu_rows.worker import Make, Row, Worker
 
 PLAIN = ["fp8.params=false", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]
-PRESETS = {"delayed": "bf16_fp8", "current": "bf16_fp8_current", "row": "bf16_fp8_current", "block": "bf16_fp8_block", "mxfp8": "bf16_mxfp8", "nvfp4": "bf16_nvfp4"}
-MORE = {
-    ("te", "delayed"): ["fp8.first_step=te"], ("native", "row"): ["fp8.granularity=row"], ("native", "block"): ["fp8.format=e4m3"], ("torchao", "row"): ["fp8.granularity=row"],
-    ("msamp", "delayed"): ["opt_level=O2", "fp8.amax_history_len=16", "fp8.reduce_amax=false", "storage.accumulate=stored"],
+PRESETS = {
+    "delayed": "bf16_fp8",
+    "current": "bf16_fp8_current",
+    "row": "bf16_fp8_current",
+    "block": "bf16_fp8_block",
+    "mxfp8": "bf16_mxfp8",
+    "nvfp4": "bf16_nvfp4",
 }
-SCALINGS = {"native": list(PRESETS), "te": [s for s in PRESETS if s != "row"], "torchao": ["current", "row", "mxfp8"], "msamp": ["delayed"]}
-ROWS = ["bf16", *(f"{backend} {scaling}" for backend, scalings in SCALINGS.items() for scaling in scalings), "te delayed parts", "te current parts"]
+MORE = {
+    ("te", "delayed"): ["fp8.first_step=te"],
+    ("native", "row"): ["fp8.granularity=row"],
+    ("native", "block"): ["fp8.format=e4m3"],
+    ("torchao", "row"): ["fp8.granularity=row"],
+    ("msamp", "delayed"): [
+        "opt_level=O2",
+        "fp8.amax_history_len=16",
+        "fp8.reduce_amax=false",
+        "storage.accumulate=stored",
+    ],
+}
+SCALINGS = {
+    "native": list(PRESETS),
+    "te": [s for s in PRESETS if s != "row"],
+    "torchao": ["current", "row", "mxfp8"],
+    "msamp": ["delayed"],
+}
+ROWS = [
+    "bf16",
+    *(f"{backend} {scaling}" for backend, scalings in SCALINGS.items() for scaling in scalings),
+    "te delayed parts",
+    "te current parts",
+]
 GEMM = [f"native {scaling}" for scaling in products.SCALINGS]
-BITS = [*(f"kernels {scaling}" for scaling in kernel_bits.SCALINGS), *(f"te {scaling}" for scaling in te_bits.SCALINGS)]
+BITS = [
+    *(f"kernels {scaling}" for scaling in kernel_bits.SCALINGS),
+    *(f"te {scaling}" for scaling in te_bits.SCALINGS),
+]
 MODELS = {
-    False: {"tiny": ["recipe=llama_tiny"],
-            "1b": ["recipe=llama_1b", "model.num_layers=4", "model.seq_length=2048", "trainer.global_batch_size=4", "trainer.micro_batch_size=4"]},
-    True: {"tiny": ["recipe=llama_tiny", "model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.seq_length=32",
-                    "trainer.global_batch_size=4", "trainer.micro_batch_size=4"],
-           "1b": ["recipe=llama_1b", "model.num_layers=1", "model.hidden_size=128", "model.ffn_hidden_size=512", "model.kv_channels=16",
-                  "model.num_attention_heads=8", "model.num_query_groups=2", "model.vocab_size=512", "model.seq_length=64",
-                  "trainer.global_batch_size=1", "trainer.micro_batch_size=1"]},
+    False: {
+        "tiny": ["recipe=llama_tiny"],
+        "1b": [
+            "recipe=llama_1b",
+            "model.num_layers=4",
+            "model.seq_length=2048",
+            "trainer.global_batch_size=4",
+            "trainer.micro_batch_size=4",
+        ],
+    },
+    True: {
+        "tiny": [
+            "recipe=llama_tiny",
+            "model.num_layers=2",
+            "model.hidden_size=64",
+            "model.ffn_hidden_size=128",
+            "model.seq_length=32",
+            "trainer.global_batch_size=4",
+            "trainer.micro_batch_size=4",
+        ],
+        "1b": [
+            "recipe=llama_1b",
+            "model.num_layers=1",
+            "model.hidden_size=128",
+            "model.ffn_hidden_size=512",
+            "model.kv_channels=16",
+            "model.num_attention_heads=8",
+            "model.num_query_groups=2",
+            "model.vocab_size=512",
+            "model.seq_length=64",
+            "trainer.global_batch_size=1",
+            "trainer.micro_batch_size=1",
+        ],
+    },
 }
 FOLLOWS = 0.1
 """Share of BF16's last loss within which a row's must be. On a CPU, over 20 steps, native rows end within 0.3 % of it in the small model
@@ -75,18 +130,33 @@ TRAINER = ["data=tiny", "trainer.devices=1", "optim.warmup_steps=0", "optim.cons
 
 
 def recipe_of(args: argparse.Namespace, model: str, row: str) -> fp8cfg.Recipe:
-    words = [*MODELS[args.small][model], *TRAINER, f"trainer.max_steps={args.steps}", f"trainer.accelerator={args.device}"]
+    words = [
+        *MODELS[args.small][model],
+        *TRAINER,
+        f"trainer.max_steps={args.steps}",
+        f"trainer.accelerator={args.device}",
+    ]
     if row == "bf16":
         return fp8cfg.compose([*words, "precision=bf16"])
     backend, scaling, *_ = row.split()
-    return fp8cfg.compose([*words, f"precision={PRESETS[scaling]}", *PLAIN, *MORE.get((backend, scaling), []), f"backend={backend}"])
+    return fp8cfg.compose(
+        [
+            *words,
+            f"precision={PRESETS[scaling]}",
+            *PLAIN,
+            *MORE.get((backend, scaling), []),
+            f"backend={backend}",
+        ]
+    )
 
 
 def train(args: argparse.Namespace, model: str, row: str) -> list[str]:
     """The cells of a row: losses, share in FP8, time, memory. Raises NotFP8Error where it did not run as planned."""
     parts = row.endswith("parts")
     if parts:
-        te_decoder.obstacle = lambda layer, make: "asked for"  # in this process, which has no other row
+        te_decoder.obstacle = lambda layer, make: (
+            "asked for"
+        )  # in this process, which has no other row
     job = fp8cfg.build(recipe_of(args, model, row))
     layers = set(te_decoder.described(job.model).values())
     if row.startswith("te ") and (layers == {"te.TransformerLayer"}) == parts:
@@ -127,11 +197,21 @@ def refused(args: argparse.Namespace, model: str, row: str) -> str:
     if model == "gemm":
         return kernel_bits.refused(args.device) or refused(args, "tiny", row)
     if model == "bits":
-        return refused(args, "tiny", row) if row.startswith("te ") else kernel_bits.refused(args.device)
+        return (
+            refused(args, "tiny", row)
+            if row.startswith("te ")
+            else kernel_bits.refused(args.device)
+        )
     if row == "bf16":
         return ""
     found = recipe_of(args, model, row)
-    return next((line.partition("; ")[0] for line in against(found.backend, found.precision, find_hardware(args.device))), "")
+    return next(
+        (
+            line.partition("; ")[0]
+            for line in against(found.backend, found.precision, find_hardware(args.device))
+        ),
+        "",
+    )
 
 
 MADE = {"gemm": gemm, "bits": bits}
@@ -146,18 +226,42 @@ def start(args: argparse.Namespace, model: str) -> Make:
 
 def line(model: str, row: str, cells: list[str]) -> str:
     head = f"{model:5} {row:16}"
-    return head + "".join(c.rjust(9) for c in cells[:-3]) + "".join(c.rjust(7) for c in cells[-3:]) if len(cells) > 1 else wrapped(cells[0], head + " ", " " * 23)
+    return (
+        head + "".join(c.rjust(9) for c in cells[:-3]) + "".join(c.rjust(7) for c in cells[-3:])
+        if len(cells) > 1
+        else wrapped(cells[0], head + " ", " " * 23)
+    )
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true", help="on a CPU, with small shapes")
     parser.add_argument("--steps", type=int, default=20, help="of each model; default 20")
     parser.add_argument("--minutes", type=float, default=8, help="of all rows together; default 8")
-    parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row, which is stopped there; default 60")
-    parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="rows that have one of these words, as in: --only te bits")
-    parser.add_argument("--out", type=writable, metavar="FILE", help="append rows to it as they come, with where failed ones were")
+    parser.add_argument(
+        "--row-seconds",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="of one row, which is stopped there; default 60",
+    )
+    parser.add_argument(
+        "--no-proof", action="store_true", help="prove no products, for the fake GPU"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="WORD",
+        help="rows that have one of these words, as in: --only te bits",
+    )
+    parser.add_argument(
+        "--out",
+        type=writable,
+        metavar="FILE",
+        help="append rows to it as they come, with where failed ones were",
+    )
     args = parser.parse_args(argv)
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: at least 1")
@@ -169,12 +273,28 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace, results: Results) -> None:
     """The rows, as they come."""
-    context = multiprocessing.get_context("forkserver")  # which loads torch once, and never touches the GPU itself
-    context.set_forkserver_preload(["__main__", "tools.check_gpu", "fiddle", "fp8cfg.composition.hydra_compose", "fp8cfg.models.transformer"])
+    context = multiprocessing.get_context(
+        "forkserver"
+    )  # which loads torch once, and never touches the GPU itself
+    context.set_forkserver_preload(
+        [
+            "__main__",
+            "tools.check_gpu",
+            "fiddle",
+            "fp8cfg.composition.hydra_compose",
+            "fp8cfg.models.transformer",
+        ]
+    )
     deadline = time.monotonic() + 60 * args.minutes
     results.say(wrapped(machine(args.device)))
-    results.say(line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"]))
-    every = [("gemm", row) for row in GEMM] + [("bits", row) for row in BITS] + [(model, row) for model in MODELS[args.small] for row in ROWS]
+    results.say(
+        line("model", "", [*(f"@{step}" for step in shown_steps(args.steps)), "fp8", "ms", "GiB"])
+    )
+    every = (
+        [("gemm", row) for row in GEMM]
+        + [("bits", row) for row in BITS]
+        + [(model, row) for model in MODELS[args.small] for row in ROWS]
+    )
     bf16: dict[str, float] = {}  # last losses, by model
     for model, row in every:
         if args.only and not any(word in (model, *row.split()) for word in args.only):
@@ -183,7 +303,12 @@ def run(args: argparse.Namespace, results: Results) -> None:
         found = Row([f"not run: {why}"])
         if not why:
             with Worker(context, start, args, model) as worker:
-                found = worker.row_in_time(row, args.row_seconds, deadline - time.monotonic(), f"no time left of {args.minutes:g} minutes")
+                found = worker.row_in_time(
+                    row,
+                    args.row_seconds,
+                    deadline - time.monotonic(),
+                    f"no time left of {args.minutes:g} minutes",
+                )
         results.say(line(model, row, found.cells))
         if len(found.cells) > 1:
             last = float(found.cells[-4])

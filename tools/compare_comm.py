@@ -63,25 +63,39 @@ def gradients(kind: str, rank: int, elements: int) -> list[Tensor]:
 def all_gather(every: list[list[Tensor]]) -> list[Tensor]:
     """Each rank decodes and adds up what all have sent."""
     c = codec("fp8")
-    return [torch.stack([c.decode(c.encode(t)) for t in ts]).sum(0) for ts in zip(*every, strict=True)]
+    return [
+        torch.stack([c.decode(c.encode(t)) for t in ts]).sum(0) for ts in zip(*every, strict=True)
+    ]
 
 
 def ring(every: list[list[Tensor]]) -> list[Tensor]:
     """FP8 sums that go from rank to rank, under one scale for all, which leaves room for sqrt(N) times the amax."""
     found = []
     for ts in zip(*every, strict=True):
-        scale = pow2_scale(torch.stack([largest(t) for t in ts]).amax(), E4M3.max) / math.sqrt(len(ts))
+        scale = pow2_scale(torch.stack([largest(t) for t in ts]).amax(), E4M3.max) / math.sqrt(
+            len(ts)
+        )
         total = cast(ts[0] * scale, E4M3)
         for t in ts[1:]:
-            total = cast(widen(total, torch.float32) + widen(cast(t * scale, E4M3), torch.float32), E4M3)
+            total = cast(
+                widen(total, torch.float32) + widen(cast(t * scale, E4M3), torch.float32), E4M3
+            )
         found.append(widen(total, torch.float32) / scale)
     return found
 
 
 def error(found: list[Tensor], kind: str, ranks: int, elements: int) -> float:
     """Of the tensors together, each by the norm of its exact sum."""
-    exact = [torch.stack(ts).double().sum(0) for ts in zip(*(gradients(kind, rank, elements) for rank in range(ranks)), strict=True)]
-    return math.sqrt(sum(((a.double() - b).norm() / b.norm()).item() ** 2 * part for a, b, part in zip(found, exact, PARTS, strict=True)))
+    exact = [
+        torch.stack(ts).double().sum(0)
+        for ts in zip(*(gradients(kind, rank, elements) for rank in range(ranks)), strict=True)
+    ]
+    return math.sqrt(
+        sum(
+            ((a.double() - b).norm() / b.norm()).item() ** 2 * part
+            for a, b, part in zip(found, exact, PARTS, strict=True)
+        )
+    )
 
 
 def summed(elements: int, world: World) -> tuple[Errors, dict[str, float]]:
@@ -112,7 +126,9 @@ def in_threads(ranks: int, elements: int) -> tuple[Errors, dict[str, float]]:
 def one_process(rank: int, ranks: int, elements: int, folder: str) -> None:
     """The same by one of several processes, of which the first writes down what it finds."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{ranks}", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting{ranks}", rank=rank, world_size=ranks
+    )
     found = summed(elements, World(rank, ranks, Traffic()))
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")
@@ -132,20 +148,39 @@ def report(found: dict[int, tuple[Errors, dict[str, float]]]) -> str:
     names = [name for name in (*CODECS, *EMULATED) if (name, 0) in next(iter(found.values()))[0]]
     ranks = [f"{count} ranks" for count in found]
     right = range(2, 2 + len(ranks))
-    errors = [[kind, name, *(f"{e[name, i]:.2g}" if e[name, i] < 1e-4 else f"{e[name, i]:.4f}" for e, _ in found.values())]
-              for i, kind in enumerate(GRADIENTS) for name in names]
+    errors = [
+        [
+            kind,
+            name,
+            *(
+                f"{e[name, i]:.2g}" if e[name, i] < 1e-4 else f"{e[name, i]:.4f}"
+                for e, _ in found.values()
+            ),
+        ]
+        for i, kind in enumerate(GRADIENTS)
+        for name in names
+    ]
     sent = [["bytes sent", name, *(f"{s[name]:.3f}" for _, s in found.values())] for name in names]
-    return "\n\n".join([table(["error of the sum", "sent as", *ranks], errors, right), table(["an element", "sent as", *ranks], sent, right)])
+    return "\n\n".join(
+        [
+            table(["error of the sum", "sent as", *ranks], errors, right),
+            table(["an element", "sent as", *ranks], sent, right),
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--elements", type=int, default=200_000)
     parser.add_argument("--processes", action="store_true")
     args = parser.parse_args()
     if min(args.ranks) < 2 or any(count % 2 for count in args.ranks) or args.elements < 1:
-        sys.exit("compare_comm: --ranks must be even, for gradients that cancel, and --elements positive")
+        sys.exit(
+            "compare_comm: --ranks must be even, for gradients that cancel, and --elements positive"
+        )
     torch.set_num_threads(1)
     measure = in_processes if args.processes else in_threads
     print(report({count: measure(count, args.elements) for count in args.ranks}))

@@ -26,15 +26,28 @@ from measure_bytes import counts, rows
 
 from fp8cfg.training.metrics import read
 
-WORDS = ["recipe=llama_tiny", "data=tiny", "trainer.max_steps=150", "checkpoint.every_n_steps=3", "trainer.val_check_interval=20",
-         "trainer.limit_val_batches=1", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=384", "model.seq_length=64",
-         "trainer.global_batch_size=8", "trainer.micro_batch_size=4"]
+WORDS = [
+    "recipe=llama_tiny",
+    "data=tiny",
+    "trainer.max_steps=150",
+    "checkpoint.every_n_steps=3",
+    "trainer.val_check_interval=20",
+    "trainer.limit_val_batches=1",
+    "model.num_layers=2",
+    "model.hidden_size=128",
+    "model.ffn_hidden_size=384",
+    "model.seq_length=64",
+    "trainer.global_batch_size=8",
+    "trainer.micro_batch_size=4",
+]
 
 
 def losses(root: Path) -> list[dict[str, object]]:
     """The metrics of the run under `root`, without what measures time."""
-    folder, = root.iterdir()
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")]
+    (folder,) = root.iterdir()
+    return [
+        {k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")
+    ]
 
 
 def progress(root: Path) -> int:
@@ -87,11 +100,16 @@ def compared(words: list[str], ranks: int, kills: int, rng: random.Random) -> tu
         to_the_end(part)
         want, got = losses(whole), losses(killed)
     apart = next((f"DIFFERENT: {b}, not {a}" for a, b in zip_longest(want, got) if a != b), "")
-    return f"killed after {', '.join(map(str, lines))} of {len(want)} lines: {apart or 'equal'}", not apart
+    return (
+        f"killed after {', '.join(map(str, lines))} of {len(want)} lines: {apart or 'equal'}",
+        not apart,
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", action="store_true", help="every row of the low-precision chart")
     parser.add_argument("--kills", type=command.count, default=10)
     parser.add_argument("--seed", type=int, default=0)
@@ -99,8 +117,13 @@ def main() -> int:
     parser.add_argument("words", nargs="*")
     args = parser.parse_intermixed_args()
     rng, good = random.Random(args.seed), True
-    words = {ranks: {name: [*row.split(), *args.words] for name, row in (rows(ranks) if args.rows else {"": "precision=bf16_fp8"}).items()}
-             for ranks in args.ranks}
+    words = {
+        ranks: {
+            name: [*row.split(), *args.words]
+            for name, row in (rows(ranks) if args.rows else {"": "precision=bf16_fp8"}).items()
+        }
+        for ranks in args.ranks
+    }
     for ranks in args.ranks:
         command.recipes(([*WORDS, *row] for row in words[ranks].values()), ranks)
     for ranks in args.ranks:

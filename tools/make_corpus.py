@@ -20,7 +20,9 @@ SIZE = 240_000  # bytes, at least
 
 words = str.split
 
-NAMES = words("Abel Brina Corin Dala Edmer Fenna Goran Hilde Ivo Jora Kelim Mira Lowen Orla Nestor Petra")
+NAMES = words(
+    "Abel Brina Corin Dala Edmer Fenna Goran Hilde Ivo Jora Kelim Mira Lowen Orla Nestor Petra"
+)
 TOWNS = words("Ashford Brackwater Colden Dunmere Eastmill Farrow")
 TRADES = {
     "baker": ("bread", "oven"),
@@ -87,7 +89,9 @@ def story(draw: Draw) -> str:
     happened = events(draw, who)
     for _ in range(2 + draw.below(4)):
         lines.append(happened.pop(draw.below(len(happened))))
-    lines.append(f"The next day was {DAYS[(day + 1) % 7]}, and {who.name} went back to the {who.place}.")
+    lines.append(
+        f"The next day was {DAYS[(day + 1) % 7]}, and {who.name} went back to the {who.place}."
+    )
     return " ".join(lines)
 
 
@@ -186,7 +190,12 @@ def program(draw: Draw) -> str:
 
 
 # Stories are the body of the text; the rest appears often enough to be learnt in a few hundred steps.
-KINDS = [story] * 6 + [questions] * 3 + [market] * 2 + [table, sums, brackets, record, record, copies, program, program]
+KINDS = (
+    [story] * 6
+    + [questions] * 3
+    + [market] * 2
+    + [table, sums, brackets, record, record, copies, program, program]
+)
 
 
 def make() -> bytes:
@@ -199,7 +208,9 @@ def make() -> bytes:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", nargs="?", type=Path, default=DEFAULT)
     target = parser.parse_args().file
     target.write_bytes(make())

@@ -35,7 +35,17 @@ from tools.command import run
 from tools.families import PUBLISHED, TINY, build, config_of
 
 FAMILIES = [name.removesuffix("_tiny") for name in TINY]
-HEADER = ("family", "recipes", "logits", "gradients", "published counts", "loss, bf16", "loss, bf16_fp8", "FP8, tiny", "FP8, largest")
+HEADER = (
+    "family",
+    "recipes",
+    "logits",
+    "gradients",
+    "published counts",
+    "loss, bf16",
+    "loss, bf16_fp8",
+    "FP8, tiny",
+    "FP8, largest",
+)
 
 
 def differences(name: str) -> tuple[float, float]:
@@ -45,14 +55,24 @@ def differences(name: str) -> tuple[float, float]:
     logits = (ours(tokens) - their(tokens).logits).abs().max().item()
     ours(tokens[:, :-1], tokens[:, 1:]).backward()
     their(tokens, labels=tokens).loss.backward()
-    gradients = {n: p.grad for n, p in ours.named_parameters(remove_duplicate=False) if p.grad is not None}
+    gradients = {
+        n: p.grad for n, p in ours.named_parameters(remove_duplicate=False) if p.grad is not None
+    }
     found = to_hf(gradients, config, dataclasses.replace(layout, centered=None))
-    return logits, max(((found[n] - p.grad).abs().max() / p.grad.abs().max()).item() for n, p in their.named_parameters() if p.grad is not None)
+    return logits, max(
+        ((found[n] - p.grad).abs().max() / p.grad.abs().max()).item()
+        for n, p in their.named_parameters()
+        if p.grad is not None
+    )
 
 
 def sizes_of(family: str) -> list[str]:
     """The names of the recipes in the file of `family`, but for tiny and short ones, that are that family's."""
-    return [name for name in recipes() if name.startswith(family) and not name.endswith("_tiny") and name not in ALIASES]
+    return [
+        name
+        for name in recipes()
+        if name.startswith(family) and not name.endswith("_tiny") and name not in ALIASES
+    ]
 
 
 ALIASES = {"llama_1b", "llama_3b", "llama_8b", "llama_70b", "llama_405b"}
@@ -78,8 +98,18 @@ def share(name: str) -> float:
 
 def loss(name: str, precision: str, steps: int) -> float:
     """The validation loss of recipe `name` on the small shipped corpus after `steps` steps."""
-    words = [f"recipe={name}", f"precision={precision}", "data=tiny", f"trainer.max_steps={steps}", "trainer.accelerator=cpu", "trainer.compile=off",
-             f"trainer.val_check_interval={steps}", "trainer.limit_val_batches=4", f"checkpoint.every_n_steps={steps}", "optim.warmup_steps=1"]
+    words = [
+        f"recipe={name}",
+        f"precision={precision}",
+        "data=tiny",
+        f"trainer.max_steps={steps}",
+        "trainer.accelerator=cpu",
+        "trainer.compile=off",
+        f"trainer.val_check_interval={steps}",
+        "trainer.limit_val_batches=4",
+        f"checkpoint.every_n_steps={steps}",
+        "optim.warmup_steps=1",
+    ]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         return fp8cfg.fit(fp8cfg.build(fp8cfg.compose(words)), folder=Path(folder) / "run").val_loss
 
@@ -87,15 +117,39 @@ def loss(name: str, precision: str, steps: int) -> float:
 def row(family: str, steps: int) -> list[str]:
     name, names = f"{family}_tiny", sizes_of(family)
     logits, gradients = differences(name)
-    largest = max(names, key=lambda n: parameter_counts(transformer_config(recipes()[n]()))["total"])
-    losses = [f"{loss(name, precision, steps):.3f}" if steps else "-" for precision in ("bf16_mixed", "bf16_fp8")]
-    return [family, str(len(names)), f"{logits:.0e}", f"{gradients:.0e}", published(names), *losses, f"{share(name):.0%}", f"{share(largest):.0%} ({largest})"]
+    largest = max(
+        names, key=lambda n: parameter_counts(transformer_config(recipes()[n]()))["total"]
+    )
+    losses = [
+        f"{loss(name, precision, steps):.3f}" if steps else "-"
+        for precision in ("bf16_mixed", "bf16_fp8")
+    ]
+    return [
+        family,
+        str(len(names)),
+        f"{logits:.0e}",
+        f"{gradients:.0e}",
+        published(names),
+        *losses,
+        f"{share(name):.0%}",
+        f"{share(largest):.0%} ({largest})",
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}; default: all")
-    parser.add_argument("--steps", type=int, default=100, metavar="N", help="optimizer steps of each run, none with 0; default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "family", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}; default: all"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        metavar="N",
+        help="optimizer steps of each run, none with 0; default: %(default)s",
+    )
     options = parser.parse_args()
     if options.steps < 0:
         parser.error(f"--steps {options.steps}: expected a whole number from 0")

@@ -16,13 +16,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "builder")]  # tests.support, and the module of tests that it reads its words from
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "tests" / "builder"),
+]  # tests.support, and the module of tests that it reads its words from
 
 from tools.reference import backends, cli, keys, names, python, system  # noqa: E402
 
 PAGES: dict[str, Callable[[], str]] = {
-    "keys": keys.page, "presets": names.page, "backends": backends.page, "support": backends.support_page, "cli": cli.page,
-    "python": python.page, "exit-codes": system.exit_codes, "environment": system.environment}
+    "keys": keys.page,
+    "presets": names.page,
+    "backends": backends.page,
+    "support": backends.support_page,
+    "cli": cli.page,
+    "python": python.page,
+    "exit-codes": system.exit_codes,
+    "environment": system.environment,
+}
 MADE = "<!-- Made by tools/make_reference.py from the code; edit there. -->\n\n"
 MATRIX = re.compile(r"(<!-- support matrix -->\n).*?(<!-- end of support matrix -->)", re.DOTALL)
 
@@ -44,14 +54,23 @@ def wanted(pages: list[str]) -> dict[Path, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page is not up to date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit code 1 where a page is not up to date",
+    )
     parser.add_argument("pages", nargs="*", help=f"of {', '.join(PAGES)}; default all")
     arguments = parser.parse_args()
     if unknown := [page for page in arguments.pages if page not in PAGES]:
         parser.error(f"{unknown[0]}: no such page; choose from {', '.join(PAGES)}")
-    old = [(path, text) for path, text in wanted(arguments.pages or [*PAGES]).items()
-           if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    old = [
+        (path, text)
+        for path, text in wanted(arguments.pages or [*PAGES]).items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
     for path, text in old:
         print(f"{path.relative_to(ROOT)}: {'is not up to date' if arguments.check else 'written'}")
         if not arguments.check:

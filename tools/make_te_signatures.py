@@ -16,7 +16,14 @@ import re
 import sys
 from pathlib import Path
 
-DEFAULTS = {"py::none()": "None", "std::nullopt": "None", "nullptr": "None", "true": "True", "false": "False", "at::kByte": "..."}
+DEFAULTS = {
+    "py::none()": "None",
+    "std::nullopt": "None",
+    "nullptr": "None",
+    "true": "True",
+    "false": "False",
+    "at::kByte": "...",
+}
 
 
 def split(text: str) -> list[str]:
@@ -56,9 +63,16 @@ def declared(function: str, headers: str) -> str:
     found = re.search(rf"\b{re.escape(function)}\(", headers)
     if found is None:
         return "*args"
-    words = [re.findall(r"\w+", parameter.partition("=")[0]) for parameter in split(balanced(headers, found.end() - 1))]
+    words = [
+        re.findall(r"\w+", parameter.partition("=")[0])
+        for parameter in split(balanced(headers, found.end() - 1))
+    ]
     names = [each[-1] if len(each) > 1 else f"arg{i}" for i, each in enumerate(words)]
-    return ", ".join([*(f"{name}_" if keyword.iskeyword(name) else name for name in names), "/"]) if names else ""
+    return (
+        ", ".join([*(f"{name}_" if keyword.iskeyword(name) else name for name in names), "/"])
+        if names
+        else ""
+    )
 
 
 def in_order(parameters: list[str]) -> str:
@@ -69,8 +83,13 @@ def in_order(parameters: list[str]) -> str:
 
 def signatures(folder: Path) -> dict[str, str]:
     """The parameters of each bound function, as Python writes them."""
-    bindings = "\n".join(p.read_text(encoding="utf-8") for p in sorted((folder / "csrc").rglob("*.cpp")))
-    headers = "\n".join(p.read_text(encoding="utf-8") for p in [folder / "csrc/extensions.h", *sorted((folder / "common_headers").rglob("*.h"))])
+    bindings = "\n".join(
+        p.read_text(encoding="utf-8") for p in sorted((folder / "csrc").rglob("*.cpp"))
+    )
+    headers = "\n".join(
+        p.read_text(encoding="utf-8")
+        for p in [folder / "csrc/extensions.h", *sorted((folder / "common_headers").rglob("*.h"))]
+    )
     headers = re.sub(r"/\*.*?\*/|//[^\n]*", "", headers, flags=re.DOTALL)
     found = {}
     for at in re.finditer(r"\bm\.def\(", bindings):
@@ -78,22 +97,32 @@ def signatures(folder: Path) -> dict[str, str]:
         named = []
         for text in rest:
             if argument := re.match(r'py::arg\("(\w+)"\)(?:\s*=\s*(.*))?$', text, re.DOTALL):
-                named.append(argument[1] if argument[2] is None else f"{argument[1]}={default(argument[2])}")
-        found[name.strip('"')] = in_order(named) if named else declared(function.lstrip("&").split("::")[-1], headers)
+                named.append(
+                    argument[1] if argument[2] is None else f"{argument[1]}={default(argument[2])}"
+                )
+        found[name.strip('"')] = (
+            in_order(named) if named else declared(function.lstrip("&").split("::")[-1], headers)
+        )
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="the unpacked source of transformer_engine_torch")
     folder = parser.parse_args().folder
     try:
-        version = re.search(r"^Version: (\S+)", (folder / "PKG-INFO").read_text(encoding="utf-8"), re.MULTILINE)
+        version = re.search(
+            r"^Version: (\S+)", (folder / "PKG-INFO").read_text(encoding="utf-8"), re.MULTILINE
+        )
         found = signatures(folder)
     except OSError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(f"# Written by tools/make_te_signatures.py from csrc/extensions/pybind.cpp of transformer_engine_torch {version[1] if version else ''}")
+    print(
+        f"# Written by tools/make_te_signatures.py from csrc/extensions/pybind.cpp of transformer_engine_torch {version[1] if version else ''}"
+    )
     print("\n".join(f"def {name}({parameters}): ..." for name, parameters in sorted(found.items())))
     return 0
 

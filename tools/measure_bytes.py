@@ -26,18 +26,35 @@ from fp8cfg.training.distributed.world import World
 from fp8cfg.training.memory_measurement import by_kind
 from fp8cfg.training.train_step import train_step
 
-SMALL = ["recipe=llama_tiny", "data=tiny", "trainer.micro_batch_size=2", "trainer.global_batch_size=4", "trainer.max_steps=2", "optim.warmup_steps=1",
-         "trainer.compile=off"]
+SMALL = [
+    "recipe=llama_tiny",
+    "data=tiny",
+    "trainer.micro_batch_size=2",
+    "trainer.global_batch_size=4",
+    "trainer.max_steps=2",
+    "optim.warmup_steps=1",
+    "trainer.compile=off",
+]
 FP8 = "precision=bf16_fp8 fp8.output_layer=true"
 LEVELS = ("O1", "O2", "O3")
 ROWS = {
-    "FP16 AMP": "precision=fp16 storage.weight=fp32 precision.loss_scale=1024", "TE": f"{FP8} fp8.params=false storage.weight=fp32",
-    "Megatron BF16": "precision=bf16", **{level: f"{FP8} opt_level={level}" for level in LEVELS},
-}  # fmt: skip
+    "FP16 AMP": "precision=fp16 storage.weight=fp32 precision.loss_scale=1024",
+    "TE": f"{FP8} fp8.params=false storage.weight=fp32",
+    "Megatron BF16": "precision=bf16",
+    **{level: f"{FP8} opt_level={level}" for level in LEVELS},
+}
 """The rows of the low-precision chart as overrides."""
-SHARDED = {f"{level}, {shard}": f"{ROWS[level]} storage.shard={shard}" for level in ("O2", "O3") for shard in ("zero1", "zero2")}
+SHARDED = {
+    f"{level}, {shard}": f"{ROWS[level]} storage.shard={shard}"
+    for level in ("O2", "O3")
+    for shard in ("zero1", "zero2")
+}
 """Rows that differ from those on several ranks alone."""
-SPLIT = {"none": (), "zero1": ("master_weight", "exp_avg", "exp_avg_sq"), "zero2": ("master_weight", "exp_avg", "exp_avg_sq", "weight_grad")}
+SPLIT = {
+    "none": (),
+    "zero1": ("master_weight", "exp_avg", "exp_avg_sq"),
+    "zero2": ("master_weight", "exp_avg", "exp_avg_sq", "weight_grad"),
+}
 
 
 def rows(ranks: int) -> dict[str, str]:
@@ -68,8 +85,12 @@ def words_of(ranks: int, words: list[str]) -> dict[str, list[str]]:
 def on_rank(rank: int, ranks: int, words: list[str], folder: str) -> None:
     """All rows on one of several ranks, into a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
-    found = {name: measured(row, World(rank, ranks)) for name, row in words_of(ranks, words).items()}
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks
+    )
+    found = {
+        name: measured(row, World(rank, ranks)) for name, row in words_of(ranks, words).items()
+    }
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -78,26 +99,50 @@ def on_rank(rank: int, ranks: int, words: list[str], folder: str) -> None:
 def charted(recipe: fp8cfg.Recipe, ranks: int) -> float:
     """The chart's bytes of a parameter of a linear layer on each of so many ranks."""
     columns = chart.row(recipe)
-    split = chart.bytes_per_parameter({**dict.fromkeys(columns, "none"), **{k: columns[k] for k in SPLIT[recipe.storage.shard]}})
+    split = chart.bytes_per_parameter(
+        {**dict.fromkeys(columns, "none"), **{k: columns[k] for k in SPLIT[recipe.storage.shard]}}
+    )
     return chart.bytes_per_parameter(columns) - split * (1 - 1 / ranks)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=counts, default=[1, 2], metavar="N[,N]")
     parser.add_argument("words", nargs="*", default=[])
     args = parser.parse_intermixed_args()
-    recipes = {ranks: command.recipes(words_of(ranks, args.words).values(), ranks) for ranks in args.ranks}
-    run_data(recipes[args.ranks[0]][0])  # raises ConfigError here, and not in each process, where there is none
+    recipes = {
+        ranks: command.recipes(words_of(ranks, args.words).values(), ranks) for ranks in args.ranks
+    }
+    run_data(
+        recipes[args.ranks[0]][0]
+    )  # raises ConfigError here, and not in each process, where there is none
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(on_rank, (ranks, args.words, folder), nprocs=ranks)
-            each = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
+            each = [
+                torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)
+            ]
         lines = []
         for name, recipe in zip(rows(ranks), recipes[ranks], strict=True):
             kinds = max((found[name] for found in each), key=lambda kinds: sum(kinds.values()))
-            lines.append([name, *(f"{n:.2f}" for n in kinds.values()), f"{sum(kinds.values()):.2f}", f"{charted(recipe, ranks):.3g}"])
-        print(table([f"{ranks} rank{'s'[: ranks > 1]}", *each[0]["O1"], "total", "chart"], lines, right=range(1, 8)), end="\n\n")
+            lines.append(
+                [
+                    name,
+                    *(f"{n:.2f}" for n in kinds.values()),
+                    f"{sum(kinds.values()):.2f}",
+                    f"{charted(recipe, ranks):.3g}",
+                ]
+            )
+        print(
+            table(
+                [f"{ranks} rank{'s'[: ranks > 1]}", *each[0]["O1"], "total", "chart"],
+                lines,
+                right=range(1, 8),
+            ),
+            end="\n\n",
+        )
 
 
 if __name__ == "__main__":

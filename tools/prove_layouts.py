@@ -32,11 +32,17 @@ def row(found: Compared) -> str:
     cell, kinds = found.cell, []
     for kind in KINDS:
         text = size(found.built[kind])
-        kinds.append(text if found.built[kind] == found.planned[kind] else f"{found.built[kind]} != {found.planned[kind]}")
+        kinds.append(
+            text
+            if found.built[kind] == found.planned[kind]
+            else f"{found.built[kind]} != {found.planned[kind]}"
+        )
     columns = " ".join(f"{text:>{WIDTH}}" for text in kinds)
     said = "equal" if found.equal else "NOT EQUAL"
-    return (f"{cell.recipe:<17} {cell.precision:<16} {cell.ranks:>6}  {found.layout:<27} {found.place:<6} {found.rank:>5} {columns}"
-            f"  {said} ({found.seconds:.0f} CPU s)")
+    return (
+        f"{cell.recipe:<17} {cell.precision:<16} {cell.ranks:>6}  {found.layout:<27} {found.place:<6} {found.rank:>5} {columns}"
+        f"  {said} ({found.seconds:.0f} CPU s)"
+    )
 
 
 def sent_lines(found: Compared) -> list[str]:
@@ -45,18 +51,32 @@ def sent_lines(found: Compared) -> list[str]:
         return []
     lines = []
     for axis, how in dict.fromkeys([*found.planned_sent, *found.sent]):
-        counted, planned = (every.get((axis, how), Sent(0, 0)) for every in (found.sent, found.planned_sent))
-        said = "as planned" if counted == planned else f"planned {planned.count} with {planned.bytes} B"
+        counted, planned = (
+            every.get((axis, how), Sent(0, 0)) for every in (found.sent, found.planned_sent)
+        )
+        said = (
+            "as planned"
+            if counted == planned
+            else f"planned {planned.count} with {planned.bytes} B"
+        )
         lines.append(f"    {axis:<27} {counted.count:>7} {how:<14} {counted.bytes:>16} B  {said}")
     return lines
 
 
 def chosen(
-    names: Iterable[str], words: Iterable[str], ranks: int | None, precision: str | None, accumulate: int
+    names: Iterable[str],
+    words: Iterable[str],
+    ranks: int | None,
+    precision: str | None,
+    accumulate: int,
 ) -> list[cells.Cell]:
     """The cells of those recipes, of all by default, on as many ranks and in that precision where these are given; with `words`,
     and steps of `accumulate` times the fewest microbatches."""
-    every = [cell for cell in cells.every(names) if ranks in (None, cell.ranks) and precision in (None, cell.precision)]
+    every = [
+        cell
+        for cell in cells.every(names)
+        if ranks in (None, cell.ranks) and precision in (None, cell.precision)
+    ]
     return [replace(cell, words=(*cell.words, *words), accumulate=accumulate) for cell in every]
 
 
@@ -71,7 +91,10 @@ def prove(every: Iterable[cells.Cell], places: Sequence[str], sent: bool) -> int
             try:
                 found = compare(cell, place, rank, sent)
             except ConfigError as e:
-                print(f"{cell.recipe:<17} {cell.precision:<16} {cell.ranks:>6}  refused: {e}", flush=True)
+                print(
+                    f"{cell.recipe:<17} {cell.precision:<16} {cell.ranks:>6}  refused: {e}",
+                    flush=True,
+                )
                 wrong += 1
                 break
             print("\n".join([row(found), *sent_lines(found)]), flush=True)
@@ -81,13 +104,31 @@ def prove(every: Iterable[cells.Cell], places: Sequence[str], sent: bool) -> int
 
 def main() -> int:
     """Print the table; 1 where a rank is not as planned."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="names of recipes, by default all that are meant for more than one GPU; key=value")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        help="names of recipes, by default all that are meant for more than one GPU; key=value",
+    )
     parser.add_argument("--ranks", type=int, help="on so many GPUs alone, where the table has that")
-    parser.add_argument("--precision", choices=[*cells.PRECISIONS, *(name for name, _ in cells.SPLIT_SCALES)])
+    parser.add_argument(
+        "--precision", choices=[*cells.PRECISIONS, *(name for name, _ in cells.SPLIT_SCALES)]
+    )
     parser.add_argument("--places", default="first,middle,last", help="ranks to look at")
-    parser.add_argument("--sent", action="store_true", help="count the collectives of a second step too, and the bytes sent in them")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="steps of N times the fewest microbatches of the layout")
+    parser.add_argument(
+        "--sent",
+        action="store_true",
+        help="count the collectives of a second step too, and the bytes sent in them",
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="steps of N times the fewest microbatches of the layout",
+    )
     arguments = parser.parse_intermixed_args()
     names, words = ([w for w in arguments.words if ("=" in w) == value] for value in (False, True))
     every = chosen(names, words, arguments.ranks, arguments.precision, arguments.accumulate)

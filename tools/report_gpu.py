@@ -47,7 +47,13 @@ from tools import bench_gpu, check_gpu
 from tools.gpu_rows.results import Results, writable
 from tools.gpu_rows.worker import Row
 
-TESTS = ["tests/gpu", *(f"tests/fake_gpu/test_{name}.py" for name in ("block_products", "kernel_code", "microscaled_products", "planned_memory"))]
+TESTS = [
+    "tests/gpu",
+    *(
+        f"tests/fake_gpu/test_{name}.py"
+        for name in ("block_products", "kernel_code", "microscaled_products", "planned_memory")
+    ),
+]
 SHARES = {"probe": 2.0, "check": 7.0, "bench": 12.0, "tests": 4.0}
 """Minutes of 25."""
 
@@ -67,26 +73,68 @@ def bench(args: argparse.Namespace, minutes: float, results: Results) -> None:
 
 
 def words(args: argparse.Namespace, minutes: float) -> list[str]:
-    return [f"--minutes={minutes:.2f}", f"--row-seconds={args.row_seconds}", *(["--no-proof"] if args.no_proof else []), *(["--small"] if args.small else [])]
+    return [
+        f"--minutes={minutes:.2f}",
+        f"--row-seconds={args.row_seconds}",
+        *(["--no-proof"] if args.no_proof else []),
+        *(["--small"] if args.small else []),
+    ]
 
 
 def tests(args: argparse.Namespace, minutes: float, results: Results) -> None:
     """The tests by name as they end; the one at which they are stopped is the last."""
     if args.no_proof or args.small or not importlib.util.find_spec("pytest"):
-        why = "pytest is not installed" if not (args.no_proof or args.small) else "their values need a GPU"
+        why = (
+            "pytest is not installed"
+            if not (args.no_proof or args.small)
+            else "their values need a GPU"
+        )
         results.row("tests", Row([f"not run: {why}"]))
         return
-    command = [sys.executable, "-u", "-m", "pytest", "-v", "-p", "no:cacheprovider", "--color=no", "--tb=short", *TESTS]
-    root, given = Path(__file__).parents[1], os.environ.get("PYTHONPATH", "")  # where libraries may be that came with the tree
-    several = {"TORCHINDUCTOR_COMPILE_THREADS": str(min(16, os.cpu_count() or 1))}  # one, where nothing is said (tests/conftest.py)
-    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                               env={**several, **os.environ, "PYTHONPATH": f"{root}{os.pathsep * bool(given)}{given}"})
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "--color=no",
+        "--tb=short",
+        *TESTS,
+    ]
+    root, given = (
+        Path(__file__).parents[1],
+        os.environ.get("PYTHONPATH", ""),
+    )  # where libraries may be that came with the tree
+    several = {
+        "TORCHINDUCTOR_COMPILE_THREADS": str(min(16, os.cpu_count() or 1))
+    }  # one, where nothing is said (tests/conftest.py)
+    process = subprocess.Popen(
+        command,
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**several, **os.environ, "PYTHONPATH": f"{root}{os.pathsep * bool(given)}{given}"},
+    )
     try:
         stopped, last = follow(process, time.monotonic() + 60 * minutes, results)
     finally:
         end(process)
     failed = stopped or process.returncode != 0
-    results.row("tests", Row([f"stopped: after {minutes:.1f} minutes at {last}" if stopped else f"{'failed: ' * failed}{last}"], failed, stopped))
+    results.row(
+        "tests",
+        Row(
+            [
+                f"stopped: after {minutes:.1f} minutes at {last}"
+                if stopped
+                else f"{'failed: ' * failed}{last}"
+            ],
+            failed,
+            stopped,
+        ),
+    )
 
 
 def follow(process: subprocess.Popen[bytes], until: float, results: Results) -> tuple[bool, str]:
@@ -115,18 +163,43 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-STAGES: dict[str, Callable[[argparse.Namespace, float, Results], None]] = {"probe": probe, "check": check, "bench": bench, "tests": tests}
+STAGES: dict[str, Callable[[argparse.Namespace, float, Results], None]] = {
+    "probe": probe,
+    "check": check,
+    "bench": bench,
+    "tests": tests,
+}
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=writable, default="gpu.txt", metavar="FILE", help="rows are appended to it, with where failed ones were; default gpu.txt")
-    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="all by default; always in the order above")
-    parser.add_argument("--minutes", type=float, default=25, help="of all stages together; default 25")
-    parser.add_argument("--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row; default 60")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=writable,
+        default="gpu.txt",
+        metavar="FILE",
+        help="rows are appended to it, with where failed ones were; default gpu.txt",
+    )
+    parser.add_argument(
+        "--stages",
+        nargs="+",
+        choices=list(STAGES),
+        default=list(STAGES),
+        help="all by default; always in the order above",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=25, help="of all stages together; default 25"
+    )
+    parser.add_argument(
+        "--row-seconds", type=float, default=60, metavar="SECONDS", help="of one row; default 60"
+    )
     parser.add_argument("--steps", type=int, default=20, help="of each model in check; default 20")
     parser.add_argument("--small", action="store_true", help="on a CPU, with small shapes")
-    parser.add_argument("--no-proof", action="store_true", help="prove no products, for the fake GPU")
+    parser.add_argument(
+        "--no-proof", action="store_true", help="prove no products, for the fake GPU"
+    )
     args = parser.parse_args()
     if not args.small and (why := no_cuda()):
         parser.error(f"torch has no CUDA device here ({why}); write --small")
@@ -145,7 +218,14 @@ def main() -> int:
         try:
             STAGES[name](args, minutes, results)
         except (Exception, SystemExit) as e:  # the stages after it run
-            results.row(name, Row([f"failed: {type(e).__name__}: {e}"], failed=True, details=traceback.format_exc()))
+            results.row(
+                name,
+                Row(
+                    [f"failed: {type(e).__name__}: {e}"],
+                    failed=True,
+                    details=traceback.format_exc(),
+                ),
+            )
     results.say(results.summary())
     return bool(results.failures)
 

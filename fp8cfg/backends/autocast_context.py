@@ -33,14 +33,22 @@ class AutocastContext(ContextDecorator, AbstractContextManager[None]):
         context.__enter__()
         self._entered.append(context)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
         return self._entered.pop().__exit__(kind, error, trace)
 
 
 @contextmanager
-def autocast(backend: Backend, model: nn.Module, enabled: bool, torch_autocast: str) -> Iterator[None]:
+def autocast(
+    backend: Backend, model: nn.Module, enabled: bool, torch_autocast: str
+) -> Iterator[None]:
     """The context of `backend`, entered once, inside torch.autocast in the dtype `torch_autocast`, bf16 or fp16, where that is not
-    empty: for a model whose code does not choose its dtypes. Losses, softmax and norms are then taken in float32, as torch says."""
+    empty: for a model whose code does not choose its dtypes. Losses, softmax and norms are then taken in float32, as torch says.
+    """
     if not torch_autocast:
         with backend.autocast(model, enabled):
             yield

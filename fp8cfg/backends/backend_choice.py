@@ -14,7 +14,16 @@ from fp8cfg.config.refusal import LayoutRefusal
 from fp8cfg.config.storage import as_held
 from fp8cfg.config.training_nodes import Strategy
 
-__all__ = ["ALIGNMENT", "BLOCK_CUDA", "FP8_CAPABILITY", "Choice", "Hardware", "against", "against_layout", "choose"]
+__all__ = [
+    "ALIGNMENT",
+    "BLOCK_CUDA",
+    "FP8_CAPABILITY",
+    "Choice",
+    "Hardware",
+    "against",
+    "against_layout",
+    "choose",
+]
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,12 @@ class Choice:
 
 
 def choose(
-    precision: Precision, hardware: Hardware, *, statistics: int = 0, here: bool = True, strategy: Strategy | None = None,
+    precision: Precision,
+    hardware: Hardware,
+    *,
+    statistics: int = 0,
+    here: bool = True,
+    strategy: Strategy | None = None,
     adapters: bool = False,
 ) -> Choice:
     """The backend for `precision` on `hardware`. Raises ConfigError with every reason against it.
@@ -46,7 +60,9 @@ def choose(
     if not precision.fp8.enabled:
         return Choice(REFERENCE, "none", "no FP8 asked for")
     if precision.backend != "auto":
-        refuse_if(against(precision.backend, precision, hardware, statistics, here, strategy, adapters))
+        refuse_if(
+            against(precision.backend, precision, hardware, statistics, here, strategy, adapters)
+        )
         return _choice(precision.backend, precision, hardware, "asked for")
     emulates = hardware.device == "cpu" or precision.fp8.emulate
     preference = backend_registry.preference()
@@ -57,34 +73,58 @@ def choose(
         lines = against(name, precision, hardware, statistics, strategy=strategy, adapters=adapters)
         if not lines:
             if emulates and name == REFERENCE:
-                passed_over.append(f"{', '.join(others)}: {REFERENCE} goes first where FP8 is emulated")
+                passed_over.append(
+                    f"{', '.join(others)}: {REFERENCE} goes first where FP8 is emulated"
+                )
             return _choice(name, precision, hardware, "auto", tuple(passed_over))
-        passed_over.append(f"{name}: {lines[0].removeprefix(f'backend={name}: ').partition('; ')[0]}")
+        passed_over.append(
+            f"{name}: {lines[0].removeprefix(f'backend={name}: ').partition('; ')[0]}"
+        )
     raise ConfigError(against(REFERENCE, precision, hardware) + _could(precision, hardware))
 
 
 def against(
-    name: str, precision: Precision, hardware: Hardware, statistics: int = 0, here: bool = True,
-    strategy: Strategy | None = None, adapters: bool = False,
+    name: str,
+    precision: Precision,
+    hardware: Hardware,
+    statistics: int = 0,
+    here: bool = True,
+    strategy: Strategy | None = None,
+    adapters: bool = False,
 ) -> list[str]:
     """Every reason against running `precision` on backend `name`, where FP8 is enabled: one line each."""
     if problem := backend_registry.problem(name):
         return [f"backend={name}: {problem}"]
     rules = backend_registry.rules(name)
-    lines = [f"backend={name}: {why}; write {rules.instead(precision)}"] if here and (why := rules.unavailable()) else []
+    lines = (
+        [f"backend={name}: {why}; write {rules.instead(precision)}"]
+        if here and (why := rules.unavailable())
+        else []
+    )
     if statistics and not backend_registry.capabilities(name).statistics:
-        lines.append(f"log.fp8_stats_every_n_steps={statistics}: backend={name} has no such statistics; write backend=native, or "
-                     "drop it")
+        lines.append(
+            f"log.fp8_stats_every_n_steps={statistics}: backend={name} has no such statistics;"
+            " write backend=native, or drop it"
+        )
     has, split = backend_registry.capabilities(name), strategy or Strategy()
-    lines += against_layout(name, split.tensor_model_parallel_size, split.pipeline_model_parallel_size)
+    lines += against_layout(
+        name, split.tensor_model_parallel_size, split.pipeline_model_parallel_size
+    )
     if (groups := split.data_parallel_replicate_size) > 1 and not has.fully_shards:
-        lines.append(f"backend={name}: FSDP2 does not shard its layers, as data_parallel_replicate_size={groups} has it; write "
-                     f"backend={REFERENCE}")
+        lines.append(
+            f"backend={name}: FSDP2 does not shard its layers, as"
+            f" data_parallel_replicate_size={groups} has it; write backend={REFERENCE}"
+        )
     if precision.fp8.keep_transpose_cache and not has.weight_workspace:
-        lines.append(f"fp8.keep_transpose_cache=true: has no effect, backend={name} decides itself what it keeps of a weight; drop "
-                     f"it or write backend={REFERENCE}")
+        lines.append(
+            f"fp8.keep_transpose_cache=true: has no effect, backend={name} decides itself what it"
+            f" keeps of a weight; drop it or write backend={REFERENCE}"
+        )
     if adapters and not has.adapters:
-        lines.append(f"backend={name}: has no adapters over its layers (lora.enabled=true); write backend=native")
+        lines.append(
+            f"backend={name}: has no adapters over its layers (lora.enabled=true); write"
+            " backend=native"
+        )
     lines += rules.against_sharding(precision)
     if here:
         lines += rules.against_environment(precision.fp8, os.environ)
@@ -100,11 +140,22 @@ def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[str]:
     if tensor > 1 and not has.tensor_parallel:
         lines.append(f"its layers are not split by tensor_model_parallel_size={tensor}")
     if stages > 1 and not has.pipeline_parallel:
-        lines.append(f"its scales are not those of the stages of pipeline_model_parallel_size={stages}")
-    return [LayoutRefusal(f"backend={name}: {line}; write backend={REFERENCE}", {"backend": REFERENCE}) for line in lines]
+        lines.append(
+            f"its scales are not those of the stages of pipeline_model_parallel_size={stages}"
+        )
+    return [
+        LayoutRefusal(f"backend={name}: {line}; write backend={REFERENCE}", {"backend": REFERENCE})
+        for line in lines
+    ]
 
 
-def _choice(name: str, precision: Precision, hardware: Hardware, asked: str, passed_over: tuple[str, ...] = ()) -> Choice:
+def _choice(
+    name: str,
+    precision: Precision,
+    hardware: Hardware,
+    asked: str,
+    passed_over: tuple[str, ...] = (),
+) -> Choice:
     product, why = backend_registry.rules(name).product(precision, hardware)
     return Choice(name, product, f"{asked}; {why}", passed_over)
 
@@ -112,5 +163,9 @@ def _choice(name: str, precision: Precision, hardware: Hardware, asked: str, pas
 def _could(precision: Precision, hardware: Hardware) -> list[str]:
     """A line for each backend that could run `precision` on `hardware` if it were installed."""
     rules = {name: backend_registry.rules(name) for name in backend_registry.preference()}
-    return [f"backend=auto: {name} could run this, but {why}" for name in rules
-            if (why := rules[name].unavailable()) and not rules[name].refusals(as_held(precision), hardware)]
+    return [
+        f"backend=auto: {name} could run this, but {why}"
+        for name in rules
+        if (why := rules[name].unavailable())
+        and not rules[name].refusals(as_held(precision), hardware)
+    ]

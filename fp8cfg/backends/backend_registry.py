@@ -13,7 +13,18 @@ from fp8cfg.config.errors import ConfigError
 if TYPE_CHECKING:
     from fp8cfg.backends.protocol import Backend, Rules
 
-__all__ = ["REFERENCE", "backend", "capabilities", "exists", "gathering", "names", "preference", "problem", "rules", "used"]
+__all__ = [
+    "REFERENCE",
+    "backend",
+    "capabilities",
+    "exists",
+    "gathering",
+    "names",
+    "preference",
+    "problem",
+    "rules",
+    "used",
+]
 
 
 def preference() -> tuple[str, ...]:

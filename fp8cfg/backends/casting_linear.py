@@ -35,14 +35,20 @@ class Casts(NamedTuple):
 
     def of(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
         """The dtype for an input of dtype `x`."""
-        return self.to if isinstance(self.to, torch.dtype) else {"input": x, "weight": weight}[self.to]
+        return (
+            self.to if isinstance(self.to, torch.dtype) else {"input": x, "weight": weight}[self.to]
+        )
 
 
 def casts_of(linear: nn.Linear) -> Casts | None:
     """How `linear`, whose class has a forward of its own, casts; None where it computes something else, or cannot be run."""
     if linear.weight.is_meta:
         return None
-    with torch.random.fork_rng(devices=()), torch.enable_grad(), torch.autocast(linear.weight.device.type, enabled=False):
+    with (
+        torch.random.fork_rng(devices=()),
+        torch.enable_grad(),
+        torch.autocast(linear.weight.device.type, enabled=False),
+    ):
         try:
             small = _small(linear)
             ran = [(x, y) for x in _inputs(small) if (y := _ran(small, x)) is not None]
@@ -74,7 +80,11 @@ def differs(linear: nn.Linear) -> bool:
 
 def cast_as(old: nn.Module, new: nn.Module) -> None:
     """Let the layer `new` cast as `old` does, whose place it takes."""
-    if isinstance(old, nn.Linear) and type(old).forward is not nn.Linear.forward and (casts := casts_of(old)) is not None:
+    if (
+        isinstance(old, nn.Linear)
+        and type(old).forward is not nn.Linear.forward
+        and (casts := casts_of(old)) is not None
+    ):
         vars(new)["forward"] = partial(_forward, new, casts)
 
 
@@ -87,7 +97,11 @@ def _forward(layer: nn.Module, casts: Casts, x: Tensor) -> Tensor:
         y: Tensor = run(layer, x)
         return y.to(x.dtype) if casts.back else y
     dtype = casts.of(x.dtype, weight.dtype)
-    with torch.autocast(device, dtype if dtype in _AUTOCAST else None, enabled=dtype in _AUTOCAST and dtype != weight.dtype):
+    with torch.autocast(
+        device,
+        dtype if dtype in _AUTOCAST else None,
+        enabled=dtype in _AUTOCAST and dtype != weight.dtype,
+    ):
         y = run(layer, x.to(dtype))
     return y.to(x.dtype) if casts.back else y
 
@@ -98,9 +112,15 @@ def _small(linear: nn.Linear) -> nn.Linear:
     draw = torch.Generator().manual_seed(0)
     shapes = {"weight": (24, 16), "bias": (24,)}
     drawn: dict[str, nn.Parameter | None] = {
-        name: None if p is None else nn.Parameter(
-            torch.randn(shapes[name], generator=draw, dtype=torch.float32).to(p.device, p.dtype))
-        for name, p in linear._parameters.items()}
+        name: (
+            None
+            if p is None
+            else nn.Parameter(
+                torch.randn(shapes[name], generator=draw, dtype=torch.float32).to(p.device, p.dtype)
+            )
+        )
+        for name, p in linear._parameters.items()
+    }
     vars(small).update(_parameters=drawn, in_features=16, out_features=24)
     return small
 
@@ -136,10 +156,17 @@ def _ran(small: nn.Linear, x: Tensor) -> list[Tensor] | None:
 def _run(forward: Any, small: nn.Linear, x: Tensor) -> list[Tensor]:
     y = forward(x)
     inputs = [x, *(p for p in small._parameters.values() if p is not None)]
-    g = torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device=y.device).view(y.shape).to(y.dtype)
+    g = (
+        torch.linspace(-1, 1, y.numel(), dtype=torch.float32, device=y.device)
+        .view(y.shape)
+        .to(y.dtype)
+    )
     if not y.requires_grad:
         return [y]
-    return [y.detach(), *torch.autograd.grad(y, inputs, g, materialize_grads=True)]  # zeros for what it does not read
+    return [
+        y.detach(),
+        *torch.autograd.grad(y, inputs, g, materialize_grads=True),
+    ]  # zeros for what it does not read
 
 
 def _reference(small: nn.Linear, casts: Casts, x: Tensor) -> Tensor:
@@ -150,4 +177,6 @@ def _reference(small: nn.Linear, casts: Casts, x: Tensor) -> Tensor:
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True)
+    )

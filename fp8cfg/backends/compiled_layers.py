@@ -24,7 +24,8 @@ def _is_no_advice(record: logging.LogRecord) -> bool:
 
 class CompiledForward:
     """`module.forward`, compiled by `compile` while the module trains. A copy of the module, pickled ones too, has its own eager
-    one. Weights that are quantized once a step are so before the compiled code runs, by what quantizes in eager code."""
+    one. Weights that are quantized once a step are so before the compiled code runs, by what quantizes in eager code.
+    """
 
     def __init__(self, module: nn.Module, compile: Callable[[Any], Any]) -> None:
         self.module, self.eager, self.compiled = module, module.forward, compile(module.forward)
@@ -46,7 +47,9 @@ def weights_ready(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
     the dtype of its first tensor, or autocast's."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        dtype = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.float32)
+        dtype = next(
+            (t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.float32
+        )
         for linear in fp8_linears(module):
             linear.quantize_kept(dtype)
         return compiled(*args, **kwargs)

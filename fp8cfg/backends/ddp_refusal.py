@@ -44,10 +44,17 @@ def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
         return
     of_jobs = [p for part in module.modules() if _JOB in vars(part) for p in part.parameters()]
     if any(hasattr(p, "placements") for p in of_jobs):
-        raise ConfigError("DistributedDataParallel: this model is a job's, and FSDP2 has its parameters and sums their gradients; "
-                          "leave the model out of it")
-    if any(p.dtype.itemsize < 2 or (p.requires_grad and (p.grad_dtype or p.dtype) != p.dtype) for p in of_jobs):
         raise ConfigError(
-            "DistributedDataParallel: this model is a job's, and it cannot sum weights in FP8, nor gradients of another dtype than "
-            "their weights; leave the model out of it and call job.sum_gradients() before the optimizer's step, or take "
-            "fp8cfg.convert_model(model, recipe) and an optimizer of yours")
+            "DistributedDataParallel: this model is a job's, and FSDP2 has its parameters and sums"
+            " their gradients; leave the model out of it"
+        )
+    if any(
+        p.dtype.itemsize < 2 or (p.requires_grad and (p.grad_dtype or p.dtype) != p.dtype)
+        for p in of_jobs
+    ):
+        raise ConfigError(
+            "DistributedDataParallel: this model is a job's, and it cannot sum weights in FP8, nor"
+            " gradients of another dtype than their weights; leave the model out of it and call"
+            " job.sum_gradients() before the optimizer's step, or take fp8cfg.convert_model(model,"
+            " recipe) and an optimizer of yours"
+        )

@@ -24,7 +24,11 @@ _NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
 
 
 def plan_model(
-    model: nn.Module, fp8: FP8, misfit: Misfit, linear: Collection[type[nn.Linear]] = (), norms: bool = False
+    model: nn.Module,
+    fp8: FP8,
+    misfit: Misfit,
+    linear: Collection[type[nn.Linear]] = (),
+    norms: bool = False,
 ) -> list[PlannedLinear]:
     """The GEMM plan of each linear layer of `model`, by name, those in another layout among them (`linear_stand_ins`); `linear`
     are subclasses of nn.Linear that the user says are linear, and `norms` whether the backend replaces norms too. Raises
@@ -32,7 +36,10 @@ def plan_model(
     whose forward computes something else.
     """
     if fp8.dot_product_attention:
-        raise ConfigError("fp8.dot_product_attention=true: has no effect on a model of your own, whose attention stays as it is")
+        raise ConfigError(
+            "fp8.dot_product_attention=true: has no effect on a model of your own, whose attention"
+            " stays as it is"
+        )
     stand_ins = planned_as(model, fp8.enabled)
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
@@ -45,24 +52,55 @@ def plan_model(
     first_last = {f"fp8.{key}": count for key in ends if (count := getattr(fp8, key))}
     lists = layer_lists(model)
     if first_last and not lists:
-        raise ConfigError([f"{key}={count}: has no effect, the model has no list of like layers; write {key}=0"
-                           for key, count in first_last.items()])
+        raise ConfigError(
+            [
+                f"{key}={count}: has no effect, the model has no list of like layers; write {key}=0"
+                for key, count in first_last.items()
+            ]
+        )
     shapes = [(name, m.in_features, m.out_features) for name, m in found.items()]
-    owners = {id(m): parent for name, parent in model.named_modules() if name_in(name) not in stand_ins for m in parent.children()}
-    odd = _adapters(found, fp8) | {name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m)), linear))}
-    planned = [m for name, m in model.named_modules() if name in stand_ins or name_in(name) in stand_ins]
+    owners = {
+        id(m): parent
+        for name, parent in model.named_modules()
+        if name_in(name) not in stand_ins
+        for m in parent.children()
+    }
+    odd = _adapters(found, fp8) | {
+        name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m)), linear))
+    }
+    planned = [
+        m for name, m in model.named_modules() if name in stand_ins or name_in(name) in stand_ins
+    ]
     other = sorted({part.reason for part in unwatched(model, planned)})
-    return plan_linears(shapes, fp8, _numbering(lists), misfit, output_layers(model, found, lists), odd, other,
-                        [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)] if norms else ())
+    return plan_linears(
+        shapes,
+        fp8,
+        _numbering(lists),
+        misfit,
+        output_layers(model, found, lists),
+        odd,
+        other,
+        (
+            [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)]
+            if norms
+            else ()
+        ),
+    )
 
 
 def layer_lists(model: nn.Module) -> dict[str, int]:
     """The outermost lists of like modules, which hold the Transformer layers whatever they are called: name -> length."""
     found: dict[str, int] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not any(_inside(name, other) for other in found):
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not any(
+            _inside(name, other) for other in found
+        ):
             children = list(module.children())
-            if len(children) > 1 and len({type(child) for child in children}) == 1 and not isinstance(children[0], nn.Linear):
+            if (
+                len(children) > 1
+                and len({type(child) for child in children}) == 1
+                and not isinstance(children[0], nn.Linear)
+            ):
                 found[name] = len(children)
     return found
 
@@ -85,8 +123,11 @@ def _inside(name: str, at: str) -> bool:
 def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
     """The LoRA adapters that no pattern of fp8.include names as such: they are narrow, and what is trained is in them."""
     named = [pattern for pattern in fp8.include if "lora" in pattern.lower()]
-    return {name: "LoRA adapter; fp8.include names those that run in FP8" for name in names
-            if _ADAPTER.search(name) and not any(fnmatchcase(name, pattern) for pattern in named)}
+    return {
+        name: "LoRA adapter; fp8.include names those that run in FP8"
+        for name in names
+        if _ADAPTER.search(name) and not any(fnmatchcase(name, pattern) for pattern in named)
+    }
 
 
 def _not_linear(linear: Collection[type[nn.Linear]], layers: Collection[nn.Linear]) -> list[str]:
@@ -98,12 +139,16 @@ def _not_linear(linear: Collection[type[nn.Linear]], layers: Collection[nn.Linea
         elif not (mine := [layer for layer in layers if isinstance(layer, cls)]):
             lines.append(f"linear={cls.__name__}: the model has no such layer")
         elif any(differs(layer) for layer in mine):
-            lines.append(f"linear={cls.__name__}: its forward is not F.linear of input and weight, cast to some dtype, and FP8 "
-                         "would compute something else; leave it out")
+            lines.append(
+                f"linear={cls.__name__}: its forward is not F.linear of input and weight, cast to"
+                " some dtype, and FP8 would compute something else; leave it out"
+            )
     return lines
 
 
-def _odd(linear: nn.Linear, owner: nn.Module | None, named: Collection[type[nn.Linear]] = ()) -> str:
+def _odd(
+    linear: nn.Linear, owner: nn.Module | None, named: Collection[type[nn.Linear]] = ()
+) -> str:
     """Why `linear` cannot be replaced, or an empty string."""
     kind = type(linear)
     if "forward" in vars(linear):
@@ -118,6 +163,10 @@ def _odd(linear: nn.Linear, owner: nn.Module | None, named: Collection[type[nn.L
         return "it holds more than weight and bias, or others in their place"
     if not linear.weight.is_floating_point() or linear.weight.dtype.itemsize == 1:
         return f"its weight is {str(linear.weight.dtype).removeprefix('torch.')}"
-    if kind.forward is nn.Linear.forward or issubclass(kind, tuple(named)) or casts_of(linear) is not None:
+    if (
+        kind.forward is nn.Linear.forward
+        or issubclass(kind, tuple(named))
+        or casts_of(linear) is not None
+    ):
         return ""
     return f"{kind.__name__} {OWN_FORWARD}"

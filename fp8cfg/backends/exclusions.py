@@ -70,10 +70,18 @@ class Converted:
         self.backend.after_step(model, group, self.steps)
 
 
-def mark(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], choice: Choice, own_optimizer: bool = False,
-         torch_autocast: str = "") -> None:
+def mark(
+    model: nn.Module,
+    fp8: FP8,
+    plan: Sequence[PlannedLinear],
+    choice: Choice,
+    own_optimizer: bool = False,
+    torch_autocast: str = "",
+) -> None:
     """Store the exclusion reason, and for converted layers plan and shared state, on each layer of `plan`."""
-    shared = Converted(choice, fp8.model_copy(deep=True), own_optimizer, torch_autocast=torch_autocast)
+    shared = Converted(
+        choice, fp8.model_copy(deep=True), own_optimizer, torch_autocast=torch_autocast
+    )
     for planned in plan:
         layer = model.get_submodule(planned.name)
         setattr(layer, REASON, planned.reason)
@@ -84,7 +92,11 @@ def mark(model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], choice: Choi
 
 def plan_of(model: nn.Module) -> list[PlannedLinear]:
     """The plan of each converted layer of `model`, under its name there: names in a wrapper differ from the model's own."""
-    return [replace(vars(layer)[PLANNED], name=name) for name, layer in model.named_modules() if PLANNED in vars(layer)]
+    return [
+        replace(vars(layer)[PLANNED], name=name)
+        for name, layer in model.named_modules()
+        if PLANNED in vars(layer)
+    ]
 
 
 def unmark(model: nn.Module) -> None:
@@ -111,4 +123,6 @@ def converted(model: nn.Module) -> Converted:
     for layer in model.modules():
         if isinstance(found := vars(layer).get(CONVERSION), Converted):
             return found
-    raise ConfigError("the model has no layers that fp8cfg.convert_model(model, recipe) has converted")
+    raise ConfigError(
+        "the model has no layers that fp8cfg.convert_model(model, recipe) has converted"
+    )

@@ -22,8 +22,10 @@ from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.config.errors import NotFP8Error
 
-_CURE = ("run the model inside of its autocast context, or call fp8cfg.apply_fp8_autowrap(model, recipe); for training in high "
-         "precision on purpose enter autocast(enabled=False)")
+_CURE = (
+    "run the model inside of its autocast context, or call fp8cfg.apply_fp8_autowrap(model,"
+    " recipe); for training in high precision on purpose enter autocast(enabled=False)"
+)
 
 
 def watch(model: nn.Module) -> None:
@@ -66,7 +68,9 @@ def _trained(model: nn.Module, seen: Observed) -> bool:
     if any(ran.get(gemm) == HIGH_PRECISION for ran in seen.values() for gemm in ("dgrad", "wgrad")):
         return True
     shared = shared_weights(model)
-    weights = [layer._parameters.get("weight") for layer in model.modules() if PLANNED in vars(layer)]
+    weights = [
+        layer._parameters.get("weight") for layer in model.modules() if PLANNED in vars(layer)
+    ]
     return any(isinstance(w, Tensor) and w.grad is not None and w not in shared for w in weights)
 
 
@@ -75,12 +79,18 @@ def _look(layer: nn.Module, args: Any, y: Any) -> None:
         return
     state: Converted = vars(layer)[CONVERSION]
     # Exactly Tensor: a DTensor or a fake one has no record to read. A layer whose fprop stays in high precision tells nothing.
-    if state.engaged or type(y) is not Tensor or y.is_meta or not y.requires_grad or not vars(layer)[PLANNED].gemms[0]:
+    if (
+        state.engaged
+        or type(y) is not Tensor
+        or y.is_meta
+        or not y.requires_grad
+        or not vars(layer)[PLANNED].gemms[0]
+    ):
         return
     if any(state.backend.observed(layer)[""].values()):
         state.engaged = True
     else:
-        y.register_hook(partial(_refuse, state))  # type: ignore[no-untyped-call]
+        y.register_hook(partial(_refuse, state))
 
 
 def _refuse(state: Converted, gradient: Tensor) -> None:

@@ -21,7 +21,9 @@ def watch(model: nn.Module) -> None:
     computes.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear) and not hasattr(module, "kernel_size"):  # as one that took the place of a convolution has
+        if isinstance(module, nn.Linear) and not hasattr(
+            module, "kernel_size"
+        ):  # as one that took the place of a convolution has
             module.register_forward_pre_hook(_count_input, with_kwargs=True)
         elif isinstance(module, (nn.Linear, _ConvNd)):
             module.register_forward_hook(_count_places)
@@ -32,7 +34,9 @@ def unwatch(model: nn.Module) -> None:
     for module in model.modules():
         vars(module).pop(_ROWS, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook in (_count_input, _count_places)]:
+            for key in [
+                key for key, hook in hooks.items() if hook in (_count_input, _count_places)
+            ]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -51,7 +55,9 @@ def add_rows(module: nn.Module, rows: int) -> None:
     """Add `rows`, which `module` multiplies, to its count."""
     if torch.compiler.is_compiling() or not (module.training or torch.is_grad_enabled()):
         return
-    if torch._C._current_graph_task_id() == -1:  # not in a backward pass: a recomputation there was counted before
+    if (
+        torch._C._current_graph_task_id() == -1
+    ):  # not in a backward pass: a recomputation there was counted before
         vars(module)[_ROWS] = vars(module).get(_ROWS, 0) + rows
 
 

@@ -21,8 +21,10 @@ Kinds = tuple[str, str] | tuple[()] | None
 run, and HIGH_PRECISION one that ran, in training, in high precision."""
 HIGH_PRECISION: tuple[()] = ()
 OWN_FORWARD = "has a forward of its own"
-_NAME_IT = ("write convert_model(model, recipe, linear=[THEIR_CLASS]) for a subclass of nn.Linear whose forward only casts input "
-            "and weight")
+_NAME_IT = (
+    "write convert_model(model, recipe, linear=[THEIR_CLASS]) for a subclass of nn.Linear whose"
+    " forward only casts input and weight"
+)
 Misfit = Callable[[FP8, int, int], str]
 """Why a layer of in_features and out_features stays in high precision: `Rules.misfit` of the backend."""
 Numbering = Callable[[str], tuple[int, int] | None]
@@ -110,10 +112,16 @@ def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
     """The plan of the attention of every Transformer layer."""
     forward, backward, _ = formats(fp8)
     asked = fp8.enabled and fp8.dot_product_attention
-    reasons = [_outside(n, fp8, num_layers) if asked else "scaled dot product" for n in range(num_layers)]
+    reasons = [
+        _outside(n, fp8, num_layers) if asked else "scaled dot product" for n in range(num_layers)
+    ]
     gemms = (forward,) * 2 + (backward,) * 4
-    return [PlannedAttention(f"layers.{n}.self_attention.core_attention", (None,) * 6 if reason else gemms, reason)
-            for n, reason in enumerate(reasons)]
+    return [
+        PlannedAttention(
+            f"layers.{n}.self_attention.core_attention", (None,) * 6 if reason else gemms, reason
+        )
+        for n, reason in enumerate(reasons)
+    ]
 
 
 def layers(num_layers: int) -> Numbering:
@@ -127,8 +135,13 @@ def layers(num_layers: int) -> Numbering:
 
 
 def plan_linears(
-    shapes: Shapes, fp8: FP8, number: Numbering, misfit: Misfit,
-    output: Collection[str] = ("output_layer",), odd: Mapping[str, str] | None = None, other: Sequence[str] = (),
+    shapes: Shapes,
+    fp8: FP8,
+    number: Numbering,
+    misfit: Misfit,
+    output: Collection[str] = ("output_layer",),
+    odd: Mapping[str, str] | None = None,
+    other: Sequence[str] = (),
     norms: Iterable[str] = (),
 ) -> list[PlannedLinear]:
     """The plan of every linear layer of `shapes` (name, in_features, out_features), of which `output` are the output layers;
@@ -144,12 +157,21 @@ def plan_linears(
     refuse_if(_unmatched(fp8, [s[0] for s in shapes], norms))
     made, kept = _products(fp8)
     why_not = [(odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output) for s in shapes]
-    plans = [PlannedLinear(*s, gemms=(None, None, None) if reason else made, reason=reason or kept, output=s[0] in output)
-             for s, reason in zip(shapes, why_not, strict=True)]
+    plans = [
+        PlannedLinear(
+            *s,
+            gemms=(None, None, None) if reason else made,
+            reason=reason or kept,
+            output=s[0] in output,
+        )
+        for s, reason in zip(shapes, why_not, strict=True)
+    ]
     if not any(p.fp8 for p in plans):
         why = "; ".join([*(sorted({p.reason for p in plans}) or ["the model has none"]), *other])
         cure = f"; {_NAME_IT}" if any(p.reason.endswith(OWN_FORWARD) for p in plans) else ""
-        raise ConfigError(f"fp8.enabled=true: none of {len(plans)} linear layers would run in FP8 ({why}){cure}")
+        raise ConfigError(
+            f"fp8.enabled=true: none of {len(plans)} linear layers would run in FP8 ({why}){cure}"
+        )
     refuse_if(_without_effect(fp8, plans, output))
     return plans
 
@@ -163,11 +185,19 @@ def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]
 def _products(fp8: FP8) -> tuple[tuple[Kinds, Kinds, Kinds], str]:
     """The three products of a layer that runs in FP8, and why one of them does not, where one does not."""
     kept = [g for g in GEMMS if getattr(fp8.override_linear_precision, g)]
-    fprop, dgrad, wgrad = (None if g in kept else f for g, f in zip(GEMMS, formats(fp8), strict=True))
+    fprop, dgrad, wgrad = (
+        None if g in kept else f for g, f in zip(GEMMS, formats(fp8), strict=True)
+    )
     return (fprop, dgrad, wgrad), f"fp8.override_linear_precision.{'|'.join(kept)}" if kept else ""
 
 
-def _excluded(shape: tuple[str, int, int], fp8: FP8, number: Numbering, misfit: Misfit, output: Collection[str]) -> str:
+def _excluded(
+    shape: tuple[str, int, int],
+    fp8: FP8,
+    number: Numbering,
+    misfit: Misfit,
+    output: Collection[str],
+) -> str:
     """Why the whole layer stays in high precision, or an empty string."""
     name, in_features, out_features = shape
     if not in_features or not out_features:
@@ -193,20 +223,27 @@ def _outside(layer: int, fp8: FP8, num_layers: int) -> str:
     return ""
 
 
-def differences(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]) -> list[str]:
+def differences(
+    plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]
+) -> list[str]:
     """One line for each product that did not run as planned; empty where all did."""
     lines = []
     for planned in plan:
         for gemm, want in planned.products.items():
             got = seen.get(planned.name, {}).get(gemm)
             if gemm in planned.left_out and got is not None:
-                lines.append(f"{planned.name} {gemm}: planned not to run, its weight is frozen; ran {_shown(got)}")
+                lines.append(
+                    f"{planned.name} {gemm}: planned not to run, its weight is frozen; ran"
+                    f" {_shown(got)}"
+                )
             elif (want or None) != (got or None):
                 lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
     return lines
 
 
-def not_engaged(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]) -> list[str]:
+def not_engaged(
+    plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]
+) -> list[str]:
     """The differences between a step of a user model and its plan, one line each. A model may leave layers out of a step, and a
     layer may have no use for a gradient: a product that did not run is no difference as long as any product ran; a product that
     ran in high precision is one.
@@ -218,8 +255,13 @@ def not_engaged(plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[
     for p in plan:
         ran = seen.get(p.name, {})
         rest[p.name] = {g: ran.get(g) or want for g, want in p.products.items()}
-        if outside := [g for g, want in p.products.items() if want and ran.get(g) == HIGH_PRECISION]:
-            lines.append(f"{p.name} ({', '.join(outside)}): planned in FP8, ran in high precision, outside of the autocast context")
+        if outside := [
+            g for g, want in p.products.items() if want and ran.get(g) == HIGH_PRECISION
+        ]:
+            lines.append(
+                f"{p.name} ({', '.join(outside)}): planned in FP8, ran in high precision, outside"
+                " of the autocast context"
+            )
     return lines + differences(plan, rest)
 
 
@@ -229,11 +271,17 @@ def _shown(kinds: Kinds) -> str:
 
 def _without_effect(fp8: FP8, plans: Sequence[PlannedLinear], output: Collection[str]) -> list[str]:
     """A line for each key that asks for layers in FP8 and gets none."""
-    asked = {f"fp8.include={pattern}": [p for p in plans if fnmatchcase(p.name, pattern)] for pattern in fp8.include}
+    asked = {
+        f"fp8.include={pattern}": [p for p in plans if fnmatchcase(p.name, pattern)]
+        for pattern in fp8.include
+    }
     if fp8.output_layer:
         asked["fp8.output_layer=true"] = [p for p in plans if p.name in output]
-    return [f"{key}: has no effect, its layers stay in high precision ({found[0].reason})"
-            for key, found in asked.items() if found and not any(p.fp8 for p in found)]
+    return [
+        f"{key}: has no effect, its layers stay in high precision ({found[0].reason})"
+        for key, found in asked.items()
+        if found and not any(p.fp8 for p in found)
+    ]
 
 
 def excluded(name: str, fp8: FP8) -> bool:
@@ -247,5 +295,7 @@ def _unmatched(fp8: FP8, names: Sequence[str], norms: Iterable[str]) -> list[str
         for pattern in getattr(fp8, key):
             if not any(fnmatchcase(n, pattern) for n in (*names, *more)):
                 generic = sorted({_LAYER.sub(lambda m: m[0].replace(m[1], "*"), n) for n in names})
-                lines.append(f"fp8.{key}={pattern}: matches no linear layer" + suggest(pattern, generic))
+                lines.append(
+                    f"fp8.{key}={pattern}: matches no linear layer" + suggest(pattern, generic)
+                )
     return lines

@@ -19,7 +19,8 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 @dataclass(frozen=True)
 class LinearLayout:
     """`matrix` has a module's weight as [out, in], `weight` a matrix as the module's weight, both as views. `forward` is what the
-    module computes, of itself, a function from x [..., in] to y [..., out], and its input; None where that function is all."""
+    module computes, of itself, a function from x [..., in] to y [..., out], and its input; None where that function is all.
+    """
 
     matrix: Callable[[Tensor], Tensor]
     weight: Callable[[nn.Module, Tensor], Tensor]
@@ -29,7 +30,10 @@ class LinearLayout:
 def layout_of(module: nn.Module) -> LinearLayout | None:
     """The layout of `module`; None for any that is not exactly of these classes, or does or holds something else."""
     cls = type(module)
-    if "forward" in vars(module) or {*module._parameters, *module._buffers, *module._modules} != {"weight", "bias"}:
+    if "forward" in vars(module) or {*module._parameters, *module._buffers, *module._modules} != {
+        "weight",
+        "bias",
+    }:
         return None
     if (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D"):
         return CONV1D
@@ -40,7 +44,9 @@ def as_linear(module: nn.Module, layout: LinearLayout) -> nn.Linear:
     """An nn.Linear of the shape and the dtype of `module`, without memory."""
     outputs, inputs = layout.matrix(module.get_parameter("weight").to("meta")).shape
     dtype = module.get_parameter("weight").dtype
-    return nn.Linear(inputs, outputs, bias=module._parameters["bias"] is not None, device="meta", dtype=dtype)
+    return nn.Linear(
+        inputs, outputs, bias=module._parameters["bias"] is not None, device="meta", dtype=dtype
+    )
 
 
 def _pointwise(conv: nn.Module) -> bool:

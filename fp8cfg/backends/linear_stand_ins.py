@@ -30,10 +30,13 @@ Shells = dict[str, tuple[nn.Module, LinearLayout]]
 
 def planned_as(model: nn.Module, fp8: bool) -> dict[str, nn.Linear]:
     """For each layer of `model` in another layout an nn.Linear of its shape and dtype, without memory, by name. Left out are those
-    whose weight another module reads as it is, and where nothing runs in `fp8` what would gain nothing from being a matrix."""
+    whose weight another module reads as it is, and where nothing runs in `fp8` what would gain nothing from being a matrix.
+    """
     shared, found = shared_weights(model), dict[str, nn.Linear]()
     for name, module in model.named_modules():
-        layout = layout_of(module) if name and module._parameters.get("weight") not in shared else None
+        layout = (
+            layout_of(module) if name and module._parameters.get("weight") not in shared else None
+        )
         if layout is CONV1D or (layout and fp8 and not name.endswith(ADAPTED)):
             found[name] = as_linear(module, layout)
         elif fp8 and packed_attention.takes(module, shared):
@@ -69,12 +72,16 @@ def attach(model: nn.Module, found: Shells) -> None:
         entries = partial(_save, layer, module, layout), partial(_load, layer, layout)
         vars(layer).update({SHELL: (module, layout)} | dict(zip(_ENTRIES, entries, strict=True)))
         if layout.forward:
-            vars(layer)["forward"] = partial(layout.forward, module, partial(type(layer).forward, layer))
+            vars(layer)["forward"] = partial(
+                layout.forward, module, partial(type(layer).forward, layer)
+            )
 
 
 def shells(model: nn.Module) -> Shells:
     """The module in whose place each stand-in of `model` is, by name."""
-    return {name: vars(layer)[SHELL] for name, layer in model.named_modules() if SHELL in vars(layer)}
+    return {
+        name: vars(layer)[SHELL] for name, layer in model.named_modules() if SHELL in vars(layer)
+    }
 
 
 def back(model: nn.Module, found: Shells) -> None:
@@ -108,13 +115,22 @@ def _relaid(weight: nn.Parameter, relay: Callable[[Tensor], Tensor]) -> None:
         weight.grad = relay(gradient).contiguous()
 
 
-def _save(layer: nn.Module, module: nn.Module, layout: LinearLayout, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+def _save(
+    layer: nn.Module,
+    module: nn.Module,
+    layout: LinearLayout,
+    state: dict[str, Any],
+    prefix: str,
+    keep_vars: bool,
+) -> None:
     type(layer)._save_to_state_dict(layer, state, prefix, keep_vars)
     if not _stored(state, prefix):
         state[f"{prefix}weight"] = layout.weight(module, state[f"{prefix}weight"])
 
 
-def _load(layer: nn.Module, layout: LinearLayout, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _load(
+    layer: nn.Module, layout: LinearLayout, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
     weight = state.get(f"{prefix}weight")
     if isinstance(weight, Tensor) and not _stored(state, prefix):
         state = {**state, f"{prefix}weight": layout.matrix(weight)}

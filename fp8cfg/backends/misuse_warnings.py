@@ -32,11 +32,15 @@ class StepWatch:
             self.done = True
         elif self.first is None:
             self.first = self._versions()
-            self.handle = self.weights[0].register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            self.handle = self.weights[0].register_post_accumulate_grad_hook(self._note)
         elif self.backward and (self._versions() != self.first or self.weights[0].grad is None):
             self.done = True
-            warnings.warn("weights were updated and fp8.step() was never called, which rolls histories and moves scales under "
-                          "fp8.scaling=delayed; call it after each optimizer step", RuntimeWarning, stacklevel=4)
+            warnings.warn(
+                "weights were updated and fp8.step() was never called, which rolls histories and"
+                " moves scales under fp8.scaling=delayed; call it after each optimizer step",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _versions(self) -> list[int]:
         return [w._version for w in self.weights]
@@ -52,8 +56,12 @@ def warn_of_sums(model: nn.Module) -> None:
 
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and not _is_summed(model):
-        warnings.warn(f"the gradients of this step were not summed over the {ranks} ranks, so that each trains a model of its own; "
-                      "call job.sum_gradients() before the optimizer's step", RuntimeWarning, stacklevel=5)
+        warnings.warn(
+            f"the gradients of this step were not summed over the {ranks} ranks, so that each"
+            " trains a model of its own; call job.sum_gradients() before the optimizer's step",
+            RuntimeWarning,
+            stacklevel=5,
+        )
 
 
 def _is_summed(model: nn.Module) -> bool:
@@ -64,8 +72,14 @@ def _is_summed(model: nn.Module) -> bool:
 
     from torch import nn
 
-    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):  # FSDP2's fully_shard
+    if any(
+        hasattr(module, "set_requires_gradient_sync") for module in model.modules()
+    ):  # FSDP2's fully_shard
         return True
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-    wrappers = [module for module in modules if any(base.__name__ in _SUMMING for base in type(module).__mro__)]
+    wrappers = [
+        module
+        for module in modules
+        if any(base.__name__ in _SUMMING for base in type(module).__mro__)
+    ]
     return any(module is model for wrapper in wrappers for module in wrapper.modules())

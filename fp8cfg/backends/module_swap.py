@@ -28,7 +28,9 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
     carried = vars(old).get(CARRIED, [key for key in vars(old) if key not in vars(new)])
     for key, value in vars(old).items():
         if key.endswith(_HOOKS):
-            value.update(vars(new)[key])  # the same dict: a handle of the user's removes its hook from it
+            value.update(
+                vars(new)[key]
+            )  # the same dict: a handle of the user's removes its hook from it
             _follow(value.values(), new)
         if key.endswith(_HOOKS) or key in carried or key in ("training", "_is_full_backward_hook"):
             vars(new)[key] = value
@@ -50,8 +52,10 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    raise NotFP8Error(f"{name}: the model calls the layer that an FP8 one has taken the place of; it keeps it where torch does not "
-                      "see it, such as in a list: keep it in an nn.ModuleList")
+    raise NotFP8Error(
+        f"{name}: the model calls the layer that an FP8 one has taken the place of; it keeps it"
+        " where torch does not see it, such as in a list: keep it in an nn.ModuleList"
+    )
 
 
 def _follow(hooks: Iterable[Any], new: nn.Module) -> None:

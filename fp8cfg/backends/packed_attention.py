@@ -38,16 +38,31 @@ def name_in(attention: str) -> str:
 def takes(module: nn.Module | None, shared: Collection[Tensor]) -> bool:
     """Whether `module` is an nn.MultiheadAttention whose packed projection can be a linear layer; `shared` are weights that more
     than one module holds."""
-    return type(module) is nn.MultiheadAttention and "forward" not in vars(module) and NAME not in module._modules and (
-        {name for name, p in module._parameters.items() if p is not None} <= {"in_proj_weight", "in_proj_bias"}
-        and module.in_proj_weight is not None and not module.add_zero_attn and module.in_proj_weight not in shared)
+    return (
+        type(module) is nn.MultiheadAttention
+        and "forward" not in vars(module)
+        and NAME not in module._modules
+        and (
+            {name for name, p in module._parameters.items() if p is not None}
+            <= {"in_proj_weight", "in_proj_bias"}
+            and module.in_proj_weight is not None
+            and not module.add_zero_attn
+            and module.in_proj_weight not in shared
+        )
+    )
 
 
 def as_linear(attention: nn.Module) -> nn.Linear:
     """An nn.Linear of the shape and the dtype of the packed projection, without memory."""
     assert isinstance(attention, nn.MultiheadAttention)
     outputs, inputs = attention.in_proj_weight.shape
-    return nn.Linear(inputs, outputs, bias=attention.in_proj_bias is not None, device="meta", dtype=attention.in_proj_weight.dtype)
+    return nn.Linear(
+        inputs,
+        outputs,
+        bias=attention.in_proj_bias is not None,
+        device="meta",
+        dtype=attention.in_proj_weight.dtype,
+    )
 
 
 def take(model: nn.Module, names: Collection[str]) -> None:
@@ -64,9 +79,14 @@ def attach(model: nn.Module) -> None:
     for attention in _taken(model):
         layer: nn.Module = attention.get_submodule(NAME)
         vars(attention)["forward"] = partial(_forward, attention)
-        vars(layer).update(_save_to_state_dict=partial(_save, layer), _load_from_state_dict=partial(_load, attention, layer))
+        vars(layer).update(
+            _save_to_state_dict=partial(_save, layer),
+            _load_from_state_dict=partial(_load, attention, layer),
+        )
     for encoder in _encoders(model):
-        if encoder.use_nested_tensor:  # what torch's fast path alone multiplies, which the hooks of converted layers rule out
+        if (
+            encoder.use_nested_tensor
+        ):  # what torch's fast path alone multiplies, which the hooks of converted layers rule out
             vars(encoder).update({"use_nested_tensor": False, _NESTED: True})
 
 
@@ -88,14 +108,25 @@ def _encoders(model: nn.Module) -> list[nn.TransformerEncoder]:
 
 
 def _forward(
-    attention: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-    need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True, is_causal: bool = False,
+    attention: nn.MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """As nn.MultiheadAttention.forward."""
     if is_causal and attn_mask is None:
-        raise RuntimeError("nn.MultiheadAttention: is_causal=True is a hint about attn_mask, which it needs")
+        raise RuntimeError(
+            "nn.MultiheadAttention: is_causal=True is a hint about attn_mask, which it needs"
+        )
     lanes = [_first_batch(attention, t) for t in _projected(attention, query, key, value)]
-    q, k, v = (t.view(*t.shape[:2], attention.num_heads, -1).transpose(1, 2) for t in lanes)  # [batch, heads, length, head_dim]
+    q, k, v = (
+        t.view(*t.shape[:2], attention.num_heads, -1).transpose(1, 2) for t in lanes
+    )  # [batch, heads, length, head_dim]
     if is_causal and key_padding_mask is None and not need_weights:
         mask = None
     else:
@@ -104,17 +135,27 @@ def _forward(
     weights = None
     if need_weights:
         scores = q * math.sqrt(1.0 / q.shape[-1]) @ k.transpose(-2, -1)
-        weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
+        weights = F.dropout(
+            torch.softmax(scores if mask is None else scores + mask, dim=-1), dropout
+        )
         out = weights @ v
         weights = weights.mean(dim=1) if average_attn_weights else weights
         weights = weights if query.dim() == 3 else weights.squeeze(0)
     else:
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
     out = attention.out_proj(out.transpose(1, 2).flatten(2))
-    return (out.squeeze(0) if query.dim() == 2 else out if attention.batch_first else out.transpose(0, 1)), weights
+    return (
+        out.squeeze(0)
+        if query.dim() == 2
+        else out
+        if attention.batch_first
+        else out.transpose(0, 1)
+    ), weights
 
 
-def _projected(attention: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def _projected(
+    attention: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
     """Query, key and value [..., embed] for all heads."""
     layer = attention.get_submodule(NAME)
     if query is key and key is value:
@@ -136,10 +177,15 @@ def _first_batch(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
 
 def _mask(q: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
     """What is added to the scores [batch, heads, length, keys]; None where that is nothing. Of `attn_mask` [length, keys] or
-    [batch * heads, length, keys] and `key_padding_mask` [batch, keys] or, unbatched, [keys], True is minus infinity."""
+    [batch * heads, length, keys] and `key_padding_mask` [batch, keys] or, unbatched, [keys], True is minus infinity.
+    """
     masks = []
     if attn_mask is not None:
-        masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.view(*q.shape[:2], *attn_mask.shape[1:]))
+        masks.append(
+            attn_mask
+            if attn_mask.dim() == 2
+            else attn_mask.view(*q.shape[:2], *attn_mask.shape[1:])
+        )
     if key_padding_mask is not None:
         masks.append(key_padding_mask.view(len(q), 1, 1, -1))
     found = [_added(mask, q.dtype) for mask in masks]
@@ -147,7 +193,11 @@ def _mask(q: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None) 
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf) if mask.dtype == torch.bool else mask.to(dtype)
+    return (
+        torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+        if mask.dtype == torch.bool
+        else mask.to(dtype)
+    )
 
 
 def _save(layer: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -156,7 +206,13 @@ def _save(layer: nn.Module, state: dict[str, Any], prefix: str, keep_vars: bool)
         state.pop(f"{prefix}{name}", None)
 
 
-def _load(attention: nn.MultiheadAttention, layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _load(
+    attention: nn.MultiheadAttention,
+    layer: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *rest: Any,
+) -> None:
     """After the attention has loaded what it shares with `layer`, or, with `assign`, has new Parameters."""
     for name, p in {"weight": attention.in_proj_weight, "bias": attention.in_proj_bias}.items():
         if p is not None:

@@ -32,7 +32,9 @@ class PreparedModel:
     fsdp2: bool = False
     tensor_parallel: Any = None
     pipeline: Any = None
-    same_samples: Any = None  # the process group of ranks that share layers and samples, where fp8.tp_only_amax_red asks for it
+    # the process group of ranks that share layers and samples, where fp8.tp_only_amax_red asks for
+    # it
+    same_samples: Any = None
 
     @property
     def mesh(self) -> Any:

@@ -41,8 +41,12 @@ def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -
     each field, including those that only one side has.
     """
     missing = "nothing"
-    lines = [f"{what}.{k}: the recipe says {wanted.get(k, missing)}, the library has {built.get(k, missing)}"
-             for k in {**wanted, **built} if (k in wanted) != (k in built) or wanted[k] != built[k]]
+    lines = [
+        f"{what}.{k}: the recipe says {wanted.get(k, missing)}, the library has"
+        f" {built.get(k, missing)}"
+        for k in {**wanted, **built}
+        if (k in wanted) != (k in built) or wanted[k] != built[k]
+    ]
     if lines:
         raise BackendError("; ".join(lines))
 
@@ -93,15 +97,22 @@ class Backend(Protocol):
     """
 
     def convert(
-        self, model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str,
-        compute: torch.dtype = ..., fp8_gather: bool = False,
+        self,
+        model: nn.Module,
+        fp8: FP8,
+        plan: Sequence[PlannedLinear],
+        region: Region,
+        product: str,
+        compute: torch.dtype = ...,
+        fp8_gather: bool = False,
     ) -> None:
         """Replace, in place, the linear layers of `model` (none of them its root) that `plan` has in FP8. `compute` is the dtype
         of activations, bfloat16 by default; `fp8_gather` lets FSDP2 gather weights in FP8, where capabilities have that.
 
         Each new layer has the Parameters of the old one, so that tied weights stay tied and frozen ones frozen, its training
         flag and its hooks; FP8 is on while `region` is, or in the backend's own context. The library's object that says how
-        is built from `fp8`, read back field by field, and compared: raises BackendError where it differs."""
+        is built from `fp8`, read back field by field, and compared: raises BackendError where it differs.
+        """
 
     def autocast(self, model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """A context inside which the converted layers of `model` multiply in FP8, or, not enabled, in high precision."""
@@ -119,7 +130,12 @@ class Backend(Protocol):
         """The entries that a run adds to coverage.json for the converted `model` besides its products, as JSON values by key."""
 
     def optimizer(
-        self, prepared: PreparedModel, precision: Precision, optim: Optim, clip_grad: float, loss_scaler: LossScaler | None
+        self,
+        prepared: PreparedModel,
+        precision: Precision,
+        optim: Optim,
+        clip_grad: float,
+        loss_scaler: LossScaler | None,
     ) -> MixedPrecisionOptimizer | None:
         """The optimizer of the layers and of all other parameters, with the attributes of `MixedPrecisionOptimizer`, where
         capabilities have `own_state`; else None, and any optimizer trains them.

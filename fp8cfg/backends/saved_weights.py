@@ -25,11 +25,15 @@ def saved_scaling(precision: Precision) -> Scaling:
     return scaling_of(as_held(precision).fp8)
 
 
-def saved_weight(name: str, model: Mapping[str, Tensor], fp8: Mapping[str, Tensor], scaling: Scaling) -> Weight:
+def saved_weight(
+    name: str, model: Mapping[str, Tensor], fp8: Mapping[str, Tensor], scaling: Scaling
+) -> Weight:
     """The weight `name` of a checkpoint's `model`, with its scales of `fp8`; empty for one without any."""
     module = name.removesuffix(".weight")
     scale_inv, whole, of_rows, amax = (
-        fp8.get(f"{module}.{buffer}") for buffer in (SCALE_INV, GLOBAL_SCALE_INV, ROWS_SCALE_INV, ROWS_AMAX))
+        fp8.get(f"{module}.{buffer}")
+        for buffer in (SCALE_INV, GLOBAL_SCALE_INV, ROWS_SCALE_INV, ROWS_AMAX)
+    )
     if of_rows is not None:
         return as_native(model[name], of_rows, amax, scaling)
     return () if scale_inv is None else (model[name], scale_inv, None, None, whole)

@@ -27,14 +27,18 @@ from fp8cfg.numerics.low_bit_weight import NarrowWeight
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def parameter_columns(model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]) -> dict[str, Columns]:
+def parameter_columns(
+    model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]
+) -> dict[str, Columns]:
     """The storage columns of every parameter by name. A weight that a linear layer shares with another module gets the columns of
     a parameter outside of linear layers.
     """
     shared = shared_weights(model)
     runs_fp8 = {f"{planned.name}.weight": planned.fp8 for planned in plan}
-    return {name: columns_of(precision, name in runs_fp8 and p not in shared, runs_fp8.get(name, False))
-            for name, p in model.named_parameters()}
+    return {
+        name: columns_of(precision, name in runs_fp8 and p not in shared, runs_fp8.get(name, False))
+        for name, p in model.named_parameters()
+    }
 
 
 def narrow(model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]) -> None:
@@ -46,19 +50,31 @@ def narrow(model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]
 
 
 def hold(
-    model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: Mapping[str, Columns], region: Region
+    model: nn.Module,
+    precision: Precision,
+    plan: Sequence[PlannedLinear],
+    columns: Mapping[str, Columns],
+    region: Region,
 ) -> None:
     """Let the linear layers of `plan` hold their weights as `columns` say, in place; those whose weights are float8 operands, or
     in the compute dtype, stay as they are. A layer in high precision that decodes its weight, or casts its bias, is an FP8Linear
     with no product in FP8."""
     for planned in plan:
         layer = model.get_submodule(planned.name)
-        named = columns.get(f"{planned.name}.weight", others(precision))  # a tied weight has another name
-        bias = columns.get(f"{planned.name}.bias", named)["weight"] if type(layer) is nn.Linear else precision.compute
+        named = columns.get(
+            f"{planned.name}.weight", others(precision)
+        )  # a tied weight has another name
+        bias = (
+            columns.get(f"{planned.name}.bias", named)["weight"]
+            if type(layer) is nn.Linear
+            else precision.compute
+        )
         if named["weight"] == bias == precision.compute or getattr(layer, "fp8_params", False):
             continue
         if type(layer) is nn.Linear:
-            high = FP8Linear.from_linear(layer, Scaling(kind="current"), region, high_precision=(True, True, True))
+            high = FP8Linear.from_linear(
+                layer, Scaling(kind="current"), region, high_precision=(True, True, True)
+            )
             replaced(model, planned.name, high)
             layer = high
         if isinstance(layer, FP8Linear):
@@ -66,24 +82,34 @@ def hold(
         else:
             held_weight.hold(layer, codec(named["weight"]), DTYPES[precision.compute])
     if others(precision)["weight"] != precision.compute:
-        for norm in [module for module in model.modules() if getattr(module, "read_by_product", False)]:
+        for norm in [
+            module for module in model.modules() if getattr(module, "read_by_product", False)
+        ]:
             held_weight.hold(norm, codec("fp32"), DTYPES[precision.compute])
 
 
 def shard_in_codec(
-    model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear], columns: Mapping[str, Columns], region: Region
+    model: nn.Module,
+    precision: Precision,
+    plan: Sequence[PlannedLinear],
+    columns: Mapping[str, Columns],
+    region: Region,
 ) -> None:
     """Let FSDP2 gather the weights of the linear layers of `plan`, FP8Linears or plain ones, in their codecs, in place."""
     for planned in plan:
-        named = columns.get(f"{planned.name}.weight", others(precision))  # a tied weight has another name
+        named = columns.get(
+            f"{planned.name}.weight", others(precision)
+        )  # a tied weight has another name
         if named["weight"] != others(precision)["weight"]:
             layer = model.get_submodule(planned.name)
             if not isinstance(layer, FP8Linear):
                 assert type(layer) is nn.Linear
-                layer = FP8Linear.from_linear(layer, Scaling(kind="current"), region, high_precision=(True, True, True))
+                layer = FP8Linear.from_linear(
+                    layer, Scaling(kind="current"), region, high_precision=(True, True, True)
+                )
                 replaced(model, planned.name, layer)
             layer.shard_in_fp8(codec(named["weight"]))
-    model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))
 
 
 def unhold(model: nn.Module, dtype: torch.dtype) -> None:
@@ -103,7 +129,10 @@ def unhold(model: nn.Module, dtype: torch.dtype) -> None:
 def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
     assert layer.codec, "held in it"
     if layer.codec.scaling != "none":
-        return nn.Parameter(layer.codec.decode(layer.in_codec).to(dtype), requires_grad=layer.parameter.requires_grad)
+        return nn.Parameter(
+            layer.codec.decode(layer.in_codec).to(dtype),
+            requires_grad=layer.parameter.requires_grad,
+        )
     layer.parameter.data = layer.parameter.data.to(dtype)
     return layer.parameter
 
@@ -124,9 +153,15 @@ def cast_parameters(model: nn.Module, precision: Precision, columns: Mapping[str
     """Cast parameters that no layer holds in a codec to the dtype of their weight column, and set the `grad_dtype` of each to that
     of its gradient column.
     """
-    layers = {layer.parameter: layer for layer in model.modules() if isinstance(layer, NarrowWeight) and layer.held}
+    layers = {
+        layer.parameter: layer
+        for layer in model.modules()
+        if isinstance(layer, NarrowWeight) and layer.held
+    }
     for name, p in model.named_parameters():
-        gradient = DTYPES["fp32" if columns[name]["weight_grad"] in SCALED else columns[name]["weight_grad"]]
+        gradient = DTYPES[
+            "fp32" if columns[name]["weight_grad"] in SCALED else columns[name]["weight_grad"]
+        ]
         if p in layers:
             layers[p].set_weight_grad_dtype(gradient)
             continue
@@ -143,10 +178,19 @@ def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
 
 def in_codec(model: nn.Module) -> list[FP8Linear | HeldWeight]:
     """The layers that store their weight in a codec."""
-    return [layer for layer in model.modules() if isinstance(layer, (FP8Linear, HeldWeight)) and layer.codec]
+    return [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, (FP8Linear, HeldWeight)) and layer.codec
+    ]
 
 
 def shared_weights(model: nn.Module) -> set[nn.Parameter]:
     """Parameters that more than one module holds, as a tied output layer and embedding do."""
     seen: set[nn.Parameter] = set()
-    return {p for m in model.modules() for p in m.parameters(recurse=False) if p in seen or seen.add(p)}  # type: ignore[func-returns-value]
+    return {
+        p
+        for m in model.modules()
+        for p in m.parameters(recurse=False)
+        if p in seen or seen.add(p)  # type: ignore[func-returns-value]
+    }

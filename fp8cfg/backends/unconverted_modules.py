@@ -40,11 +40,19 @@ def unwatched(model: nn.Module, watched: Collection[nn.Module]) -> list[Unwatche
 
 def _matrices(module: nn.Module) -> Iterator[Tensor]:
     """The floating parameters that `module` itself holds with more than one dimension longer than 1."""
-    held = (p for p in module._parameters.values() if isinstance(p, Tensor) and not isinstance(p, UninitializedParameter))
+    held = (
+        p
+        for p in module._parameters.values()
+        if isinstance(p, Tensor) and not isinstance(p, UninitializedParameter)
+    )
     return (p for p in held if p.is_floating_point() and sum(size > 1 for size in p.shape) > 1)
 
 
 def _of_a_library(module: nn.Module) -> bool:
     """Whether it is a layer of a backend's library that may multiply in FP8 without being recorded."""
-    known = [f"{at}." for name in backend_registry.names() for at in backend_registry.capabilities(name).layer_modules]
+    known = [
+        f"{at}."
+        for name in backend_registry.names()
+        for at in backend_registry.capabilities(name).layer_modules
+    ]
     return any(f"{base.__module__}.".startswith(tuple(known)) for base in type(module).__mro__)

@@ -17,9 +17,22 @@ RECIPE_FILES = (".yaml", ".yml", ".json")
 """How the names of recipe files end."""
 _READ = {".toml": "torchtitan", ".sh": "megatron"}
 """Files of other projects, by their ending, and who reads them."""
-_THEIRS = {"run": "train", "fit": "train", "pretrain": "train", "finetune": "train", "start": "train",
-           "validate": "check", "verify": "check", "lint": "check", "estimate": "plan", "info": "doctor", "env": "doctor",
-           "generate": "sample", "eval": "evaluate", "preprocess": "data prepare"}
+_THEIRS = {
+    "run": "train",
+    "fit": "train",
+    "pretrain": "train",
+    "finetune": "train",
+    "start": "train",
+    "validate": "check",
+    "verify": "check",
+    "lint": "check",
+    "estimate": "plan",
+    "info": "doctor",
+    "env": "doctor",
+    "generate": "sample",
+    "eval": "evaluate",
+    "preprocess": "data prepare",
+}
 """Commands of other trainers by ours."""
 
 
@@ -57,7 +70,9 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
                 out.flags.add(name)
             elif name not in known:
                 wrong = "takes no value" if name in flags else "no such option"
-                problems.append(f"{name}: {wrong}" + _hint(name, [*known, *flags, "--help", "--version"]))
+                problems.append(
+                    f"{name}: {wrong}" + _hint(name, [*known, *flags, "--help", "--version"])
+                )
             elif not (value := value if eq else left.pop(0) if left else ""):
                 problems.append(f"{name}: needs a value")
             else:
@@ -73,7 +88,7 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
 
 def before_end(argv: list[str]) -> list[str]:
     """What stands before the end of options, where there may be some."""
-    return argv[:argv.index("--")] if "--" in argv else argv
+    return argv[: argv.index("--")] if "--" in argv else argv
 
 
 def _hint(name: str, options: list[str]) -> str:
@@ -99,7 +114,10 @@ def wrong_words(arguments: Arguments) -> list[str]:
 
     folder = arguments.options.get("--config-dir")
     try:
-        read([w for w in arguments.words if not is_hydra(w)], Library(Path(folder[0]) if folder else None))
+        read(
+            [w for w in arguments.words if not is_hydra(w)],
+            Library(Path(folder[0]) if folder else None),
+        )
     except ConfigError as e:
         return e.problems
     return []
@@ -111,13 +129,18 @@ def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
     from fp8cfg.config.key_names import full
 
     new = {full(parsed(word)[0]) for word in changes}
-    return [*(word for word in arguments.words if is_hydra(word) or full(parsed(word)[0]) not in new), *changes]
+    return [
+        *(word for word in arguments.words if is_hydra(word) or full(parsed(word)[0]) not in new),
+        *changes,
+    ]
 
 
 def command_line(arguments: Arguments, changes: Sequence[str], *verb: str) -> str:
     """The line that runs `arguments` with the words `changes`, by `verb` and its options, or training."""
     folder = [f"--config-dir={name}" for name in arguments.options.get("--config-dir", [])]
-    return shlex.join(["fp8cfg", *verb, *arguments.plain, *changed_words(arguments, changes), *folder])
+    return shlex.join(
+        ["fp8cfg", *verb, *arguments.plain, *changed_words(arguments, changes), *folder]
+    )
 
 
 def is_hydra(word: str) -> bool:
@@ -143,13 +166,17 @@ def recipe_file(plain: list[str], verbs: tuple[str, ...]) -> Path | None:
         if not is_recipe_file(arg):
             raise ConfigError(no_verb(arg, verbs))
     if len(plain) > 1:
-        raise ConfigError(f"{plain[1]}: a second recipe file; one builds on another with `recipe: NAME`")
+        raise ConfigError(
+            f"{plain[1]}: a second recipe file; one builds on another with `recipe: NAME`"
+        )
     return recipe_path(plain[0]) if plain else None
 
 
 def chooses(name: str) -> str | None:
     """The group that offers the choice `name`; None where none does."""
-    return next((group for group in ("recipe", "precision", "data") if name in choices(group)), None)
+    return next(
+        (group for group in ("recipe", "precision", "data") if name in choices(group)), None
+    )
 
 
 def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
@@ -166,7 +193,14 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
     if os.path.isdir(arg):
         return f"{arg}: is a folder; that of a run is for fp8cfg resume, rerun and diff"
     if os.path.isfile(arg):
-        read = next((f"; write: fp8cfg import {project} {arg}" for ending, project in _READ.items() if arg.endswith(ending)), "")
+        read = next(
+            (
+                f"; write: fp8cfg import {project} {arg}"
+                for ending, project in _READ.items()
+                if arg.endswith(ending)
+            ),
+            "",
+        )
         return f"{arg}: is no recipe file; the name of one ends in .yaml or .json{read}"
     from fp8cfg.composition.malformed_words import malformed
 

@@ -44,7 +44,16 @@ def run(argv: list[str]) -> int:
         print(json.dumps({"ok": False, "problems": e.problems, "notes": []}, indent=1))
         return e.exit_code
     if as_json:
-        print(json.dumps({"ok": True, "recipe": line, "notes": [note.removeprefix("note: ") for note in notes]}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "ok": True,
+                    "recipe": line,
+                    "notes": [note.removeprefix("note: ") for note in notes],
+                },
+                indent=1,
+            )
+        )
     else:
         from fp8cfg.report.tables import wrapped
 
@@ -67,7 +76,10 @@ def _checked(words: list[str], folder: str | None, file: Path | None) -> tuple[s
     refuse_if(refusals(recipe, found.written))
     coverage, p, t = planned(recipe, plan(recipe)), recipe.precision, recipe.trainer
     if p.fp8.enabled and coverage.share < p.fp8.min_coverage:
-        raise ConfigError(f"fp8.min_coverage={p.fp8.min_coverage:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
+        raise ConfigError(
+            f"fp8.min_coverage={p.fp8.min_coverage:g}: {coverage.share:.1%} of matmul FLOPs would"
+            " run in FP8"
+        )
     count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"
     fp8 = f", FP8 {p.fp8.scaling} in {count}" if p.fp8.enabled else ""
     said = remarks.lines(recipe, layout.shards(recipe, t.num_nodes * t.devices))

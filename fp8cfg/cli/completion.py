@@ -43,7 +43,8 @@ def run(argv: list[str]) -> int:
         return 0
     if len(argv) != 1 or argv[0] not in SCRIPTS:
         given = " ".join(["completion", *argv])
-        raise ConfigError(f"{given}: {'no such shell' if argv else 'needs a shell'}{suggest(given.partition(' ')[2], SCRIPTS)}")
+        what = "no such shell" if argv else "needs a shell"
+        raise ConfigError(f"{given}: {what}{suggest(given.partition(' ')[2], SCRIPTS)}")
     print(SCRIPTS[argv[0]], end="")
     return 0
 
@@ -86,21 +87,25 @@ def options(verb: str) -> list[str]:
 def _valued(word: str, before: list[str]) -> list[str]:
     """What completes the value of `word`, after the last comma of a sweep; presets of a --config-dir `before` it included."""
     key, _, value = word.partition("=")
-    ready = f"{key}={value[:value.rfind(',') + 1]}"
+    ready = f"{key}={value[: value.rfind(',') + 1]}"
     folders = [Path(folder, key) for option, folder in pairwise(before) if option == "--config-dir"]
     own = [file.stem for folder in folders for file in folder.glob("*.yaml")]
     if key == SHORT["precision.backend"]:
-        from fp8cfg.config.backend_capabilities import offered  # not above: looking through the installed packages takes a while
+        from fp8cfg.config.backend_capabilities import (
+            offered,
+        )  # not above: looking through the installed packages takes a while
 
         own += offered()
-    return [ready + found for found in [*(choices(key) if key in GROUPS else keys().get(key, ())), *own]]
+    return [
+        ready + found for found in [*(choices(key) if key in GROUPS else keys().get(key, ())), *own]
+    ]
 
 
 def _keys_below(start: str) -> list[str]:
     """The groups and keys that begin with `start`, each up to its next dot."""
     found = [f"{group}=" for group in GROUPS]
     for key in keys():
-        rest, dot, _ = key[len(start):].partition(".")
+        rest, dot, _ = key[len(start) :].partition(".")
         found += [start + rest + (dot or "=")] if key.startswith(start) else []
     return found
 
@@ -109,16 +114,33 @@ def _keys_below(start: str) -> list[str]:
 def keys() -> dict[str, tuple[str, ...]]:
     """Every key by its short name, with the words that its value can be where they are few: options, true, false, null."""
     package = Path(__file__).parents[1]
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in (*(package / "config").glob("*.py"), package / "scalings.py")]
-    classes = {c.name: (home, c) for tree in trees for c in tree.body
-               if isinstance(c, ast.ClassDef) and (home := _home(c)) is not None and c.name != "Node"}
-    named = {t.id: s.value for tree in trees for s in tree.body if isinstance(s, ast.Assign)
-             for t in s.targets if isinstance(t, ast.Name) and isinstance(s.value, ast.Subscript)}
+    trees = [
+        ast.parse(file.read_text(encoding="utf-8"))
+        for file in (*(package / "config").glob("*.py"), package / "scalings.py")
+    ]
+    classes = {
+        c.name: (home, c)
+        for tree in trees
+        for c in tree.body
+        if isinstance(c, ast.ClassDef) and (home := _home(c)) is not None and c.name != "Node"
+    }
+    named = {
+        t.id: s.value
+        for tree in trees
+        for s in tree.body
+        if isinstance(s, ast.Assign)
+        for t in s.targets
+        if isinstance(t, ast.Name) and isinstance(s.value, ast.Subscript)
+    }
     found: dict[str, tuple[str, ...]] = {}
     for home, c in classes.values():
         for field in c.body:
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id != "home" \
-                    and ast.unparse(field.annotation) not in classes:
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and field.target.id != "home"
+                and ast.unparse(field.annotation) not in classes
+            ):
                 key = f"{home}.{field.target.id}" if home else field.target.id
                 found[SHORT.get(key, key)] = _options(field.annotation, named)
     return found
@@ -127,7 +149,12 @@ def keys() -> dict[str, tuple[str, ...]]:
 def _home(c: ast.ClassDef) -> str | None:
     """The `home` that the class of a node has: where it stands in the recipe."""
     for s in c.body:
-        if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name) and s.target.id == "home" and s.value:
+        if (
+            isinstance(s, ast.AnnAssign)
+            and isinstance(s.target, ast.Name)
+            and s.target.id == "home"
+            and s.value
+        ):
             return str(ast.literal_eval(s.value))
     return None
 
@@ -136,8 +163,13 @@ def _options(annotation: ast.expr, named: Mapping[str, ast.expr]) -> tuple[str, 
     if isinstance(annotation, ast.Name):
         if annotation.id == "Backend":
             return ("auto", *SHIPPED)
-        return ("true", "false") if annotation.id == "bool" else \
-            _options(named[annotation.id], named) if annotation.id in named else ()
+        return (
+            ("true", "false")
+            if annotation.id == "bool"
+            else _options(named[annotation.id], named)
+            if annotation.id in named
+            else ()
+        )
     if isinstance(annotation, ast.BinOp):
         return _options(annotation.left, named) + _options(annotation.right, named)
     if isinstance(annotation, ast.Constant):

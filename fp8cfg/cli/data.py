@@ -41,9 +41,14 @@ def run(argv: list[str]) -> int:
     arguments = split(argv, ("--config-dir",))
     file = next((word for word in arguments.plain[2:] if is_recipe_file(word)), None)
     if arguments.plain[:1] != ["prepare"] or len(arguments.plain) != 2 + bool(file):
-        raise ConfigError("data: writes token files, as in: fp8cfg data prepare OUT data=text data.path=FOLDER")
+        raise ConfigError(
+            "data: writes token files, as in: fp8cfg data prepare OUT data=text data.path=FOLDER"
+        )
     if "://" in (out := arguments.plain[1]):
-        raise ConfigError(f"{out}: token files are written here, not to an address; write a path, as in runs/tokens")
+        raise ConfigError(
+            f"{out}: token files are written here, not to an address; write a path, as in"
+            " runs/tokens"
+        )
     from fp8cfg.cli.composed import composed
     from fp8cfg.composition.authors import of_words, written
     from fp8cfg.composition.config_groups import Library
@@ -53,10 +58,20 @@ def run(argv: list[str]) -> int:
 
     folder = arguments.one("--config-dir")
     d = composed(arguments.words, folder, recipe_path(file) if file else None).data
-    idle = sorted(written(of_words(arguments.words, Library(Path(folder) if folder else None))) - {*_READ})
-    refuse_if([f"{key}: has no effect on token files; write it where these are trained on" for key in idle])
+    idle = sorted(
+        written(of_words(arguments.words, Library(Path(folder) if folder else None))) - {*_READ}
+    )
+    refuse_if(
+        [
+            f"{key}: has no effect on token files; write it where these are trained on"
+            for key in idle
+        ]
+    )
     if d.mixture:
-        raise ConfigError("data.mixture: token files are written one by one and mixed in training; prepare each data.path")
+        raise ConfigError(
+            "data.mixture: token files are written one by one and mixed in training; prepare each"
+            " data.path"
+        )
     began, key = time.perf_counter(), "data.tokenizer"
     try:
         with _stopped_cleanly():
@@ -66,8 +81,10 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{key}: {e}") from None
     except OSError as e:
         raise NotWritable(f"{out}: cannot be written ({e.strerror or e})") from None
-    print(f"wrote {printable(str(made.path))}.bin and .idx: {made.tokens} tokens of {made.documents} documents in "
-          f"{time.perf_counter() - began:.1f} s")
+    print(
+        f"wrote {printable(str(made.path))}.bin and .idx: {made.tokens} tokens of {made.documents}"
+        f" documents in {time.perf_counter() - began:.1f} s"
+    )
     print(f"train on it: {_line(made.path, d.tokenizer, tokenizer)}")
     return 0
 
@@ -77,14 +94,24 @@ def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:
     from fp8cfg.config.recipe import Recipe
     from fp8cfg.data.tokenizer import padded_vocabulary
 
-    words = ["fp8cfg", "data=tokens", f"data.path={path}", *([f"data.tokenizer={given}"] if given else [])]
+    words = [
+        "fp8cfg",
+        "data=tokens",
+        f"data.path={path}",
+        *([f"data.tokenizer={given}"] if given else []),
+    ]
     size = padded_vocabulary(tokenizer)
-    return printable(shlex.join([*words, *([f"model.vocab_size={size}"] if size != Recipe().model.vocab_size else [])]))
+    return printable(
+        shlex.join(
+            [*words, *([f"model.vocab_size={size}"] if size != Recipe().model.vocab_size else [])]
+        )
+    )
 
 
 @contextmanager
 def _stopped_cleanly() -> Iterator[None]:
     """Inside of the block SIGTERM ends it as an error does, which removes what is half written."""
+
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 

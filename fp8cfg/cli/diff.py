@@ -62,7 +62,11 @@ def run(argv: list[str]) -> int:
         found["version"] = differences.versions(a.environment, b.environment)
     if "--json" in flags:
         names = {"key": "keys", "leaf": "leaves", "version": "versions"}
-        print(json.dumps({"a": a.name, "b": b.name, **{names[k]: v for k, v in found.items()}}, indent=1))
+        print(
+            json.dumps(
+                {"a": a.name, "b": b.name, **{names[k]: v for k, v in found.items()}}, indent=1
+            )
+        )
     else:
         print(differences.text(a.name, b.name, found))
     return 0
@@ -73,11 +77,17 @@ def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
     if argv.count("--") > 1:
         raise ConfigError("--: stands once, between the two")
     cut = argv.index("--") if "--" in argv else len(argv)
-    halves = [split(part, ("--config-dir",), ("--json", "--tree")) for part in (argv[:cut], argv[cut + 1:])]
+    halves = [
+        split(part, ("--config-dir",), ("--json", "--tree"))
+        for part in (argv[:cut], argv[cut + 1 :])
+    ]
     first, second = halves
     if "--" not in argv:
         if len(first.plain) != 2 or first.words:
-            raise ConfigError("diff: needs -- between the two, as in: fp8cfg diff recipe=llama_8b -- recipe=llama_70b")
+            raise ConfigError(
+                "diff: needs -- between the two, as in: fp8cfg diff recipe=llama_8b --"
+                " recipe=llama_70b"
+            )
         second.plain.append(first.plain.pop())
     return first, second, first.flags | second.flags
 
@@ -95,8 +105,13 @@ def _side(half: Arguments, config_dir: str | None) -> _Side:
     from fp8cfg.report.value_text import shown
 
     name = " ".join(map(shown, [*half.plain, *half.words])) or "the default recipe"
-    refuse_if([f"{arg}: neither a run folder, nor a recipe file, nor of the form key=value" for arg in half.plain
-               if not (is_recipe_file(arg) or Path(arg).is_dir())])
+    refuse_if(
+        [
+            f"{arg}: neither a run folder, nor a recipe file, nor of the form key=value"
+            for arg in half.plain
+            if not (is_recipe_file(arg) or Path(arg).is_dir())
+        ]
+    )
     if len(half.plain) > 1:
         raise ConfigError(f"{half.plain[1]}: one folder or file on each side of --")
     given = recipe_path(half.plain[0]) if half.plain else None

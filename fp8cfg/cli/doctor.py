@@ -22,7 +22,9 @@ def run(argv: list[str]) -> int:
     arguments = split(argv, (), ("--json",))
     extra = [*arguments.words, *arguments.plain]
     if extra:
-        raise ConfigError(f"{extra[0]}: doctor looks at the machine, and takes no recipe; fp8cfg plan does")
+        raise ConfigError(
+            f"{extra[0]}: doctor looks at the machine, and takes no recipe; fp8cfg plan does"
+        )
     from fp8cfg.report.installation import inventory
 
     found = inventory()
@@ -34,18 +36,39 @@ def text(found: dict[str, Any]) -> str:
     """The inventory for a person, at most 80 columns wide."""
     from fp8cfg.report.tables import size, table, wrapped
 
-    gpus = [f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}" for g in found["gpus"]]
+    gpus = [
+        f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}"
+        for g in found["gpus"]
+    ]
     facts = [
-        ("fp8cfg", f"{found['fp8cfg']}, Python {found['python']}"), ("system", found["os"]),
-        ("CPU", f"{found['cores']} cores, {size(found['free_memory'])} free"), *(("GPU", g) for g in gpus or ["none"]),
+        ("fp8cfg", f"{found['fp8cfg']}, Python {found['python']}"),
+        ("system", found["os"]),
+        ("CPU", f"{found['cores']} cores, {size(found['free_memory'])} free"),
+        *(("GPU", g) for g in gpus or ["none"]),
         ("CUDA", f"{found['cuda'] or 'none in torch'}, driver {found['driver'] or 'none'}"),
-        ("compiler", f"{found['compiler'] or 'no g++'}; triton {found['packages']['triton'] or 'not installed'}")]
+        (
+            "compiler",
+            (
+                f"{found['compiler'] or 'no g++'}; triton"
+                f" {found['packages']['triton'] or 'not installed'}"
+            ),
+        ),
+    ]
     if found["torch_problem"]:
         facts.append(("torch", found["torch_problem"]))
-    packages = [[name, version or "not installed"] for name, version in found["packages"].items() if name != "triton"]
-    return "\n\n".join([
-        "\n".join(wrapped(value, f"{name:<9} ", " " * 10) for name, value in facts), table(["package", "version"], packages),
-        _variables(found["variables"]), _precisions(found["precision"])])
+    packages = [
+        [name, version or "not installed"]
+        for name, version in found["packages"].items()
+        if name != "triton"
+    ]
+    return "\n\n".join(
+        [
+            "\n".join(wrapped(value, f"{name:<9} ", " " * 10) for name, value in facts),
+            table(["package", "version"], packages),
+            _variables(found["variables"]),
+            _precisions(found["precision"]),
+        ]
+    )
 
 
 def _variables(variables: dict[str, dict[str, str]]) -> str:
@@ -53,8 +76,10 @@ def _variables(variables: dict[str, dict[str, str]]) -> str:
         return "environment variables that change results: none is set"
     from fp8cfg.report.tables import wrapped
 
-    lines = [wrapped(f"{name}={v['value']}" + (f": {v['effect']}" if v["effect"] else ""), "  ", "    ")
-             for name, v in variables.items()]
+    lines = [
+        wrapped(f"{name}={v['value']}" + (f": {v['effect']}" if v["effect"] else ""), "  ", "    ")
+        for name, v in variables.items()
+    ]
     return "environment variables that change results\n" + "\n".join(lines)
 
 

@@ -39,7 +39,10 @@ def run(argv: list[str]) -> int:
     """Print the losses that `argv` ask for. Returns the exit code."""
     arguments = split(argv, ("--data", "--precision", "--step", "--samples", "--accelerator"))
     if len(arguments.plain) != 1 or arguments.words:
-        raise ConfigError("evaluate: needs one run folder, as in: fp8cfg evaluate runs/NAME --precision bf16,bf16_fp8")
+        raise ConfigError(
+            "evaluate: needs one run folder, as in: fp8cfg evaluate runs/NAME --precision"
+            " bf16,bf16_fp8"
+        )
     path = arguments.one("--data")
     if path and "://" in path:
         raise ConfigError(f"--data {path}: {NO_ADDRESS}")
@@ -49,14 +52,25 @@ def run(argv: list[str]) -> int:
 
     samples = held_out(found.recipe) if path is None else _samples_of(found.recipe, path)
     if not len(samples):
-        raise ConfigError(f"--data: has no sample of model.seq_length={found.recipe.model.seq_length} tokens")
+        raise ConfigError(
+            f"--data: has no sample of model.seq_length={found.recipe.model.seq_length} tokens"
+        )
     losses, targets = list[tuple[str, float]](), 0
     for name, model in in_precisions(found, arguments.one("--precision")):
         measured = held_out_loss(model, samples, limit)
         losses.append((name, measured.loss))
         targets = measured.targets
-    print(printable(f"{arguments.plain[0]}: step {found.step}, {targets} tokens of {path or 'its held-out part'}"), file=sys.stderr)
-    rows = [[name, f"{loss:.4f}", _difference(loss - losses[0][1]), f"{_perplexity(loss):.3f}"] for name, loss in losses]
+    print(
+        printable(
+            f"{arguments.plain[0]}: step {found.step}, {targets} tokens of"
+            f" {path or 'its held-out part'}"
+        ),
+        file=sys.stderr,
+    )
+    rows = [
+        [name, f"{loss:.4f}", _difference(loss - losses[0][1]), f"{_perplexity(loss):.3f}"]
+        for name, loss in losses
+    ]
     print(table(["precision", "loss", "difference", "perplexity"], rows, right=(1, 2, 3)))
     return 0
 

@@ -32,13 +32,21 @@ def run(argv: list[str]) -> int:
     arguments = split(argv, ("--config-dir",), ("--json",))
     files = [arg for arg in arguments.plain if is_recipe_file(arg)]
     keys = [arg for arg in arguments.plain if arg not in files]
-    problems: list[str] = [] if len(keys) == 1 else ["explain: needs one key, as in: fp8cfg explain fp8.margin"]
+    problems: list[str] = (
+        [] if len(keys) == 1 else ["explain: needs one key, as in: fp8cfg explain fp8.margin"]
+    )
     try:
         full_key = known(keys[0]) if not problems else ""
     except ConfigError as e:
         chosen = chooses(keys[0])
-        problems += [f"{keys[0]}: is no key but a choice; write {chosen}={keys[0]} with a key, as in: fp8cfg explain fp8.margin "
-                     f"{chosen}={keys[0]}"] if chosen else e.problems
+        problems += (
+            [
+                f"{keys[0]}: is no key but a choice; write {chosen}={keys[0]} with a key, as in:"
+                f" fp8cfg explain fp8.margin {chosen}={keys[0]}"
+            ]
+            if chosen
+            else e.problems
+        )
     try:
         traced = trace(arguments.words, arguments.one("--config-dir"), recipe_file(files, ()))
     except ConfigError as e:

@@ -61,7 +61,9 @@ def run(argv: list[str]) -> int:
     from fp8cfg.composition.provenance import trace
     from fp8cfg.report import recipe_export
 
-    arguments = split(argv, ("--config-dir", "--output", "--fp8", "--slurm"), (*FORMS, "--full", "--merge"))
+    arguments = split(
+        argv, ("--config-dir", "--output", "--fp8", "--slurm"), (*FORMS, "--full", "--merge")
+    )
     if arguments.plain[:1] == ["hf"]:
         from fp8cfg.cli import export_hf
 
@@ -89,8 +91,16 @@ def run(argv: list[str]) -> int:
     traced = trace(arguments.words, arguments.one("--config-dir"), file)
     refuse_if(traced.settled.problems)
     say(traced.settled.notes)
-    write = {"--yaml": recipe_export.yaml_text, "--json": recipe_export.json_text, "--python": recipe_export.python_text}[forms[0]]
-    text = _of(project, traced.recipe) if project else write(traced.recipe, traced.named, "--full" in arguments.flags)
+    write = {
+        "--yaml": recipe_export.yaml_text,
+        "--json": recipe_export.json_text,
+        "--python": recipe_export.python_text,
+    }[forms[0]]
+    text = (
+        _of(project, traced.recipe)
+        if project
+        else write(traced.recipe, traced.named, "--full" in arguments.flags)
+    )
     if output and forms == ["--yaml"] and not project and (Path(output).parent / SCHEMA).is_file():
         text = f"# yaml-language-server: $schema={SCHEMA}\n{text}"
     return print_or_write(text, output)
@@ -106,10 +116,14 @@ def _project(arguments: Arguments) -> str | None:
     if name not in DOORS:
         near = nearest(name, [*DOORS, "hf", "peft", "slurm"])
         if near:
-            raise ConfigError([f"{name}: no such project; did you mean {near!r}?", *wrong_words(arguments)])
+            raise ConfigError(
+                [f"{name}: no such project; did you mean {near!r}?", *wrong_words(arguments)]
+            )
         return None
     if arguments.flags:
-        raise ConfigError(f"{sorted(arguments.flags)[0]}: not with {name}, whose files have one form")
+        raise ConfigError(
+            f"{sorted(arguments.flags)[0]}: not with {name}, whose files have one form"
+        )
     return arguments.plain.pop(0)
 
 
@@ -120,7 +134,10 @@ def _of(project: str, recipe: Recipe) -> str:
     text, lost = to_text(project, recipe)
     name = DOORS[project].dialect.name
     if lost and DOORS[project].remarks:
-        print(f"note: {len(lost)} of its keys {name} cannot say; they stand in the text as comments", file=sys.stderr)
+        print(
+            f"note: {len(lost)} of its keys {name} cannot say; they stand in the text as comments",
+            file=sys.stderr,
+        )
     for line in () if DOORS[project].remarks else lost:
         print(f"note: {line}", file=sys.stderr)
     return text

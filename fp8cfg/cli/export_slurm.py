@@ -14,7 +14,9 @@ def run(arguments: Arguments) -> int:
     from fp8cfg.execution.slurm_script import batch_script
 
     if arguments.flags:
-        raise ConfigError(f"{sorted(arguments.flags)[0]}: not with slurm, whose scripts have one form")
+        raise ConfigError(
+            f"{sorted(arguments.flags)[0]}: not with slurm, whose scripts have one form"
+        )
     folder, said = arguments.one("--config-dir"), arguments.plain[1:]
     recipe = composed(arguments.words, folder, recipe_file(said, ()))
     words = [*said, *arguments.words, *(["--config-dir", folder] if folder else [])]

@@ -47,7 +47,10 @@ def usage(verb: str | None = None) -> str:
     """The help text of `verb`, its module's USAGE; or, with the names that can be chosen, that of all."""
     if verb and verb != "help":
         return str(importlib.import_module(f"fp8cfg.cli.{verb}").USAGE).strip()
-    named = {group: _wrapped(_by_family(choices(group)) if group == "recipe" else choices(group)) for group in GROUPS}
+    named = {
+        group: _wrapped(_by_family(choices(group)) if group == "recipe" else choices(group))
+        for group in GROUPS
+    }
     verbs = "\n".join(f"  {name:<11} {verb.about}" for name, verb in VERBS.items())
     return _TEXT.format(version=__version__, verbs=verbs, **named).rstrip()
 
@@ -69,7 +72,11 @@ def _stems(group: str) -> list[str]:
 def shipped_recipes() -> dict[str, tuple[str, Path]]:
     """The shipped recipes by name, with the first line on each and its file. They are read from the source of `recipes/`, which
     is not imported: the schema takes a tenth of a second."""
-    return {name: (about, file) for file in root("recipes").glob("*.py") for name, about in recipes_in(file).items()}
+    return {
+        name: (about, file)
+        for file in root("recipes").glob("*.py")
+        for name, about in recipes_in(file).items()
+    }
 
 
 def recipes_in(file: Path) -> dict[str, str]:
@@ -77,10 +84,20 @@ def recipes_in(file: Path) -> dict[str, str]:
     of a family, such as `llama_8b = size("llama_8b", ..., "Llama 3.1 8B.")`."""
     found = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef) and {"recipe", "fp8cfg.recipe"} & set(map(ast.unparse, node.decorator_list)):
+        if isinstance(node, ast.FunctionDef) and {"recipe", "fp8cfg.recipe"} & set(
+            map(ast.unparse, node.decorator_list)
+        ):
             found[node.name] = (ast.get_docstring(node) or "").strip().partition("\n")[0]
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
-            words = [arg.value for arg in node.value.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            words = [
+                arg.value
+                for arg in node.value.args
+                if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            ]
             if words[:1] == [node.targets[0].id]:
                 found[words[0]] = words[1] if len(words) > 1 else ""
     return found
@@ -92,7 +109,10 @@ def _by_family(names: list[str]) -> list[str]:
     for name in names:
         family, dash, end = name.partition("_")
         ends.setdefault(family + dash, []).append(end)
-    return [f"{family}{{{','.join(found)}}}" if len(found) > 1 else family + found[0] for family, found in ends.items()]
+    return [
+        f"{family}{{{','.join(found)}}}" if len(found) > 1 else family + found[0]
+        for family, found in ends.items()
+    ]
 
 
 def _wrapped(names: list[str], width: int = 66) -> str:

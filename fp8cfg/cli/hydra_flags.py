@@ -20,11 +20,20 @@ if TYPE_CHECKING:
 OPTIONS = ("--config-dir", "--cfg", "--info", "--package")
 FLAGS = ("--multirun", "--resolve", "--hydra-help")
 SHORT = {"-m": "--multirun", "-c": "--cfg", "-i": "--info", "-p": "--package"}
-CHOICES = {"--cfg": ("job", "hydra", "all"),
-            "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
+CHOICES = {
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+}
 RUN_DIR = "hydra.run.dir="
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
-_NOT_OURS = {"--run", "--version", "--shell-completion", "--config-path", "--config-name", "--experimental-rerun"}
+_NOT_OURS = {
+    "--run",
+    "--version",
+    "--shell-completion",
+    "--config-path",
+    "--config-name",
+    "--experimental-rerun",
+}
 """Flags of a Hydra application that mean nothing, or something else, here."""
 
 
@@ -41,15 +50,22 @@ def spelled_out(argv: list[str]) -> list[str]:
 
 def asked(arguments: Arguments) -> str | None:
     """Which of the flags is given, None for a run. Raises ConfigError for two of them, or a value that is none of theirs."""
-    given = [f for f in ("--multirun", "--cfg", "--info", "--hydra-help") if f in arguments.flags or f in arguments.options]
+    given = [
+        f
+        for f in ("--multirun", "--cfg", "--info", "--hydra-help")
+        if f in arguments.flags or f in arguments.options
+    ]
     problems = [f"{' and '.join(given)}: one at a time"] if len(given) > 1 else []
     for option, choices in CHOICES.items():
         value = arguments.one(option)
         if value is not None and value not in choices:
             problems.append(f"{option} {value}: not an option{suggest(value, choices)}")
     if "--cfg" not in given:
-        problems += [f"{o}: does nothing without --cfg" for o in ("--package", "--resolve")
-                     if o in arguments.flags or o in arguments.options]
+        problems += [
+            f"{o}: does nothing without --cfg"
+            for o in ("--package", "--resolve")
+            if o in arguments.flags or o in arguments.options
+        ]
     refuse_if(problems)
     return given[0] if given else None
 
@@ -72,18 +88,30 @@ def show(arguments: Arguments, file: Path | None) -> int:
     run = read(words, library, recipe_from(file, library) if file else None)
     if os.environ.get("RANK", "0") == "0":
         with application(run.nodes, settings(found.recipe)) as hydra:
-            _print(hydra, arguments, package, [*run.overrides, *(change.word for change in found.changes)], hydra_words)
+            _print(
+                hydra,
+                arguments,
+                package,
+                [*run.overrides, *(change.word for change in found.changes)],
+                hydra_words,
+            )
     return 0
 
 
 def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
     """The words of the recipe, and those of Hydra itself. Raises ConfigError for a search path, which would make Hydra read
-    files that nobody has checked, and for a folder without a name, which would be the current one."""
+    files that nobody has checked, and for a folder without a name, which would be the current one.
+    """
     from fp8cfg.composition.parsed_words import hydra_word
 
     ours, theirs = [w for w in words if not is_hydra(w)], [w for w in words if is_hydra(w)]
-    refuse_if([f"{w}: not accepted; presets of your own go to --config-dir FOLDER" for w in theirs
-               if w.lstrip("+~").startswith("hydra.searchpath")])
+    refuse_if(
+        [
+            f"{w}: not accepted; presets of your own go to --config-dir FOLDER"
+            for w in theirs
+            if w.lstrip("+~").startswith("hydra.searchpath")
+        ]
+    )
     refuse_if([f"{w}: needs a name" for w in theirs if _nameless(*w.lstrip("+").split("=", 1))])
     theirs = [hydra_word(word) for word in theirs]
     return ours, theirs
@@ -98,8 +126,14 @@ def refuse_idle(arguments: Arguments) -> None:
     idle = [w for w in arguments.words if is_hydra(w) and not w.startswith(RUN_DIR)]
     if idle:
         meant = RUN_DIR.rstrip("=")
-        lines = [f"{w}: no such setting of Hydra; did you mean {meant!r}?" if nearest(w.partition("=")[0], [meant], 0.9) else
-                 f"{w}: does nothing in a single run; -m, --cfg and --info take it" for w in idle]
+        lines = [
+            (
+                f"{w}: no such setting of Hydra; did you mean {meant!r}?"
+                if nearest(w.partition("=")[0], [meant], 0.9)
+                else f"{w}: does nothing in a single run; -m, --cfg and --info take it"
+            )
+            for w in idle
+        ]
         raise ConfigError(lines + wrong_words(arguments))
 
 
@@ -127,8 +161,11 @@ def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) 
 def settings(recipe: Recipe) -> dict[str, Any]:
     """The `hydra` node of the primary config: where runs and sweeps of `recipe` go."""
     at = "${now:%Y%m%d-%H%M%S}"
-    return {"job": {"name": "fp8cfg"}, "run": {"dir": f"{recipe.log.dir}/{recipe.name}-{at}"},
-            "sweep": {"dir": f"{recipe.log.dir}/sweep-{at}"}}
+    return {
+        "job": {"name": "fp8cfg"},
+        "run": {"dir": f"{recipe.log.dir}/{recipe.name}-{at}"},
+        "sweep": {"dir": f"{recipe.log.dir}/sweep-{at}"},
+    }
 
 
 def _package(key: str | None) -> str | None:
@@ -144,13 +181,21 @@ def _package(key: str | None) -> str | None:
     return full(key)
 
 
-def _print(hydra: Hydra, arguments: Arguments, package: str | None, words: list[str], hydra_words: list[str]) -> None:
+def _print(
+    hydra: Hydra,
+    arguments: Arguments,
+    package: str | None,
+    words: list[str],
+    hydra_words: list[str],
+) -> None:
     from fp8cfg.composition.hydra_compose import NAME
 
     cfg, info = arguments.one("--cfg"), arguments.one("--info")
     if cfg:
         try:
-            hydra.show_cfg(NAME, [*words, *hydra_words], cfg, package, "--resolve" in arguments.flags)
+            hydra.show_cfg(
+                NAME, [*words, *hydra_words], cfg, package, "--resolve" in arguments.flags
+            )
         except SystemExit:  # after its own line on stderr
             raise ConfigError(f"--package {package}: not in --cfg {cfg}") from None
     elif info:

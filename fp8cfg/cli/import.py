@@ -51,27 +51,47 @@ def run(argv: list[str]) -> int:
     from fp8cfg.report import recipe_export
 
     cut = argv.index("--") if "--" in argv else len(argv)
-    arguments, words = _split(argv[:cut]), argv[cut + 1:]
+    arguments, words = _split(argv[:cut]), argv[cut + 1 :]
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
     if len(forms) > 1:
         raise ConfigError(f"import: {' and '.join(forms)}; choose one")
     project, file = _source(arguments, words)
-    name, folder, output = door(project).dialect.name, arguments.one("--config-dir"), arguments.one("--output")
+    name, folder, output = (
+        door(project).dialect.name,
+        arguments.one("--config-dir"),
+        arguments.one("--output"),
+    )
     chosen = [word for word in arguments.words if word.startswith("recipe=")]
     base = trace(chosen, folder)
     try:
-        found = from_file(project, file, base.recipe) if file else from_words(project, words, base.recipe)
+        found = (
+            from_file(project, file, base.recipe)
+            if file
+            else from_words(project, words, base.recipe)
+        )
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
     _say("warning", found.unknown)
     recipe = _composed(arguments, base.recipe, found.recipe)
-    write = {"--yaml": recipe_export.yaml_text, "--json": recipe_export.json_text, "--python": recipe_export.python_text}[forms[0]]
+    write = {
+        "--yaml": recipe_export.yaml_text,
+        "--json": recipe_export.json_text,
+        "--python": recipe_export.python_text,
+    }[forms[0]]
     text = write(recipe, {k: v for k, v in base.named.items() if k == "recipe"}, False)
     remarks = [*found.lost, *found.unknown]
     if forms == ["--json"]:
         _say("note", found.lost)
     elif remarks:
-        text = comments([f"Imported from {name}. What has no counterpart here, or is read otherwise:", *remarks]) + text
+        text = (
+            comments(
+                [
+                    f"Imported from {name}. What has no counterpart here, or is read otherwise:",
+                    *remarks,
+                ]
+            )
+            + text
+        )
     return print_or_write(text, output)
 
 
@@ -79,10 +99,18 @@ def _split(argv: list[str]) -> Arguments:
     """The words before --. Raises ConfigError for flags of Megatron-LM's, which stand after it."""
     from fp8cfg.interop.projects import DOORS
 
-    flags = [arg for arg in argv if arg.startswith("--") and DOORS["megatron"].dialect.knows(arg.partition("=")[0])]
+    flags = [
+        arg
+        for arg in argv
+        if arg.startswith("--") and DOORS["megatron"].dialect.knows(arg.partition("=")[0])
+    ]
     if "megatron" in argv and flags:
-        rest = " ".join(arg for arg in argv[argv.index(flags[0]):] if not arg.startswith("recipe="))
-        raise ConfigError(f"import megatron: flags stand after --, as in: fp8cfg import megatron -- {rest}")
+        rest = " ".join(
+            arg for arg in argv[argv.index(flags[0]) :] if not arg.startswith("recipe=")
+        )
+        raise ConfigError(
+            f"import megatron: flags stand after --, as in: fp8cfg import megatron -- {rest}"
+        )
     return split(argv, ("--config-dir", "--output"), FORMS)
 
 
@@ -99,8 +127,12 @@ def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
             raise
         other = f" (of {default_recipe()}, as no recipe is named); add recipe=NAME"
         typed = tuple(word.partition("=")[0] for word in words)
-        raise ConfigError([line + other if "model." in line and not line.startswith(typed) else line
-                           for line in e.problems]) from None
+        raise ConfigError(
+            [
+                line + other if "model." in line and not line.startswith(typed) else line
+                for line in e.problems
+            ]
+        ) from None
 
 
 def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
@@ -115,10 +147,16 @@ def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
     if any(word.partition("=")[0] in ("precision", "trainer.plugins") for word in arguments.words):
         raise ConfigError("precision=: is what is imported; drop one of the two")
     if len(files) + bool(words) != 1:
-        more = f"{files[1]}: a second file" if len(files) > 1 else "a file, or words after --, and not both"
+        more = (
+            f"{files[1]}: a second file"
+            if len(files) > 1
+            else "a file, or words after --, and not both"
+        )
         given = " ".join(word for word in arguments.words if not word.startswith("recipe="))
         example = f", as in: fp8cfg import {project} -- {given}" if given else ""
-        raise ConfigError(f"import {project}: {more if files else 'needs a file, or words after --' + example}")
+        raise ConfigError(
+            f"import {project}: {more if files else 'needs a file, or words after --' + example}"
+        )
     return project, Path(files[0]) if files else None
 
 

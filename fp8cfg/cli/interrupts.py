@@ -1,5 +1,6 @@
 """Ctrl-C while modules are imported. Python code that native libraries (torch, numpy, pydantic's) call as they load swallows a
-KeyboardInterrupt, or makes another error of it, and leaves modules half imported. Nothing is at work then: the process may end."""
+KeyboardInterrupt, or makes another error of it, and leaves modules half imported. Nothing is at work then: the process may end.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ def ending_imports() -> Iterator[None]:
     """In a process of one's own SIGINT ends it, with 130, where it comes within an import, and is a KeyboardInterrupt elsewhere. A
     handler of others, or that it is ignored, stays."""
     former = signal.getsignal(signal.SIGINT)
-    if former is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+    if (
+        former is not signal.default_int_handler
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     signal.signal(signal.SIGINT, _interrupted)

@@ -57,7 +57,11 @@ def run(argv: list[str]) -> int:
     found = settle(arguments.words)
     whole_line = whole_lines(arguments, settle, "launch", "--local", str(ranks))
     problems = [] if ranks and found.layout_alone else found.problems
-    lines = [*_two_counts(arguments.words, found.recipe, ranks), *_too_many(found.recipe, ranks), *problems]
+    lines = [
+        *_two_counts(arguments.words, found.recipe, ranks),
+        *_too_many(found.recipe, ranks),
+        *problems,
+    ]
     refuse_if([*_other_machines(found.recipe, ranks, None if lines else whole_line), *lines])
     say(found.notes)
     if ranks is not None:
@@ -76,7 +80,10 @@ def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list
     typed = {full(key): value for key, value, _ in map(parsed, words)}.get("trainer.devices", ranks)
     if ranks is None or recipe.trainer.smoke or typed == ranks:
         return []
-    return [f"--local {ranks}: trainer.devices={typed} is another number of processes; drop it, or write --local {typed}"]
+    return [
+        f"--local {ranks}: trainer.devices={typed} is another number of processes; drop it, or"
+        f" write --local {typed}"
+    ]
 
 
 def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
@@ -84,7 +91,10 @@ def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
     from fp8cfg.report import machine
 
     if ranks and recipe.trainer.accelerator != "cpu" and 0 < (gpus := machine.gpus()) < ranks:
-        return [f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local {gpus}"]
+        return [
+            f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local"
+            f" {gpus}"
+        ]
     return []
 
 
@@ -99,11 +109,17 @@ def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) 
     t = recipe.trainer
     if ranks is None or t.num_nodes == 1 or t.smoke:
         return []
-    lines = [f"trainer.num_nodes={t.num_nodes}: --local has one machine; write trainer.num_nodes=1, or launch with --slurm"]
+    lines = [
+        f"trainer.num_nodes={t.num_nodes}: --local has one machine; write trainer.num_nodes=1, or"
+        " launch with --slurm"
+    ]
     if whole_line is None:
         return lines
     here, hardware = placed(recipe, 1, ranks), find_hardware(t.accelerator)
-    found = [*before_run.fits(here, hardware, ranks), *before_run.smoke_run_here(recipe, hardware, ranks)]
+    found = [
+        *before_run.fits(here, hardware, ranks),
+        *before_run.smoke_run_here(recipe, hardware, ranks),
+    ]
     return offering(lines, "here", list(map(whole_line, found)))
 
 
@@ -116,7 +132,9 @@ def _refuse(found: Settled, ranks: int, whole_line: Line) -> None:
     from fp8cfg.training.data import refuse_absent
 
     recipe = smoke.cut(found.recipe, ranks)
-    before_run.refuse(recipe, find_hardware(recipe.trainer.accelerator), whole_line, found.problems, ranks)
+    before_run.refuse(
+        recipe, find_hardware(recipe.trainer.accelerator), whole_line, found.problems, ranks
+    )
     refuse_absent(recipe)
 
 
@@ -134,7 +152,10 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
         if not local.isdecimal() or not int(local):
             raise ConfigError(f"--local {local}: expected a number of processes, as in --local 2")
         return TorchrunExecutor(int(local))
-    parameters = {key: int(value) if value.isdecimal() else value for key, value in settings(slurm or "").items()}
+    parameters = {
+        key: int(value) if value.isdecimal() else value
+        for key, value in settings(slurm or "").items()
+    }
     return SlurmExecutor(parameters, "--wait" in arguments.flags)
 
 
@@ -151,9 +172,14 @@ def settings(said: str, submitit: bool = True) -> dict[str, str]:
         elif part and pairs and "=" not in part and part.replace("-", "_") not in SBATCH:
             pairs[-1][1] += f",{part}"
         else:
-            raise ConfigError(f"--slurm {part or repr(said)}: not of the form key=value, as in --slurm partition=gpu,time=240")
+            raise ConfigError(
+                f"--slurm {part or repr(said)}: not of the form key=value, as in --slurm"
+                " partition=gpu,time=240"
+            )
     found = dict(pairs)
     keys = [key for key, _ in pairs]
-    refuse_if([f"--slurm {key}: given {keys.count(key)} times" for key in found if keys.count(key) > 1])
+    refuse_if(
+        [f"--slurm {key}: given {keys.count(key)} times" for key in found if keys.count(key) > 1]
+    )
     refuse_if([f"--slurm {line}" for line in unknown(found, submitit)])
     return found

@@ -50,16 +50,32 @@ def run(argv: list[str]) -> int:
     named = [_PLURAL.get(word, word) for word in arguments.plain]
     folder = arguments.one("--config-dir")
     groups = [*GROUPS, *(_own(Path(folder)) if folder else ())]
-    wrong = [f"list {word}: no such group" + suggest(word, groups) for word in named if word not in groups]
+    wrong = [
+        f"list {word}: no such group" + suggest(word, groups)
+        for word in named
+        if word not in groups
+    ]
     refuse_if(wrong + [f"list: takes no values, drop {word!r}" for word in arguments.words])
     if folder and not Path(folder).is_dir():
         raise ConfigError(f"--config-dir {folder}: no such folder")
-    found = {g: entries(g, Path(folder) if folder else None) for g in groups if not named or g in named}
+    found = {
+        g: entries(g, Path(folder) if folder else None) for g in groups if not named or g in named
+    }
     if "--json" in arguments.flags:
         import json
 
-        print(json.dumps({group: [{"name": e.name, "about": e.about, "file": str(e.file.resolve())} for e in those]
-                          for group, those in found.items()}, indent=1))
+        print(
+            json.dumps(
+                {
+                    group: [
+                        {"name": e.name, "about": e.about, "file": str(e.file.resolve())}
+                        for e in those
+                    ]
+                    for group, those in found.items()
+                },
+                indent=1,
+            )
+        )
     elif len(found) == 1:
         print("\n".join(_whole(*found.values())))
     else:
@@ -71,19 +87,25 @@ def _own(folder: Path) -> list[str]:
     """The groups that `folder` has besides the shipped ones."""
     from fp8cfg.composition.config_groups import Library
 
-    return Library(folder).groups()[len(GROUPS):] if folder.is_dir() else []
+    return Library(folder).groups()[len(GROUPS) :] if folder.is_dir() else []
 
 
 def entries(group: str, folder: Path | None) -> list[Entry]:
     """The names of `group`, sorted; a file of `folder` stands before a shipped one of the same name."""
     shipped = {e.name: e for e in (_recipes() if group == "recipe" else [])}
-    shipped |= {file.stem: Entry(file.stem, _comment(file), file) for file in sorted((help.root("conf") / group).glob("*.yaml"))}
+    shipped |= {
+        file.stem: Entry(file.stem, _comment(file), file)
+        for file in sorted((help.root("conf") / group).glob("*.yaml"))
+    }
     own: dict[str, Entry] = {}
     if folder:
         from fp8cfg.config.files import NAME
 
-        own = {file.stem: Entry(file.stem, _comment(file), file, printable(str(file)))
-               for file in (folder / group).glob("*.yaml") if NAME.fullmatch(file.stem) and file.is_file()}
+        own = {
+            file.stem: Entry(file.stem, _comment(file), file, printable(str(file)))
+            for file in (folder / group).glob("*.yaml")
+            if NAME.fullmatch(file.stem) and file.is_file()
+        }
     return sorted((shipped | own).values(), key=lambda e: e.name)
 
 
@@ -104,13 +126,23 @@ def _recipes() -> list[Entry]:
     import inspect
     from importlib import metadata
 
-    read = {name: Entry(name, about, file) for name, (about, file) in help.shipped_recipes().items()}
+    read = {
+        name: Entry(name, about, file) for name, (about, file) in help.shipped_recipes().items()
+    }
     if not metadata.entry_points(group="fp8cfg.recipes"):
         return list(read.values())
     from fp8cfg.config.recipe_registry import recipes
 
-    return [read.get(name) or Entry(name, _first(make.__doc__), Path(inspect.unwrap(make).__code__.co_filename), make.__module__)
-            for name, make in recipes().items()]
+    return [
+        read.get(name)
+        or Entry(
+            name,
+            _first(make.__doc__),
+            Path(inspect.unwrap(make).__code__.co_filename),
+            make.__module__,
+        )
+        for name, make in recipes().items()
+    ]
 
 
 def _first(doc: str | None) -> str:
@@ -127,7 +159,9 @@ def _comment(file: Path) -> str:
                 if not line.startswith("#"):
                     break
                 if not line.startswith(("# @package", "# yaml-language-server")):
-                    return "".join(c for c in line.lstrip("# ") if c.isprintable())  # it is shown on a terminal
+                    return "".join(
+                        c for c in line.lstrip("# ") if c.isprintable()
+                    )  # it is shown on a terminal
     except (OSError, ConfigError):
         pass
     return ""

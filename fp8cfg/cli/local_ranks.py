@@ -29,16 +29,25 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in environment or "WORLD_SIZE" in environment
 
 
-def started(found: Settled, argv: Sequence[str], whole_line: Line, takes: Takes | None = None) -> int | None:
+def started(
+    found: Settled, argv: Sequence[str], whole_line: Line, takes: Takes | None = None
+) -> int | None:
     """The exit code of `fp8cfg ARGV`, which trains `found`, on the ranks that are started here; None where this process is to
     train: one of a launcher, or the only one. Raises ConfigError for a layout that `found` is refused for, and for several nodes,
-    with the line of each, with lines that run here: of a run that is gone on with those that it `takes`."""
+    with the line of each, with lines that run here: of a run that is gone on with those that it `takes`.
+    """
     from fp8cfg.report import before_run, machine
     from fp8cfg.report.memory.nearest_fit import offering
 
     recipe = found.recipe
     if found.problems:
-        before_run.refuse(recipe, machine.find_hardware(recipe.trainer.accelerator), whole_line, found.problems, takes=takes)
+        before_run.refuse(
+            recipe,
+            machine.find_hardware(recipe.trainer.accelerator),
+            whole_line,
+            found.problems,
+            takes=takes,
+        )
     if launched():
         return None
     gpus = machine.gpus()
@@ -47,8 +56,14 @@ def started(found: Settled, argv: Sequence[str], whole_line: Line, takes: Takes 
     except ConfigError as e:
         hardware = machine.find_hardware(recipe.trainer.accelerator)
         if gpus:  # of one of the nodes, which are all alike
-            before_run.choose_backend(recipe, hardware, recipe.trainer.num_nodes * recipe.trainer.devices)
-        runs = before_run.fits(recipe, hardware, takes=takes) if takes else before_run.smoke_run_here(recipe, hardware)
+            before_run.choose_backend(
+                recipe, hardware, recipe.trainer.num_nodes * recipe.trainer.devices
+            )
+        runs = (
+            before_run.fits(recipe, hardware, takes=takes)
+            if takes
+            else before_run.smoke_run_here(recipe, hardware)
+        )
         line = f"{e}: {node_line(recipe, argv, gpus)}"
         raise ConfigError(offering([line], "here", list(map(whole_line, runs)))) from None
     _say_idle(recipe, gpus, ranks)
@@ -67,7 +82,10 @@ def count(recipe: Recipe, gpus: int) -> int:
     if t.num_nodes > 1 and not t.smoke:
         if refused(recipe, t.num_nodes * t.devices):
             return 1
-        raise ConfigError(f"trainer.num_nodes={t.num_nodes}: this process would train alone; start it on each node with torchrun")
+        raise ConfigError(
+            f"trainer.num_nodes={t.num_nodes}: this process would train alone; start it on each"
+            " node with torchrun"
+        )
     if gpus == 0:
         return 1
     most = min(gpus, t.devices)
@@ -81,15 +99,33 @@ def _say_idle(recipe: Recipe, gpus: int, ranks: int) -> None:
     t = recipe.trainer
     if gpus and ranks != (meant := min(gpus, t.devices)) and not refused(recipe, ranks):
         split = f" {t.strategy.size} to a replica," if t.strategy.size > 1 else ""
-        print(f"note: {ranks} of {meant} GPUs are used,{split} over which trainer.global_batch_size={t.global_batch_size} divides "
-              f"in microbatches of {t.micro_batch_size}", file=sys.stderr)
+        print(
+            f"note: {ranks} of {meant} GPUs are used,{split} over which"
+            f" trainer.global_batch_size={t.global_batch_size} divides in microbatches of"
+            f" {t.micro_batch_size}",
+            file=sys.stderr,
+        )
 
 
 def node_line(recipe: Recipe, argv: Sequence[str], gpus: int) -> str:
     """The torchrun line of `fp8cfg ARGV`, one and the same on each of its nodes. They meet on this host, or, where it has no `gpus`
     and so is none of them, on the first, whose name the reader has."""
     t, host = recipe.trainer, socket.gethostname() if gpus else FIRST
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{PORT}", "--rdzv-id", recipe.name]
+    meeting = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{host}:{PORT}",
+        "--rdzv-id",
+        recipe.name,
+    ]
     ranks = ["--nnodes", str(t.num_nodes), "--nproc-per-node", str(t.devices)]
     line = shlex.join(["torchrun", *ranks, *meeting, "-m", "fp8cfg", *argv])
-    return line if gpus else f"{line}; {FIRST} is the name of one of them, which the scripts of fp8cfg export slurm find"
+    return (
+        line
+        if gpus
+        else (
+            f"{line}; {FIRST} is the name of one of them, which the scripts of fp8cfg export slurm"
+            " find"
+        )
+    )

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli import hydra_flags, sweep_results
 from fp8cfg.cli.argv import Arguments
@@ -35,7 +35,9 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     from fp8cfg.composition.sweep_words import read
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("-m: a sweep starts runs of its own, each on one rank; start it without torchrun")
+        raise ConfigError(
+            "-m: a sweep starts runs of its own, each on one rank; start it without torchrun"
+        )
     words, hydra_words = hydra_flags.hydra_split(arguments.words)
     single = [word for word in hydra_words if word.startswith(hydra_flags.RUN_DIR)]
     refuse_if([f"{word}: is of a single run; write hydra.sweep.dir=FOLDER" for word in single])
@@ -61,14 +63,27 @@ def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
     def build(words: Sequence[str]) -> None:
         found = settled(words, config_dir, file, sweep=True)  # what gives way in it each job says
         one = found.recipe.log.folder
-        refuse_if([*found.problems, *([f"log.folder={one}: is of a single run; write hydra.sweep.dir=FOLDER"] if one else [])])
+        refuse_if(
+            [
+                *found.problems,
+                *(
+                    [f"log.folder={one}: is of a single run; write hydra.sweep.dir=FOLDER"]
+                    if one
+                    else []
+                ),
+            ]
+        )
         recipes.append(found.recipe)
 
     holes = refused(plan.combinations, build)
     if holes:
         print(f"{len(holes)} of {len(plan.combinations)} combinations cannot run:")
     for number, lines in holes.items():
-        words = [word for word in plan.combinations[number] if any(word not in other for other in plan.combinations)]
+        words = [
+            word
+            for word in plan.combinations[number]
+            if any(word not in other for other in plan.combinations)
+        ]
         print(f"  {' '.join(words)}", *lines, sep="\n    ")
     return recipes[0]
 
@@ -89,10 +104,13 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
         problem = _problem(e)
         raise problem from problem.__cause__
     HydraConfig.instance().set_config(config)
-    below = str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
+    sweep: Any = OmegaConf.to_container(config.hydra.sweep)
+    below = str(sweep["subdir"])
     if jobs > 1 and "${" not in below:
-        raise ConfigError(f"hydra.sweep.subdir={below}: one folder for all of {jobs} runs; "
-                          "name the run in it, as in 'hydra.sweep.subdir=${hydra.job.num}'")
+        raise ConfigError(
+            f"hydra.sweep.subdir={below}: one folder for all of {jobs} runs; "
+            "name the run in it, as in 'hydra.sweep.subdir=${hydra.job.num}'"
+        )
     folder = Path(str(config.hydra.sweep.dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +121,9 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
     return folder
 
 
-def _multirun(hydra: Hydra, folder: Path, overrides: list[str], task: Callable[[DictConfig], float]) -> str:
+def _multirun(
+    hydra: Hydra, folder: Path, overrides: list[str], task: Callable[[DictConfig], float]
+) -> str:
     """Run the sweep. Returns why it ended early, where it did."""
     from fp8cfg.composition.hydra_compose import NAME
     from fp8cfg.composition.quoted_words import quoted
@@ -112,7 +132,9 @@ def _multirun(hydra: Hydra, folder: Path, overrides: list[str], task: Callable[[
         hydra.multirun(NAME, task, [*overrides, f"hydra.sweep.dir={quoted(str(folder))}"])
     except KeyboardInterrupt:
         return "stopped by a signal; what is not in the table has not run"
-    except Exception as e:  # of any launcher or sweeper: a queue that is not there, a job that was lost
+    except (
+        Exception
+    ) as e:  # of any launcher or sweeper: a queue that is not there, a job that was lost
         problem = _problem(e)
         if sweep_results.read(folder):
             return str(problem)

@@ -35,6 +35,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield made
         made.rename(whole)
     except (OSError, SafetensorError) as e:
-        raise NotWritable(f"{out}: cannot be written ({getattr(e, 'strerror', None) or e})") from None
+        raise NotWritable(
+            f"{out}: cannot be written ({getattr(e, 'strerror', None) or e})"
+        ) from None
     finally:
         shutil.rmtree(made, ignore_errors=True)

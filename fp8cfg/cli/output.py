@@ -82,6 +82,8 @@ def _write_new(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"--output {path}: exists already; remove it or write to another") from None
+        raise ConfigError(
+            f"--output {path}: exists already; remove it or write to another"
+        ) from None
     except OSError as e:
         raise NotWritable(f"--output {path}: cannot be written ({e.strerror})") from None

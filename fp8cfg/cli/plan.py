@@ -27,7 +27,7 @@ sizes, and what will be built.
 
   fp8cfg plan recipe=llama_70b precision=bf16_fp8 --gpu h100 --gpus 64
 
-  --gpu NAME           {textwrap.fill(', '.join(GPUS), 57, subsequent_indent=' ' * 23)};
+  --gpu NAME           {textwrap.fill(", ".join(GPUS), 57, subsequent_indent=" " * 23)};
                        otherwise a CPU, which emulates FP8
   --gpus N             ranks; otherwise trainer.num_nodes x trainer.devices
   --measure            build it here, run one microbatch, and say what it took
@@ -56,10 +56,17 @@ def run(argv: list[str]) -> int:
     there."""
     arguments = split(argv, ("--config-dir", "--gpu", "--gpus"), (*_OUTPUTS, "--measure"))
     try:
-        folder, ranks, name = arguments.one("--config-dir"), _count(arguments.one("--gpus")), arguments.one("--gpu")
+        folder, ranks, name = (
+            arguments.one("--config-dir"),
+            _count(arguments.one("--gpus")),
+            arguments.one("--gpu"),
+        )
         gpu, file = named(name) if name else None, recipe_file(arguments.plain, ())
         if len(arguments.flags) > 1:
-            raise ConfigError(f"{' '.join(f for f in (*_OUTPUTS, '--measure') if f in arguments.flags)}: choose one")
+            raise ConfigError(
+                f"{' '.join(f for f in (*_OUTPUTS, '--measure') if f in arguments.flags)}:"
+                " choose one"
+            )
         if name and "--measure" in arguments.flags:
             raise ConfigError(f"--measure: runs on this machine; drop --gpu {name}")
     except ConfigError as e:
@@ -76,9 +83,13 @@ def run(argv: list[str]) -> int:
         return settled(words, folder, file)
 
     found = settle(arguments.words)
-    if found.problems and ranks is not None:  # a layout for more GPUs than the recipe has, which --gpus may name
+    if (
+        found.problems and ranks is not None
+    ):  # a layout for more GPUs than the recipe has, which --gpus may name
         nodes, devices = machines(ranks)
-        found = settle([*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"])
+        found = settle(
+            [*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
+        )
     refuse_if([] if found.layout_alone else found.problems)
     say(found.notes)
     recipe = found.recipe
@@ -88,9 +99,15 @@ def run(argv: list[str]) -> int:
     plan = planned(recipe, world, gpu, whole_line, found.problems)
     print(_shown(plan, *arguments.flags))
     refuse_if(offering(plan.refusals, "there", plan.lines) if plan.refusals else [])
-    if not {"--tree", "--dot", "--code"} & arguments.flags:  # a graph, which export and tools of Fiddle take, runs nothing
+    if (
+        not {"--tree", "--dot", "--code"} & arguments.flags
+    ):  # a graph, which export and tools of Fiddle take, runs nothing
         refuse_if(offering(plan.problems, "there", plan.lines) if plan.problems else [])
-        if not arguments.flags and (name or ranks) and (line := whole_line(Fit(_there(recipe, world), ()))):
+        if (
+            not arguments.flags
+            and (name or ranks)
+            and (line := whole_line(Fit(_there(recipe, world), ())))
+        ):
             say([f"runs there: {line}"])
     if "--measure" in arguments.flags:
         from fp8cfg.training.memory_measurement import measured_table
@@ -118,7 +135,9 @@ def _shown(plan: Plan, output: str = "") -> str:
     from fp8cfg.report import graph
 
     lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
-    return {"--tree": graph.tree, "--dot": graph.dot, "--code": graph.code}[output](lowered).rstrip()
+    return {"--tree": graph.tree, "--dot": graph.dot, "--code": graph.code}[output](
+        lowered
+    ).rstrip()
 
 
 def _count(text: str | None) -> int | None:

@@ -70,13 +70,21 @@ def run(argv: list[str]) -> int:
         changed = [f"changed: {line}" for line in _changes(first, before, recipe, missing)]
         if not changed + missing:
             changed = ["nothing that is recorded has changed"]
-        print(*(wrapped(printable(line), more="  ") for line in changed + missing), sep="\n", end="\n\n")
+        print(
+            *(wrapped(printable(line), more="  ") for line in changed + missing),
+            sep="\n",
+            end="\n\n",
+        )
     now, made = datetime.now(), list[RunFolder]()
     exactly = Path(recipe.log.folder) if recipe.log.folder else None
 
     def folder() -> RunFolder:
         key = "log.folder" if exactly else "log.dir"
-        made.append(RunFolder.create(Path(recipe.log.dir), recipe.name, now, to_yaml(recipe), exactly, key=key))
+        made.append(
+            RunFolder.create(
+                Path(recipe.log.dir), recipe.name, now, to_yaml(recipe), exactly, key=key
+            )
+        )
         return made[0]
 
     code = launch(recipe, folder, None, whole_line)
@@ -106,7 +114,11 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str
     then = _compared_or(lambda: read_object(first.files, ENVIRONMENT), "versions", missing)
     lines += differences(then, environment()) if then is not None else []
     digest = _compared_or(lambda: _data_digest(first), "data", missing)
-    if digest and not any(key.startswith("data.") for key in keys) and run_data(recipe)[0].sha256 != digest:
+    if (
+        digest
+        and not any(key.startswith("data.") for key in keys)
+        and run_data(recipe)[0].sha256 != digest
+    ):
         lines.append("data: the text or tokens to train on are not those of the first run")
     return lines
 
@@ -153,15 +165,21 @@ def _losses(folder: RunFolder) -> Losses:
         raise ConfigError(f"{folder.metrics}: is not there") from None
     except (OSError, StrangeFile, ValueError) as e:
         raise ConfigError(str(e)) from None
-    return {name: {r["step"]: r[key] for r in rows if isinstance(r.get(key), float)}
-            for name, key in (("training loss", "loss"), ("validation loss", "val_loss"))}
+    return {
+        name: {r["step"]: r[key] for r in rows if isinstance(r.get(key), float)}
+        for name, key in (("training loss", "loss"), ("validation loss", "val_loss"))
+    }
 
 
 def compared(then: Losses, now: Losses) -> list[str]:
     """The lines that compare the losses of two runs, over the steps that both have."""
     ends = [max(losses["training loss"], default=0) for losses in (then, now)]
-    short = [f"compared up to step {min(ends)}; the first run has {ends[0]} steps, this one {ends[1]}"]
-    return (short if ends[0] != ends[1] else []) + [_compared(name, then[name], now[name]) for name in now]
+    short = [
+        f"compared up to step {min(ends)}; the first run has {ends[0]} steps, this one {ends[1]}"
+    ]
+    return (short if ends[0] != ends[1] else []) + [
+        _compared(name, then[name], now[name]) for name in now
+    ]
 
 
 def _compared(name: str, then: dict[int, float], now: dict[int, float]) -> str:
@@ -171,7 +189,14 @@ def _compared(name: str, then: dict[int, float], now: dict[int, float]) -> str:
     last = common[-1]
     different = [step for step in common if then[step].hex() != now[step].hex()]
     if not different:
-        equal = f"all {len(common)} values, the last {now[last]!r}" if common[1:] else f"its one value, {now[last]!r}"
+        equal = (
+            f"all {len(common)} values, the last {now[last]!r}"
+            if common[1:]
+            else f"its one value, {now[last]!r}"
+        )
         return f"{name}: equal bit for bit in {equal}"
     apart = f"{abs(now[last] - then[last]):.3g} apart"
-    return f"{name}: {now[last]:.7g}, was {then[last]:.7g} at step {last}: {apart}, from step {different[0]}"
+    return (
+        f"{name}: {now[last]:.7g}, was {then[last]:.7g} at step {last}: {apart}, from step"
+        f" {different[0]}"
+    )

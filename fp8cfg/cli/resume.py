@@ -38,7 +38,11 @@ def run(argv: list[str]) -> int:
     arguments = split(argv, ("--config-dir", "--allow"))
     if len(arguments.plain) != 1:
         raise ConfigError("resume: needs one run folder, as in: fp8cfg resume runs/NAME")
-    path, folder, allow = Path(arguments.plain[0]), arguments.one("--config-dir"), arguments.options.get("--allow", [])
+    path, folder, allow = (
+        Path(arguments.plain[0]),
+        arguments.one("--config-dir"),
+        arguments.options.get("--allow", []),
+    )
     with RunFolder.open(arguments.plain[0], lock=False) as run_folder:
         before = runs.newest_recipe(run_folder)
 
@@ -50,12 +54,19 @@ def run(argv: list[str]) -> int:
         refuse_if(found.problems)
         say(found.notes)
         say(idle_folder(arguments.words, folder))
-        say(f"note: --allow {key}: allows nothing, no such key has changed" for key in allowing_nothing(base, found.recipe, allow))
+        say(
+            f"note: --allow {key}: allows nothing, no such key has changed"
+            for key in allowing_nothing(base, found.recipe, allow)
+        )
         return found.recipe
 
-    whole_line = whole_lines(arguments, settle, "resume", *(word for key in allow for word in ("--allow", key)))
+    whole_line = whole_lines(
+        arguments, settle, "resume", *(word for key in allow for word in ("--allow", key))
+    )
     found = settle(arguments.words)
     refuse_if([] if found.layout_alone else found.problems)
     refuse_changes(before, found.recipe, allow, {short(c.key): c.cause for c in found.changes})
-    code = local_ranks.started(found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow))
+    code = local_ranks.started(
+        found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow)
+    )
     return go_on(path, changed, whole_line, allow) if code is None else code

@@ -21,7 +21,11 @@ def read_object(folder: RunFiles, name: str) -> dict[str, Any]:
     except StrangeFile as e:
         raise ConfigError(str(e)) from None
     except OSError as e:
-        what = f"larger than {MAX_BYTES // 1024} KB" if e.errno == errno.EFBIG else f"cannot be read ({e.strerror})"
+        what = (
+            f"larger than {MAX_BYTES // 1024} KB"
+            if e.errno == errno.EFBIG
+            else f"cannot be read ({e.strerror})"
+        )
         raise ConfigError(f"{path}: {what}") from None
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: cannot be read ({e})") from None

@@ -21,8 +21,14 @@ def loaded(arguments: Arguments) -> RunModel:
     """The model of the run folder that stands first among `arguments`, as it was trained."""
     from fp8cfg.training.run_folder import RunFolder
 
-    path, change, step = Path(arguments.plain[0]), _on(arguments.one("--accelerator")), whole(arguments, "--step", 0)
-    RunFolder.open(arguments.plain[0], lock=False).close()  # before torch is loaded: a folder that is none is said first
+    path, change, step = (
+        Path(arguments.plain[0]),
+        _on(arguments.one("--accelerator")),
+        whole(arguments, "--step", 0),
+    )
+    RunFolder.open(
+        arguments.plain[0], lock=False
+    ).close()  # before torch is loaded: a folder that is none is said first
     from fp8cfg.training import run_model
 
     with _cured_by_options():
@@ -36,7 +42,9 @@ def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
     from fp8cfg.config.training_nodes import Trainer
 
     if accelerator not in (words := get_args(Trainer.model_fields["accelerator"].annotation)):
-        raise ConfigError(f"--accelerator {accelerator[:40]}: write {', '.join(words[:-1])} or {words[-1]}")
+        raise ConfigError(
+            f"--accelerator {accelerator[:40]}: write {', '.join(words[:-1])} or {words[-1]}"
+        )
     return lambda recipe: setattr(recipe.trainer, "accelerator", accelerator)
 
 
@@ -63,8 +71,14 @@ def _cured_by_options() -> Iterator[None]:
     try:
         yield
     except ConfigError as e:
-        raise ConfigError([problem.replace(EMULATE, "write --accelerator cpu to emulate").replace(" precision=", " --precision ")
-                           for problem in e.problems]) from None
+        raise ConfigError(
+            [
+                problem.replace(EMULATE, "write --accelerator cpu to emulate").replace(
+                    " precision=", " --precision "
+                )
+                for problem in e.problems
+            ]
+        ) from None
 
 
 def title(run: RunModel) -> str:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def launch(
-    recipe: Recipe, folder: Callable[[], RunFolder], start_from: Loaded | None, whole_line: Line | None = None,
+    recipe: Recipe,
+    folder: Callable[[], RunFolder],
+    start_from: Loaded | None,
+    whole_line: Line | None = None,
     takes: Takes | None = None,
 ) -> int:
     """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given.
@@ -61,7 +64,11 @@ def is_run(path: Path) -> bool:
 
 
 def go_on(
-    path: Path, changed: Callable[[Recipe], Recipe], whole_line: Line, allow: Sequence[str] = (), anew: bool = False
+    path: Path,
+    changed: Callable[[Recipe], Recipe],
+    whole_line: Line,
+    allow: Sequence[str] = (),
+    anew: bool = False,
 ) -> int:
     """Go on with the run folder at `path` from its newest checkpoint that verifies, with what `changed` makes of the checkpoint's
     recipe, or, with `anew`, with the one that it starts with. A change that would not continue the same run is refused unless
@@ -79,10 +86,14 @@ def go_on(
 
             def taken() -> RunFolder:
                 folder.lock()  # which an attempt from a later checkpoint has given back
-                runs.write_recipe(folder, recipe, loaded)  # what the folder says is what runs from here on
+                runs.write_recipe(
+                    folder, recipe, loaded
+                )  # what the folder says is what runs from here on
                 return folder
 
-            return launch(recipe, taken, loaded, whole_line, lambda other: goes_on(recipe, other, [*allow]))
+            return launch(
+                recipe, taken, loaded, whole_line, lambda other: goes_on(recipe, other, [*allow])
+            )
 
         return runs.from_newest(folder, attempt, say)
 
@@ -99,7 +110,11 @@ def sized(recipe: Recipe) -> Recipe:
 
 
 def _train(
-    job: Job, folder: Callable[[], RunFolder], start_from: Loaded | None, ranks: World, say: Callable[[str], None]
+    job: Job,
+    folder: Callable[[], RunFolder],
+    start_from: Loaded | None,
+    ranks: World,
+    say: Callable[[str], None],
 ) -> None:
     from fp8cfg.training.data import run_data
     from fp8cfg.training.loop import train
@@ -110,7 +125,10 @@ def _train(
         result = train(job, run_folder, start_from, ranks, say, data=data)
         del job, data
         losses = {"training loss": result.loss, "validation loss": result.val_loss}
-        say(f"done: {result.steps} steps" + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None))
+        say(
+            f"done: {result.steps} steps"
+            + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None)
+        )
         if recipe.trainer.smoke and start_from is None:
             from fp8cfg.training.smoke_resume import resume
 

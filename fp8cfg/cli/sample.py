@@ -34,7 +34,16 @@ A PROMPT that begins with a dash stands last, after --.
   --accelerator NAME  auto, cpu or cuda; default that of the run
   --chat           PROMPT is a user's message, written by the chat template
 """
-_OPTIONS = ("--tokens", "--temperature", "--top-k", "--seed", "--precision", "--step", "--tokenizer", "--accelerator")
+_OPTIONS = (
+    "--tokens",
+    "--temperature",
+    "--top-k",
+    "--seed",
+    "--precision",
+    "--step",
+    "--tokenizer",
+    "--accelerator",
+)
 
 
 def run(argv: list[str]) -> int:
@@ -42,8 +51,12 @@ def run(argv: list[str]) -> int:
     arguments = _split(argv)
     tokens, top_k = whole(arguments, "--tokens", 1, 100), whole(arguments, "--top-k", 1)
     temperature, seed = _temperature(arguments), whole(arguments, "--seed", 0, 0)
-    if temperature == 0 and (idle := [name for name in ("--top-k", "--seed") if arguments.one(name)]):
-        raise ConfigError(f"{idle[0]}: has no effect at --temperature 0, which takes the likeliest token")
+    if temperature == 0 and (
+        idle := [name for name in ("--top-k", "--seed") if arguments.one(name)]
+    ):
+        raise ConfigError(
+            f"{idle[0]}: has no effect at --temperature 0, which takes the likeliest token"
+        )
     if (names := arguments.one("--precision")) and "," in names:
         raise ConfigError(f"--precision {names}: one at a time; fp8cfg evaluate compares several")
     found = loaded(arguments)
@@ -55,11 +68,17 @@ def run(argv: list[str]) -> int:
     title, model = next(in_precisions(found, names))
     print(printable(f"{arguments.plain[0]}: step {found.step}, {title}"), file=sys.stderr)
     written = list[int]()
-    for token in sample(model, prompt or [tokenizer.eos], tokens or 1, temperature, top_k, seed or 0, tokenizer.size):
+    for token in sample(
+        model, prompt or [tokenizer.eos], tokens or 1, temperature, top_k, seed or 0, tokenizer.size
+    ):
         if token == tokenizer.eos:
             break
         written.append(token)
-    text = tokenizer.decode(written) if "--chat" in arguments.flags else tokenizer.decode([*prompt, *written])
+    text = (
+        tokenizer.decode(written)
+        if "--chat" in arguments.flags
+        else tokenizer.decode([*prompt, *written])
+    )
     print(_shown(text))
     return 0
 
@@ -75,9 +94,11 @@ def _split(argv: list[str]) -> Arguments:
         else:
             prompts.append(word)
     arguments = split(left, _OPTIONS, ("--chat",))
-    prompts += argv[len(options) + 1:]
+    prompts += argv[len(options) + 1 :]
     if len(prompts) != 2:
-        raise ConfigError('sample: needs a run folder and a prompt, as in: fp8cfg sample runs/NAME "def "')
+        raise ConfigError(
+            'sample: needs a run folder and a prompt, as in: fp8cfg sample runs/NAME "def "'
+        )
     arguments.plain = prompts
     return arguments
 

@@ -35,5 +35,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"schema {' '.join(asked)}: no such schema" + suggest(asked[0], GROUPS))
     folder = arguments.one("--config-dir")
     library = Library(Path(folder) if folder else None)
-    print(json.dumps(recipe_schema(library) if asked == ["recipe"] else preset_schema(asked[0]), indent=1))
+    print(
+        json.dumps(
+            recipe_schema(library) if asked == ["recipe"] else preset_schema(asked[0]), indent=1
+        )
+    )
     return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 SCRIPTS = {
-    "bash": r"""# fp8cfg: add to ~/.bashrc: source <(fp8cfg completion bash)
+    "bash": (
+        r"""# fp8cfg: add to ~/.bashrc: source <(fp8cfg completion bash)
 _fp8cfg() {
     # Whole words up to the cursor: bash itself would split them at = and :
     local line=${COMP_LINE:0:COMP_POINT} words candidate IFS=$' \t\n'
@@ -20,11 +21,14 @@ _fp8cfg() {
     [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
 }
 complete -o default -F _fp8cfg fp8cfg
-""",
-    "zsh": r"""# fp8cfg: add to ~/.zshrc, after compinit: source <(fp8cfg completion zsh)
+"""
+    ),
+    "zsh": (
+        r"""# fp8cfg: add to ~/.zshrc, after compinit: source <(fp8cfg completion zsh)
 _fp8cfg() {
     local -a found open
-    found=("${(@f)$(${(Q)words[1]/#\~/$HOME} completion --words "${(@Q)words[2,CURRENT]}" 2>/dev/null)}")
+    local program=${(Q)words[1]/#\~/$HOME}
+    found=("${(@f)$($program completion --words "${(@Q)words[2,CURRENT]}" 2>/dev/null)}")
     found=(${found:#})
     if (( ! ${#found} )); then
         _files
@@ -36,8 +40,10 @@ _fp8cfg() {
     compadd -Q -- $found
 }
 compdef _fp8cfg fp8cfg
-""",
-    "fish": r"""# fp8cfg: add to ~/.config/fish/config.fish: fp8cfg completion fish | source
+"""
+    ),
+    "fish": (
+        r"""# fp8cfg: add to ~/.config/fish/config.fish: fp8cfg completion fish | source
 function __fp8cfg_words
     set -l before (commandline -opc)
     set -l current (commandline -ct)
@@ -49,5 +55,6 @@ function __fp8cfg_words
     end
 end
 complete -c fp8cfg -f -a '(__fp8cfg_words)'
-""",
+"""
+    ),
 }

@@ -32,7 +32,9 @@ def job(authors: Authors, library: Library, config: DictConfig) -> float:
     folder = Path(hydra.runtime.output_dir)
     made = list[RunFolder]()
     words = list(hydra.overrides.task)
-    code, error = _train(OmegaConf.to_container(config, resolve=True), words, (library, authors), folder, made)
+    code, error = _train(
+        OmegaConf.to_container(config, resolve=True), words, (library, authors), folder, made
+    )
     result = sweep_results.write(folder, hydra.job.num, words, code, error, ran=bool(made))
     if code in (75, 130):
         raise KeyboardInterrupt
@@ -40,7 +42,13 @@ def job(authors: Authors, library: Library, config: DictConfig) -> float:
     return float(found[0]) if found and code == 0 else float("nan")
 
 
-def _train(values: Any, words: list[str], written: tuple[Library, Authors], folder: Path, made: list[RunFolder]) -> tuple[int, str]:
+def _train(
+    values: Any,
+    words: list[str],
+    written: tuple[Library, Authors],
+    folder: Path,
+    made: list[RunFolder],
+) -> tuple[int, str]:
     """Train the recipe of `values`, composed of `words`, into `folder`, which is put into `made` once it is this job's. Returns
     the exit code, and the lines of the error."""
     from fp8cfg.cli.composed import say
@@ -62,7 +70,11 @@ def _train(values: Any, words: list[str], written: tuple[Library, Authors], fold
         recipe = sized(found.recipe)
         return launch(recipe, own, None), ""
     except Fp8cfgError as e:
-        print(*(f"error: {printable(line)}" for line in str(e).splitlines()), sep="\n", file=sys.stderr)
+        print(
+            *(f"error: {printable(line)}" for line in str(e).splitlines()),
+            sep="\n",
+            file=sys.stderr,
+        )
         return e.exit_code, str(e)
     except KeyboardInterrupt:
         return 130, "interrupted"

@@ -55,8 +55,13 @@ def run(argv: list[str]) -> int:
     arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
     try:
         if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
-            recipe_file(argv[:1], WORDS)  # before the options: those of a verb with a typo are nobody's
-        recipe_file([arg for before, arg in pairwise(argv) if arg in WORDS and not before.startswith("-")], WORDS)
+            recipe_file(
+                argv[:1], WORDS
+            )  # before the options: those of a verb with a typo are nobody's
+        recipe_file(
+            [arg for before, arg in pairwise(argv) if arg in WORDS and not before.startswith("-")],
+            WORDS,
+        )
         arguments = split(hydra_flags.spelled_out(argv), hydra_flags.OPTIONS, hydra_flags.FLAGS)
         asked = hydra_flags.asked(arguments)
         file = recipe_file(arguments.plain, WORDS)
@@ -104,4 +109,8 @@ def run(argv: list[str]) -> int:
 def _two_folders(recipe: Recipe, exactly: Path | None) -> list[str]:
     """A line where hydra.run.dir names another folder than the recipe."""
     said = recipe.log.folder
-    return [f"hydra.run.dir={exactly}: log.folder={said} is the run folder; drop one"] if said and exactly else []
+    return (
+        [f"hydra.run.dir={exactly}: log.folder={said} is the run folder; drop one"]
+        if said and exactly
+        else []
+    )

@@ -20,8 +20,12 @@ from fp8cfg.config.recipe import Recipe
 __all__ = ["compose", "from_yaml", "to_yaml"]
 
 
-def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None, file: str | Path | None = None,
-            base: Recipe | None = None) -> Recipe:
+def compose(
+    overrides: Iterable[str] = (),
+    config_dir: str | Path | None = None,
+    file: str | Path | None = None,
+    base: Recipe | None = None,
+) -> Recipe:
     """The checked Recipe that `python -m fp8cfg *overrides` trains.
 
     `overrides` are words such as `recipe=llama_8b`, `precision=bf16_fp8`, `fp8.margin=1`, in any order: presets are chosen
@@ -33,9 +37,14 @@ def compose(overrides: Iterable[str] = (), config_dir: str | Path | None = None,
     """
     words = [] if overrides is None else list(overrides)
     if isinstance(overrides, (str, Mapping)) or not all(isinstance(word, str) for word in words):
-        raise ConfigError("compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])")
+        raise ConfigError(
+            "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])"
+        )
     if base is not None and not isinstance(base, Recipe):
-        raise ConfigError(f"compose: base: expected a Recipe, got {type(base).__name__}; a name is a word, as in recipe=llama_8b")
+        raise ConfigError(
+            f"compose: base: expected a Recipe, got {type(base).__name__}; a name is a word, as in"
+            " recipe=llama_8b"
+        )
     library = Library(Path(config_dir) if config_dir else None)
     return _checked(composed(words, library, Path(file) if file else None, base))
 
@@ -48,7 +57,10 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
         recipe, data = recipe_from(text_or_path, library), library.data(text_or_path)
         return _checked(settled(recipe, of_file(text_or_path, data, library)))
     if "\n" not in text_or_path and text_or_path.endswith((".yaml", ".yml", ".json")):
-        raise ConfigError(f"from_yaml: {text_or_path}: a str is the text itself; write from_yaml(Path({text_or_path!r}))")
+        raise ConfigError(
+            f"from_yaml: {text_or_path}: a str is the text itself; write"
+            f" from_yaml(Path({text_or_path!r}))"
+        )
     data, nowhere = parse_yaml(text_or_path, "YAML"), Path("YAML")
     return _checked(settled(recipe_of(data, nowhere, library), of_file(nowhere, data, library)))
 

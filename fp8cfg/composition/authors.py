@@ -35,7 +35,10 @@ Authors = dict[str, Author]
 
 
 def of_words(
-    words: Sequence[str], library: Library, authors: Mapping[str, Author] = {}, recipe: Recipe | None = None
+    words: Sequence[str],
+    library: Library,
+    authors: Mapping[str, Author] = {},
+    recipe: Recipe | None = None,
 ) -> Authors:
     """The authors of a recipe, of which `authors` are known, once `words`, which are valid, are applied and have made `recipe`: it
     tells which values stayed under a task."""
@@ -47,7 +50,9 @@ def of_words(
             said = part_of(group, stem, library)
             for other in said.chosen.keys() - chosen.keys() & LEAVES.keys():
                 found |= _below(other)
-            parts |= dict.fromkeys(_taken(group, said.values, flat(recipe) if recipe else {}), Author.PRESET)
+            parts |= dict.fromkeys(
+                _taken(group, said.values, flat(recipe) if recipe else {}), Author.PRESET
+            )
         elif group in LEAVES:
             found |= _below(group)
     for word in words:
@@ -74,13 +79,18 @@ def of_file(path: Path, data: Mapping[str, Any], library: Library) -> Authors:
             found |= dict.fromkeys(mine, Author.USER)
         elif group != SELF and step.path == path:
             own = None if group in LEAVES else part_of(group, step.choice.name, library)
-            found |= dict.fromkeys(_taken(group, own.values, mine), Author.PRESET) if own else _below(group)
+            found |= (
+                dict.fromkeys(_taken(group, own.values, mine), Author.PRESET)
+                if own
+                else _below(group)
+            )
     return found
 
 
 def of_object(recipe: Recipe) -> Authors:
     """The authors of a recipe that Python statements have changed, as far as it tells: its preset, of the fields of the `fp8` node
-    that it wrote (config/preset_keys.py), but for nodes below that; and the user, who may have written anything else."""
+    that it wrote (config/preset_keys.py), but for nodes below that; and the user, who may have written anything else.
+    """
     preset = {full(recipe.fp8.key(name)) for name in preset_keys(recipe.fp8)}
     return {key: Author.PRESET if key in preset else Author.USER for key in defaults()}
 
@@ -101,7 +111,11 @@ def defaults() -> Mapping[str, Any]:
 
 def _taken(group: str, said: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
     """The keys of what a file of `group` says that it wrote: with a task, not those that stay at their `values`."""
-    return [key for key, value in said.items() if group not in PARTS or key not in values or not stays(key, value, values[key])]
+    return [
+        key
+        for key, value in said.items()
+        if group not in PARTS or key not in values or not stays(key, value, values[key])
+    ]
 
 
 def _below(group: str) -> Authors:

@@ -22,7 +22,10 @@ from fp8cfg.config.key_names import PLUGIN
 from fp8cfg.config.node import Node
 from fp8cfg.config.precision import Precision
 
-LEAVES: dict[str, tuple[type[Node], str]] = {"precision": (Precision, PLUGIN), "data": (Data, "data")}
+LEAVES: dict[str, tuple[type[Node], str]] = {
+    "precision": (Precision, PLUGIN),
+    "data": (Data, "data"),
+}
 """Groups whose choices are one node: the node's class, and its home in the recipe."""
 PARTS = ("task",)
 """Groups whose choices are some keys of the whole recipe, merged over it, as those of a group of one's own can be."""
@@ -49,10 +52,25 @@ class Library:
     def groups(self) -> list[str]:
         """Every group: those with shipped choices, and then those of the folder alone, by its path."""
         if self._groups is None:
-            found = {p.parent for n in range(_DEEP) for p in self.folder.glob("*/" * (n + 1) + "*.yaml")} if self.folder else set()
+            found = (
+                {
+                    p.parent
+                    for n in range(_DEEP)
+                    for p in self.folder.glob("*/" * (n + 1) + "*.yaml")
+                }
+                if self.folder
+                else set()
+            )
             paths = (p.relative_to(self.folder) for p in sorted(found) if self.folder)
-            own = (path.as_posix() for path in paths if all(NAME.fullmatch(part) for part in path.parts))
-            self._groups = [*GROUPS, *(group for group in own if group.split("/")[0] not in (*GROUPS, "hydra"))]
+            own = (
+                path.as_posix()
+                for path in paths
+                if all(NAME.fullmatch(part) for part in path.parts)
+            )
+            self._groups = [
+                *GROUPS,
+                *(group for group in own if group.split("/")[0] not in (*GROUPS, "hydra")),
+            ]
         return self._groups
 
     def own(self, key: str) -> str | None:
@@ -62,14 +80,22 @@ class Library:
 
     def home(self, group: str) -> str:
         """The key of the node that choices of `group` are of; of the whole recipe _global_."""
-        return LEAVES[group][1] if group in LEAVES else "_global_" if group in ("recipe", *PARTS) else group.replace("/", ".")
+        return (
+            LEAVES[group][1]
+            if group in LEAVES
+            else "_global_"
+            if group in ("recipe", *PARTS)
+            else group.replace("/", ".")
+        )
 
     def choices(self, group: str) -> list[str]:
         """The names that `group` offers, sorted; file stems and recipe functions."""
         if group not in self._choices:
             files = (p for root in self._roots() for p in (root / group).glob("*.yaml"))
             names = {p.stem for p in files if NAME.fullmatch(p.stem) and p.is_file()}
-            self._choices[group] = sorted(names | set(recipe_registry.recipes() if group == "recipe" else ()))
+            self._choices[group] = sorted(
+                names | set(recipe_registry.recipes() if group == "recipe" else ())
+            )
         return self._choices[group]
 
     def problem(self, group: str, name: str) -> str | None:
@@ -86,11 +112,17 @@ class Library:
             return f"recipe={name}: no such recipe; a file stands by itself: fp8cfg {file}"
         if not NAME.fullmatch(stem):
             near = suggest(name.rpartition("/")[2].replace(".", "").replace("-", "_"), known)
-            return f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + near
+            return (
+                f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + near
+            )
         spellings = [*known, *(presets.FUNCTIONS if group == "precision" else ())]
-        refusal = f"{group}={name}: no such {group if group in ('recipe', *PARTS) else group + ' preset'}"
+        refusal = (
+            f"{group}={name}: no such {group if group in ('recipe', *PARTS) else group + ' preset'}"
+        )
         sized = f"_{name}" if group == "recipe" else "."  # 8b, of every family
-        family = [choice for choice in known if choice.startswith(f"{name}_") or choice.endswith(sized)]
+        family = [
+            choice for choice in known if choice.startswith(f"{name}_") or choice.endswith(sized)
+        ]
         if ours := foreign_names.meant(group, name):
             return f"{refusal}; did you mean {ours!r}?"
         if len(family) > 1:

@@ -41,10 +41,12 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def listed(node: Node) -> dict[str, Any]:
     """`node` as plain data: mappings, lists (for tuples) and scalars."""
+
     def lists(value: Any) -> Any:
         if isinstance(value, dict):
             return {k: lists(v) for k, v in value.items()}
         return [lists(v) for v in value] if isinstance(value, (list, tuple)) else value
+
     plain: dict[str, Any] = lists(node.model_dump())
     return plain
 
@@ -54,7 +56,11 @@ def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in changes.items():
         under = out.get(key)
-        out[key] = deep_merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+        out[key] = (
+            deep_merge(under, value)
+            if isinstance(under, dict) and isinstance(value, dict)
+            else value
+        )
     return out
 
 

@@ -15,7 +15,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.composition.authors import Author, defaults, of_file, of_object, of_words, task_of, written
+from fp8cfg.composition.authors import (
+    Author,
+    defaults,
+    of_file,
+    of_object,
+    of_words,
+    task_of,
+    written,
+)
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.flatten import assigned, flat
 from fp8cfg.composition.resolve import unchecked
@@ -79,20 +87,31 @@ class Settled:
     @property
     def layout_alone(self) -> bool:
         """Whether its parallel layout is all that refuses it, where other words may be searched for."""
-        return bool(self.problems) and all(isinstance(line, LayoutRefusal) for line in self.problems)
+        return bool(self.problems) and all(
+            isinstance(line, LayoutRefusal) for line in self.problems
+        )
 
     @property
     def notes(self) -> list[str]:
         """A line for what gave way to one and the same."""
         found: dict[tuple[str, str], list[str]] = {}
         for c in self.changes:
-            found.setdefault((c.whose, c.cause), []).append(f"{short(c.key)} {_shown(c.old)} -> {_shown(c.new)}")
-        given = [f"note: {', '.join(those)}: {whose} gives way to {cause}" for (whose, cause), those in found.items()]
+            found.setdefault((c.whose, c.cause), []).append(
+                f"{short(c.key)} {_shown(c.old)} -> {_shown(c.new)}"
+            )
+        given = [
+            f"note: {', '.join(those)}: {whose} gives way to {cause}"
+            for (whose, cause), those in found.items()
+        ]
         return [*given, *self.remarks]
 
 
 def composed(
-    words: Sequence[str], library: Library, file: Path | None = None, base: Recipe | None = None, sweep: bool = False
+    words: Sequence[str],
+    library: Library,
+    file: Path | None = None,
+    base: Recipe | None = None,
+    sweep: bool = False,
 ) -> Settled:
     """The recipe of `words`, as `compose` takes them, in which values have given way; with `sweep` as in one job of it. Raises
     ConfigError with every problem of a word or a file."""
@@ -102,17 +121,25 @@ def composed(
     told(found.recipe)
     task, remarks, t = task_of(words, library, file), list(found.remarks), found.recipe.trainer
     if task in FINE_TUNING and not found.recipe.model.weights and not t.smoke:
-        remarks.append(f"note: task={task}: model.weights=null, so it starts from random weights; write model.weights=FOLDER")
+        remarks.append(
+            f"note: task={task}: model.weights=null, so it starts from random weights; write"
+            " model.weights=FOLDER"
+        )
     every = found.recipe.checkpoint.every_n_steps
     if every > t.max_steps and "checkpoint.every_n_steps" in found.written:
-        remarks.append(f"note: checkpoint.every_n_steps={every}: saves at the end alone, the run ends with trainer.max_steps="
-                       f"{t.max_steps}")
+        remarks.append(
+            f"note: checkpoint.every_n_steps={every}: saves at the end alone, the run ends with"
+            f" trainer.max_steps={t.max_steps}"
+        )
     return replace(found, remarks=tuple(remarks))
 
 
-def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, tacitly: bool = True) -> Settled:
+def settled(
+    recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, tacitly: bool = True
+) -> Settled:
     """`recipe` with every value that gives way to one of a higher rank. In a `sweep`, whose words are for all of its jobs, a
-    default is no mistake in those where it has no effect. Not `tacitly`, what does no harm stays: a run that is resumed has it."""
+    default is no mistake in those where it has no effect. Not `tacitly`, what does no harm stays: a run that is resumed has it.
+    """
     by_user, derived = written(authors), dict(authors)
     if sweep:
         by_user -= {short(key) for key, value in flat(recipe).items() if value == defaults()[key]}
@@ -120,8 +147,12 @@ def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, 
     broken = rules.broken(recipe, by_user)
     for _ in range(_MOST):
         lines = [*broken, *_of_backend(recipe)]
-        refusals = [line for line in lines if isinstance(line, Refusal) and (tacitly or not line.tacit)]
-        change = next((c for line in refusals if (c := _given(line, recipe, authors, derived))), None)
+        refusals = [
+            line for line in lines if isinstance(line, Refusal) and (tacitly or not line.tacit)
+        ]
+        change = next(
+            (c for line in refusals if (c := _given(line, recipe, authors, derived))), None
+        )
         if change is None:
             break
         recipe = assigned(recipe, {change.key: change.new})
@@ -130,7 +161,9 @@ def settled(recipe: Recipe, authors: Mapping[str, Author], sweep: bool = False, 
         changes[change.key] = Change(change.key, before.old, change.new, change.author, change.to)
         derived[change.key] = max(derived.get(full(key), Author.RECIPE) for key in change.to)
     problems = [line for line in dict.fromkeys(broken) if holds(line, by_user)]
-    return Settled(recipe, tuple(changes.values()), tuple(problems), by_user, tuple(unread(recipe, by_user)))
+    return Settled(
+        recipe, tuple(changes.values()), tuple(problems), by_user, tuple(unread(recipe, by_user))
+    )
 
 
 def told(recipe: Recipe) -> None:
@@ -151,7 +184,9 @@ def fitted(recipe: Recipe) -> Recipe:
     return found.recipe
 
 
-def _given(line: Refusal, recipe: Recipe, authors: Mapping[str, Author], derived: Mapping[str, Author]) -> Change | None:
+def _given(
+    line: Refusal, recipe: Recipe, authors: Mapping[str, Author], derived: Mapping[str, Author]
+) -> Change | None:
     """What gives way where `line` refuses `recipe`, None where nothing may. `derived` are the ranks of values that others gave way
     to, or that have given way themselves."""
     for name, new in line.gives:
@@ -159,7 +194,13 @@ def _given(line: Refusal, recipe: Recipe, authors: Mapping[str, Author], derived
         others = {to: _rank(full(to), author, derived) for to in line.to if to != name}
         rank = max(others.values(), default=Author.RECIPE)
         if author < rank and (old := attrgetter(key)(recipe)) != new:
-            return Change(key, old, new, author, {to: attrgetter(full(to))(recipe) for to, its in others.items() if its == rank})
+            return Change(
+                key,
+                old,
+                new,
+                author,
+                {to: attrgetter(full(to))(recipe) for to, its in others.items() if its == rank},
+            )
     return None
 
 

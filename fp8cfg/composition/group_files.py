@@ -42,12 +42,16 @@ class Part:
         """What is merged over a recipe with the values `base`, by full keys: of a task what does not make it larger."""
         if group not in PARTS:
             return self
-        return replace(self, values={k: v for k, v in self.values.items() if not stays(k, v, base[k])})
+        return replace(
+            self, values={k: v for k, v in self.values.items() if not stays(k, v, base[k])}
+        )
 
     @property
     def data(self) -> dict[str, Any]:
         """The values as nested plain data."""
-        return nested({key: list(v) if isinstance(v, tuple) else v for key, v in self.values.items()})
+        return nested(
+            {key: list(v) if isinstance(v, tuple) else v for key, v in self.values.items()}
+        )
 
 
 def part(path: Path, group: str, library: Library) -> Part:
@@ -58,7 +62,10 @@ def part(path: Path, group: str, library: Library) -> Part:
     package = package_of(path, group) or library.home(group)
     at = "" if package == "_global_" else full(package.removeprefix("_global_."))
     if at and (at not in fields() or not _has_keys(at)):
-        raise ConfigError(f"{package}: no node of a recipe; begin the file with '# @package _global_' for keys of the whole recipe")
+        raise ConfigError(
+            f"{package}: no node of a recipe; begin the file with '# @package _global_' for keys of"
+            " the whole recipe"
+        )
     values = settings(nested({at: data}) if at else full_names(data))
     return Part(values, chosen, at)
 
@@ -77,7 +84,9 @@ def refuse_package(path: Path, group: str, library: Library) -> None:
     """Raise ConfigError where the file `path` of a shipped `group` names another package than the home of that group."""
     package, home = package_of(path, group), library.home(group)
     if package is not None and package.removeprefix("_global_.") != home:
-        raise ConfigError(f"# @package {package}: packages are fixed, {group} stands at {home}; drop the line")
+        raise ConfigError(
+            f"# @package {package}: packages are fixed, {group} stands at {home}; drop the line"
+        )
 
 
 def _overrides(data: dict[str, Any], group: str, library: Library) -> dict[str, str]:
@@ -85,12 +94,31 @@ def _overrides(data: dict[str, Any], group: str, library: Library) -> dict[str, 
     named = {"defaults": data.pop("defaults", None)}
     found = taken(named, library)
     plain = [c for c in found if c.group != "_self_" and not c.override]
-    others = [c.name for c in plain if c.group == "recipe" and library.problem("recipe", c.name)]  # to Hydra of the file's group
-    refuse_if([f"defaults: {name}: a file of {group}/ builds on no other; write its keys here" for name in others])
-    refuse_if([f"defaults: {c.group}: stands in every recipe already; write 'override /{c.group}: {c.name}'" for c in plain])
+    others = [
+        c.name for c in plain if c.group == "recipe" and library.problem("recipe", c.name)
+    ]  # to Hydra of the file's group
+    refuse_if(
+        [
+            f"defaults: {name}: a file of {group}/ builds on no other; write its keys here"
+            for name in others
+        ]
+    )
+    refuse_if(
+        [
+            f"defaults: {c.group}: stands in every recipe already; write 'override /{c.group}:"
+            f" {c.name}'"
+            for c in plain
+        ]
+    )
     own = [c for c in found if library.own(c.group) and c.group not in PARTS]
-    refuse_if([f"defaults: {c.group}: a group of your own is a word: {c.group}={c.name}" for c in own])
-    return {c.group: c.name for c in found if c.override and c.name and not (c.optional and library.problem(c.group, c.name))}
+    refuse_if(
+        [f"defaults: {c.group}: a group of your own is a word: {c.group}={c.name}" for c in own]
+    )
+    return {
+        c.group: c.name
+        for c in found
+        if c.override and c.name and not (c.optional and library.problem(c.group, c.name))
+    }
 
 
 def _has_keys(key: str) -> bool:

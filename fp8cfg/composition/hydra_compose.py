@@ -34,21 +34,27 @@ _LOCK = threading.RLock()
 _COMPOSED: dict[str, DictConfig] = {}
 """What Hydra composed of the last choices, without values."""
 _PLUGINS = {
-    "hydra/launcher/submitit": "'fp8cfg[slurm]'", "hydra/launcher/joblib": "hydra-joblib-launcher",
-    "hydra/sweeper/optuna": "hydra-optuna-sweeper", "hydra/sweeper/ax": "hydra-ax-sweeper",
-}  # fmt: skip
+    "hydra/launcher/submitit": "'fp8cfg[slurm]'",
+    "hydra/launcher/joblib": "hydra-joblib-launcher",
+    "hydra/sweeper/optuna": "hydra-optuna-sweeper",
+    "hydra/sweeper/ax": "hydra-ax-sweeper",
+}
 """What brings choices of Hydra's own groups."""
 _CHOICE = re.compile(r"Could not find '(hydra/\w+)/(\w+)'")
 _OVERRIDE = re.compile(r"\s*Could not override '(hydra\.[\w.]+)'")
 
 
-def merge(nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list[str]) -> dict[str, Any]:
+def merge(
+    nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list[str]
+) -> dict[str, Any]:
     """The composed recipe as plain data.
 
     `nodes` holds a complete node for each group that is chosen, `chosen` their names, `values` Hydra overrides on full keys.
     Choices are composed once in a process: values, merged as Hydra merges them, take a tenth of that time.
     """
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl  # the merge itself has no public name (1.3)
+    from hydra._internal.config_loader_impl import (
+        ConfigLoaderImpl,
+    )  # the merge itself has no public name (1.3)
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
@@ -57,7 +63,9 @@ def merge(nodes: dict[str, dict[str, Any]], chosen: dict[str, str], values: list
         if values:
             config = copy.deepcopy(config)
             overrides = parser().parse_overrides(values)
-            ConfigLoaderImpl.validate_sweep_overrides_legal(overrides, RunMode.RUN, from_shell=False)
+            ConfigLoaderImpl.validate_sweep_overrides_legal(
+                overrides, RunMode.RUN, from_shell=False
+            )
             ConfigLoaderImpl._apply_overrides_to_config(overrides, config)
         container = OmegaConf.to_container(config, resolve=True)
     assert isinstance(container, dict)
@@ -69,8 +77,12 @@ def _composed(nodes: dict[str, dict[str, Any]], chosen: dict[str, str]) -> DictC
     with _LOCK:
         if (key := repr((nodes, chosen))) not in _COMPOSED:
             names = {group: chosen.get(group, GIVEN) for group in nodes}
-            choices = [f"{'' if group in GROUPS else '+'}{group}={name}" for group, name in names.items()]
-            with application({group: {names[group]: node} for group, node in nodes.items()}) as hydra:
+            choices = [
+                f"{'' if group in GROUPS else '+'}{group}={name}" for group, name in names.items()
+            ]
+            with application(
+                {group: {names[group]: node} for group, node in nodes.items()}
+            ) as hydra:
                 _COMPOSED[key] = _loaded(hydra, choices)
             if len(_COMPOSED) > 64:
                 del _COMPOSED[next(iter(_COMPOSED))]
@@ -79,7 +91,8 @@ def _composed(nodes: dict[str, dict[str, Any]], chosen: dict[str, str]) -> DictC
 
 def _loaded(hydra: Hydra, choices: list[str]) -> DictConfig:
     """What hydra.compose gives, which would first compose Hydra's own config, of a dozen groups, and take it out in the end: three
-    quarters of its time. Whether the defaults list begins with that is an argument of functions without a public name (1.3)."""
+    quarters of its time. Whether the defaults list begins with that is an argument of functions without a public name (1.3).
+    """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.defaults_list import create_defaults_list
     from omegaconf import OmegaConf
@@ -124,7 +137,9 @@ def _one_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines:  # Hydra raises an empty error over OmegaConf's own
         return _one_line(error.__cause__) if error.__cause__ else type(error).__name__
-    options = [line.strip() for line in lines[1:] if line.startswith("\t") and "provider=" not in line]
+    options = [
+        line.strip() for line in lines[1:] if line.startswith("\t") and "provider=" not in line
+    ]
     listed = any(line.startswith("Available options") for line in lines)
     if lines[0].startswith("Error merging override") and error.__cause__:
         return f"{lines[0]}: {_one_line(error.__cause__)}"
@@ -132,10 +147,18 @@ def _one_line(error: BaseException) -> str:
         return lines[0].strip().rstrip(".") + instead
     if "INTERVAL_SWEEP" in lines[0]:
         return f"{lines[0].strip()}; one that searches does: hydra/sweeper=optuna"
-    if (wrong := _CHOICE.search(lines[0])) and (instead := _choice_instead(wrong[1], wrong[2], options)):
+    if (wrong := _CHOICE.search(lines[0])) and (
+        instead := _choice_instead(wrong[1], wrong[2], options)
+    ):
         return f"{wrong[1]}={wrong[2]}: no such choice{instead}"
-    missing = next((f"; pip install {package}" for name, package in _PLUGINS.items() if name in lines[0]), "")
-    return lines[0].strip() + (f"; choose from {', '.join(options)}" if listed and options else "") + missing
+    missing = next(
+        (f"; pip install {package}" for name, package in _PLUGINS.items() if name in lines[0]), ""
+    )
+    return (
+        lines[0].strip()
+        + (f"; choose from {', '.join(options)}" if listed and options else "")
+        + missing
+    )
 
 
 def _choice_instead(group: str, name: str, options: list[str]) -> str:
@@ -151,14 +174,25 @@ def _instead(key: str) -> str:
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    known = dict.fromkeys(flat_data({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))}), "")
+    known = dict.fromkeys(
+        flat_data({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))}), ""
+    )
     for kind in ("launcher", "sweeper"):
         del known[f"hydra.{kind}"]
         for file, said in ConfigStore.instance().repo["hydra"].get(kind, {}).items():
             if file.endswith(".yaml"):
-                known |= {f"hydra.{kind}.{name}": f"hydra/{kind}={file.removesuffix('.yaml')}" for name in said.node}
+                known |= {
+                    f"hydra.{kind}.{name}": f"hydra/{kind}={file.removesuffix('.yaml')}"
+                    for name in said.node
+                }
     near = nearest(key, known, 0.8)
-    return "" if near is None else f"; it is of {known[key]}" if near == key else f"; did you mean {near!r}?"
+    return (
+        ""
+        if near is None
+        else f"; it is of {known[key]}"
+        if near == key
+        else f"; did you mean {near!r}?"
+    )
 
 
 @contextlib.contextmanager
@@ -167,7 +201,11 @@ def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.version import VersionBase, setbase
 
-    store, running, base = ConfigStore.instance(), GlobalHydra.instance().hydra, VersionBase.instance().version_base
+    store, running, base = (
+        ConfigStore.instance(),
+        GlobalHydra.instance().hydra,
+        VersionBase.instance().version_base,
+    )
     before = {key: store.repo.get(key) for key in (*nodes, f"{NAME}.yaml")}
     for key in before:
         store.repo.pop(key, None)
@@ -175,7 +213,9 @@ def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
     setbase("1.3")
     try:
         primary = primary_config()
-        store.store(NAME, {**primary, "hydra": settings} if settings else primary, provider="fp8cfg")
+        store.store(
+            NAME, {**primary, "hydra": settings} if settings else primary, provider="fp8cfg"
+        )
         for group, named in nodes.items():
             package = LEAVES[group][1] if group in LEAVES else "_global_"
             for name, node in named.items():

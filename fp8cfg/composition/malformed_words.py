@@ -24,7 +24,10 @@ def malformed(word: str) -> str:
     if "=" in word and (hint := _mistake(word)):
         return f"{word}: {hint}"
     if "=" in word:
-        return f"{word}: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"
+        return (
+            f"{word}: not of the form key=value; quote a value with special signs, as in 'name=\"a"
+            " b\"'"
+        )
     if word in short_keys() or word in GROUPS:
         return f"{word}: needs a value, as in {word}={'NAME' if word in GROUPS else 'VALUE'}"
     if (key := word.partition(":")[0].strip()) in {*short_keys(), *GROUPS} and ":" in word:
@@ -32,7 +35,9 @@ def malformed(word: str) -> str:
     if word.startswith("$"):
         return f"{word}: {_SHELL}"
     near = nearest(word, [*short_keys(), *GROUPS], 0.75)
-    return f"{word or repr(word)}: not of the form key=value" + (f"; did you mean {near!r}?" if near else "")
+    return f"{word or repr(word)}: not of the form key=value" + (
+        f"; did you mean {near!r}?" if near else ""
+    )
 
 
 def _mistake(word: str) -> str:
@@ -41,15 +46,21 @@ def _mistake(word: str) -> str:
     if word == "=":
         return "stands alone; key=value has no spaces"
     text = takes_text(key) and value.isprintable() and not set(word) & _QUOTES
-    if not text and (strange := next((sign for sign in word if not sign.isascii() and sign.isprintable()), "")):
-        return f"{strange!r} is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'"
+    if not text and (
+        strange := next((sign for sign in word if not sign.isascii() and sign.isprintable()), "")
+    ):
+        return (
+            f"{strange!r} is not a sign of a key or a number; type it anew, or quote a text as in"
+            " 'name=\"a b\"'"
+        )
     if word[:1] in "'\"":
         return "quoted twice; leave the inner quotes out"
     if " " in word and all("=" in part for part in word.split()):
         return f"several words in one; write {' '.join(word.split())} without quotes"
     if value.startswith("(") and is_node(full(key)):
         node = fields()[full(key)].annotation
-        return f"expected keys{example(full(key), node, [each.strip() for each in value.strip('()').split(',')])}"
+        values = [each.strip() for each in value.strip("()").split(",")]
+        return f"expected keys{example(full(key), node, values)}"
     if value.startswith("(") and not text:
         return f"a list is written {key}=[{value.strip('()')}]"
     if key != key.strip() or value != value.strip():
@@ -65,7 +76,9 @@ def _mistake(word: str) -> str:
     if value[:1] in "[{" and "{" in value and (mapped := _EQUALS.sub(r"\1: ", value)) != value:
         return f"inside of braces stands a colon and a space, as in '{key}={mapped}'"
     if text:
-        return f"a text with special signs wants quotes; write {shlex.quote(f'{key}={quoted(value)}')}"
+        return (
+            f"a text with special signs wants quotes; write {shlex.quote(f'{key}={quoted(value)}')}"
+        )
     called = value.partition("(")[0] if value.endswith(")") else ""
     if called and (near := nearest(called, _FUNCTIONS)):
         return f"no such function {called!r}; did you mean {near!r}?"

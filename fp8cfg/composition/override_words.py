@@ -20,7 +20,9 @@ from fp8cfg.config.validation_errors import example
 from fp8cfg.config.value_text import spelled
 
 
-def parse(words: Iterable[str], library: Library, has_recipe: bool = False) -> tuple[dict[str, str], list[str]]:
+def parse(
+    words: Iterable[str], library: Library, has_recipe: bool = False
+) -> tuple[dict[str, str], list[str]]:
     """Split `words` into choices (group -> name) and values (Hydra overrides on full keys).
 
     Raises ConfigError with a line for each word that is no override, names nothing that exists, or has a value of the wrong
@@ -68,14 +70,22 @@ def _one(word: str, library: Library) -> tuple[str, str]:
     if key in ("precision", PLUGIN) and isinstance(value, str):
         key = "precision"
     elif key not in GROUPS or isinstance(value, dict):
-        if isinstance(value, str) and node and (group := next((g for g in GROUPS if value in library.choices(g)), None)):
-            raise ConfigError(f"{word}: expected keys of {short(full(key))}; did you mean '{group}={value}'?")
+        if (
+            isinstance(value, str)
+            and node
+            and (group := next((g for g in GROUPS if value in library.choices(g)), None))
+        ):
+            raise ConfigError(
+                f"{word}: expected keys of {short(full(key))}; did you mean '{group}={value}'?"
+            )
         _check_text(key, value, text)
         _check_value(key, value)
         return "", f"{full(key)}={text}"
     if not isinstance(value, str):
         ours = foreign_names.meant(key, value)
-        raise ConfigError(f"{word}: expected the name of a preset" + (f"; did you mean {ours!r}?" if ours else ""))
+        raise ConfigError(
+            f"{word}: expected the name of a preset" + (f"; did you mean {ours!r}?" if ours else "")
+        )
     if problem := library.problem(key, value):
         raise ConfigError(problem)
     return key, library.stem(key, value)
@@ -84,29 +94,48 @@ def _one(word: str, library: Library) -> tuple[str, str]:
 def _check_text(key: str, value: Any, text: str) -> None:
     """Raise ConfigError where `text` is another one than `value` is written, and a line about `value` would not have it."""
     if takes_text(key) and isinstance(value, (bool, int, float)):
-        raise ConfigError(f"{key}={text}: expected a string, got {type(value).__name__}; write '{key}=\"{text}\"'")
-    if full(key) in fields() and isinstance(value, float) and math.isinf(value) and "inf" not in text.lower():
-        raise ConfigError(f"{key}={text}: more than any number here can be; expected a finite number")
+        raise ConfigError(
+            f"{key}={text}: expected a string, got {type(value).__name__}; write '{key}=\"{text}\"'"
+        )
+    if (
+        full(key) in fields()
+        and isinstance(value, float)
+        and math.isinf(value)
+        and "inf" not in text.lower()
+    ):
+        raise ConfigError(
+            f"{key}={text}: more than any number here can be; expected a finite number"
+        )
 
 
 def _check_value(key: str, value: Any) -> None:
     """Raise ConfigError unless `key` exists and takes `value`; a mapping is checked key by key."""
     plain({key: value}, "command line")
     if full(key) not in fields():
-        raise ConfigError(foreign_names.unknown(short(full(key)), short_keys() | set(GROUPS), value))
+        raise ConfigError(
+            foreign_names.unknown(short(full(key)), short_keys() | set(GROUPS), value)
+        )
     node = fields()[full(key)].annotation
     if isinstance(node, type) and issubclass(node, Node):
         if not isinstance(value, dict):
-            raise ConfigError(f"{key}={spelled(value)}: expected keys of {short(full(key))}{example(full(key), node, value)}")
+            raise ConfigError(
+                f"{key}={spelled(value)}: expected keys of"
+                f" {short(full(key))}{example(full(key), node, value)}"
+            )
         problems: list[str] = []
         for k, v in value.items():
             try:
                 if "." in k and full(f"{key}.{k}") in fields():
-                    raise ConfigError(f"{key}.{k}: no key in braces has a dot; write {short(full(f'{key}.{k}'))}={spelled(v)}")
+                    raise ConfigError(
+                        f"{key}.{k}: no key in braces has a dot; write"
+                        f" {short(full(f'{key}.{k}'))}={spelled(v)}"
+                    )
                 _check_value(f"{key}.{k}", v)
             except ConfigError as e:
                 problems += e.problems
         return refuse_if(problems)
     parent, _, leaf = full(key).rpartition(".")
     owner = fields()[parent].annotation if parent else Recipe
-    owner(**{leaf: value})  # every field has a default, so that a node with this one value checks this one value
+    owner(
+        **{leaf: value}
+    )  # every field has a default, so that a node with this one value checks this one value

@@ -30,13 +30,20 @@ def parsed(word: str) -> tuple[str, Any, str]:
         listed = key in fields() and "tuple" in str(fields()[key].annotation)
         text = word.partition("=")[2]
         if not listed and THOUSANDS.fullmatch(text):
-            raise ConfigError(f"{word}: several values are a sweep; a number is written without commas: "
-                              f"{said.key_or_group}={text.replace(',', '')}")
+            raise ConfigError(
+                f"{word}: several values are a sweep; a number is written without commas: "
+                f"{said.key_or_group}={text.replace(',', '')}"
+            )
         write = f"{said.key_or_group}=[{text}]" if listed else "[a,b]"
-        raise ConfigError(f"{word}: several values are a sweep, and a run takes one; a list is written {write}")
+        raise ConfigError(
+            f"{word}: several values are a sweep, and a run takes one; a list is written {write}"
+        )
     value = _plain(said.value())
     if _sweeps(value):
-        raise ConfigError(f"{word}: a sweep inside of braces; write it as a word of its own, as in {said.key_or_group}.KEY=a,b")
+        raise ConfigError(
+            f"{word}: a sweep inside of braces; write it as a word of its own, as in"
+            f" {said.key_or_group}.KEY=a,b"
+        )
     return said.key_or_group, value, word.partition("=")[2]
 
 
@@ -62,10 +69,16 @@ def override(word: str) -> Override:
     if key == "hydra" or key.startswith("hydra."):
         raise ConfigError(f"{word}: settings of Hydra itself are not part of a recipe")
     if parsed.type is OverrideType.DEL:
-        raise ConfigError(f"{word}: keys cannot be removed; set {key.partition('=')[0]} to its default instead")
+        raise ConfigError(
+            f"{word}: keys cannot be removed; set {key.partition('=')[0]} to its default instead"
+        )
     if parsed.type is not OverrideType.CHANGE and key.rpartition(".")[2] in foreign_names.CODE_KEYS:
         raise ConfigError(foreign_names.unknown(key, ()))
-    if parsed.type is not OverrideType.CHANGE and full(key) in {*fields(), *GROUPS} and (key in GROUPS or not is_node(full(key))):
+    if (
+        parsed.type is not OverrideType.CHANGE
+        and full(key) in {*fields(), *GROUPS}
+        and (key in GROUPS or not is_node(full(key)))
+    ):
         raise ConfigError(key_exists(word))
     if parsed.package:
         raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")

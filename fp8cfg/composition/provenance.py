@@ -37,7 +37,8 @@ class Origin:
 class Layer:
     """One setting of one key: `kind` is "schema default", "recipe function", "preset", "recipe file", "command line", "gave way"
     or, of a Recipe that is given as it is, "recipe"; `at` says where the value stands, or which values it gave way to, and `by`
-    what applied it. A preset without a line does not have the key: choosing it put the key back to its default."""
+    what applied it. A preset without a line does not have the key: choosing it put the key back to its default.
+    """
 
     kind: str
     value: Any
@@ -57,7 +58,9 @@ class Trace:
     settled: giving_way.Settled
 
 
-def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path | None = None) -> Trace:
+def trace(
+    words: Sequence[str], config_dir: str | Path | None = None, file: Path | None = None
+) -> Trace:
     """Compose as `compose` does, recording where each value comes from. Raises ConfigError for what cannot be composed."""
     at_import()  # before anything else imports the recipes
     library = Library(Path(config_dir) if config_dir else None)
@@ -92,7 +95,9 @@ def trace(words: Sequence[str], config_dir: str | Path | None = None, file: Path
     if settled.recipe.model.path:
         read = Origin(Path(settled.recipe.model.path) / CONFIG)
         for key, value in flat(settled.recipe).items():
-            if key.startswith("model.") and (not tracer.layers[key] or tracer.layers[key][-1].value != value):
+            if key.startswith("model.") and (
+                not tracer.layers[key] or tracer.layers[key][-1].value != value
+            ):
                 tracer.add(key, Layer("checkpoint", value, read))
     for change in settled.changes:
         tracer.add(change.key, Layer("gave way", change.new, Origin(text=change.cause)))
@@ -105,7 +110,9 @@ class _Tracer:
 
     def __init__(self, library: Library) -> None:
         self.offered = library
-        self.layers = {key: [Layer("schema default", value)] for key, value in flat(Recipe()).items()}
+        self.layers = {
+            key: [Layer("schema default", value)] for key, value in flat(Recipe()).items()
+        }
         self.named: dict[str, str] = {}
 
     def add(self, key: str, layer: Layer) -> None:
@@ -134,7 +141,9 @@ class _Tracer:
             lines = key_lines(step.path)
             says = Origin(step.path, lines.get(step.choice.key))
             if group == SELF:
-                chose = Origin(step.by[0], key_lines(step.by[0])[step.by[1]]) if step.by else Origin()
+                chose = (
+                    Origin(step.by[0], key_lines(step.by[0])[step.by[1]]) if step.by else Origin()
+                )
                 self.values(step, chose if step.above else by)
             elif group == "recipe":
                 if i == last and not step.choice.standard:
@@ -155,8 +164,12 @@ class _Tracer:
         """The keys that a file of a group of one's own has."""
         path, said = self.offered.file(group, name), part_of(group, name, self.offered)
         assert path is not None  # composition has read it
-        lines = {full(f"{said.package}.{key}".lstrip(".")): line for key, line in key_lines(path).items()}
-        for key, value in said.over(group, {key: layers[-1].value for key, layers in self.layers.items()}).values.items():
+        lines = {
+            full(f"{said.package}.{key}".lstrip(".")): line for key, line in key_lines(path).items()
+        }
+        for key, value in said.over(
+            group, {key: layers[-1].value for key, layers in self.layers.items()}
+        ).values.items():
             self.add(key, Layer("preset", value, Origin(path, lines.get(key)), by))
 
     def preset(self, group: str, name: str, by: Origin) -> None:
@@ -179,4 +192,6 @@ def _of_event(event: Event, key: str, by: Origin) -> Layer:
     if not place.preset:
         return Layer("recipe function", event.value, at, by)
     path = CONF / "precision" / f"{presets.stem(place.preset)}.yaml"
-    return Layer("preset", event.value, Origin(path, key_lines(path)[key.removeprefix(f"{PLUGIN}.")]), at)
+    return Layer(
+        "preset", event.value, Origin(path, key_lines(path)[key.removeprefix(f"{PLUGIN}.")]), at
+    )

@@ -15,7 +15,14 @@ from fp8cfg.config import presets, recipe_registry
 from fp8cfg.config.node import WATCH, Node
 
 T = TypeVar("T")
-_NOT_OURS = ("fp8cfg.config", "fp8cfg.composition", "pydantic", "copy", "importlib", "_frozen_importlib")
+_NOT_OURS = (
+    "fp8cfg.config",
+    "fp8cfg.composition",
+    "pydantic",
+    "copy",
+    "importlib",
+    "_frozen_importlib",
+)
 """Modules whose frames stand between a recipe's statement and the node that it sets."""
 
 
@@ -71,11 +78,15 @@ class Recorder:
         for event, replaced in pairwise([*mine, None]):
             assert event is not None
             inside = self.events(event.value, rest, replaced.order if replaced else before)
-            if [e.order for e in inside[:len(last)]] == [e.order for e in last]:  # a copy knows its original's events
-                found += inside[len(last):]
+            if [e.order for e in inside[: len(last)]] == [
+                e.order for e in last
+            ]:  # a copy knows its original's events
+                found += inside[len(last) :]
             else:
                 made = inside and inside[0].order < event.order
-                found += inside if made else [replace(event, value=_default(event.value, rest)), *inside]
+                found += (
+                    inside if made else [replace(event, value=_default(event.value, rest)), *inside]
+                )
             last = inside
         return found
 
@@ -96,16 +107,31 @@ class Recorder:
         """Begin with `node`, if it is new: one that was made before recording began enters at the statement that takes it."""
         if id(node) in self._seen:
             return
-        given = set(node.model_fields_set if given is None else given) & set(type(node).model_fields)
+        given = set(node.model_fields_set if given is None else given) & set(
+            type(node).model_fields
+        )
         self._seen[id(node)] = node, []
-        self._add(node, [n for n in type(node).model_fields if n in given or isinstance(getattr(node, n), Node)], place, given)
+        self._add(
+            node,
+            [
+                n
+                for n in type(node).model_fields
+                if n in given or isinstance(getattr(node, n), Node)
+            ],
+            place,
+            given,
+        )
 
-    def _add(self, node: Node, names: Iterable[str], place: Place, given: Iterable[str] | None = None) -> None:
+    def _add(
+        self, node: Node, names: Iterable[str], place: Place, given: Iterable[str] | None = None
+    ) -> None:
         for name in names:
             value = getattr(node, name)
             if isinstance(value, Node):
                 self._adopt(value, place)
-            self._of(node).append(Event(next(self._order), name, value, place, given is None or name in given))
+            self._of(node).append(
+                Event(next(self._order), name, value, place, given is None or name in given)
+            )
 
 
 @functools.cache

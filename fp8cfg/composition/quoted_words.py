@@ -29,7 +29,9 @@ def _in_quotes(text: str) -> str:
 
 
 def _plain_sign(sign: str) -> bool:
-    return sign in _PLAIN or (sign.isalnum() if sign.isascii() else unicodedata.category(sign)[0] in "LM")
+    return sign in _PLAIN or (
+        sign.isalnum() if sign.isascii() else unicodedata.category(sign)[0] in "LM"
+    )
 
 
 def takes_text(key: str) -> bool:

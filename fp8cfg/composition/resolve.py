@@ -30,7 +30,9 @@ from fp8cfg.config.recipe import Recipe
 T = TypeVar("T")
 
 
-def unchecked(words: Sequence[str], library: Library, file: Path | None = None, base: Recipe | None = None) -> Recipe:
+def unchecked(
+    words: Sequence[str], library: Library, file: Path | None = None, base: Recipe | None = None
+) -> Recipe:
     """The Recipe of `words`, as `compose` takes them; its rules between keys are not checked. Raises ConfigError with every
     problem of a word or a file."""
     given = recipe_from(file, library) if file else base
@@ -38,11 +40,17 @@ def unchecked(words: Sequence[str], library: Library, file: Path | None = None, 
     for group in [group for group in chosen if library.own(group)]:
         for other, name in part_of(group, chosen[group], library).chosen.items():
             if other == "recipe" and given is not None:
-                raise ConfigError(f"{group}={chosen[group]}: chooses recipe={name}, and the recipe is given already")
+                raise ConfigError(
+                    f"{group}={chosen[group]}: chooses recipe={name}, and the recipe is given"
+                    " already"
+                )
             chosen.setdefault(other, name)
     if given is None and "recipe" not in chosen:
         chosen["recipe"] = default_recipe()
-    in_order = sorted(chosen.items(), key=lambda choice: (library.own(choice[0]) is not None) + (choice[0] not in GROUPS))
+    in_order = sorted(
+        chosen.items(),
+        key=lambda choice: (library.own(choice[0]) is not None) + (choice[0] not in GROUPS),
+    )
     nodes = {group: node(group, stem, library) for group, stem in in_order}
     if given is not None:
         nodes = {"recipe": listed(given), **nodes}
@@ -51,21 +59,31 @@ def unchecked(words: Sequence[str], library: Library, file: Path | None = None, 
     path = recipe.model.path
     if given is None and chosen["recipe"] == FROM_HF:
         if path is None:
-            raise ConfigError(f"recipe={FROM_HF}: needs model.path, the folder of a Hugging Face checkpoint")
+            raise ConfigError(
+                f"recipe={FROM_HF}: needs model.path, the folder of a Hugging Face checkpoint"
+            )
         nodes["recipe"] = listed(_from_hf(path))
         _fit_parts(nodes, chosen, library)
         recipe = Recipe(**merge(nodes, chosen, values))
     elif path is not None and path != (given or Recipe(**nodes["recipe"])).model.path:
-        raise ConfigError(f"model.path={path}: gives a shape to recipe={FROM_HF} alone; of other recipes write "
-                          f"model.weights={path}")
+        raise ConfigError(
+            f"model.path={path}: gives a shape to recipe={FROM_HF} alone; of other recipes write "
+            f"model.weights={path}"
+        )
     return recipe
 
 
-def _fit_parts(nodes: dict[str, dict[str, Any]], chosen: Mapping[str, str], library: Library) -> None:
+def _fit_parts(
+    nodes: dict[str, dict[str, Any]], chosen: Mapping[str, str], library: Library
+) -> None:
     """Let tasks say no more than goes over the recipe of `nodes`."""
     if any(group in chosen for group in PARTS):
         base = flat(Recipe(**nodes["recipe"]))
-        nodes |= {group: part_of(group, chosen[group], library).over(group, base).data for group in PARTS if group in chosen}
+        nodes |= {
+            group: part_of(group, chosen[group], library).over(group, base).data
+            for group in PARTS
+            if group in chosen
+        }
 
 
 def _from_hf(folder: str) -> Recipe:
@@ -101,8 +119,10 @@ def _whole(group: str, path: Path, library: Library) -> Node:
     refuse_package(path, group, library)
     data = library.data(path)
     if "defaults" in data:
-        raise ConfigError(f"defaults: a {group} preset builds on no other; write all its keys here, or '/{group}: NAME' in the "
-                          "defaults of a recipe's file, and there what differs")
+        raise ConfigError(
+            f"defaults: a {group} preset builds on no other; write all its keys here, or '/{group}:"
+            " NAME' in the defaults of a recipe's file, and there what differs"
+        )
     return LEAVES[group][0](**data)
 
 
@@ -137,7 +157,9 @@ def _refuse_choices(data: Mapping[str, Any], library: Library) -> None:
     refuse_if(problems)
 
 
-def _after(made: dict[str, Any], step: Step, found: Sequence[Step], library: Library) -> dict[str, Any]:
+def _after(
+    made: dict[str, Any], step: Step, found: Sequence[Step], library: Library
+) -> dict[str, Any]:
     """The recipe `made` by the steps before `step`, of those that are `found`, after it."""
     group, name = step.choice.group, step.choice.name
     if group == SELF:
@@ -145,14 +167,23 @@ def _after(made: dict[str, Any], step: Step, found: Sequence[Step], library: Lib
     if problem := library.problem(group, name):
         raise ConfigError(problem)
     if group == "recipe":
-        folders = [path for s in found if (path := _model_path(s.values))] if name == FROM_HF else []
+        folders = (
+            [path for s in found if (path := _model_path(s.values))] if name == FROM_HF else []
+        )
         return listed(_from_hf(folders[-1]) if folders else recipe_registry.named(name))
     if group not in LEAVES:
         said = part_of(group, name, library)
-        refuse_if([f"{group}={name}: chooses {other} itself, where it is a word; write '/{other}: {its}' in this file too"
-                   for other, its in said.chosen.items()])
+        refuse_if(
+            [
+                f"{group}={name}: chooses {other} itself, where it is a word;"
+                f" write '/{other}: {its}' in this file too"
+                for other, its in said.chosen.items()
+            ]
+        )
         return deep_merge(made, said.over(group, flat(Recipe(**made))).data)
-    return deep_merge(made, nested({LEAVES[group][1]: node(group, library.stem(group, name), library)}))
+    return deep_merge(
+        made, nested({LEAVES[group][1]: node(group, library.stem(group, name), library)})
+    )
 
 
 def _model_path(values: Mapping[str, Any]) -> str | None:
@@ -167,8 +198,14 @@ def _in_file(path: Path, build: Callable[[], T]) -> T:
     try:
         return build()
     except ConfigError as e:
-        lines = {full(key): line for key, line in key_lines(path).items()} if path == STDIN or path.is_file() else {}
-        raise ConfigError([p if p.startswith(str(path)) else f"{path}{_line(p, lines)}: {p}" for p in e.problems]) from None
+        lines = (
+            {full(key): line for key, line in key_lines(path).items()}
+            if path == STDIN or path.is_file()
+            else {}
+        )
+        raise ConfigError(
+            [p if p.startswith(str(path)) else f"{path}{_line(p, lines)}: {p}" for p in e.problems]
+        ) from None
 
 
 def _line(problem: str, lines: Mapping[str, int]) -> str:

@@ -24,8 +24,10 @@ def structured_config(node: Node | None = None) -> Any:
     node."""
     node = Recipe() if node is None else node
     if not isinstance(node, Node):
-        raise ConfigError(f"structured_config: expected a Recipe or a node of one, got {type(node).__name__}; a preset is "
-                          "fp8cfg.bf16_with_fp8_mixed()")
+        raise ConfigError(
+            f"structured_config: expected a Recipe or a node of one, got {type(node).__name__}; a"
+            " preset is fp8cfg.bf16_with_fp8_mixed()"
+        )
     return _instance(node)
 
 
@@ -35,7 +37,13 @@ def _instance(node: Node) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return _instance(value) if isinstance(value, Node) else list(value) if isinstance(value, tuple) else value
+    return (
+        _instance(value)
+        if isinstance(value, Node)
+        else list(value)
+        if isinstance(value, tuple)
+        else value
+    )
 
 
 @functools.cache
@@ -44,7 +52,13 @@ def _dataclass(cls: type[Node]) -> Callable[..., Any]:
     found = []
     for name, info in cls.model_fields.items():
         default = info.get_default(call_default_factory=True)
-        found.append((name, _widened(info.annotation), dataclasses.field(default_factory=functools.partial(_plain, default))))
+        found.append(
+            (
+                name,
+                _widened(info.annotation),
+                dataclasses.field(default_factory=functools.partial(_plain, default)),
+            )
+        )
     return dataclasses.make_dataclass(cls.__name__, found, namespace={"__doc__": cls.__doc__})
 
 
@@ -57,4 +71,8 @@ def _widened(annotation: Any) -> Any:
         return str
     if origin is tuple:
         return list[args[0]]  # type: ignore[valid-type]
-    return _dataclass(annotation) if isinstance(annotation, type) and issubclass(annotation, Node) else annotation
+    return (
+        _dataclass(annotation)
+        if isinstance(annotation, type) and issubclass(annotation, Node)
+        else annotation
+    )

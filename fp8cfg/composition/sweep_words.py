@@ -43,7 +43,9 @@ class Sweep:
 def read(words: Iterable[str], library: Library, given: Recipe | None = None) -> Sweep:
     """The sweep that `words` ask for, over `given` in place of `recipe=`. Raises ConfigError with a line for each value of
     each word that a single run would refuse."""
-    varied: dict[str, tuple[str, list[str]]] = {}  # the last word of a key counts, as for Hydra's sweeper
+    varied: dict[
+        str, tuple[str, list[str]]
+    ] = {}  # the last word of a key counts, as for Hydra's sweeper
     problems: list[str] = []
     for word in words:
         try:
@@ -60,12 +62,16 @@ def read(words: Iterable[str], library: Library, given: Recipe | None = None) ->
     if prod(len(single) for _, single in varied.values()) > MAX_JOBS:
         raise ConfigError(f"more than {MAX_JOBS} jobs in one sweep")
     overrides = [text for text, _ in varied.values()]
-    return Sweep([f"recipe={GIVEN}", *overrides] if given is not None else overrides,
-                 [list(c) for c in product(*(single for _, single in varied.values()))],
-                 _nodes(overrides, library, given))
+    return Sweep(
+        [f"recipe={GIVEN}", *overrides] if given is not None else overrides,
+        [list(c) for c in product(*(single for _, single in varied.values()))],
+        _nodes(overrides, library, given),
+    )
 
 
-def refused(combinations: Sequence[Sequence[str]], build: Callable[[Sequence[str]], object]) -> dict[int, list[str]]:
+def refused(
+    combinations: Sequence[Sequence[str]], build: Callable[[Sequence[str]], object]
+) -> dict[int, list[str]]:
     """The combinations, by their number, that `build` refuses, with its lines. Raises ConfigError for a word that no
     combination can have: then it is the word that is wrong."""
     problems: dict[int, list[str]] = {}
@@ -79,14 +85,20 @@ def refused(combinations: Sequence[Sequence[str]], build: Callable[[Sequence[str
         having = [number for number, words in enumerate(combinations) if word in words or not word]
         if all(number in problems for number in having):
             lines = [problems[number] for number in having]
-            wrong += [line for line in lines[0] if all(line in other for other in lines)] or list(chain(*lines))
+            wrong += [line for line in lines[0] if all(line in other for other in lines)] or list(
+                chain(*lines)
+            )
     refuse_if(_brief(list(dict.fromkeys(wrong)), "the sweep"))
     return problems
 
 
 def _brief(lines: list[str], word: str) -> list[str]:
     """Lines of the values of one word, of many the first two."""
-    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN - 1], f"{word}: and {len(lines) - _SHOWN + 1} lines more like these"]
+    return (
+        lines
+        if len(lines) <= _SHOWN
+        else [*lines[: _SHOWN - 1], f"{word}: and {len(lines) - _SHOWN + 1} lines more like these"]
+    )
 
 
 def _vary(word: str, library: Library) -> tuple[str, list[str]]:
@@ -94,7 +106,11 @@ def _vary(word: str, library: Library) -> tuple[str, list[str]]:
     word = in_quotes(word)
     parsed = override(word)
     key, text = parsed.key_or_group, word.partition("=")[2]
-    single = [f"{key}={value}" for value in _values(parsed, word, library)] if parsed.is_sweep_override() else [word]
+    single = (
+        [f"{key}={value}" for value in _values(parsed, word, library)]
+        if parsed.is_sweep_override()
+        else [word]
+    )
     chosen: list[tuple[str, str]] = []
     problems: list[str] = []
     for each in single:
@@ -123,12 +139,16 @@ def _values(parsed: Override, word: str, library: Library) -> list[str]:
     if isinstance(value, IntervalSweep):
         start, end = value.start, value.end
         if start is not None and end is not None and start > end:
-            raise ConfigError(f"{word}: begins above its end; write {key}=interval({end:g},{start:g})")
+            raise ConfigError(
+                f"{word}: begins above its end; write {key}=interval({end:g},{start:g})"
+            )
         return [str(start), str(end)]
     if isinstance(value, Glob):
         group = library.own(key) or key
         if group not in library.groups():
-            raise ConfigError(f"{word}: glob() chooses among presets, and {short(full(key))} is no group of them")
+            raise ConfigError(
+                f"{word}: glob() chooses among presets, and {short(full(key))} is no group of them"
+            )
         found = value.filter(library.choices(group))
         refuse_if([] if found else [f"{word}: no {group} matches; fp8cfg list {group} has them"])
     else:
@@ -143,7 +163,9 @@ def _values(parsed: Override, word: str, library: Library) -> list[str]:
 
 def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> Nodes:
     """The node of every preset that `overrides` choose."""
-    said = ((key.lstrip("+"), text.split(",")) for key, _, text in (o.partition("=") for o in overrides))
+    said = (
+        (key.lstrip("+"), text.split(",")) for key, _, text in (o.partition("=") for o in overrides)
+    )
     names = {key: text for key, text in said if key in library.groups()}
     if given is None:
         names.setdefault("recipe", [default_recipe()])
@@ -151,7 +173,12 @@ def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> 
         for name in names[group]:
             for other, its in part_of(group, name, library).chosen.items():
                 if other == "recipe" and given is not None:
-                    raise ConfigError(f"{group}={name}: chooses recipe={its}, and the recipe is given already")
+                    raise ConfigError(
+                        f"{group}={name}: chooses recipe={its}, and the recipe is given already"
+                    )
                 names[other] = list(dict.fromkeys([*names.get(other, []), its]))
-    nodes = {group: {name: node(group, name, library) for name in of if name != "null"} for group, of in names.items()}
+    nodes = {
+        group: {name: node(group, name, library) for name in of if name != "null"}
+        for group, of in names.items()
+    }
     return nodes if given is None else {**nodes, "recipe": {GIVEN: listed(given)}}

@@ -16,7 +16,9 @@ def key_lines(path: Path) -> dict[str, int]:
 
     def walk(node: yaml.Node | None, at: str) -> None:
         if isinstance(node, yaml.MappingNode):
-            for key, value in sorted(node.value, key=lambda item: item[0].value == "<<"):  # own keys before merged ones
+            for key, value in sorted(
+                node.value, key=lambda item: item[0].value == "<<"
+            ):  # own keys before merged ones
                 if key.value == "<<":
                     for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                         walk(merged, at)
@@ -28,5 +30,7 @@ def key_lines(path: Path) -> dict[str, int]:
                 found[f"{at}{index}"] = entry.start_mark.line + 1
                 walk(entry, f"{at}{index}.")
 
-    walk(yaml.compose(read_text(path).replace("\t", " "), yaml.SafeLoader), "")  # JSON has tabs between its values
+    walk(
+        yaml.compose(read_text(path).replace("\t", " "), yaml.SafeLoader), ""
+    )  # JSON has tabs between its values
     return found

@@ -1,8 +1,8 @@
 """Recipe YAML: the values that a recipe file sets, by their full names; and writing a recipe as YAML.
 
-    recipe: llama_8b          # what it builds on: defaults_list.py
-    precision: bf16_fp8       # presets, by the names that the command line knows
-    fp8: {margin: 1}          # values, by short or full names
+recipe: llama_8b          # what it builds on: defaults_list.py
+precision: bf16_fp8       # presets, by the names that the command line knows
+fp8: {margin: 1}          # values, by short or full names
 """
 
 from __future__ import annotations
@@ -39,4 +39,11 @@ def full_names(data: dict[str, Any]) -> dict[str, Any]:
 def _common_leaf(a: Any, b: Any, at: str = "") -> str | None:
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return at
-    return next((found for k in a if k in b and (found := _common_leaf(a[k], b[k], f"{at}.{k}".lstrip(".")))), None)
+    return next(
+        (
+            found
+            for k in a
+            if k in b and (found := _common_leaf(a[k], b[k], f"{at}.{k}".lstrip(".")))
+        ),
+        None,
+    )

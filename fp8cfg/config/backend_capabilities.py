@@ -112,7 +112,10 @@ def package(name: str) -> Any:
         return None
     found = entry_points.load(offered()[name])
     if found is not None and not isinstance(getattr(found, "CAPABILITIES", None), Capabilities):
-        entry_points.warn(offered()[name], "has no CAPABILITIES, an object of fp8cfg.config.backend_capabilities.Capabilities")
+        entry_points.warn(
+            offered()[name],
+            "has no CAPABILITIES, an object of fp8cfg.config.backend_capabilities.Capabilities",
+        )
         return None
     return found
 
@@ -124,15 +127,22 @@ def part(name: str, which: str) -> Any:
         raise ConfigError(f"backend={name}: not in this version; write backend=native")
     found = package(name)
     if found is None:
-        raise ConfigError(f"backend={name}: {entry_points.described(offered()[name])} cannot be loaded; write backend=native")
+        raise ConfigError(
+            f"backend={name}: {entry_points.described(offered()[name])} cannot be loaded; write"
+            " backend=native"
+        )
     if (name, which) not in _PARTS:
         try:
-            _PARTS[name, which] = getattr(found, which, None) or importlib.import_module(f"{found.__name__}.{which}")
+            _PARTS[name, which] = getattr(found, which, None) or importlib.import_module(
+                f"{found.__name__}.{which}"
+            )
         except Exception as e:
             if name in shipped():
                 raise
-            raise ConfigError(f"backend={name}: {entry_points.described(offered()[name])} has no {which} "
-                              f"({entry_points.reason(e)}); write backend=native") from None
+            raise ConfigError(
+                f"backend={name}: {entry_points.described(offered()[name])} has no {which} "
+                f"({entry_points.reason(e)}); write backend=native"
+            ) from None
     return _PARTS[name, which]
 
 
@@ -150,7 +160,12 @@ def capabilities(name: str) -> Capabilities:
 
 def ordered() -> tuple[str, ...]:
     """The order in which backend=auto tries backends."""
-    return tuple(sorted((n for n in names() if capabilities(n).priority > 0), key=lambda n: -capabilities(n).priority))
+    return tuple(
+        sorted(
+            (n for n in names() if capabilities(n).priority > 0),
+            key=lambda n: -capabilities(n).priority,
+        )
+    )
 
 
 def gathering() -> list[str]:

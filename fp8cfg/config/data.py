@@ -14,8 +14,14 @@ from fp8cfg.config.node import Node
 from fp8cfg.config.value_text import spelled
 
 _PART: dict[str, Any] = {
-    "type": "object", "additionalProperties": False, "required": ["path", "weight"],
-    "properties": {"path": {"type": "string", "minLength": 1}, "weight": {"type": "number", "exclusiveMinimum": 0}}}
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["path", "weight"],
+    "properties": {
+        "path": {"type": "string", "minLength": 1},
+        "weight": {"type": "number", "exclusiveMinimum": 0},
+    },
+}
 """The schema of a part of a mixture, which `_wrong` checks."""
 
 SHIPPED = ("stdlib", "tiny")
@@ -30,7 +36,9 @@ class Data(Node):
 
     home: ClassVar[str] = "data"
 
-    name: Literal["stdlib", "tiny", "text", "jsonl", "parquet", "dataset", "tokens", "chat"] = "stdlib"
+    name: Literal["stdlib", "tiny", "text", "jsonl", "parquet", "dataset", "tokens", "chat"] = (
+        "stdlib"
+    )
     """stdlib: the running Python's standard library; tiny: a small shipped corpus; at data.path: text: files; jsonl, parquet,
     dataset: a column of a table; tokens: Megatron's .bin/.idx; chat: conversations, with a loss of the assistant's words alone.
     Default stdlib: real text without a download."""
@@ -61,7 +69,9 @@ class Data(Node):
     @property
     def paths(self) -> dict[str, str]:
         """What is trained and validated on, by key."""
-        parts = {f"data.mixture[{number}].path": part["path"] for number, part in enumerate(self.mixture)}
+        parts = {
+            f"data.mixture[{number}].path": part["path"] for number, part in enumerate(self.mixture)
+        }
         found = {"data.path": self.path, "data.validation_path": self.validation_path, **parts}
         return {key: path for key, path in found.items() if path}
 
@@ -73,7 +83,11 @@ class Data(Node):
     @pydantic.field_validator("mixture", mode="after")
     @classmethod
     def _weighed(cls, value: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        lines = [line for number, part in enumerate(value) for line in _wrong(f"data.mixture[{number}]", part)]
+        lines = [
+            line
+            for number, part in enumerate(value)
+            for line in _wrong(f"data.mixture[{number}]", part)
+        ]
         if lines:
             raise ConfigError(lines)
         return tuple({"path": part["path"], "weight": part["weight"]} for part in value)
@@ -82,9 +96,15 @@ class Data(Node):
 def _wrong(at: str, part: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a part of a mixture."""
     for name in [name for name in part if name not in ("path", "weight")]:
-        yield f"{at}.{name}: no such key; a part has path and weight, as in {{path: a, weight: 0.7}}"
+        yield (
+            f"{at}.{name}: no such key; a part has path and weight, as in {{path: a, weight: 0.7}}"
+        )
     if not isinstance(part.get("path"), str) or not part["path"]:
         yield f"{at}.path: needs a path, as in {{path: a, weight: 0.7}}"
     weight = part.get("weight")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not 0 < weight < math.inf
+    ):
         yield f"{at}.weight={spelled(weight)}: needs a number more than 0"

@@ -76,7 +76,10 @@ def suggest(word: str, options: Iterable[str]) -> str:
 
 def taken(folder: str) -> str:
     """The line of a run folder that a new run cannot have."""
-    return f"{folder} already holds a run; go on with it by fp8cfg resume {shlex.quote(folder)}, or name another folder"
+    return (
+        f"{folder} already holds a run; go on with it by fp8cfg resume {shlex.quote(folder)}, or"
+        " name another folder"
+    )
 
 
 def refuse_if(problems: Sequence[str]) -> None:

@@ -36,7 +36,11 @@ def said(e: BaseException) -> int | None:
         report(lines, "" if e.exit_code == 75 else "error: ", at_once=isinstance(e, RankStalled))
         if isinstance(e, RankLost | RankStalled):
             sys.stderr.flush()
-            time.sleep(5)  # torchrun ends the other ranks as soon as one fails, and those that know why have yet to say it
+            time.sleep(
+                5
+                # torchrun ends the other ranks as soon as one fails, and those that know why have yet
+                # to say it
+            )
         return e.exit_code
     if isinstance(e, BrokenPipeError):  # the reader, `head` say, has seen enough
         _silence()
@@ -52,10 +56,16 @@ def said(e: BaseException) -> int | None:
     if isinstance(e, OSError) and (gone := _no_folder(e)):
         report([gone], "error: ")
         return 2
-    if not isinstance(e, OSError) or e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG):
+    if not isinstance(e, OSError) or e.errno not in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.ENAMETOOLONG,
+    ):
         return None
     full = e.errno != errno.ENAMETOOLONG
-    report([f"out of space: {e}" if full else f"{str(e.filename)[:40]}...: {e.strerror}"], "error: ")
+    report(
+        [f"out of space: {e}" if full else f"{str(e.filename)[:40]}...: {e.strerror}"], "error: "
+    )
     return 5 if full else 2
 
 
@@ -67,7 +77,10 @@ def _no_folder(e: OSError) -> str | None:
         return "the working directory is gone; cd to one that is there"
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if cache and e.filename == cache and not os.path.isdir(cache):
-        return f"TORCHINDUCTOR_CACHE_DIR={cache}: no folder, and none can be made ({e.strerror}); set it to one, or unset it"
+        return (
+            f"TORCHINDUCTOR_CACHE_DIR={cache}: no folder, and none can be made ({e.strerror}); set"
+            " it to one, or unset it"
+        )
     return None
 
 

@@ -47,11 +47,16 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     """The scalars of YAML 1.2: in 1.1 `on` is true, 012 is ten and 1:30 is ninety."""
     tag = "tag:yaml.org,2002:"
     kinds = {
-        "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"), "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+        "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+        "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
         "int": (r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
-        "float": (r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+0123456789."),
+        "float": (
+            r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?"
+            r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+            "-+0123456789.",
+        ),
         "merge": ("<<", "<"),
-    }  # fmt: skip
+    }
     found: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for kind, (pattern, first) in kinds.items():
         for letter in first:
@@ -109,7 +114,10 @@ def read_text(path: Path) -> str:
 def _standard_input(stream: Any) -> bytes:
     """What the process was given on standard input, which can be read once."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("-: torchrun starts several processes, and one alone can read standard input; write a file")
+        raise ConfigError(
+            "-: torchrun starts several processes, and one alone can read standard input; write a"
+            " file"
+        )
     if stream is None:
         raise ConfigError("-: standard input is closed")
     return bytes(stream.buffer.read(MAX_BYTES + 1))
@@ -146,11 +154,15 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
         _bounded(text)
         return _mapping(lambda: yaml.load(text, _Loader), where)
     except ConfigError as e:
-        raise ConfigError([p if p.startswith(where) else f"{where}: {p}" for p in e.problems]) from None
+        raise ConfigError(
+            [p if p.startswith(where) else f"{where}: {p}" for p in e.problems]
+        ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:
         mark = getattr(e, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        raise ConfigError(f"{where}: {line}not valid YAML ({getattr(e, 'problem', None) or type(e).__name__})") from None
+        raise ConfigError(
+            f"{where}: {line}not valid YAML ({getattr(e, 'problem', None) or type(e).__name__})"
+        ) from None
 
 
 def parse_json(text: str, where: str) -> dict[str, Any]:
@@ -158,17 +170,23 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
     try:
         return _mapping(lambda: json.loads(text, object_pairs_hook=_once), where)
     except ConfigError as e:
-        raise ConfigError([p if p.startswith(where) else f"{where}: {p}" for p in e.problems]) from None
+        raise ConfigError(
+            [p if p.startswith(where) else f"{where}: {p}" for p in e.problems]
+        ) from None
     except (ValueError, RecursionError) as e:
         line = f"line {e.lineno}: " if isinstance(e, json.JSONDecodeError) else ""
-        raise ConfigError(f"{where}: {line}not valid JSON ({getattr(e, 'msg', type(e).__name__)})") from None
+        raise ConfigError(
+            f"{where}: {line}not valid JSON ({getattr(e, 'msg', type(e).__name__)})"
+        ) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ConfigError(f"key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+        raise ConfigError(
+            f"key {next(name for name in names if names.count(name) > 1)!r} stands twice"
+        )
     return found
 
 
@@ -187,9 +205,14 @@ def _bounded(text: str) -> None:
     for event in yaml.parse(text, yaml.SafeLoader):
         nodes += isinstance(event, yaml.NodeEvent)
         aliases += isinstance(event, yaml.AliasEvent)
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+            event, yaml.CollectionEndEvent
+        )
         if depth > MAX_DEPTH or nodes > MAX_NODES or aliases > MAX_ALIASES:
-            raise ConfigError(f"nested deeper than {MAX_DEPTH}, or more than {MAX_NODES} values or {MAX_ALIASES} aliases")
+            raise ConfigError(
+                f"nested deeper than {MAX_DEPTH}, or more than {MAX_NODES} values or {MAX_ALIASES}"
+                " aliases"
+            )
 
 
 def plain(data: Any, where: str, key: str = "") -> Any:
@@ -203,13 +226,18 @@ def plain(data: Any, where: str, key: str = "") -> Any:
         if isinstance(value, dict):
             for k in value:
                 if str(k).rsplit(".", 1)[-1] in CODE_KEYS:
-                    raise ConfigError(f"{where}: {at}{k}: a recipe cannot name code to run; values name things by registry "
-                                      "key, as in optim.name=adamw")
+                    raise ConfigError(
+                        f"{where}: {at}{k}: a recipe cannot name code to run; values name things by"
+                        " registry key, as in optim.name=adamw"
+                    )
             return {k: walk(v, f"{at}{k}.") for k, v in value.items()}
         if isinstance(value, list):
             return [walk(v, at) for v in value]
         if isinstance(value, str) and "${" in value:
-            raise ConfigError(f"{where}: {at.rstrip('.')}: interpolation ({value}) is not accepted; write the value")
+            raise ConfigError(
+                f"{where}: {at.rstrip('.')}: interpolation ({value}) is not accepted; write the"
+                " value"
+            )
         return value
 
     return walk(data, key)

@@ -72,7 +72,9 @@ class FP8(Node):
     keep_transpose_cache: bool = False
     """fp8.params: keep the transpose of each weight, which dgrad wants, from the first microbatch of a step of fit to its last, for
     a byte a parameter; otherwise each backward pass makes it. Default false (Megatron keep_fp8_transpose_cache)."""
-    override_linear_precision: OverrideLinearPrecision = Field(default_factory=OverrideLinearPrecision)
+    override_linear_precision: OverrideLinearPrecision = Field(
+        default_factory=OverrideLinearPrecision
+    )
     """GEMMs kept in high precision in every layer."""
     high_precision_at_start: int = Field(default=0, ge=0)
     """Transformer layers at the start that stay in high precision. Default 0 (NeMo num_layers_at_start_in_bf16)."""
@@ -105,7 +107,8 @@ def own_scales(fp8: FP8) -> bool:
 
 ONLY_UNDER = {
     key: tuple(name for name, other in SCALINGS.items() if key in other.keys)
-    for scaling in SCALINGS.values() for key in scaling.keys
+    for scaling in SCALINGS.values()
+    for key in scaling.keys
 }
 """Keys of `fp8` that mean something under some scalings alone."""
 
@@ -119,12 +122,18 @@ def power_2_scales(fp8: FP8) -> bool:
 
 def weights_2d(fp8: FP8) -> bool:
     """`fp8.enable_2d_quantization` with null resolved."""
-    return SCALINGS[fp8.scaling].weights_2d if fp8.enable_2d_quantization is None else fp8.enable_2d_quantization
+    return (
+        SCALINGS[fp8.scaling].weights_2d
+        if fp8.enable_2d_quantization is None
+        else fp8.enable_2d_quantization
+    )
 
 
 def transforms(fp8: FP8) -> bool:
     """Whether operands of wgrad go through the random Hadamard transform."""
-    return fp8.random_hadamard_transform and "random_hadamard_transform" in SCALINGS[fp8.scaling].keys
+    return (
+        fp8.random_hadamard_transform and "random_hadamard_transform" in SCALINGS[fp8.scaling].keys
+    )
 
 
 def per_row(fp8: FP8) -> bool:

@@ -34,10 +34,15 @@ ZERO = ("zero1", "zero2")
 
 def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
     """Whether FSDP2 keeps the parameters of the recipe's Transformer over `ranks` that share them, where `backend` multiplies."""
-    shard, groups = sharding(recipe.precision, ranks), recipe.trainer.strategy.data_parallel_replicate_size
+    shard, groups = (
+        sharding(recipe.precision, ranks),
+        recipe.trainer.strategy.data_parallel_replicate_size,
+    )
     if shard == "fsdp" or ranks == 1:
         return shard == "fsdp"
-    if groups > 1 and _sent_wider(recipe.precision):  # which groups would not be: they sum what is kept
+    if groups > 1 and _sent_wider(
+        recipe.precision
+    ):  # which groups would not be: they sum what is kept
         return False
     return _gathered_as_stored(recipe, backend)
 
@@ -54,7 +59,9 @@ def _gathered_as_stored(recipe: Recipe, backend: str) -> bool:
     if recipe.lora.enabled:  # which are no weights of linear layers
         return True
     if fp8_weights(p):
-        read = capabilities(backend).fp8_gather == "params" or not against_gathered_params(p.fp8, backend)
+        read = capabilities(backend).fp8_gather == "params" or not against_gathered_params(
+            p.fp8, backend
+        )
         return capabilities(backend).zero_fp8_weights and read
     in_codec = tensor == 1 and (not p.fp8.enabled or capabilities(backend).fp8_gather == "params")
     return in_codec or linear["weight"] == rest["weight"]

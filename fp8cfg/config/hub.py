@@ -34,14 +34,20 @@ def local_folder(name: str, key: str, files: tuple[str, ...]) -> Path:
     try:
         return _downloaded(*split(name), files)
     except ImportError:
-        raise ConfigError(f"{key}={name}: needs the package huggingface_hub; pip install 'fp8cfg[hf]'") from None
+        raise ConfigError(
+            f"{key}={name}: needs the package huggingface_hub; pip install 'fp8cfg[hf]'"
+        ) from None
     except (OSError, ValueError) as e:
         raise ConfigError(f"{key}={name}: {_reason(e, name)}") from None
 
 
 def tokenizer_path(name: str | None) -> str | None:
     """data.tokenizer as a path of this machine. Raises ConfigError as `local_folder`."""
-    return str(local_folder(name, "data.tokenizer", TOKENIZER)) if name and name.startswith(PREFIX) else name
+    return (
+        str(local_folder(name, "data.tokenizer", TOKENIZER))
+        if name and name.startswith(PREFIX)
+        else name
+    )
 
 
 def pinned(name: str, folder: Path) -> str:
@@ -53,7 +59,11 @@ def pinned(name: str, folder: Path) -> str:
 def _downloaded(repository: str, revision: str | None, files: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files), ignore_patterns=list(_LEFT)))
+    return Path(
+        snapshot_download(
+            repository, revision=revision, allow_patterns=list(files), ignore_patterns=list(_LEFT)
+        )
+    )
 
 
 def _reason(error: Exception, name: str) -> str:

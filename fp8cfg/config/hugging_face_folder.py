@@ -26,10 +26,16 @@ def config_of(folder: str, key: str) -> dict[str, Any]:
         with open_regular(path) as file:
             said = json.loads(file.read(MAX_BYTES))
     except FileNotFoundError:
-        near = f"; of the hub write {key}={hub.PREFIX}{folder}" if folder.count("/") == 1 and folder[0] not in "/~." else ""
+        near = (
+            f"; of the hub write {key}={hub.PREFIX}{folder}"
+            if folder.count("/") == 1 and folder[0] not in "/~."
+            else ""
+        )
         raise ConfigError(f"{key}={folder}: there is no {path}{near}") from None
     except (OSError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{key}={folder}: {path} cannot be read ({getattr(e, 'strerror', None) or e})") from None
+        raise ConfigError(
+            f"{key}={folder}: {path} cannot be read ({getattr(e, 'strerror', None) or e})"
+        ) from None
     if not isinstance(said, dict):
         raise ConfigError(f"{key}={folder}: {path} is no JSON object")
     return said
@@ -53,7 +59,9 @@ def shaped(recipe: Recipe) -> Recipe:
     _, model = model_in(recipe.model.path, "model.path")
     made = recipe.model_copy(deep=True)
     held = hub.local_folder(recipe.model.path, "model.path", hub.CONFIG)
-    made.model = model.model_copy(update={"path": recipe.model.path, "weights": hub.pinned(recipe.model.path, held)})
+    made.model = model.model_copy(
+        update={"path": recipe.model.path, "weights": hub.pinned(recipe.model.path, held)}
+    )
     return made
 
 
@@ -62,7 +70,14 @@ def family_of_weights(model: Model) -> Family:
     assert model.weights is not None
     family, found = model_in(model.weights, "model.weights")
     theirs, ours = computed(found), computed(model)
-    if differs := [f"model.{key}={spelled(mine)} ({CONFIG}: {spelled(theirs[key])})"
-                   for key, mine in ours.items() if mine != theirs[key]]:
-        warnings.warn(f"model.weights={model.weights}: were trained otherwise: {', '.join(differs)}", PlainWarning, stacklevel=2)
+    if differs := [
+        f"model.{key}={spelled(mine)} ({CONFIG}: {spelled(theirs[key])})"
+        for key, mine in ours.items()
+        if mine != theirs[key]
+    ]:
+        warnings.warn(
+            f"model.weights={model.weights}: were trained otherwise: {', '.join(differs)}",
+            PlainWarning,
+            stacklevel=2,
+        )
     return family

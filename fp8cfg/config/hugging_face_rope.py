@@ -8,8 +8,11 @@ from typing import Any
 from fp8cfg.config.errors import ConfigError
 from fp8cfg.config.model import Model, RopeScaling
 
-LLAMA3 = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-          "original_max_position_embeddings": "original_max_position"}
+LLAMA3 = {
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_position",
+}
 
 
 def read_rope(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
@@ -18,13 +21,21 @@ def read_rope(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
     given = config.get("rope_parameters") or {}
     full, local = given.get("full_attention", given), given.get("sliding_attention", {})
     if not isinstance(full, Mapping) or not isinstance(local, Mapping):
-        raise ConfigError("config.json: rope_parameters: expected an object for each kind of layers")
+        raise ConfigError(
+            "config.json: rope_parameters: expected an object for each kind of layers"
+        )
     scaling = full if given else config.get("rope_scaling") or {}
-    said = {"rotary_base": full.get("rope_theta", config.get("rope_theta", model.rotary_base)),
-            "rotary_percent": full.get("partial_rotary_factor", config.get("partial_rotary_factor", model.rotary_percent)),
-            "rope_scaling": _scaling(scaling)}
+    said = {
+        "rotary_base": full.get("rope_theta", config.get("rope_theta", model.rotary_base)),
+        "rotary_percent": full.get(
+            "partial_rotary_factor", config.get("partial_rotary_factor", model.rotary_percent)
+        ),
+        "rope_scaling": _scaling(scaling),
+    }
     if model.rotary_base_local is not None:
-        said["rotary_base_local"] = local.get("rope_theta", config.get("rope_local_base_freq", model.rotary_base_local))
+        said["rotary_base_local"] = local.get(
+            "rope_theta", config.get("rope_local_base_freq", model.rotary_base_local)
+        )
     return {key: float(value) if isinstance(value, int) else value for key, value in said.items()}
 
 
@@ -37,8 +48,13 @@ def _scaling(said: Mapping[str, Any]) -> RopeScaling:
     if kind == "linear":
         return RopeScaling(factor=said["factor"], rope_type="linear")
     if kind == "llama3":
-        return RopeScaling(factor=said["factor"], **{ours: said[theirs] for theirs, ours in LLAMA3.items() if theirs in said})
-    raise ConfigError(f"config.json: rope_type={kind}: not in this version; default, linear and llama3 are")
+        return RopeScaling(
+            factor=said["factor"],
+            **{ours: said[theirs] for theirs, ours in LLAMA3.items() if theirs in said},
+        )
+    raise ConfigError(
+        f"config.json: rope_type={kind}: not in this version; default, linear and llama3 are"
+    )
 
 
 def write_rope(model: Model) -> dict[str, Any]:
@@ -52,11 +68,17 @@ def write_rope(model: Model) -> dict[str, Any]:
     full = {"rope_theta": model.rotary_base, **stretched}
     if model.rotary_percent != 1.0:
         full["partial_rotary_factor"] = model.rotary_percent
-    before = {"rope_theta": model.rotary_base, "rope_scaling": stretched if scaling.factor != 1.0 else None}
+    before = {
+        "rope_theta": model.rotary_base,
+        "rope_scaling": stretched if scaling.factor != 1.0 else None,
+    }
     if model.rotary_percent != 1.0:
         before["partial_rotary_factor"] = model.rotary_percent
     if model.rotary_base_local is None:
         return {**before, "rope_parameters": full}
     local = {"rope_theta": model.rotary_base_local, "rope_type": "default"}
-    return {**before, "rope_local_base_freq": model.rotary_base_local,
-            "rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    return {
+        **before,
+        "rope_local_base_freq": model.rotary_base_local,
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+    }

@@ -26,7 +26,9 @@ class Key(property):
     """While a class of nodes is made: pydantic would take keys of its bases as defaults, and warn of those that it has again."""
 
     def __init__(self, name: str, doc: str) -> None:
-        super().__init__(lambda node: self.__get__(node), lambda node, value: _set(node, name, value))
+        super().__init__(
+            lambda node: self.__get__(node), lambda node, value: _set(node, name, value)
+        )
         self.name, self.__doc__ = name, doc
 
     def __get__(self, node: Any, cls: type | None = None) -> Any:
@@ -52,7 +54,9 @@ class NodeType(_ModelType):
 
         @property
         def __bases__(cls) -> tuple[type, ...]:
-            return tuple(base for base in vars(type)["__bases__"].__get__(cls) if isinstance(base, NodeType))
+            return tuple(
+                base for base in vars(type)["__bases__"].__get__(cls) if isinstance(base, NodeType)
+            )
 
 
 def describe(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
@@ -60,7 +64,11 @@ def describe(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
     for name, field in cls.model_fields.items():
         key, text = key_of(name), " ".join((field.description or "").split())
         below = getattr(field.annotation, "model_fields", None)
-        more = f"Keys: {', '.join(below)}." if below else f"fp8cfg.explain(recipe, {key!r}) says what it does in a recipe."
+        more = (
+            f"Keys: {', '.join(below)}."
+            if below
+            else f"fp8cfg.explain(recipe, {key!r}) says what it does in a recipe."
+        )
         setattr(cls, name, Key(name, f"{key}: {text}\n\n{more}"))
     for member in vars(cls).values():
         if isinstance(member, property) and member.fget is not None:
@@ -70,9 +78,17 @@ def describe(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
 
 def listed(cls: type, names: Iterable[str]) -> list[str]:
     """Of `names`, those for a person: keys, properties and methods of nodes; none of pydantic's own."""
-    ours = {name for base in cls.__mro__ if base.__module__.partition(".")[0] != "pydantic" for name, member in vars(base).items()
-            if not name.startswith("_") and (isinstance(member, property | classmethod) or isroutine(member))}
-    return [name for name in names if name in ours or (name.startswith("__") and "pydantic" not in name)]
+    ours = {
+        name
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] != "pydantic"
+        for name, member in vars(base).items()
+        if not name.startswith("_")
+        and (isinstance(member, property | classmethod) or isroutine(member))
+    }
+    return [
+        name for name in names if name in ours or (name.startswith("__") and "pydantic" not in name)
+    ]
 
 
 def _set(node: Any, name: str, value: Any) -> None:

@@ -6,8 +6,13 @@
 from __future__ import annotations
 
 PLUGIN = "trainer.plugins"
-ALIASES = {"precision": PLUGIN, "fp8": f"{PLUGIN}.fp8", "storage": f"{PLUGIN}.storage", "backend": f"{PLUGIN}.backend",
-           "opt_level": f"{PLUGIN}.opt_level"}
+ALIASES = {
+    "precision": PLUGIN,
+    "fp8": f"{PLUGIN}.fp8",
+    "storage": f"{PLUGIN}.storage",
+    "backend": f"{PLUGIN}.backend",
+    "opt_level": f"{PLUGIN}.opt_level",
+}
 """Short names, at every door, of nodes and keys of the precision plugin."""
 _BY_LENGTH = sorted(ALIASES.items(), key=lambda item: -len(item[1]))
 
@@ -16,7 +21,7 @@ def short(key: str) -> str:
     """The short name of a full key: `trainer.plugins.fp8.margin` is `fp8.margin`."""
     for alias, full in _BY_LENGTH if key.startswith(PLUGIN) else ():
         if key == full or key.startswith(full + "."):
-            return alias + key[len(full):]
+            return alias + key[len(full) :]
     return key
 
 

@@ -19,7 +19,9 @@ from fp8cfg.config.preset_keys import preset_keys, written
 from fp8cfg.config.validation_errors import options, problems, shown_value, unknown_key
 
 N = TypeVar("N", bound="Node")
-WATCH: ContextVar[Callable[[Node, Iterable[str], Node | None], None] | None] = ContextVar("WATCH", default=None)
+WATCH: ContextVar[Callable[[Node, Iterable[str], Node | None], None] | None] = ContextVar(
+    "WATCH", default=None
+)
 """Where it is set, called after a node is built or changed, with the fields that were given, and after one is copied, with
 its original."""
 _PLAIN = frozenset({str, int, float, bool, type(None), frozenset})
@@ -35,8 +37,14 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
     """
 
     model_config = pydantic.ConfigDict(
-        extra="forbid", strict=True, validate_assignment=True, validate_default=False, use_attribute_docstrings=True,
-        allow_inf_nan=False, protected_namespaces=())
+        extra="forbid",
+        strict=True,
+        validate_assignment=True,
+        validate_default=False,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
     home: ClassVar[str] = ""
     """Where the node stands in the recipe, by its short name."""
     root: ClassVar[type[Node] | None] = None
@@ -69,9 +77,13 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
                 raise ConfigError(foreign_names.unknown(self.key(name), ()))
             return object.__setattr__(self, name, value)
         node, value = getattr(self, name, None), _own(value)
-        if isinstance(node, Node) and isinstance(value, dict):  # as at the other doors, a mapping merges
+        if isinstance(node, Node) and isinstance(
+            value, dict
+        ):  # as at the other doors, a mapping merges
             value = node.merged(value)
-        if name not in type(self).model_fields:  # pydantic would take a name that begins with an underscore
+        if (
+            name not in type(self).model_fields
+        ):  # pydantic would take a name that begins with an underscore
             raise ConfigError(unknown_key(type(self), name))
         of_preset = preset_keys(self)
         try:
@@ -82,15 +94,22 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
         _watched(self, (name,))
 
     def __delattr__(self, name: str) -> None:
-        field, short_name = type(self).model_fields.get(name), isinstance(getattr(type(self), name, None), property)
+        field, short_name = (
+            type(self).model_fields.get(name),
+            isinstance(getattr(type(self), name, None), property),
+        )
         if field is None and not short_name:
             raise ConfigError(unknown_key(type(self), name))
         default = field.get_default(call_default_factory=True) if field else None
         plain = field and not (field.is_required() or isinstance(default, Node))
         write = f"; write {self.key(name)}={shown_value(default)}, its default" if plain else ""
-        raise ConfigError(f"{self.key(name)}: a key always has a value and cannot be deleted{write}")
+        raise ConfigError(
+            f"{self.key(name)}: a key always has a value and cannot be deleted{write}"
+        )
 
-    if not TYPE_CHECKING:  # to a type checker a class with __setattr__ or __getattr__ has every attribute
+    if (
+        not TYPE_CHECKING
+    ):  # to a type checker a class with __setattr__ or __getattr__ has every attribute
         __setattr__ = _assign
 
         def __getattr__(self, name: str) -> Any:
@@ -129,14 +148,26 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
     @classmethod
     def _lenient(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         annotation = cls.model_fields[info.field_name or ""].annotation
-        whole = isinstance(value, int) or (isinstance(value, float) and int in (annotation, *typing.get_args(annotation)))
+        whole = isinstance(value, int) or (
+            isinstance(value, float) and int in (annotation, *typing.get_args(annotation))
+        )
         if whole and LARGEST < abs(value) < math.inf:
-            raise ConfigError(f"{cls.key(info.field_name or '')}: a number of more digits than any key takes")
-        if isinstance(value, Node) and isinstance(annotation, type) and isinstance(value, annotation):
+            raise ConfigError(
+                f"{cls.key(info.field_name or '')}: a number of more digits than any key takes"
+            )
+        if (
+            isinstance(value, Node)
+            and isinstance(annotation, type)
+            and isinstance(value, annotation)
+        ):
             return as_declared(value, annotation)
         if isinstance(value, str):
             return {o.lower(): o for o in options(annotation)}.get(value.lower(), value)
-        if isinstance(value, float) and value.is_integer() and int in (annotation, *typing.get_args(annotation)):
+        if (
+            isinstance(value, float)
+            and value.is_integer()
+            and int in (annotation, *typing.get_args(annotation))
+        ):
             return int(value)
         return tuple(value) if isinstance(value, list) else value
 
@@ -155,15 +186,26 @@ def _own(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: _own(inner) for key, inner in value.items()}
-    return [_own(inner) for inner in value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value
+    return (
+        [_own(inner) for inner in value]
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        else value
+    )
 
 
 def as_declared(node: N, declared: type[N]) -> N:
     """`node`, as one of `declared` where its class is one below it. Raises ConfigError where that has fields that nothing reads."""
     cls = type(node)
     if more := [name for name in cls.model_fields if name not in declared.model_fields]:
-        raise ConfigError(f"{declared.key(more[0])}: a field of {cls.__name__} alone, which nothing reads; drop it from that class")
-    return node if cls is declared else declared(**{name: getattr(node, name) for name in declared.model_fields})
+        raise ConfigError(
+            f"{declared.key(more[0])}: a field of {cls.__name__} alone, which nothing reads; drop"
+            " it from that class"
+        )
+    return (
+        node
+        if cls is declared
+        else declared(**{name: getattr(node, name) for name in declared.model_fields})
+    )
 
 
 def _watched(node: N, given: Iterable[str], copied: Node | None = None) -> N:

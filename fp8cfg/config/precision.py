@@ -10,7 +10,18 @@ from fp8cfg.config.backend_capabilities import names
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.node import Node
 
-Codec = Literal["auto", "none", "fp32", "bf16", "fp16", "fp16_scaled", "fp8", "fp8_pow2", "fp8_block", "fp8_expand"]
+Codec = Literal[
+    "auto",
+    "none",
+    "fp32",
+    "bf16",
+    "fp16",
+    "fp16_scaled",
+    "fp8",
+    "fp8_pow2",
+    "fp8_block",
+    "fp8_expand",
+]
 OptLevel = Literal["O1", "O2", "O3"]
 if TYPE_CHECKING:
     Backend = str

@@ -37,7 +37,8 @@ FUNCTIONS = functions(CONF / "precision")
 
 class PresetFunction(Protocol):
     """A precision preset: returns its file's values as a fresh Precision, with those of `changes` replaced, nested keys by
-    mappings, as in `bf16_with_fp8_mixed(fp8={"margin": 1})`. Raises ConfigError as assignment does."""
+    mappings, as in `bf16_with_fp8_mixed(fp8={"margin": 1})`. Raises ConfigError as assignment does.
+    """
 
     def __call__(self, **changes: Any) -> Precision: ...
 
@@ -61,7 +62,11 @@ def precision_preset(name: str) -> Precision:
     known = choices()
     if stem(name) not in known:
         ours = foreign_names.meant("precision", name)
-        near = f"; did you mean {ours!r}?" if ours else suggest(name, [*known, *FUNCTIONS]) or "; fp8cfg list precision has them"
+        near = (
+            f"; did you mean {ours!r}?"
+            if ours
+            else suggest(name, [*known, *FUNCTIONS]) or "; fp8cfg list precision has them"
+        )
         raise ConfigError(f"precision={name}: no such precision preset{near}")
     preset = Precision(**read_yaml(CONF / "precision" / f"{stem(name)}.yaml"))
     record(preset.fp8, type(preset.fp8).model_fields)
@@ -73,9 +78,14 @@ def _function(name: str, stem: str) -> PresetFunction:
         return precision_preset(stem).merged(changes)
 
     preset.__name__ = preset.__qualname__ = name
-    preset.__doc__ = f"The precision preset conf/precision/{stem}.yaml as a fresh Precision; keyword arguments replace keys."
+    preset.__doc__ = (
+        f"The precision preset conf/precision/{stem}.yaml as a fresh Precision; keyword arguments"
+        " replace keys."
+    )
     return preset
 
 
-PRESETS: dict[str, PresetFunction] = {name: _function(name, stem) for name, stem in FUNCTIONS.items()}
+PRESETS: dict[str, PresetFunction] = {
+    name: _function(name, stem) for name, stem in FUNCTIONS.items()
+}
 """Preset functions by name; each is importable from fp8cfg."""

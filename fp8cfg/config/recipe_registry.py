@@ -22,31 +22,56 @@ class RecipeFunction(Protocol):
     """A recipe function: returns a fresh Recipe, with what its arguments say on top. `dir` is log.dir, `num_nodes` and
     `num_gpus_per_node` are the machines of the trainer; `precision` is a preset's name, a Precision or a mapping; `task` is
     pretrain, sft or lora, whose values the others go before; `parts` are other keys of a recipe: data, optim, model, lora, trainer,
-    checkpoint, log, each a node or a mapping, which merges. Raises ConfigError as assignment does."""
+    checkpoint, log, each a node or a mapping, which merges. Raises ConfigError as assignment does.
+    """
 
     __name__: str
     __qualname__: str
 
     def __call__(
-        self, *, name: str | None = None, dir: str | PathLike[str] | None = None, num_nodes: int | None = None,
-        num_gpus_per_node: int | None = None, precision: Any = None, task: str | None = None, **parts: Any,
+        self,
+        *,
+        name: str | None = None,
+        dir: str | PathLike[str] | None = None,
+        num_nodes: int | None = None,
+        num_gpus_per_node: int | None = None,
+        precision: Any = None,
+        task: str | None = None,
+        **parts: Any,
     ) -> Recipe: ...
 
 
-_ARGUMENTS = {"name": "name", "dir": "log.dir", "num_nodes": "trainer.num_nodes", "num_gpus_per_node": "trainer.devices",
-              "precision": "precision"}
+_ARGUMENTS = {
+    "name": "name",
+    "dir": "log.dir",
+    "num_nodes": "trainer.num_nodes",
+    "num_gpus_per_node": "trainer.devices",
+    "precision": "precision",
+}
 """Keys of the arguments that NeMo's recipe functions have too; None leaves one as it is."""
 
 
 def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
     """Register the recipe function `fn` under its own name, so that `recipe=NAME` finds it. What is returned takes the arguments of
     a RecipeFunction, and those of `fn`, which go before them."""
-    expect("recipe", fn, Callable, "a function that gives a Recipe; those of fp8cfg.recipes are called")  # type: ignore[arg-type]
-    own = {name: p for name, p in inspect.signature(fn).parameters.items() if p.kind is not p.VAR_KEYWORD}
+    expect(
+        "recipe",
+        fn,
+        Callable,  # type: ignore[arg-type]
+        "a function that gives a Recipe; those of fp8cfg.recipes are called",
+    )
+    own = {
+        name: p
+        for name, p in inspect.signature(fn).parameters.items()
+        if p.kind is not p.VAR_KEYWORD
+    }
 
     @functools.wraps(fn)
     def make(*args: Any, **given: Any) -> Recipe:
-        made, problems = fn(*args, **{name: given.pop(name) for name in own if name in given}), list[str]()
+        made, problems = (
+            fn(*args, **{name: given.pop(name) for name in own if name in given}),
+            list[str](),
+        )
         if "task" not in own and (task := given.pop("task", None)) is not None:
             tasks.apply(made, task)
         for name, value in given.items():
@@ -54,14 +79,23 @@ def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
                 continue
             *path, leaf = _ARGUMENTS.get(name, name).split(".")
             try:
-                setattr(functools.reduce(getattr, path, made), leaf, fspath(value) if name == "dir" else value)
+                setattr(
+                    functools.reduce(getattr, path, made),
+                    leaf,
+                    fspath(value) if name == "dir" else value,
+                )
             except ConfigError as e:
                 problems += e.problems
         refuse_if(problems)
         return made
 
-    more = [p for p in inspect.signature(RecipeFunction.__call__).parameters.values() if p.name not in ("self", *own)]
-    make.__signature__ = inspect.Signature([*own.values(), *more], return_annotation=Recipe)  # type: ignore[attr-defined]
+    more = [
+        p
+        for p in inspect.signature(RecipeFunction.__call__).parameters.values()
+        if p.name not in ("self", *own)
+    ]
+    signature = inspect.Signature([*own.values(), *more], return_annotation=Recipe)
+    make.__signature__ = signature  # type: ignore[attr-defined]
     _register(make)
     return make
 
@@ -71,8 +105,13 @@ def _register(fn: RecipeFunction) -> None:
     if not NAME.fullmatch(name):
         raise ConfigError(f"recipe {name}: a recipe's name is letters, digits and '_'")
     other = _RECIPES.get(name)
-    if other is not None and (other.__module__, other.__qualname__) != (fn.__module__, fn.__qualname__):
-        raise ConfigError(f"recipe {name}: registered twice, by {other.__module__} and by {fn.__module__}")
+    if other is not None and (other.__module__, other.__qualname__) != (
+        fn.__module__,
+        fn.__qualname__,
+    ):
+        raise ConfigError(
+            f"recipe {name}: registered twice, by {other.__module__} and by {fn.__module__}"
+        )
     _RECIPES[name] = fn
 
 

@@ -28,24 +28,39 @@ class Differences(dict[str, tuple[Any, Any]]):
     """The keys in which two recipes differ, by their short names, each with both values; printed a line each."""
 
     def __repr__(self) -> str:
-        return "\n".join(f"{key}: {shown(a)} -> {shown(b)}" for key, (a, b) in self.items()) or "no difference"
+        return (
+            "\n".join(f"{key}: {shown(a)} -> {shown(b)}" for key, (a, b) in self.items())
+            or "no difference"
+        )
 
 
 def leaves(recipe: Node) -> list[Leaf]:
     """Every key of `recipe` that is no node."""
-    return [Leaf(short(key), attrgetter(key)(recipe), default) for key, info in walk(type(recipe))
-            if not isinstance(default := info.get_default(call_default_factory=True), Node)]
+    return [
+        Leaf(short(key), attrgetter(key)(recipe), default)
+        for key, info in walk(type(recipe))
+        if not isinstance(default := info.get_default(call_default_factory=True), Node)
+    ]
 
 
 def differences(a: Node, b: Node) -> Differences:
     """What differs between `a` and `b`, in the order of the schema."""
-    return Differences({x.key: (x.value, y.value) for x, y in zip(leaves(a), leaves(b), strict=True) if x.value != y.value})
+    return Differences(
+        {
+            x.key: (x.value, y.value)
+            for x, y in zip(leaves(a), leaves(b), strict=True)
+            if x.value != y.value
+        }
+    )
 
 
 def text(name: str, recipe: Node) -> str:
     """The recipe in lines of 80 columns, a paragraph a node: what differs from the defaults, and the rest."""
     found = [x for x in leaves(recipe) if x.key != "name"]
-    apart, rest = [x for x in found if x.value != x.default], [x for x in found if x.value == x.default]
+    apart, rest = (
+        [x for x in found if x.value != x.default],
+        [x for x in found if x.value == x.default],
+    )
     return "\n".join([f"Recipe {name}", *_nodes(apart), "at their defaults", *_nodes(rest)])
 
 
@@ -54,8 +69,11 @@ def page(name: str, recipe: Node) -> str:
     found = leaves(recipe)
     apart = [_row(x.key, x.value, x.default) for x in found if x.value != x.default]
     rest = [_row(x.key, x.value) for x in found if x.value == x.default]
-    return (f"<b>Recipe {html.escape(name)}</b><table><tr><th>key</th><th>value</th><th>default</th></tr>{''.join(apart)}"
-            f"</table><details><summary>at their defaults</summary><table>{''.join(rest)}</table></details>")
+    return (
+        f"<b>Recipe {html.escape(name)}</b>"
+        f"<table><tr><th>key</th><th>value</th><th>default</th></tr>{''.join(apart)}</table>"
+        f"<details><summary>at their defaults</summary><table>{''.join(rest)}</table></details>"
+    )
 
 
 def _nodes(found: list[Leaf]) -> Iterator[str]:
@@ -65,8 +83,14 @@ def _nodes(found: list[Leaf]) -> Iterator[str]:
         by_node.setdefault(node, []).append(f"{name}={shown(value)}")
     for node, values in by_node.items():
         head = f"  {node}: " if node else "  "
-        yield textwrap.fill(", ".join(values), _WIDTH, initial_indent=head, subsequent_indent="    ", break_long_words=False,
-                            break_on_hyphens=False)
+        yield textwrap.fill(
+            ", ".join(values),
+            _WIDTH,
+            initial_indent=head,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
 
 def _row(*cells: Any) -> str:

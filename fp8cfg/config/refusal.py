@@ -29,7 +29,9 @@ class Refusal(str):
     to: Sequence[str]
     tacit: bool
 
-    def __new__(cls, line: str, gives: Sequence[tuple[str, Any]], to: Sequence[str], tacit: bool = False) -> Self:
+    def __new__(
+        cls, line: str, gives: Sequence[tuple[str, Any]], to: Sequence[str], tacit: bool = False
+    ) -> Self:
         new = super().__new__(cls, line)
         new.gives, new.to, new.tacit = gives, to, tacit
         return new
@@ -52,7 +54,11 @@ class LayoutRefusal(str):
 
 def holds(line: str, written: Collection[str]) -> bool:
     """Whether the line refuses a recipe of which the user wrote these keys."""
-    return not isinstance(line, Refusal) or not line.tacit or any(key in written for key, _ in line.gives)
+    return (
+        not isinstance(line, Refusal)
+        or not line.tacit
+        or any(key in written for key, _ in line.gives)
+    )
 
 
 def changed(node: Node, *names: str) -> list[str]:

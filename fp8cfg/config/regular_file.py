@@ -16,5 +16,7 @@ def open_regular(path: Path) -> BinaryIO:
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise ConfigError(f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'no file'}; expected a file")
+        raise ConfigError(
+            f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'no file'}; expected a file"
+        )
     return open(descriptor, "rb")

@@ -22,9 +22,20 @@ def lora_rules(recipe: Recipe) -> Iterator[str]:
         return
     if not lora.targets:
         yield "lora.targets=[]: leaves no layer with an adapter; write [q_proj,v_proj], or drop it"
-    if p.backend != "auto" and (p.fp8.enabled or capabilities(p.backend).own_state) and not capabilities(p.backend).adapters:
-        yield Refusal(f"backend={p.backend}: has no adapters over its layers; write backend=native", [("backend", "auto")],
-                      ["lora.enabled"])
+    if (
+        p.backend != "auto"
+        and (p.fp8.enabled or capabilities(p.backend).own_state)
+        and not capabilities(p.backend).adapters
+    ):
+        yield Refusal(
+            f"backend={p.backend}: has no adapters over its layers; write backend=native",
+            [("backend", "auto")],
+            ["lora.enabled"],
+        )
     if every := recipe.log.fp8_stats_every_n_steps:
-        yield Refusal(f"log.fp8_stats_every_n_steps={every}: measures the gradients of weights, which lora.enabled=true freezes; "
-                      "drop it", [("log.fp8_stats_every_n_steps", 0)], ["lora.enabled"])
+        yield Refusal(
+            f"log.fp8_stats_every_n_steps={every}: measures the gradients of weights, which"
+            " lora.enabled=true freezes; drop it",
+            [("log.fp8_stats_every_n_steps", 0)],
+            ["lora.enabled"],
+        )

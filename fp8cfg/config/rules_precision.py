@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from fp8cfg.config.recipe import Recipe
 
 _READ_BY = {
-    "format": ("dgrad", "wgrad"), "stochastic_rounding": ("dgrad", "wgrad"), "random_hadamard_transform": ("wgrad",),
-    "enable_2d_quantization": ("fprop", "dgrad"), "use_autocast_during_eval": ("fprop",)}
+    "format": ("dgrad", "wgrad"),
+    "stochastic_rounding": ("dgrad", "wgrad"),
+    "random_hadamard_transform": ("wgrad",),
+    "enable_2d_quantization": ("fprop", "dgrad"),
+    "use_autocast_during_eval": ("fprop",),
+}
 """Keys of `fp8` that some of a linear layer's GEMMs alone read."""
 
 
@@ -35,38 +39,70 @@ def precision_rules(recipe: Recipe) -> Iterator[str]:
 
 def _fp8_off(p: Precision) -> Iterator[str]:
     base = {"fp16": "fp16_fp8"}.get(p.compute, "bf16_fp8")
-    from_preset = p.fp8.params or changed(p.fp8, "scaling")  # an FP8 preset with fp8.enabled=false over it
+    from_preset = p.fp8.params or changed(
+        p.fp8, "scaling"
+    )  # an FP8 preset with fp8.enabled=false over it
     cure = f"precision={p.compute}" if from_preset else f"precision={base} or fp8.enabled=true"
     others = [name for name in FP8.model_fields if name != "enabled"]
-    yield from idle(p.fp8, others, f", precision.compute={p.compute} runs no FP8; write {cure}", "fp8.enabled")
+    yield from idle(
+        p.fp8, others, f", precision.compute={p.compute} runs no FP8; write {cure}", "fp8.enabled"
+    )
 
 
 def _fp8_on(recipe: Recipe) -> Iterator[str]:
     f, layers, scaling = recipe.fp8, recipe.model.num_layers, SCALINGS[recipe.fp8.scaling]
     for name, scalings in ONLY_UNDER.items():
         if f.scaling not in scalings:
-            yield from idle(f, (name,), f" under fp8.scaling={f.scaling}, only under {' and '.join(scalings)}; drop it or write "
-                            f"fp8.scaling={scalings[0]}", "fp8.scaling")
+            yield from idle(
+                f,
+                (name,),
+                f" under fp8.scaling={f.scaling}, only under {' and '.join(scalings)}; drop it or"
+                f" write fp8.scaling={scalings[0]}",
+                "fp8.scaling",
+            )
     if scaling.history and f.amax_history_len == 1:
-        yield from idle(f, ("amax_compute_algo",), " with fp8.amax_history_len=1; drop one of the two", "fp8.amax_history_len")
+        yield from idle(
+            f,
+            ("amax_compute_algo",),
+            " with fp8.amax_history_len=1; drop one of the two",
+            "fp8.amax_history_len",
+        )
     if scaling.history and not f.reduce_amax:
-        yield from idle(f, ("tp_only_amax_red",), " with fp8.reduce_amax=false; write true there, or false here", "fp8.reduce_amax")
+        yield from idle(
+            f,
+            ("tp_only_amax_red",),
+            " with fp8.reduce_amax=false; write true there, or false here",
+            "fp8.reduce_amax",
+        )
     if f.format not in scaling.formats:
-        yield Refusal(f"fp8.format={f.format}: fp8.scaling={f.scaling} needs {scaling.formats[0]}; E5M2 gradients under "
-                      "fine-grained scales make training diverge", [("fp8.format", scaling.formats[0])], ["fp8.scaling"])
+        yield Refusal(
+            f"fp8.format={f.format}: fp8.scaling={f.scaling} needs {scaling.formats[0]}; E5M2"
+            " gradients under fine-grained scales make training diverge",
+            [("fp8.format", scaling.formats[0])],
+            ["fp8.scaling"],
+        )
     start, end, most = f.high_precision_at_start, f.high_precision_at_end, max(0, layers - 1)
     if start + end >= layers:
         first = [f"fp8.high_precision_at_start={most}"] if start > most else []
         near = [*first, *([f"fp8.high_precision_at_end={max(0, most - start)}"] if end else [])]
-        yield Refusal(f"fp8.high_precision_at_start={start} and fp8.high_precision_at_end={end}: leave no layer of "
-                      f"model.num_layers={layers} in FP8; nearest is {' '.join(near)}",
-                      [("fp8.high_precision_at_end", max(0, most - start)), ("fp8.high_precision_at_start", max(0, most - end))],
-                      ["model.num_layers", "fp8.high_precision_at_start", "fp8.high_precision_at_end"])
+        yield Refusal(
+            f"fp8.high_precision_at_start={start} and fp8.high_precision_at_end={end}: leave no"
+            f" layer of model.num_layers={layers} in FP8; nearest is {' '.join(near)}",
+            [
+                ("fp8.high_precision_at_end", max(0, most - start)),
+                ("fp8.high_precision_at_start", max(0, most - end)),
+            ],
+            ["model.num_layers", "fp8.high_precision_at_start", "fp8.high_precision_at_end"],
+        )
     o = f.override_linear_precision
     if o.fprop and o.dgrad and o.wgrad:
         keys = [f"fp8.override_linear_precision.{gemm}" for gemm in ("wgrad", "dgrad", "fprop")]
-        yield Refusal("fp8.override_linear_precision: fprop, dgrad and wgrad all true leave nothing in FP8; write "
-                      "fp8.enabled=false", [(key, False) for key in keys], keys)
+        yield Refusal(
+            "fp8.override_linear_precision: fprop, dgrad and wgrad all true leave nothing in FP8;"
+            " write fp8.enabled=false",
+            [(key, False) for key in keys],
+            keys,
+        )
     yield from _unread(recipe.precision)
     yield from _attention(f)
     yield from _transposes(recipe.precision)
@@ -75,30 +111,67 @@ def _fp8_on(recipe: Recipe) -> Iterator[str]:
 def _unread(p: Precision) -> Iterator[str]:
     """What only GEMMs read that are kept in high precision. FP8 attention reads formats, and weights held in FP8 are in squares."""
     f, scaling = p.fp8, SCALINGS[p.fp8.scaling]
-    others = {"format": len(scaling.formats) == 1 or f.dot_product_attention, "use_autocast_during_eval": f.dot_product_attention,
-              "enable_2d_quantization": f.params or fp8_weights(p)}
+    others = {
+        "format": len(scaling.formats) == 1 or f.dot_product_attention,
+        "use_autocast_during_eval": f.dot_product_attention,
+        "enable_2d_quantization": f.params or fp8_weights(p),
+    }
     for name, gemms in _READ_BY.items():
-        kept = [f"fp8.override_linear_precision.{gemm}" for gemm in gemms if getattr(f.override_linear_precision, gemm)]
-        if len(kept) == len(gemms) and f.scaling in ONLY_UNDER.get(name, SCALINGS) and not others.get(name):
-            yield from idle(f, (name,), f", no FP8 GEMM reads it with {'=true and '.join(kept)}=true; drop it", *kept)
+        kept = [
+            f"fp8.override_linear_precision.{gemm}"
+            for gemm in gemms
+            if getattr(f.override_linear_precision, gemm)
+        ]
+        if (
+            len(kept) == len(gemms)
+            and f.scaling in ONLY_UNDER.get(name, SCALINGS)
+            and not others.get(name)
+        ):
+            yield from idle(
+                f,
+                (name,),
+                f", no FP8 GEMM reads it with {'=true and '.join(kept)}=true; drop it",
+                *kept,
+            )
 
 
 def _transposes(p: Precision) -> Iterator[str]:
     """Where transposes of weights are kept whatever the key says, false is refused too."""
     f, codec, kept = p.fp8, resolved(p)["weight"], "fp8.override_linear_precision.dgrad"
     if p.backend != "auto" and not capabilities(p.backend).weight_workspace:
-        yield from idle(f, ("keep_transpose_cache",), f", backend={p.backend} decides itself what it keeps of a weight; drop it or "
-                        "write backend=native", "backend")
+        yield from idle(
+            f,
+            ("keep_transpose_cache",),
+            f", backend={p.backend} decides itself what it keeps of a weight; drop it or "
+            "write backend=native",
+            "backend",
+        )
     elif p.storage.shard == "fsdp":
-        yield from _no_transpose(f, "storage.shard=fsdp lets weights go after each pass; drop it or write storage.shard=zero2",
-                                 "storage.shard")
+        yield from _no_transpose(
+            f,
+            "storage.shard=fsdp lets weights go after each pass; drop it or write"
+            " storage.shard=zero2",
+            "storage.shard",
+        )
     elif codec == p.compute:
         params = spelled(f.params)
-        yield from idle(f, ("keep_transpose_cache",), f", fp8.params={params} keeps both matrices of a weight; drop it or write "
-                        "fp8.params=true", "fp8.params", "storage.weight", "backend")
+        yield from idle(
+            f,
+            ("keep_transpose_cache",),
+            f", fp8.params={params} keeps both matrices of a weight; drop it or write "
+            "fp8.params=true",
+            "fp8.params",
+            "storage.weight",
+            "backend",
+        )
     elif not fp8_weights(p):
-        yield from _no_transpose(f, f"weights are stored in {codec}; drop it or write storage.weight=fp8", "storage.weight",
-                                 "opt_level", "backend")
+        yield from _no_transpose(
+            f,
+            f"weights are stored in {codec}; drop it or write storage.weight=fp8",
+            "storage.weight",
+            "opt_level",
+            "backend",
+        )
     elif f.override_linear_precision.dgrad:
         yield from _no_transpose(f, f"{kept}=true reads no transpose; drop one of the two", kept)
 
@@ -115,28 +188,54 @@ def _attention(f: FP8) -> Iterator[str]:
         yield Refusal(f"{multi}=true: needs {dot}=true", [(multi, False)], [dot])
     scaling = SCALINGS[f.scaling]
     if f.multi_head_attention and "multi_head_attention" not in scaling.attention:
-        those = " or ".join(name for name, other in SCALINGS.items() if "multi_head_attention" in other.attention)
-        yield Refusal(f"{multi}=true: needs fp8.scaling={those}, not {f.scaling} (Megatron)", [(multi, False)], ["fp8.scaling"])
+        those = " or ".join(
+            name for name, other in SCALINGS.items() if "multi_head_attention" in other.attention
+        )
+        yield Refusal(
+            f"{multi}=true: needs fp8.scaling={those}, not {f.scaling} (Megatron)",
+            [(multi, False)],
+            ["fp8.scaling"],
+        )
     if f.dot_product_attention and "dot_product_attention" not in scaling.attention:
         source = f" (TE {scaling.te})" if scaling.te else ""
-        yield Refusal(f"{dot}=true: {f.scaling} scaling has no FP8 attention{source}", [(dot, False)], ["fp8.scaling"])
+        yield Refusal(
+            f"{dot}=true: {f.scaling} scaling has no FP8 attention{source}",
+            [(dot, False)],
+            ["fp8.scaling"],
+        )
     if f.dot_product_attention and per_row(f):
-        yield Refusal(f"{dot}=true: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)", [(dot, False)],
-                      ["fp8.granularity"])
+        yield Refusal(
+            f"{dot}=true: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)",
+            [(dot, False)],
+            ["fp8.granularity"],
+        )
 
 
 def _loss_scaling(p: Precision) -> Iterator[str]:
     dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if p.compute != "fp16":
-        yield from idle(p, ("loss_scale", *dynamic), f", loss scaling is for precision.compute=fp16 alone, not {p.compute}",
-                        "precision.compute")
+        yield from idle(
+            p,
+            ("loss_scale", *dynamic),
+            f", loss scaling is for precision.compute=fp16 alone, not {p.compute}",
+            "precision.compute",
+        )
     elif p.loss_scale is not None:
-        yield from idle(p, dynamic, f", precision.loss_scale={p.loss_scale:g} is constant; set it to null to scale dynamically",
-                        "precision.loss_scale")
+        yield from idle(
+            p,
+            dynamic,
+            f", precision.loss_scale={p.loss_scale:g} is constant; set it to null to scale"
+            " dynamically",
+            "precision.loss_scale",
+        )
     elif p.min_loss_scale > p.initial_loss_scale:
         keys = ("precision.min_loss_scale", "precision.initial_loss_scale")
-        yield Refusal(f"precision.min_loss_scale={p.min_loss_scale:g}: more than precision.initial_loss_scale="
-                      f"{p.initial_loss_scale:g}", [(keys[0], p.initial_loss_scale), (keys[1], p.min_loss_scale)], keys)
+        yield Refusal(
+            f"precision.min_loss_scale={p.min_loss_scale:g}: more than"
+            f" precision.initial_loss_scale={p.initial_loss_scale:g}",
+            [(keys[0], p.initial_loss_scale), (keys[1], p.min_loss_scale)],
+            keys,
+        )
 
 
 def _storage(recipe: Recipe) -> Iterator[str]:
@@ -144,12 +243,21 @@ def _storage(recipe: Recipe) -> Iterator[str]:
     p, s, f, o = recipe.precision, recipe.storage, recipe.fp8, recipe.optim
     columns = resolved(p)
     if f.enabled and f.params and s.weight not in ("auto", *FP8_CODECS):
-        yield Refusal(f"storage.weight={s.weight}: contradicts fp8.params=true, which stores weights in FP8; drop one of the two",
-                      [("fp8.params", False), ("storage.weight", "auto")], ["storage.weight", "fp8.params"])
+        yield Refusal(
+            f"storage.weight={s.weight}: contradicts fp8.params=true, which stores weights in FP8;"
+            " drop one of the two",
+            [("fp8.params", False), ("storage.weight", "auto")],
+            ["storage.weight", "fp8.params"],
+        )
     elif f.enabled and f.params and columns["weight"] not in FP8_CODECS and s.shard != "fsdp":
         by = f"opt_level={level(p)}"
-        yield Refusal(f"fp8.params=true: has no effect, {by} stores weights in {columns['weight']}; drop one of the two",
-                      [("fp8.params", False)], ["opt_level", "backend"], tacit=True)
+        yield Refusal(
+            f"fp8.params=true: has no effect, {by} stores weights in {columns['weight']}; drop one"
+            " of the two",
+            [("fp8.params", False)],
+            ["opt_level", "backend"],
+            tacit=True,
+        )
     for column in ("weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq"):
         if getattr(s, column) == "none":
             yield f"storage.{column}=none: only storage.master_weight can be none"
@@ -159,63 +267,137 @@ def _storage(recipe: Recipe) -> Iterator[str]:
             yield from _sgd(p)
         else:
             explicit = [column for column in COLUMNS if getattr(s, column) != "auto"]
-            yield from storage_refusals(columns, s.rounding, o.betas, o.eps, o.lr, recipe.model.init_method_std, explicit,
-                                        stochastic=not capabilities(p.backend).own_state)
+            yield from storage_refusals(
+                columns,
+                s.rounding,
+                o.betas,
+                o.eps,
+                o.lr,
+                recipe.model.init_method_std,
+                explicit,
+                stochastic=not capabilities(p.backend).own_state,
+            )
     why = capabilities(p.backend).adam_weight_decay
     if why and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
-        yield Refusal(f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam {why}",
-                      [("optim.name", "adamw"), ("optim.weight_decay", 0.0)], ["optim.name", "optim.weight_decay", "backend"])
+        yield Refusal(
+            f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam {why}",
+            [("optim.name", "adamw"), ("optim.weight_decay", 0.0)],
+            ["optim.name", "optim.weight_decay", "backend"],
+        )
     if not f.enabled:
-        yield from idle(p, ("backend",), f", precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8",
-                        "fp8.enabled")
+        yield from idle(
+            p,
+            ("backend",),
+            f", precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8",
+            "fp8.enabled",
+        )
 
 
 def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
     """Codecs that a column cannot have, or that do nothing beside another."""
     weight, master = columns["weight"], columns["master_weight"]
     if weight == "fp8_pow2" and p.fp8.enabled:
-        yield Refusal("storage.weight=fp8_pow2: FP8 layers hold their weights as fp8.scaling quantizes them; write "
-                      "storage.weight=fp8, and fp8.use_power_2_scales=true under current scaling",
-                      [("storage.weight", "fp8")], ["fp8.enabled"])
+        yield Refusal(
+            "storage.weight=fp8_pow2: FP8 layers hold their weights as fp8.scaling quantizes them;"
+            " write storage.weight=fp8, and fp8.use_power_2_scales=true under current scaling",
+            [("storage.weight", "fp8")],
+            ["fp8.enabled"],
+        )
     for column in ("weight", "weight_grad"):
         if columns[column] == "fp8_expand":
             yield f"storage.{column}=fp8_expand: a codec of moments (COAT); write fp8"
     if weight == "fp8_block":
-        yield "storage.weight=fp8_block: no codec of weights; write fp8, or fp8.scaling=block with fp8.params=true"
+        yield (
+            "storage.weight=fp8_block: no codec of weights; write fp8, or fp8.scaling=block with"
+            " fp8.params=true"
+        )
     if columns["comm"] in ("fp16_scaled", "fp8_block", "fp8_expand"):
         yield f"storage.comm={columns['comm']}: not sent over the wire; write fp16, fp8 or fp8_pow2"
-    if columns["comm"] in FP8_CODECS and columns["weight_grad"] in FP8_CODECS and columns["comm"] != columns["weight_grad"]:
-        that = "" if columns["weight_grad"] in ("fp8_block", "fp8_expand") else f"{columns['weight_grad']}, or "
+    if (
+        columns["comm"] in FP8_CODECS
+        and columns["weight_grad"] in FP8_CODECS
+        and columns["comm"] != columns["weight_grad"]
+    ):
+        that = (
+            ""
+            if columns["weight_grad"] in ("fp8_block", "fp8_expand")
+            else f"{columns['weight_grad']}, or "
+        )
         # A column on auto is what a level says, or what the user said who wrote the level.
-        gives = [(f"storage.{column}", codec) for column, codec in (("comm", columns["weight_grad"] if that else "auto"),
-                 ("weight_grad", columns["comm"])) if getattr(p.storage, column) != "auto"]
-        yield Refusal(f"storage.comm={columns['comm']}: gradients are stored in {columns['weight_grad']} and sent as they are; "
-                      f"write {that}bf16 or fp32 to add them up before they are stored", gives,
-                      ["storage.comm", "storage.weight_grad", "opt_level", "backend"])
+        gives = [
+            (f"storage.{column}", codec)
+            for column, codec in (
+                ("comm", columns["weight_grad"] if that else "auto"),
+                ("weight_grad", columns["comm"]),
+            )
+            if getattr(p.storage, column) != "auto"
+        ]
+        yield Refusal(
+            f"storage.comm={columns['comm']}: gradients are stored in {columns['weight_grad']} and"
+            f" sent as they are; write {that}bf16 or fp32 to add them up before they are stored",
+            gives,
+            ["storage.comm", "storage.weight_grad", "opt_level", "backend"],
+        )
     if weight == "fp32" and master != "none":
-        yield Refusal(f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters; write none",
-                      [("storage.master_weight", "auto")], ["storage.weight", "precision.compute"])
+        yield Refusal(
+            f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters;"
+            " write none",
+            [("storage.master_weight", "auto")],
+            ["storage.weight", "precision.compute"],
+        )
     gradient, comm = columns["weight_grad"], columns["comm"]
     shards = p.storage.shard == "fsdp"  # which are summed before they are stored
-    if p.storage.accumulate != "wide" and not (gradient in FP8_CODECS and (shards or gradient == comm)):
-        needs = (f"storage.weight_grad in FP8, not {gradient}; drop it or write fp8" if shards else
-                 f"storage.weight_grad and storage.comm in one FP8 codec, not {gradient} and {comm}; drop it or write fp8 for both")
-        yield Refusal(f"storage.accumulate={p.storage.accumulate}: needs {needs}", [("storage.accumulate", "wide")],
-                      ["storage.weight_grad", "storage.comm", "opt_level", "backend", "storage.shard"])
+    if p.storage.accumulate != "wide" and not (
+        gradient in FP8_CODECS and (shards or gradient == comm)
+    ):
+        needs = (
+            f"storage.weight_grad in FP8, not {gradient}; drop it or write fp8"
+            if shards
+            else (
+                f"storage.weight_grad and storage.comm in one FP8 codec, not {gradient} and {comm};"
+                " drop it or write fp8 for both"
+            )
+        )
+        yield Refusal(
+            f"storage.accumulate={p.storage.accumulate}: needs {needs}",
+            [("storage.accumulate", "wide")],
+            ["storage.weight_grad", "storage.comm", "opt_level", "backend", "storage.shard"],
+        )
     rounded = {columns["weight"], columns["master_weight"]} - {"fp32", "none"}
     if p.storage.rounding != "nearest" and (not rounded or (fp8_weights(p) and master == "fp32")):
         why = "FP8 layers round their weights themselves" if rounded else "weights are float32"
-        yield Refusal(f"storage.rounding={p.storage.rounding}: has no effect, {why}; drop it", [("storage.rounding", "nearest")],
-                      ["precision.compute", "fp8.enabled", "fp8.params", "storage.weight", "storage.master_weight",
-                       "storage.shard"])
+        yield Refusal(
+            f"storage.rounding={p.storage.rounding}: has no effect, {why}; drop it",
+            [("storage.rounding", "nearest")],
+            [
+                "precision.compute",
+                "fp8.enabled",
+                "fp8.params",
+                "storage.weight",
+                "storage.master_weight",
+                "storage.shard",
+            ],
+        )
 
 
 def _sgd(p: Precision) -> Iterator[str]:
     """What needs the moments of Adam, and what only the low-bit Adam does."""
-    yield from idle(p.storage, ("exp_avg", "exp_avg_sq"), " with optim.name=sgd, which has no such moment", "optim.name")
+    yield from idle(
+        p.storage,
+        ("exp_avg", "exp_avg_sq"),
+        " with optim.name=sgd, which has no such moment",
+        "optim.name",
+    )
     if level(p):
-        yield Refusal(f"opt_level={level(p)}: needs optim.name=adamw or adam, not sgd (MS-AMP)",
-                      [("opt_level", None)] if p.opt_level else [], ["optim.name"])
+        yield Refusal(
+            f"opt_level={level(p)}: needs optim.name=adamw or adam, not sgd (MS-AMP)",
+            [("opt_level", None)] if p.opt_level else [],
+            ["optim.name"],
+        )
     elif low_bit(p):
-        yield from conflicting(p.storage, ("weight", "master_weight", "weight_grad", "rounding"),
-                               "needs optim.name=adamw or adam, not sgd", "optim.name")
+        yield from conflicting(
+            p.storage,
+            ("weight", "master_weight", "weight_grad", "rounding"),
+            "needs optim.name=adamw or adam, not sgd",
+            "optim.name",
+        )

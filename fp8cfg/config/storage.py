@@ -58,21 +58,41 @@ def resolved(precision: Precision) -> Columns:
     """
     in_fp8 = precision.fp8.enabled and precision.fp8.params
     weight = "fp32" if precision.storage.shard == "fsdp" else "fp8" if in_fp8 else precision.compute
-    wire = "fp16" if precision.compute == "fp16" and "fp32" not in (weight, precision.storage.weight) else "fp32"
-    auto = {"weight": weight, "weight_grad": wire, "comm": wire, "exp_avg": "fp32",
-            "exp_avg_sq": "fp32", **of_level(precision)}
-    found = {k: v if (given := getattr(precision.storage, k)) == "auto" else given for k, v in auto.items()}
+    wire = (
+        "fp16"
+        if precision.compute == "fp16" and "fp32" not in (weight, precision.storage.weight)
+        else "fp32"
+    )
+    auto = {
+        "weight": weight,
+        "weight_grad": wire,
+        "comm": wire,
+        "exp_avg": "fp32",
+        "exp_avg_sq": "fp32",
+        **of_level(precision),
+    }
+    found = {
+        k: v if (given := getattr(precision.storage, k)) == "auto" else given
+        for k, v in auto.items()
+    }
     if "master_weight" not in found:
         given = precision.storage.master_weight
-        found["master_weight"] = given if given != "auto" else "none" if found["weight"] == "fp32" else "fp32"
+        found["master_weight"] = (
+            given if given != "auto" else "none" if found["weight"] == "fp32" else "fp32"
+        )
     return {k: found[k] for k in COLUMNS}
 
 
 def others(precision: Precision) -> Columns:
     """The codecs of all other parameters: embeddings, norms, biases, and linear layers outside of FP8 where weights are held in
-    FP8. Their gradients are bf16 under O3, as under DeepSpeed, through which alone MS-AMP has that level."""
+    FP8. Their gradients are bf16 under O3, as under DeepSpeed, through which alone MS-AMP has that level.
+    """
     columns = resolved(precision)
-    exact = level(precision) is not None or columns["master_weight"] == "none" or precision.compute == "fp32"
+    exact = (
+        level(precision) is not None
+        or columns["master_weight"] == "none"
+        or precision.compute == "fp32"
+    )
     apart = {"weight": "fp32", "master_weight": "none"} if exact else {"weight": precision.compute}
     wide = {"weight_grad": "bf16" if level(precision) == "O3" else "fp32", "comm": "fp32"}
     widened = {k: codec for k, codec in wide.items() if columns[k] in SCALED}
@@ -108,12 +128,18 @@ def said_of_fp8_weights(precision: Precision) -> str:
 
 def as_held(precision: Precision) -> Precision:
     """A copy of `precision` with fp8.params as it applies after resolution, which is what a backend is given."""
-    return precision.model_copy(update={"fp8": precision.fp8.model_copy(update={"params": fp8_weights(precision)})})
+    return precision.model_copy(
+        update={"fp8": precision.fp8.model_copy(update={"params": fp8_weights(precision)})}
+    )
 
 
 def columns_of(precision: Precision, linear: bool, runs_fp8: bool) -> Columns:
     """The codecs of one parameter: of the weight of a linear layer, that runs in FP8 or not, or of another one."""
-    return resolved(precision) if linear and (runs_fp8 or not fp8_layers_alone(precision)) else others(precision)
+    return (
+        resolved(precision)
+        if linear and (runs_fp8 or not fp8_layers_alone(precision))
+        else others(precision)
+    )
 
 
 def low_bit(precision: Precision) -> bool:
@@ -121,30 +147,42 @@ def low_bit(precision: Precision) -> bool:
     that autograd can add up."""
     storage = precision.storage
     return storage.rounding != "nearest" or any(
-        columns["exp_avg"] != "fp32" or columns["exp_avg_sq"] != "fp32" or columns["weight_grad"] in SCALED
+        columns["exp_avg"] != "fp32"
+        or columns["exp_avg_sq"] != "fp32"
+        or columns["weight_grad"] in SCALED
         or "fp32" not in (columns["weight"], columns["master_weight"])
         or (columns["master_weight"] == "none" and columns["weight_grad"] != "fp32")
         or columns["weight"] not in ("fp32", "fp8", precision.compute)
-        for columns in (resolved(precision), others(precision)))
+        for columns in (resolved(precision), others(precision))
+    )
 
 
 def float32_masters(precision: Precision) -> bool:
     """Whether weights are float32, or stand beside masters that are and are rounded to nearest: then moments and gradients alone
-    may be of fewer bits. Float32 weights have the gradients that autograd gives them, till these are stored with a scale."""
+    may be of fewer bits. Float32 weights have the gradients that autograd gives them, till these are stored with a scale.
+    """
 
     def exact(columns: Columns) -> bool:
         if columns["master_weight"] == "none":
             return columns["weight"] == "fp32" and columns["weight_grad"] in ("fp32", *SCALED)
         return columns["master_weight"] == "fp32"
 
-    return precision.storage.rounding == "nearest" and exact(resolved(precision)) and exact(others(precision))
+    return (
+        precision.storage.rounding == "nearest"
+        and exact(resolved(precision))
+        and exact(others(precision))
+    )
 
 
 def in_parts(precision: Precision) -> bool:
     """Whether what is of fewer bits than float32, if anything is, is moments and gradients, which any part of a tensor has by
-    itself: masters are float32, and weights are stored as products read them, or cast from their masters."""
+    itself: masters are float32, and weights are stored as products read them, or cast from their masters.
+    """
     held = {"fp32", precision.compute, *(("fp8",) if fp8_weights(precision) else ())}
-    return float32_masters(precision) and {resolved(precision)["weight"], others(precision)["weight"]} <= held
+    return (
+        float32_masters(precision)
+        and {resolved(precision)["weight"], others(precision)["weight"]} <= held
+    )
 
 
 def sharding(precision: Precision, ranks: int) -> str:
@@ -159,7 +197,9 @@ def sharding(precision: Precision, ranks: int) -> str:
 def as_sharded(precision: Precision, ranks: int) -> Precision:
     """A copy of `precision` with storage.shard as it applies on `ranks`."""
     shard = sharding(precision, ranks)
-    return precision.model_copy(update={"storage": precision.storage.model_copy(update={"shard": shard})})
+    return precision.model_copy(
+        update={"storage": precision.storage.model_copy(update={"shard": shard})}
+    )
 
 
 def gathered(precision: Precision, backend: str) -> str:
@@ -171,44 +211,69 @@ def gathered(precision: Precision, backend: str) -> str:
 
 def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
     """Every reason why `backend` cannot gather weights in FP8, and the nearest thing to write. torchao casts them with one scale,
-    which it never rounds, and products then read what came over the wire; native layers gather what fp8.params would hold."""
+    which it never rounds, and products then read what came over the wire; native layers gather what fp8.params would hold.
+    """
     fp8, high = precision.fp8, precision.fp8.override_linear_precision
     if not fp8.enabled:
-        return [f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current, or drop it"]
+        return [
+            f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current,"
+            " or drop it"
+        ]
     if capabilities(backend).fp8_gather == "params":
         return against_gathered_params(fp8, backend)
     takes = SCALINGS[fp8.scaling].fp8_gather
     lines = []
     if not takes:
         those = " or ".join(name for name, scaling in SCALINGS.items() if scaling.fp8_gather)
-        lines.append(f"needs fp8.scaling={those}, not {fp8.scaling}; write that, or storage.gather=auto")
+        lines.append(
+            f"needs fp8.scaling={those}, not {fp8.scaling}; write that, or storage.gather=auto"
+        )
     if per_row(fp8):
-        lines.append(f"needs fp8.granularity=tensor, not {fp8.granularity}; write that, or storage.gather=auto")
+        lines.append(
+            f"needs fp8.granularity=tensor, not {fp8.granularity}; write that, or"
+            " storage.gather=auto"
+        )
     if takes and power_2_scales(fp8):
-        lines.append("torchao does not round the scales of weights that it gathers; write fp8.use_power_2_scales=false, or "
-                     "storage.gather=auto")
-    lines += [f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write that, or storage.gather=auto"
-              for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
+        lines.append(
+            "torchao does not round the scales of weights that it gathers; write"
+            " fp8.use_power_2_scales=false, or storage.gather=auto"
+        )
+    lines += [
+        f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write that, or"
+        " storage.gather=auto"
+        for gemm in ("fprop", "dgrad")
+        if getattr(high, gemm)
+    ]
     if not capabilities(backend).fp8_gather:
-        lines.append(f"backend={backend} gathers weights in {precision.compute}; write backend={gathering()[0]}, or "
-                     "storage.gather=auto")
+        lines.append(
+            f"backend={backend} gathers weights in {precision.compute}; write"
+            f" backend={gathering()[0]}, or storage.gather=auto"
+        )
     return lines
 
 
 def gathers_params(precision: Precision, backend: str) -> bool:
     """Whether FSDP gathers what fp8.params would hold: the FP8 weights as products of `backend` read them."""
-    return (precision.storage.shard == "fsdp" and capabilities(backend).fp8_gather == "params"
-            and gathered(precision, backend) == "fp8")
+    return (
+        precision.storage.shard == "fsdp"
+        and capabilities(backend).fp8_gather == "params"
+        and gathered(precision, backend) == "fp8"
+    )
 
 
 def against_gathered_params(fp8: FP8, backend: str) -> list[str]:
     """Why the float8 weights of fp8.params are not gathered: none are asked for, or products read two matrices of each."""
     lines = []
     if not fp8.params:
-        lines.append(f"backend={backend} gathers the FP8 weights of fp8.params; write fp8.params=true, or storage.gather=auto")
+        lines.append(
+            f"backend={backend} gathers the FP8 weights of fp8.params; write fp8.params=true, or"
+            " storage.gather=auto"
+        )
     scaling = SCALINGS[fp8.scaling]
     if per_row(fp8) or (scaling.block and (scaling.scale != "float32" or not weights_2d(fp8))):
         of = f" with fp8.granularity={fp8.granularity}" if per_row(fp8) else ""
-        lines.append(f"fp8.scaling={fp8.scaling}{of} needs two matrices of a weight, which take as many bytes as "
-                     "bf16; write storage.gather=auto")
+        lines.append(
+            f"fp8.scaling={fp8.scaling}{of} needs two matrices of a weight, which take as many"
+            " bytes as bf16; write storage.gather=auto"
+        )
     return lines

@@ -77,10 +77,14 @@ class Strategy(Node):
     def _known(cls, value: Any) -> Any:
         name = str(value).lower().replace("_", "")
         if any(part in name for part in ("zerobubble", "zb", "dualpipe")):
-            raise ConfigError(f"trainer.strategy.pipeline_schedule={value}: zero-bubble schedules take the gradients of weights "
-                              "apart from those of inputs, and FP8 layers make both of one quantized gradient; write "
-                              "auto")
-        return {"interleaved1f1b": "interleaved_1f1b"}.get(name, value)  # torchtitan's Interleaved1F1B
+            raise ConfigError(
+                f"trainer.strategy.pipeline_schedule={value}: zero-bubble schedules take the"
+                " gradients of weights apart from those of inputs, and FP8 layers make both of one"
+                " quantized gradient; write auto"
+            )
+        return {"interleaved1f1b": "interleaved_1f1b"}.get(
+            name, value
+        )  # torchtitan's Interleaved1F1B
 
     @property
     def chunks(self) -> int:
@@ -90,17 +94,25 @@ class Strategy(Node):
     @property
     def size(self) -> int:
         """GPUs of one model replica."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
 
     def smaller(self, ranks: int, microbatches: int = 0) -> str:
         """A word that makes a replica divide `ranks`, by one size alone, with ", or" before it, where replicas divide so many
         `microbatches`; empty where none does that."""
-        kept = {"tensor_model_parallel_size": self.sequence_parallel,
-                "pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size is not None}
+        kept = {
+            "tensor_model_parallel_size": self.sequence_parallel,
+            "pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size is not None,
+        }
         for name in ("context_parallel_size", *kept):
             rest = self.size // getattr(self, name)
             size = 0 if ranks % rest else math.gcd(getattr(self, name), ranks // rest)
-            if (size > 1 or (size == 1 and not kept.get(name))) and microbatches % (ranks // (rest * size)) == 0:
+            if (size > 1 or (size == 1 and not kept.get(name))) and microbatches % (
+                ranks // (rest * size)
+            ) == 0:
                 return f", or {self.key(name)}={size}"
         return ""
 

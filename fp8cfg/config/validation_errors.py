@@ -19,12 +19,20 @@ if TYPE_CHECKING:
     from fp8cfg.config.node import Node
 
 _ON, _OFF = ("yes", "on", "1", "y", "enabled"), ("no", "off", "0", "n", "disabled")
-_NUMBER, _UNIT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"), re.compile(r"(\d+\.?\d*) ?([kKmMgGbB])")
+_NUMBER, _UNIT = (
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"),
+    re.compile(r"(\d+\.?\d*) ?([kKmMgGbB])"),
+)
 THOUSANDS = re.compile(r"\d{1,3}([,_]\d{3})+")
 """A number as it is printed, or typed in Python: 50,257 and 50_257."""
 _EXPECTED = {
-    "int_type": "an integer", "float_type": "a number", "bool_type": "true or false", "string_type": "a string",
-    "tuple_type": "a list", "finite_number": "a finite number", "model_type": "a mapping of keys",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+    "model_type": "a mapping of keys",
     "dict_type": "a mapping, as in {path: a, weight: 0.7}",
 }
 
@@ -34,8 +42,7 @@ def walk(cls: type[Node], at: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, info in cls.model_fields.items():
         yield at + name, info
         if isinstance(info.annotation, type) and issubclass(info.annotation, pydantic.BaseModel):
-            yield from walk(info.annotation,  # type: ignore[arg-type]
-                            f"{at}{name}.")
+            yield from walk(info.annotation, f"{at}{name}.")  # type: ignore[arg-type]
 
 
 def options(annotation: Any) -> list[str]:
@@ -63,13 +70,27 @@ def _line(cls: type[Node], e: Any) -> str:
         ours = foreign_names.meant(cls.key(field), given)
         if ours and " " in ours:  # another key has a part in it
             return f"{at}: not an option; write {cls.key(field)}={ours}"
-        near = f"; did you mean {ours!r}?" if ours else suggest(str(given), options(cls.model_fields[field].annotation))
+        near = (
+            f"; did you mean {ours!r}?"
+            if ours
+            else suggest(str(given), options(cls.model_fields[field].annotation))
+        )
         return f"{at}: not an option{near}"
-    for bound, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
+    for bound, words in (
+        ("ge", "at least"),
+        ("gt", "more than"),
+        ("le", "at most"),
+        ("lt", "less than"),
+    ):
         if bound in ctx:
-            return f"{at}: must be {words} {ctx[bound]:{'d' if isinstance(ctx[bound], int) else 'g'}}"
+            return (
+                f"{at}: must be {words} {ctx[bound]:{'d' if isinstance(ctx[bound], int) else 'g'}}"
+            )
     if e["type"] in ("too_short", "too_long", "missing") and isinstance(given, tuple):
-        return f"{at}: expected {len(typing.get_args(cls.model_fields[field].annotation))} values, got {len(given)}"
+        return (
+            f"{at}: expected {len(typing.get_args(cls.model_fields[field].annotation))} values, got"
+            f" {len(given)}"
+        )
     if e["type"] == "string_too_short":
         return f"{at}: needs a name"
     if e["type"] == "string_pattern_mismatch":
@@ -79,11 +100,18 @@ def _line(cls: type[Node], e: Any) -> str:
     expected = _EXPECTED.get(e["type"])
     got = {"NoneType": "null", "tuple": "a list"}.get(type(given).__name__, type(given).__name__)
     texts = cls.model_fields[field].annotation == tuple[str, ...]
-    instead = _instead(cls.key(field), e["type"], given) if texts or e["type"] != "tuple_type" else ""
+    instead = (
+        _instead(cls.key(field), e["type"], given) if texts or e["type"] != "tuple_type" else ""
+    )
     if e["type"] == "model_type":
-        if isinstance(given, tuple) and len(given) == 1 and isinstance(given[0], pydantic.BaseModel):
+        if (
+            isinstance(given, tuple)
+            and len(given) == 1
+            and isinstance(given[0], pydantic.BaseModel)
+        ):
             return f"{cls.key(field)}: expected one, got a list; write it without the list"
-        instead = _node_instead(cls.key(field), cls.model_fields[field].annotation, given)  # type: ignore[arg-type]
+        node: Any = cls.model_fields[field].annotation
+        instead = _node_instead(cls.key(field), node, given)
     return f"{at}: expected {expected}, got {got}{instead}" if expected else f"{at}: {e['msg']}"
 
 
@@ -95,7 +123,9 @@ def _instead(key: str, kind: str, given: Any) -> str:
         word = str(given).lower()
         if word in ("true", "false"):
             return "; write it without quotes"
-        return f"; write {key}={'true' if word in _ON else 'false'}" if word in (*_ON, *_OFF) else ""
+        return (
+            f"; write {key}={'true' if word in _ON else 'false'}" if word in (*_ON, *_OFF) else ""
+        )
     if kind == "string_type" and isinstance(given, (int, float)):
         return f"; write '{key}=\"{spelled(given)}\"'"
     if kind not in ("int_type", "float_type"):
@@ -113,7 +143,10 @@ def _instead(key: str, kind: str, given: Any) -> str:
         return f"; write it out, as {re.sub('[,_]', '', given)}"
     if unit := _UNIT.fullmatch(given):
         powers = {"k": 1, "m": 2, "g": 3, "b": 3}[unit[2].lower()]
-        return f"; write it out, as {float(unit[1]) * 1000**powers:.0f} or {float(unit[1]) * 1024**powers:.0f}"
+        return (
+            f"; write it out, as {float(unit[1]) * 1000**powers:.0f} or"
+            f" {float(unit[1]) * 1024**powers:.0f}"
+        )
     return ""
 
 
@@ -121,7 +154,13 @@ def _node_instead(key: str, node: type[Node], given: Any) -> str:
     """What to write in place of a `given` value that is no node and no mapping."""
     if key == "precision":
         ours = foreign_names.meant(key, given)
-        return f"; did you mean {ours!r}?" if ours else f"; write {given.__name__}()" if callable(given) else ""
+        return (
+            f"; did you mean {ours!r}?"
+            if ours
+            else f"; write {given.__name__}()"
+            if callable(given)
+            else ""
+        )
     if isinstance(given, (str, bool)) or _all_keys(node, given):
         return example(full(key), node, given)
     return ""
@@ -136,22 +175,39 @@ def example(key: str, node: type[Node], value: Any) -> str:
     """The key of `node` that takes `value`: its switch for true and false, or the one of which it is an option; else its first.
     For a list with a value for each key all of them."""
     if _all_keys(node, value):
-        keys = ", ".join(f"{leaf}: {str(each).lower()}" for leaf, each in zip(node.model_fields, value, strict=True))
+        keys = ", ".join(
+            f"{leaf}: {str(each).lower()}"
+            for leaf, each in zip(node.model_fields, value, strict=True)
+        )
         return f"; write '{short(key)}={{{keys}}}'"
     if isinstance(value, bool) and "enabled" in node.model_fields:
         return f"; write {short(key)}.enabled={str(value).lower()}"
-    taken = (leaf for leaf, field in node.model_fields.items() if str(value).lower() in options(field.annotation))
+    taken = (
+        leaf
+        for leaf, field in node.model_fields.items()
+        if str(value).lower() in options(field.annotation)
+    )
     if leaf := next(taken, None):
         return f"; write {short(key)}.{leaf}={str(value).lower()}"
     if "enabled" in node.model_fields:
-        return f"; write {short(key)}.enabled={'false' if str(value).lower() in ('0', 'off', 'no', 'none') else 'true'}"
-    defaults = ((leaf, field.get_default(call_default_factory=True)) for leaf, field in node.model_fields.items())
-    leaf, default = next((leaf, default) for leaf, default in defaults if isinstance(default, (bool, int, float, str)))
+        enabled = "false" if str(value).lower() in ("0", "off", "no", "none") else "true"
+        return f"; write {short(key)}.enabled={enabled}"
+    defaults = (
+        (leaf, field.get_default(call_default_factory=True))
+        for leaf, field in node.model_fields.items()
+    )
+    leaf, default = next(
+        (leaf, default)
+        for leaf, default in defaults
+        if isinstance(default, (bool, int, float, str))
+    )
     return f", as in {short(key)}.{leaf}={spelled(default)}"
 
 
 def unknown_key(cls: type[Node], field: str) -> str:
-    known = frozenset(short(key) for key, _ in walk(cls.root or cls))  # the whole tree: a key in the wrong node finds its own
+    known = frozenset(
+        short(key) for key, _ in walk(cls.root or cls)
+    )  # the whole tree: a key in the wrong node finds its own
     return foreign_names.unknown(cls.key(field), known)
 
 

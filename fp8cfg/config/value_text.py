@@ -22,7 +22,8 @@ def shown(value: Any) -> str:
 def spelled(value: Any) -> str:
     """`value` in a line about it: as a word of the command line has it, a text without quotes, those of a list with them."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(repr(inner) if isinstance(inner, str) else spelled(inner) for inner in value)}]"
+        items = (repr(inner) if isinstance(inner, str) else spelled(inner) for inner in value)
+        return f"[{', '.join(items)}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {spelled(inner)}' for name, inner in value.items())}}}"
     return _WORDS[value] if value is None or isinstance(value, bool) else str(value)

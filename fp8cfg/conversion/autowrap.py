@@ -43,14 +43,22 @@ def contextual_fp8_autocast(
     Compile a model before, not after."""
     recipe = given_recipe(recipe)
     refuse_if(no_recipe(recipe))
-    owner, function = getattr(model_forward, "__self__", None), getattr(model_forward, "__func__", None)
+    owner, function = (
+        getattr(model_forward, "__self__", None),
+        getattr(model_forward, "__func__", None),
+    )
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, nn.Module):
-            raise ConfigError(f"contextual_fp8_autocast: its function takes the model first, not a {type(self).__name__}; "
-                              "write model.forward = types.MethodType(function, model), or apply_fp8_autowrap(model, recipe)")
+            raise ConfigError(
+                "contextual_fp8_autocast: its function takes the model first, not a"
+                f" {type(self).__name__}; write model.forward = types.MethodType(function, model),"
+                " or apply_fp8_autowrap(model, recipe)"
+            )
         with _pass(self, recipe, use_during_eval):
-            if function is not None and isinstance(self, type(owner)):  # a copy of the model runs itself
+            if function is not None and isinstance(
+                self, type(owner)
+            ):  # a copy of the model runs itself
                 return function(self, *args, **kwargs)
             return model_forward(*args, **kwargs)
 
@@ -67,8 +75,12 @@ def apply_fp8_autowrap(model: nn.Module, recipe: Any) -> nn.Module:
     refuse_if(_other(converted(model).fp8, recipe.fp8))
     if any(autowraps(hook) for hook in model._forward_pre_hooks.values()):
         raise ConfigError("apply_fp8_autowrap: this model's forward enters FP8 by itself already")
-    forward = partial(contextual_fp8_autocast(model.forward, recipe), model)  # a method would be unpickled as the class's own
-    if not inspect.ismethod(model.forward):  # what it wraps has no `self` for `partial` to take away
+    forward = partial(
+        contextual_fp8_autocast(model.forward, recipe), model
+    )  # a method would be unpickled as the class's own
+    if not inspect.ismethod(
+        model.forward
+    ):  # what it wraps has no `self` for `partial` to take away
         forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     forward.autowraps = True  # type: ignore[attr-defined]
     model.forward = forward
@@ -90,14 +102,18 @@ class PassHooks:
     def enter(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if len(self.entered) == converted(model).under_way:  # none of its forwards is under way: a call before was interrupted,
+        if (
+            len(self.entered) == converted(model).under_way
+        ):  # none of its forwards is under way: a call before was interrupted,
             self._close()  # by what is no Exception (Ctrl-C), after which torch calls no hook
         context = _pass(model, self.recipe)
         context.__enter__()
         self.entered.append(context)
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self.entered:  # empty where a hook in front of `enter` raised
+        if (
+            not torch.compiler.is_compiling() and self.entered
+        ):  # empty where a hook in front of `enter` raised
             self.entered.pop().__exit__(None, None, None)
 
     def _close(self) -> None:
@@ -131,5 +147,9 @@ def _other(built: FP8, asked: FP8) -> list[str]:
     """A line for each key of the `fp8` node in which the layers differ from the recipe; those of evaluation and of the proof
     are read anew."""
     late = {"use_autocast_during_eval", "min_coverage", *(preset_keys(asked) & GIVE_WAY)}
-    return [f"fp8.{key}={spelled(now)}: the model's layers were converted with {spelled(then)}; convert it anew"
-            for key, then in built if key not in late and then != (now := getattr(asked, key))]
+    return [
+        f"fp8.{key}={spelled(now)}: the model's layers were converted with {spelled(then)}; convert"
+        " it anew"
+        for key, then in built
+        if key not in late and then != (now := getattr(asked, key))
+    ]

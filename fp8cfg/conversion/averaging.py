@@ -25,7 +25,8 @@ from fp8cfg.optim.low_bit.training import LowBitTraining
 
 class Average:
     """An exponential moving average of a job's weights. `model` is a plain copy of the job's model, float32 and in evaluation mode:
-    call it to evaluate, save its `state_dict()`, or `model.save_pretrained(folder)`. `updates` counts the calls of `update`."""
+    call it to evaluate, save its `state_dict()`, or `model.save_pretrained(folder)`. `updates` counts the calls of `update`.
+    """
 
     def __init__(self, job: Job, decay: float) -> None:
         self.job, self.decay, self.updates = job, decay, 0
@@ -67,11 +68,15 @@ def averaged(job: Job, decay: float = 0.999) -> Average:
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"averaged: decay={decay} is not between 0 and 1; 0.999 is usual")
     if job.prepared.owner or (job.prepared.fsdp2 and job.prepared.shard != "none"):
-        raise ConfigError(f"averaged: storage.shard={job.prepared.shard} leaves each rank parts of weights or masters; write "
-                          "storage.shard=none, or average the weights of checkpoints")
+        raise ConfigError(
+            f"averaged: storage.shard={job.prepared.shard} leaves each rank parts of weights or"
+            " masters; write storage.shard=none, or average the weights of checkpoints"
+        )
     if job.prepared.mesh is not None:
-        raise ConfigError("averaged: tensor and pipeline parallelism leave each rank parts of the model; average the weights of "
-                          "checkpoints")
+        raise ConfigError(
+            "averaged: tensor and pipeline parallelism leave each rank parts of the model; average"
+            " the weights of checkpoints"
+        )
     return Average(job, decay)
 
 
@@ -80,8 +85,11 @@ def _plain(job: Job) -> nn.Module:
     if not job.prepared.fsdp2:
         return convert_back(copy.deepcopy(job.model))
     recipe, data = job.recipe, job.recipe.data
-    model = transformer(transformer_config(recipe), reset_attention_mask=data.reset_attention_mask,
-                        reset_position_ids=data.reset_position_ids).to_empty(device=job.device)  # FSDP2's are not copied
+    model = transformer(
+        transformer_config(recipe),
+        reset_attention_mask=data.reset_attention_mask,
+        reset_position_ids=data.reset_position_ids,
+    ).to_empty(device=job.device)  # FSDP2's are not copied
     if (beside := adapters(recipe)) is not None:
         beside.attach(model, recipe.trainer.seed)
     return model
@@ -90,7 +98,11 @@ def _plain(job: Job) -> nn.Module:
 def float32_weights(job: Job) -> dict[str, Tensor]:
     """The weights of `job` in float32, under every name: masters where there are any, and else the stored weights, decoded."""
     masters = _masters(job)
-    layers = {layer.parameter: layer for layer in job.model.modules() if isinstance(layer, NarrowWeight) and layer.scaled}
+    layers = {
+        layer.parameter: layer
+        for layer in job.model.modules()
+        if isinstance(layer, NarrowWeight) and layer.scaled
+    }
 
     def wide(p: nn.Parameter) -> Tensor:
         if p in masters or job.prepared.fsdp2:
@@ -104,5 +116,8 @@ def _masters(job: Job) -> dict[nn.Parameter, Tensor]:
     optimizer = job.optimizer
     if not isinstance(optimizer, LowBitTraining):
         return optimizer.masters
-    return {p: columns.source.decode(optimizer.state[p]["master" if columns.master else "weight"])
-            for p, columns in optimizer.columns.items() if optimizer.state[p].keys() & {"master", "weight"}}
+    return {
+        p: columns.source.decode(optimizer.state[p]["master" if columns.master else "weight"])
+        for p, columns in optimizer.columns.items()
+        if optimizer.state[p].keys() & {"master", "weight"}
+    }

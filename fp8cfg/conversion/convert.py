@@ -52,9 +52,12 @@ from fp8cfg.scalings import SCALINGS
 class Conversion:
     """Result of `convert_model`. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
     `plan` has for each linear layer the format of each GEMM, and the reason where one stays in high precision. It is saved beside
-    the model as anything with a state dict: `accelerator.register_for_checkpointing(fp8)`, or `fabric.save(path, {"fp8": fp8})`."""
+    the model as anything with a state dict: `accelerator.register_for_checkpointing(fp8)`, or `fabric.save(path, {"fp8": fp8})`.
+    """
 
-    def __init__(self, model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8
+    ) -> None:
         self.model, self.plan, self.choice, self.fp8 = model, plan, choice, fp8
         self._watch: StepWatch | None = None
 
@@ -65,8 +68,14 @@ class Conversion:
 
         def entered() -> AbstractContextManager[None]:
             first_pass.entered(self.model, enabled)
-            if enabled and self._rolls and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self._watch = self._watch or StepWatch([m.weight for m in self.model.modules() if PLANNED in vars(m)])  # type: ignore[misc]
+            if (
+                enabled
+                and self._rolls
+                and torch.is_grad_enabled()
+                and not torch.compiler.is_compiling()
+            ):
+                weights: list[Any] = [m.weight for m in self.model.modules() if PLANNED in vars(m)]
+                self._watch = self._watch or StepWatch(weights)
                 self._watch.entered(converted(self.model).steps)
             return backend.autocast(self.model, enabled)
 
@@ -75,7 +84,10 @@ class Conversion:
     @property
     def _rolls(self) -> bool:
         """Whether there is something for `step` to do."""
-        return SCALINGS[self.fp8.scaling].history and backend_registry.capabilities(self.choice.backend).moves_scales
+        return (
+            SCALINGS[self.fp8.scaling].history
+            and backend_registry.capabilities(self.choice.backend).moves_scales
+        )
 
     def step(self) -> None:
         """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales; under other scalings there
@@ -85,8 +97,12 @@ class Conversion:
             warn_of_share(self.model, coverage(self.model))
         state = converted(self.model)
         if state.forward_passes and self._rolls:
-            warnings.warn("fp8.step() beside apply_fp8_autowrap does nothing: each training pass of an autowrapped model rolls the "
-                          "histories; drop the call", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                "fp8.step() beside apply_fp8_autowrap does nothing: each training pass of an"
+                " autowrapped model rolls the histories; drop the call",
+                RuntimeWarning,
+                stacklevel=2,
+            )
             return
         state.step(self.model)
 
@@ -97,7 +113,8 @@ class Conversion:
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """The inverse of `state_dict`: load the model's weights first. Raises ValueError, before anything is changed, for the state
-        of other FP8 layers. Where it is not loaded, scales start anew, and the next step says so."""
+        of other FP8 layers. Where it is not loaded, scales start anew, and the next step says so.
+        """
         load_fp8_state_dict(self.model, state_dict)
 
     def prove(self) -> Coverage:
@@ -113,7 +130,9 @@ class Conversion:
     __repr__ = __str__
 
 
-def convert_model(model: nn.Module, recipe: Any, linear: Collection[type[nn.Linear]] = ()) -> Conversion:
+def convert_model(
+    model: nn.Module, recipe: Any, linear: Collection[type[nn.Linear]] = ()
+) -> Conversion:
     """Replace, in place, the linear layers of `model` that the recipe's precision has in FP8, by those of its backend. `recipe` is
     a Recipe, a Precision, or a handler of Accelerate's or a recipe of Transformer Engine's, which mean the recipe that they import
     as.
@@ -121,18 +140,26 @@ def convert_model(model: nn.Module, recipe: Any, linear: Collection[type[nn.Line
     Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.
     `linear` are subclasses of nn.Linear whose forward is F.linear of input and weight, cast to some dtype: their layers are
     converted too, and cast as theirs. Where a small copy of such a layer can be run, it is known without being named.
-    Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced."""
+    Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced.
+    """
     recipe = given_recipe(recipe)
     fp8 = _fp8_of(recipe, model)
     if _ours(model) or has_fp8_layers(model):
-        raise ConfigError("convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
+        raise ConfigError(
+            "convert_model: the model has FP8 layers already; fp8cfg.convert_back(model) takes out"
+            " those of fp8cfg"
+        )
     choice = choose(recipe.precision, _hardware(model))
     if backend_registry.capabilities(choice.backend).own_state:
-        raise ConfigError(f"backend={choice.backend}: its layers are trained by its own optimizer alone; write backend=native, "
-                          "or use fp8cfg.build(recipe, model=model)")
+        raise ConfigError(
+            f"backend={choice.backend}: its layers are trained by its own optimizer alone; write"
+            " backend=native, or use fp8cfg.build(recipe, model=model)"
+        )
     holder = nn.Module()
     holder.model = model
-    whole = holder if isinstance(model, nn.Linear) or layout_of(model) else model  # a root has no place to be replaced in
+    whole = (
+        holder if isinstance(model, nn.Linear) or layout_of(model) else model
+    )  # a root has no place to be replaced in
     norms = backend_registry.capabilities(choice.backend).norms
     plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit, linear, norms)
     shells = linear_stand_ins.to_linear(whole, plan)
@@ -156,19 +183,27 @@ def convert_back(model: nn.Module) -> nn.Module:
     nn.Module, and for a model that FSDP2 has split."""
     expect("convert_back", model, nn.Module, "a torch.nn.Module, such as job.model")
     if _has(model, "torch.distributed.fsdp"):
-        raise ConfigError("convert_back: FSDP2 has split the model, and its layers cannot be exchanged; a checkpoint has whole "
-                          "weights (model.safetensors)")
+        raise ConfigError(
+            "convert_back: FSDP2 has split the model, and its layers cannot be exchanged; a"
+            " checkpoint has whole weights (model.safetensors)"
+        )
     holder = nn.Module()
     holder.model = model
     shells = linear_stand_ins.shells(holder)
     held = {layer.parameter for layer in stored_weights.in_codec(model)}
-    wide = Counter(p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1 and p not in held)
+    wide = Counter(
+        p.dtype
+        for p in model.parameters()
+        if p.is_floating_point() and p.dtype.itemsize > 1 and p not in held
+    )
     dtype = wide.most_common(1)[0][0] if wide else torch.float32
     stored_weights.unhold(holder, dtype)
     for name, layer in list(holder.named_modules()):
         for backend in backend_registry.used():
             if (plain := backend.plain(layer)) is not None:
-                if isinstance(plain, nn.Linear) and plain.weight is not layer._parameters.get("weight"):
+                if isinstance(plain, nn.Linear) and plain.weight is not layer._parameters.get(
+                    "weight"
+                ):
                     plain.weight.data = plain.weight.data.to(dtype)
                 replaced(holder, name, plain)
     unmark(holder)
@@ -181,14 +216,21 @@ def has_fp8_layers(model: nn.Module) -> bool:
     """Whether any layer of `model` can multiply in FP8: ours, torchao's Float8Linear, or Transformer Engine's. A layer of ours that
     only holds its weight in fewer bits cannot."""
     expect("has_fp8_layers", model, nn.Module, "a torch.nn.Module, such as job.model")
-    modules = [module for name in backend_registry.names() for module in backend_registry.capabilities(name).layer_modules]
-    return (any(not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model))
-            or any(_has(model, module) for module in modules))
+    modules = [
+        module
+        for name in backend_registry.names()
+        for module in backend_registry.capabilities(name).layer_modules
+    ]
+    return any(
+        not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model)
+    ) or any(_has(model, module) for module in modules)
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Whether any layer of `model` is Transformer Engine's. That does not say whether it runs in FP8: see `coverage`."""
-    expect("has_transformer_engine_layers", model, nn.Module, "a torch.nn.Module, such as job.model")
+    expect(
+        "has_transformer_engine_layers", model, nn.Module, "a torch.nn.Module, such as job.model"
+    )
     return _has(model, "transformer_engine") or _has(model, "fp8cfg.backends.te.layers")
 
 
@@ -199,7 +241,9 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}{more}")
     if (seen := coverage(model)).share < fp8.min_coverage:
-        raise NotFP8Error(f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
+        raise NotFP8Error(
+            f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8"
+        )
     warn_of_share(model, seen)
     return seen
 
@@ -209,7 +253,9 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
     refuse_if(strangers(recipe, model))
     refuse_if(of_no_effect(recipe))
     recipe, lists = recipe.model_copy(deep=True), layer_lists(model)
-    recipe.model.num_layers = max(lists.values(), default=recipe.model.num_layers)  # for the rules about layers
+    recipe.model.num_layers = max(
+        lists.values(), default=recipe.model.num_layers
+    )  # for the rules about layers
     recipe = fitted(fit_layers(recipe, lists))
     recipe.check()
     return recipe
@@ -217,37 +263,63 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
 
 def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
     """A line for each argument of the wrong type."""
-    return no_recipe(recipe) + ([] if isinstance(model, nn.Module) else [f"expected a torch.nn.Module, got {type(model).__name__}"])
+    return no_recipe(recipe) + (
+        []
+        if isinstance(model, nn.Module)
+        else [f"expected a torch.nn.Module, got {type(model).__name__}"]
+    )
 
 
 def no_recipe(given: Any) -> list[str]:
     """A line where that is none."""
-    return [] if isinstance(given, Recipe) else [
-        f"expected a Recipe, got {type(given).__name__}; compose(['precision=bf16_fp8']) gives one"]
+    return (
+        []
+        if isinstance(given, Recipe)
+        else [
+            f"expected a Recipe, got {type(given).__name__}; compose(['precision=bf16_fp8'])"
+            " gives one"
+        ]
+    )
 
 
 def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
     """The recipe and the model around which `fp8cfg.build` makes a job."""
     recipe = checked(recipe, model)
     if recipe.trainer.compile == "on":
-        raise ConfigError("trainer.compile=on: has no effect on a model of your own; drop it, call job.compile_model() "
-                          "and run job.forward in your loop")
+        raise ConfigError(
+            "trainer.compile=on: has no effect on a model of your own; drop it, call"
+            " job.compile_model() and run job.forward in your loop"
+        )
     if _ours(model) or has_fp8_layers(model):
-        raise ConfigError("build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of fp8cfg")
-    return recipe, nn.Sequential(model) if isinstance(model, nn.Linear) or layout_of(model) else model
+        raise ConfigError(
+            "build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of"
+            " fp8cfg"
+        )
+    return recipe, (
+        nn.Sequential(model) if isinstance(model, nn.Linear) or layout_of(model) else model
+    )
 
 
 def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
     precision = leave_parameters(checked(recipe, model)).precision
     fp8, compute = precision.fp8, precision.compute
     if not fp8.enabled:
-        raise ConfigError(f"convert_model: precision.compute={compute} runs no FP8; write precision=bf16_fp8")
+        raise ConfigError(
+            f"convert_model: precision.compute={compute} runs no FP8; write precision=bf16_fp8"
+        )
     stored = [f"opt_level={precision.opt_level}"] if precision.opt_level else []
-    refuse_if([f"{key}: has no effect in convert_model, which leaves parameters and optimizer as they are; write "
-               "fp8cfg.build(recipe, model=model)" for key in [*stored, *changed(precision.storage)]])
+    refuse_if(
+        [
+            f"{key}: has no effect in convert_model, which leaves parameters and optimizer as they"
+            " are; write fp8cfg.build(recipe, model=model)"
+            for key in [*stored, *changed(precision.storage)]
+        ]
+    )
     if fp8_weights(precision):
-        raise ConfigError("fp8.params=true: weights in FP8 alone need an optimizer with masters; fp8cfg.build(recipe, "
-                          "model=model) makes one, or write fp8.params=false")
+        raise ConfigError(
+            "fp8.params=true: weights in FP8 alone need an optimizer with masters;"
+            " fp8cfg.build(recipe, model=model) makes one, or write fp8.params=false"
+        )
     return fp8
 
 
@@ -257,8 +329,16 @@ def _hardware(model: nn.Module) -> Hardware:  # where its parameters are
 
 def _ours(model: nn.Module) -> list[nn.Module]:
     """The layers that a backend of ours has converted, or that hold their weights in a codec."""
-    return [model.get_submodule(name) for backend in backend_registry.used() for name in backend.observed(model)]
+    return [
+        model.get_submodule(name)
+        for backend in backend_registry.used()
+        for name in backend.observed(model)
+    ]
 
 
 def _has(model: nn.Module, package: str) -> bool:
-    return any(f"{base.__module__}.".startswith(f"{package}.") for m in model.modules() for base in type(m).__mro__)
+    return any(
+        f"{base.__module__}.".startswith(f"{package}.")
+        for m in model.modules()
+        for base in type(m).__mro__
+    )

@@ -1,5 +1,6 @@
 """Recipes as functions for models of one's own take them: a Recipe, a precision, or another project's object, such as a handler of
-Accelerate's (TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs, FP8RecipeKwargs) or a recipe of Transformer Engine's."""
+Accelerate's (TERecipeKwargs, MSAMPRecipeKwargs, AORecipeKwargs, FP8RecipeKwargs) or a recipe of Transformer Engine's.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +38,14 @@ def of_no_effect(recipe: Recipe) -> list[str]:
     """A line for each thing in `recipe` that only its own Transformer has."""
     lines = []
     if every := recipe.log.fp8_stats_every_n_steps:
-        lines.append(f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it, and call "
-                     "fp8cfg.numerics.quantization_statistics.collect(model, run) in your loop")
+        lines.append(
+            f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it,"
+            " and call fp8cfg.numerics.quantization_statistics.collect(model, run) in your loop"
+        )
     if recipe.lora.enabled:
-        lines.append("lora.enabled=true: its adapters stand in the Transformer of a recipe; give a model of your own PEFT's, by "
-                     "peft.get_peft_model(model, LoraConfig(...)), and write lora.enabled=false")
+        lines.append(
+            "lora.enabled=true: its adapters stand in the Transformer of a recipe; give a model of"
+            " your own PEFT's, by peft.get_peft_model(model, LoraConfig(...)), and write"
+            " lora.enabled=false"
+        )
     return lines

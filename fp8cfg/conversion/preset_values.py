@@ -26,16 +26,30 @@ def fit_layers(recipe: Recipe, lists: Mapping[str, int]) -> Recipe:
     layers at both ends leave at least one in FP8, and are none where the model has no list."""
     may = [name for name in _ENDS if name in preset_keys(recipe.fp8)]
     if not lists:
-        return _said(recipe, {name: 0 for name in may if getattr(recipe.fp8, name)}, "a model without a list of like layers")
-    authors = dict.fromkeys(flat(recipe), Author.USER) | {full(f"fp8.{name}"): Author.PRESET for name in may}
+        return _said(
+            recipe,
+            {name: 0 for name in may if getattr(recipe.fp8, name)},
+            "a model without a list of like layers",
+        )
+    authors = dict.fromkeys(flat(recipe), Author.USER) | {
+        full(f"fp8.{name}"): Author.PRESET for name in may
+    }
     fitting = settled(recipe, authors, tacitly=False).recipe.fp8
     layers = recipe.model.num_layers
-    return _said(recipe, {name: getattr(fitting, name) for name in may}, f"a model of {layers} layer{'s' if layers > 1 else ''}")
+    return _said(
+        recipe,
+        {name: getattr(fitting, name) for name in may},
+        f"a model of {layers} layer{'s' if layers > 1 else ''}",
+    )
 
 
 def leave_parameters(recipe: Recipe) -> Recipe:
     """`recipe` for a model whose parameters stay as they are: the preset's fp8.params is off."""
-    return _said(recipe, {"params": False} if "params" in preset_keys(recipe.fp8) else {}, "parameters that stay as they are")
+    return _said(
+        recipe,
+        {"params": False} if "params" in preset_keys(recipe.fp8) else {},
+        "parameters that stay as they are",
+    )
 
 
 def _said(recipe: Recipe, values: Mapping[str, int], to: str) -> Recipe:
@@ -43,7 +57,9 @@ def _said(recipe: Recipe, values: Mapping[str, int], to: str) -> Recipe:
     changed = {name: value for name, value in values.items() if getattr(recipe.fp8, name) != value}
     if not changed:
         return recipe
-    those = ", ".join(f"fp8.{name} {getattr(recipe.fp8, name)} -> {value}" for name, value in changed.items())
+    those = ", ".join(
+        f"fp8.{name} {getattr(recipe.fp8, name)} -> {value}" for name, value in changed.items()
+    )
     logging.getLogger("fp8cfg").warning(f"note: {those}: what the preset says gives way to {to}")
     recipe = recipe.model_copy(deep=True)
     recipe.fp8 = changed

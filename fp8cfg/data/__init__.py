@@ -9,5 +9,17 @@ from fp8cfg.data.errors import DataError
 from fp8cfg.data.samples import IGNORED, Samples, Windows
 from fp8cfg.data.tokenizer import BYTE_VOCAB, EOS
 
-__all__ = ["BYTE_VOCAB", "EOS", "IGNORED", "SOURCES", "Batches", "Corpus", "DataError", "Samples", "Windows", "eval_batches",
-           "load_corpus", "split"]
+__all__ = [
+    "BYTE_VOCAB",
+    "EOS",
+    "IGNORED",
+    "SOURCES",
+    "Batches",
+    "Corpus",
+    "DataError",
+    "Samples",
+    "Windows",
+    "eval_batches",
+    "load_corpus",
+    "split",
+]

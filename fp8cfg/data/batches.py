@@ -57,8 +57,16 @@ class Batches:
         """
         pieces = world * num_micro
         if step < 0 or not 0 <= rank < world or not 0 <= micro < num_micro:
-            raise DataError(f"no batch for step={step}, rank {rank} of {world}, micro-batch {micro} of {num_micro}")
-        _divides("global_batch_size", self.global_batch_size, pieces, f"{world} ranks x {num_micro} micro-batches")
+            raise DataError(
+                f"no batch for step={step}, rank {rank} of {world}, micro-batch {micro} of"
+                f" {num_micro}"
+            )
+        _divides(
+            "global_batch_size",
+            self.global_batch_size,
+            pieces,
+            f"{world} ranks x {num_micro} micro-batches",
+        )
         size = self.global_batch_size // pieces
         return self.rows(step * self.global_batch_size + (rank * num_micro + micro) * size, size)
 
@@ -66,7 +74,9 @@ class Batches:
         """Samples cursor to cursor + count of the run, as `batch` returns them."""
         if cursor < 0 or count < 1:
             raise DataError(f"no {count} samples from cursor={cursor}")
-        return _tensors(self.samples, self.samples.drawn(np.arange(cursor, cursor + count), self.seed))
+        return _tensors(
+            self.samples, self.samples.drawn(np.arange(cursor, cursor + count), self.seed)
+        )
 
     def target_count(self, step: int) -> int:
         """Targets of the whole global batch of optimizer step `step` that a loss is taken of."""
@@ -80,22 +90,32 @@ class Batches:
 
     def _identity(self) -> dict[str, Any]:
         """What does not change while a run goes on."""
-        return {"seed": self.seed, "seq_length": self.samples.seq_length, "corpus_sha256": self.sha256,
-                "tokenizer_sha256": self.tokenizer_sha256}
+        return {
+            "seed": self.seed,
+            "seq_length": self.samples.seq_length,
+            "corpus_sha256": self.sha256,
+            "tokenizer_sha256": self.tokenizer_sha256,
+        }
 
     def resume(self, state: Mapping[str, Any]) -> int:
         """The step to go on with. DataError when the state belongs to other data, or falls inside a global batch."""
         for key, mine in self._identity().items():
             if state.get(key) != mine:
-                raise DataError(f"cannot resume: {key} is {mine!r}, the checkpoint has {state.get(key)!r}; restore it")
+                raise DataError(
+                    f"cannot resume: {key} is {mine!r}, the checkpoint has {state.get(key)!r};"
+                    " restore it"
+                )
         seen = state.get("samples_seen")
         if type(seen) is not int or seen < 0:
-            raise DataError(f"cannot resume: samples_seen={seen!r} in the checkpoint is no count of samples")
+            raise DataError(
+                f"cannot resume: samples_seen={seen!r} in the checkpoint is no count of samples"
+            )
         step, inside = divmod(seen, self.global_batch_size)
         if inside:
             raise DataError(
-                f"cannot resume: global_batch_size={self.global_batch_size} does not divide the {seen} samples seen; "
-                "go on with the one of the checkpoint, or with a divisor of it"
+                f"cannot resume: global_batch_size={self.global_batch_size} does not divide the"
+                f" {seen} samples seen; go on with the one of the checkpoint, or with a divisor"
+                " of it"
             )
         return step
 
@@ -116,8 +136,9 @@ def eval_batches(
     available = len(samples)
     if available < batch_size:
         raise DataError(
-            f"the validation part has {available} samples of seq_length={samples.seq_length}, less than one batch of "
-            f"{batch_size}: raise data.validation_fraction, or lower model.seq_length or trainer.global_batch_size"
+            f"the validation part has {available} samples of seq_length={samples.seq_length}, less"
+            f" than one batch of {batch_size}: raise data.validation_fraction, or lower"
+            " model.seq_length or trainer.global_batch_size"
         )
     total = min(limit, available // batch_size) * batch_size
     places = samples.spread(total)
@@ -133,4 +154,7 @@ def _tensors(samples: Drawn, places: np.ndarray) -> tuple[torch.Tensor, ...]:
 
 def _divides(name: str, value: int, by: int, what: str) -> None:
     if value % by:
-        raise DataError(f"{name}={value} is not divisible by {by} ({what}): use {max(by, value // by * by)} instead")
+        raise DataError(
+            f"{name}={value} is not divisible by {by} ({what}): use {max(by, value // by * by)}"
+            " instead"
+        )

@@ -25,7 +25,10 @@ from fp8cfg.data.tokenizer import Tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Token ids, int64 [n], and whether each is to be learned, bool [n]."""
-_KEYS = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}'
+_KEYS = (
+    '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion":'
+    ' "..."}'
+)
 
 
 def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Encoded:
@@ -41,9 +44,13 @@ def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Enco
         return _learned(text, spans, tokenizer)
     if "prompt" in row and "completion" in row:
         if not isinstance(row["prompt"], str) and isinstance(row["prompt"], Sequence):
-            raise DataError(f"{place}: prompt and completion are lists; write them as one list under 'messages'")
+            raise DataError(
+                f"{place}: prompt and completion are lists; write them as one list under 'messages'"
+            )
         prompt, completion = (text_of(place, row, key) for key in ("prompt", "completion"))
-        tokens, learned = _learned(prompt + completion, [(len(prompt), len(prompt) + len(completion))], tokenizer)
+        tokens, learned = _learned(
+            prompt + completion, [(len(prompt), len(prompt) + len(completion))], tokenizer
+        )
         return np.append(tokens, tokenizer.eos), np.append(learned, True)
     raise DataError(f"{place}: no conversation; a row has {_KEYS}")
 
@@ -51,7 +58,9 @@ def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Enco
 def encode_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> np.ndarray:
     """The tokens after which the assistant answers, int64 [n]."""
     if tokenizer.chat_template is not None:
-        return tokenizer.encode_spans(chat_template.prompt(tokenizer.chat_template, messages, tokenizer.variables)).ids
+        return tokenizer.encode_spans(
+            chat_template.prompt(tokenizer.chat_template, messages, tokenizer.variables)
+        ).ids
     tokens, _ = _plain([*messages, {"role": "assistant", "content": ""}], tokenizer)
     return tokens[:-1]  # the end token of the answer that is to come
 
@@ -68,7 +77,10 @@ def _learned(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer) 
 def _plain(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Encoded:
     tokens, learned = list[np.ndarray](), list[np.ndarray]()
     for number, message in enumerate(messages):
-        head, own = f"{chr(10) if number else ''}<|{message['role']}|>\n", message["role"] == "assistant"
+        head, own = (
+            f"{chr(10) if number else ''}<|{message['role']}|>\n",
+            message["role"] == "assistant",
+        )
         text = head + message["content"]
         ids, mask = _learned(text, [(len(head), len(text))] if own else [], tokenizer)
         tokens.append(np.append(ids, tokenizer.eos))
@@ -79,11 +91,15 @@ def _plain(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Encod
 def _messages(place: str, messages: Any) -> list[dict[str, Any]]:
     """Messages as plain data. Roles and contents are text; what else a message has goes to the template."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise DataError(f"{place}: 'messages' is no list of messages, each with a role and a content")
+        raise DataError(
+            f"{place}: 'messages' is no list of messages, each with a role and a content"
+        )
     for number, message in enumerate(messages):
         at = f"{place}, message {number}"
         if not isinstance(message, dict):
-            raise DataError(f"{at}: is {type(message).__name__}; a message has a role and a content")
+            raise DataError(
+                f"{at}: is {type(message).__name__}; a message has a role and a content"
+            )
         text_of(at, message, "role")
         content = text_of(at, message, "content")
         if chat_template.BEGIN in content or chat_template.END in content:

@@ -24,7 +24,9 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 Spans = list[tuple[int, int]]
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str]) -> tuple[str, Spans]:
+def render(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str]
+) -> tuple[str, Spans]:
     """The text of a conversation, and where in it the assistant's words stand, [start, stop) in characters.
 
     They are what the template has in `{% generation %}`; where it has none, what each message of the assistant adds to the text of
@@ -40,24 +42,43 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapp
             before = _rendered(template, messages[:i], variables, prompt=True) if i else ""
             after = _rendered(template, messages[: i + 1], variables)
             if not (after.startswith(before) and text.startswith(after)):
-                raise DataError("its chat template writes earlier messages otherwise once later ones follow, so the assistant's "
-                                "words cannot be told apart; put {% generation %} ... {% endgeneration %} around them")
+                raise DataError(
+                    "its chat template writes earlier messages otherwise once later ones follow, so"
+                    " the assistant's words cannot be told apart; put {% generation %} ... {%"
+                    " endgeneration %} around them"
+                )
             spans.append((len(before), len(after)))
     return text, spans
 
 
-def prompt(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str]) -> str:
+def prompt(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str]
+) -> str:
     """The text after which the assistant answers."""
     return _rendered(template, messages, variables, prompt=True).replace(BEGIN, "").replace(END, "")
 
 
-def _rendered(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str], prompt: bool = False) -> str:
+def _rendered(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str],
+    prompt: bool = False,
+) -> str:
     import jinja2
 
     try:
         return _compiled(template).render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **variables)
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as e:
+            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **variables
+        )
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as e:
         raise DataError(f"its chat template fails: {' '.join(str(e).split())[:160]}") from None
 
 
@@ -81,14 +102,21 @@ def _compiled(template: str) -> jinja2.Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < (3, 1, 6):
-        raise DataError(f"chat templates need jinja2 3.1.6 or newer, whose sandbox holds; there is {jinja2.__version__}")
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), loopcontrols])
+        raise DataError(
+            "chat templates need jinja2 3.1.6 or newer, whose sandbox holds; there is"
+            f" {jinja2.__version__}"
+        )
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), loopcontrols]
+    )
     environment.filters["tojson"] = _json
     environment.globals.update(raise_exception=_raise, dict=_Dict(), namespace=_namespace())
     try:
         return environment.from_string(template)
     except jinja2.TemplateError as e:
-        raise DataError(f"its chat template cannot be read: {' '.join(str(e).split())[:160]}") from None
+        raise DataError(
+            f"its chat template cannot be read: {' '.join(str(e).split())[:160]}"
+        ) from None
 
 
 def _generation() -> Any:
@@ -111,9 +139,17 @@ def _generation() -> Any:
     return Generation
 
 
-def _json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> NoReturn:

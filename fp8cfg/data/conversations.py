@@ -42,7 +42,11 @@ class Conversations:
     @cached_property
     def sha256(self) -> str:
         digest = hashlib.sha256(f"{self.pad} {len(self)}\n".encode())
-        for part, dtype in ((self.tokens, "<i4"), (self.learned, "u1"), (self.starts - self.starts[0], "<i8")):
+        for part, dtype in (
+            (self.tokens, "<i4"),
+            (self.learned, "u1"),
+            (self.starts - self.starts[0], "<i8"),
+        ):
             digest.update(part.astype(dtype, copy=False).tobytes())
         return digest.hexdigest()
 
@@ -71,17 +75,24 @@ class Conversations:
     def split(self, validation_fraction: float) -> tuple[Conversations, Conversations]:
         """The first conversations to train on, the last, `validation_fraction` of them, to validate; at least one of each."""
         if len(self) < 2:
-            raise DataError(f"{self.description}: one conversation is too few to train and validate on; two are the least")
+            raise DataError(
+                f"{self.description}: one conversation is too few to train and validate on; two are"
+                " the least"
+            )
         held_out = min(max(1, round(len(self) * validation_fraction)), len(self) - 1)
         return self._part(0, len(self) - held_out), self._part(len(self) - held_out, len(self))
 
     def _part(self, first: int, last: int) -> Conversations:
         starts = self.starts[first : last + 1]
         inside = slice(int(starts[0]), int(starts[-1]))
-        return replace(self, tokens=self.tokens[inside], learned=self.learned[inside], starts=starts)
+        return replace(
+            self, tokens=self.tokens[inside], learned=self.learned[inside], starts=starts
+        )
 
 
-def load_conversations(path: str, tokenizer: Tokenizer, seq_length: int, vocab_size: int | None = None) -> Conversations:
+def load_conversations(
+    path: str, tokenizer: Tokenizer, seq_length: int, vocab_size: int | None = None
+) -> Conversations:
     """The conversations at `path`, a JSONL or Parquet file, a folder of these, or a saved dataset.
 
     One that is longer than seq_length + 1 tokens is cut there; one of whose tokens none is left to learn is left out; the
@@ -91,19 +102,31 @@ def load_conversations(path: str, tokenizer: Tokenizer, seq_length: int, vocab_s
         refuse_vocabulary(tokenizer, vocab_size)
     rows, size = table_rows(kind_of(path), path)
     if size > MAX_TEXT_BYTES:
-        raise DataError(f"{path}: {size / 2**30:.1f} GiB of conversations, more than the {MAX_TEXT_BYTES / 2**30:.1f} GiB that are "
-                        "held in memory; give a part of them")
+        raise DataError(
+            f"{path}: {size / 2**30:.1f} GiB of conversations, more than the"
+            f" {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in memory; give a part of them"
+        )
     encoded = (encode_row(place, row, tokenizer) for place, row in rows)
     kept, cut, without = _fitting(encoded, seq_length + 1)
     if not kept:
-        raise DataError(f"{path}: no conversation in which the assistant's words begin within seq_length={seq_length} tokens")
+        raise DataError(
+            f"{path}: no conversation in which the assistant's words begin within"
+            f" seq_length={seq_length} tokens"
+        )
     lengths = np.array([len(ids) for ids, _ in kept], dtype=np.int64)
     said = [f"{len(kept)} conversations of {path}"]
     said += [f"{cut} longer than seq_length={seq_length} were cut"] if cut else []
-    said += [f"{without} without a word of the assistant within it were left out"] if without else []
+    said += (
+        [f"{without} without a word of the assistant within it were left out"] if without else []
+    )
     return Conversations(
-        np.concatenate([ids for ids, _ in kept]).astype(np.int32), np.concatenate([learned for _, learned in kept]),
-        np.append(0, np.cumsum(lengths)), seq_length, tokenizer.pad, ", ".join(said))
+        np.concatenate([ids for ids, _ in kept]).astype(np.int32),
+        np.concatenate([learned for _, learned in kept]),
+        np.append(0, np.cumsum(lengths)),
+        seq_length,
+        tokenizer.pad,
+        ", ".join(said),
+    )
 
 
 def _fitting(conversations: Iterator[Encoded], most: int) -> tuple[list[Encoded], int, int]:

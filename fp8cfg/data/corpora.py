@@ -25,13 +25,17 @@ from fp8cfg.data.tokenizer import BYTES, Tokenizer, refuse_vocabulary
 
 SOURCES = ("stdlib", "tiny", "text", *TABLES, "tokens", "chat")
 WITH_PATH = {
-    "text": "a text file or a folder of them", **TABLES, "tokens": "the common name of a Megatron .bin/.idx pair",
+    "text": "a text file or a folder of them",
+    **TABLES,
+    "tokens": "the common name of a Megatron .bin/.idx pair",
     "chat": "a .jsonl file of conversations",
 }
 """Sources that read what is at a path, and what that is."""
 
 
-def documents(name: str, path: str | os.PathLike[str] | None = None, text_key: str = "text") -> Documents:
+def documents(
+    name: str, path: str | os.PathLike[str] | None = None, text_key: str = "text"
+) -> Documents:
     """The texts of the source called `name`; not of tokens, which are no text, nor of chat, whose rows are conversations.
 
     DataError for an unknown name, a path that is missing or that would be ignored.
@@ -41,13 +45,18 @@ def documents(name: str, path: str | os.PathLike[str] | None = None, text_key: s
     if name in WITH_PATH and path is None:
         raise DataError(f"data source {name!r} needs a path: {WITH_PATH[name]}")
     if name not in WITH_PATH and path is not None:
-        raise DataError(f"data source {name!r} takes no path, and {os.fspath(path)!r} would be ignored: use 'text'")
+        raise DataError(
+            f"data source {name!r} takes no path, and {os.fspath(path)!r} would be ignored: use"
+            " 'text'"
+        )
     if name in TABLES and path is not None:
         return table_documents(name, os.fspath(path), text_key)
     if name == "text" and path is not None:
         return text_documents(path)
     if name in WITH_PATH:
-        raise DataError(f"data source {name!r} has no documents of text; text, jsonl, parquet and dataset have")
+        raise DataError(
+            f"data source {name!r} has no documents of text; text, jsonl, parquet and dataset have"
+        )
     return stdlib_documents() if name == "stdlib" else tiny_documents()
 
 
@@ -69,7 +78,10 @@ def require_source(name: str, path: str) -> None:
 
 
 def load_corpus(
-    name: str, path: str | os.PathLike[str] | None = None, vocab_size: int | None = None, text_key: str = "text",
+    name: str,
+    path: str | os.PathLike[str] | None = None,
+    vocab_size: int | None = None,
+    text_key: str = "text",
     tokenizer: Tokenizer = BYTES,
 ) -> Corpus:
     """The corpus called `name`.
@@ -86,7 +98,9 @@ def load_corpus(
     refuse_too_much(found, path)
     counted = _Counted(found.texts)
     corpus = from_documents(found.name, counted, found.what, tokenizer)
-    description = f"{found.what}, {counted.documents} documents, {counted.bytes / 1e6:.2f} MB{found.remark}"
+    description = (
+        f"{found.what}, {counted.documents} documents, {counted.bytes / 1e6:.2f} MB{found.remark}"
+    )
     return replace(corpus, description=description, vocab_size=vocab_size or corpus.vocab_size)
 
 
@@ -109,7 +123,9 @@ def _unknown(name: str) -> DataError:
     return DataError(f"unknown data source {name!r}: {hint}known are {', '.join(SOURCES)}")
 
 
-def _token_corpus(path: str | os.PathLike[str], vocab_size: int | None, tokenizer: Tokenizer) -> Corpus:
+def _token_corpus(
+    path: str | os.PathLike[str], vocab_size: int | None, tokenizer: Tokenizer
+) -> Corpus:
     if vocab_size is None:
         raise DataError("data source 'tokens' needs vocab_size: token files do not record it")
     if tokenizer is not BYTES:
@@ -120,6 +136,8 @@ def _token_corpus(path: str | os.PathLike[str], vocab_size: int | None, tokenize
         raise DataError(f"{indexed.path}.idx: all sequences are empty")
     firsts = indexed.documents[:-1]
     starts = indexed.starts[firsts[firsts < len(indexed.starts)]] - indexed.starts[0]
-    description = f"{indexed.path}.bin, {len(firsts)} documents, {len(tokens)} {tokens.dtype.name} tokens"
+    description = (
+        f"{indexed.path}.bin, {len(firsts)} documents, {len(tokens)} {tokens.dtype.name} tokens"
+    )
     eos = None if tokenizer is BYTES else tokenizer.eos
     return Corpus("tokens", tokens, vocab_size, fingerprint(tokens), description, starts, eos)

@@ -79,7 +79,9 @@ def _grouped(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
         raise wrong
 
 
-def from_documents(name: str, documents: Iterable[bytes], description: str, tokenizer: Tokenizer = BYTES) -> Corpus:
+def from_documents(
+    name: str, documents: Iterable[bytes], description: str, tokenizer: Tokenizer = BYTES
+) -> Corpus:
     """The tokens of all documents, the end token after each; bytes as uint16. DataError when there is not one token."""
     pieces = list(encoded(documents, tokenizer))
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
@@ -88,7 +90,15 @@ def from_documents(name: str, documents: Iterable[bytes], description: str, toke
     tokens = np.concatenate(pieces)
     tokens.flags.writeable = False
     starts = np.cumsum(lengths) - lengths
-    return Corpus(name, tokens, padded_vocabulary(tokenizer), fingerprint(tokens), description, starts, tokenizer.eos)
+    return Corpus(
+        name,
+        tokens,
+        padded_vocabulary(tokenizer),
+        fingerprint(tokens),
+        description,
+        starts,
+        tokenizer.eos,
+    )
 
 
 def fingerprint(tokens: Tokens) -> str:
@@ -117,18 +127,26 @@ def split(corpus: Corpus, validation_fraction: float, seq_length: int) -> tuple[
     """
     length, window = len(corpus.tokens), seq_length + 1
     if not 0 < validation_fraction < 1:
-        raise DataError(f"validation_fraction={validation_fraction} must lie between 0 and 1, for example 0.05")
+        raise DataError(
+            f"validation_fraction={validation_fraction} must lie between 0 and 1, for example 0.05"
+        )
     held_out, least = round(length * validation_fraction), math.ceil(window / length * 1e6) / 1e6
     if length < 2 * window or (held_out < window and least >= _BELOW):
         raise DataError(
-            f"corpus {corpus.name!r} has {length} tokens, too few to train and validate on windows of {window}: "
-            f"use more text{_shorter(length, validation_fraction)}"
+            f"corpus {corpus.name!r} has {length} tokens, too few to train and validate on windows"
+            f" of {window}: use more text{_shorter(length, validation_fraction)}"
         )
     if held_out < window:
-        raise DataError(_short("validation", held_out, window, f"data.validation_fraction={least:g} or more"))
+        raise DataError(
+            _short("validation", held_out, window, f"data.validation_fraction={least:g} or more")
+        )
     if length - held_out < window:
         most = math.floor((length - window) / length * 1e6) / 1e6
-        raise DataError(_short("training", length - held_out, window, f"data.validation_fraction={most:g} or less"))
+        raise DataError(
+            _short(
+                "training", length - held_out, window, f"data.validation_fraction={most:g} or less"
+            )
+        )
     cut = _border(corpus.documents, length, held_out, window)
     return _part(corpus, "training", 0, cut), _part(corpus, "validation", cut, length)
 
@@ -140,7 +158,11 @@ def _border(documents: np.ndarray | None, length: int, held_out: int, window: in
         return cut
     at = int(np.searchsorted(documents, cut))
     near = [int(start) for start in documents[max(0, at - 1) : at + 1]]
-    fits = [start for start in near if held_out / 2 <= length - start <= held_out * 2 and window <= start <= length - window]
+    fits = [
+        start
+        for start in near
+        if held_out / 2 <= length - start <= held_out * 2 and window <= start <= length - window
+    ]
     return min(fits, key=lambda start: abs(start - cut), default=cut)
 
 
@@ -150,14 +172,23 @@ def _shorter(length: int, validation_fraction: float) -> str:
     if (most := min(held_out, length - held_out) - 1) >= _LEAST:
         return f" or model.seq_length={most} or less"
     most = round(length * _LARGE) - 1
-    return f", or model.seq_length={most} or less with data.validation_fraction={_LARGE}" if most >= _LEAST else ""
+    return (
+        f", or model.seq_length={most} or less with data.validation_fraction={_LARGE}"
+        if most >= _LEAST
+        else ""
+    )
 
 
 def _short(part: str, length: int, window: int, cure: str) -> str:
-    return f"the {part} part has {length} tokens, less than one window of seq_length + 1 = {window}: use {cure}"
+    return (
+        f"the {part} part has {length} tokens, less than one window of seq_length + 1 = {window}:"
+        f" use {cure}"
+    )
 
 
 def _part(corpus: Corpus, part: str, start: int, stop: int) -> Corpus:
     tokens = corpus.tokens[start:stop]
     description = f"{corpus.description}; {part} part, tokens {start} to {stop}"
-    return replace(corpus, tokens=tokens, sha256=fingerprint(tokens), description=description, documents=None)
+    return replace(
+        corpus, tokens=tokens, sha256=fingerprint(tokens), description=description, documents=None
+    )

@@ -21,7 +21,9 @@ def require(path: Path, candidates: list[str] | None = None) -> os.stat_result:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{path}: no such file or folder; {_nearest(path, candidates)}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise DataError(f"{path}: cannot be reached ({getattr(error, 'strerror', error)})") from error
+        raise DataError(
+            f"{path}: cannot be reached ({getattr(error, 'strerror', error)})"
+        ) from error
 
 
 def _nearest(path: Path, candidates: list[str] | None) -> str:
@@ -33,4 +35,6 @@ def _nearest(path: Path, candidates: list[str] | None) -> str:
     if candidates is None:
         candidates = sorted(os.listdir(folder)) if os.access(folder, os.R_OK) else []
     close = difflib.get_close_matches(path.name, candidates, n=1)
-    return f"did you mean {folder / close[0]}?" if close else f"nothing in {folder} has a similar name"
+    return (
+        f"did you mean {folder / close[0]}?" if close else f"nothing in {folder} has a similar name"
+    )

@@ -52,8 +52,9 @@ class Indexed:
         gaps = self.starts[1:] != self.starts[:-1] + self.lengths[:-1]
         if gaps.any():
             raise DataError(
-                f"{self.path}.idx: sequence {int(gaps.argmax()) + 1} does not begin where the one before it ends, so "
-                "the tokens are no single stream; write the files again with Megatron's builder"
+                f"{self.path}.idx: sequence {int(gaps.argmax()) + 1} does not begin where the one"
+                " before it ends, so the tokens are no single stream; write the files again with"
+                " Megatron's builder"
             )
         return self.tokens[int(self.starts[0]) : int(self.starts[-1]) + int(self.lengths[-1])]
 
@@ -73,7 +74,10 @@ def read_indexed(path: str | os.PathLike[str]) -> Indexed:
     _check_sequences(file, lengths, pointers, dtype.itemsize, len(raw))
     _check_documents(file, documents, sequences)
     if len(raw) % dtype.itemsize:
-        raise DataError(f"{prefix}.bin: {len(raw)} bytes are no whole number of {dtype.name} tokens; it was cut short")
+        raise DataError(
+            f"{prefix}.bin: {len(raw)} bytes are no whole number of {dtype.name} tokens; it was cut"
+            " short"
+        )
     return Indexed(prefix, raw.view(dtype), pointers // dtype.itemsize, lengths, documents)
 
 
@@ -88,23 +92,33 @@ def required_prefix(path: str | os.PathLike[str]) -> Path:
     prefix = prefix_of(path)
     if os.path.isdir(prefix):
         names = " ".join(sorted(file.stem for file in prefix.glob("*.idx"))) or "none"
-        raise DataError(f"{prefix}: a folder; add the common name of a .bin/.idx pair in it (there is: {names})")
+        raise DataError(
+            f"{prefix}: a folder; add the common name of a .bin/.idx pair in it (there is: {names})"
+        )
     for ending in (".idx", ".bin"):
         require(Path(f"{prefix}{ending}"), _pairs_beside(prefix, ending))
     return prefix
 
 
 def _pairs_beside(prefix: Path, ending: str) -> list[str]:
-    return sorted(f"{file.stem}{ending}" for file in prefix.parent.glob("*.idx") if file.stem != prefix.name)
+    return sorted(
+        f"{file.stem}{ending}" for file in prefix.parent.glob("*.idx") if file.stem != prefix.name
+    )
 
 
 def _header(idx: TokenFile) -> tuple[np.dtype, int, int]:
     path = idx.path
     if len(idx) < HEADER.size:
-        raise DataError(f"{path}: {len(idx)} bytes are less than a header of {HEADER.size}; it was cut short")
-    magic, version, code, sequences, entries = HEADER.unpack(np.asarray(idx[: HEADER.size]).tobytes())
+        raise DataError(
+            f"{path}: {len(idx)} bytes are less than a header of {HEADER.size}; it was cut short"
+        )
+    magic, version, code, sequences, entries = HEADER.unpack(
+        np.asarray(idx[: HEADER.size]).tobytes()
+    )
     if magic != MAGIC:
-        raise DataError(f"{path}: not a Megatron index (begins with {magic!r} instead of {MAGIC!r})")
+        raise DataError(
+            f"{path}: not a Megatron index (begins with {magic!r} instead of {MAGIC!r})"
+        )
     if version != VERSION:
         raise DataError(f"{path}: index version {version}; only version {VERSION} is known")
     if code not in DTYPES:
@@ -114,14 +128,17 @@ def _header(idx: TokenFile) -> tuple[np.dtype, int, int]:
     size = HEADER.size + 12 * sequences + 8 * entries
     if len(idx) not in (size, size + sequences):
         raise DataError(
-            f"{path}: {sequences} sequences and {entries} document entries make {size} bytes, the file has {len(idx)}"
+            f"{path}: {sequences} sequences and {entries} document entries make {size} bytes, the"
+            f" file has {len(idx)}"
         )
     if sequences == 0 or entries == 0:
         raise DataError(f"{path}: the index lists no sequence or no document")
     return np.dtype(DTYPES[code]), sequences, entries
 
 
-def _tables(idx: np.ndarray, sequences: int, entries: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tables(
+    idx: np.ndarray, sequences: int, entries: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     at = HEADER.size
     lengths = np.frombuffer(idx, dtype="<i4", count=sequences, offset=at)
     pointers = np.frombuffer(idx, dtype="<i8", count=sequences, offset=at + 4 * sequences)
@@ -129,18 +146,31 @@ def _tables(idx: np.ndarray, sequences: int, entries: int) -> tuple[np.ndarray, 
     return lengths, pointers, documents
 
 
-def _check_sequences(file: str, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, size: int) -> None:
+def _check_sequences(
+    file: str, lengths: np.ndarray, pointers: np.ndarray, itemsize: int, size: int
+) -> None:
     _refuse(file, lengths < 0, "sequence {} has a negative length")
     _refuse(file, pointers < 0, "sequence {} begins before the .bin")
-    _refuse(file, pointers % itemsize != 0, f"sequence {{}} does not begin at a multiple of {itemsize} bytes")
+    _refuse(
+        file,
+        pointers % itemsize != 0,
+        f"sequence {{}} does not begin at a multiple of {itemsize} bytes",
+    )
     # Subtracting on the side of the file's size cannot overflow; adding to an untrusted pointer can.
     beyond = pointers > size - lengths.astype(np.int64) * itemsize
-    _refuse(file, beyond, f"sequence {{}} ends beyond the .bin of {size} bytes; the two files are no pair")
+    _refuse(
+        file,
+        beyond,
+        f"sequence {{}} ends beyond the .bin of {size} bytes; the two files are no pair",
+    )
 
 
 def _check_documents(file: str, documents: np.ndarray, sequences: int) -> None:
     if documents[0] != 0 or documents[-1] != sequences:
-        raise DataError(f"{file}: documents go from sequence {documents[0]} to {documents[-1]}; it must be 0 to {sequences}")
+        raise DataError(
+            f"{file}: documents go from sequence {documents[0]} to {documents[-1]}; it must be 0 to"
+            f" {sequences}"
+        )
     _refuse(file, documents[1:] < documents[:-1], "document {} ends before it begins")
 
 

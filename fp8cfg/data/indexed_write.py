@@ -14,7 +14,9 @@ from fp8cfg.data.indexed import DTYPES, HEADER, MAGIC, VERSION, prefix_of
 _LONGEST = 2**31 - 1  # a length is an int32
 
 
-def write_indexed(path: str | os.PathLike[str], documents: Iterable[np.ndarray | list[int]], vocab_size: int) -> Path:
+def write_indexed(
+    path: str | os.PathLike[str], documents: Iterable[np.ndarray | list[int]], vocab_size: int
+) -> Path:
     """Writes `path`.bin and `path`.idx and returns the prefix; documents are read one at a time.
 
     Tokens are stored as uint16 for a vocabulary below 65500 and as int32 above, which is Megatron's rule. Both files
@@ -34,17 +36,23 @@ def write_indexed(path: str | os.PathLike[str], documents: Iterable[np.ndarray |
     return prefix
 
 
-def _write_tokens(path: Path, documents: Iterable[np.ndarray | list[int]], vocab_size: int, dtype: np.dtype) -> np.ndarray:
+def _write_tokens(
+    path: Path, documents: Iterable[np.ndarray | list[int]], vocab_size: int, dtype: np.dtype
+) -> np.ndarray:
     lengths = []
     with path.open("wb") as file:
         for number, document in enumerate(documents):
             tokens = np.asarray(document, dtype=np.int64)
             if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
                 raise DataError(
-                    f"document {number}: tokens from {tokens.min()} to {tokens.max()} do not fit vocab_size={vocab_size}"
+                    f"document {number}: tokens from {tokens.min()} to {tokens.max()} do not fit"
+                    f" vocab_size={vocab_size}"
                 )
             if tokens.size > _LONGEST:
-                raise DataError(f"document {number}: {tokens.size} tokens; the format holds {_LONGEST} a document")
+                raise DataError(
+                    f"document {number}: {tokens.size} tokens; the format holds {_LONGEST} a"
+                    " document"
+                )
             file.write(tokens.astype(dtype).tobytes())
             lengths.append(tokens.size)
     if sum(lengths) == 0:

@@ -40,14 +40,19 @@ def shares(weights: Sequence[float]) -> list[int]:
         return parts
     parts = [round(_PERIOD * share / sum(exact)) for share in exact]
     if not all(parts):
-        raise DataError(f"weight {weights[parts.index(0)]:g} is less than a 200,000th of all weights; raise it, or leave it out")
+        raise DataError(
+            f"weight {weights[parts.index(0)]:g} is less than a 200,000th of all weights; raise it,"
+            " or leave it out"
+        )
     return parts
 
 
 def schedule(parts: Sequence[int]) -> np.ndarray:
     """The source of each of sum(parts) samples, source i in parts[i] of them, int64."""
     period, order = sum(parts), np.empty(sum(parts), dtype=np.int64)
-    coming = [(0, -(-period // part), source, 1) for source, part in enumerate(parts)]  # from slot, due by slot, source, its n-th
+    coming = [
+        (0, -(-period // part), source, 1) for source, part in enumerate(parts)
+    ]  # from slot, due by slot, source, its n-th
     heapq.heapify(coming)
     ready: list[tuple[int, int, int]] = []
     for slot in range(period):
@@ -57,7 +62,10 @@ def schedule(parts: Sequence[int]) -> np.ndarray:
         _, source, n = heapq.heappop(ready)
         order[slot] = source
         if n < parts[source]:
-            heapq.heappush(coming, (n * period // parts[source], -(-(n + 1) * period // parts[source]), source, n + 1))
+            heapq.heappush(
+                coming,
+                (n * period // parts[source], -(-(n + 1) * period // parts[source]), source, n + 1),
+            )
     return order
 
 
@@ -88,13 +96,19 @@ class Mixture:
 
     @cached_property
     def sha256(self) -> str:
-        said = [f"{part} {source.sha256}" for part, source in zip(self._schedule[0], self.sources, strict=True)]
+        said = [
+            f"{part} {source.sha256}"
+            for part, source in zip(self._schedule[0], self.sources, strict=True)
+        ]
         return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
     def __len__(self) -> int:
         """As many as can be taken in these shares without taking one twice."""
         parts = self._schedule[0]
-        most = min(len(source) * sum(parts) // part for source, part in zip(self.sources, parts, strict=True)) + len(parts)
+        most = min(
+            len(source) * sum(parts) // part
+            for source, part in zip(self.sources, parts, strict=True)
+        ) + len(parts)
         while most and any(self._counts(most) > np.array([len(source) for source in self.sources])):
             most -= 1
         return most
@@ -105,7 +119,9 @@ class Mixture:
         for number, source in enumerate(self.sources):
             here = which == number
             if here.any():  # two sources of equally many samples are not in one order
-                places[here, 1] = source.drawn(index[here], seed if number == 0 else (number << 64) + seed)
+                places[here, 1] = source.drawn(
+                    index[here], seed if number == 0 else (number << 64) + seed
+                )
         return places
 
     def spread(self, count: int) -> np.ndarray:
@@ -122,7 +138,9 @@ class Mixture:
             here = places[:, 0] == number
             if here.any():
                 parts = source.read(places[here, 1])
-                rows = rows or [np.empty((len(places), self.seq_length), dtype=part.dtype) for part in parts]
+                rows = rows or [
+                    np.empty((len(places), self.seq_length), dtype=part.dtype) for part in parts
+                ]
                 for whole, part in zip(rows, parts, strict=True):
                     whole[here] = part
         return tuple(rows)
@@ -138,5 +156,7 @@ class Mixture:
         """How many of the first `count` samples are of each source."""
         parts, order, _ = self._schedule
         period, slot = divmod(count, len(order))
-        found: np.ndarray = period * np.array(parts) + np.bincount(order[:slot], minlength=len(parts))
+        found: np.ndarray = period * np.array(parts) + np.bincount(
+            order[:slot], minlength=len(parts)
+        )
         return found

@@ -30,7 +30,9 @@ def permute(index: np.ndarray | int, n: int, seed: int, epoch: int) -> np.ndarra
     if not 0 < n <= _MOST:
         raise DataError(f"n={n}: can order between 1 and 2**62 samples")
     if values.size and (values.min() < 0 or values.max() >= n):
-        raise DataError(f"sample index {int(values.min())}..{int(values.max())} is outside of range({n})")
+        raise DataError(
+            f"sample index {int(values.min())}..{int(values.max())} is outside of range({n})"
+        )
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     keys = _keys(seed, epoch)
     out = _feistel(values.reshape(-1).astype(np.uint64), keys, half)
@@ -68,4 +70,6 @@ def _keys(seed: int, epoch: int) -> np.ndarray:
 
 
 def _digest(purpose: str, seed: int, epoch: int) -> bytes:
-    return hashlib.blake2b(f"{purpose} {int(seed)} {int(epoch)}".encode(), digest_size=8 * _ROUNDS).digest()
+    return hashlib.blake2b(
+        f"{purpose} {int(seed)} {int(epoch)}".encode(), digest_size=8 * _ROUNDS
+    ).digest()

@@ -27,7 +27,9 @@ def table_documents(kind: str, path: str, text_key: str) -> Documents:
     """The column `text_key` of every row, one document each. DataError for rows without it, or where it is no text."""
     rows, size = table_rows(kind, path)
     texts = (text for place, row in rows if (text := text_of(place, row, text_key)))
-    return Documents((text.encode("utf-8", "replace") for text in texts), kind, f"{text_key!r} of {path}", size)
+    return Documents(
+        (text.encode("utf-8", "replace") for text in texts), kind, f"{text_key!r} of {path}", size
+    )
 
 
 def table_rows(kind: str, path: str) -> tuple[Iterator[Row], int]:
@@ -50,14 +52,21 @@ def kind_of(path: str) -> str:
         require(at)
     if at.is_dir() and ((at / "dataset_info.json").exists() or (at / "dataset_dict.json").exists()):
         return "dataset"
-    return "parquet" if at.suffix == ".parquet" or (at.is_dir() and any(at.rglob("*.parquet"))) else "jsonl"
+    return (
+        "parquet"
+        if at.suffix == ".parquet" or (at.is_dir() and any(at.rglob("*.parquet")))
+        else "jsonl"
+    )
 
 
 def text_of(place: str, row: Mapping[str, Any], key: str) -> str:
     """The text in the column `key`."""
     if key not in row:
         near = difflib.get_close_matches(key, map(str, row), n=1)
-        raise DataError(f"{place}: has no {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"it has {_names(row)}"))
+        raise DataError(
+            f"{place}: has no {key!r}; "
+            + (f"did you mean {near[0]!r}?" if near else f"it has {_names(row)}")
+        )
     value = row[key]
     if not isinstance(value, str):
         raise DataError(f"{place}: {key!r} is {type(value).__name__}, not text")
@@ -74,10 +83,14 @@ def _dataset(path: Path) -> Iterator[Row]:
     if (path / "dataset_dict.json").exists():
         splits = sorted(child.name for child in path.iterdir() if child.is_dir())
         one = path / (splits or ["train"])[0]
-        raise DataError(f"{path}: holds the splits {', '.join(splits)}; give the folder of one, as in {one}")
+        raise DataError(
+            f"{path}: holds the splits {', '.join(splits)}; give the folder of one, as in {one}"
+        )
     try:
         table = datasets.load_from_disk(str(path))
     except Exception as e:
-        raise DataError(f"{path}: no folder that Dataset.save_to_disk wrote ({' '.join(str(e).split())[:120]})") from None
+        raise DataError(
+            f"{path}: no folder that Dataset.save_to_disk wrote ({' '.join(str(e).split())[:120]})"
+        ) from None
     for number, row in enumerate(table):
         yield f"{path}, row {number}", row

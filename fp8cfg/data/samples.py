@@ -82,8 +82,8 @@ class Windows:
         positive(seq_length=self.seq_length, vocab_size=self.vocab_size)
         if len(self.tokens) < self.seq_length + 1:
             raise DataError(
-                f"{len(self.tokens)} tokens are less than one window of seq_length + 1 = {self.seq_length + 1}: "
-                "use more text or a smaller model.seq_length"
+                f"{len(self.tokens)} tokens are less than one window of seq_length + 1 ="
+                f" {self.seq_length + 1}: use more text or a smaller model.seq_length"
             )
 
     @property
@@ -113,8 +113,9 @@ class Windows:
         if window.min() < 0 or window.max() >= self.vocab_size:
             bad = ((window < 0) | (window >= self.vocab_size)).argmax()
             raise DataError(
-                f"token {window.flat[bad]} at index {positions.flat[bad]} of this part of the corpus is not in "
-                f"range(vocab_size={self.vocab_size}): the corpus was made with another vocabulary"
+                f"token {window.flat[bad]} at index {positions.flat[bad]} of this part of the"
+                f" corpus is not in range(vocab_size={self.vocab_size}): the corpus was made with"
+                " another vocabulary"
             )
         return rows_of(window, self.eod, self.end)
 

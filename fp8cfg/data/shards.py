@@ -40,14 +40,22 @@ class Shards:
     def found(cls, kind: str, path: str, text_key: str) -> Shards:
         """The shards at `path`, a file, a folder or a pattern. DataError where there is none, and for a kind without shards."""
         if kind not in SUFFIXES:
-            raise DataError(f"data source {kind!r} is not read as a stream; {' and '.join(SUFFIXES)} are")
+            raise DataError(
+                f"data source {kind!r} is not read as a stream; {' and '.join(SUFFIXES)} are"
+            )
         return cls(kind, path, text_key, tuple(sorted(table_files(kind, path)[0])))
 
     @cached_property
     def sha256(self) -> str:
         """A fingerprint of their names and sizes, for which nothing is read; the name of a single file does not count."""
-        above = os.path.commonpath([path.parent for path in self.paths]) if len(self.paths) > 1 else self.paths[0]
-        said = [f"{path.relative_to(above).as_posix()} {path.stat().st_size}" for path in self.paths]
+        above = (
+            os.path.commonpath([path.parent for path in self.paths])
+            if len(self.paths) > 1
+            else self.paths[0]
+        )
+        said = [
+            f"{path.relative_to(above).as_posix()} {path.stat().st_size}" for path in self.paths
+        ]
         return hashlib.sha256("\n".join([self.kind, *said]).encode()).hexdigest()
 
     @property
@@ -63,10 +71,21 @@ class Shards:
         while True:
             some = bool(shard or row)
             for number in range(shard, len(self.paths)):
-                for at, (place, found) in file_rows(self.kind, self.paths[number], row, self.text_key):
+                for at, (place, found) in file_rows(
+                    self.kind, self.paths[number], row, self.text_key
+                ):
                     if text := text_of(place, found, self.text_key).encode("utf-8", "replace"):
                         some = True
-                        yield Cursor(epoch, number, at, 0, hashlib.blake2b(text, digest_size=16).hexdigest()), text
+                        yield (
+                            Cursor(
+                                epoch,
+                                number,
+                                at,
+                                0,
+                                hashlib.blake2b(text, digest_size=16).hexdigest(),
+                            ),
+                            text,
+                        )
                 row = 0
             if not some:
                 raise DataError(f"{self.path}: empty, there is no text in it")

@@ -44,7 +44,9 @@ def stdlib_documents() -> Documents:
     root = Path(sysconfig.get_path("stdlib"))
     paths, _ = files_under(root, (".py",), _NOT_THE_LIBRARY) if root.is_dir() else ([], 0)
     if not paths:
-        return tiny_documents(note=f" instead of the standard library, which has no sources in {root}")
+        return tiny_documents(
+            note=f" instead of the standard library, which has no sources in {root}"
+        )
     version = f"{platform.python_implementation()} {platform.python_version()}"
     return Documents(map(_read, paths), "stdlib", f"standard library of {version}")
 
@@ -83,7 +85,12 @@ def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[li
     is_folder = stat.S_ISDIR(require(root).st_mode)
     paths, links = files_under(root, suffixes, set()) if is_folder else ([root], 0)
     if not paths:
-        skipped = f"; {links} links are not followed, a pattern such as {root / '*'}{suffixes[0]} finds them" if links else ""
+        skipped = (
+            f"; {links} links are not followed, a pattern such as {root / '*'}{suffixes[0]} finds"
+            " them"
+            if links
+            else ""
+        )
         raise DataError(f"{root}: no {kind} below this folder ({' '.join(suffixes)}{skipped})")
     for path in paths:
         if not path.is_file():  # a pipe or a device would be waited on for ever
@@ -100,7 +107,9 @@ def _named(pattern: Path, suffixes: tuple[str, ...], kind: str) -> list[Path]:
     """The files of these names, links too, which were asked for by name; in the order of `files_under`."""
     above = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
     names = glob.glob(str(pattern), recursive=True)
-    found = [Path(name) for name in names if name.lower().endswith(suffixes) and os.path.isfile(name)]
+    found = [
+        Path(name) for name in names if name.lower().endswith(suffixes) and os.path.isfile(name)
+    ]
     if not found:
         raise DataError(f"{pattern}: no {kind} has such a name ({' '.join(suffixes)})")
     return _ordered(found, above)
@@ -115,9 +124,10 @@ def refuse_too_much(documents: Documents, root: object) -> None:
     """Raise DataError for more text than is held in memory."""
     if documents.size > MAX_TEXT_BYTES:
         raise DataError(
-            f"{root}: {documents.size / 2**30:.1f} GiB of text, more than the {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in "
-            "memory; write token files with 'fp8cfg data prepare' and use source 'tokens', or read JSONL and Parquet as it comes "
-            "with data.streaming=true"
+            f"{root}: {documents.size / 2**30:.1f} GiB of text, more than the"
+            f" {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in memory; write token files with"
+            " 'fp8cfg data prepare' and use source 'tokens', or read JSONL and Parquet as it comes"
+            " with data.streaming=true"
         )
 
 
@@ -144,7 +154,9 @@ def files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[
 
 
 def _ordered(paths: list[Path], root: Path) -> list[Path]:
-    return sorted(paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+    return sorted(
+        paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+    )
 
 
 def _raise(error: OSError) -> None:
@@ -166,5 +178,7 @@ def _read_text(path: Path) -> bytes:
     except UnicodeDecodeError as error:
         bad = error.start
     if bad >= 0:
-        raise DataError(f"{path}: not UTF-8 text (byte {bad} is 0x{raw[bad]:02x}); convert it or take it out")
+        raise DataError(
+            f"{path}: not UTF-8 text (byte {bad} is 0x{raw[bad]:02x}); convert it or take it out"
+        )
     return raw

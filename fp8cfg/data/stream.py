@@ -32,7 +32,13 @@ class Stream:
     eod, end: as of Windows."""
 
     def __init__(
-        self, shards: Shards, tokenizer: Tokenizer, seq_length: int, held: int, eod: int | None = None, end: int | None = None
+        self,
+        shards: Shards,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        held: int,
+        eod: int | None = None,
+        end: int | None = None,
     ) -> None:
         self.shards, self.tokenizer, self.seq_length = shards, tokenizer, seq_length
         self._held, self._eod, self._end = held, eod, end
@@ -50,7 +56,11 @@ class Stream:
         return cursor
 
     def read(self, places: np.ndarray) -> Rows:
-        return rows_of(np.stack([self._at(number) for number in places.tolist()]).astype(np.int64), self._eod, self._end)
+        return rows_of(
+            np.stack([self._at(number) for number in places.tolist()]).astype(np.int64),
+            self._eod,
+            self._end,
+        )
 
     def cursor(self, number: int) -> Cursor:
         """Where sample `number` begins, which is known once the one before it is read."""
@@ -63,14 +73,20 @@ class Stream:
         """Go on with sample `number`, which begins at `cursor`; that it is there is seen when it is read. DataError for a shard
         that is not."""
         if cursor.shard >= len(self.shards.paths):
-            raise DataError(f"cannot resume: shard={cursor.shard} of the checkpoint is not one of {len(self.shards.paths)}")
+            raise DataError(
+                f"cannot resume: shard={cursor.shard} of the checkpoint is not one of"
+                f" {len(self.shards.paths)}"
+            )
         self._origin = self._first, _ = number, cursor
         self._windows = deque[tuple[np.ndarray, Cursor]]()
         self._ahead = self._cut(cursor)
 
     def _at(self, number: int) -> np.ndarray:
         if number < self._origin[0]:
-            raise DataError(f"sample {number} is before the place {self._origin[0]} from which the stream was resumed")
+            raise DataError(
+                f"sample {number} is before the place {self._origin[0]} from which the stream was"
+                " resumed"
+            )
         if number < self._first:
             self.restart(*self._origin)
         step = number // self._held * self._held
@@ -105,8 +121,11 @@ class Stream:
         for tokens in encoded(texts(), self.tokenizer):
             cursor = cursors.popleft()
             if start.digest and cursor._replace(token=start.token) != start:
-                raise DataError(f"cannot resume: row {start.row} of {self.shards.paths[start.shard]} is not the one that the "
-                                "checkpoint stands in; rows after it may change, those up to it not")
+                raise DataError(
+                    f"cannot resume: row {start.row} of {self.shards.paths[start.shard]} is not the"
+                    " one that the checkpoint stands in; rows after it may change, those up to"
+                    " it not"
+                )
             yield cursor._replace(token=start.token), tokens[start.token :]
             start = Cursor()
 

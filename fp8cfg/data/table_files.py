@@ -23,7 +23,9 @@ Row = tuple[str, Mapping[str, Any]]
 """A row, after the place that an error names."""
 
 
-def file_rows(kind: str, path: Path, first: int = 0, column: str | None = None) -> Iterator[tuple[int, Row]]:
+def file_rows(
+    kind: str, path: Path, first: int = 0, column: str | None = None
+) -> Iterator[tuple[int, Row]]:
     """The rows of one file from number `first` on, each with its number; of Parquet that `column` alone, where one is named and
     there. DataError for a file that cannot be read, and a line that is no JSON object."""
     return _json_lines(path, first) if kind == "jsonl" else _parquet(path, first, column)
@@ -35,7 +37,9 @@ def library(name: str, path: Path) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise DataError(f"{path}: needs the package {package}; pip install 'fp8cfg[data]', or write it as JSONL") from None
+        raise DataError(
+            f"{path}: needs the package {package}; pip install 'fp8cfg[data]', or write it as JSONL"
+        ) from None
 
 
 def _json_lines(path: Path, first: int) -> Iterator[tuple[int, Row]]:
@@ -55,13 +59,19 @@ def _opened(path: Path) -> Iterator[Any]:
             with gzip.open(path, "rb") as file:
                 yield file
         elif packed == "zst":
-            with library("pyarrow", path).input_stream(str(path), compression="zstd") as stream, io.BufferedReader(stream) as file:
+            with (
+                library("pyarrow", path).input_stream(str(path), compression="zstd") as stream,
+                io.BufferedReader(stream) as file,
+            ):
                 yield file
         else:
             with path.open("rb") as file:
                 yield file
     except (OSError, EOFError, zlib.error) as e:
-        raise DataError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or ' '.join(str(e).split())[:120]})") from None
+        raise DataError(
+            f"{path}: cannot be read"
+            f" ({getattr(e, 'strerror', None) or ' '.join(str(e).split())[:120]})"
+        ) from None
 
 
 def _object(place: str, line: bytes) -> Mapping[str, Any]:
@@ -76,7 +86,10 @@ def _object(place: str, line: bytes) -> Mapping[str, Any]:
     except RecursionError:
         raise DataError(f"{place}: JSON that is nested too deep") from None
     if not isinstance(row, dict):
-        raise DataError(f"{place}: a JSON {type(row).__name__}; each line has an object, such as {{\"text\": \"...\"}}")
+        raise DataError(
+            f'{place}: a JSON {type(row).__name__}; each line has an object, such as {{"text":'
+            ' "..."}'
+        )
     return row
 
 
@@ -84,13 +97,17 @@ def _parquet(path: Path, first: int, column: str | None) -> Iterator[tuple[int, 
     parquet = library("pyarrow.parquet", path)
     try:
         with parquet.ParquetFile(str(path)) as file:
-            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            sizes = [
+                file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)
+            ]
             group = number = 0
             while group < len(sizes) and number + sizes[group] <= first:
                 number += sizes[group]
                 group += 1
             columns = [column] if column in file.schema_arrow.names else None
-            for batch in file.iter_batches(1024, row_groups=list(range(group, len(sizes))), columns=columns):
+            for batch in file.iter_batches(
+                1024, row_groups=list(range(group, len(sizes))), columns=columns
+            ):
                 for row in batch.to_pylist():
                     if number >= first:
                         yield number, (f"{path}, row {number}", row)
@@ -98,4 +115,6 @@ def _parquet(path: Path, first: int, column: str | None) -> Iterator[tuple[int, 
     except DataError:
         raise
     except Exception as e:  # pyarrow's own
-        raise DataError(f"{path}: no Parquet file that can be read ({' '.join(str(e).split())[:120]})") from None
+        raise DataError(
+            f"{path}: no Parquet file that can be read ({' '.join(str(e).split())[:120]})"
+        ) from None

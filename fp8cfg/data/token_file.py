@@ -28,26 +28,45 @@ class _Held:
 class TokenFile:
     """A row of tokens in a file, for `len`, for one-step slices, which are rows too and read nothing, and for arrays of indices."""
 
-    def __init__(self, path: Path, dtype: np.dtype, descriptor: int, start: int, stop: int, held: object) -> None:
+    def __init__(
+        self, path: Path, dtype: np.dtype, descriptor: int, start: int, stop: int, held: object
+    ) -> None:
         """Tokens `start` to `stop`; `held` keeps the descriptor open."""
-        self.path, self.dtype, self._descriptor, self._start, self._stop, self._held = path, dtype, descriptor, start, stop, held
+        self.path, self.dtype, self._descriptor, self._start, self._stop, self._held = (
+            path,
+            dtype,
+            descriptor,
+            start,
+            stop,
+            held,
+        )
 
     @classmethod
     def opened(cls, path: Path) -> TokenFile:
         """The bytes of the file `path`. Raises DataError where it cannot be read, is empty or no regular file."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would be waited for
+            descriptor = os.open(
+                path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+            )  # a pipe would be waited for
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
         held, found = _Held(descriptor), os.fstat(descriptor)
-        wrong = "not a regular file" if not stat.S_ISREG(found.st_mode) else "the file is empty" if not found.st_size else ""
+        wrong = (
+            "not a regular file"
+            if not stat.S_ISREG(found.st_mode)
+            else "the file is empty"
+            if not found.st_size
+            else ""
+        )
         if wrong:
             raise DataError(f"{path}: {wrong}")
         return cls(path, np.dtype("<u1"), descriptor, 0, found.st_size, held)
 
     def view(self, dtype: np.dtype) -> TokenFile:
         """The bytes of a whole file as tokens of `dtype`."""
-        return TokenFile(self.path, dtype, self._descriptor, 0, len(self) // dtype.itemsize, self._held)
+        return TokenFile(
+            self.path, dtype, self._descriptor, 0, len(self) // dtype.itemsize, self._held
+        )
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -71,7 +90,11 @@ class TokenFile:
         if flat.size and (flat.min() < 0 or flat.max() >= len(self)):
             raise IndexError(f"tokens {flat.min()} to {flat.max()} of {len(self)}")
         found = np.empty(flat.size, dtype=self.dtype)
-        runs = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), flat.size]  # of neighbours, each one read
+        runs = [
+            0,
+            *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(),
+            flat.size,
+        ]  # of neighbours, each one read
         for first, last in pairwise(runs):
             if first < last:
                 found[first:last] = self._read(int(flat[first]), last - first)
@@ -90,7 +113,11 @@ class TokenFile:
         return [int(token) for token in np.asarray(self)]
 
     def _read(self, first: int, count: int) -> np.ndarray:
-        size, at, data = count * self.dtype.itemsize, (self._start + first) * self.dtype.itemsize, bytearray()
+        size, at, data = (
+            count * self.dtype.itemsize,
+            (self._start + first) * self.dtype.itemsize,
+            bytearray(),
+        )
         while len(data) < size:
             try:
                 piece = os.pread(self._descriptor, min(size - len(data), 1 << 30), at + len(data))
@@ -98,7 +125,10 @@ class TokenFile:
                 raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
             if not piece:
                 now = os.fstat(self._descriptor).st_size
-                raise DataError(f"{self.path}: has {now} bytes now, less than {at + size}; it was cut short while it was read")
+                raise DataError(
+                    f"{self.path}: has {now} bytes now, less than {at + size}; it was cut short"
+                    " while it was read"
+                )
             data += piece
         return np.frombuffer(data, dtype=self.dtype)
 

@@ -50,7 +50,10 @@ class ByteTokenizer:
         """The ids of one text with the characters that they stand for."""
         sizes = [len(c.encode("utf-8", "replace")) for c in text]
         at = np.repeat(np.arange(len(text)), sizes)
-        return Encoded(np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64), np.stack([at, at + 1], 1))
+        return Encoded(
+            np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.int64),
+            np.stack([at, at + 1], 1),
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; what is no UTF-8 is replaced, what is no byte is left out."""
@@ -79,11 +82,18 @@ class FileTokenizer:
     def encode_spans(self, text: str) -> Encoded:
         """The ids of one text, as it stands, with the characters that they stand for."""
         found = self.backend_tokenizer.encode(text, add_special_tokens=False)
-        return Encoded(np.asarray(found.ids, dtype=np.int64), np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2))
+        return Encoded(
+            np.asarray(found.ids, dtype=np.int64),
+            np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2),
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out; ids beyond the vocabulary, which only padding rows have, too."""
-        return str(self.backend_tokenizer.decode([i for i in ids if i < self.size], skip_special_tokens=True))
+        return str(
+            self.backend_tokenizer.decode(
+                [i for i in ids if i < self.size], skip_special_tokens=True
+            )
+        )
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -104,14 +114,24 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     text = _text(file)
     library = _library(file, text)
     config = _config(file.with_name("tokenizer_config.json"))
-    tokens = {name: _special(config, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    tokens = {
+        name: _special(config, name)
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+    }
     template = _template(file.parent, config)
     eos = _id(library, file, tokens["eos_token"])
     pad = library.token_to_id(tokens["pad_token"]) if tokens["pad_token"] else None
     said = json.dumps([tokens, template], sort_keys=True)
     return FileTokenizer(
-        file, library, max(library.get_vocab().values(), default=-1) + 1, eos, eos if pad is None else pad,
-        hashlib.sha256(f"{text}\n{said}".encode()).hexdigest(), template, {k: v for k, v in tokens.items() if v})
+        file,
+        library,
+        max(library.get_vocab().values(), default=-1) + 1,
+        eos,
+        eos if pad is None else pad,
+        hashlib.sha256(f"{text}\n{said}".encode()).hexdigest(),
+        template,
+        {k: v for k, v in tokens.items() if v},
+    )
 
 
 def refuse_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -120,7 +140,10 @@ def refuse_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         what = "bytes and the end token"
         if isinstance(tokenizer, FileTokenizer):
             what = f"the {tokenizer.size} tokens of {tokenizer.path}"
-        raise DataError(f"vocab_size={vocab_size} cannot hold {what}: use {padded_vocabulary(tokenizer)} or more")
+        raise DataError(
+            f"vocab_size={vocab_size} cannot hold {what}: use {padded_vocabulary(tokenizer)} or"
+            " more"
+        )
 
 
 def padded_vocabulary(tokenizer: Tokenizer) -> int:
@@ -137,11 +160,15 @@ def _library(file: Path, text: str) -> Any:
     try:
         from tokenizers import Tokenizer as Library
     except ImportError:
-        raise DataError(f"{file}: needs the package tokenizers; pip install 'fp8cfg[data]'") from None
+        raise DataError(
+            f"{file}: needs the package tokenizers; pip install 'fp8cfg[data]'"
+        ) from None
     try:
         library = Library.from_str(text)
     except Exception as e:  # the library raises Exception itself
-        raise DataError(f"{file}: no tokenizer.json that tokenizers reads ({' '.join(str(e).split())[:120]})") from None
+        raise DataError(
+            f"{file}: no tokenizer.json that tokenizers reads ({' '.join(str(e).split())[:120]})"
+        ) from None
     library.no_truncation()
     library.no_padding()
     return library
@@ -151,7 +178,9 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise DataError(f"{file}: cannot be read ({getattr(e, 'strerror', None) or 'not UTF-8'})") from None
+        raise DataError(
+            f"{file}: cannot be read ({getattr(e, 'strerror', None) or 'not UTF-8'})"
+        ) from None
 
 
 def _config(file: Path) -> Mapping[str, Any]:
@@ -179,11 +208,17 @@ def _id(library: Any, file: Path, token: str | None) -> int:
     if found is not None:
         return int(found)
     special = sorted(t.content for t in library.get_added_tokens_decoder().values() if t.special)
-    there = f"its special tokens are {' '.join(special[:8])}" if special else "it has no special token"
+    there = (
+        f"its special tokens are {' '.join(special[:8])}" if special else "it has no special token"
+    )
     if token:
-        raise DataError(f"{file}: does not have the eos_token {token!r} of tokenizer_config.json; {there}")
+        raise DataError(
+            f"{file}: does not have the eos_token {token!r} of tokenizer_config.json; {there}"
+        )
     beside = file.parent / "tokenizer_config.json"
-    raise DataError(f'{file}: no end token is said; write {{"eos_token": "..."}} into {beside}; {there}')
+    raise DataError(
+        f'{file}: no end token is said; write {{"eos_token": "..."}} into {beside}; {there}'
+    )
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -192,5 +227,8 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return _text(file)
     said = config.get("chat_template")
     if isinstance(said, list):
-        said = next((t.get("template") for t in said if isinstance(t, dict) and t.get("name") == "default"), None)
+        said = next(
+            (t.get("template") for t in said if isinstance(t, dict) and t.get("name") == "default"),
+            None,
+        )
     return said if isinstance(said, str) else None

@@ -74,8 +74,13 @@ class TorchrunExecutor:
 
     def execute(self, command: Command) -> int | None:
         if command.nodes > 1 and not command.smoke:
-            raise ConfigError(f"trainer.num_nodes={command.nodes}: TorchrunExecutor has one machine; write 1, or use SlurmExecutor")
-        return _process(["-m", "fp8cfg.execution.torchrun", str(self.ranks or command.ranks), *command.words()])
+            raise ConfigError(
+                f"trainer.num_nodes={command.nodes}: TorchrunExecutor has one machine; write 1, or"
+                " use SlurmExecutor"
+            )
+        return _process(
+            ["-m", "fp8cfg.execution.torchrun", str(self.ranks or command.ranks), *command.words()]
+        )
 
 
 def _process(argv: Sequence[str]) -> int:

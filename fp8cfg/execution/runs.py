@@ -32,10 +32,22 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     refused, or gone on with under log.resume=auto. Raises ConfigError for a recipe that breaks a rule, before anything starts,
     NotWritable, and RunFailed with the exit code of a run that failed."""
     if not isinstance(recipe, Recipe):
-        raise ConfigError(f"run: expected a Recipe, got {type(recipe).__name__}; to train a job write fp8cfg.fit(job)")
-    chosen = nemo.NemoExecutor(executor) if nemo.is_one(executor) else LocalExecutor() if executor is None else executor
+        raise ConfigError(
+            f"run: expected a Recipe, got {type(recipe).__name__}; to train a job write"
+            " fp8cfg.fit(job)"
+        )
+    chosen = (
+        nemo.NemoExecutor(executor)
+        if nemo.is_one(executor)
+        else LocalExecutor()
+        if executor is None
+        else executor
+    )
     if not isinstance(chosen, Executor) or isinstance(chosen, type):
-        raise ConfigError(f"run: executor: expected one with execute(command), such as fp8cfg.LocalExecutor(), got {executor!r}")
+        raise ConfigError(
+            "run: executor: expected one with execute(command), such as fp8cfg.LocalExecutor(),"
+            f" got {executor!r}"
+        )
     recipe.check()
     t, given = recipe.trainer, folder or recipe.log.folder
     home = (Path(given).parent if given else Path(recipe.log.dir)).absolute()
@@ -43,7 +55,9 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     try:
         path = _requested(recipe, Path(given).absolute() if given else None)
     except OSError as e:
-        raise NotWritable(f"{given or recipe.log.dir}: cannot be written ({e.strerror or e})") from None
+        raise NotWritable(
+            f"{given or recipe.log.dir}: cannot be written ({e.strerror or e})"
+        ) from None
     try:
         code = chosen.execute(Command(path, ranks=t.devices, nodes=t.num_nodes, smoke=t.smoke))
     except ConfigError:

@@ -37,7 +37,9 @@ class Rank:
         job = submitit.JobEnvironment()
         submitit.helpers.TorchDistributedEnvironment().export()
         argv = [sys.executable, "-m", "fp8cfg", *self.command.words()]
-        signal.signal(WARNING, signal.SIG_IGN)  # the rank inherits it: Slurm may send the warning to all that the task has started
+        signal.signal(
+            WARNING, signal.SIG_IGN
+        )  # the rank inherits it: Slurm may send the warning to all that the task has started
         rank = subprocess.Popen(argv, env={**environment(), **_ranks()})
 
         def stop(_: int, __: FrameType | None) -> None:
@@ -57,7 +59,8 @@ class Rank:
 class SlurmExecutor:
     """A Slurm job of trainer.num_nodes machines with trainer.devices ranks each, a GPU for each rank. `parameters` are sbatch's
     options (`time` in minutes, `partition`, `account`, `qos`, `cpus_per_task`, `gpus_per_node`, `reservation`, ...) and submitit's
-    (`setup`, `signal_delay_s`, ...). `wait` stays until the job has ended, however often it is put back into the queue."""
+    (`setup`, `signal_delay_s`, ...). `wait` stays until the job has ended, however often it is put back into the queue.
+    """
 
     parameters: Mapping[str, Any] = field(default_factory=dict)
     wait: bool = False
@@ -68,15 +71,23 @@ class SlurmExecutor:
         files = command.folder / "slurm"
         before = files.exists()
         executor = submitit.SlurmExecutor(folder=files, max_num_timeout=10_000)
-        own = {"job_name": command.folder.name, "nodes": command.nodes, "ntasks_per_node": command.ranks,
-               "gpus_per_node": command.ranks}
+        own = {
+            "job_name": command.folder.name,
+            "nodes": command.nodes,
+            "ntasks_per_node": command.ranks,
+            "gpus_per_node": command.ranks,
+        }
         try:
             executor.update_parameters(**{**own, **parameters(self.parameters)})
         except (TypeError, ValueError, NameError) as e:
             raise _refusal(e) from None
         try:
             job = executor.submit(Rank(command))
-        except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError, OSError) as e:
+        except (
+            submitit.core.utils.FailedJobError,
+            submitit.core.utils.FailedSubmissionError,
+            OSError,
+        ) as e:
             if not before:
                 shutil.rmtree(files, ignore_errors=True)
             raise _refusal(e) from None  # in sbatch's words
@@ -92,14 +103,20 @@ def _submitit() -> Any:
     try:
         import submitit
     except ImportError:
-        raise ConfigError("SlurmExecutor: submitit is not installed; pip install 'fp8cfg[slurm]'") from None
+        raise ConfigError(
+            "SlurmExecutor: submitit is not installed; pip install 'fp8cfg[slurm]'"
+        ) from None
     if submitit.SlurmExecutor.affinity() < 0:
-        raise ConfigError("SlurmExecutor: there is no srun here; start it on a machine of the cluster")
+        raise ConfigError(
+            "SlurmExecutor: there is no srun here; start it on a machine of the cluster"
+        )
     return submitit
 
 
 def _ranks() -> dict[str, str]:
     """The variables of torch.distributed that submitit has set, which `environment` leaves out."""
-    return {k: os.environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if k in os.environ}
-
-
+    return {
+        k: os.environ[k]
+        for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        if k in os.environ
+    }

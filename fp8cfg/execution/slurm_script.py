@@ -15,7 +15,8 @@ _SCRIPT = """\
 #!/bin/bash
 {settings}
 
-# Slurm sends SIGTERM to the ranks 90 seconds before the time is over: they save and end with exit code {code}.
+# Slurm sends SIGTERM to the ranks 90 seconds before the time is over: they save and end
+# with exit code {code}.
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export WORLD_SIZE=$SLURM_NTASKS
@@ -34,10 +35,22 @@ def batch_script(recipe: Recipe, words: Sequence[str], parameters: Mapping[str, 
     trainer.devices ranks each. `parameters` are sbatch's long options by name, which replace ours. The run folder is log.folder,
     by default runs/NAME, and each start goes on with it."""
     t, name = recipe.trainer, recipe.name
-    ours = {"job-name": name, "nodes": t.num_nodes, "ntasks-per-node": t.devices, "gpus-per-node": t.devices, "requeue": "",
-            "open-mode": "append", "signal": "TERM@90"}
+    ours = {
+        "job-name": name,
+        "nodes": t.num_nodes,
+        "ntasks-per-node": t.devices,
+        "gpus-per-node": t.devices,
+        "requeue": "",
+        "open-mode": "append",
+        "signal": "TERM@90",
+    }
     said = {**ours, **{key.replace("_", "-"): value for key, value in parameters.items()}}
     own = [] if recipe.log.folder else [f"log.folder={recipe.log.dir}/{name}"]
     again = [] if recipe.log.resume == "auto" else ["log.resume=auto"]
-    return _SCRIPT.format(settings="\n".join(f"#SBATCH --{key}{f'={value}' if value != '' else ''}" for key, value in said.items()),
-                          words=shlex.join([*words, *own, *again]), code=REQUEUE)
+    return _SCRIPT.format(
+        settings="\n".join(
+            f"#SBATCH --{key}{f'={value}' if value != '' else ''}" for key, value in said.items()
+        ),
+        words=shlex.join([*words, *own, *again]),
+        code=REQUEUE,
+    )

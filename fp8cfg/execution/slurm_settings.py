@@ -17,30 +17,45 @@ def _names(text: str) -> frozenset[str]:
 
 
 SBATCH = _names("""
-    account acctg_freq array batch bb bbf begin chdir cluster_constraint clusters comment consolidate_segments
-    constraint container container_id contiguous core_spec cores_per_socket cpu_freq cpus_per_gpu cpus_per_task deadline
-    delay_boot dependency distribution error exclude exclusive export export_file extra extra_node_info get_user_env gid
-    gpu_bind gpu_freq gpus gpus_per_node gpus_per_socket gpus_per_task gres gres_flags hint hold ignore_pbs input
-    job_name kill_on_invalid_dep licenses mail_type mail_user mcs_label mem mem_bind mem_per_cpu mem_per_gpu mincpus
-    network nice no_kill no_requeue nodefile nodelist nodes ntasks ntasks_per_core ntasks_per_gpu ntasks_per_node
-    ntasks_per_socket oom_kill_step open_mode output overcommit oversubscribe parsable partition power prefer priority
-    profile propagate qos quiet reboot requeue reservation resv_ports segment signal sockets_per_node spread_job
-    spread_segments stepmgr switches test_only thread_spec threads_per_core time time_min tmp tres_bind tres_per_job
-    tres_per_task uid use_min_nodes verbose wait wait_all_nodes wait_for_children wckey wrap
+    account acctg_freq array batch bb bbf begin chdir cluster_constraint clusters comment
+    consolidate_segments constraint container container_id contiguous core_spec
+    cores_per_socket cpu_freq cpus_per_gpu cpus_per_task deadline delay_boot dependency
+    distribution error exclude exclusive export export_file extra extra_node_info get_user_env
+    gid gpu_bind gpu_freq gpus gpus_per_node gpus_per_socket gpus_per_task gres gres_flags hint
+    hold ignore_pbs input job_name kill_on_invalid_dep licenses mail_type mail_user mcs_label
+    mem mem_bind mem_per_cpu mem_per_gpu mincpus network nice no_kill no_requeue nodefile
+    nodelist nodes ntasks ntasks_per_core ntasks_per_gpu ntasks_per_node ntasks_per_socket
+    oom_kill_step open_mode output overcommit oversubscribe parsable partition power prefer
+    priority profile propagate qos quiet reboot requeue reservation resv_ports segment signal
+    sockets_per_node spread_job spread_segments stepmgr switches test_only thread_spec
+    threads_per_core time time_min tmp tres_bind tres_per_job tres_per_task uid use_min_nodes
+    verbose wait wait_all_nodes wait_for_children wckey wrap
 """)
 """sbatch's long options (Slurm 25.05), as names."""
-_OWN = _names("setup teardown signal_delay_s stderr_to_stdout srun_args use_srun array_parallelism additional_parameters")
+_OWN = _names(
+    "setup teardown signal_delay_s stderr_to_stdout srun_args use_srun array_parallelism"
+    " additional_parameters"
+)
 """Parameters of submitit's SlurmExecutor (1.5) that are no options of sbatch."""
 _PASSED = _names("""
     job_name partition time cpus_per_task cpus_per_gpu gpus_per_node gpus_per_task qos mem
-    mem_per_gpu mem_per_cpu comment constraint exclude account gres mail_type mail_user nodelist dependency exclusive
-    wckey
+    mem_per_gpu mem_per_cpu comment constraint exclude account gres mail_type mail_user
+    nodelist dependency exclusive wckey
 """)
 """Those that it has under the name of sbatch's option."""
 _LISTS = ("setup", "teardown", "srun_args")
-_SPELLINGS = {"timeout_min": "time", "mem_gb": "mem", "name": "job_name", "num_gpus": "gpus_per_node"}
+_SPELLINGS = {
+    "timeout_min": "time",
+    "mem_gb": "mem",
+    "name": "job_name",
+    "num_gpus": "gpus_per_node",
+}
 """What submitit's AutoExecutor, or an older one, calls them."""
-_RECIPES = {"nodes": "trainer.num_nodes", "ntasks_per_node": "trainer.devices", "tasks_per_node": "trainer.devices"}
+_RECIPES = {
+    "nodes": "trainer.num_nodes",
+    "ntasks_per_node": "trainer.devices",
+    "tasks_per_node": "trainer.devices",
+}
 """Those that are keys of a recipe."""
 
 
@@ -49,7 +64,9 @@ def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]
     known = SBATCH | _OWN if submitit else SBATCH
     for key, value in settings.items():
         name = key.replace("-", "_")
-        near = _SPELLINGS.get(name) or (None if name.startswith("container_") else nearest(name, known))  # pyxis' options
+        near = _SPELLINGS.get(name) or (
+            None if name.startswith("container_") else nearest(name, known)
+        )  # pyxis' options
         if submitit and name == "signal":
             yield f"{key}={value}: submitit sends its own signal; write signal_delay_s=SECONDS"
         elif name in _RECIPES:
@@ -57,7 +74,10 @@ def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]
         elif not submitit and name in _OWN:
             yield f"{key}={value}: a parameter of submitit, which a script does without; drop it"
         elif name not in known and near:
-            yield f"{key}={value}: no option of sbatch; did you mean {near.replace('_', '-') if '-' in key else near!r}?"
+            yield (
+                f"{key}={value}: no option of sbatch; did you mean"
+                f" {near.replace('_', '-') if '-' in key else near!r}?"
+            )
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,4 +87,10 @@ def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
     more = {"requeue": True, **named.pop("additional_parameters", {})}
     own = {key: value for key, value in named.items() if key in _OWN | _PASSED}
     own |= {key: [value] for key, value in own.items() if key in _LISTS and isinstance(value, str)}
-    return {**own, "additional_parameters": {**more, **{key: value for key, value in named.items() if key not in own}}}
+    return {
+        **own,
+        "additional_parameters": {
+            **more,
+            **{key: value for key, value in named.items() if key not in own},
+        },
+    }

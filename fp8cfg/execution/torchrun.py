@@ -15,10 +15,14 @@ def start(ranks: int, argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say in a line what was wrong
+    logging.getLogger("torch.distributed.elastic").setLevel(
+        logging.CRITICAL
+    )  # the ranks say in a line what was wrong
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, of which it would warn
     try:
-        run.run(run.parse_args(["--standalone", "--nproc-per-node", str(ranks), "-m", "fp8cfg", *argv]))  # type: ignore[no-untyped-call]
+        run.run(
+            run.parse_args(["--standalone", "--nproc-per-node", str(ranks), "-m", "fp8cfg", *argv])
+        )
     except ChildFailedError as e:
         _, first = e.get_first_failure()
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode

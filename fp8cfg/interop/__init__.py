@@ -20,8 +20,20 @@ from fp8cfg.interop.torchao.float8_config import TORCHAO, confirmed, fields_of
 from fp8cfg.interop.translation import read, write
 from fp8cfg.interop.value_spellings import flattened
 
-__all__ = ["NotHere", "Read", "Written", "from_file", "from_mapping", "from_object", "from_words", "to_handler", "to_mapping",
-           "to_te", "to_text", "to_torchao"]
+__all__ = [
+    "NotHere",
+    "Read",
+    "Written",
+    "from_file",
+    "from_mapping",
+    "from_object",
+    "from_words",
+    "to_handler",
+    "to_mapping",
+    "to_te",
+    "to_text",
+    "to_torchao",
+]
 _PLUGINS = {"MegatronMixedPrecision": NEMO, "DtypeConfig": NEMO, "MixedPrecisionConfig": BRIDGE}
 
 
@@ -40,7 +52,10 @@ def from_object(obj: Any, base: Recipe | None = None) -> Read:
             return read(TORCHAO, fields_of(obj), base)
         if name in _PLUGINS:
             return read(_PLUGINS[name], _attributes(obj), base)
-    raise ConfigError(f"{type(obj).__name__}: no object of a project that is known here; from_mapping takes keys and values")
+    raise ConfigError(
+        f"{type(obj).__name__}: no object of a project that is known here; from_mapping takes keys"
+        " and values"
+    )
 
 
 def from_mapping(project: str, data: Mapping[str, Any], base: Recipe | None = None) -> Read:
@@ -64,5 +79,12 @@ def _attributes(plugin: Any) -> dict[str, Any]:
     """The fields of a plugin, those of its dtype_config too, which is where NeMo keeps them."""
     own = {k: v for k, v in vars(plugin).items() if not k.startswith("_")}
     config = own.pop("dtype_config", None)
-    inner = {k: v for k, v in vars(config).items() if not k.startswith("_")} if config is not None else {}
-    return {k: v if isinstance(v, (bool, int, float, str, tuple, type(None))) else str(v) for k, v in {**inner, **own}.items()}
+    inner = (
+        {k: v for k, v in vars(config).items() if not k.startswith("_")}
+        if config is not None
+        else {}
+    )
+    return {
+        k: v if isinstance(v, (bool, int, float, str, tuple, type(None))) else str(v)
+        for k, v in {**inner, **own}.items()
+    }

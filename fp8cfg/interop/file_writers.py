@@ -17,15 +17,29 @@ from fp8cfg.interop.te import objects as te_objects
 
 def comments(lines: Iterable[str]) -> str:
     """Each line as a comment of at most 80 columns."""
-    wrapped = [textwrap.fill(" ".join(line.split()), 80, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False)
-               for line in lines]
+    wrapped = [
+        textwrap.fill(
+            " ".join(line.split()),
+            80,
+            initial_indent="# ",
+            subsequent_indent="#   ",
+            break_on_hyphens=False,
+        )
+        for line in lines
+    ]
     return "".join(f"{line}\n" for line in wrapped)
 
 
 def headed(project: str, lost: Iterable[str]) -> str:
     """The head of a file for `project`: what it cannot say stands first."""
     said = list(lost)
-    return comments([f"Exported by fp8cfg {__version__} for {project}.", *(["What it cannot say:"] if said else []), *said])
+    return comments(
+        [
+            f"Exported by fp8cfg {__version__} for {project}.",
+            *(["What it cannot say:"] if said else []),
+            *said,
+        ]
+    )
 
 
 def nested(data: dict[str, Any]) -> dict[str, Any]:
@@ -60,9 +74,19 @@ def toml(written: Written) -> str:
     found: dict[str, list[str]] = {}
     for key, value in written.value.items():
         section, _, name = key.rpartition(".")
-        found.setdefault(section, []).append(f"{name} = {json_module.dumps(value)}")  # strings, lists and truth are alike in both
-    until = comments(["torchtitan reads TOML up to February 2026 (pytorch/torchtitan#2386), and Python configurations since."])
-    return until + "\n".join(f"[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in found.items())
+        found.setdefault(section, []).append(
+            f"{name} = {json_module.dumps(value)}"
+        )  # strings, lists and truth are alike in both
+    until = comments(
+        [
+            "torchtitan reads TOML up to February 2026 (pytorch/torchtitan#2386), and Python"
+            " configurations since."
+        ]
+    )
+    return until + "\n".join(
+        f"[{section}]\n" + "".join(f"{line}\n" for line in lines)
+        for section, lines in found.items()
+    )
 
 
 def te(written: Written) -> str:

@@ -20,7 +20,10 @@ from fp8cfg.scalings import SCALINGS
 _KEPT = tuple(f"fp8.override_linear_precision.{gemm}" for gemm in ("fprop", "dgrad", "wgrad"))
 _MSAMP = {"fp8.amax_history_len": 16, "fp8.reduce_amax": False, "storage.accumulate": "stored"}
 """What MS-AMP does that is not our default."""
-_PARALLEL = tuple(f"trainer.strategy.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
+_PARALLEL = tuple(
+    f"trainer.strategy.{kind}_parallel_size"
+    for kind in ("tensor_model", "pipeline_model", "context")
+)
 _ALONE = "MS-AMP shards, and has O3, through DeepSpeed alone"
 
 
@@ -37,8 +40,15 @@ def contradictions(ours: Values, origin: Mapping[str, str]) -> list[str]:
     levelled = ours.get("fp8.enabled") and (ours.get("backend") == "msamp" or ours.get("opt_level"))
     if not levelled or ours.get("storage.shard") != "fsdp":
         return []
-    both = list(dict.fromkeys(origin[key] for key in ("storage.shard", "opt_level", "backend") if key in origin))[:2]
-    return [f"{' and '.join(both)}: MS-AMP splits no weights; write DeepSpeed's ZeRO stage 1 or 2, or drop MS-AMP"]
+    both = list(
+        dict.fromkeys(
+            origin[key] for key in ("storage.shard", "opt_level", "backend") if key in origin
+        )
+    )[:2]
+    return [
+        f"{' and '.join(both)}: MS-AMP splits no weights; write DeepSpeed's ZeRO stage 1 or 2, or"
+        " drop MS-AMP"
+    ]
 
 
 def _compiled(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
@@ -46,28 +56,46 @@ def _compiled(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
     if ours.get("trainer.compile") != "on" or capabilities(backend).compiles:
         return []
     del ours["trainer.compile"]
-    return [f"{origin.get('trainer.compile', 'trainer.compile=on')}: layers of backend={backend} are not compiled here"]
+    return [
+        f"{origin.get('trainer.compile', 'trainer.compile=on')}: layers of backend={backend} are"
+        " not compiled here"
+    ]
 
 
 def _under_fsdp(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
     sums = ("fp32", "bf16", ours.get("precision.compute", "bf16"))
-    kept = {f"storage.{column}": (codec,) for column, codec in KEPT.items()} | {"storage.comm": sums}
+    kept = {f"storage.{column}": (codec,) for column, codec in KEPT.items()} | {
+        "storage.comm": sums
+    }
     others = [key for key, codecs in kept.items() if ours.get(key, codecs[0]) not in codecs]
     for key in others:
         del ours[key]
-    why = "storage.shard=fsdp keeps weights, gradients and moments in float32, and sums gradients in that or bf16"
-    return [f"{said}: {why}" for said in dict.fromkeys(origin[key] for key in others if key in origin)]
+    why = (
+        "storage.shard=fsdp keeps weights, gradients and moments in float32, and sums gradients in"
+        " that or bf16"
+    )
+    return [
+        f"{said}: {why}" for said in dict.fromkeys(origin[key] for key in others if key in origin)
+    ]
 
 
 def _under_te(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
     delayed = SCALINGS[ours.get("fp8.scaling", "delayed")].history
     kept = [key for key in _KEPT if ours.get(key)]
     both = not delayed and kept == [*_KEPT[1:]]  # its backward_override
-    lacking = [key for key in ("fp8.interval", "fp8.multi_head_attention", *(() if both else kept)) if key in changed(ours)]
+    lacking = [
+        key
+        for key in ("fp8.interval", "fp8.multi_head_attention", *(() if both else kept))
+        if key in changed(ours)
+    ]
     lacking += ["storage.shard=fsdp"] if ours.get("storage.shard") == "fsdp" else []
     if lacking:
         del ours["backend"]
-        return [f"{origin['backend']}: backend stays auto, backend=te has no {', '.join(lacking)}"] if "backend" in origin else []
+        return (
+            [f"{origin['backend']}: backend stays auto, backend=te has no {', '.join(lacking)}"]
+            if "backend" in origin
+            else []
+        )
     if delayed:
         ours["fp8.first_step"] = "te"
     return []
@@ -75,15 +103,25 @@ def _under_te(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
 
 def _under_msamp(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
     columns = [key for column in COLUMNS if (key := f"storage.{column}") in ours]
-    lines = [f"{origin[key]}: MS-AMP's level says what is stored and sent" for key in columns if key in origin]
+    lines = [
+        f"{origin[key]}: MS-AMP's level says what is stored and sent"
+        for key in columns
+        if key in origin
+    ]
     for key in columns:
         del ours[key]
     ours |= _MSAMP
     if ours.get("opt_level") == "O3" or ours.get("storage.shard", "none") not in ("auto", "none"):
         stored = of_level(Precision(backend="msamp", opt_level=ours.get("opt_level")))
-        ours |= {f"storage.{column}": codec for column, codec in stored.items() if codec == "fp8_pow2"}
+        ours |= {
+            f"storage.{column}": codec for column, codec in stored.items() if codec == "fp8_pow2"
+        }
         ours |= {"backend": "native", "opt_level": ours.get("opt_level", "O2")}
-        lines += [f"{origin['backend']}: backend=native with the same storage; {_ALONE}"] if "backend" in origin else []
+        lines += (
+            [f"{origin['backend']}: backend=native with the same storage; {_ALONE}"]
+            if "backend" in origin
+            else []
+        )
     return list(dict.fromkeys(lines))
 
 
@@ -95,11 +133,16 @@ def rescaled(key: str, ours: Values, back: Values) -> bool:
 def why(key: str, ours: Values, back: Values) -> str:
     """Why `key` is read back otherwise, where the other side's library is the reason; empty where it is not."""
     if key == "backend":
-        reasons = {("te", "auto"): "backend=te has not all that is asked for", ("msamp", "native"): _ALONE}
+        reasons = {
+            ("te", "auto"): "backend=te has not all that is asked for",
+            ("msamp", "native"): _ALONE,
+        }
         return reasons.get((ours[key], back[key]), "")
     if key == "fp8.first_step" and back[key] == "te":
         return "Transformer Engine begins with scale 1"
-    if rescaled(key, ours, back) or (back["opt_level"] and key in _MSAMP and back[key] == _MSAMP[key]):
+    if rescaled(key, ours, back) or (
+        back["opt_level"] and key in _MSAMP and back[key] == _MSAMP[key]
+    ):
         return f"MS-AMP has {str(back[key]).lower()}"
     return ""
 
@@ -113,7 +156,9 @@ def output_layer(recipe: Recipe) -> list[str]:
     except ConfigError as e:
         misfits = [line for line in e.problems if line.startswith("fp8.output_layer=")]
         recipe.fp8.output_layer = recipe.fp8.output_layer and not misfits
-        return [line.replace("has no effect, its layers stay", "this one stays") for line in misfits]
+        return [
+            line.replace("has no effect, its layers stay", "this one stays") for line in misfits
+        ]
     return []
 
 
@@ -124,5 +169,7 @@ def gpus(recipe: Recipe, ours: Values) -> list[str]:
         return []
     trainer.devices = gcd(size, 8)
     trainer.num_nodes = size // trainer.devices
-    return [f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not said there; tensor x pipeline x "
-            f"context parallel = {size} GPUs"]
+    return [
+        f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not said"
+        f" there; tensor x pipeline x context parallel = {size} GPUs"
+    ]

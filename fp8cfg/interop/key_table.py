@@ -36,7 +36,8 @@ def delayed(ours: Values) -> bool:
 @dataclass(frozen=True)
 class Entry:
     """One key of theirs. `read` gives the values of ours, by short keys, that a value of it means; it raises ValueError, saying
-    what was expected, for what no value can be. `write` gives its value under ours, or SILENT; it is asked `when` that holds."""
+    what was expected, for what no value can be. `write` gives its value under ours, or SILENT; it is asked `when` that holds.
+    """
 
     theirs: str
     read: Callable[[Any], dict[str, Any]]
@@ -133,11 +134,15 @@ class Dialect:
         return f"{home}.{found}".lstrip(".") if found else None
 
     def _names(self) -> tuple[str, ...]:
-        return (*(e.theirs for e in self.entries if not e.theirs.isupper()), *self.spellings, *self.unsaid)
+        return (
+            *(e.theirs for e in self.entries if not e.theirs.isupper()),
+            *self.spellings,
+            *self.unsaid,
+        )
 
     def lacks(self, key: str) -> Unsaid | None:
         """Why `key`, by its name in the table, has no counterpart; None where it is no such key."""
-        heads = ["".join(key[:i + 1]) for i, sign in enumerate(key) if sign == "."]
+        heads = ["".join(key[: i + 1]) for i, sign in enumerate(key) if sign == "."]
         return next((self.unsaid[k] for k in (key, *reversed(heads)) if k in self.unsaid), None)
 
 

@@ -11,7 +11,16 @@ from fp8cfg.config.recipe import fields
 from fp8cfg.interop.key_table import Values
 from fp8cfg.scalings import SCALINGS
 
-_LOSS_SCALE = {f"precision.{k}" for k in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")}
+_LOSS_SCALE = {
+    f"precision.{k}"
+    for k in (
+        "loss_scale",
+        "initial_loss_scale",
+        "min_loss_scale",
+        "loss_scale_window",
+        "hysteresis",
+    )
+}
 
 
 def without_effect(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
@@ -30,7 +39,10 @@ def without_effect(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]
     return list(dict.fromkeys(lines))
 
 
-_FINE = "MXFP8 and NVFP4 are E4M3 both ways here; E5M2 gradients under fine-grained scales make training diverge"
+_FINE = (
+    "MXFP8 and NVFP4 are E4M3 both ways here; E5M2 gradients under fine-grained scales make"
+    " training diverge"
+)
 
 
 def _idle(key: str, ours: Values) -> str | None:
@@ -38,7 +50,9 @@ def _idle(key: str, ours: Values) -> str | None:
     scaling = ours.get("fp8.scaling", "delayed")
     if not ours.get("fp8.enabled") and (key.startswith("fp8.") or key in ("backend", "opt_level")):
         return "has no effect, nothing there turns FP8 on"
-    if key.startswith("fp8.") and scaling not in ONLY_UNDER.get(key.removeprefix("fp8."), (scaling,)):
+    if key.startswith("fp8.") and scaling not in ONLY_UNDER.get(
+        key.removeprefix("fp8."), (scaling,)
+    ):
         return f"has no effect under {scaling} scaling"
     if key == "fp8.format" and ours[key] not in SCALINGS[scaling].formats:
         return _FINE

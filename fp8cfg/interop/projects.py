@@ -44,16 +44,27 @@ class Door:
 
 def _te_text(text: str) -> source_files.Said:
     found = te_objects.from_text(text)
-    return source_files.Said(found, called="printed" not in found)  # by a Transformer Engine that may be newer
+    return source_files.Said(
+        found, called="printed" not in found
+    )  # by a Transformer Engine that may be newer
 
 
 DOORS = {
     "accelerate": Door(ACCELERATE, file_writers.yaml, call=handlers.from_call),
     "deepspeed": Door(DEEPSPEED, file_writers.json, remarks=False),
-    "nemo": Door(NEMO, file_writers.yaml, source_files.plugin, python=nemo_python.precision, presets=True),
-    "bridge": Door(BRIDGE, file_writers.bridge, source_files.plugin, python=nemo_python.precision, presets=True),
+    "nemo": Door(
+        NEMO, file_writers.yaml, source_files.plugin, python=nemo_python.precision, presets=True
+    ),
+    "bridge": Door(
+        BRIDGE, file_writers.bridge, source_files.plugin, python=nemo_python.precision, presets=True
+    ),
     "megatron": Door(MEGATRON, file_writers.flags, text=source_files.shell(MEGATRON)),
-    "torchtitan": Door(TORCHTITAN, file_writers.toml, source_files.sections(SECTIONS, TORCHTITAN), python=configuration),
+    "torchtitan": Door(
+        TORCHTITAN,
+        file_writers.toml,
+        source_files.sections(SECTIONS, TORCHTITAN),
+        python=configuration,
+    ),
     "te": Door(TE, file_writers.te, text=_te_text),
 }
 """Projects by the names that `fp8cfg import` and `fp8cfg export` know."""
@@ -80,8 +91,14 @@ def from_file(name: str, path: Path, base: Recipe | None = None) -> Read:
         if found.python and path.suffix == ".py":
             return _read(found, found.python(source_files.text_of(path), function), base)
         if not found.text and path.suffix == ".py":
-            raise ConfigError(f"is Python, which {found.dialect.name} is not read from; expected YAML or JSON")
-        said = found.text(source_files.text_of(path)) if found.text else found.keys(source_files.mapping(path))
+            raise ConfigError(
+                f"is Python, which {found.dialect.name} is not read from; expected YAML or JSON"
+            )
+        said = (
+            found.text(source_files.text_of(path))
+            if found.text
+            else found.keys(source_files.mapping(path))
+        )
         return _read(found, said, base)
     except ConfigError as e:
         raise where(str(path), e) from None
@@ -95,7 +112,11 @@ def from_words(name: str, words: Sequence[str], base: Recipe | None = None) -> R
         return _read(found, source_files.Said({}, preset=words[0]), base)
     if found.call and "(" in words[0]:
         return found.call(source_files.joined(words), base)
-    said = found.text(source_files.joined(words)) if found.text else source_files.Said(source_files.pairs(words))
+    said = (
+        found.text(source_files.joined(words))
+        if found.text
+        else source_files.Said(source_files.pairs(words))
+    )
     return _read(found, said._replace(called="printed" not in said.data), base)
 
 
@@ -111,8 +132,13 @@ def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
     back = read(found.dialect, said.data, base)
     refuse_if(back.unknown if said.called else ())
     if not any(map(found.dialect.knows, said.data)):
-        none = f"has no key that {found.dialect.name} says precision by, such as {found.dialect.entries[0].theirs}"
-        raise ConfigError([line for line in (*said.unknown, *back.unknown) if "did you mean" in line] or none)
+        none = (
+            f"has no key that {found.dialect.name} says precision by, such as"
+            f" {found.dialect.entries[0].theirs}"
+        )
+        raise ConfigError(
+            [line for line in (*said.unknown, *back.unknown) if "did you mean" in line] or none
+        )
     return back._replace(lost=(*back.lost, *said.lost), unknown=(*back.unknown, *said.unknown))
 
 
@@ -121,4 +147,6 @@ def to_text(name: str, recipe: Recipe) -> tuple[str, tuple[str, ...]]:
     comments where it has any. Raises ConfigError for a recipe that cannot be written there."""
     found = door(name)
     written = write(found.dialect, recipe)
-    return (file_writers.headed(found.dialect.name, written.lost) if found.remarks else "") + found.write(written), written.lost
+    return (
+        file_writers.headed(found.dialect.name, written.lost) if found.remarks else ""
+    ) + found.write(written), written.lost

@@ -8,7 +8,9 @@ from typing import Any
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if
 
 
-def call_in(text: str, names: tuple[str, ...], kind: str, only: tuple[str, ...] = ()) -> dict[str, Any]:
+def call_in(
+    text: str, names: tuple[str, ...], kind: str, only: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The values by name of the one call in `text` of a class in `names`, which stands under `class`; those in `only`, where it has
     any. Raises ConfigError where there is none (with the names that are near to that of a `kind` of class), or more than one, and
     for each value that is no literal."""
@@ -18,13 +20,20 @@ def call_in(text: str, names: tuple[str, ...], kind: str, only: tuple[str, ...] 
         raise ConfigError(f"not Python; expected a call such as {names[0]}(margin=1)") from None
     calls = [node for node in every if last(node.func) in names]
     if not calls:
-        refuse_if([f"{called}: not a {kind}; did you mean {near!r}?" for node in every
-                   if (near := nearest(called := last(node.func), names))])
+        refuse_if(
+            [
+                f"{called}: not a {kind}; did you mean {near!r}?"
+                for node in every
+                if (near := nearest(called := last(node.func), names))
+            ]
+        )
     if len(calls) != 1:
         raise ConfigError(f"{len(calls)} calls; expected one of {', '.join(names)}")
     spread = [word.value for word in calls[0].keywords if not word.arg]
-    problems = [f"{last(calls[0].func)}(**{text}): {text} is not read; give its values by name"
-                for text in (ast.unparse(value)[:40] for value in spread)]
+    problems = [
+        f"{last(calls[0].func)}(**{text}): {text} is not read; give its values by name"
+        for text in (ast.unparse(value)[:40] for value in spread)
+    ]
     problems += [f"{last(calls[0].func)}: give its values by name"] if calls[0].args else []
     values: dict[str, Any] = {"class": last(calls[0].func)}
     for word in [w for w in calls[0].keywords if not only or w.arg in only] if not problems else ():
@@ -40,7 +49,13 @@ def call_in(text: str, names: tuple[str, ...], kind: str, only: tuple[str, ...] 
 
 def last(node: ast.expr) -> str:
     """The last name of a dotted one; empty for any other expression."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 def literal(node: ast.expr) -> Any:

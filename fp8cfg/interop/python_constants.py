@@ -19,8 +19,12 @@ def constants(statements: Sequence[ast.stmt]) -> dict[str, ast.expr]:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 if isinstance(target, ast.Name):
                     found[target.id] = node.value
-    return {name: value for name, value in found.items() if name not in twice and not (
-        isinstance(value, ast.Name) and isinstance(value.ctx, ast.Store))}
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in twice
+        and not (isinstance(value, ast.Name) and isinstance(value.ctx, ast.Store))
+    }
 
 
 def resolved(node: ast.expr, names: dict[str, ast.expr]) -> ast.expr:

@@ -107,12 +107,17 @@ def plugin(data: Mapping[str, Any]) -> Said:
 
 def _clean(data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an object in a file; what is an object itself is the name of its class or function."""
-    return {k: v.get("their_target", v) if isinstance(v, Mapping) else v for k, v in data.items() if not k.startswith("their_")}
+    return {
+        k: v.get("their_target", v) if isinstance(v, Mapping) else v
+        for k, v in data.items()
+        if not k.startswith("their_")
+    }
 
 
 def sections(of: tuple[str, ...], dialect: Dialect) -> Callable[[Mapping[str, Any]], Said]:
     """Those keys of a file that begin with one of `of`; one line names the sections of the rest, and those of which only a part is
     read, but for keys that are nearly one of `dialect`."""
+
     def chosen(data: Mapping[str, Any]) -> Said:
         flat = flattened(data)
         mine = {k: v for k, v in flat.items() if k.startswith(of)}
@@ -120,23 +125,42 @@ def sections(of: tuple[str, ...], dialect: Dialect) -> Callable[[Mapping[str, An
         read = {k.partition(".")[0] for k in mine}
         others = sorted({k.partition(".")[0] for k in flat if k not in mine and k not in typos})
         rest = [f"{'the rest of ' if name in read else ''}[{name}]" for name in others]
-        return Said(mine, (f"{', '.join(rest)}: not about precision, not read",) if rest else (), unknown=tuple(
-            f"{printable(k)}: no such key of {dialect.name}; did you mean {near!r}?" for k, near in typos.items()))
+        return Said(
+            mine,
+            (f"{', '.join(rest)}: not about precision, not read",) if rest else (),
+            unknown=tuple(
+                f"{printable(k)}: no such key of {dialect.name}; did you mean {near!r}?"
+                for k, near in typos.items()
+            ),
+        )
+
     return chosen
 
 
 def shell(dialect: Dialect) -> Callable[[str], Said]:
     """The flags of a script that `dialect` knows."""
+
     def read(text: str) -> Said:
-        found, lines = shell_flags.found(text, lambda name: dialect.knows(name) or name.startswith(shell_flags.PRECISION))
+        found, lines = shell_flags.found(
+            text, lambda name: dialect.knows(name) or name.startswith(shell_flags.PRECISION)
+        )
         mine, rest = shell_flags.takes(dialect, found)
         if not mine:
-            raise ConfigError(f"no flag of {dialect.name} that is known here, such as --fp8-format hybrid")
+            raise ConfigError(
+                f"no flag of {dialect.name} that is known here, such as --fp8-format hybrid"
+            )
         return Said(mine, (*lines, *rest))
+
     return read
 
 
 def joined(words: Sequence[str]) -> str:
     """Words as the text of a command line; one that names a variable still does."""
-    return words[0] if len(words) == 1 else " ".join(
-        word if "$" in word and not set(word) & set(" \t\n'\"\\") else shlex.quote(word) for word in words)
+    return (
+        words[0]
+        if len(words) == 1
+        else " ".join(
+            word if "$" in word and not set(word) & set(" \t\n'\"\\") else shlex.quote(word)
+            for word in words
+        )
+    )

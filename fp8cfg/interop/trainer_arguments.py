@@ -24,14 +24,22 @@ def settle(recipe: Recipe, args: Any, max_steps: int, clipped: bool) -> None:
     """Let the recipe's words count in a Trainer with the TrainingArguments `args` that runs `max_steps` optimizer steps, and say
     so in a line to the logger. `clipped` says that it has clipped gradients already. Raises ConfigError with a line for each
     argument that was written and that the recipe contradicts."""
-    refuse_if([*_contradicted(recipe, args, max_steps), *_steps(recipe, max_steps), *_precision(recipe, args),
-               *_clipping(recipe, args, clipped)])
+    refuse_if(
+        [
+            *_contradicted(recipe, args, max_steps),
+            *_steps(recipe, max_steps),
+            *_precision(recipe, args),
+            *_clipping(recipe, args, clipped),
+        ]
+    )
     args.max_grad_norm = 0.0  # the job's optimizer clips, after the loss scale is divided out
     clip, batch = recipe.trainer.gradient_clip_val, args.per_device_train_batch_size
     logging.getLogger("fp8cfg").warning(
-        f"note: Trainer: optim.* (lr={recipe.optim.lr:g}, warm-up, {recipe.optim.lr_decay_style} schedule, weight decay), clipping "
-        f"(trainer.gradient_clip_val={clip:g}) and precision are the recipe's; steps, batches of {batch} x "
-        f"{args.gradient_accumulation_steps}, data, logs and checkpoints are TrainingArguments'")
+        f"note: Trainer: optim.* (lr={recipe.optim.lr:g}, warm-up, {recipe.optim.lr_decay_style}"
+        f" schedule, weight decay), clipping (trainer.gradient_clip_val={clip:g}) and precision are"
+        f" the recipe's; steps, batches of {batch} x {args.gradient_accumulation_steps}, data, logs"
+        " and checkpoints are TrainingArguments'"
+    )
 
 
 def callback(recipe: Recipe, optimizer: Any) -> Any:
@@ -44,8 +52,10 @@ def callback(recipe: Recipe, optimizer: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             own = given.get("optimizer")
             if getattr(own, "optimizer", own) is not optimizer:  # Accelerate wraps it
-                raise ConfigError("Trainer: trains with an optimizer of its own, not the job's; write "
-                                  "Trainer(optimizers=(job.optimizer, job.scheduler()), ...)")
+                raise ConfigError(
+                    "Trainer: trains with an optimizer of its own, not the job's; write "
+                    "Trainer(optimizers=(job.optimizer, job.scheduler()), ...)"
+                )
             settle(recipe, args, state.max_steps, clipped=False)
 
     return RecipeCallback()
@@ -57,7 +67,9 @@ def running() -> Any | None:
     frame: FrameType | None = sys._getframe(1) if module else None
     while frame:
         owner = frame.f_locals.get("self")
-        if frame.f_globals.get("__name__") == "transformers.trainer" and isinstance(owner, getattr(module, "Trainer", ())):
+        if frame.f_globals.get("__name__") == "transformers.trainer" and isinstance(
+            owner, getattr(module, "Trainer", ())
+        ):
             return owner
         frame = frame.f_back
     return None
@@ -68,36 +80,60 @@ def _contradicted(recipe: Recipe, args: Any, max_steps: int) -> list[str]:
     o, warmup = recipe.optim, args.get_warmup_steps(max_steps)
     style = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     name = str(getattr(args.optim, "value", args.optim))
-    ours: dict[str, tuple[str, Any, Any]] = {  # argument -> our key, our value, their value in our terms
+    ours: dict[
+        str, tuple[str, Any, Any]
+    ] = {  # argument -> our key, our value, their value in our terms
         "learning_rate": ("optim.lr", o.lr, args.learning_rate),
         "warmup_steps": ("optim.warmup_steps", o.warmup_steps, warmup),
-        "lr_scheduler_type": ("optim.lr_decay_style", o.lr_decay_style, _STYLES.get(style, style)),
-        "optim": ("optim.name", o.name, "adamw" if name in ("adamw_torch", "adamw_torch_fused") else name),
+        "lr_scheduler_type": (
+            "optim.lr_decay_style",
+            o.lr_decay_style,
+            _STYLES.get(style, style),
+        ),
+        "optim": (
+            "optim.name",
+            o.name,
+            "adamw" if name in ("adamw_torch", "adamw_torch_fused") else name,
+        ),
         "weight_decay": ("optim.weight_decay", o.weight_decay, args.weight_decay),
     }
     if o.name != "sgd":
-        ours |= {"adam_beta1": ("optim.betas[0]", o.betas[0], args.adam_beta1),
-                 "adam_beta2": ("optim.betas[1]", o.betas[1], args.adam_beta2),
-                 "adam_epsilon": ("optim.eps", o.eps, args.adam_epsilon)}
-    return [f"TrainingArguments.{theirs}={_shown(getattr(args, theirs))}: the optimizer and the schedule are the job's, with "
-            f"{key}={mine}; drop it, or write {key.partition('[')[0]} in the recipe"
-            for theirs, (key, mine, meant) in ours.items() if _written(args, theirs) and meant != mine]
+        ours |= {
+            "adam_beta1": ("optim.betas[0]", o.betas[0], args.adam_beta1),
+            "adam_beta2": ("optim.betas[1]", o.betas[1], args.adam_beta2),
+            "adam_epsilon": ("optim.eps", o.eps, args.adam_epsilon),
+        }
+    return [
+        f"TrainingArguments.{theirs}={_shown(getattr(args, theirs))}: the optimizer and the"
+        f" schedule are the job's, with {key}={mine}; drop it, or write {key.partition('[')[0]} in"
+        " the recipe"
+        for theirs, (key, mine, meant) in ours.items()
+        if _written(args, theirs) and meant != mine
+    ]
 
 
 def _steps(recipe: Recipe, max_steps: int) -> list[str]:
     most = recipe.trainer.max_steps
     if recipe.optim.lr_decay_style == "constant" or max_steps == most:
         return []
-    return [f"TrainingArguments.max_steps={max_steps}: the recipe's {recipe.optim.lr_decay_style} schedule ends at "
-            f"trainer.max_steps={most}; write trainer.max_steps={max_steps}, or optim.lr_decay_style=constant"]
+    return [
+        f"TrainingArguments.max_steps={max_steps}: the recipe's {recipe.optim.lr_decay_style}"
+        f" schedule ends at trainer.max_steps={most}; write trainer.max_steps={max_steps}, or"
+        " optim.lr_decay_style=constant"
+    ]
 
 
 def _precision(recipe: Recipe, args: Any) -> list[str]:
     """A line for each argument that asks for torch.autocast, or casts the model. `bf16` around a job in bf16 asks for the autocast
-    that it has; TRL's configurations write it where nobody has, and what it would do to another job cannot be taken back here."""
+    that it has; TRL's configurations write it where nobody has, and what it would do to another job cannot be taken back here.
+    """
     compute = recipe.precision.compute
-    return [f"TrainingArguments.{name}=True: precision is the job's, with precision.compute={compute}; write {name}=False"
-            for name in _PRECISION if getattr(args, name, False) and (name, compute) != ("bf16", "bf16")]
+    return [
+        f"TrainingArguments.{name}=True: precision is the job's, with precision.compute={compute};"
+        f" write {name}=False"
+        for name in _PRECISION
+        if getattr(args, name, False) and (name, compute) != ("bf16", "bf16")
+    ]
 
 
 def _clipping(recipe: Recipe, args: Any, clipped: bool) -> list[str]:
@@ -107,8 +143,10 @@ def _clipping(recipe: Recipe, args: Any, clipped: bool) -> list[str]:
         return []
     if not clipped and not _written(args, "max_grad_norm"):
         return []
-    return [f"TrainingArguments.max_grad_norm={norm:g}: the job's optimizer clips, with trainer.gradient_clip_val={own:g}; write "
-            "max_grad_norm=0"]
+    return [
+        f"TrainingArguments.max_grad_norm={norm:g}: the job's optimizer clips, with"
+        f" trainer.gradient_clip_val={own:g}; write max_grad_norm=0"
+    ]
 
 
 def _written(args: Any, name: str) -> bool:

@@ -20,7 +20,8 @@ from fp8cfg.interop.value_spellings import printable, shown
 
 def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) -> Read:
     """The recipe that `data` means, by the names that `dialect` knows, on top of `base`, whose precision it replaces. It is not
-    yet checked as a whole. Raises ConfigError with a line for each value that cannot be, and then for each unknown key too."""
+    yet checked as a whole. Raises ConfigError with a line for each value that cannot be, and then for each unknown key too.
+    """
     theirs, spelled, problems = _named(dialect, data)
     remarks, vague, unknown = list[str](), list[str](), dialect.strange(theirs)
     try:
@@ -35,16 +36,24 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
             try:
                 found = entry.read(theirs[entry.theirs])
             except ValueError as e:
-                line = f"{shown(spelled.get(entry.theirs, entry.theirs), theirs[entry.theirs])}: {e}"
+                line = (
+                    f"{shown(spelled.get(entry.theirs, entry.theirs), theirs[entry.theirs])}: {e}"
+                )
                 (vague if entry.theirs.isupper() else problems).append(line)
                 continue
             ours |= found
-            if entry.theirs in spelled and theirs[entry.theirs] != dialect.defaults.get(entry.theirs, SILENT):
+            if entry.theirs in spelled and theirs[entry.theirs] != dialect.defaults.get(
+                entry.theirs, SILENT
+            ):
                 origin |= dict.fromkeys(found, shown(spelled[entry.theirs], theirs[entry.theirs]))
     remarks += without_effect(ours, origin)
     problems += implications.contradictions(ours, origin)
     remarks += implications.by_backend(ours, origin)
-    remarks += [f"{origin[k]}: is so here; {why}" for k, why in dialect.doubts.items() if k in origin and k in changed(ours)]
+    remarks += [
+        f"{origin[k]}: is so here; {why}"
+        for k, why in dialect.doubts.items()
+        if k in origin and k in changed(ours)
+    ]
     recipe = (base or Recipe()).model_copy(deep=True)
     recipe.precision = Precision()
     unsaid, more = _rest(dialect, theirs, spelled)
@@ -54,8 +63,11 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
     except ConfigError as e:
         problems += [_in_their_words(line, origin) for line in e.problems]
     problems = problems or vague
-    problems += [f"{shown(spelled[name], theirs[name])}: is a section, with keys such as {first}"
-                 for name in spelled if name in theirs and (first := dialect.within(name))]
+    problems += [
+        f"{shown(spelled[name], theirs[name])}: is a section, with keys such as {first}"
+        for name in spelled
+        if name in theirs and (first := dialect.within(name))
+    ]
     refuse_if([*problems, *unknown] if problems else [])
     remarks += implications.gpus(recipe, ours) + (implications.output_layer(recipe) if base else [])
     return Read(recipe, tuple(remarks + unsaid), tuple(unknown))
@@ -67,14 +79,30 @@ def write(dialect: Dialect, recipe: Recipe) -> Written:
     recipe.check()
     ours = table(recipe)
     refuse_if(dialect.refuse(ours))
-    data = {e.theirs: value for e in dialect.entries if e.when(ours) and (value := e.write(ours)) is not SILENT}
+    data = {
+        e.theirs: value
+        for e in dialect.entries
+        if e.when(ours) and (value := e.write(ours)) is not SILENT
+    }
     back = table(read(dialect, data).recipe)
     scope = [k for k in ours if full(k).startswith(f"{PLUGIN}.") or k in dialect.beyond]
-    auto = {k for k, v in flat(recipe).items() if v == "auto"}  # these follow from others, which are listed
-    different = [k for k in scope if ours[k] != back[k] and (full(k) not in auto or implications.rescaled(k, ours, back))]
-    lost = [f"{shown(k, ours[k])}: {implications.why(k, ours, back) or _why(dialect, k)}" for k in different]
-    lost += [f"{shown(k, ours[k])}: is written, but {why}" for k, why in dialect.doubts.items()
-             if k in changed(ours) and k not in different]
+    auto = {
+        k for k, v in flat(recipe).items() if v == "auto"
+    }  # these follow from others, which are listed
+    different = [
+        k
+        for k in scope
+        if ours[k] != back[k] and (full(k) not in auto or implications.rescaled(k, ours, back))
+    ]
+    lost = [
+        f"{shown(k, ours[k])}: {implications.why(k, ours, back) or _why(dialect, k)}"
+        for k in different
+    ]
+    lost += [
+        f"{shown(k, ours[k])}: is written, but {why}"
+        for k, why in dialect.doubts.items()
+        if k in changed(ours) and k not in different
+    ]
     return Written(data, (*lost, *dialect.differs(ours)))
 
 
@@ -95,7 +123,11 @@ def table(recipe: Recipe) -> dict[str, Any]:
 
 
 def _why(dialect: Dialect, key: str) -> str:
-    return dialect.why.get(key) or dialect.why.get(key.partition(".")[0] + ".") or f"{dialect.name} has no key for it"
+    return (
+        dialect.why.get(key)
+        or dialect.why.get(key.partition(".")[0] + ".")
+        or f"{dialect.name} has no key for it"
+    )
 
 
 def _in_their_words(line: str, origin: Mapping[str, str]) -> str:
@@ -104,7 +136,9 @@ def _in_their_words(line: str, origin: Mapping[str, str]) -> str:
     return f"{origin.get(head.partition('=')[0], head)}: {reason}"
 
 
-def _named(dialect: Dialect, data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+def _named(
+    dialect: Dialect, data: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Their values by the names of the table, with what they are called in `data`, and the lines of keys given twice. A null says
     nothing."""
     theirs, spelled, problems = dict(dialect.defaults), dict[str, str](), list[str]()
@@ -114,30 +148,44 @@ def _named(dialect: Dialect, data: Mapping[str, Any]) -> tuple[dict[str, Any], d
         name = dialect.named(key)
         if name in spelled and theirs[name] != value:
             twice = shown(spelled[name], theirs[name])
-            problems.append(f"{shown(printable(key), value)}: one key with {twice}; drop one of the two")
+            problems.append(
+                f"{shown(printable(key), value)}: one key with {twice}; drop one of the two"
+            )
         theirs[name], spelled[name] = value, spelled.get(name, printable(key))
     return theirs, spelled, problems
 
 
-def _rest(dialect: Dialect, theirs: Values, spelled: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def _rest(
+    dialect: Dialect, theirs: Values, spelled: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     """The lines of what has no counterpart, one for each reason, and those of what is no key of theirs."""
-    known, reasons, unknown = {e.theirs for e in dialect.entries}, dict[str, list[str]](), list[str]()
+    known, reasons, unknown = (
+        {e.theirs for e in dialect.entries},
+        dict[str, list[str]](),
+        list[str](),
+    )
     for name, key in spelled.items():
         if name not in theirs or dialect.within(name):  # dialect.prepare has seen to it, or `read`
             continue
         value, lacking = theirs[name], dialect.unsaid.get(name)
         if not lacking and name not in known and not dialect.like(name, TYPO):
             lacking = dialect.lacks(name)
-        if lacking and not any(value == usual and type(value) is type(usual) for usual in lacking.usual):
+        if lacking and not any(
+            value == usual and type(value) is type(usual) for usual in lacking.usual
+        ):
             reasons.setdefault(lacking.why, []).append(shown(key, value))
         elif name not in known and not lacking:
             flag, near = key.startswith("--"), dialect.near(name)
             meant = f"--{near.replace('_', '-')}" if flag and near else near
-            unknown.append(f"{key}: no such {'flag' if flag else 'key'} of {dialect.name}" +
-                           (f"; did you mean {meant!r}?" if meant else ""))
+            unknown.append(
+                f"{key}: no such {'flag' if flag else 'key'} of {dialect.name}"
+                + (f"; did you mean {meant!r}?" if meant else "")
+            )
     return [f"{', '.join(keys)}: {why}" for why, keys in reasons.items()], unknown
 
 
 def where(source: str, error: ConfigError) -> ConfigError:
     """`error` with its source before each line that does not name it."""
-    return ConfigError([line if line.startswith(source) else f"{source}: {line}" for line in error.problems])
+    return ConfigError(
+        [line if line.startswith(source) else f"{source}: {line}" for line in error.problems]
+    )

@@ -63,21 +63,32 @@ def one_of(value: Any, known: Mapping[str, Any]) -> Any:
     return known[word]
 
 
-def same(theirs: str, ours: str, kind: Callable[[Any], Any], when: Callable[[Values], bool] = always) -> Entry:
+def same(
+    theirs: str, ours: str, kind: Callable[[Any], Any], when: Callable[[Values], bool] = always
+) -> Entry:
     """A key whose values are ours."""
     return Entry(theirs, lambda value: {ours: kind(value)}, lambda values: values[ours], when)
 
 
 def inverse(theirs: str, ours: str, when: Callable[[Values], bool] = always) -> Entry:
     """A switch that is on where ours is off."""
-    return Entry(theirs, lambda value: {ours: not boolean(value)}, lambda values: not values[ours], when)
+    return Entry(
+        theirs, lambda value: {ours: not boolean(value)}, lambda values: not values[ours], when
+    )
 
 
-def option(theirs: str, ours: str, words: Mapping[str, Any], when: Callable[[Values], bool] = always) -> Entry:
+def option(
+    theirs: str, ours: str, words: Mapping[str, Any], when: Callable[[Values], bool] = always
+) -> Entry:
     """A key whose options have other names: their words, in lower case, with ours. Of several with one meaning the first is
     written; what has none is left out."""
     back = {meaning: word for word, meaning in reversed([*words.items()])}
-    return Entry(theirs, lambda value: {ours: one_of(value, words)}, lambda values: back.get(values[ours], SILENT), when)
+    return Entry(
+        theirs,
+        lambda value: {ours: one_of(value, words)},
+        lambda values: back.get(values[ours], SILENT),
+        when,
+    )
 
 
 def read_only(theirs: str, read: Callable[[Any], dict[str, Any]]) -> Entry:
@@ -85,7 +96,9 @@ def read_only(theirs: str, read: Callable[[Any], dict[str, Any]]) -> Entry:
     return Entry(theirs, read, lambda _: SILENT)
 
 
-def write_only(theirs: str, write: Callable[[Values], Any], when: Callable[[Values], bool] = always) -> Entry:
+def write_only(
+    theirs: str, write: Callable[[Values], Any], when: Callable[[Values], bool] = always
+) -> Entry:
     """A key that must be there, and that follows from others."""
     return Entry(theirs, lambda _: {}, write, when)
 
@@ -98,7 +111,12 @@ def flattened(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
         key = f"{at}{name}"
         more = flattened(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
         twice = (key for key in more if key in out)
-        refuse_if([f"{printable(key)}: stands twice, in its section and dotted; drop one of the two" for key in twice])
+        refuse_if(
+            [
+                f"{printable(key)}: stands twice, in its section and dotted; drop one of the two"
+                for key in twice
+            ]
+        )
         out |= more
     return out
 
@@ -118,4 +136,8 @@ def printable(text: str) -> str:
 
 def switch(theirs: str, ours: str, value: Any) -> Entry:
     """A key that, where it is on, gives ours that value."""
-    return Entry(theirs, lambda on: {ours: value} if boolean(on) else {}, lambda values: values[ours] == value or SILENT)
+    return Entry(
+        theirs,
+        lambda on: {ours: value} if boolean(on) else {},
+        lambda values: values[ours] == value or SILENT,
+    )

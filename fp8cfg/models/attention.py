@@ -26,7 +26,9 @@ def hidden_from(queries: int, keys: int, window: int | None, device: torch.devic
 
 def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """That mask as what is added to scores: -inf where it is true, else 0."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+        hidden, -torch.inf
+    )
 
 
 _LOWER_RIGHT: dict[tuple[int, int], CausalBias] = {}
@@ -34,7 +36,8 @@ _LOWER_RIGHT: dict[tuple[int, int], CausalBias] = {}
 
 def expect_queries(queries: int, keys: int) -> None:
     """Prepare for so many queries that are the last of more keys: the bias with which flash attention takes them on a GPU, which
-    torch 2.13 cannot make inside of compiled code. Without it, and on a CPU, an explicit mask does it."""
+    torch 2.13 cannot make inside of compiled code. Without it, and on a CPU, an explicit mask does it.
+    """
     _LOWER_RIGHT[queries, keys] = causal_lower_right(queries, keys)
 
 
@@ -57,7 +60,11 @@ class CoreAttention(nn.Module):
     """
 
     def __init__(
-        self, scale: float | None = None, window: int | None = None, softcap: float | None = None, selective: bool = False
+        self,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        selective: bool = False,
     ) -> None:
         super().__init__()
         self.scale, self.window, self.softcap, self.selective = scale, window, softcap, selective
@@ -66,19 +73,39 @@ class CoreAttention(nn.Module):
         queries, keys = q.shape[-2], k.shape[-2]
         window = self.window if self.window is not None and self.window < keys else None
         bias = _LOWER_RIGHT.get((queries, keys)) if q.is_cuda else None
-        if self.softcap is None and window is None and mask is None and (queries == keys or bias is not None):
+        if (
+            self.softcap is None
+            and window is None
+            and mask is None
+            and (queries == keys or bias is not None)
+        ):
             if q.is_cuda and q.dtype == torch.float32 and q.shape[1] > k.shape[1]:
-                k, v = _by_head(q, k, v)  # flash attention takes no float32, and what does no grouped queries
+                k, v = _by_head(
+                    q, k, v
+                )  # flash attention takes no float32, and what does no grouped queries
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, is_causal=bias is None, scale=self.scale, enable_gqa=q.shape[1] > k.shape[1])
+                q,
+                k,
+                v,
+                attn_mask=bias,
+                is_causal=bias is None,
+                scale=self.scale,
+                enable_gqa=q.shape[1] > k.shape[1],
+            )
         given = (q, k, v) if mask is None else (q, k, v, mask)
-        return recomputed(self._explicit, None, *given) if self.selective else self._explicit(*given)
+        return (
+            recomputed(self._explicit, None, *given) if self.selective else self._explicit(*given)
+        )
 
     def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention with an explicit mask."""
         queries, keys = q.shape[-2], k.shape[-2]
         window = self.window if self.window is not None and self.window < keys else None
-        mask = additive(hidden_from(queries, keys, window, q.device), q.dtype) if mask is None else mask
+        mask = (
+            additive(hidden_from(queries, keys, window, q.device), q.dtype)
+            if mask is None
+            else mask
+        )
         k, v = _by_head(q, k, v)  # no kernel has both a mask and grouped queries
         if self.softcap is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
@@ -105,26 +132,44 @@ class SelfAttention(nn.Module):
         self.heads_per_group = config.heads_per_group
         self.head_dim = config.head_dim
         scalar = config.query_pre_attn_scalar
-        self.linear_qkv = nn.Linear(config.hidden_size, config.qkv_size, bias=config.add_qkv_bias or config.add_bias_linear)
+        self.linear_qkv = nn.Linear(
+            config.hidden_size, config.qkv_size, bias=config.add_qkv_bias or config.add_bias_linear
+        )
         if config.qk_layernorm != "none":
             whole = config.qk_layernorm == "hidden"
             self.q_layernorm = norm(config, config.query_size if whole else config.head_dim)
             self.k_layernorm = norm(config, config.key_size if whole else config.head_dim)
         self.core_attention = CoreAttention(
-            None if scalar is None else scalar**-0.5, config.window(layer), config.attn_logit_softcapping, selective)
-        self.linear_proj = nn.Linear(config.query_size, config.hidden_size, bias=config.add_bias_linear)
+            None if scalar is None else scalar**-0.5,
+            config.window(layer),
+            config.attn_logit_softcapping,
+            selective,
+        )
+        self.linear_proj = nn.Linear(
+            config.query_size, config.hidden_size, bias=config.add_bias_linear
+        )
         self.normed = config.qk_layernorm
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor) -> Tensor:
         qkv = self.linear_qkv(x).unflatten(-1, (self.num_query_groups, -1, self.head_dim))
         q, k, v = qkv.split((self.heads_per_group, 1, 1), dim=-2)  # [B, T, G, heads, head_dim] each
-        q_norm, k_norm = (self.q_layernorm, self.k_layernorm) if self.normed != "none" else (None, None)
-        q, k, v = self._turned(q, q_norm, cos, sin), self._turned(k, k_norm, cos, sin), v.flatten(2, 3)
-        attended: Tensor = self.core_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *mask)
+        q_norm, k_norm = (
+            (self.q_layernorm, self.k_layernorm) if self.normed != "none" else (None, None)
+        )
+        q, k, v = (
+            self._turned(q, q_norm, cos, sin),
+            self._turned(k, k_norm, cos, sin),
+            v.flatten(2, 3),
+        )
+        attended: Tensor = self.core_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *mask
+        )
         projected: Tensor = self.linear_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
-    def _turned(self, heads: Tensor, norm: nn.Module | None, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    def _turned(
+        self, heads: Tensor, norm: nn.Module | None, cos: Tensor | None, sin: Tensor | None
+    ) -> Tensor:
         """Queries or keys [B, T, G, heads, head_dim] as attention takes them, [B, T, G x heads, head_dim]: normed and rotated."""
 
         def turned(x: Tensor) -> Tensor:
@@ -133,4 +178,8 @@ class SelfAttention(nn.Module):
                 x = norm(x) if self.normed == "head" else norm(x.flatten(2)).view(x.shape)
             return x if cos is None or sin is None else apply_rotary(x, cos, sin)
 
-        return recomputed(turned, norm, heads) if self.selective and norm is not None else turned(heads)
+        return (
+            recomputed(turned, norm, heads)
+            if self.selective and norm is not None
+            else turned(heads)
+        )

@@ -26,7 +26,10 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(f"high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}")
+            raise ValueError(
+                f"high_freq_factor={self.high_freq_factor} must be above"
+                f" low_freq_factor={self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,25 @@ class TransformerConfig:
     scale_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "vocab_size", "seq_length"):
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_query_groups",
+            "vocab_size",
+            "seq_length",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_attention_heads < 1 or self.num_attention_heads % self.num_query_groups:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} must be a multiple of num_query_groups={self.num_query_groups}"
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of"
+                f" num_query_groups={self.num_query_groups}"
             )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels")
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even: rotary positions turn pairs of channels"
+            )
 
     @property
     def heads_per_group(self) -> int:
@@ -115,7 +128,11 @@ class TransformerConfig:
     @property
     def learned_positions(self) -> int:
         """Rows of the learned position embedding; 0 under rotary positions."""
-        return (self.max_position_embeddings or self.seq_length) if self.position_embedding_type == "learned_absolute" else 0
+        return (
+            (self.max_position_embeddings or self.seq_length)
+            if self.position_embedding_type == "learned_absolute"
+            else 0
+        )
 
     def window(self, layer: int) -> int | None:
         """Tokens that attention of the layer (from 0) reaches back over, its own among them; None for all of them."""

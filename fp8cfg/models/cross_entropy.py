@@ -48,7 +48,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, part: VocabularyPart | None =
     count = (targets != IGNORED).sum().clamp(min=1)
     if part is None and (torch.compiler.is_compiling() or logits.numel() <= chunk(logits)):
         return F.cross_entropy(logits.float(), targets, reduction="sum") / count
-    total: Tensor = _CrossEntropy.apply(logits, targets, part)  # type: ignore[no-untyped-call]
+    total: Tensor = _CrossEntropy.apply(logits, targets, part)
     return total / count
 
 
@@ -69,9 +69,13 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, part: VocabularyPart | None) -> Tensor:
         ignored, local = targets == IGNORED, targets - (part.first if part else 0)
         # Of the whole vocabulary a target outside of it is for `gather` to refuse, as torch's own formula does.
-        elsewhere = (ignored | ((local < 0) | (local >= logits.shape[1])) if part else ignored).unsqueeze(1)
+        elsewhere = (
+            ignored | ((local < 0) | (local >= logits.shape[1])) if part else ignored
+        ).unsqueeze(1)
         row = local.unsqueeze(1).masked_fill(elsewhere, 0)
-        largest, log_sum = (torch.empty(len(logits), 1, dtype=torch.float32, device=logits.device) for _ in range(2))
+        largest, log_sum = (
+            torch.empty(len(logits), 1, dtype=torch.float32, device=logits.device) for _ in range(2)
+        )
         for tokens in _chunks(logits):
             largest[tokens], at = logits[tokens].max(1, keepdim=True)
             log_sum[tokens] = logits[tokens].float().log_softmax(1).gather(1, at)
@@ -81,7 +85,10 @@ class _CrossEntropy(torch.autograd.Function):
             of_target = of_target - largest
         else:
             own, largest = largest, part.largest(largest)
-            shares = (log_sum + (own - largest)).exp(), (of_target - largest).masked_fill(elsewhere, 0.0)
+            shares = (
+                (log_sum + (own - largest)).exp(),
+                (of_target - largest).masked_fill(elsewhere, 0.0),
+            )
             sums, of_target = part.summed(torch.cat(shares, 1)).chunk(2, 1)
             log_sum = sums.log()
         ctx.save_for_backward(logits, row, elsewhere, ignored.unsqueeze(1), largest, log_sum)
@@ -101,12 +108,21 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _gradient(
-    whole: bool, logits: Tensor, largest: Tensor, log_sum: Tensor, row: Tensor, each: Tensor, of_target: Tensor
+    whole: bool,
+    logits: Tensor,
+    largest: Tensor,
+    log_sum: Tensor,
+    row: Tensor,
+    each: Tensor,
+    of_target: Tensor,
 ) -> Tensor:
     """The gradient, float32, of `logits` [n, V], whose losses have gradients `each` [n, 1], with `of_target` [n, 1] added in column
-    `row`. Of the `whole` vocabulary torch's own kernel makes it, with the same bits as of all tokens at once."""
+    `row`. Of the `whole` vocabulary torch's own kernel makes it, with the same bits as of all tokens at once.
+    """
     log_probabilities = (logits.float() - largest).sub_(log_sum)
     if whole:
         losses = torch.zeros_like(log_probabilities).scatter_(1, row, of_target)
-        return torch.ops.aten._log_softmax_backward_data(losses, log_probabilities, 1, torch.float32)  # type: ignore[no-any-return]
+        return torch.ops.aten._log_softmax_backward_data(  # type: ignore[no-any-return]
+            losses, log_probabilities, 1, torch.float32
+        )
     return log_probabilities.exp_().mul_(each).scatter_add_(1, row, of_target)

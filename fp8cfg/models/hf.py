@@ -24,7 +24,9 @@ from fp8cfg.models.shapes import parameter_shapes
 Shapes = dict[str, tuple[int, ...]]
 _LAYER = "model.layers.{}."
 LLAMA = {
-    "embedding": ("model.embed_tokens",), "final_layernorm": ("model.norm",), "output_layer": ("lm_head",),
+    "embedding": ("model.embed_tokens",),
+    "final_layernorm": ("model.norm",),
+    "output_layer": ("lm_head",),
     "layers.{}.input_layernorm": (f"{_LAYER}input_layernorm",),
     "layers.{}.self_attention.linear_qkv": tuple(f"{_LAYER}self_attn.{x}_proj" for x in "qkv"),
     "layers.{}.self_attention.linear_proj": (f"{_LAYER}self_attn.o_proj",),
@@ -38,7 +40,8 @@ LLAMA = {
 @dataclass(frozen=True)
 class Layout:
     """How a family lays out its weights: the `names` of modules, ours with theirs and `{}` for a layer's number; whether linear
-    weights are transposed (`conv1d`); and whether norms are `centered`, differences from 1, None where as ours are."""
+    weights are transposed (`conv1d`); and whether norms are `centered`, differences from 1, None where as ours are.
+    """
 
     names: Mapping[str, tuple[str, ...]]
     conv1d: bool = False
@@ -46,7 +49,9 @@ class Layout:
 
     def parts(self, config: TransformerConfig) -> dict[str, Shapes]:
         """Our names, each with the names and shapes of what makes it up at Hugging Face."""
-        return {name: self._of(name, shape, config) for name, shape in parameter_shapes(config).items()}
+        return {
+            name: self._of(name, shape, config) for name, shape in parameter_shapes(config).items()
+        }
 
     def _of(self, name: str, shape: tuple[int, ...], config: TransformerConfig) -> Shapes:
         module, _, leaf = name.rpartition(".")
@@ -63,7 +68,9 @@ class Layout:
         shapes = [(count, *shape[1:]) for count in rows]
         if self.transposes(name):
             shapes = [shape[::-1] for shape in shapes]
-        return dict(zip((f"{theirs.format(number)}.{leaf}" for theirs in names), shapes, strict=True))
+        return dict(
+            zip((f"{theirs.format(number)}.{leaf}" for theirs in names), shapes, strict=True)
+        )
 
     def transposes(self, name: str) -> bool:
         """Whether the weight that we call `name` is transposed."""
@@ -81,7 +88,9 @@ class Layout:
             parts = [part.T for part in parts]
         if ".linear_qkv." in name:
             if len(parts) == 1:
-                parts = list(parts[0].split_with_sizes((config.query_size, config.key_size, config.key_size)))
+                parts = list(
+                    parts[0].split_with_sizes((config.query_size, config.key_size, config.key_size))
+                )
             return torch.cat([_by_group(part, config) for part in parts], dim=1).flatten(0, 2)
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         shift = self.shift(name, config)
@@ -101,7 +110,9 @@ class Layout:
         return [part.T.contiguous() for part in parts] if self.transposes(name) else parts
 
 
-def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, layout: Layout = Layout(LLAMA)) -> dict[str, Tensor]:
+def from_hf(
+    state_dict: Mapping[str, Tensor], config: TransformerConfig, layout: Layout = Layout(LLAMA)
+) -> dict[str, Tensor]:
     """A state dict for `Transformer(config)` from one of transformers' model, by default of `LlamaForCausalLM`.
 
     Dtypes are kept. Under `tie_embeddings`, `lm_head.weight` may be absent. Raises ValueError for missing and
@@ -116,12 +127,18 @@ def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, layout:
 
 
 def reader(
-    given: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor], config: TransformerConfig, layout: Layout
+    given: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    config: TransformerConfig,
+    layout: Layout,
 ) -> Callable[[str], Tensor]:
     """What gives each parameter of `Transformer(config)` by name, made of what `read` gives for their names; `given` has the shapes
     that there are. Raises ValueError as `from_hf` does."""
     parts, shapes = layout.parts(config), dict(given)
-    head, embedding = f"{layout.names['output_layer'][0]}.weight", f"{layout.names['embedding'][0]}.weight"
+    head, embedding = (
+        f"{layout.names['output_layer'][0]}.weight",
+        f"{layout.names['embedding'][0]}.weight",
+    )
     tied_head = config.tie_embeddings and shapes.pop(head, None) is not None
     # Llama 2 checkpoints carry the rotary frequencies as buffers, GPT-2's the causal mask; here they follow from the config.
     buffers = ("rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
@@ -132,7 +149,9 @@ def reader(
     return lambda name: layout.fuse(name, [read(theirs) for theirs in parts[name]], config)
 
 
-def to_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, layout: Layout = Layout(LLAMA)) -> dict[str, Tensor]:
+def to_hf(
+    state_dict: Mapping[str, Tensor], config: TransformerConfig, layout: Layout = Layout(LLAMA)
+) -> dict[str, Tensor]:
     """The inverse of `from_hf`: a state dict for transformers' model, without `lm_head.weight` where it is tied.
 
     Raises ValueError for missing and unexpected names and for shapes that are not the config's.
@@ -153,9 +172,14 @@ def _by_group(weight: Tensor, config: TransformerConfig) -> Tensor:
 
 
 def _check(given: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    differences = {"missing": expected.keys() - given.keys(), "unexpected": given.keys() - expected.keys()}
+    differences = {
+        "missing": expected.keys() - given.keys(),
+        "unexpected": given.keys() - expected.keys(),
+    }
     if any(differences.values()):
-        said = [f"{len(names)} {what}: {_some(names)}" for what, names in differences.items() if names]
+        said = [
+            f"{len(names)} {what}: {_some(names)}" for what, names in differences.items() if names
+        ]
         raise ValueError(f"not the weights of this model: {'; '.join(said)}")
     for name, shape in expected.items():
         if given[name] != shape:

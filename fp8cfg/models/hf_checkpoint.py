@@ -36,13 +36,21 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.opened = {name: self._open(name) for name in self._files()}
-        self.where: dict[str, Any] = {tensor: file for file in self.opened.values() for tensor in file.keys()}  # noqa: SIM118
+        self.where: dict[str, Any] = {
+            tensor: file
+            for file in self.opened.values()
+            for tensor in file.keys()  # noqa: SIM118, safetensors' file is no mapping
+        }
         self.block = self._block()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each weight by name; of scales none."""
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self.where.items() if not name.endswith(IGNORED)}
+        return {
+            name: tuple(file.get_slice(name).get_shape())
+            for name, file in self.where.items()
+            if not name.endswith(IGNORED)
+        }
 
     def read(self, name: str) -> Tensor:
         """A weight, on the CPU: in its dtype, or in float32 where it is quantized."""
@@ -51,14 +59,23 @@ class Checkpoint:
             return _finite(name, tensor)
         scales = [name + end for end in SCALES if name + end in self.where]
         if tensor.dtype != torch.float8_e4m3fn or not scales:
-            raise ValueError(f"{name}: {str(tensor.dtype).removeprefix('torch.')} without scales that are known")
-        return _finite(name, dequantized(tensor, self.where[scales[0]].get_tensor(scales[0]).float(), self.block))
+            raise ValueError(
+                f"{name}: {str(tensor.dtype).removeprefix('torch.')} without scales that are known"
+            )
+        return _finite(
+            name,
+            dequantized(tensor, self.where[scales[0]].get_tensor(scales[0]).float(), self.block),
+        )
 
     def _files(self) -> list[str]:
         if (self.folder / INDEX).is_file():
             where = json_object(self.folder, INDEX).get("weight_map")
             files = list(where.values()) if isinstance(where, dict) else []
-            if strange := [name for name in files if not isinstance(name, str) or not name or Path(name).name != name]:
+            if strange := [
+                name
+                for name in files
+                if not isinstance(name, str) or not name or Path(name).name != name
+            ]:
                 raise ValueError(f"{INDEX}: {str(strange[0])[:60]!r} is no file of this folder")
             if not files:
                 raise ValueError(f"{INDEX}: has no weight_map, which says what is in which file")
@@ -66,10 +83,15 @@ class Checkpoint:
         if (self.folder / WHOLE).is_file():
             return [WHOLE]
         if any(self.folder.glob("pytorch_model*.bin")) or any(self.folder.glob("*.pt*")):
-            line = ("from transformers import AutoModelForCausalLM as A; "
-                    f"A.from_pretrained('{self.folder}').save_pretrained('{self.folder}')")
-            raise ValueError("has pickled weights, which can run code and are not read; write them as safetensors: "
-                             f'python -c "{line}"')
+            line = (
+                "from transformers import AutoModelForCausalLM as A; "
+                f"A.from_pretrained('{self.folder}').save_pretrained('{self.folder}')"
+            )
+            raise ValueError(
+                "has pickled weights, which can run code and are not read; write them as"
+                " safetensors: "
+                f'python -c "{line}"'
+            )
         raise ValueError(f"has neither {WHOLE} nor {INDEX}")
 
     def _open(self, name: str) -> Any:
@@ -82,12 +104,22 @@ class Checkpoint:
             raise ValueError(f"{name[:60]} cannot be read ({e})") from None
 
     def _block(self) -> tuple[int, int] | None:
-        said = json_object(self.folder, CONFIG).get("quantization_config") if (self.folder / CONFIG).is_file() else None
+        said = (
+            json_object(self.folder, CONFIG).get("quantization_config")
+            if (self.folder / CONFIG).is_file()
+            else None
+        )
         method = said.get("quant_method") if isinstance(said, dict) else said
         if said and (not isinstance(method, str) or method not in METHODS):
-            raise ValueError(f"quant_method={method}: not read here; {' and '.join(sorted(METHODS))} are")
+            raise ValueError(
+                f"quant_method={method}: not read here; {' and '.join(sorted(METHODS))} are"
+            )
         block = (said or {}).get("weight_block_size") or (128, 128)
-        if not isinstance(block, (list, tuple)) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        if (
+            not isinstance(block, (list, tuple))
+            or len(block) != 2
+            or any(type(size) is not int or size < 1 for size in block)
+        ):
             raise ValueError(f"weight_block_size={block}: expected two whole numbers")
         return block[0], block[1]
 
@@ -107,7 +139,9 @@ def json_object(folder: Path, name: str) -> dict[str, Any]:
 def _finite(name: str, weight: Tensor) -> Tensor:
     """`weight`, unless it holds what no training goes on from."""
     if not weight.is_floating_point():
-        raise ValueError(f"{name}: {str(weight.dtype).removeprefix('torch.')} is no dtype of weights")
+        raise ValueError(
+            f"{name}: {str(weight.dtype).removeprefix('torch.')} is no dtype of weights"
+        )
     if not weight.isfinite().all():
         raise ValueError(f"{name}: has values that are not finite")
     return weight
@@ -117,12 +151,16 @@ def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) ->
     """`weight` float8 [rows, columns] x `scale`, in float32: one for the whole, one for each row [rows, 1], or one for each block.
     Raises ValueError where the scales fit none of these."""
     if weight.dim() != 2:
-        raise ValueError(f"a weight of {weight.dim()} dimension{'s' * (weight.dim() != 1)} in FP8: not read here")
+        raise ValueError(
+            f"a weight of {weight.dim()} dimension{'s' * (weight.dim() != 1)} in FP8: not read here"
+        )
     wide, (rows, columns) = weight.float(), weight.shape
     if scale.numel() == 1 or tuple(scale.shape) == (rows, 1):
         return wide * scale.reshape(-1, 1)
     if block and tuple(scale.shape) == (-(-rows // block[0]), -(-columns // block[1])):
-        spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+        spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[
+            :, :columns
+        ]
         return wide.mul_(spread)
     raise ValueError(f"scales {list(scale.shape)} fit no weight of {rows} x {columns}")
 
@@ -135,7 +173,9 @@ def reader(config: TransformerConfig, folder: Path, layout: hf.Layout) -> Callab
 
 
 @torch.no_grad()
-def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout: hf.Layout) -> None:
+def load(
+    model: torch.nn.Module, config: TransformerConfig, folder: Path, layout: hf.Layout
+) -> None:
     """Fill the parameters of `model`, a Transformer of `config`, or this rank's parts of them, from `folder`, one whole tensor
     of ours at a time. Raises ValueError as `reader` does."""
     one, parameters = reader(config, folder, layout), dict(model.named_parameters())
@@ -144,5 +184,12 @@ def load(model: torch.nn.Module, config: TransformerConfig, folder: Path, layout
         tensor = one(name)
         for part, first in local_parts(parameters[name], shards.get(name)):
             if part.numel():
-                part.copy_(tensor[tuple(slice(start, start + size) for start, size in zip(first, part.shape, strict=True))])
+                part.copy_(
+                    tensor[
+                        tuple(
+                            slice(start, start + size)
+                            for start, size in zip(first, part.shape, strict=True)
+                        )
+                    ]
+                )
         del tensor  # before the next one is read

@@ -28,33 +28,77 @@ Weight = tuple[Tensor, Tensor | None]
 
 
 def write(
-    folder: Path, config: TransformerConfig, said: Mapping[str, Any], layout: Layout, read: Callable[[str], Weight],
-    fp8: str | None = None, quantized: Collection[str] = (), shard: int = SHARD,
+    folder: Path,
+    config: TransformerConfig,
+    said: Mapping[str, Any],
+    layout: Layout,
+    read: Callable[[str], Weight],
+    fp8: str | None = None,
+    quantized: Collection[str] = (),
+    shard: int = SHARD,
 ) -> None:
     """Write `folder`, which is empty: config.json, which is `said`, and the weights that `read` gives by our names, each written
-    before the next is read. With `fp8` "block" or "tensor" those of the modules `quantized` in FP8."""
+    before the next is read. With `fp8` "block" or "tensor" those of the modules `quantized` in FP8.
+    """
     parts = layout.parts(config)
-    in_fp8 = {name for name in parts if fp8 and name.endswith(".weight") and name.removesuffix(".weight") in quantized}
-    kept = sorted({theirs.removesuffix(".weight") for name, named in parts.items() for theirs in named
-                   if fp8 and ".linear_" in name and name.endswith(".weight") and name not in in_fp8})
-    quantization = {"quantization_config": {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK] if fp8 == "block" else None,
-        "modules_to_not_convert": ["lm_head", *kept]}} if fp8 else {}
-    files = _files(folder, [_forms(theirs, shape, fp8 if name in in_fp8 else None)
-                            for name, named in parts.items() for theirs, shape in named.items()], shard)
+    in_fp8 = {
+        name
+        for name in parts
+        if fp8 and name.endswith(".weight") and name.removesuffix(".weight") in quantized
+    }
+    kept = sorted(
+        {
+            theirs.removesuffix(".weight")
+            for name, named in parts.items()
+            for theirs in named
+            if fp8 and ".linear_" in name and name.endswith(".weight") and name not in in_fp8
+        }
+    )
+    quantization = (
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [BLOCK, BLOCK] if fp8 == "block" else None,
+                "modules_to_not_convert": ["lm_head", *kept],
+            }
+        }
+        if fp8
+        else {}
+    )
+    files = _files(
+        folder,
+        [
+            _forms(theirs, shape, fp8 if name in in_fp8 else None)
+            for name, named in parts.items()
+            for theirs, shape in named.items()
+        ],
+        shard,
+    )
     for name, named in parts.items():
-        for theirs, tensor in _tensors(name, list(named), config, layout, read, fp8 if name in in_fp8 else None):
+        for theirs, tensor in _tensors(
+            name, list(named), config, layout, read, fp8 if name in in_fp8 else None
+        ):
             files[theirs].write(theirs, tensor)
-    text = json.dumps({**said, "dtype": "bfloat16", "torch_dtype": "bfloat16", **quantization}, indent=2)
+    text = json.dumps(
+        {**said, "dtype": "bfloat16", "torch_dtype": "bfloat16", **quantization}, indent=2
+    )
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _tensors(
-    name: str, named: Sequence[str], config: TransformerConfig, layout: Layout, read: Callable[[str], Weight], fp8: str | None
+    name: str,
+    named: Sequence[str],
+    config: TransformerConfig,
+    layout: Layout,
+    read: Callable[[str], Weight],
+    fp8: str | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """What is written of our parameter `name`, whose parts are `named`."""
     weight, scale = read(name)
-    if weight.dim() > 1 and not fp8:  # a vector may be that of a norm, which is shifted in its own dtype
+    if (
+        weight.dim() > 1 and not fp8
+    ):  # a vector may be that of a norm, which is shifted in its own dtype
         weight = weight.to(torch.bfloat16)
     for theirs, part in zip(named, layout.split(name, weight, config, len(named)), strict=True):
         if fp8:
@@ -78,7 +122,11 @@ def _quantized(weight: Tensor, blocks: bool, scale: Tensor | None) -> tuple[Tens
     bands = torch.split(weight, BLOCK)
     if not blocks:
         amax = torch.stack([band.abs().amax() for band in bands]).amax()
-        whole = scale.reshape(()).float() if scale is not None else torch.where(amax > 0, amax / LARGEST, 1.0)
+        whole = (
+            scale.reshape(()).float()
+            if scale is not None
+            else torch.where(amax > 0, amax / LARGEST, 1.0)
+        )
         return torch.cat([_codes(band / whole) for band in bands]), whole
     made = [_in_blocks(band) for band in bands]
     return torch.cat([codes for codes, _ in made]), torch.cat([scales for _, scales in made])
@@ -87,18 +135,25 @@ def _quantized(weight: Tensor, blocks: bool, scale: Tensor | None) -> tuple[Tens
 def _in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    tiles = padded.reshape(-(-rows // BLOCK), BLOCK, -1, BLOCK)  # [row blocks, 128, column blocks, 128]
+    tiles = padded.reshape(
+        -(-rows // BLOCK), BLOCK, -1, BLOCK
+    )  # [row blocks, 128, column blocks, 128]
     amax = tiles.abs().amax((1, 3))
     power = torch.exp2(torch.ceil(torch.log2(amax / LARGEST)))
     found = torch.where(amax > 0, power, torch.ones_like(power))
-    return _codes((tiles / found[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]), found
+    return (
+        _codes((tiles / found[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]),
+        found,
+    )
 
 
 def _codes(scaled: Tensor) -> Tensor:
     return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
-def _files(folder: Path, forms: Sequence[dict[str, Form]], shard: int) -> dict[str, SafetensorsFile]:
+def _files(
+    folder: Path, forms: Sequence[dict[str, Form]], shard: int
+) -> dict[str, SafetensorsFile]:
     """The files of `forms` by the tensors in them, about `shard` bytes each, and the index where there are several. What is of one
     part stands in one file."""
     shards, held = list[dict[str, Form]]([{}]), 0
@@ -110,10 +165,22 @@ def _files(folder: Path, forms: Sequence[dict[str, Form]], shard: int) -> dict[s
         shards[-1] |= tensors
         held += size
     count = len(shards)
-    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)] if count > 1 else [WHOLE]
-    files = [SafetensorsFile(folder / name, tensors) for name, tensors in zip(names, shards, strict=True)]
+    names = (
+        [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        if count > 1
+        else [WHOLE]
+    )
+    files = [
+        SafetensorsFile(folder / name, tensors) for name, tensors in zip(names, shards, strict=True)
+    ]
     if count > 1:
-        index = {"metadata": {"total_size": sum(file.size for file in files)},
-                 "weight_map": {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}}
+        index = {
+            "metadata": {"total_size": sum(file.size for file in files)},
+            "weight_map": {
+                tensor: name
+                for name, tensors in zip(names, shards, strict=True)
+                for tensor in tensors
+            },
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return {tensor: file for file, tensors in zip(files, shards, strict=True) for tensor in tensors}

@@ -27,8 +27,12 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig, selective: bool = False) -> None:
         super().__init__()
         self.activation, self.selective = config.activation, selective
-        self.linear_fc1 = nn.Linear(config.hidden_size, config.fc1_size, bias=config.add_bias_linear)
-        self.linear_fc2 = nn.Linear(config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear)
+        self.linear_fc1 = nn.Linear(
+            config.hidden_size, config.fc1_size, bias=config.add_bias_linear
+        )
+        self.linear_fc2 = nn.Linear(
+            config.ffn_hidden_size, config.hidden_size, bias=config.add_bias_linear
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.linear_fc1(x)
@@ -43,7 +47,9 @@ class MLP(nn.Module):
         if self.activation == "gelu":
             return F.gelu(x, approximate="tanh")
         gate, up = x.chunk(2, dim=-1)
-        return (F.silu(gate) if self.activation == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+        return (
+            F.silu(gate) if self.activation == "swiglu" else F.gelu(gate, approximate="tanh")
+        ) * up
 
 
 class TransformerLayer(nn.Module):
@@ -54,9 +60,20 @@ class TransformerLayer(nn.Module):
     activation function and explicit matrices of attention (selective_recompute.py). `enter`, where tensor parallelism sets it,
     makes the input of attention and MLP of what stands before them."""
 
-    def __init__(self, config: TransformerConfig, layer: int = 0, packed: bool = False, selective: bool = False) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer: int = 0,
+        packed: bool = False,
+        selective: bool = False,
+    ) -> None:
         super().__init__()
-        self.config, self.placement, self.packed, self.selective = config, config.layernorm_placement, packed, selective
+        self.config, self.placement, self.packed, self.selective = (
+            config,
+            config.layernorm_placement,
+            packed,
+            selective,
+        )
         self.enter: Callable[[Tensor], Tensor] | None = None
         before, after = self.placement != "post", self.placement != "pre"
         if before:
@@ -77,19 +94,33 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor) -> Tensor:
         if self.selective and torch.compiler.is_compiling() and torch.is_grad_enabled():
-            y: Tensor = checkpoint(self._residual_stream, x, cos, sin, *mask, use_reentrant=False, context_fn=keep_products)
+            y: Tensor = checkpoint(
+                self._residual_stream,
+                x,
+                cos,
+                sin,
+                *mask,
+                use_reentrant=False,
+                context_fn=keep_products,
+            )
             return y
         return self._residual_stream(x, cos, sin, *mask)
 
-    def _residual_stream(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor) -> Tensor:
+    def _residual_stream(
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, *mask: Tensor
+    ) -> Tensor:
         before, after = self.placement != "post", self.placement != "pre"
-        y = self._computed(self.self_attention, self.input_layernorm if before else None, x, cos, sin, *mask)
+        y = self._computed(
+            self.self_attention, self.input_layernorm if before else None, x, cos, sin, *mask
+        )
         x = x + (self._normed(self.post_self_attn_layernorm, y) if after else y)
         y = self._computed(self.mlp, self.pre_mlp_layernorm if before else None, x)
         x = x + (self._normed(self.post_mlp_layernorm, y) if after else y)
         return x
 
-    def _computed(self, module: nn.Module, norm: nn.Module | None, x: Tensor, *more: Tensor | None) -> Tensor:
+    def _computed(
+        self, module: nn.Module, norm: nn.Module | None, x: Tensor, *more: Tensor | None
+    ) -> Tensor:
         """`module` of the residual stream, which goes through `norm` before."""
         y = x if norm is None else self._normed(norm, x)
         read = y if self.enter is None else self.enter(y)

@@ -24,11 +24,22 @@ from fp8cfg.models.weight_init import block_seed, local_part
 class LowRank(nn.Module):
     """One projection's adapter, float32 until it is cast: [..., in] to [..., out], both in the dtype of its weights."""
 
-    def __init__(self, projection: Projection, rank: int, scaling: float, dropout: float, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        projection: Projection,
+        rank: int,
+        scaling: float,
+        dropout: float,
+        device: torch.device | str,
+    ) -> None:
         super().__init__()
         self.out_features, self.scaling, self.dropout = projection.out_features, scaling, dropout
-        self.lora_A = nn.Parameter(torch.empty(rank, projection.in_features, dtype=torch.float32, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(projection.out_features, rank, dtype=torch.float32, device=device))
+        self.lora_A = nn.Parameter(
+            torch.empty(rank, projection.in_features, dtype=torch.float32, device=device)
+        )
+        self.lora_B = nn.Parameter(
+            torch.zeros(projection.out_features, rank, dtype=torch.float32, device=device)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dropout:
@@ -40,14 +51,19 @@ class LowRank(nn.Module):
         return (self.lora_B.detach().float() @ self.lora_A.detach().float()).mul_(self.scaling)
 
     def extra_repr(self) -> str:
-        return f"rank={len(self.lora_A)}, scaling={self.scaling:g}" + (f", dropout={self.dropout:g}" if self.dropout else "")
+        return f"rank={len(self.lora_A)}, scaling={self.scaling:g}" + (
+            f", dropout={self.dropout:g}" if self.dropout else ""
+        )
 
 
 class Adapter(nn.ModuleDict):
     """The adapters of one linear layer by the names of its `projections`, of which some may have none. `groups` are the key-value
-    groups in which the rows of queries, keys and values alternate; 1 where a projection's rows stand together."""
+    groups in which the rows of queries, keys and values alternate; 1 where a projection's rows stand together.
+    """
 
-    def __init__(self, found: Mapping[str, LowRank], projections: Mapping[str, int], groups: int = 1) -> None:
+    def __init__(
+        self, found: Mapping[str, LowRank], projections: Mapping[str, int], groups: int = 1
+    ) -> None:
         super().__init__(found)
         self.projections, self.groups = dict(projections), groups
 
@@ -55,17 +71,25 @@ class Adapter(nn.ModuleDict):
         x = x.to(next(self.parameters()).dtype)  # once for all of them, which keep it
         if len(self.projections) == 1:
             return next(iter(self.values()))(x)  # type: ignore[no-any-return]
-        parts: list[Tensor | None] = [self[name](x) if name in self else None for name in self.projections]
+        parts: list[Tensor | None] = [
+            self[name](x) if name in self else None for name in self.projections
+        ]
         like = next(part for part in parts if part is not None)
-        made = [like.new_zeros(*x.shape[:-1], size) if part is None else part
-                for part, size in zip(parts, self.projections.values(), strict=True)]
-        return torch.cat([part.view(*x.shape[:-1], self.groups, -1) for part in made], -1).flatten(-2)
+        made = [
+            like.new_zeros(*x.shape[:-1], size) if part is None else part
+            for part, size in zip(parts, self.projections.values(), strict=True)
+        ]
+        return torch.cat([part.view(*x.shape[:-1], self.groups, -1) for part in made], -1).flatten(
+            -2
+        )
 
     def merge_into(self, weight: Tensor) -> None:
         """Add to the layer's `weight` [out, in], float32 and contiguous, in place, what they add to its product."""
         low: dict[str, Any] = dict(self.items())
         sizes = {name: size // self.groups for name, size in self.projections.items()}
-        parts = weight.view(self.groups, -1, weight.shape[1]).split_with_sizes(list(sizes.values()), 1)
+        parts = weight.view(self.groups, -1, weight.shape[1]).split_with_sizes(
+            list(sizes.values()), 1
+        )
         for (name, size), part in zip(sizes.items(), parts, strict=True):
             part.add_(low[name].delta().view(self.groups, size, -1) if name in low else 0.0)
 
@@ -86,9 +110,12 @@ class Adapters:
 
     def freeze(self, model: nn.Module, linears: Collection[str], dtype: torch.dtype) -> None:
         """Let no parameter of `model`, which is on the meta device, be trained, and let `linears` have their weights in `dtype`:
-        what is frozen needs no float32 original. A weight that an embedding has too stays as it is."""
+        what is frozen needs no float32 original. A weight that an embedding has too stays as it is.
+        """
         model.requires_grad_(False)
-        shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        shared = {
+            id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+        }
         for linear in map(model.get_submodule, linears):
             assert isinstance(linear, nn.Linear)
             if id(linear.weight) not in shared:
@@ -96,8 +123,11 @@ class Adapters:
 
     def of(self, module: str, device: torch.device | str) -> Adapter:
         """The adapters of the layer `module`, one at least, without first weights."""
-        low = {p.name: LowRank(p, self.rank, self.alpha / self.rank, self.dropout, device)
-               for p in self.found if p.module == module}
+        low = {
+            p.name: LowRank(p, self.rank, self.alpha / self.rank, self.dropout, device)
+            for p in self.found
+            if p.module == module
+        }
         sizes = {p.name: p.out_features for p in self.every if p.module == module}
         return Adapter(low, sizes, self.groups if module.endswith("linear_qkv") else 1)
 
@@ -110,7 +140,8 @@ class Adapters:
             layer.lora.train(layer.training)
             layer.register_forward_hook(_add)
         self.fill(model, seed)
-        model.draws = self.dropout > 0  # type: ignore[assignment]  # recomputation repeats what it drew
+        # Recomputation repeats what it drew.
+        model.draws = self.dropout > 0  # type: ignore[assignment]
 
     @torch.no_grad()
     def fill(self, model: nn.Module, seed: int) -> None:
@@ -120,12 +151,20 @@ class Adapters:
             low: dict[str, Any] = dict(adapter.items())
             for name, one in low.items():
                 full = f"{module}.lora.{name}"
-                given = self.first(full) if self.first else (
-                    _drawn(one.lora_A.shape, seed, f"{full}.lora_A"), torch.zeros(one.lora_B.shape, dtype=torch.float32))
+                given = (
+                    self.first(full)
+                    if self.first
+                    else (
+                        _drawn(one.lora_A.shape, seed, f"{full}.lora_A"),
+                        torch.zeros(one.lora_B.shape, dtype=torch.float32),
+                    )
+                )
                 for own, whole in zip((one.lora_A, one.lora_B), given, strict=True):
                     part, (row, column) = local_part(own)
                     if not part.is_meta:
-                        part.copy_(whole[row: row + part.shape[0], column: column + part.shape[1]])
+                        part.copy_(
+                            whole[row : row + part.shape[0], column : column + part.shape[1]]
+                        )
 
 
 def _add(layer: nn.Module, args: Any, out: Tensor) -> Tensor:

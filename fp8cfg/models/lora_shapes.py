@@ -34,9 +34,17 @@ class Projection(NamedTuple):
 def projections(config: TransformerConfig) -> tuple[Projection, ...]:
     """Every projection, in the order of the forward pass; those of one layer in the order of its rows."""
     parts: dict[str, list[tuple[str, int]]] = {
-        "linear_qkv": [("q_proj", config.query_size), ("k_proj", config.key_size), ("v_proj", config.key_size)],
-        "linear_fc1": [("gate_proj", config.ffn_hidden_size), ("up_proj", config.ffn_hidden_size)]
-        if config.activation in GATED else [("up_proj", config.ffn_hidden_size)]}
+        "linear_qkv": [
+            ("q_proj", config.query_size),
+            ("k_proj", config.key_size),
+            ("v_proj", config.key_size),
+        ],
+        "linear_fc1": (
+            [("gate_proj", config.ffn_hidden_size), ("up_proj", config.ffn_hidden_size)]
+            if config.activation in GATED
+            else [("up_proj", config.ffn_hidden_size)]
+        ),
+    }
     whole = {"linear_proj": "o_proj", "linear_fc2": "down_proj", "output_layer": "lm_head"}
     found = []
     for layer in linear_layers(config):
@@ -54,7 +62,9 @@ def targeted(config: TransformerConfig, patterns: tuple[str, ...]) -> tuple[Proj
 
 def matches(projection: Projection, pattern: str) -> bool:
     """Whether `pattern` names that projection, or the layer that it is part of."""
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for name in projection.names)
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for name in projection.names
+    )
 
 
 def adapter_parameters(found: Sequence[Projection], rank: int) -> int:

@@ -39,7 +39,9 @@ class RMSNorm(nn.Module):
         return F.rms_norm(upcast(x), self.weight.shape, self.gamma, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}" + (", zero_centered" if self.zero_centered else "")
+        return f"{self.weight.numel()}, eps={self.eps}" + (
+            ", zero_centered" if self.zero_centered else ""
+        )
 
 
 class LayerNorm(RMSNorm):
@@ -52,10 +54,14 @@ class LayerNorm(RMSNorm):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(upcast(x), self.weight.shape, self.gamma, self.bias.float(), self.eps).to(x.dtype)
+        return F.layer_norm(
+            upcast(x), self.weight.shape, self.gamma, self.bias.float(), self.eps
+        ).to(x.dtype)
 
 
 def norm(config: TransformerConfig, size: int | None = None) -> RMSNorm:
     """The norm that `config` names, over `size` channels, by default those of the residual stream."""
     kind = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}[config.normalization]
-    return kind(size or config.hidden_size, config.layernorm_epsilon, config.layernorm_zero_centered_gamma)
+    return kind(
+        size or config.hidden_size, config.layernorm_epsilon, config.layernorm_zero_centered_gamma
+    )

@@ -14,9 +14,12 @@ from torch import Tensor
 from fp8cfg.models.config import RopeScaling, TransformerConfig
 
 
-def rotary_tables(config: TransformerConfig, positions: Tensor, local: bool = False) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    config: TransformerConfig, positions: Tensor, local: bool = False
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles of `positions`, integers [T] or [B, T], each float32 [..., rotary_size / 2]; `local` for
-    layers with a sliding window where these have a base of their own, which no scaling stretches (Gemma 3)."""
+    layers with a sliding window where these have a base of their own, which no scaling stretches (Gemma 3).
+    """
     channels = torch.arange(0, config.rotary_size, 2, dtype=torch.float32, device=positions.device)
     local = local and config.rotary_base_local is not None
     base = config.rotary_base_local if local and config.rotary_base_local else config.rotary_base

@@ -40,7 +40,11 @@ class SafetensorsFile:
         for name in names:
             (dtype, shape), begins[name] = forms[name], at
             at += nbytes(forms[name])
-            entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begins[name], at]}
+            entries[name] = {
+                "dtype": DTYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [begins[name], at],
+            }
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         self.path, self.size, self._forms = path, 8 + len(text) + at, dict(forms)

@@ -28,16 +28,19 @@ Function = Callable[..., Tensor]
 
 def recomputed(function: Function, owner: nn.Module | None, *inputs: Tensor) -> Tensor:
     """`function(*inputs)`, of which nothing but the inputs is kept for the backward pass, where it is called again. `owner` has the
-    parameters that it reads, None if it reads none. It must draw no random numbers, and give the same again."""
+    parameters that it reads, None if it reads none. It must draw no random numbers, and give the same again.
+    """
     parameters = [] if owner is None else list(owner.parameters())
     needed = any(t.requires_grad for t in (*inputs, *parameters))
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and needed):
         return function(*inputs)
-    made: Tensor = _Recomputed.apply(function, owner, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+    made: Tensor = _Recomputed.apply(function, owner, len(inputs), *inputs, *parameters)
     return made
 
 
-def discarded(y: Tensor, through: Function | None = None, read: Tensor | None = None) -> AbstractContextManager[Any]:
+def discarded(
+    y: Tensor, through: Function | None = None, read: Tensor | None = None
+) -> AbstractContextManager[Any]:
     """A context in which `y`, made by `recomputed`, is not kept by what reads it; another tensor is kept as ever. With `through`
     it is `read` that is not kept, through(y)."""
     if torch.compiler.is_compiling() or not isinstance(node := y.grad_fn, _NODE):
@@ -50,7 +53,9 @@ def discarded(y: Tensor, through: Function | None = None, read: Tensor | None = 
             return _Discarded(node, through, t.shape, t.stride(), t.storage_offset())
         return t
 
-    return saved_tensors_hooks(pack, lambda kept: kept.again() if isinstance(kept, _Discarded) else kept)
+    return saved_tensors_hooks(
+        pack, lambda kept: kept.again() if isinstance(kept, _Discarded) else kept
+    )
 
 
 @dataclass(frozen=True)
@@ -68,13 +73,17 @@ class _Discarded:
         """The view of what is made again, and kept until the backward pass has gone through the output."""
         whole = _outputs(self.node).detach()
         if self.through is not None:
-            whole = self.node.read = self.through(whole) if self.node.read is None else self.node.read
+            whole = self.node.read = (
+                self.through(whole) if self.node.read is None else self.node.read
+            )
         return whole.as_strided(self.shape, self.stride, self.offset)
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Function, owner: nn.Module | None, count: int, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, function: Function, owner: nn.Module | None, count: int, *tensors: Tensor
+    ) -> Tensor:
         ctx.function, ctx.owner, ctx.graph, ctx.read = function, owner, None, None
         ctx.save_for_backward(*tensors[:count])
         ctx.autocast = _autocast(tensors[0].device.type)
@@ -99,7 +108,9 @@ def _outputs(node: Any) -> Tensor:
     those of the module as it is then: FSDP2 changes them between gathered and sharded ones."""
     if node.graph is None:
         needs = node.needs_input_grad[3:]
-        inputs = [t.detach().requires_grad_(n) for t, n in zip(node.saved_tensors, needs, strict=False)]
+        inputs = [
+            t.detach().requires_grad_(n) for t, n in zip(node.saved_tensors, needs, strict=False)
+        ]
         parameters = [] if node.owner is None else list(node.owner.parameters())
         with torch.enable_grad(), node.autocast():
             node.graph = [*inputs, *parameters], node.function(*inputs)
@@ -116,16 +127,25 @@ def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
 
 
 _OPS = torch.ops.aten
-_PRODUCTS = frozenset({
-    _OPS.mm.default, _OPS.addmm.default, _OPS.bmm.default, _OPS.baddbmm.default, _OPS._scaled_mm.default,
-    _OPS._scaled_dot_product_flash_attention.default, _OPS._scaled_dot_product_efficient_attention.default,
-    _OPS._scaled_dot_product_cudnn_attention.default, _OPS._scaled_dot_product_flash_attention_for_cpu.default})
+_PRODUCTS = frozenset(
+    {
+        _OPS.mm.default,
+        _OPS.addmm.default,
+        _OPS.bmm.default,
+        _OPS.baddbmm.default,
+        _OPS._scaled_mm.default,
+        _OPS._scaled_dot_product_flash_attention.default,
+        _OPS._scaled_dot_product_efficient_attention.default,
+        _OPS._scaled_dot_product_cudnn_attention.default,
+        _OPS._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
 """What compiled code does not repeat, beside the operators of fp8cfg itself: products, and quantizations, which note amaxes."""
 
 
 def keep_products() -> Any:
     """The `context_fn` of torch's checkpoint for a layer in compiled code, which keeps outputs of products."""
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

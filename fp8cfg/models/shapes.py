@@ -27,23 +27,34 @@ def linear_layers(config: TransformerConfig) -> list[LinearShape]:
 
     A tied output layer is listed as well: it multiplies, although its weight is the embedding's.
     """
-    layers = [layer for i in range(config.num_layers) for layer in _block_linears(config, f"layers.{i}")]
+    layers = [
+        layer for i in range(config.num_layers) for layer in _block_linears(config, f"layers.{i}")
+    ]
     return [*layers, LinearShape("output_layer", config.hidden_size, config.vocab_size)]
 
 
 def norm_names(config: TransformerConfig) -> list[str]:
     """Module names of the norms, the final one last."""
-    return [*(f"layers.{i}.{name}" for i in range(config.num_layers) for name in _block_norms(config)), "final_layernorm"]
+    return [
+        *(f"layers.{i}.{name}" for i in range(config.num_layers) for name in _block_norms(config)),
+        "final_layernorm",
+    ]
 
 
 @lru_cache(maxsize=4)  # a search for what fits asks for those of one model some hundred times
 def parameter_shapes(config: TransformerConfig) -> Mapping[str, tuple[int, ...]]:
     """Shape of each parameter by name; a tied weight appears once, as `embedding.weight`."""
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.weight": (config.vocab_size, config.hidden_size)
+    }
     if config.learned_positions:
         shapes["position_embedding.weight"] = (config.learned_positions, config.hidden_size)
     parts = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
-    norms = {f"layers.{i}.{name}": size for i in range(config.num_layers) for name, size in _block_norms(config).items()}
+    norms = {
+        f"layers.{i}.{name}": size
+        for i in range(config.num_layers)
+        for name, size in _block_norms(config).items()
+    }
     for name, size in {**norms, "final_layernorm": config.hidden_size}.items():
         shapes |= {f"{name}.{part}": (size,) for part in parts}
     for layer in linear_layers(config):
@@ -76,11 +87,27 @@ def _block_linears(config: TransformerConfig, prefix: str) -> list[LinearShape]:
 def _block_norms(config: TransformerConfig) -> dict[str, int]:
     """The norms of one layer, by name, with their channels."""
     before, after = config.layernorm_placement != "post", config.layernorm_placement != "pre"
-    names = [name for there, name in ((before, "input_layernorm"), (after, "post_self_attn_layernorm"),
-                                      (before, "pre_mlp_layernorm"), (after, "post_mlp_layernorm")) if there]
+    names = [
+        name
+        for there, name in (
+            (before, "input_layernorm"),
+            (after, "post_self_attn_layernorm"),
+            (before, "pre_mlp_layernorm"),
+            (after, "post_mlp_layernorm"),
+        )
+        if there
+    ]
     whole = config.qk_layernorm == "hidden"
-    sizes = {"q": config.query_size, "k": config.key_size} if whole else dict.fromkeys("qk", config.head_dim)
-    normed = {f"self_attention.{part}_layernorm": size for part, size in sizes.items() if config.qk_layernorm != "none"}
+    sizes = (
+        {"q": config.query_size, "k": config.key_size}
+        if whole
+        else dict.fromkeys("qk", config.head_dim)
+    )
+    normed = {
+        f"self_attention.{part}_layernorm": size
+        for part, size in sizes.items()
+        if config.qk_layernorm != "none"
+    }
     return {**dict.fromkeys(names, config.hidden_size), **normed}
 
 

@@ -28,4 +28,6 @@ def stage_chunks(layers: int, ranks: int, chunks: int) -> list[list[range]]:
 
 def stage_layers(layers: int, ranks: int, chunks: int) -> list[list[int]]:
     """The layers of each pipeline rank, of all its chunks together."""
-    return [[layer for chunk in mine for layer in chunk] for mine in stage_chunks(layers, ranks, chunks)]
+    return [
+        [layer for chunk in mine for layer in chunk] for mine in stage_chunks(layers, ranks, chunks)
+    ]

@@ -22,17 +22,22 @@ class TensorShard:
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""
-        chunks = [piece.chunk(self.ranks, self.dim)[self.rank] for piece in whole.chunk(self.pieces, self.dim)]
+        chunks = [
+            piece.chunk(self.ranks, self.dim)[self.rank]
+            for piece in whole.chunk(self.pieces, self.dim)
+        ]
         return torch.cat(chunks, self.dim) if self.pieces > 1 else chunks[0]
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor of the parts of all ranks, in their order."""
         chunks = [part.chunk(self.pieces, self.dim) for part in parts]
-        return torch.cat([of_rank[piece] for piece in range(self.pieces) for of_rank in chunks], self.dim)
+        return torch.cat(
+            [of_rank[piece] for piece in range(self.pieces) for of_rank in chunks], self.dim
+        )
 
     def run(self, shape: Sequence[int]) -> int:
         """How many elements of a part of that `shape` stand one behind the other in the whole too."""
-        return prod(shape[self.dim:]) // self.pieces
+        return prod(shape[self.dim :]) // self.pieces
 
     def boxes(self, length: int) -> Iterator[tuple[int, int, int]]:
         """For each piece where it begins and ends in a part that is `length` long, and where it begins in the whole."""

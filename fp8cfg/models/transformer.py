@@ -47,15 +47,25 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *, recompute: str = "none", reset_attention_mask: bool = False,
+        self,
+        config: TransformerConfig,
+        *,
+        recompute: str = "none",
+        reset_attention_mask: bool = False,
         reset_position_ids: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
-        self.reset_attention_mask, self.reset_position_ids = reset_attention_mask, reset_position_ids
+        self.reset_attention_mask, self.reset_position_ids = (
+            reset_attention_mask,
+            reset_position_ids,
+        )
         self.recompute, self.draws = recompute, False
-        self.tensor_parallel: Any = None  # this rank's place among those that share each matrix, a parallel.tensor.TensorRank
-        self.vocabulary_part: VocabularyPart | None = None  # of which the output layer makes logits, where that is split
+        # this rank's place among those that share each matrix, a parallel.tensor.TensorRank
+        self.tensor_parallel: Any = None
+        self.vocabulary_part: VocabularyPart | None = (
+            None  # of which the output layer makes logits, where that is split
+        )
         self.shards: dict[str, TensorShard] = {}  # what it has of the parameters that are split
         self.groups = 1  # of ranks, each with all that FSDP2 shards
         self.stages = 1  # of a pipeline, of which this is one
@@ -64,14 +74,20 @@ class Transformer(nn.Module):
             self.position_embedding = nn.Embedding(config.learned_positions, config.hidden_size)
         packed = reset_attention_mask or reset_position_ids
         self.layers = nn.ModuleList(
-            TransformerLayer(config, layer, packed, recompute == "selective") for layer in range(config.num_layers))
+            TransformerLayer(config, layer, packed, recompute == "selective")
+            for layer in range(config.num_layers)
+        )
         self.final_layernorm = norm(config)
         self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output_layer.weight = self.embedding.weight
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Mean cross entropy of `targets` (float32, 0-d), or logits [B, T, vocab_size] where there are none.
 
@@ -81,28 +97,54 @@ class Transformer(nn.Module):
         `positions`, int64 [T], are the tokens' places in their sequence, by default 0 to T - 1. The logits have the dtype of the
         output layer; the loss upcasts them, many tokens by chunks (cross_entropy.py).
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
-        if documents is None and targets is not None and (self.reset_attention_mask or self.reset_position_ids):
-            raise ValueError("the model tells documents apart: call model(tokens, targets, documents), the tensors of a batch")
+        positions = (
+            torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        )
+        if (
+            documents is None
+            and targets is not None
+            and (self.reset_attention_mask or self.reset_position_ids)
+        ):
+            raise ValueError(
+                "the model tells documents apart: call model(tokens, targets, documents), the"
+                " tensors of a batch"
+            )
         positions = self.places(positions, documents)
-        return self.head(self.run_layers(self.embed(tokens, positions), positions, documents, [*enumerate(self.layers)]), targets)
+        return self.head(
+            self.run_layers(
+                self.embed(tokens, positions), positions, documents, [*enumerate(self.layers)]
+            ),
+            targets,
+        )
 
     def places(self, positions: Tensor, documents: Tensor | None) -> Tensor:
         """Positions of tokens in their sequence, or, where these begin anew with each of `documents`, in their document [B, T]."""
-        return positions_within(documents) if documents is not None and self.reset_position_ids else positions
+        return (
+            positions_within(documents)
+            if documents is not None and self.reset_position_ids
+            else positions
+        )
 
     def run_layers(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None, layers: Sequence[tuple[int, nn.Module]]
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
+        layers: Sequence[tuple[int, nn.Module]],
     ) -> Tensor:
         """The residual stream [B, T, D] after `layers`, each with its number in the model."""
         tables = self._tables(positions)
-        masks = self._masks(layers, positions.shape[-1], x, documents if self.reset_attention_mask else None)
+        masks = self._masks(
+            layers, positions.shape[-1], x, documents if self.reset_attention_mask else None
+        )
         for (number, layer), mask in zip(layers, masks, strict=True):
             # No bool for an index: Dynamo of torch 2.11 takes none (TypeError), that of 2.13 does.
             cos, sin = tables[0 if self.config.window(number) is None else 1]
             if self.recompute == "full" and torch.is_grad_enabled():
                 # The second forward draws again what adapters with dropout drew; others draw nothing.
-                x = checkpoint(layer, x, cos, sin, *mask, use_reentrant=False, preserve_rng_state=self.draws)
+                x = checkpoint(
+                    layer, x, cos, sin, *mask, use_reentrant=False, preserve_rng_state=self.draws
+                )
             else:
                 x = layer(x, cos, sin, *mask)
         return x
@@ -119,7 +161,9 @@ class Transformer(nn.Module):
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The residual stream [B, T, D] before the first layer."""
         x: Tensor = self.embedding(tokens)
-        if self.config.scale_embeddings:  # by a factor that is rounded to the dtype of `x`, as Gemma was trained
+        if (
+            self.config.scale_embeddings
+        ):  # by a factor that is rounded to the dtype of `x`, as Gemma was trained
             x = x * torch.full((), self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
         if self.config.learned_positions:
             x = x + self.position_embedding(positions)
@@ -135,11 +179,19 @@ class Transformer(nn.Module):
         return full, rotary_tables(self.config, positions, local=True)
 
     def _masks(
-        self, layers: Sequence[tuple[int, nn.Module]], length: int, x: Tensor, documents: Tensor | None
+        self,
+        layers: Sequence[tuple[int, nn.Module]],
+        length: int,
+        x: Tensor,
+        documents: Tensor | None,
     ) -> list[tuple[Tensor, ...]]:
         """The mask of attention of each of `layers` over the residual stream `x`, made once for all layers whose mask it is; none
         where attention does without."""
-        apart = None if documents is None else documents[:, None, :, None] != documents[:, None, None, :]
+        apart = (
+            None
+            if documents is None
+            else documents[:, None, :, None] != documents[:, None, None, :]
+        )
         made: dict[int | None, tuple[Tensor, ...]] = {}
         if apart is None and self.config.attn_logit_softcapping is None:
             made[None] = ()  # causal
@@ -147,7 +199,10 @@ class Transformer(nn.Module):
             if layer.takes_mask and (window := self._window(number, length)) not in made:
                 hidden = hidden_from(length, length, window, x.device)
                 made[window] = (additive(hidden if apart is None else hidden | apart, x.dtype),)
-        return [made[self._window(number, length)] if layer.takes_mask else () for number, layer in layers]
+        return [
+            made[self._window(number, length)] if layer.takes_mask else ()
+            for number, layer in layers
+        ]
 
     def _window(self, layer: int, length: int) -> int | None:
         """The sliding window of a layer, None where a sequence is not longer."""
@@ -170,7 +225,7 @@ class Transformer(nn.Module):
         # A pipeline stage has one of the two, or none, where it does not have both.
         both = self.output_layer is not None and self.embedding is not None
         tied = both and self.output_layer.weight is self.embedding.weight
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if tied:
             self.output_layer.weight = self.embedding.weight
         return self

@@ -27,7 +27,12 @@ RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def fill_first(
-    out: Tensor, name: str, config: TransformerConfig, seed: int, columns: int | None = None, first: tuple[int, ...] = (0, 0),
+    out: Tensor,
+    name: str,
+    config: TransformerConfig,
+    seed: int,
+    columns: int | None = None,
+    first: tuple[int, ...] = (0, 0),
     device: str = "cpu",
 ) -> None:
     """Fill `out` with what the parameter `name` of a Transformer of `config` has from `first` on: norms so that they multiply by 1,
@@ -43,12 +48,22 @@ def fill_first(
 
 def init_std(config: TransformerConfig, name: str) -> float:
     """The standard deviation of the first values of a weight."""
-    return config.init_std / math.sqrt(2 * config.num_layers) if name.endswith(RESIDUAL_OUTPUTS) else config.init_std
+    return (
+        config.init_std / math.sqrt(2 * config.num_layers)
+        if name.endswith(RESIDUAL_OUTPUTS)
+        else config.init_std
+    )
 
 
 @torch.no_grad()
 def draw_normal(
-    out: Tensor, std: float, seed: int, name: str, columns: int | None = None, first: tuple[int, int] = (0, 0), device: str = "cpu"
+    out: Tensor,
+    std: float,
+    seed: int,
+    name: str,
+    columns: int | None = None,
+    first: tuple[int, int] = (0, 0),
+    device: str = "cpu",
 ) -> None:
     """Fill `out` [r, c], of any floating dtype and device, from normal(0, `std`): with the rows and columns from `first` on of the
     parameter `name`, which has as many `columns`, by default those of `out`. Numbers are drawn in float32 on `device`; those of a
@@ -64,7 +79,9 @@ def draw_normal(
         generator.manual_seed(block_seed(seed, name, block))
         drawn.normal_(0.0, std, generator=generator)
         start, stop = max(at, row), min(at + rows, last)
-        out[start - row : stop - row].copy_(drawn[start - at : stop - at, column : column + out.shape[1]])
+        out[start - row : stop - row].copy_(
+            drawn[start - at : stop - at, column : column + out.shape[1]]
+        )
 
 
 def block_seed(seed: int, name: str, block: int) -> int:
@@ -73,7 +90,9 @@ def block_seed(seed: int, name: str, block: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def local_parts(parameter: Tensor, shard: TensorShard | None = None) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+def local_parts(
+    parameter: Tensor, shard: TensorShard | None = None
+) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """The boxes of a parameter that this rank has, each with its place in the whole: one, or one for each piece of a tensor
     `shard`, which may itself be split by FSDP2."""
     part, first = local_part(parameter)
@@ -84,7 +103,7 @@ def local_parts(parameter: Tensor, shard: TensorShard | None = None) -> Iterator
     for start, stop, at in shard.boxes(parameter.shape[dim]):
         low, high = max(start, begins), min(stop, begins + part.shape[dim])
         if low < high:
-            place = (*first[:dim], at + low - start, *first[dim + 1:])
+            place = (*first[:dim], at + low - start, *first[dim + 1 :])
             yield part.narrow(dim, low - begins, high - low), place
 
 
@@ -93,7 +112,11 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     whole: Any = parameter
     if not hasattr(whole, "to_local"):
         return parameter, (0,) * parameter.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # inside: it takes a second to load
+    from torch.distributed.tensor._utils import (
+        compute_local_shape_and_global_offset,
+    )  # inside: it takes a second to load
 
-    _, first = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    _, first = compute_local_shape_and_global_offset(
+        whole.shape, whole.device_mesh, whole.placements
+    )
     return whole.to_local(), tuple(first)

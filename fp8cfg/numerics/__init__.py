@@ -32,10 +32,42 @@ from fp8cfg.numerics.fp8_state_dict import high_precision_state_dict
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Ran, decode
 from fp8cfg.numerics.linear import FP8Linear, fp8_linears, seed_rounding
 from fp8cfg.numerics.scale_update import discard_amax, update_scales
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, amax_of, roll, scale_from_amax
+from fp8cfg.numerics.scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    Scaling,
+    amax_of,
+    roll,
+    scale_from_amax,
+)
 
 __all__ = [
-    "DGRAD", "E2M1", "E4M3", "E5M2", "FPROP", "FP8Linear", "Format", "GRAD_OUTPUT", "INPUT", "Overflow", "Ran", "Region", "Scaling",
-    "WEIGHT", "WGRAD", "amax_of", "cast", "decode", "discard_amax", "fp8_linears", "high_precision_state_dict", "overflow", "roll",
-    "round_to_grid", "scale_from_amax", "seed_rounding", "update_scales",
-]  # fmt: skip
+    "DGRAD",
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "FPROP",
+    "FP8Linear",
+    "Format",
+    "GRAD_OUTPUT",
+    "INPUT",
+    "Overflow",
+    "Ran",
+    "Region",
+    "Scaling",
+    "WEIGHT",
+    "WGRAD",
+    "amax_of",
+    "cast",
+    "decode",
+    "discard_amax",
+    "fp8_linears",
+    "high_precision_state_dict",
+    "overflow",
+    "roll",
+    "round_to_grid",
+    "scale_from_amax",
+    "seed_rounding",
+    "update_scales",
+]

@@ -19,7 +19,8 @@ from fp8cfg.scalings import Tile
 
 class AmaxGroup(NamedTuple):
     """The tensors of a layer that are split, each as its role (INPUT, WEIGHT, GRAD_OUTPUT) and the dimension of the matrix that the
-    ranks divide, and the name of the process group that has their parts. Static, so that a compiler specialises on it."""
+    ranks divide, and the name of the process group that has their parts. Static, so that a compiler specialises on it.
+    """
 
     split: tuple[tuple[int, int], ...]
     group: str
@@ -32,7 +33,14 @@ class AmaxGroup(NamedTuple):
     def over(self, role: int, tile: Tile | None = None) -> str | None:
         """The group whose ranks have parts of one `tile` of a tensor of `role`, rows and columns of which 0 stands for all; None is
         the whole tensor. None where each rank has whole tiles."""
-        return next((self.group for one, dim in self.split if one == role and (tile is None or tile[dim] == 0)), None)
+        return next(
+            (
+                self.group
+                for one, dim in self.split
+                if one == role and (tile is None or tile[dim] == 0)
+            ),
+            None,
+        )
 
     def amax(self, part: Tensor, role: int) -> Tensor:
         """The amax of a tensor of `role` from that of this rank's `part`. All ranks call it at the same points."""

@@ -88,13 +88,21 @@ class Plan(NamedTuple):
             if self.record:
                 record_amax(state.history[0, column], amax)
             scale = scale_from_amax(amax, self.scaling.format_of(role))
-            return floor_to_power_of_2(scale) if self.scaling.power_2_scales and column not in (S, DP) else scale
+            return (
+                floor_to_power_of_2(scale)
+                if self.scaling.power_2_scales and column not in (S, DP)
+                else scale
+            )
         first = column - role  # scale_now finds `role` in what it is given
-        return scale_now(t, role, self.scaling, state.scales[first:], state.history[:, first:], self.record)
+        return scale_now(
+            t, role, self.scaling, state.scales[first:], state.history[:, first:], self.record
+        )
 
     def quantize(self, column: int, t: Tensor, scale: Tensor) -> Operand:
         """`t` [..., C] as an operand in the format of its column."""
-        made = quantize(t.reshape(-1, t.shape[-1]), scale, self.scaling.format_of(ROLES[column]), self.carrier)
+        made = quantize(
+            t.reshape(-1, t.shape[-1]), scale, self.scaling.format_of(ROLES[column]), self.carrier
+        )
         return made._replace(data=made.data.view(t.shape))
 
 
@@ -124,7 +132,9 @@ class AttentionFunction(torch.autograd.Function):
         scale = plan.scale(QKV, state, q, k, v)
         qs, ks, vs = (plan.quantize(QKV, t, scale) for t in (q, k, v))
         p = probabilities(qs, ks, state, plan)
-        scale = plan.scale(S, state, p).clone()  # the backward pass rounds with this one, whatever becomes of the buffer
+        scale = plan.scale(
+            S, state, p
+        ).clone()  # the backward pass rounds with this one, whatever becomes of the buffer
         o = product(plan.quantize(S, p, scale), vs, state, "o")
         ctx.save_for_backward(qs.data, ks.data, vs.data, qs.scale_inv, scale)
         ctx.fmt, ctx.state, ctx.plan, ctx.dtypes = qs.fmt, state, plan, (q.dtype, k.dtype, v.dtype)
@@ -140,14 +150,22 @@ class AttentionFunction(torch.autograd.Function):
             do = plan.quantize(DOUT, g, plan.scale(DOUT, state, g))
             p = probabilities(q, k, state, plan)
             ds = product(do, _t(v), state, "ds")
-            dv = product(_t(do), plan.quantize(S, p, s_scale), state, "dv").mT  # the gradient first, as in wgrad
+            dv = product(
+                _t(do), plan.quantize(S, p, s_scale), state, "dv"
+            ).mT  # the gradient first, as in wgrad
             grad = ds.sub_((p * ds).sum(-1, keepdim=True)).mul_(p)
             dp = plan.quantize(DP, grad, plan.scale(DP, state, grad))
             dq, dk = product(dp, k, state, "dq", root), product(_t(dp), q, state, "dk", root)
             scale = plan.scale(DQKV, state, dq, dk, dv)
-            dq, dk, dv = (_values(plan.quantize(DQKV, t, scale), torch.float32) for t in (dq, dk, dv))
+            dq, dk, dv = (
+                _values(plan.quantize(DQKV, t, scale), torch.float32) for t in (dq, dk, dv)
+            )
         grads = dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
-        return *(t.to(dtype) for t, dtype in zip(grads, ctx.dtypes, strict=True)), *(None for _ in state), None
+        return (
+            *(t.to(dtype) for t, dtype in zip(grads, ctx.dtypes, strict=True)),
+            *(None for _ in state),
+            None,
+        )
 
 
 class FP8Attention(nn.Module):
@@ -157,7 +175,8 @@ class FP8Attention(nn.Module):
     q [B, H, T, D] and k, v [B, G, T, D] of any float dtype, H a multiple of G; output [B, H, T, D] in the autocast dtype, else
     in that of q. `gemms_ran`, int32 [6] in the order of PRODUCTS, holds what each product last multiplied, 0 after a
     training pass in high precision. Under delayed scaling `fp8_scale` [6] and `fp8_amax_history` [length, 6] work as in FP8Linear,
-    with the columns QKV, S, O, dO, dP, dQKV. A load that lacks them is a load of new weights and forgets them."""
+    with the columns QKV, S, O, dO, dP, dQKV. A load that lacks them is a load of new weights and forgets them.
+    """
 
     gemms_ran: Tensor
     fp8_scale: Tensor | None
@@ -166,19 +185,29 @@ class FP8Attention(nn.Module):
     range_used: Tensor | None = None
 
     def __init__(
-        self, scaling: Scaling, region: Region, device: torch.device | None = None, plain: nn.Module | None = None
+        self,
+        scaling: Scaling,
+        region: Region,
+        device: torch.device | None = None,
+        plain: nn.Module | None = None,
     ) -> None:
         """Raises ValueError for a scaling with more than one scale a tensor, and for a `plain` with a soft cap."""
         super().__init__()
         if scaling.tile(INPUT, 1) is not None:
-            raise ValueError(f"FP8 attention has delayed or current scaling by one scale a tensor, not {scaling.kind} "
-                             f"by {scaling.granularity}")  # fmt: skip
+            raise ValueError(
+                "FP8 attention has delayed or current scaling by one scale a tensor, not"
+                f" {scaling.kind} by {scaling.granularity}"
+            )
         if getattr(plain, "softcap", None) is not None:
             raise ValueError("FP8 attention knows no soft cap of its scores")
         self.scaling, self.region = scaling, region
         self.scale, self.window = getattr(plain, "scale", None), getattr(plain, "window", None)
         self._plain = (plain,)  # no module of this one: it has no state
-        self.register_buffer("gemms_ran", torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device), persistent=False)
+        self.register_buffer(
+            "gemms_ran",
+            torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device),
+            persistent=False,
+        )
         state = self.fresh_state()
         for name in STATE:
             self.register_buffer(name, state.get(name), persistent=False)
@@ -195,12 +224,16 @@ class FP8Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.region.applies():
-            if self.training and torch.is_grad_enabled():  # an evaluation in high precision is not recorded
+            if (
+                self.training and torch.is_grad_enabled()
+            ):  # an evaluation in high precision is not recorded
                 self.gemms_ran.zero_()
             if self._plain[0] is not None:
                 plain: Tensor = self._plain[0](q, k, v)
                 return plain
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            )
         device = q.device.type
         out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
         carrier = torch.bfloat16 if out == torch.bfloat16 else torch.float32
@@ -209,13 +242,19 @@ class FP8Attention(nn.Module):
         plan = Plan(self.scaling, carrier, out, torch.is_grad_enabled(), scale, window)
         state = State(self.fp8_scale, amax_record(self), self.gemms_ran)
         groups = k.shape[1]
-        grouped = q.reshape(len(q), groups, q.shape[1] // groups, *q.shape[2:]), k.unsqueeze(2), v.unsqueeze(2)
+        grouped = (
+            q.reshape(len(q), groups, q.shape[1] // groups, *q.shape[2:]),
+            k.unsqueeze(2),
+            v.unsqueeze(2),
+        )
         with torch.autocast(device, enabled=False):
-            o: Tensor = AttentionFunction.apply(*grouped, *state, plan)  # type: ignore[no-untyped-call]
+            o: Tensor = AttentionFunction.apply(*grouped, *state, plan)
         return o.flatten(1, 2)
 
     def extra_repr(self) -> str:
-        return f"{self.scaling.kind} {self.scaling.forward.name}/{self.scaling.backward.name}, emulate"
+        return (
+            f"{self.scaling.kind} {self.scaling.forward.name}/{self.scaling.backward.name}, emulate"
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Attention:
         """Moves the state between devices and never casts it: `model.bfloat16()` must not round scales."""
@@ -224,10 +263,12 @@ class FP8Attention(nn.Module):
             new = fn(t)
             return new if new.dtype == t.dtype else t.to(new.device)
 
-        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(move, recurse)
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         with persistent(self, STATE, in_stored_form()):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 

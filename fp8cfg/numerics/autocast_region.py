@@ -33,6 +33,8 @@ class Region:
         """Whether the forward pass under way multiplies in FP8; each layer asks once per call."""
         if torch.compiler.is_compiling():  # the compiler guards on the attribute
             return self.active
-        if torch._C._current_graph_task_id() == -1:  # as torch.utils.checkpoint asks whether a backward pass is under way
+        if (
+            torch._C._current_graph_task_id() == -1
+        ):  # as torch.utils.checkpoint asks whether a backward pass is under way
             self._last = self.active
         return self._last

@@ -86,16 +86,24 @@ def tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
 
 
 def tile_scales(
-    v: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype = torch.float32,
-    seen: list[Tensor] | None = None, group: str | None = None,
+    v: Tensor,
+    fmt: Format,
+    scaling: Scaling,
+    whole: Tensor | None,
+    dtype: torch.dtype = torch.float32,
+    seen: list[Tensor] | None = None,
+    group: str | None = None,
 ) -> Scales:
     """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4, `dtype`
     what `v` was before it was float32: block scales go no higher than its largest number. The largest amax of all tiles, [], is
-    added to `seen`. Of tiles, rows or columns, whose other parts ranks of `group` have, amaxes are the largest over these."""
+    added to `seen`. Of tiles, rows or columns, whose other parts ranks of `group` have, amaxes are the largest over these.
+    """
     keep_nan = scaling.layout.scale != "float32"
     amax = tile_amax(v, keep_nan)
     if seen is not None and amax.numel():
-        seen.append((torch.where(amax >= 0, amax, 0) if keep_nan else amax).amax())  # but for tiles that have NaN
+        seen.append(
+            (torch.where(amax >= 0, amax, 0) if keep_nan else amax).amax()
+        )  # but for tiles that have NaN
     if group is not None:
         amax = (largest_or_nan if keep_nan else largest)(amax, group)
     return Scales(*(_written_out(s) for s in scales_of_amaxes(amax, fmt, scaling, whole, dtype)))
@@ -106,12 +114,18 @@ def _written_out(scales: Tensor) -> Tensor:
     stride has to be in memory."""
     if not torch.compiler.is_compiling():
         return scales
-    a, _, b, _ = scales.shape  # strides written out: those of `scales` upset the compiler under autocast
+    a, _, b, _ = (
+        scales.shape
+    )  # strides written out: those of `scales` upset the compiler under autocast
     return scales.contiguous().as_strided((a, 1, b, 1), (b, b, 1, 1))
 
 
 def scales_of_amaxes(
-    amax: Tensor, fmt: Format, scaling: Scaling, whole: Tensor | None, dtype: torch.dtype = torch.float32
+    amax: Tensor,
+    fmt: Format,
+    scaling: Scaling,
+    whole: Tensor | None,
+    dtype: torch.dtype = torch.float32,
 ) -> Scales:
     """The scales of tiles of those amaxes, float32 of any shape: the one choice between scalings of many scales, by the dtype of
     these."""
@@ -139,7 +153,10 @@ def _e8m0(amax: Tensor, fmt: Format) -> Scales:
     up = (mantissa > 0) & (byte < 254) & ~((byte == 0) & (mantissa <= 0x400000))
     byte = torch.where(torch.isinf(v), 254, byte + up)
     encode = torch.where(byte == 254, 2.0**-127, ((254 - byte) << 23).view(torch.float32))
-    encode, decode = torch.where(byte == 0, 1.0, encode), torch.where(byte == 0, 2.0**-127, (byte << 23).view(torch.float32))
+    encode, decode = (
+        torch.where(byte == 0, 1.0, encode),
+        torch.where(byte == 0, 2.0**-127, (byte << 23).view(torch.float32)),
+    )
     broken = torch.isnan(v)
     return Scales(torch.where(broken, torch.nan, encode), torch.where(broken, torch.nan, decode))
 

@@ -52,7 +52,8 @@ BLOCK = 128
 @dataclass(frozen=True)
 class Codec:
     """How one tensor is stored. `block` elements share a scale, the whole tensor where it is 0. With `root` the square root is
-    stored, of values that are not negative; with `expand` a power, and a block's scale is two numbers."""
+    stored, of values that are not negative; with `expand` a power, and a block's scale is two numbers.
+    """
 
     format: Format
     scaling: Literal["none", "pow2", "exact"] = "none"
@@ -81,7 +82,9 @@ class Codec:
     @property
     def bytes_per_element(self) -> float:
         """Bytes of an element and its share of a block's scale; a scale for the whole tensor is four bytes more, once."""
-        return self.format.dtype.itemsize + ((8 if self.expand else 4) / self.block if self.block else 0.0)
+        return self.format.dtype.itemsize + (
+            (8 if self.expand else 4) / self.block if self.block else 0.0
+        )
 
     def zeros(self, shape: torch.Size, device: torch.device) -> Stored:
         """A stored tensor of zeros, with scale 1."""
@@ -90,10 +93,16 @@ class Codec:
             expand.send_tables(data.device)
         if self.scaling == "none":
             return (data,)
-        scales = (math.ceil(data.numel() / self.block), *((2,) if self.expand else ())) if self.block else ()
+        scales = (
+            (math.ceil(data.numel() / self.block), *((2,) if self.expand else ()))
+            if self.block
+            else ()
+        )
         return (data, torch.ones(scales, dtype=torch.float32, device=device))
 
-    def encode(self, x: Tensor, key: Tensor | None = None, scale_inv: Tensor | None = None) -> Stored:
+    def encode(
+        self, x: Tensor, key: Tensor | None = None, scale_inv: Tensor | None = None
+    ) -> Stored:
         """Float32 `x`, any shape, as this codec stores it; `x` itself under fp32. `key` is for stochastic rounding, `scale_inv` the
         scale of a whole tensor of which `x` is a part."""
         if self.scaling == "none":
@@ -106,20 +115,32 @@ class Codec:
         """The float32 values, in the shape of the data, scaled in place; the data itself under fp32."""
         data = stored[0]
         if self.expand:
-            return self._from_rows(expand.decode(self._rows(data.view(torch.uint8)), stored[1]), data)
+            return self._from_rows(
+                expand.decode(self._rows(data.view(torch.uint8)), stored[1]), data
+            )
         v = widen(data, torch.float32) if data.dtype.itemsize == 1 else data.float()
         if self.scaling == "none":
             return v
-        v = self._from_rows(self._rows(v).mul_(stored[1][:, None]), v) if self.block else v.mul_(stored[1])
+        v = (
+            self._from_rows(self._rows(v).mul_(stored[1][:, None]), v)
+            if self.block
+            else v.mul_(stored[1])
+        )
         return v * v if self.root else v
 
-    def store(self, x: Tensor, stored: Stored, key: Tensor | None = None, scale_inv: Tensor | None = None) -> None:
+    def store(
+        self, x: Tensor, stored: Stored, key: Tensor | None = None, scale_inv: Tensor | None = None
+    ) -> None:
         """Write `x`, of any float dtype, into `stored`: the bits of `encode`, a piece at a time."""
         flat = x.reshape(-1)
         if self.per_tensor:
             if scale_inv is None:
                 found = [largest(flat[a:b].float()) for a, b in spans(x.numel(), x.device)]
-                amax = torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float32, device=x.device)
+                amax = (
+                    torch.stack(found).amax()
+                    if found
+                    else torch.zeros((), dtype=torch.float32, device=x.device)
+                )
                 scale_inv = self.scale_inv(amax)
             stored[1].copy_(scale_inv)
         for a, b in spans(x.numel(), x.device):
@@ -133,11 +154,18 @@ class Codec:
         return (data, *stored[1:])
 
     def write(
-        self, x: Tensor, part: Stored, scale_inv: Tensor | None, key: Tensor | None = None, lane: int = 0, start: Start = 0,
+        self,
+        x: Tensor,
+        part: Stored,
+        scale_inv: Tensor | None,
+        key: Tensor | None = None,
+        lane: int = 0,
+        start: Start = 0,
         skip: Tensor | None = None,
     ) -> None:
         """Quantize float32 `x` into a part, from element `start` on, of a stored tensor. A scale of the whole tensor is given,
-        and stored by the caller; those of blocks are found and stored here. Where `skip`, a bool [], is true, nothing changes."""
+        and stored by the caller; those of blocks are found and stored here. Where `skip`, a bool [], is true, nothing changes.
+        """
         if self.block:
             scale_inv = self._scales_of_rows(x)
             write(part[1], scale_inv, skip)
@@ -154,11 +182,20 @@ class Codec:
         rows = self._rows(square_root(x) if self.root else x)
         return expand.scales(rows) if self.expand else self.scale_inv(rows.abs().amax(-1))
 
-    def _quantize(self, x: Tensor, scale_inv: Tensor | None, key: Tensor | None, lane: int = 0, start: Start = 0) -> Tensor:
+    def _quantize(
+        self,
+        x: Tensor,
+        scale_inv: Tensor | None,
+        key: Tensor | None,
+        lane: int = 0,
+        start: Start = 0,
+    ) -> Tensor:
         if self.expand:
             v = self._rows(x)
             assert scale_inv is not None, "blocks have scales"
-            return self._from_rows(expand.encode(v, scale_inv, self._uniform(v, key, lane, start)), x)
+            return self._from_rows(
+                expand.encode(v, scale_inv, self._uniform(v, key, lane, start)), x
+            )
         v, fmt = square_root(x) if self.root else x, self.format
         if scale_inv is not None:
             v, by = (self._rows(v), scale_inv[:, None]) if self.block else (v, scale_inv)
@@ -182,7 +219,9 @@ class Codec:
         if x.dim() == 2 and x.shape[1] == self.block:
             return x
         flat = x.reshape(-1)
-        return (F.pad(flat, (0, -flat.numel() % self.block)) if flat.numel() % self.block else flat).view(-1, self.block)
+        return (
+            F.pad(flat, (0, -flat.numel() % self.block)) if flat.numel() % self.block else flat
+        ).view(-1, self.block)
 
     def _from_rows(self, rows: Tensor, like: Tensor) -> Tensor:
         return rows if like.shape == rows.shape else rows.view(-1)[: like.numel()].view(like.shape)
@@ -190,7 +229,9 @@ class Codec:
 
 def write(target: Tensor, new: Tensor, skip: Tensor | None) -> None:
     """Copy `new` into `target`, unless `skip`, a bool [], is true."""
-    if skip is not None and target.dtype.itemsize == 1:  # torch has no choice between float8 numbers
+    if (
+        skip is not None and target.dtype.itemsize == 1
+    ):  # torch has no choice between float8 numbers
         target, new = target.view(torch.uint8), new.to(target.dtype).view(torch.uint8)
     target.copy_(new if skip is None else torch.where(skip, target, new.to(target.dtype)))
 
@@ -202,14 +243,21 @@ def spans(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 NAMES = {
-    "fp32": Codec(FP32), "bf16": Codec(BF16), "fp16": Codec(FP16), "fp16_scaled": Codec(FP16, "pow2"),
-    "fp8": Codec(E4M3, "exact"), "fp8_pow2": Codec(E4M3, "pow2"), "fp8_block": Codec(E4M3, "exact", block=BLOCK),
+    "fp32": Codec(FP32),
+    "bf16": Codec(BF16),
+    "fp16": Codec(FP16),
+    "fp16_scaled": Codec(FP16, "pow2"),
+    "fp8": Codec(E4M3, "exact"),
+    "fp8_pow2": Codec(E4M3, "pow2"),
+    "fp8_block": Codec(E4M3, "exact", block=BLOCK),
     "fp8_expand": Codec(E4M3, "exact", block=BLOCK, expand=True),
-}  # fmt: skip
+}
 """The codecs by the names that the storage keys take."""
 
 
-def codec(name: str, rounding: Rounding = "nearest", fp8: Format = E4M3, second_moment: bool = False) -> Codec:
+def codec(
+    name: str, rounding: Rounding = "nearest", fp8: Format = E4M3, second_moment: bool = False
+) -> Codec:
     """The codec of that name. `fp8` is the format of the three FP8 ones. Raises ValueError for an unknown name, and for
     stochastic rounding to float32.
 
@@ -223,4 +271,8 @@ def codec(name: str, rounding: Rounding = "nearest", fp8: Format = E4M3, second_
     if found.format == FP32 and rounding != "nearest":
         raise ValueError("codec fp32: what is float32 already is not rounded")
     found = replace(found, rounding=rounding, format=fp8 if found.format == E4M3 else found.format)
-    return replace(found, root=not found.expand, rounding="stochastic") if second_moment and found.block else found
+    return (
+        replace(found, root=not found.expand, rounding="stochastic")
+        if second_moment and found.block
+        else found
+    )

@@ -35,7 +35,9 @@ class HeldWeight(NarrowWeight):
 
     def decoded_weight(self) -> Tensor:
         receiver, data = self.receiver_and_stored()
-        return decode(receiver, (data, getattr(self, SCALE_INV), None, None, None), self.codec, self.read_as)
+        return decode(
+            receiver, (data, getattr(self, SCALE_INV), None, None, None), self.codec, self.read_as
+        )
 
     def float32_weight(self) -> Tensor:
         return self.codec.decode(self.in_codec)
@@ -53,7 +55,11 @@ class HeldWeight(NarrowWeight):
     def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         """Weights that are not in the codec are encoded."""
         weight, like = state.get(prefix + "weight"), self.in_codec
-        if weight is not None and weight.shape == like[0].shape and (prefix + SCALE_INV in state) != (len(like) == 2):
+        if (
+            weight is not None
+            and weight.shape == like[0].shape
+            and (prefix + SCALE_INV in state) != (len(like) == 2)
+        ):
             state[prefix + "weight"], *scale = self.codec.encode(weight.float())
             if scale:
                 state[prefix + SCALE_INV] = scale[0]
@@ -102,5 +108,7 @@ def unhold(layer: HeldWeight, weight: nn.Parameter) -> None:
 
 def operand(layer: nn.Module) -> Tensor:
     """The weight [out, in] that a library's `layer` multiplies: decoded where it is stored in a codec."""
-    weight: Tensor = layer.decoded_weight() if isinstance(layer, HeldWeight) else layer.weight  # type: ignore[assignment]
+    if isinstance(layer, HeldWeight):
+        return layer.decoded_weight()
+    weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight

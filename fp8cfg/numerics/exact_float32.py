@@ -18,7 +18,8 @@ def square_root(x: Tensor) -> Tensor:
 
 def reciprocal(x: Tensor) -> Tensor:
     """1 / float32 `x`, rounded once. Of Tensor.reciprocal Inductor makes the quotient of an int, which Triton approximates even
-    where it is told to round as eager torch does: that is for floats. Seen with torch 2.11; torch 2.13 takes a float."""
+    where it is told to round as eager torch does: that is for floats. Seen with torch 2.11; torch 2.13 takes a float.
+    """
     return torch.ones_like(x) / x if torch.compiler.is_compiling() else x.reciprocal()
 
 

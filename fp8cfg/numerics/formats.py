@@ -46,9 +46,12 @@ BY_DTYPE = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 def _saturate(v: Tensor, fmt: Format) -> Tensor:
     """Clamp that keeps NaN. Compiled it is written with `where`: the min/max instructions that inductor emits for clamp
-    corrupt a transposed float8 store beside them. Ends with the torch whose Triton has mended triton-lang/triton#11111."""
+    corrupt a transposed float8 store beside them. Ends with the torch whose Triton has mended triton-lang/triton#11111.
+    """
     if torch.compiler.is_compiling():
-        largest = 6.0 if fmt == E2M1 else torch.finfo(fmt.dtype).max  # constants; with dynamic shapes fmt.max would be an argument
+        largest = (
+            6.0 if fmt == E2M1 else torch.finfo(fmt.dtype).max
+        )  # constants; with dynamic shapes fmt.max would be an argument
         v = torch.where(v > largest, largest, v)
         return torch.where(v < -largest, -largest, v)
     return v.clamp(-fmt.max, fmt.max)
@@ -57,7 +60,8 @@ def _saturate(v: Tensor, fmt: Format) -> Tensor:
 def cast(v: Tensor, fmt: Format) -> Tensor:
     """Round float32 `v`, any shape, to a tensor of `fmt.dtype`: nearest, ties to even, saturating, NaN kept.
 
-    torch's own cast overflows to NaN or infinity, differently by version (pytorch#178817), hence saturation first."""
+    torch's own cast overflows to NaN or infinity, differently by version (pytorch#178817), hence saturation first.
+    """
     return (round_in_steps(v, fmt) if fmt == E2M1 else _saturate(v, fmt)).to(fmt.dtype)
 
 
@@ -98,7 +102,8 @@ def _values(fp8: torch.dtype, dtype: torch.dtype) -> Tensor:
 
 def widen(q: Tensor, dtype: torch.dtype) -> Tensor:
     """`q.to(dtype)` for a float8 `q`. Eager torch decodes E4M3 on CPU one element at a time; a look-up in the table of its
-    256 values is four times faster, a piece at a time, for the places in it take as many bytes as float32."""
+    256 values is four times faster, a piece at a time, for the places in it take as many bytes as float32.
+    """
     if torch.compiler.is_compiling() or q.device.type != "cpu":
         return q.to(dtype)
     table, codes, count = _values(q.dtype, dtype), q.view(torch.uint8).flatten(), q.numel()
@@ -106,5 +111,7 @@ def widen(q: Tensor, dtype: torch.dtype) -> Tensor:
         return table.index_select(0, codes.int()).view(q.shape)
     wide = torch.empty(count, dtype=dtype)
     for start in range(0, count, PIECE):
-        torch.index_select(table, 0, codes[start : start + PIECE].int(), out=wide[start : start + PIECE])
+        torch.index_select(
+            table, 0, codes[start : start + PIECE].int(), out=wide[start : start + PIECE]
+        )
     return wide.view(q.shape)

@@ -46,7 +46,11 @@ def ranges_used(model: nn.Module) -> RangesUsed | None:
     layers = [(name, m, used) for name, m, used in every if used is not None]
     if not layers:
         return None
-    names = [f"{name} {column}" for name, m, _ in layers for column in COLUMNS[isinstance(m, FP8Attention)]]
+    names = [
+        f"{name} {column}"
+        for name, m, _ in layers
+        for column in COLUMNS[isinstance(m, FP8Attention)]
+    ]
     return RangesUsed(torch.cat([ratio for _, _, ratio in layers]), names)
 
 
@@ -59,7 +63,9 @@ def overflow_of(used: RangesUsed | None) -> Overflow | None:
     if not (beyond := infinite | (found > 1)).any():
         return Overflow(0, 0, 0.0, "")
     worst = int(found.argmax())
-    return Overflow(int((beyond & ~infinite).sum()), int(infinite.sum()), found[worst].item(), names[worst])
+    return Overflow(
+        int((beyond & ~infinite).sum()), int(infinite.sum()), found[worst].item(), names[worst]
+    )
 
 
 def overflow(model: nn.Module) -> Overflow | None:

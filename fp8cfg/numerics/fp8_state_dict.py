@@ -29,7 +29,9 @@ ROUNDING_COUNT = "fp8_rounding_count"
 BUFFERS = ("fp8_scale", "fp8_amax_history", *WEIGHT_BUFFERS)
 
 
-def high_precision_state_dict(state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def high_precision_state_dict(
+    state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """`state`, the stored form of an FP8 model's, as the same model without FP8 loads it: without scales and histories, float8
     weights dequantized to `dtype`; every other tensor is passed on as it is."""
     plain = {}
@@ -48,7 +50,10 @@ def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
     if weight is None or (scale_inv is None and weight.dtype not in BY_DTYPE):
         return None
     if scale_inv is None:
-        raise RuntimeError(f"{prefix}weight is {weight.dtype} and means nothing without {prefix}{WEIGHT_BUFFERS[0]}")
+        raise RuntimeError(
+            f"{prefix}weight is {weight.dtype} and means nothing without"
+            f" {prefix}{WEIGHT_BUFFERS[0]}"
+        )
     return Stored(weight, scale_inv, *others)
 
 
@@ -68,8 +73,12 @@ def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Ten
         vars(layer)[ANEW] = True
     if weight is None or weight.shape != layer.parameter.shape:
         return None
-    own = {name: getattr(layer, name) for name in WEIGHT_BUFFERS if getattr(layer, name) is not None}
-    if weight.dtype == layer.parameter.dtype and _forms(state, prefix) == {k: (t.shape, t.dtype) for k, t in own.items()}:
+    own = {
+        name: getattr(layer, name) for name in WEIGHT_BUFFERS if getattr(layer, name) is not None
+    }
+    if weight.dtype == layer.parameter.dtype and _forms(state, prefix) == {
+        k: (t.shape, t.dtype) for k, t in own.items()
+    }:
         return None
     stored = _stored(state, prefix)
     for name in WEIGHT_BUFFERS:  # of another scaling
@@ -83,7 +92,9 @@ def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Ten
     return dequantize(stored, torch.float32) if stored else weight
 
 
-def complete_delayed(layer: FP8Linear | FP8Attention, state: dict[str, Tensor], prefix: str) -> None:
+def complete_delayed(
+    layer: FP8Linear | FP8Attention, state: dict[str, Tensor], prefix: str
+) -> None:
     """Scales and amax history in the shapes that `layer` has: fresh where `state` has none, removed where the layer has no use for
     them, and a history of another length truncated or padded.
     """
@@ -114,4 +125,8 @@ def fit_history(saved: Tensor, like: Tensor) -> Tensor:
 
 
 def _forms(state: Mapping[str, Tensor], prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (t.shape, t.dtype) for name in WEIGHT_BUFFERS if (t := state.get(prefix + name)) is not None}
+    return {
+        name: (t.shape, t.dtype)
+        for name in WEIGHT_BUFFERS
+        if (t := state.get(prefix + name)) is not None
+    }

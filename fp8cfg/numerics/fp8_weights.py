@@ -35,12 +35,21 @@ class Stored(NamedTuple):
     global_scale_inv: Tensor | None = None
 
 
-WEIGHT_BUFFERS = ("fp8_weight_scale_inv", "fp8_weight_dgrad", "fp8_weight_dgrad_scale_inv", "fp8_weight_global_scale_inv")
+WEIGHT_BUFFERS = (
+    "fp8_weight_scale_inv",
+    "fp8_weight_dgrad",
+    "fp8_weight_dgrad_scale_inv",
+    "fp8_weight_global_scale_inv",
+)
 """A layer's buffers beside its float8 weight, in the order of the fields of `Stored`."""
 
 
 def store(
-    master: Tensor, scaling: Scaling, scale: Tensor | None = None, record: Tensor | None = None, parts: AmaxGroup | None = None
+    master: Tensor,
+    scaling: Scaling,
+    scale: Tensor | None = None,
+    record: Tensor | None = None,
+    parts: AmaxGroup | None = None,
 ) -> Stored:
     """Quantizes `master` [out, in]; `scale` is the scalar scale where one scale serves the whole tensor. Where there are more the
     amax is folded into the running maximum `record`, [], if there is one, and scales of what others have `parts` of are those of
@@ -48,7 +57,11 @@ def store(
     fmt = scaling.forward
     if scale is not None:
         return Stored(cast(master.float() * scale, fmt), reciprocal(scale))
-    whole = first_level(master, group=parts and parts.over(WEIGHT)) if scaling.layout.two_levels else None
+    whole = (
+        first_level(master, group=parts and parts.over(WEIGHT))
+        if scaling.layout.two_levels
+        else None
+    )
 
     def along(axis: int) -> tuple[Tensor, Tensor]:
         tile = scaling.tile(WEIGHT, axis)
@@ -60,7 +73,9 @@ def store(
 
     data, scale_inv = along(1)
     dgrad, dgrad_scale_inv = along(0) if scaling.directional(WEIGHT) else (None, None)
-    return Stored(data, scale_inv, dgrad, dgrad_scale_inv, None if whole is None else reciprocal(whole))
+    return Stored(
+        data, scale_inv, dgrad, dgrad_scale_inv, None if whole is None else reciprocal(whole)
+    )
 
 
 def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | None) -> Operand:
@@ -73,7 +88,13 @@ def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | 
         return Operand(widen(data, carrier) if carrier else data, scale_inv, fmt)
     decode = scale_inv if carrier is None and scale_inv.dtype == torch.uint8 else unpack(scale_inv)
     if carrier is None or not scaling.layout.block:
-        return Operand(widen(data, carrier) if carrier else data, decode, fmt, tile, whole_inv=stored.global_scale_inv)
+        return Operand(
+            widen(data, carrier) if carrier else data,
+            decode,
+            fmt,
+            tile,
+            whole_inv=stored.global_scale_inv,
+        )
     v = tiled(widen(data, carrier), tile) * decode.to(carrier)[:, None, :, None]
     return Operand(untiled(v, data.shape), stored.global_scale_inv, fmt, tile)
 
@@ -83,7 +104,11 @@ def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
     decode, shape = unpack(stored.scale_inv), stored.data.shape
     if stored.global_scale_inv is not None:
         decode = decode * stored.global_scale_inv
-    data = widen(stored.data, torch.float32) if stored.data.dtype.itemsize == 1 else stored.data.float()
+    data = (
+        widen(stored.data, torch.float32)
+        if stored.data.dtype.itemsize == 1
+        else stored.data.float()
+    )
     if decode.dim() < 2:
         return data.mul_(decode).to(dtype)
     tiles = tiled(data.contiguous(), _tile(shape, decode.shape)).mul_(decode[:, None, :, None])
@@ -96,7 +121,10 @@ def pack(decode: Tensor, scaling: Scaling) -> Tensor:
 
 
 _PACKED: dict[str, Callable[[Tensor], Tensor]] = {
-    "float32": lambda decode: decode, "e4m3": lambda decode: decode.to(torch.float8_e4m3fn), "e8m0": e8m0_bytes}
+    "float32": lambda decode: decode,
+    "e4m3": lambda decode: decode.to(torch.float8_e4m3fn),
+    "e8m0": e8m0_bytes,
+}
 _SIZES = sorted({1, *(scaling.block for scaling in SCALINGS.values() if scaling.block)})
 
 
@@ -119,4 +147,3 @@ def _tile(shape: torch.Size, scales: torch.Size) -> Tile:
         return next((k for k in _SIZES if -(-n // k) == count), 0)
 
     return size(shape[0], scales[0]), size(shape[1], scales[1])
-

@@ -27,7 +27,12 @@ def fuses_four_bits(t: Tensor, carrier: torch.dtype | None) -> bool:
 
 
 def quantize_four_bits_fused(
-    t: Tensor, square: bool, draw: Random | None, history: Tensor | None, role: int, amax: Tensor | None = None
+    t: Tensor,
+    square: bool,
+    draw: Random | None,
+    history: Tensor | None,
+    role: int,
+    amax: Tensor | None = None,
 ) -> Operand:
     """The matrix `t` [R, C], of any float dtype, as an operand that contracts its last dimension, packed, with scales of 1x16; of
     16x16 where they are `square`, and then with its other operand. The amax, by default that of `t`, float32 [], goes into
@@ -35,13 +40,22 @@ def quantize_four_bits_fused(
     tile = (FOUR, FOUR) if square else (1, FOUR)
     random = (draw.key, draw.draw, draw.lane) if draw else (None, None, 0)
     *made, whole_inv = quantize_four_bits(t.contiguous(), square, *random, history, role, amax)
-    along, across = (Operand(data, scale, E2M1, tile, whole_inv=whole_inv) for data, scale in (made[:2], made[2:]))
+    along, across = (
+        Operand(data, scale, E2M1, tile, whole_inv=whole_inv)
+        for data, scale in (made[:2], made[2:])
+    )
     return along._replace(other=across) if square else along
 
 
 @library.custom_op("fp8cfg::quantize_four_bits", mutates_args=("history",), tags=TAGS)
 def quantize_four_bits(
-    t: Tensor, square: bool, key: Tensor | None, draw: Tensor | None, lane: int, history: Tensor | None, role: int,
+    t: Tensor,
+    square: bool,
+    key: Tensor | None,
+    draw: Tensor | None,
+    lane: int,
+    history: Tensor | None,
+    role: int,
     amax: Tensor | None,
 ) -> Made:
     """The contiguous matrix `t` [R, C] in E2M1, two to a byte, C completed with zeros to whole 16 bytes, and its inverse scales,
@@ -55,14 +69,30 @@ def quantize_four_bits(
     random = None if key is None or draw is None else (key, draw)
     seen, counts = (None, None) if history is None else (history[0, role], counter(t.device, role))
     triton_block_kernel.cast_four_bits(
-        t, data, scale_inv, data_t if square else None, scale_inv_t if square else None, whole_inv, random, lane, seen, amax=amax,
-        counts=counts)
+        t,
+        data,
+        scale_inv,
+        data_t if square else None,
+        scale_inv_t if square else None,
+        whole_inv,
+        random,
+        lane,
+        seen,
+        amax=amax,
+        counts=counts,
+    )
     return made
 
 
 @quantize_four_bits.register_fake
 def _(
-    t: Tensor, square: bool, key: Tensor | None, draw: Tensor | None, lane: int, history: Tensor | None, role: int,
+    t: Tensor,
+    square: bool,
+    key: Tensor | None,
+    draw: Tensor | None,
+    lane: int,
+    history: Tensor | None,
+    role: int,
     amax: Tensor | None,
 ) -> Made:
     return _empty(t, square)
@@ -71,8 +101,14 @@ def _(
 def _empty(t: Tensor, square: bool) -> Made:
     def of(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         whole = -(-columns // ALIGNED) * ALIGNED // 2
-        return (t.new_empty((rows, whole), dtype=torch.uint8),
-                t.new_empty(swizzled_size(rows, -(-columns // FOUR)), dtype=torch.uint8))  # fmt: skip
+        return (
+            t.new_empty((rows, whole), dtype=torch.uint8),
+            t.new_empty(swizzled_size(rows, -(-columns // FOUR)), dtype=torch.uint8),
+        )
 
     rows, columns = t.shape
-    return *of(rows, columns), *of(*(columns, rows) if square else (0, 0)), t.new_empty((), dtype=torch.float32)
+    return (
+        *of(rows, columns),
+        *of(*(columns, rows) if square else (0, 0)),
+        t.new_empty((), dtype=torch.float32),
+    )

@@ -39,22 +39,34 @@ def fuses(t: Tensor, scaling: Scaling, carrier: torch.dtype | None) -> bool:
 
 
 def quantize_fused(
-    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, history: Tensor | None, record: bool, both: bool,
+    t: Tensor,
+    role: int,
+    scaling: Scaling,
+    scales: Tensor | None,
+    history: Tensor | None,
+    record: bool,
+    both: bool,
     parts: AmaxGroup | None = None,
 ) -> Operand:
     """`t` [R, C], of any float dtype, as an operand that contracts its last dimension, and with `both` its first one too, as
-    `Operand.other`. The scale is that of `scale_now`, and where `record` says so the amax goes into `history`."""
+    `Operand.other`. The scale is that of `scale_now`, and where `record` says so the amax goes into `history`.
+    """
     fmt, t = scaling.format_of(role), t.contiguous()
     how = scale_source(t, role, scaling, scales, parts)
-    data, transposed, scale_inv = quantize_tensor(t, scales, history if record else None, *how, role, fmt.dtype, both)
-    return Operand(data, scale_inv, fmt, None, Operand(transposed, scale_inv, fmt) if both else None)
+    data, transposed, scale_inv = quantize_tensor(
+        t, scales, history if record else None, *how, role, fmt.dtype, both
+    )
+    return Operand(
+        data, scale_inv, fmt, None, Operand(transposed, scale_inv, fmt) if both else None
+    )
 
 
 def scale_source(
     t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, parts: AmaxGroup | None
 ) -> tuple[Tensor | None, float, bool]:
     """Of what a kernel makes the one scale of the contiguous matrix `t`: the amax, [1], where others have parts of the tensor, or
-    none, [0], of scales that begin with 1; what the amax is brought to, and whether the scale is cut to a power of two."""
+    none, [0], of scales that begin with 1; what the amax is brought to, and whether the scale is cut to a power of two.
+    """
     fmt = scaling.format_of(role)
     target, amax = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max, None
     if scales is not None and scaling.first_step == "te":
@@ -67,37 +79,78 @@ def scale_source(
 def fuses_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | None) -> bool:
     """Whether `quantize_tiles_fused` can quantize `t`, into float8 and no wider `carrier`: with a float32 scale for a row, 128
     elements or their square, or an E8M0 one for 32 or their square."""
-    made = {"float32": 0 in tile or max(tile) == WIDTH, "e8m0": max(tile) == MX}.get(scaling.layout.scale, False)
+    made = {"float32": 0 in tile or max(tile) == WIDTH, "e8m0": max(tile) == MX}.get(
+        scaling.layout.scale, False
+    )
     return TRITON and t.is_cuda and carrier is None and made and t.dim() == 2 and t.numel() > 0
 
 
 def quantize_tiles_fused(
-    t: Tensor, role: int, scaling: Scaling, axis: int, both: bool, history: Tensor | None, parts: AmaxGroup | None = None
+    t: Tensor,
+    role: int,
+    scaling: Scaling,
+    axis: int,
+    both: bool,
+    history: Tensor | None,
+    parts: AmaxGroup | None = None,
 ) -> Operand:
     """`quantize_tiles` of `t` [R, C] for a product that contracts its dimension `axis`, with the other one in the same read where
     `both` are contracted, as `Operand.other`. An infinite amax goes into `history`, if it is given. Of rows or columns of which
     others have `parts` the scales are those of the whole."""
     fmt, tile, t = scaling.format_of(role), scaling.tile(role, 1), t.contiguous()
     assert tile is not None, "there are scales of tiles"
-    both = both or (tile[0] > 1 and tile[1] == MX)  # swizzled scales of squares are not those of the transpose
+    both = both or (
+        tile[0] > 1 and tile[1] == MX
+    )  # swizzled scales of squares are not those of the transpose
     rows, columns = both or axis == 1, both or axis == 0
-    amaxes = [amaxes_over_ranks(t, role, scaling, axis, parts) if wanted else None for axis, wanted in ((1, rows), (0, columns))]
-    made = quantize_blocks(t, tile[1], fmt.dtype, scaling.power_2_scales, tile[0] > 1, rows, columns, history, role, *amaxes)
-    along, across = (Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:]))
+    amaxes = [
+        amaxes_over_ranks(t, role, scaling, axis, parts) if wanted else None
+        for axis, wanted in ((1, rows), (0, columns))
+    ]
+    made = quantize_blocks(
+        t,
+        tile[1],
+        fmt.dtype,
+        scaling.power_2_scales,
+        tile[0] > 1,
+        rows,
+        columns,
+        history,
+        role,
+        *amaxes,
+    )
+    along, across = (
+        Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:])
+    )
     return along._replace(other=across) if both else along if rows else across.t()
 
 
-def amaxes_over_ranks(t: Tensor, role: int, scaling: Scaling, axis: int, parts: AmaxGroup | None) -> Tensor | None:
+def amaxes_over_ranks(
+    t: Tensor, role: int, scaling: Scaling, axis: int, parts: AmaxGroup | None
+) -> Tensor | None:
     """The amaxes of whole rows of the contiguous matrix `t` [R, C], [R], or for products that contract its first dimension those of
     whole columns, [C], where others have `parts` of these; else None."""
     group = None if parts is None else parts.over(role, scaling.tile(role, axis))
-    return None if group is None else largest(t.abs().nan_to_num(0.0, posinf=torch.inf).amax(axis).float(), group)
+    return (
+        None
+        if group is None
+        else largest(t.abs().nan_to_num(0.0, posinf=torch.inf).amax(axis).float(), group)
+    )
 
 
 @library.custom_op("fp8cfg::quantize_blocks", mutates_args=("history",), tags=TAGS)
 def quantize_blocks(
-    t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool, history: Tensor | None,
-    role: int, amaxes: Tensor | None, amaxes_t: Tensor | None,
+    t: Tensor,
+    width: int,
+    dtype: torch.dtype,
+    power_2: bool,
+    square: bool,
+    rows: bool,
+    columns: bool,
+    history: Tensor | None,
+    role: int,
+    amaxes: Tensor | None,
+    amaxes_t: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The contiguous matrix `t` [R, C] in float8 `dtype` with a scale for 1 x `width` elements, or their square, and its inverse
     scales; then the same of its transpose [C, R]. What `rows` or `columns` do not ask for is empty. The `width` is 128 under block
@@ -107,21 +160,54 @@ def quantize_blocks(
     are `amaxes` [R], and those of columns `amaxes_t` [C], where they are given."""
     made = _empty_blocks(t, width, dtype, square, rows, columns)
     data, scale_inv, data_t, scale_inv_t = (x if x.numel() else None for x in made)
-    cast_tiles(t, width, power_2, square, data, scale_inv, data_t, scale_inv_t, True, history, role, amaxes, amaxes_t)
+    cast_tiles(
+        t,
+        width,
+        power_2,
+        square,
+        data,
+        scale_inv,
+        data_t,
+        scale_inv_t,
+        True,
+        history,
+        role,
+        amaxes,
+        amaxes_t,
+    )
     return made
 
 
 @quantize_blocks.register_fake
 def _(
-    t: Tensor, width: int, dtype: torch.dtype, power_2: bool, square: bool, rows: bool, columns: bool, history: Tensor | None,
-    role: int, amaxes: Tensor | None, amaxes_t: Tensor | None,
+    t: Tensor,
+    width: int,
+    dtype: torch.dtype,
+    power_2: bool,
+    square: bool,
+    rows: bool,
+    columns: bool,
+    history: Tensor | None,
+    role: int,
+    amaxes: Tensor | None,
+    amaxes_t: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty_blocks(t, width, dtype, square, rows, columns)
 
 
 def cast_tiles(
-    t: Tensor, width: int, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None, data_t: Tensor | None,
-    scale_inv_t: Tensor | None, transpose: bool, history: Tensor | None, role: int, amaxes: Tensor | None = None,
+    t: Tensor,
+    width: int,
+    power_2: bool,
+    square: bool,
+    data: Tensor | None,
+    scale_inv: Tensor | None,
+    data_t: Tensor | None,
+    scale_inv_t: Tensor | None,
+    transpose: bool,
+    history: Tensor | None,
+    role: int,
+    amaxes: Tensor | None = None,
     amaxes_t: Tensor | None = None,
 ) -> None:
     """What `quantize_blocks` does, into tensors that are there; the second matrix is laid out as `t` is without `transpose`."""
@@ -131,11 +217,36 @@ def cast_tiles(
     seen, counts = (None, None) if history is None else (history[0, role], counter(t.device, role))
     if width == 0:
         triton_row_kernel.cast_rows(
-            t, top, power_2, data, scale_inv, data_t, scale_inv_t, transpose, seen, amaxes, amaxes_t, counts)
+            t,
+            top,
+            power_2,
+            data,
+            scale_inv,
+            data_t,
+            scale_inv_t,
+            transpose,
+            seen,
+            amaxes,
+            amaxes_t,
+            counts,
+        )
     else:
         highest, mx = min(torch.finfo(t.dtype).max, FLT_MAX), width if width == MX else 0
         triton_block_kernel.cast_blocks(
-            t, highest, top, power_2, square, data, scale_inv, data_t, scale_inv_t, mx, transpose, seen, counts)
+            t,
+            highest,
+            top,
+            power_2,
+            square,
+            data,
+            scale_inv,
+            data_t,
+            scale_inv_t,
+            mx,
+            transpose,
+            seen,
+            counts,
+        )
 
 
 def _empty_blocks(
@@ -145,8 +256,10 @@ def _empty_blocks(
     high = width if square else 1
 
     def of(shape: tuple[int, int], wanted: bool) -> tuple[Tensor, Tensor]:
-        (r, c) = shape if wanted else (0, 0)
-        down, across = (-(-n // size) for n, size in zip((r, c), sizes((r, c), (high, width)), strict=True))
+        r, c = shape if wanted else (0, 0)
+        down, across = (
+            -(-n // size) for n, size in zip((r, c), sizes((r, c), (high, width)), strict=True)
+        )
         data = t.new_empty((r, c), dtype=dtype)
         if width == MX:
             return data, t.new_empty(swizzled_size(r, across), dtype=torch.uint8)
@@ -163,7 +276,9 @@ def amax_where_unset(t: Tensor, scales: Tensor | None, role: int, keep_nan: bool
     `scales[role]` is set, and `t` is not read."""
     from fp8cfg.numerics import triton_kernels
 
-    parts = (torch.empty if scales is None else torch.zeros)(triton_kernels.part_count(t), dtype=torch.float32, device=t.device)
+    parts = (torch.empty if scales is None else torch.zeros)(
+        triton_kernels.part_count(t), dtype=torch.float32, device=t.device
+    )
     triton_kernels.amaxes_of_parts(t, parts, scales, role, keep_nan)
     return parts.amax(0, keepdim=True)
 
@@ -175,8 +290,15 @@ def _(t: Tensor, scales: Tensor | None, role: int, keep_nan: bool = False) -> Te
 
 @library.custom_op("fp8cfg::quantize_tensor", mutates_args=("history",), tags=TAGS)
 def quantize_tensor(
-    t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, target: float, power_2: bool, role: int,
-    dtype: torch.dtype, both: bool,
+    t: Tensor,
+    scales: Tensor | None,
+    history: Tensor | None,
+    amax: Tensor | None,
+    target: float,
+    power_2: bool,
+    role: int,
+    dtype: torch.dtype,
+    both: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The contiguous matrix `t` [R, C] in float8 `dtype`, transposed [C, R] where `both`, else empty, and its inverse scale, [].
     Its amax is folded into row 0 of `history`, if it is given. A scale of this moment is made of `amax`, [1], where it is given; it
@@ -186,14 +308,35 @@ def quantize_tensor(
     data, transposed, scale_inv = _empty(t, dtype, both)
     other = transposed if both else None
     fmt, counts = BY_DTYPE[dtype], None if history is None else counter(t.device, role)
-    triton_kernels.cast(t, scales, history, role, target, fmt.max, power_2, data, other, scale_inv, amax, counts, fmt.reach)
+    triton_kernels.cast(
+        t,
+        scales,
+        history,
+        role,
+        target,
+        fmt.max,
+        power_2,
+        data,
+        other,
+        scale_inv,
+        amax,
+        counts,
+        fmt.reach,
+    )
     return data, transposed, scale_inv
 
 
 @quantize_tensor.register_fake
 def _(
-    t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, target: float, power_2: bool, role: int,
-    dtype: torch.dtype, both: bool,
+    t: Tensor,
+    scales: Tensor | None,
+    history: Tensor | None,
+    amax: Tensor | None,
+    target: float,
+    power_2: bool,
+    role: int,
+    dtype: torch.dtype,
+    both: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(t, dtype, both)
 
@@ -201,4 +344,8 @@ def _(
 def _empty(t: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = t.shape
     transposed = t.new_empty((columns, rows) if both else (0,), dtype=dtype)
-    return t.new_empty((rows, columns), dtype=dtype), transposed, t.new_empty((), dtype=torch.float32)
+    return (
+        t.new_empty((rows, columns), dtype=dtype),
+        transposed,
+        t.new_empty((), dtype=torch.float32),
+    )

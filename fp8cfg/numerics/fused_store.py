@@ -41,7 +41,9 @@ def amaxes_of(tensors: Sequence[Tensor], keep_nan: bool = False) -> Tensor:
         return torch.stack([(amax_or_nan if keep_nan else amax_of)(t) for t in tensors])
     from fp8cfg.numerics import triton_kernels
 
-    parts = torch.zeros(len(tensors), triton_kernels.PARTS, dtype=torch.float32, device=tensors[0].device)
+    parts = torch.zeros(
+        len(tensors), triton_kernels.PARTS, dtype=torch.float32, device=tensors[0].device
+    )
     for t, of in zip(tensors, parts.unbind(), strict=True):
         if t.numel():
             triton_kernels.amaxes_of_parts(t.contiguous(), of, keep_nan=keep_nan)
@@ -54,16 +56,23 @@ def fuses_store(t: Tensor) -> bool:
 
 
 def store_recorded(
-    master: Tensor, scaling: Scaling, scales: Tensor | None, history: Tensor | None, parts: AmaxGroup | None,
+    master: Tensor,
+    scaling: Scaling,
+    scales: Tensor | None,
+    history: Tensor | None,
+    parts: AmaxGroup | None,
     held: Stored | None = None,
 ) -> Stored:
     """`store` of a matrix [out, in], whose amax is recorded in `history`, and its overflow counted. One scale for all of it is that
-    of this moment. Kernels write into the tensors that are `held`, where they can, and give these back."""
+    of this moment. Kernels write into the tensors that are `held`, where they can, and give these back.
+    """
     held = held if held is not None and _writable(held, master) else None
     if four := store_four_bits_fused(master, scaling, history, held, parts):
         return four
     if scaling.tile(WEIGHT, 1) is not None:
-        made = store_tiles_fused(master, scaling, (1, 0) if scaling.directional(WEIGHT) else (1,), history, held, parts)
+        made = store_tiles_fused(
+            master, scaling, (1, 0) if scaling.directional(WEIGHT) else (1,), history, held, parts
+        )
         record = None if history is None else history[0, WEIGHT]
         if made:
             return Stored(*made[1], *made.get(0, (None, None)))
@@ -74,7 +83,15 @@ def store_recorded(
     if fuses_store(master) and fuses(master, scaling, None):
         t = master.contiguous()
         data, scale_inv = held[:2] if held else _empty(t, scaling.forward.dtype)
-        store_tensor(t, scales, history, *scale_source(t, WEIGHT, scaling, scales, parts), WEIGHT, data, scale_inv)
+        store_tensor(
+            t,
+            scales,
+            history,
+            *scale_source(t, WEIGHT, scaling, scales, parts),
+            WEIGHT,
+            data,
+            scale_inv,
+        )
         return Stored(data, scale_inv)
     scale = scale_now(master, WEIGHT, scaling, scales, history, record=True, parts=parts)
     if history is not None:
@@ -82,7 +99,9 @@ def store_recorded(
     return store(master, scaling, scale)
 
 
-def store_scaled(t: Tensor, scaling: Scaling, scale: Tensor, record: Tensor | None = None) -> Stored:
+def store_scaled(
+    t: Tensor, scaling: Scaling, scale: Tensor, record: Tensor | None = None
+) -> Stored:
     """`store` of some rows of a matrix with its one scale [], which is not 0. Kernels count its overflow, and plain operations do
     where there is a `record`, [], of its amax."""
     if not fuses_store(t) or not fuses(t, scaling, None):
@@ -95,7 +114,11 @@ def store_scaled(t: Tensor, scaling: Scaling, scale: Tensor, record: Tensor | No
 
 
 def store_tiles_fused(
-    t: Tensor, scaling: Scaling, axes: Sequence[int], history: Tensor | None = None, held: Stored | None = None,
+    t: Tensor,
+    scaling: Scaling,
+    axes: Sequence[int],
+    history: Tensor | None = None,
+    held: Stored | None = None,
     parts: AmaxGroup | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """The matrix `t` [R, C] and its inverse scales, as `Stored` has them, for products that contract each of its dimensions
@@ -115,17 +138,31 @@ def store_tiles_fused(
         return _empty(t, fmt.dtype, tile if axis else (tile[1], tile[0]), of_scales)
 
     into, t = {axis: room(axis) for axis in (1, 0)}, t.contiguous()
-    amaxes = [amaxes_over_ranks(t, WEIGHT, scaling, axis, parts) if axis in axes else None for axis in (1, 0)]
-    store_blocks(t, tile[1], scaling.power_2_scales, tile[0] > 1, *into[1], *into[0], history, *amaxes)
-    return {axis: (data, scale_inv) for axis, (data, scale_inv) in into.items() if data is not None and scale_inv is not None}
+    amaxes = [
+        amaxes_over_ranks(t, WEIGHT, scaling, axis, parts) if axis in axes else None
+        for axis in (1, 0)
+    ]
+    store_blocks(
+        t, tile[1], scaling.power_2_scales, tile[0] > 1, *into[1], *into[0], history, *amaxes
+    )
+    return {
+        axis: (data, scale_inv)
+        for axis, (data, scale_inv) in into.items()
+        if data is not None and scale_inv is not None
+    }
 
 
 def store_four_bits_fused(
-    t: Tensor, scaling: Scaling, history: Tensor | None = None, held: Stored | None = None, parts: AmaxGroup | None = None,
+    t: Tensor,
+    scaling: Scaling,
+    history: Tensor | None = None,
+    held: Stored | None = None,
+    parts: AmaxGroup | None = None,
     amax: Tensor | None = None,
 ) -> Stored | None:
     """`store` of the matrix `t` under NVFP4, in the tensors that are `held`, if these are given, with its amax into `history`; of
-    some rows of a matrix with the `amax` [] of it all. None under other scalings, and where there is no kernel that can."""
+    some rows of a matrix with the `amax` [] of it all. None under other scalings, and where there is no kernel that can.
+    """
     if not scaling.layout.two_levels or not fuses_store(t) or not t.numel():
         return None
     held, t = held or _empty_four_bits(t, scaling), t.contiguous()
@@ -133,22 +170,29 @@ def store_four_bits_fused(
         amax = largest_or_nan(amax_where_unset(t, None, 0, keep_nan=True)[0], group)
     _, _, dgrad, dgrad_scale_inv, global_scale_inv = held
     assert global_scale_inv is not None, "there are two levels"
-    store_four_bits(t, held.data, held.scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, history, amax)
+    store_four_bits(
+        t, held.data, held.scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, history, amax
+    )
     return held
 
 
-def _empty(t: Tensor, dtype: torch.dtype, tile: Tile = (0, 0), of_scales: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def _empty(
+    t: Tensor, dtype: torch.dtype, tile: Tile = (0, 0), of_scales: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """A matrix of the shape of `t`, and the scales of its tiles, with anything in them."""
     down, across = (-(-n // size) for n, size in zip(t.shape, sizes(t.shape, tile), strict=True))
     return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format), t.new_empty(
-        () if tile == (0, 0) else (down, across), dtype=of_scales)
+        () if tile == (0, 0) else (down, across), dtype=of_scales
+    )
 
 
 def _empty_four_bits(t: Tensor, scaling: Scaling) -> Stored:
     """What `store` makes of `t` under NVFP4, with anything in it."""
     square, dtype = not scaling.directional(WEIGHT), scaling.forward.dtype
     data, scale_inv = _empty(t, dtype, (FOUR if square else 1, FOUR), torch.float8_e4m3fn)
-    dgrad, dgrad_scale_inv = (None, None) if square else _empty(t, dtype, (FOUR, 1), torch.float8_e4m3fn)
+    dgrad, dgrad_scale_inv = (
+        (None, None) if square else _empty(t, dtype, (FOUR, 1), torch.float8_e4m3fn)
+    )
     return Stored(data, scale_inv, dgrad, dgrad_scale_inv, t.new_empty((), dtype=torch.float32))
 
 
@@ -156,46 +200,113 @@ def _writable(held: Stored, master: Tensor) -> bool:
     """Whether a kernel that reads `master` can write into the tensors that are `held`."""
     there = [t for t in held if t is not None]
     return held.data.shape == master.shape and all(
-        type(t) is Tensor and t.device == master.device and t.is_contiguous() for t in there)
+        type(t) is Tensor and t.device == master.device and t.is_contiguous() for t in there
+    )
 
 
 @library.custom_op(
-    "fp8cfg::store_blocks", mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "history"), tags=TAGS)
+    "fp8cfg::store_blocks",
+    mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "history"),
+    tags=TAGS,
+)
 def store_blocks(
-    t: Tensor, width: int, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None, dgrad: Tensor | None,
-    dgrad_scale_inv: Tensor | None, history: Tensor | None, amaxes: Tensor | None, amaxes_t: Tensor | None,
+    t: Tensor,
+    width: int,
+    power_2: bool,
+    square: bool,
+    data: Tensor | None,
+    scale_inv: Tensor | None,
+    dgrad: Tensor | None,
+    dgrad_scale_inv: Tensor | None,
+    history: Tensor | None,
+    amaxes: Tensor | None,
+    amaxes_t: Tensor | None,
 ) -> None:
     """The contiguous matrix `t` [R, C], a weight, into float8 `data` [R, C] with scales for 1 x `width` elements, or their square,
     and into `dgrad` [R, C] with scales for `width` x 1, or either alone. The `width` is that of `quantize_blocks`. Scales are
     row-major, float32 or bytes of E8M0."""
-    cast_tiles(t, width, power_2, square, data, scale_inv, dgrad, dgrad_scale_inv, False, history, WEIGHT, amaxes, amaxes_t)
+    cast_tiles(
+        t,
+        width,
+        power_2,
+        square,
+        data,
+        scale_inv,
+        dgrad,
+        dgrad_scale_inv,
+        False,
+        history,
+        WEIGHT,
+        amaxes,
+        amaxes_t,
+    )
 
 
 @library.custom_op(
-    "fp8cfg::store_four_bits", mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "global_scale_inv", "history"),
-    tags=TAGS)
+    "fp8cfg::store_four_bits",
+    mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "global_scale_inv", "history"),
+    tags=TAGS,
+)
 def store_four_bits(
-    t: Tensor, data: Tensor, scale_inv: Tensor, dgrad: Tensor | None, dgrad_scale_inv: Tensor | None, global_scale_inv: Tensor,
-    history: Tensor | None, amax: Tensor | None,
+    t: Tensor,
+    data: Tensor,
+    scale_inv: Tensor,
+    dgrad: Tensor | None,
+    dgrad_scale_inv: Tensor | None,
+    global_scale_inv: Tensor,
+    history: Tensor | None,
+    amax: Tensor | None,
 ) -> None:
     """The contiguous matrix `t` [R, C], a weight, in E2M1 into E4M3 `data` [R, C], with E4M3 scales for 16x16 elements, or, where
     there is a `dgrad` [R, C], for 1x16 and there for 16x1; row-major. The `amax` is that of `t` where none is given, and is folded
     into `history`, if that is."""
     from fp8cfg.numerics import triton_block_kernel
 
-    seen, counts = (None, None) if history is None else (history[0, WEIGHT], counter(t.device, WEIGHT))
+    seen, counts = (
+        (None, None) if history is None else (history[0, WEIGHT], counter(t.device, WEIGHT))
+    )
     triton_block_kernel.cast_four_bits(
-        t, data, scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, seen=seen, transpose=False, amax=amax,
-        counts=counts)
+        t,
+        data,
+        scale_inv,
+        dgrad,
+        dgrad_scale_inv,
+        global_scale_inv,
+        seen=seen,
+        transpose=False,
+        amax=amax,
+        counts=counts,
+    )
 
 
 @library.custom_op("fp8cfg::store_tensor", mutates_args=("data", "scale_inv", "history"), tags=TAGS)
 def store_tensor(
-    t: Tensor, scales: Tensor | None, history: Tensor | None, amax: Tensor | None, target: float, power_2: bool, role: int,
-    data: Tensor, scale_inv: Tensor,
+    t: Tensor,
+    scales: Tensor | None,
+    history: Tensor | None,
+    amax: Tensor | None,
+    target: float,
+    power_2: bool,
+    role: int,
+    data: Tensor,
+    scale_inv: Tensor,
 ) -> None:
     """The contiguous matrix `t` into float8 `data` and its inverse scale, by the rule of `quantize_tensor`."""
     from fp8cfg.numerics import triton_kernels
 
     fmt, counts = BY_DTYPE[data.dtype], counter(t.device, WEIGHT)
-    triton_kernels.cast(t, scales, history, role, target, fmt.max, power_2, data, None, scale_inv, amax, counts, fmt.reach)
+    triton_kernels.cast(
+        t,
+        scales,
+        history,
+        role,
+        target,
+        fmt.max,
+        power_2,
+        data,
+        None,
+        scale_inv,
+        amax,
+        counts,
+        fmt.reach,
+    )

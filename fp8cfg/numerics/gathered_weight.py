@@ -40,9 +40,19 @@ from fp8cfg.numerics.shard_scales import (
 from fp8cfg.numerics.weight_access import decoded
 
 _aten = torch.ops.aten
-_KEEP = {_aten.detach.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.slice.Tensor, _aten.copy_.default,
-         _aten.view.default, _aten.as_strided.default, _aten._to_copy.default, _aten._pin_memory.default, _aten.split.Tensor,
-         _aten.clone.default}  # fmt: skip
+_KEEP = {
+    _aten.detach.default,
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten.copy_.default,
+    _aten.view.default,
+    _aten.as_strided.default,
+    _aten._to_copy.default,
+    _aten._pin_memory.default,
+    _aten.split.Tensor,
+    _aten.clone.default,
+}
 """What FSDP2 does to a shard as it pads, moves and copies it; the result is a shard as well."""
 _ALIASES = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.view.default}
 
@@ -55,8 +65,15 @@ class WeightShard(Tensor):
     @staticmethod
     def __new__(cls, tensor: Tensor) -> WeightShard:
         return torch.Tensor._make_wrapper_subclass(
-            cls, tensor.size(), strides=tensor.stride(), storage_offset=tensor.storage_offset(), dtype=tensor.dtype,
-            layout=tensor.layout, device=tensor.device, requires_grad=tensor.requires_grad)
+            cls,
+            tensor.size(),
+            strides=tensor.stride(),
+            storage_offset=tensor.storage_offset(),
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+        )
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -68,31 +85,48 @@ class WeightShard(Tensor):
         return ["_tensor"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], _: None, size: Any, stride: Any) -> WeightShard:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], _: None, size: Any, stride: Any
+    ) -> WeightShard:
         return WeightShard(inner["_tensor"])
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        made = func(*tree_map_only(WeightShard, lambda t: t._tensor, args),
-                    **tree_map_only(WeightShard, lambda t: t._tensor, kwargs or {}))
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = func(
+            *tree_map_only(WeightShard, lambda t: t._tensor, args),
+            **tree_map_only(WeightShard, lambda t: t._tensor, kwargs or {}),
+        )
         if func is _aten.copy_.default:
             return args[0]
         return tree_map_only(Tensor, WeightShard, made) if func in _KEEP else made
 
-    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
         stored: Stored = module.quantized_shard(self._tensor)
         split = split_fields(module.shard_scaling, module.shard_place)
-        if mesh.size() == 1:  # torch takes nothing but the first from one rank, which has the whole of the others. Seen with 2.13
+        if (
+            mesh.size() == 1
+            # torch takes nothing but the first from one rank, which has the whole of the others. Seen
+            # with 2.13
+        ):
             split = dict([*split.items()][:1])
         sent = {name: getattr(stored, name) for name in split}
         of = stored, split, module.weight_grad_dtype, module.shard_codec
         return tuple(_padded(t, -(-split[name] // mesh.size())) for name, t in sent.items()), of
 
-    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
         stored, split, dtype, codec = metadata
-        whole = stored._replace(**{
-            name: output.view(getattr(stored, name).dtype)[:rows]
-            for output, (name, rows) in zip(outputs, split.items(), strict=True)})
+        whole = stored._replace(
+            **{
+                name: output.view(getattr(stored, name).dtype)[:rows]
+                for output, (name, rows) in zip(outputs, split.items(), strict=True)
+            }
+        )
         if out is not None:
             out._hold(whole)
             return None
@@ -107,7 +141,8 @@ def _padded(t: Tensor, rows: int) -> Tensor:
 
 class GatheredWeight(Tensor):
     """A weight [out, in] that was gathered in float8, with its inverse scales, or in `codec`. To other code it is its values in the
-    dtype of its gradient: compiled code hands a gradient over in the dtype of what it is of (torch 2.13)."""
+    dtype of its gradient: compiled code hands a gradient over in the dtype of what it is of (torch 2.13).
+    """
 
     _data: Tensor
     _scale_inv: Tensor
@@ -116,17 +151,27 @@ class GatheredWeight(Tensor):
     _global_scale_inv: Tensor | None
 
     @staticmethod
-    def __new__(cls, stored: Stored, dtype: torch.dtype, codec: Codec | None = None) -> GatheredWeight:
+    def __new__(
+        cls, stored: Stored, dtype: torch.dtype, codec: Codec | None = None
+    ) -> GatheredWeight:
         data = stored.data
         return torch.Tensor._make_wrapper_subclass(
-            cls, data.size(), strides=data.stride(), dtype=dtype, layout=data.layout, device=data.device)
+            cls,
+            data.size(),
+            strides=data.stride(),
+            dtype=dtype,
+            layout=data.layout,
+            device=data.device,
+        )
 
     def __init__(self, stored: Stored, dtype: torch.dtype, codec: Codec | None = None) -> None:
         self.codec = codec
         self._hold(stored)
 
     def _hold(self, stored: Stored) -> None:
-        self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv = stored
+        self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv = (
+            stored
+        )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({self._data}, {self._scale_inv})"
@@ -134,20 +179,33 @@ class GatheredWeight(Tensor):
     @property
     def stored(self) -> Stored:
         """The float8 weight as products read it."""
-        return Stored(self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv)
+        return Stored(
+            self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv
+        )
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, Codec | None]]:
-        return [f"_{name}" for name, t in self.stored._asdict().items() if t is not None], (self.dtype, self.codec)
+        return [f"_{name}" for name, t in self.stored._asdict().items() if t is not None], (
+            self.dtype,
+            self.codec,
+        )
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], of: Any, size: Any, stride: Any) -> GatheredWeight:
-        return GatheredWeight(Stored(**{name.removeprefix("_"): t for name, t in inner.items()}), *of)
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], of: Any, size: Any, stride: Any
+    ) -> GatheredWeight:
+        return GatheredWeight(
+            Stored(**{name.removeprefix("_"): t for name, t in inner.items()}), *of
+        )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _ALIASES:
             return cls(args[0].stored, args[0].dtype, args[0].codec)
-        wide = tree_map_only(GatheredWeight, lambda t: decoded(t.stored, t.codec, t.dtype), (args, kwargs or {}))
+        wide = tree_map_only(
+            GatheredWeight, lambda t: decoded(t.stored, t.codec, t.dtype), (args, kwargs or {})
+        )
         return func(*wide[0], **wide[1])
 
 
@@ -157,8 +215,14 @@ def whole_master(p: Any) -> Tensor:
     from torch.distributed.tensor import DTensor  # inside: it takes a second to load
 
     shard = p.to_local()
-    plain = DTensor.from_local(getattr(shard, "_tensor", shard), p.device_mesh, p.placements, run_check=False, shape=p.shape,
-                               stride=p.stride())
+    plain = DTensor.from_local(
+        getattr(shard, "_tensor", shard),
+        p.device_mesh,
+        p.placements,
+        run_check=False,
+        shape=p.shape,
+        stride=p.stride(),
+    )
     return plain.full_tensor()
 
 
@@ -174,16 +238,25 @@ def refresh_shards(layers: Iterable[Any]) -> None:
     axis = mesh.ndim - 1  # which has the shards
     for layer in those:
         columns = layer.amax_group is not None and layer.amax_group.over(WEIGHT, (1, 0)) is not None
-        layer.shard_place = ShardPlace(layer.out_features, mesh.size(axis), mesh.get_local_rank(axis), part_of_rows=columns)
+        layer.shard_place = ShardPlace(
+            layer.out_features, mesh.size(axis), mesh.get_local_rank(axis), part_of_rows=columns
+        )
         layer.shard_scales, layer.shard_quantized = ShardScales(), None
     shards = [layer.parameter.to_local()._tensor for layer in those]
     if (codec := those[0].shard_codec) and not codec.per_tensor:
         return
-    found = shard_amaxes(shards, those[0].shard_scaling, [layer.shard_place for layer in those], keep_nan=codec is not None)
+    found = shard_amaxes(
+        shards,
+        those[0].shard_scaling,
+        [layer.shard_place for layer in those],
+        keep_nan=codec is not None,
+    )
     if not any(found):
         return
     flat = torch.cat([amax.flatten() for each in found for amax in each])
-    dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group(axis))  # by their bits, as largest_or_nan
+    dist.all_reduce(
+        flat.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group(axis)
+    )  # by their bits, as largest_or_nan
     if codec:
         for layer, scale_inv in zip(those, codec.scale_inv(flat).unbind(), strict=True):
             layer.shard_scales = ShardScales(scale_inv)
@@ -195,34 +268,56 @@ def refresh_shards(layers: Iterable[Any]) -> None:
         return
     left = iter(torch.split(flat, counts))
     for layer in those:
-        amaxes = [next(left).view(shape) for shape in amax_shapes(layer.scaling, layer.shard_place, layer.in_features)]
+        amaxes = [
+            next(left).view(shape)
+            for shape in amax_shapes(layer.scaling, layer.shard_place, layer.in_features)
+        ]
         layer.shard_scales = shard_scales(amaxes, layer.scaling, layer.shard_place)
         for amax in amaxes:
-            record_amax(amax_record(layer)[0, WEIGHT], torch.where(amax >= 0, amax, 0).amax())  # but for tiles that have NaN
+            record_amax(
+                amax_record(layer)[0, WEIGHT], torch.where(amax >= 0, amax, 0).amax()
+            )  # but for tiles that have NaN
 
 
 def _over_parts(layers: list[Any], flat: Tensor, counts: Sequence[int]) -> Tensor:
     """The amaxes `flat` of the weights of `layers`, so many of each tile or tensor: those of which tensor-parallel ranks have other
     parts, over these."""
-    flags = [flag for layer in layers for flag in span_tensor_ranks(layer.scaling, layer.shard_place, layer.amax_group)]
+    flags = [
+        flag
+        for layer in layers
+        for flag in span_tensor_ranks(layer.scaling, layer.shard_place, layer.amax_group)
+    ]
     if not any(flags):
         return flat
     pieces = torch.split(flat, [*counts])
     shared = [amax for amax, flag in zip(pieces, flags, strict=True) if flag]
-    whole = largest_or_nan(torch.cat(shared), layers[0].amax_group.group)  # all of them are split over the same ranks
+    whole = largest_or_nan(
+        torch.cat(shared), layers[0].amax_group.group
+    )  # all of them are split over the same ranks
     left = iter(torch.split(whole, [len(amax) for amax in shared]))
-    return torch.cat([next(left) if flag else amax for amax, flag in zip(pieces, flags, strict=True)])
+    return torch.cat(
+        [next(left) if flag else amax for amax, flag in zip(pieces, flags, strict=True)]
+    )
 
 
 def _set_scales(layers: list[Any], amaxes: Tensor) -> None:
     """The one scale of each of these weights, of the amaxes [layers], which are recorded; in few launches for all."""
     scaling, there = layers[0].scaling, None
-    torch._foreach_maximum_([amax_record(layer)[0, WEIGHT] for layer in layers], list(amaxes.unbind()))
+    torch._foreach_maximum_(
+        [amax_record(layer)[0, WEIGHT] for layer in layers], list(amaxes.unbind())
+    )
     if scaling.layout.history:
         # A frozen weight is quantized once: by its first scale after a load too.
         first = amaxes.new_full((), scaling.first_step == "te")
-        there = torch.stack([layer.fp8_scale[WEIGHT] if layer.parameter.requires_grad else first for layer in layers])
-    for layer, scale in zip(layers, scales_of(amaxes, WEIGHT, scaling, there).unbind(), strict=True):
+        there = torch.stack(
+            [
+                layer.fp8_scale[WEIGHT] if layer.parameter.requires_grad else first
+                for layer in layers
+            ]
+        )
+    for layer, scale in zip(
+        layers, scales_of(amaxes, WEIGHT, scaling, there).unbind(), strict=True
+    ):
         layer.shard_scales = ShardScales(scale)
 
 

@@ -39,7 +39,10 @@ class Ran(NamedTuple):
 
 def encode(a: Operand, b: Operand) -> int:
     if a.how != b.how:
-        raise TypeError(f"one product cannot have operands of two precisions: {a.how} {a.kind} and {b.how} {b.kind}")
+        raise TypeError(
+            f"one product cannot have operands of two precisions: {a.how} {a.kind} and {b.how}"
+            f" {b.kind}"
+        )
     return 1 + _KINDS.index(a.kind) + 8 * _KINDS.index(b.kind) + 64 * _HOW.index(a.how)
 
 
@@ -49,20 +52,32 @@ def decode(code: int) -> Ran | None:
     return None if code == 0 else Ran(_KINDS[kinds % 8], _KINDS[kinds // 8], _HOW[how])
 
 
-def gemm(a: Operand, b: Operand, out: torch.dtype, ran: Tensor | None, slot: int, bias: Tensor | None = None) -> Tensor:
+def gemm(
+    a: Operand,
+    b: Operand,
+    out: torch.dtype,
+    ran: Tensor | None,
+    slot: int,
+    bias: Tensor | None = None,
+) -> Tensor:
     """a [M, K] @ b [N, K]ᵀ (+ bias [N]) as [M, N] of dtype `out`, recorded in `ran[slot]`, an int32 tensor, if there is one.
 
     The record is derived from these two operands and written here and nowhere else, as an operation on a tensor, so that it
-    is also made inside a compiled graph. Raises TypeError where one operand is FP8 and the other is not."""
+    is also made inside a compiled graph. Raises TypeError where one operand is FP8 and the other is not.
+    """
     code = encode(a, b)
     if ran is not None:
         ran[slot].fill_(code)
     if a.how == "high_precision":
-        return in_dtype(F.linear(a.data, b.data, None if bias is None else bias.to(a.data.dtype)), out)
+        return in_dtype(
+            F.linear(a.data, b.data, None if bias is None else bias.to(a.data.dtype)), out
+        )
     if a.how == "scaled_mm" and a.data.shape[1]:
         return scaled_mm(a, b, out, bias, fast_accumulation=slot == FPROP)
     y = accumulated(a.data, b.data)
-    if a.scale_inv is not None and b.scale_inv is not None and a.data.shape[1]:  # tiles of no elements have no scales
+    if (
+        a.scale_inv is not None and b.scale_inv is not None and a.data.shape[1]
+    ):  # tiles of no elements have no scales
         y = y * (a.scale_inv * (b.scale_inv.t() if b.scale_inv.dim() == 2 else b.scale_inv))
     if bias is None or (a.tile and 0 not in a.tile):
         y = in_dtype(y, out)

@@ -28,10 +28,18 @@ class Operand(NamedTuple):
     whole_inv: Tensor | None = None
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], kind: tuple[Format | None, tuple[int, int] | None] | None) -> Operand | None:
+    def of(
+        cls,
+        tensors: Sequence[Tensor | None],
+        kind: tuple[Format | None, tuple[int, int] | None] | None,
+    ) -> Operand | None:
         """The operand of that format and tile whose `tensors` were kept; None where none was."""
         data, scale_inv, whole_inv = tensors
-        return None if data is None or kind is None else cls(data, scale_inv, *kind, whole_inv=whole_inv)
+        return (
+            None
+            if data is None or kind is None
+            else cls(data, scale_inv, *kind, whole_inv=whole_inv)
+        )
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -41,8 +49,18 @@ class Operand(NamedTuple):
     def t(self) -> Operand:
         if self.other is not None:
             return self.other
-        scale_inv = self.scale_inv.t() if self.scale_inv is not None and self.scale_inv.dim() == 2 else self.scale_inv
-        return Operand(self.data.t(), scale_inv, self.fmt, self.tile and (self.tile[1], self.tile[0]), whole_inv=self.whole_inv)
+        scale_inv = (
+            self.scale_inv.t()
+            if self.scale_inv is not None and self.scale_inv.dim() == 2
+            else self.scale_inv
+        )
+        return Operand(
+            self.data.t(),
+            scale_inv,
+            self.fmt,
+            self.tile and (self.tile[1], self.tile[0]),
+            whole_inv=self.whole_inv,
+        )
 
     @property
     def how(self) -> str:
@@ -52,7 +70,9 @@ class Operand(NamedTuple):
 
     @property
     def kind(self) -> str:
-        fmt = E2M1 if self.fmt == E2M1 else BY_DTYPE.get(self.data.dtype, self.fmt)  # in float8 it has E4M3's dtype
+        fmt = (
+            E2M1 if self.fmt == E2M1 else BY_DTYPE.get(self.data.dtype, self.fmt)
+        )  # in float8 it has E4M3's dtype
         return fmt.name if fmt else str(self.data.dtype).removeprefix("torch.")
 
 

@@ -21,8 +21,10 @@ class HostCopy:
     def of(cls, values: Tensor) -> HostCopy:
         if values.device.type != "cuda":
             return cls(values.cpu())
-        copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
+            values, non_blocking=True
+        )
+        there = torch.cuda.Event()
         there.record(torch.cuda.current_stream(values.device))
         return cls(copied, there)
 
@@ -33,7 +35,7 @@ class HostCopy:
 
     def read(self) -> Tensor:
         """The numbers. It waits where the device has not come so far."""
-        if self._there is not None and not self._there.query():  # type: ignore[no-untyped-call]
+        if self._there is not None and not self._there.query():
             self._there.synchronize()
         return self._values
 

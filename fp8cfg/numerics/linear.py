@@ -32,7 +32,8 @@ from fp8cfg.numerics.weight_workspace import NOTHING, WeightWorkspace
 ROUNDING_KEY = "fp8_rounding_key"
 
 
-class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # type: ignore[override]  # `weight` is a property
+# `weight` is a property.
+class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # type: ignore[override]
     """An nn.Linear whose three GEMMs (fprop, dgrad, wgrad) run in FP8 while its region is active, and in high precision otherwise.
     Its weight may be stored in fewer bits, by `codec`, than the GEMMs read it in.
 
@@ -69,23 +70,36 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         to it; its gradient has the dtype that `linear.weight` had, unless `weight.grad_dtype` is set later. With `codec` it is
         held in that one, and each pass decodes it: also where all products stay in high precision. Either stands for a weight in
         `read_as`, by default the dtype of `linear.weight`. Of a `linear` that is split over tensor-parallel ranks the attributes
-        `amax_group` and `adds_bias` go with it. Raises ValueError where the hardware's product cannot have the layer's shape."""
+        `amax_group` and `adds_bias` go with it. Raises ValueError where the hardware's product cannot have the layer's shape.
+        """
         n, k = linear.weight.shape
         if product not in ("emulate", "scaled_mm"):
             raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
         if product == "scaled_mm" and scaling.layout.least is None:
             raise ValueError(f"{scaling.kind} is emulated alone, not multiplied by scaled_mm")
         if product == "scaled_mm" and not scaling.multiplied(high_precision):
-            raise ValueError(f"scaled_mm multiplies {scaling.kind} scaling in E4M3 alone, not gradients in "
-                             f"{scaling.backward.name.upper()}")
+            raise ValueError(
+                f"scaled_mm multiplies {scaling.kind} scaling in E4M3 alone, not gradients in "
+                f"{scaling.backward.name.upper()}"
+            )
         if product == "scaled_mm" and (n % 16 or k % 16):
-            raise ValueError(f"in_features={k} and out_features={n}: scaled_mm needs both divisible by 16; keep this layer in high "
-                             "precision")
+            raise ValueError(
+                f"in_features={k} and out_features={n}: scaled_mm needs both divisible by 16; keep"
+                " this layer in high precision"
+            )
         new = cls(k, n, bias=linear.bias is not None, device="meta")
         new.weight, new.bias = linear.weight, linear.bias  # type: ignore[misc]
         new.train(linear.training)
-        new.amax_group, new.adds_bias = getattr(linear, "amax_group", None), getattr(linear, "adds_bias", True)
-        new.scaling, new.region, new.high_precision, new.product = scaling, region, high_precision, product
+        new.amax_group, new.adds_bias = (
+            getattr(linear, "amax_group", None),
+            getattr(linear, "adds_bias", True),
+        )
+        new.scaling, new.region, new.high_precision, new.product = (
+            scaling,
+            region,
+            high_precision,
+            product,
+        )
         new.weight_grad_dtype, device, new.codec = linear.weight.dtype, linear.weight.device, None
         new.read_as = read_as or linear.weight.dtype
         state = new.fresh_state()
@@ -94,7 +108,9 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         for name in (ROUNDING_KEY, ROUNDING_COUNT):
             new.register_buffer(name, None, persistent=False)
         if scaling.rounds_at_random(GRAD_OUTPUT):
-            new.register_buffer(ROUNDING_COUNT, torch.zeros((), dtype=torch.int32, device=device), persistent=False)
+            new.register_buffer(
+                ROUNDING_COUNT, torch.zeros((), dtype=torch.int32, device=device), persistent=False
+            )
             new.seed_rounding(0)
         new.record_passes(bool(state), device)
         if fp8_params:
@@ -109,7 +125,11 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
 
     def shard_in_fp8(self, codec: Codec | None = None) -> None:
         """Let FSDP2, which is to split the weight, gather it in FP8, or in `codec`, which each pass decodes."""
-        self._parameters["weight"], self.sharded, self.shard_codec = shard_parameter(self.parameter), True, codec
+        self._parameters["weight"], self.sharded, self.shard_codec = (
+            shard_parameter(self.parameter),
+            True,
+            codec,
+        )
 
     @property
     def shard_scaling(self) -> Scaling:
@@ -122,9 +142,17 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         if self.shard_codec:
             scale_inv = self.shard_scales.scale
             data = self.shard_codec.encode(shard, None, scale_inv)[0]
-            return Stored(data, torch.ones((), dtype=torch.float32, device=data.device) if scale_inv is None else scale_inv)
+            return Stored(
+                data,
+                (
+                    torch.ones((), dtype=torch.float32, device=data.device)
+                    if scale_inv is None
+                    else scale_inv
+                ),
+            )
         made = self.shard_quantized or quantized_shard(
-            shard, self.scaling, self.shard_place, self.shard_scales, amax_record(self))
+            shard, self.scaling, self.shard_place, self.shard_scales, amax_record(self)
+        )
         self.shard_quantized = None if self.gathered_once else made
         return made
 
@@ -137,8 +165,12 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         bias = self.bias if self.adds_bias else None
         with torch.autocast(device, enabled=False):
             kept = self.kept_weight(weight, plan, state, x.requires_grad)
-            of_weight, plan = (kept.tensors, plan._replace(kept=kept.kinds)) if kept else (NOTHING, plan)
-            y: Tensor = LinearFunction.apply(x.reshape(-1, self.in_features), weight, bias, *state, *of_weight, plan)  # type: ignore[no-untyped-call]
+            of_weight, plan = (
+                (kept.tensors, plan._replace(kept=kept.kinds)) if kept else (NOTHING, plan)
+            )
+            y: Tensor = LinearFunction.apply(
+                x.reshape(-1, self.in_features), weight, bias, *state, *of_weight, plan
+            )
         return y.view(*x.shape[:-1], self.out_features)
 
     def quantize_kept(self, dtype: torch.dtype) -> None:
@@ -163,9 +195,25 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         learns = torch.is_grad_enabled()
         trains = learns and self.training
         codec = self.codec or self.shard_codec
-        plan = Plan(self.scaling, high_precision, product, out, weight_grad, learns, codec, trains, self.parts)
+        plan = Plan(
+            self.scaling,
+            high_precision,
+            product,
+            out,
+            weight_grad,
+            learns,
+            codec,
+            trains,
+            self.parts,
+        )
         rounding = [getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)]
-        records = amax_record(self), self.fp8_backward_amax, *rounding, self.ran_forward, self.ran_backward
+        records = (
+            amax_record(self),
+            self.fp8_backward_amax,
+            *rounding,
+            self.ran_forward,
+            self.ran_backward,
+        )
         return weight, State._make([stored, *beside, self.fp8_scale, *records]), plan
 
     def seed_rounding(self, seed: int, *words: int | str) -> None:
@@ -173,7 +221,9 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         of draws, one for each backward pass, is in the state dict; the key is not, since it differs by rank.
         """
         if self.scaling.rounds_at_random(GRAD_OUTPUT):
-            self.register_buffer(ROUNDING_KEY, random_key(seed, *words).to(self.parameter.device), persistent=False)
+            self.register_buffer(
+                ROUNDING_KEY, random_key(seed, *words).to(self.parameter.device), persistent=False
+            )
 
     def random(self, lane: int) -> Random | None:
         """The random numbers for rounding the next gradient, for the products that contract its dimension `lane`; None where
@@ -196,7 +246,11 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
 
 def seed_rounding(model: nn.Module, seed: int) -> None:
     """Seeds stochastic rounding in all FP8 layers of `model`: each layer, and each rank, draws its own random numbers."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    rank = (
+        dist.get_rank()
+        if dist.is_available() and dist.is_initialized()
+        else int(os.environ.get("RANK", "0"))
+    )
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Linear):
             layer.seed_rounding(seed, name, rank)

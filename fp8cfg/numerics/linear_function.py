@@ -32,8 +32,13 @@ from fp8cfg.numerics.unfused_counts import count_values
 
 Products = tuple[bool, bool, bool]  # one flag for each of fprop, dgrad, wgrad
 CONTRACTED = {
-    (INPUT, FPROP): 1, (WEIGHT, FPROP): 1, (GRAD_OUTPUT, DGRAD): 1, (WEIGHT, DGRAD): 0, (GRAD_OUTPUT, WGRAD): 0,
-    (INPUT, WGRAD): 0}  # fmt: skip
+    (INPUT, FPROP): 1,
+    (WEIGHT, FPROP): 1,
+    (GRAD_OUTPUT, DGRAD): 1,
+    (WEIGHT, DGRAD): 0,
+    (GRAD_OUTPUT, WGRAD): 0,
+    (INPUT, WGRAD): 0,
+}
 """The dimension of each tensor, as stored, over which a product sums."""
 
 
@@ -70,7 +75,11 @@ class State(NamedTuple):
     @property
     def random(self) -> tuple[Tensor, Tensor] | None:
         """The random stream of stochastic rounding."""
-        return None if self.rounding_key is None or self.rounding_count is None else (self.rounding_key, self.rounding_count)
+        return (
+            None
+            if self.rounding_key is None or self.rounding_count is None
+            else (self.rounding_key, self.rounding_count)
+        )
 
 
 class Plan(NamedTuple):
@@ -85,9 +94,14 @@ class Plan(NamedTuple):
     codec: Codec | None = None  # that the weight is held in
     trains: bool = True  # an evaluation in high precision is not recorded
     parts: AmaxGroup | None = None  # of whose amaxes scales are made in this pass
-    kept: tuple[Any, Any] = (None, None)  # format and tile of the weight as fprop and dgrad read it, where it is at hand so
+    kept: tuple[Any, Any] = (
+        None,
+        None,
+    )  # format and tile of the weight as fprop and dgrad read it, where it is at hand so
 
-    def operands(self, role: int, slots: Sequence[int], make: Callable[[bool, int, bool], Operand]) -> dict[int, Operand]:
+    def operands(
+        self, role: int, slots: Sequence[int], make: Callable[[bool, int, bool], Operand]
+    ) -> dict[int, Operand]:
         """The operand of `role` in each product of `slots`, contracted dimension last. `make` gives it in high precision or in
         FP8, for a product that contracts the given dimension, or for products that contract either; it is called once where
         products can share."""
@@ -105,37 +119,63 @@ class Plan(NamedTuple):
             found[slot] = made[key] if axis == 1 else made[key].t()
         return found
 
-    def operand(self, t: Tensor, role: int, state: State, high_precision: bool, axis: int, both: bool) -> Operand:
+    def operand(
+        self, t: Tensor, role: int, state: State, high_precision: bool, axis: int, both: bool
+    ) -> Operand:
         """`t` as stored, quantized along its dimension `axis` where that matters; `both` dimensions will be contracted."""
         if high_precision:
             return Operand(t.to(self.out))
         fmt, tile = self.scaling.format_of(role), self.scaling.tile(role, axis)
-        seen = state.history if self.record and (axis == 1 or not both) else None  # once, where it is quantized along both
+        seen = (
+            state.history if self.record and (axis == 1 or not both) else None
+        )  # once, where it is quantized along both
         if tile is None and fuses(t, self.scaling, self.carrier):
-            return quantize_fused(t, role, self.scaling, state.scales, state.history, self.record, both, self.parts)
+            return quantize_fused(
+                t, role, self.scaling, state.scales, state.history, self.record, both, self.parts
+            )
         if tile is None:
-            scale = scale_now(t, role, self.scaling, state.scales, state.history, self.record, self.parts)
+            scale = scale_now(
+                t, role, self.scaling, state.scales, state.history, self.record, self.parts
+            )
             if self.record:
                 count_values(t, role, state.history[0, role], scale, fmt)
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
         if fuses_tiles(t, tile, self.scaling, self.carrier):
             return quantize_tiles_fused(t, role, self.scaling, axis, both, seen, self.parts)
         if self.scaling.layout.two_levels:
-            return quantize_nvfp4(t, role, axis, self.scaling, self.carrier, state.random, seen, self.parts, both)
-        record, group = None if seen is None else seen[0, role], self.parts and self.parts.over(role, tile)
-        made = quantize_tiles(t, tile, fmt, self.scaling, self.carrier or fmt.dtype, record=record, group=group)
+            return quantize_nvfp4(
+                t, role, axis, self.scaling, self.carrier, state.random, seen, self.parts, both
+            )
+        record, group = (
+            None if seen is None else seen[0, role],
+            self.parts and self.parts.over(role, tile),
+        )
+        made = quantize_tiles(
+            t, tile, fmt, self.scaling, self.carrier or fmt.dtype, record=record, group=group
+        )
         if record is not None:
             count_values(t, role, record, None, fmt)
         return made
 
-    def weights(self, w: Tensor, state: State, kept: Sequence[Tensor | None], slots: Sequence[int]) -> dict[int, Operand]:
+    def weights(
+        self, w: Tensor, state: State, kept: Sequence[Tensor | None], slots: Sequence[int]
+    ) -> dict[int, Operand]:
         """The weight in each product of `slots`: what is `kept` of it (weight_workspace.py), and what is left to be made."""
-        at_hand = {FPROP: Operand.of(kept[:3], self.kept[0]), DGRAD: Operand.of(kept[3:], self.kept[1])}
-        found = {slot: operand for slot, operand in at_hand.items() if operand is not None and slot in slots}
+        at_hand = {
+            FPROP: Operand.of(kept[:3], self.kept[0]),
+            DGRAD: Operand.of(kept[3:], self.kept[1]),
+        }
+        found = {
+            slot: operand
+            for slot, operand in at_hand.items()
+            if operand is not None and slot in slots
+        }
         left = [slot for slot in slots if slot not in found]
         return {**found, **self.operands(WEIGHT, left, lambda *how: self.weight(w, state, *how))}
 
-    def weight(self, w: Tensor, state: State, high_precision: bool, axis: int, both: bool) -> Operand:
+    def weight(
+        self, w: Tensor, state: State, high_precision: bool, axis: int, both: bool
+    ) -> Operand:
         if self.codec is not None:
             held = tuple(t for t in state[:2] if t is not None)
             return self.operand(self.codec.decode(held), WEIGHT, state, high_precision, axis, both)
@@ -155,15 +195,24 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         (*buffers, plan), (needs_dx, needs_dw) = rest, ctx.needs_input_grad[:2]
         state, kept_weight = State._make(buffers[:-6]), buffers[-6:]
-        xs = plan.operands(INPUT, [FPROP] + [WGRAD] * needs_dw, lambda *how: plan.operand(x, INPUT, state, *how))
+        xs = plan.operands(
+            INPUT, [FPROP] + [WGRAD] * needs_dw, lambda *how: plan.operand(x, INPUT, state, *how)
+        )
         ws = plan.weights(w, state, kept_weight, [FPROP] + [DGRAD] * needs_dx)
         ran = state.ran if plan.trains or not plan.high_precision[FPROP] else None
         y = gemm(xs[FPROP], ws[FPROP], plan.out, ran, FPROP, bias)
         # A weight that is held in fewer bits is at hand in the backward pass too, so nothing else is saved of it. The buffers
         # travel as attributes and not as saved tensors: a second forward pass may change them before the first backward pass.
-        reads_again = plan.kept[1] is None and state.stored is not None and (plan.codec is None or plan.high_precision[DGRAD])
+        reads_again = (
+            plan.kept[1] is None
+            and state.stored is not None
+            and (plan.codec is None or plan.high_precision[DGRAD])
+        )
         kept = xs.get(WGRAD), None if reads_again else ws.get(DGRAD)
-        ctx.save_for_backward(*(t for operand in kept for t in (operand.tensors if operand else (None,) * 3)), state.stored)
+        ctx.save_for_backward(
+            *(t for operand in kept for t in (operand.tensors if operand else (None,) * 3)),
+            state.stored,
+        )
         ctx.kinds = [operand and (operand.fmt, operand.tile) for operand in kept]
         ctx.state, ctx.plan = state._replace(stored=None), plan
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
@@ -179,16 +228,22 @@ class LinearFunction(torch.autograd.Function):
         dx, dw, db = None, None, None
         with torch.autocast(g.device.type, enabled=False):
             wanted = [DGRAD] * needs_dx + [WGRAD] * needs_dw
-            gs = plan.operands(GRAD_OUTPUT, wanted, lambda *how: plan.operand(g, GRAD_OUTPUT, state, *how))
+            gs = plan.operands(
+                GRAD_OUTPUT, wanted, lambda *how: plan.operand(g, GRAD_OUTPUT, state, *how)
+            )
             if needs_dx:
                 if w is None:
-                    w = plan.operands(WEIGHT, [DGRAD], lambda *how: plan.weight(saved[3], state, *how))[DGRAD]
+                    w = plan.operands(
+                        WEIGHT, [DGRAD], lambda *how: plan.weight(saved[3], state, *how)
+                    )[DGRAD]
                 dx = gemm(gs[DGRAD], w, ctx.dtypes[0], state.ran, DGRAD)
             if needs_dw:
                 assert x is not None
                 dw = gemm(gs[WGRAD], x, plan.weight_grad, state.ran, WGRAD)
             if state.rounding_count is not None:
-                state.rounding_count.add_(1)  # here, once for each backward pass: a recomputed forward pass draws nothing
+                state.rounding_count.add_(
+                    1
+                )  # here, once for each backward pass: a recomputed forward pass draws nothing
             if needs_db:
                 db = g.sum(0).to(ctx.dtypes[1])
         return dx, dw, db, *(None,) * (len(state) + 6), None

@@ -67,7 +67,9 @@ class NarrowWeight(StoredWeight):
 
     def _store(self, data: Tensor, requires_grad: bool) -> None:
         """Make `data` the stored weight; buffers are registered before."""
-        self._parameters["weight"] = codes(data, requires_grad) if self.scaled else nn.Parameter(data, requires_grad)
+        self._parameters["weight"] = (
+            codes(data, requires_grad) if self.scaled else nn.Parameter(data, requires_grad)
+        )
 
     def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
         """Compute and accumulate the gradient of a weight that is held in float8 or in a codec in `dtype`. That of any other
@@ -82,7 +84,10 @@ class NarrowWeight(StoredWeight):
         if torch.compiler.is_compiling() and self._stands_in:
             if weight.requires_grad:
                 return self._gradient_of_weight, self._detached
-            return self._detached.new_zeros((), dtype=self.weight_grad_dtype).expand(weight.shape), self._detached
+            return (
+                self._detached.new_zeros((), dtype=self.weight_grad_dtype).expand(weight.shape),
+                self._detached,
+            )
         return weight, plain(weight)
 
     @property
@@ -100,7 +105,8 @@ class NarrowWeight(StoredWeight):
         if not self.held:
             return
         weight = self.parameter
-        if self._stands_in:  # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
+        # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
+        if self._stands_in:
             self._detached = plain(weight)
         if not weight.requires_grad:
             return
@@ -108,16 +114,22 @@ class NarrowWeight(StoredWeight):
             weight.grad_dtype = self.weight_grad_dtype
         if weight.dtype == self.weight_grad_dtype and not self.scaled:
             return
-        receiver = torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device).expand(weight.shape).requires_grad_()
+        receiver = (
+            torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device)
+            .expand(weight.shape)
+            .requires_grad_()
+        )
 
         def hand_over(receiver: Tensor) -> None:
             assert receiver.grad is not None, "the hook runs after accumulation"
             new, receiver.grad = receiver.grad.to(weight.grad_dtype), None
             weight.grad = new if weight.grad is None else weight.grad.add_(new)
-            for hook in (weight._post_accumulate_grad_hooks or {}).values():  # which autograd would have called
+            for hook in (
+                weight._post_accumulate_grad_hooks or {}
+            ).values():  # which autograd would have called
                 hook(weight)
 
-        receiver.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
+        receiver.register_post_accumulate_grad_hook(hand_over)
         self._gradient_of_weight = receiver
 
     def _remember_grad_dtype(self) -> None:
@@ -126,7 +138,11 @@ class NarrowWeight(StoredWeight):
 
     def __getstate__(self) -> dict[str, Any]:
         self._remember_grad_dtype()
-        return {name: value for name, value in self.__dict__.items() if name not in ("_gradient_of_weight", "_detached")}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_gradient_of_weight", "_detached")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -145,11 +161,13 @@ class NarrowWeight(StoredWeight):
             new = fn(plain(t))
             return new if new.dtype == t.dtype else plain(t).to(new.device)
 
-        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(move, recurse)
         self._prepare_gradient()
         return self
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         with persistent(self, self.kept, in_stored_form()):
             super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.scaled and in_stored_form():
@@ -161,6 +179,8 @@ class NarrowWeight(StoredWeight):
         self._remember_grad_dtype()
         with persistent(self, [name for name in self.kept if prefix + name in state_dict]):
             super()._load_from_state_dict(state_dict, prefix, *rest)
-        if self.scaled and type(self.parameter) is nn.Parameter:  # load_state_dict(assign=True) brings a new Parameter
+        if (
+            self.scaled and type(self.parameter) is nn.Parameter
+        ):  # load_state_dict(assign=True) brings a new Parameter
             self._store(self.parameter.data, self.parameter.requires_grad)
         self._prepare_gradient()

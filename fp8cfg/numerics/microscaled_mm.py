@@ -30,7 +30,8 @@ SWIZZLE = F.SwizzleType.SWIZZLE_32_4_4
 def microscaled_mm(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     """a [M, K] @ b [N, K]ᵀ as [M, N] of dtype `out`, of operands with scales of 1x32, or 1x16 and one of the tensor, or squares."""
     (x, x_scale), (w, w_scale) = laid_out(a), laid_out(b)
-    return scaled_mm_micro(x, w, x_scale, w_scale, a.whole_inv, b.whole_inv, out)  # type: ignore[no-any-return]
+    product: Tensor = scaled_mm_micro(x, w, x_scale, w_scale, a.whole_inv, b.whole_inv, out)
+    return product
 
 
 def laid_out(t: Operand) -> tuple[Tensor, Tensor]:
@@ -50,25 +51,64 @@ def laid_out(t: Operand) -> tuple[Tensor, Tensor]:
 
 @library.custom_op("fp8cfg::scaled_mm_micro", mutates_args=())
 def scaled_mm_micro(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, whole_a: Tensor | None, whole_b: Tensor | None, out: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    whole_a: Tensor | None,
+    whole_b: Tensor | None,
+    out: torch.dtype,
 ) -> Tensor:
     """a [M, K] @ b [N, K]ᵀ as [M, N] of dtype `out`. All are bytes, scales swizzled: E4M3 with E8M0 scales of 1x32, or with
     `whole_*`, float32 [], two of E2M1 to a byte with E4M3 scales of 1x16."""
     if whole_a is None or whole_b is None:
-        data, of_scale, recipe, swizzle = torch.float8_e4m3fn, torch.float8_e8m0fnu, F.ScalingType.BlockWise1x32, SWIZZLE
+        data, of_scale, recipe, swizzle = (
+            torch.float8_e4m3fn,
+            torch.float8_e8m0fnu,
+            F.ScalingType.BlockWise1x32,
+            SWIZZLE,
+        )
         return F.scaled_mm(
-            a.view(data), b.view(data).t(), scale_a.view(of_scale), recipe, scale_b.view(of_scale), recipe, swizzle, swizzle,
-            output_dtype=out)
+            a.view(data),
+            b.view(data).t(),
+            scale_a.view(of_scale),
+            recipe,
+            scale_b.view(of_scale),
+            recipe,
+            swizzle,
+            swizzle,
+            output_dtype=out,
+        )
     packed, of_scale = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
-    recipes, swizzles = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise], [SWIZZLE, F.SwizzleType.NO_SWIZZLE]
+    recipes, swizzles = (
+        [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise],
+        [
+            SWIZZLE,
+            F.SwizzleType.NO_SWIZZLE,
+        ],
+    )
     return F.scaled_mm(
-        a.view(packed), b.view(packed).t(), [scale_a.view(of_scale), whole_a], recipes, [scale_b.view(of_scale), whole_b], recipes,
-        swizzles, swizzles, output_dtype=out)
+        a.view(packed),
+        b.view(packed).t(),
+        [scale_a.view(of_scale), whole_a],
+        recipes,
+        [scale_b.view(of_scale), whole_b],
+        recipes,
+        swizzles,
+        swizzles,
+        output_dtype=out,
+    )
 
 
 @scaled_mm_micro.register_fake
 def _(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, whole_a: Tensor | None, whole_b: Tensor | None, out: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    whole_a: Tensor | None,
+    whole_b: Tensor | None,
+    out: torch.dtype,
 ) -> Tensor:
     return a.new_empty(len(a), len(b), dtype=out)
 
@@ -76,7 +116,9 @@ def _(
 def _completed(t: Tensor) -> Tensor:
     """Bytes `t` [M, K], row-major, K completed with zeros."""
     missing = -t.shape[1] % ALIGNED
-    return (F.pad(t, (0, missing)) if missing else t).contiguous()  # pad copies, also where nothing is missing
+    return (
+        F.pad(t, (0, missing)) if missing else t
+    ).contiguous()  # pad copies, also where nothing is missing
 
 
 def swizzled(scales: Tensor) -> Tensor:
@@ -96,7 +138,10 @@ def packed_e2m1(code: Tensor) -> Tensor:
     """Values of E2M1 as bytes of E4M3 `code` [M, K], two to a byte, [M, K / 2]; of two neighbours the first has the low bits.
 
     An E4M3 code has the exponent biased by 7 and three bits of mantissa, an E2M1 code biased by 1 and one bit; 0.5 is normal in
-    the one and subnormal in the other. A NaN becomes some number: E2M1 has none, and its scale is NaN."""
+    the one and subnormal in the other. A NaN becomes some number: E2M1 has none, and its scale is NaN.
+    """
     magnitude = code & 0x7F
-    code = (code >> 4 & 8) | torch.where(magnitude >= 0x38, (magnitude - 0x30) >> 2 & 7, magnitude >> 5)
+    code = (code >> 4 & 8) | torch.where(
+        magnitude >= 0x38, (magnitude - 0x30) >> 2 & 7, magnitude >> 5
+    )
     return code[:, ::2] | code[:, 1::2] << 4

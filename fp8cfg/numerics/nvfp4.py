@@ -39,7 +39,24 @@ def _matrix() -> Tensor:
     return torch.tensor(SIGNS, dtype=torch.float32)[:, None] * h / 4
 
 
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, get_wgrad_sign_vector
+SIGNS = (
+    1,
+    1,
+    1,
+    -1,
+    1,
+    -1,
+    -1,
+    -1,
+    -1,
+    -1,
+    -1,
+    1,
+    -1,
+    1,
+    -1,
+    -1,
+)  # Transformer Engine's, get_wgrad_sign_vector
 NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 MATRIX = _matrix()
 
@@ -50,7 +67,9 @@ def _matrix_on(device: torch.device, dtype: torch.dtype) -> Tensor:
         return MATRIX.to(device, dtype)
     if torch.compiler.is_compiling():
         return matrix_made_on(device).to(dtype)
-    apart = _get_current_dispatch_mode_stack()  # whose tensors may be fake, or whose operations counted
+    apart = (
+        _get_current_dispatch_mode_stack()
+    )  # whose tensors may be fake, or whose operations counted
     return sent(MATRIX.to(dtype), device) if apart else _copied(device, dtype)
 
 
@@ -71,8 +90,15 @@ def matrix_made_on(device: torch.device) -> Tensor:
 
 
 def quantize_nvfp4(
-    t: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None, random: tuple[Tensor, Tensor] | None = None,
-    history: Tensor | None = None, parts: AmaxGroup | None = None, both: bool = False,
+    t: Tensor,
+    role: int,
+    axis: int,
+    scaling: Scaling,
+    carrier: torch.dtype | None,
+    random: tuple[Tensor, Tensor] | None = None,
+    history: Tensor | None = None,
+    parts: AmaxGroup | None = None,
+    both: bool = False,
 ) -> Operand:
     """The matrix `t` [R, C] for a product over its dimension `axis`, in the orientation of `t`; R completed to a multiple of 16
     by zeros where the transform is applied. `random`, the key and the count of a layer's draws, is what a gradient is rounded by.
@@ -80,7 +106,8 @@ def quantize_nvfp4(
     amax is folded into `history[0, role]`, if it is given.
 
     Where `t` is one of the `parts` of a tensor its first scale is that of the whole. If `both` dimensions will be contracted, one
-    collective has the amaxes for both, and what contracts the first one comes too, as `Operand.other`."""
+    collective has the amaxes for both, and what contracts the first one comes too, as `Operand.other`.
+    """
     group = None if parts is None else parts.over(role)
     axes = (0, 1) if group and both and axis == 1 and scaling.directional(role) else (axis,)
     forms = [hadamard(t.t()) if scaling.transforms(role, one) else t for one in axes]
@@ -89,14 +116,33 @@ def quantize_nvfp4(
         own = [_amax(form, carrier) for form in (forms if scaling.transforms(role, 0) else [t])]
         amaxes = [*largest_or_nan(torch.stack(own), group).unbind()] * (len(axes) // len(own))
     made = []
-    for one, amax in zip(axes, amaxes, strict=True):  # the transformed form first, which is then let go
-        made.append(_quantized(forms.pop(0), role, one, scaling, carrier, random, history if one == axis else None, amax))
+    for one, amax in zip(
+        axes, amaxes, strict=True
+    ):  # the transformed form first, which is then let go
+        made.append(
+            _quantized(
+                forms.pop(0),
+                role,
+                one,
+                scaling,
+                carrier,
+                random,
+                history if one == axis else None,
+                amax,
+            )
+        )
     return made[0] if len(axes) == 1 else made[1]._replace(other=made[0].t())
 
 
 def _quantized(
-    form: Tensor, role: int, axis: int, scaling: Scaling, carrier: torch.dtype | None, random: tuple[Tensor, Tensor] | None,
-    history: Tensor | None, amax: Tensor | None,
+    form: Tensor,
+    role: int,
+    axis: int,
+    scaling: Scaling,
+    carrier: torch.dtype | None,
+    random: tuple[Tensor, Tensor] | None,
+    history: Tensor | None,
+    amax: Tensor | None,
 ) -> Operand:
     """The matrix that a product over dimension `axis` reads, transformed or not, with a first scale of `amax`, float32 [], where
     that is given, and of its own else."""
@@ -111,14 +157,26 @@ def _quantized(
         if history is not None:
             record_amax(history[0, role], amax)
             count_values(form, role, history[0, role], None, scaling.format_of(role))
-        made = quantize_tiles(form, tile, scaling.format_of(role), scaling, carrier or E2M1.dtype, first_level_of(amax), draw)
+        made = quantize_tiles(
+            form,
+            tile,
+            scaling.format_of(role),
+            scaling,
+            carrier or E2M1.dtype,
+            first_level_of(amax),
+            draw,
+        )
     return made.t() if mixes else made
 
 
 def _amax(form: Tensor, carrier: torch.dtype | None) -> Tensor:
     """`amax_or_nan`, by a kernel where one quantizes."""
     fuses = fuses_four_bits(form, carrier)
-    amax: Tensor = amax_where_unset(form.contiguous(), None, 0, keep_nan=True)[0] if fuses else amax_or_nan(form)
+    amax: Tensor = (
+        amax_where_unset(form.contiguous(), None, 0, keep_nan=True)[0]
+        if fuses
+        else amax_or_nan(form)
+    )
     return amax
 
 

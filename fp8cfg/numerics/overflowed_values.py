@@ -66,9 +66,12 @@ def counter(device: torch.device, role: int) -> Tensor:
 
 def take_values(device: torch.device) -> Tensor:
     """How many values were clipped and how many were infinite since the last call, the first two of float32 [4], on `device`: to
-    the unit up to 2^24, to seven digits beyond. Nothing waits, and nothing is launched but zeros for another ring."""
+    the unit up to 2^24, to seven digits beyond. Nothing waits, and nothing is launched but zeros for another ring.
+    """
     ring = _ring(device)
     place, ring.at = ring.places[ring.at], ring.at + 1
-    if ring.at == PLACES:  # now, for FSDP2 quantizes on a stream of its own, which waits for this one as a step begins
+    if (
+        ring.at == PLACES
+    ):  # now, for FSDP2 quantizes on a stream of its own, which waits for this one as a step begins
         _rings[device] = _Ring(device)
     return place

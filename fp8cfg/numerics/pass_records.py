@@ -36,9 +36,17 @@ class PassRecords(nn.Module):
     def record_passes(self, history: bool, device: torch.device) -> None:
         """Register the buffers; `history` where there is one, whose row 0 is the amax record."""
         for name in RAN:
-            self.register_buffer(name, torch.zeros(3, dtype=torch.int32, device=device), persistent=False)
-        self.register_buffer(AMAX, None if history else torch.zeros(1, 3, dtype=torch.float32, device=device), persistent=False)
-        self.register_buffer(BACKWARD_AMAX, torch.zeros(1, 3, dtype=torch.float32, device=device), persistent=False)
+            self.register_buffer(
+                name, torch.zeros(3, dtype=torch.int32, device=device), persistent=False
+            )
+        self.register_buffer(
+            AMAX,
+            None if history else torch.zeros(1, 3, dtype=torch.float32, device=device),
+            persistent=False,
+        )
+        self.register_buffer(
+            BACKWARD_AMAX, torch.zeros(1, 3, dtype=torch.float32, device=device), persistent=False
+        )
 
     @property
     def gemms_ran(self) -> Tensor:
@@ -50,7 +58,9 @@ class PassRecords(nn.Module):
         for name in RAN:
             getattr(self, name).zero_()
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         if in_stored_form():
             fold_backward([self])
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -58,7 +58,9 @@ class Statistics(NamedTuple):
 
 
 def collect(
-    model: nn.Module, run: Callable[[], object], masters: Mapping[nn.Parameter, Tensor] | None = None
+    model: nn.Module,
+    run: Callable[[], object],
+    masters: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> list[Statistics]:
     """Statistics of the FP8 layers of `model`, collected while `run()` makes one forward and backward pass of it, eagerly where it
     is compiled. A layer that is called several times is measured in its first call.
@@ -66,11 +68,22 @@ def collect(
     Weights that are held in float8 alone are compared with `masters`, what they are quantized from by parameter; those without
     one are left out. One that FSDP2 gathers in float8 is compared with its shards, put together: all ranks call this then, before
     weights are gathered. Afterwards gradients, amax histories, the record of products and random numbers are what they were; other
-    buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran, as outside of its region."""
+    buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran, as outside of its region.
+    """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FP8Linear)}
-    probe = _Probe(masters or {}, {layer: layer.parameter for layer in layers.values() if hasattr(layer.parameter, "placements")})
+    probe = _Probe(
+        masters or {},
+        {
+            layer: layer.parameter
+            for layer in layers.values()
+            if hasattr(layer.parameter, "placements")
+        },
+    )
     with _unchanged(model), torch.compiler.set_stance("force_eager"):
-        handles = [layer.register_forward_hook(partial(probe.forward, name), with_kwargs=True) for name, layer in layers.items()]
+        handles = [
+            layer.register_forward_hook(partial(probe.forward, name), with_kwargs=True)
+            for name, layer in layers.items()
+        ]
         try:
             run()
         finally:
@@ -78,14 +91,19 @@ def collect(
                 handle.remove()
     if not probe.found:
         raise ValueError("no FP8 layer ran: the pass must be inside of the model's FP8 region")
-    return [probe.found[key].read(*key) for key in sorted(probe.found, key=lambda k: ([*layers].index(k[0]), k[1]))]
+    return [
+        probe.found[key].read(*key)
+        for key in sorted(probe.found, key=lambda k: ([*layers].index(k[0]), k[1]))
+    ]
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Context manager that restores everything that a forward and a backward pass change."""
     buffers = [(name.rpartition(".")[2], buffer) for name, buffer in model.named_buffers()]
-    changing = [b for leaf, b in buffers if leaf in (*RAN, AMAX, BACKWARD_AMAX, "gemms_ran", ROUNDING_COUNT)]
+    changing = [
+        b for leaf, b in buffers if leaf in (*RAN, AMAX, BACKWARD_AMAX, "gemms_ran", ROUNDING_COUNT)
+    ]
     changing += [b[0] for leaf, b in buffers if leaf == "fp8_amax_history"]
     parameters = list(model.parameters())
     before = [t.clone() for t in changing]
@@ -104,7 +122,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 class _Probe:
-    def __init__(self, masters: Mapping[nn.Parameter, Tensor], shards: Mapping[nn.Module, nn.Parameter]) -> None:
+    def __init__(
+        self, masters: Mapping[nn.Parameter, Tensor], shards: Mapping[nn.Module, nn.Parameter]
+    ) -> None:
         self.masters, self.shards = masters, shards
         self.found: dict[tuple[str, int], _Measured] = {}
         self._seen: set[str] = set()
@@ -127,10 +147,14 @@ class _Probe:
         if weight is not None:
             self._measure(name, layer, WEIGHT, weight)
         if y.requires_grad:
-            y.register_hook(partial(self._measure, name, layer, GRAD_OUTPUT))  # type: ignore[no-untyped-call]
+            y.register_hook(partial(self._measure, name, layer, GRAD_OUTPUT))
 
     def _measure(self, name: str, layer: FP8Linear, role: int, t: Tensor) -> None:
-        reads = [slot for slot in (FPROP, DGRAD, WGRAD) if (role, slot) in CONTRACTED and not layer.high_precision[slot]]
+        reads = [
+            slot
+            for slot in (FPROP, DGRAD, WGRAD)
+            if (role, slot) in CONTRACTED and not layer.high_precision[slot]
+        ]
         if not reads or t.numel() == 0:
             return
         scaling = layer.scaling
@@ -139,8 +163,14 @@ class _Probe:
             if CONTRACTED[role, reads[0]] == 0:
                 t = hadamard(t.t()) if scaling.transforms(role, 0) else t.t()
             tile = scaling.tile(role, 1)
-            one = scale_now(t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False) if tile is None else None
-            random = layer.random(CONTRACTED[role, reads[0]]) if scaling.rounds_at_random(role) else None
+            one = (
+                scale_now(t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False)
+                if tile is None
+                else None
+            )
+            random = (
+                layer.random(CONTRACTED[role, reads[0]]) if scaling.rounds_at_random(role) else None
+            )
             self.found[name, role] = _measured(t.contiguous(), role, scaling, one, random)
 
 
@@ -155,12 +185,24 @@ class _Measured(NamedTuple):
         amax, low, high, underflow, overflow, zeros, nonfinite, lost, total = self.values.tolist()
         n = self.elements
         return Statistics(
-            layer, TENSORS[role], self.format.name, amax, scale_min=low if high else None, scale_max=high if high else None,
-            underflow=underflow / n, overflow=overflow / n, error=(lost / total) ** 0.5 if total else 0.0, zeros=int(zeros),
-            nonfinite=int(nonfinite), elements=n)
+            layer,
+            TENSORS[role],
+            self.format.name,
+            amax,
+            scale_min=low if high else None,
+            scale_max=high if high else None,
+            underflow=underflow / n,
+            overflow=overflow / n,
+            error=(lost / total) ** 0.5 if total else 0.0,
+            zeros=int(zeros),
+            nonfinite=int(nonfinite),
+            elements=n,
+        )
 
 
-def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random: Random | None) -> _Measured:
+def _measured(
+    t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random: Random | None
+) -> _Measured:
     """Statistics of `t` [R, C], whose last dimension is contracted. `one` is its scale where it has a single one, `random` the
     stream of stochastic rounding.
     """
@@ -178,7 +220,11 @@ def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random
             scales.append(_extremes(encode, v))
         if whole is not None:
             decode = decode * whole.reciprocal()
-        uniform = random.uniform(i * rows * v.shape[2] * v.shape[3], v.numel()).view(v.shape) if random else None
+        uniform = (
+            random.uniform(i * rows * v.shape[2] * v.shape[3], v.numel()).view(v.shape)
+            if random
+            else None
+        )
         sums.append(_sums(part, v, fmt, Scales(encode, decode), uniform))
     low, high = torch.stack(scales).double().unbind(1)
     first = torch.stack([amax_of(t).double(), low.amin(), high.amax()])
@@ -188,7 +234,9 @@ def _measured(t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random
 def _extremes(scales: Tensor, v: Tensor) -> Tensor:
     """The smallest and the largest scale of tiles that are not all zero; infinity and 0 where all are."""
     used = (v != 0).any(3, keepdim=True).any(1, keepdim=True)
-    return torch.stack([torch.where(used, scales, torch.inf).amin(), torch.where(used, scales, 0.0).amax()])
+    return torch.stack(
+        [torch.where(used, scales, torch.inf).amin(), torch.where(used, scales, 0.0).amax()]
+    )
 
 
 def _sums(part: Tensor, v: Tensor, fmt: Format, scales: Scales, uniform: Tensor | None) -> Tensor:
@@ -196,9 +244,16 @@ def _sums(part: Tensor, v: Tensor, fmt: Format, scales: Scales, uniform: Tensor 
     zero, are not finite; sums of squares of errors and of values."""
     x = v.float()
     scaled = x * scales.encode
-    q = round_in_steps(scaled, fmt, uniform) if fmt == E2M1 else widen(cast(scaled, fmt), torch.float32)
+    q = (
+        round_in_steps(scaled, fmt, uniform)
+        if fmt == E2M1
+        else widen(cast(scaled, fmt), torch.float32)
+    )
     finite = x.abs() < torch.inf
     # amax x (max / amax) may be the float32 above max; that is no overflow.
     counts = [(x != 0) & (q == 0), scaled.abs() > fmt.max * (1 + 2.0**-20), part == 0, ~finite]
-    norms = [torch.linalg.vector_norm(torch.where(finite, t, 0.0), dtype=torch.float64) for t in (q * scales.decode - x, x)]
+    norms = [
+        torch.linalg.vector_norm(torch.where(finite, t, 0.0), dtype=torch.float64)
+        for t in (q * scales.decode - x, x)
+    ]
     return torch.stack([*(c.count_nonzero().double() for c in counts), *(n * n for n in norms)])

@@ -19,7 +19,11 @@ from fp8cfg.numerics.stochastic_rounding import Random
 from fp8cfg.scalings import Tile
 
 Part = Callable[[Tensor, Scales | None, int], tuple[Tensor, Tensor]]
-CHUNK = 1 << 17  # elements quantized at a time in eager mode: float32 temporaries stay in the cache, and none pages in anew
+CHUNK = (
+    1 << 17
+    # elements quantized at a time in eager mode: float32 temporaries stay in the cache, and none pages
+    # in anew
+)
 
 
 def quantize(t: Tensor, scale: Tensor, fmt: Format, carrier: torch.dtype) -> Operand:
@@ -57,31 +61,49 @@ def quantize_tiles(
     def part(t: Tensor, scales: Scales | None = None, row: int = 0) -> tuple[Tensor, Tensor]:
         v = tiled(t, tile).float()
         encode, decode = scales or tile_scales(v, fmt, scaling, whole, t.dtype, seen)
-        uniform = random.uniform(row * v.shape[2] * v.shape[3], v.numel()).view(v.shape) if random else None
+        uniform = (
+            random.uniform(row * v.shape[2] * v.shape[3], v.numel()).view(v.shape)
+            if random
+            else None
+        )
         q = _rounded(v * encode, fmt, carrier, uniform)
         q = (q * decode.to(q.dtype) if fold else q).to(carrier)
         return untiled(q, t.shape), decode[:, 0, :, 0]
 
     chunks = _in_chunks(t)
     first = group is not None or (chunks and tile[0] == 0)  # what no chunk knows
-    scales = tile_scales(tiled(t, tile).float(), fmt, scaling, whole, seen=seen, group=group) if first else None
+    scales = (
+        tile_scales(tiled(t, tile).float(), fmt, scaling, whole, seen=seen, group=group)
+        if first
+        else None
+    )
     data, decode = _by_chunks(t, tile, carrier, part, scales) if chunks else part(t, scales)
     if record is not None and seen:
         record_amax(record, seen[0] if len(seen) == 1 else torch.stack(seen).amax())
     if not fold:
-        return Operand(data, decode, fmt, tile, whole_inv=None if whole is None else reciprocal(whole))
+        return Operand(
+            data, decode, fmt, tile, whole_inv=None if whole is None else reciprocal(whole)
+        )
     return Operand(data, None if whole is None else reciprocal(whole), fmt, tile)
 
 
-def _by_chunks(t: Tensor, tile: Tile, carrier: torch.dtype, part: Part, scales: Scales | None) -> tuple[Tensor, Tensor]:
+def _by_chunks(
+    t: Tensor, tile: Tile, carrier: torch.dtype, part: Part, scales: Scales | None
+) -> tuple[Tensor, Tensor]:
     """`part` of some rows at a time; with the `scales` that are known: of whole rows, or of whole columns, where a tile has all
     rows."""
     data, columns = torch.empty(t.shape, dtype=carrier), tile[0] == 0
     r = 1 if columns else sizes(t.shape, tile)[0]
     rows = max(1, CHUNK // max(1, r * t.shape[1])) * r
     found = []
-    for i, (source, target) in enumerate(zip(torch.split(t, rows), torch.split(data, rows), strict=True)):
-        own = scales if columns or scales is None else Scales(*(s[i * rows:(i + 1) * rows] for s in scales))
+    for i, (source, target) in enumerate(
+        zip(torch.split(t, rows), torch.split(data, rows), strict=True)
+    ):
+        own = (
+            scales
+            if columns or scales is None
+            else Scales(*(s[i * rows : (i + 1) * rows] for s in scales))
+        )
         values, decode = part(source, own, i * rows)
         target.copy_(values)
         found.append(decode)
@@ -100,7 +122,9 @@ def rounded(v: Tensor, fmt: Format) -> Tensor:
 def _rounded(v: Tensor, fmt: Format, carrier: torch.dtype, uniform: Tensor | None = None) -> Tensor:
     """Float32 `v` on the grid of `fmt`: as `fmt.dtype` if that is the carrier, else as the carrier or float32."""
     if fmt == E2M1:
-        return round_in_steps(v, fmt, uniform).to(fmt.dtype if carrier == fmt.dtype else torch.float32)
+        return round_in_steps(v, fmt, uniform).to(
+            fmt.dtype if carrier == fmt.dtype else torch.float32
+        )
     if carrier == fmt.dtype:
         return cast(v, fmt)
     # A GPU has the cast in hardware, and its compiler contracts what round_to_grid relies on.

@@ -46,7 +46,9 @@ class QuantizedWeight(NarrowWeight):
 
     def note_set(self, roles: tuple[int, ...]) -> None:
         """The delayed scales of these roles are set, of others they may not be."""
-        if roles != self.scales_set:  # nothing that compiled code is guarded by is written for nothing
+        if (
+            roles != self.scales_set
+        ):  # nothing that compiled code is guarded by is written for nothing
             self.scales_set = roles
 
     def forget_scales_set(self) -> None:
@@ -75,7 +77,10 @@ class QuantizedWeight(NarrowWeight):
             self.codec.store(master, self.in_codec)
             return
         if not self.fp8_params:
-            raise TypeError("set_weight writes float8 weights; this layer has a high-precision one: assign to it")
+            raise TypeError(
+                "set_weight writes float8 weights; this layer has a high-precision one: assign"
+                " to it"
+            )
         held = self._held_tensors()
         for target, new in zip(held, self._stored(master, held), strict=True):
             if target is not None and new is not None and new is not target:
@@ -84,7 +89,9 @@ class QuantizedWeight(NarrowWeight):
     def _stored(self, master: Tensor, held: Sequence[Tensor | None] = ()) -> Stored:
         """The weight in float8, in the tensors that are `held` where a kernel has written there."""
         into = Stored(*held) if held else None  # type: ignore[arg-type]
-        return store_recorded(master, self.scaling, self.fp8_scale, amax_record(self), self.parts, into)
+        return store_recorded(
+            master, self.scaling, self.fp8_scale, amax_record(self), self.parts, into
+        )
 
     @property
     def fp8_params(self) -> bool:
@@ -108,7 +115,9 @@ class QuantizedWeight(NarrowWeight):
         return [plain(self.parameter), *(getattr(self, name) for name in WEIGHT_BUFFERS)]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "scales_read"}
+        return {
+            name: value for name, value in super().__getstate__().items() if name != "scales_read"
+        }
 
     def decoded_weight(self) -> Tensor:
         receiver, data = self.receiver_and_stored()
@@ -116,7 +125,11 @@ class QuantizedWeight(NarrowWeight):
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight [out, in] in `dtype`."""
-        return decoded(self._held_tensors(), self.codec, dtype) if self.held else self.parameter.to(dtype)
+        return (
+            decoded(self._held_tensors(), self.codec, dtype)
+            if self.held
+            else self.parameter.to(dtype)
+        )
 
     def float32_weight(self) -> Tensor:
         return self.dequantized_weight(torch.float32)

@@ -32,12 +32,15 @@ LEAST, MOST = 3, 16 * STEPS
 def _below(x: Tensor) -> Tensor:
     """Float64 `x` as float32, rounded down: y > x and y > _below(x) are the same for every float32 y."""
     nearest = x.float()
-    return torch.where(nearest.double() > x, nearest.nextafter(torch.full_like(nearest, -math.inf)), nearest)
+    return torch.where(
+        nearest.double() > x, nearest.nextafter(torch.full_like(nearest, -math.inf)), nearest
+    )
 
 
 def _keys(values: Tensor, k: Tensor) -> Tensor:
     """Float32 `values` from 0 to 1, [.., n], of rows whose k, in steps, is `k`, int64 [..], as int64 that ascend with k and, for
-    one k, with values, as the bits of a float32 do, of which 1 has 30. NaN is beyond all of its row."""
+    one k, with values, as the bits of a float32 do, of which 1 has 30. NaN is beyond all of its row.
+    """
     return k[:, None] * 2**30 + values.view(torch.int32)
 
 
@@ -57,8 +60,12 @@ def _tables() -> _Tables:
     roots = STEPS / steps[:, None].double().clamp(min=LEAST)
     meets = ((codes[1:] + codes[:-1]) / 2) ** roots
     values = (codes**roots).float()
-    return _Tables(values.flatten(), _keys(values, steps).flatten(), _keys(_below(meets), steps).flatten(),
-                   _below((E4M3.max**2 / 2) ** roots[LEAST:, 0].flip(0)))
+    return _Tables(
+        values.flatten(),
+        _keys(values, steps).flatten(),
+        _keys(_below(meets), steps).flatten(),
+        _below((E4M3.max**2 / 2) ** roots[LEAST:, 0].flip(0)),
+    )
 
 
 _TABLES = _tables()
@@ -87,7 +94,9 @@ def scales(rows: Tensor) -> Tensor:
     largest, smallest = x.amax(-1), torch.where(x == 0, math.inf, x).amin(-1)
     narrower = torch.searchsorted(_on(x.device).ranges, largest / smallest)
     k = (MOST - narrower).clamp(min=LEAST).float() / STEPS
-    return torch.stack([torch.where(largest < math.inf, largest.clamp(min=2.0**-126), math.nan), k], -1)
+    return torch.stack(
+        [torch.where(largest < math.inf, largest.clamp(min=2.0**-126), math.nan), k], -1
+    )
 
 
 def encode(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:

@@ -31,7 +31,10 @@ def fp8_layers(model: nn.Module) -> Iterator[FP8Layer]:
 
 @torch.no_grad()
 def update_scales(
-    layers: Iterable[FP8Layer], group: dist.ProcessGroup | None = None, step: int | None = None, skip: Tensor | None = None,
+    layers: Iterable[FP8Layer],
+    group: dist.ProcessGroup | None = None,
+    step: int | None = None,
+    skip: Tensor | None = None,
     late: Tensor | None = None,
 ) -> None:
     """Reduces the amaxes of this step over `group`, rolls the histories and sets the scales of all delayed `layers`; of the
@@ -45,7 +48,9 @@ def update_scales(
     layers = list(layers)
     delayed, linears = [layer for layer in layers if layer.scaling.layout.history], _linears(layers)
     fold_backward(linears)
-    _take_infinite([layer for layer in layers if not layer.scaling.layout.history and _quantizes(layer)])
+    _take_infinite(
+        [layer for layer in layers if not layer.scaling.layout.history and _quantizes(layer)]
+    )
     if not delayed:
         forget_backward(linears)
         return
@@ -57,7 +62,14 @@ def update_scales(
     for kind in dict.fromkeys(kinds):
         those = [i for i, other in enumerate(kinds) if other == kind]
         skipped = None if skip is None else (skip, _kept([delayed[i] for i in those], now.device))
-        used = _update([_state(delayed[i]) for i in those], torch.stack([rows[i] for i in those]), *kind, step, skipped, late)
+        used = _update(
+            [_state(delayed[i]) for i in those],
+            torch.stack([rows[i] for i in those]),
+            *kind,
+            step,
+            skipped,
+            late,
+        )
         for i, row in zip(those, used.unbind(), strict=True):
             delayed[i].range_used = row
     forget_backward(linears)
@@ -102,7 +114,9 @@ def _take_infinite(layers: list[FP8Layer]) -> None:
         return
     records = [amax_record(layer) for layer in layers]
     used = F.threshold(torch.cat([record[0] for record in records]), FLT_MAX, 0.0)
-    for layer, row in zip(layers, torch.split(used, [record.shape[1] for record in records]), strict=True):
+    for layer, row in zip(
+        layers, torch.split(used, [record.shape[1] for record in records]), strict=True
+    ):
         layer.range_used = row
     torch._foreach_zero_(records)
 
@@ -130,27 +144,41 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _kept(layers: list[FP8Layer], device: torch.device) -> Tensor:
     """1 for the amaxes of this step that a skipped step leaves, else 0, [layers, roles]."""
-    rows = [[float(role == WEIGHT and _holds_weight(layer)) for role in _roles(layer)] for layer in layers]
+    rows = [
+        [float(role == WEIGHT and _holds_weight(layer)) for role in _roles(layer)]
+        for layer in layers
+    ]
     return _constants(tuple(value for row in rows for value in row), device).view(len(rows), -1)
 
 
 def _holds_weight(layer: FP8Layer) -> bool:
     """Whether the amax of its weight was recorded when that was written, and stays until it is written again."""
-    return isinstance(layer, FP8Linear) and (layer.fp8_params or (layer.sharded and not layer.shard_codec))
+    return isinstance(layer, FP8Linear) and (
+        layer.fp8_params or (layer.sharded and not layer.shard_codec)
+    )
 
 
 def _update(
-    states: list[tuple[Tensor, Tensor]], now: Tensor, scaling: Scaling, roles: tuple[int, ...], step: int | None,
-    skipped: tuple[Tensor, Tensor] | None = None, late: Tensor | None = None,
+    states: list[tuple[Tensor, Tensor]],
+    now: Tensor,
+    scaling: Scaling,
+    roles: tuple[int, ...],
+    step: int | None,
+    skipped: tuple[Tensor, Tensor] | None = None,
+    late: Tensor | None = None,
 ) -> Tensor:
     """One update of layers of one scaling; what their tensors used of the range of the scales before it. `skipped` is whether it
     is skipped, and then which amaxes stay."""
     if step is None and scaling.interval > 1:
-        raise ValueError(f"update_scales: interval={scaling.interval} needs the number of the optimizer step")
+        raise ValueError(
+            f"update_scales: interval={scaling.interval} needs the number of the optimizer step"
+        )
     scales, histories = ([pair[i] for pair in states] for i in range(2))
     old = torch.stack(scales)
     formats = [scaling.format_of(role) for role in roles]
-    target = _constants(tuple(f.max * 2.0**-scaling.margin for f in formats), now.device).expand_as(now)
+    target = _constants(tuple(f.max * 2.0**-scaling.margin for f in formats), now.device).expand_as(
+        now
+    )
     reach = _constants(tuple(f.reach for f in formats), now.device)
     before = torch.stack(histories, 1)
     history, new = roll(before, old, now, target, scaling.amax_compute_algo)
@@ -162,8 +190,12 @@ def _update(
     if skipped is not None:
         skip, kept = skipped
         new = torch.where(skip, old, new)
-        history = torch.where(skip, torch.cat([torch.where(kept > 0, before[0], 0)[None], before[1:]]), history)
-    torch._foreach_copy_(histories, list(history.transpose(0, 1).contiguous().unbind()))  # one launch, of dense tensors alone
+        history = torch.where(
+            skip, torch.cat([torch.where(kept > 0, before[0], 0)[None], before[1:]]), history
+        )
+    torch._foreach_copy_(
+        histories, list(history.transpose(0, 1).contiguous().unbind())
+    )  # one launch, of dense tensors alone
     torch._foreach_copy_(scales, list(new.unbind()))
     return range_used(now, old, reach)
 

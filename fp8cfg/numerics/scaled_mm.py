@@ -33,7 +33,9 @@ tensors (pytorch/ao#4582, July 2026, open: no version ends it yet). Where the li
 scaled afterwards whatever K and N are. `check_gpu.py --only gemm` multiplies some."""
 
 
-def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fast_accumulation: bool) -> Tensor:
+def scaled_mm(
+    a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fast_accumulation: bool
+) -> Tensor:
     """a [M, K] @ b [N, K]ᵀ (+ bias [N]), both float8, as [M, N] of dtype `out`, rounded once where `out` has 16 bits and no
     operand has tiles: other products of the hardware take no bias. Fast accumulation spares promoting partial sums to full
     float32: good enough forward, too coarse for gradients."""
@@ -43,39 +45,82 @@ def scaled_mm(a: Operand, b: Operand, out: torch.dtype, bias: Tensor | None, fas
         return y if bias is None else y + bias.to(out)
     x, w = _padded(a.data, 16), _padded(b.data, 16)
     rows = a.scale_inv.dim() == 2
-    scales = (a.scale_inv.flatten()[:, None], b.scale_inv.flatten()[None]) if rows else (a.scale_inv, b.scale_inv)
-    if rows and (out != torch.bfloat16 or (x.is_cuda and len(x) <= FEW)):  # bfloat16 is all that torch's product with them gives
+    scales = (
+        (a.scale_inv.flatten()[:, None], b.scale_inv.flatten()[None])
+        if rows
+        else (a.scale_inv, b.scale_inv)
+    )
+    if rows and (
+        out != torch.bfloat16 or (x.is_cuda and len(x) <= FEW)
+    ):  # bfloat16 is all that torch's product with them gives
         one = torch.ones((), dtype=torch.float32, device=x.device)
-        y = torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast_accumulation)
+        y = torch._scaled_mm(
+            x,
+            w.t(),
+            scale_a=one,
+            scale_b=one,
+            out_dtype=torch.float32,
+            use_fast_accum=fast_accumulation,
+        )
         y = y * (scales[0] * scales[1])
         return in_dtype(y if bias is None else y + bias.to(out), out)
     inside = bias.to(out) if bias is not None and out.itemsize == 2 else None
     y = torch._scaled_mm(
-        x, w.t(), scale_a=scales[0], scale_b=scales[1], bias=inside, out_dtype=out, use_fast_accum=fast_accumulation)
+        x,
+        w.t(),
+        scale_a=scales[0],
+        scale_b=scales[1],
+        bias=inside,
+        out_dtype=out,
+        use_fast_accum=fast_accumulation,
+    )
     return y if bias is None or inside is not None else y + bias.to(out)
 
 
 def _block(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     assert a.scale_inv is not None and b.scale_inv is not None
-    y: Tensor = scaled_mm_blocks(a.data, b.data, a.scale_inv, b.scale_inv, a.tile == (1, WIDTH), b.tile == (1, WIDTH), out)
+    y: Tensor = scaled_mm_blocks(
+        a.data, b.data, a.scale_inv, b.scale_inv, a.tile == (1, WIDTH), b.tile == (1, WIDTH), out
+    )
     return y
 
 
 @library.custom_op("fp8cfg::scaled_mm_blocks", mutates_args=())
 def scaled_mm_blocks(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_a: bool, rows_b: bool, out: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    rows_a: bool,
+    rows_b: bool,
+    out: torch.dtype,
 ) -> Tensor:
     """a [M, K] @ b [N, K]ᵀ, float8 with scales of 1x128 tiles where `rows_*`, else of 128x128 tiles, as [M, N] of dtype `out`."""
     m, n = len(a), len(b)
     a, scale_a, recipe_a = _blocks(a, scale_a, rows_a)
     b, scale_b, recipe_b = _blocks(b, scale_b, rows_b)
     y = F.scaled_mm(
-        a, b.t(), scale_a=scale_a, scale_recipe_a=recipe_a, scale_b=scale_b, scale_recipe_b=recipe_b, output_dtype=out)  # fmt: skip
+        a,
+        b.t(),
+        scale_a=scale_a,
+        scale_recipe_a=recipe_a,
+        scale_b=scale_b,
+        scale_recipe_b=recipe_b,
+        output_dtype=out,
+    )
     return y[:m, :n].contiguous()
 
 
 @scaled_mm_blocks.register_fake
-def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, rows_a: bool, rows_b: bool, out: torch.dtype) -> Tensor:
+def _(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    rows_a: bool,
+    rows_b: bool,
+    out: torch.dtype,
+) -> Tensor:
     return a.new_empty(len(a), len(b), dtype=out)
 
 
@@ -84,10 +129,17 @@ def _blocks(t: Tensor, scale: Tensor, rows: bool) -> tuple[Tensor, Tensor, F.Sca
     t = _padded(t, WIDTH)
     if not rows:
         missing = -scale.shape[1] % 4
-        return t, (F.pad(scale, (0, missing)) if missing else scale).contiguous().t(), F.ScalingType.BlockWise128x128
+        return (
+            t,
+            (F.pad(scale, (0, missing)) if missing else scale).contiguous().t(),
+            F.ScalingType.BlockWise128x128,
+        )
     missing = -len(t) % 4
     if missing:
-        t, scale = F.pad(t.view(torch.uint8), (0, 0, 0, missing)).view(t.dtype), F.pad(scale, (0, 0, 0, missing))
+        t, scale = (
+            F.pad(t.view(torch.uint8), (0, 0, 0, missing)).view(t.dtype),
+            F.pad(scale, (0, 0, 0, missing)),
+        )
     if scale.stride() != (1, len(scale)):
         # A copy has fresh strides: those of a single column are any, and torch 2.11 wants (1, rows) there too.
         scale = scale.t().clone(memory_format=torch.contiguous_format).t()

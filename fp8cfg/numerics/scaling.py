@@ -23,13 +23,20 @@ from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.formats import E4M3, E5M2, Format
 from fp8cfg.scalings import SCALINGS, Descriptor, ScalingName
 
-INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2  # columns of a layer's scales and amax history, in Transformer Engine's order
+INPUT, WEIGHT, GRAD_OUTPUT = (
+    0,
+    1,
+    2,
+)  # columns of a layer's scales and amax history, in Transformer Engine's order
 FLT_MAX = torch.finfo(torch.float32).max
 
 
 _FIELDS = {
-    "kind": tuple(SCALINGS), "granularity": ("tensor", "row"), "amax_compute_algo": ("max", "most_recent"),
-    "first_step": ("in_time", "te")}  # fmt: skip
+    "kind": tuple(SCALINGS),
+    "granularity": ("tensor", "row"),
+    "amax_compute_algo": ("max", "most_recent"),
+    "first_step": ("in_time", "te"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,14 @@ class Scaling:
     def __post_init__(self) -> None:
         for field, allowed in _FIELDS.items():
             if getattr(self, field) not in allowed:
-                raise ValueError(f"Scaling.{field}={getattr(self, field)!r}; choose one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"Scaling.{field}={getattr(self, field)!r}; choose one of {', '.join(allowed)}"
+                )
         if self.interval < 1 or self.amax_history_len < 1:
-            raise ValueError(f"Scaling: interval={self.interval} and amax_history_len={self.amax_history_len} must be at least 1")
+            raise ValueError(
+                f"Scaling: interval={self.interval} and amax_history_len={self.amax_history_len}"
+                " must be at least 1"
+            )
 
     @property
     def layout(self) -> Descriptor:
@@ -74,7 +86,10 @@ class Scaling:
 
     def multiplied(self, high_precision: tuple[bool, bool, bool]) -> bool:
         """Whether torch has these products on a GPU, where those of `high_precision` are not in FP8."""
-        return all(high_precision[1:]) or ("e4m3" if self.backward == self.forward else "hybrid") in self.layout.multiplied
+        return (
+            all(high_precision[1:])
+            or ("e4m3" if self.backward == self.forward else "hybrid") in self.layout.multiplied
+        )
 
     def format_of(self, role: int) -> Format:
         return self.backward if role == GRAD_OUTPUT else self.forward
@@ -91,11 +106,19 @@ class Scaling:
             return {}
         first = torch.ones if self.first_step == "te" else torch.zeros
         history = torch.zeros(self.amax_history_len, roles, dtype=torch.float32, device=device)
-        return {"fp8_scale": first(roles, dtype=torch.float32, device=device), "fp8_amax_history": history}
+        return {
+            "fp8_scale": first(roles, dtype=torch.float32, device=device),
+            "fp8_amax_history": history,
+        }
 
     def transforms(self, role: int, axis: int) -> bool:
         """Whether a tensor of `role` goes through the Hadamard transform for a product that contracts its dimension `axis`."""
-        return self.hadamard and role != WEIGHT and axis == 0 and "random_hadamard_transform" in self.layout.keys
+        return (
+            self.hadamard
+            and role != WEIGHT
+            and axis == 0
+            and "random_hadamard_transform" in self.layout.keys
+        )
 
     def rounds_at_random(self, role: int) -> bool:
         """Whether a tensor of `role` is rounded stochastically."""
@@ -112,7 +135,9 @@ def amax_of(t: Tensor) -> Tensor:
     t = t.detach()
     if t.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=t.device)
-    if torch.compiler.is_compiling():  # a comparison with NaN is false; unlike isnan() it vectorises
+    if (
+        torch.compiler.is_compiling()
+    ):  # a comparison with NaN is false; unlike isnan() it vectorises
         a = t.abs()
         return torch.where(a >= 0, a, 0).amax().float()
     if t.device.type == "cpu":  # ten times faster than abs().amax(), but NaN wins in it
@@ -124,7 +149,9 @@ def amax_of(t: Tensor) -> Tensor:
     return clean.abs().amax().float()
 
 
-def scale_from_amax(amax: Tensor, fmt: Format, margin: int = 0, old: Tensor | float = 1.0, largest: float = FLT_MAX) -> Tensor:
+def scale_from_amax(
+    amax: Tensor, fmt: Format, margin: int = 0, old: Tensor | float = 1.0, largest: float = FLT_MAX
+) -> Tensor:
     """Scales, float32 and of the shape of `amax`, which bring `amax` to `fmt.max` / 2^margin; `largest` where that is
     infinite, `old` where amax is 0, infinite or NaN. With `old` = 1 this is current scaling, and a delayed scale that has no
     history yet."""
@@ -133,7 +160,9 @@ def scale_from_amax(amax: Tensor, fmt: Format, margin: int = 0, old: Tensor | fl
 
 def _scale(amax: Tensor, target: Tensor, old: Tensor | float, largest: float = FLT_MAX) -> Tensor:
     scale = torch.div(target, amax)
-    scale = torch.where(scale == torch.inf, largest, scale)  # neither is negative; comparisons take fewer launches than isinf
+    scale = torch.where(
+        scale == torch.inf, largest, scale
+    )  # neither is negative; comparisons take fewer launches than isinf
     return torch.where((amax > 0) & (amax < torch.inf), scale, old)
 
 
@@ -142,7 +171,9 @@ def floor_to_power_of_2(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def roll(history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo: str) -> tuple[Tensor, Tensor]:
+def roll(
+    history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo: str
+) -> tuple[Tensor, Tensor]:
     """One update of delayed scaling for any number of tensors: `history` [length, ...], the others [...], all float32.
 
     Row 0 of a history gathers the amax of the step under way, `amax_now` is that row reduced over the ranks, and the rows
@@ -151,7 +182,11 @@ def roll(history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo:
     tensor that saw nothing (amax 0) neither rolls nor moves; under "max" an infinite amax freezes the scale for as long as
     it stays in the window; NaN loses against every number, as in fmaxf."""
     last = torch.where(amax_now != 0, amax_now, history[0])
-    amax = last if algo == "most_recent" else torch.cat([history[1:], last[None]]).fmax(torch.zeros_like(last)).amax(0)
+    amax = (
+        last
+        if algo == "most_recent"
+        else torch.cat([history[1:], last[None]]).fmax(torch.zeros_like(last)).amax(0)
+    )
     rolled = torch.cat([torch.zeros_like(last)[None], history[2:], last[None]])[: len(history)]
     seen = last != 0
     return torch.where(seen, rolled, history), torch.where(seen, _scale(amax, target, scale), scale)
@@ -159,7 +194,8 @@ def roll(history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo:
 
 def range_used(amax_now: Tensor, scale: Tensor, reach: Tensor) -> Tensor:
     """Amaxes of a step as multiples of what the formats reach under the scales that it had, float32 and broadcast: values beyond 1
-    were clipped. Infinite for an infinite amax; 0 for a scale of 0, which was not set yet: each tensor had its own then."""
+    were clipped. Infinite for an infinite amax; 0 for a scale of 0, which was not set yet: each tensor had its own then.
+    """
     return torch.where(amax_now == torch.inf, amax_now, amax_now * scale / reach)
 
 
@@ -172,7 +208,12 @@ def record_amax(record: Tensor, amax: Tensor) -> None:
 
 
 def scale_now(
-    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, history: Tensor | None, record: bool,
+    t: Tensor,
+    role: int,
+    scaling: Scaling,
+    scales: Tensor | None,
+    history: Tensor | None,
+    record: bool,
     parts: AmaxGroup | None = None,
 ) -> Tensor:
     """The float32 scalar scale to quantize `t` with in this pass.

@@ -42,7 +42,9 @@ def further(start: Start, by: int) -> Start:
     return start._replace(start=start.start + by) if isinstance(start, Strided) else start + by
 
 
-def elements(start: Start, count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+def elements(
+    start: Start, count: int, device: torch.device, dtype: torch.dtype = torch.int32
+) -> Tensor:
     """The numbers, `dtype` [count], that elements from `start` on have in the whole tensor."""
     if not isinstance(start, Strided):
         return torch.arange(start, start + count, dtype=dtype, device=device)
@@ -96,7 +98,9 @@ def round_stochastic(v: Tensor, fmt: Format, u: Tensor) -> Tensor:
 
 
 def _shift_xor(x: Tensor, by: int) -> Tensor:
-    return x ^ ((x >> by) & (0xFFFFFFFF >> by))  # int32 shifts copy the sign down; the mask takes it off
+    return x ^ (
+        (x >> by) & (0xFFFFFFFF >> by)
+    )  # int32 shifts copy the sign down; the mask takes it off
 
 
 def _int32(value: int) -> int:

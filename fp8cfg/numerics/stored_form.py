@@ -27,12 +27,13 @@ ANEW = "fp8_scales_anew"
 
 class StoredWeight(nn.Module):
     """Base class of a layer whose `state_dict()` gives its weight dequantized. That of a copy refuses writes: classes of averages
-    (timm's ModelEma) copy a model and then write into `state_dict()` of the copy, which for such a weight would do nothing."""
+    (timm's ModelEma) copy a model and then write into `state_dict()` of the copy, which for such a weight would do nothing.
+    """
 
     copied = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self.copied = True
 
     def saved(self, weight: Tensor) -> Tensor:
@@ -58,18 +59,27 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """What of the stored form `model.state_dict()` does not give, copies: entries whose last part begins with `fp8_`, and the codes
     of the weights beside them."""
     stored = stored_state_dict(model)
-    coded = {f"{name.rpartition('.')[0]}.weight".lstrip(".") for name in stored if _is_fp8(name, "fp8_weight")}
-    return {name: t.detach().clone() for name, t in stored.items() if _is_fp8(name) or name in coded}
+    coded = {
+        f"{name.rpartition('.')[0]}.weight".lstrip(".")
+        for name in stored
+        if _is_fp8(name, "fp8_weight")
+    }
+    return {
+        name: t.detach().clone() for name, t in stored.items() if _is_fp8(name) or name in coded
+    }
 
 
 def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Put the result of `fp8_state_dict` into a model of the same conversion: load weights first. An amax history of another length
-    is truncated or padded. Raises ValueError, before anything is changed, for missing and unexpected names."""
+    is truncated or padded. Raises ValueError, before anything is changed, for missing and unexpected names.
+    """
     own = fp8_state_dict(model).keys()
     for problem, names in (("missing", own - state.keys()), ("unexpected", state.keys() - own)):
         if names:
-            raise ValueError(f"FP8 state: {len(names)} entries {problem}, among them {min(names)}; it is of another model "
-                             "or recipe")
+            raise ValueError(
+                f"FP8 state: {len(names)} entries {problem}, among them {min(names)}; it is of"
+                " another model or recipe"
+            )
     model.load_state_dict(dict(state), strict=False)
 
 
@@ -93,8 +103,13 @@ def persistent(layer: nn.Module, names: Iterable[str], on: bool = True) -> Itera
 def say_scales_anew(layers: Iterable[nn.Module]) -> None:
     """Warn, once, where weights were loaded into `layers` without the FP8 state of before."""
     if [layer for layer in layers if vars(layer).pop(ANEW, False)]:
-        warnings.warn("weights were loaded without FP8 state, and scales and amax histories started anew; fp8.state_dict() and "
-                      "job.state_dict() give it, load_state_dict() of the same takes it back", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            "weights were loaded without FP8 state, and scales and amax histories started anew;"
+            " fp8.state_dict() and job.state_dict() give it, load_state_dict() of the same takes it"
+            " back",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _is_fp8(name: str, begin: str = "fp8_") -> bool:

@@ -14,9 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8cfg.numerics.triton_four_bits import _e2m1, _e4m3, _e4m3_of_e2m1, _first_level, _store_packed
+from fp8cfg.numerics.triton_four_bits import (
+    _e2m1,
+    _e4m3,
+    _e4m3_of_e2m1,
+    _first_level,
+    _store_packed,
+)
 from fp8cfg.numerics.triton_kernels import PARTS, amaxes_of_parts, launched, part_count
-from fp8cfg.numerics.triton_tile import _count_infinite, _note_infinite, _saturated, _scale_of, _store_across
+from fp8cfg.numerics.triton_tile import (
+    _count_infinite,
+    _note_infinite,
+    _saturated,
+    _scale_of,
+    _store_across,
+)
 
 WIDTH = 128
 """Rows and columns of a program's tile, and elements that share a scale under block scaling."""
@@ -28,21 +40,23 @@ registers, some 200, would be alone on it."""
 
 
 @triton.jit
-def _e8m0(amax, broken, reciprocal):  # type: ignore[no-untyped-def]
+def _e8m0(amax, broken, reciprocal):
     """The scale that elements are multiplied by, a power of two, NaN where a block is `broken`, and the byte of its inverse."""
     v = amax * reciprocal
     bits = v.to(tl.int32, bitcast=True)
     byte, mantissa = bits >> 23, bits & 0x7FFFFF
     byte += ((mantissa > 0) & (byte < 254) & ((byte > 0) | (mantissa > 0x400000))).to(tl.int32)
     byte = tl.where(v == float("inf"), 254, byte)
-    least = (byte * 0 + 0x400000).to(tl.float32, bitcast=True)  # 2^-127, which Triton takes for a float64 where it is written out
+    least = (byte * 0 + 0x400000).to(
+        tl.float32, bitcast=True
+    )  # 2^-127, which Triton takes for a float64 where it is written out
     encode = tl.where(byte == 254, least, ((254 - byte) << 23).to(tl.float32, bitcast=True))
     encode = tl.where(byte == 0, 1.0, encode)
     return tl.where(broken > 0, float("nan"), encode), tl.where(broken > 0, 255, byte).to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scales(amax, broken, whole, target, highest, POWER_2: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scales(amax, broken, whole, target, highest, POWER_2: tl.constexpr, BLOCK: tl.constexpr):
     """The scale that elements are multiplied by, and what is stored of it. Under MX `highest` is the reciprocal of the format's
     maximum."""
     if BLOCK == 16:
@@ -55,17 +69,27 @@ def _scales(amax, broken, whole, target, highest, POWER_2: tl.constexpr, BLOCK: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _square(a, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _square(a, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The largest of each block of BLOCK x BLOCK."""
     parts: tl.constexpr = WIDTH // BLOCK
     return tl.max(tl.max(tl.reshape(a, [parts, BLOCK, parts, BLOCK]), 3), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_scales(  # type: ignore[no-untyped-def]
-    to, scale, i, j, rows, columns, by_row, by_column, SWIZZLED: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr,
+def _store_scales(
+    to,
+    scale,
+    i,
+    j,
+    rows,
+    columns,
+    by_row,
+    by_column,
+    SWIZZLED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HIGH: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
+):
     """The scales of blocks of HIGH x WIDE of the tile (i, j), by strides; swizzled they are bytes for each of WIDTH rows."""
     row = i * (WIDTH // HIGH) + tl.arange(0, WIDTH // HIGH)
     column = j * (WIDTH // WIDE) + tl.arange(0, WIDTH // WIDE)
@@ -76,20 +100,57 @@ def _store_scales(  # type: ignore[no-untyped-def]
         place = (r % 32 * 16 + r // 32 * 4)[:, None] + (tile * 512 + column % 4)[None, :]
         scale = tl.where(inside, scale, 0)
         if HIGH > 1:
-            scale = tl.reshape(tl.broadcast_to(scale[:, None, :], [WIDTH // HIGH, HIGH, WIDTH // WIDE]), [WIDTH, WIDTH // WIDE])
+            scale = tl.reshape(
+                tl.broadcast_to(scale[:, None, :], [WIDTH // HIGH, HIGH, WIDTH // WIDE]),
+                [WIDTH, WIDTH // WIDE],
+            )
             scale = tl.where((i * WIDTH + r < rows)[:, None], scale, 0)
         tl.store(to + place, scale, mask=(column < 4 * tiles)[None, :])
     else:
-        tl.store(to + row[:, None].to(tl.int64) * by_row + column[None, :].to(tl.int64) * by_column, scale, mask=inside)
+        tl.store(
+            to + row[:, None].to(tl.int64) * by_row + column[None, :].to(tl.int64) * by_column,
+            scale,
+            mask=inside,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cast_blocks(  # type: ignore[no-untyped-def]
-    t, data, scale_inv, data_t, scale_inv_t, seen, counts, parts, whole_inv, key, draw, rows, columns, count, by_row, by_column,
-    by_row_t, by_column_t, target, highest, LARGEST: tl.constexpr, POWER_2: tl.constexpr, SQUARE: tl.constexpr, ALONG: tl.constexpr,
-    ACROSS: tl.constexpr, TRANSPOSE: tl.constexpr, RECORD: tl.constexpr, COUNT: tl.constexpr, SWIZZLED: tl.constexpr,
-    RANDOM: tl.constexpr, LANE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _cast_blocks(
+    t,
+    data,
+    scale_inv,
+    data_t,
+    scale_inv_t,
+    seen,
+    counts,
+    parts,
+    whole_inv,
+    key,
+    draw,
+    rows,
+    columns,
+    count,
+    by_row,
+    by_column,
+    by_row_t,
+    by_column_t,
+    target,
+    highest,
+    LARGEST: tl.constexpr,
+    POWER_2: tl.constexpr,
+    SQUARE: tl.constexpr,
+    ALONG: tl.constexpr,
+    ACROSS: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    RECORD: tl.constexpr,
+    COUNT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    RANDOM: tl.constexpr,
+    LANE: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     n: tl.constexpr = WIDTH // BLOCK
     four: tl.constexpr = BLOCK == 16
     high: tl.constexpr = BLOCK if SQUARE else 1
@@ -110,7 +171,9 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
         if tl.program_id(0) == 0:
             tl.store(whole_inv, tl.div_rn(1.0, whole))
             if RECORD:
-                tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == amax, sem="relaxed")
+                tl.atomic_max(
+                    seen, amax.to(tl.int32, bitcast=True), mask=amax == amax, sem="relaxed"
+                )
     elif RECORD or COUNT:
         amax = tl.max(tl.max(a, 1), 0)
         if RECORD:
@@ -118,13 +181,32 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
     if COUNT:
         _count_infinite(counts, v, amax)
     if SQUARE:
-        scale, inverse = _scales(_square(a, WIDTH, BLOCK), _square(odd, WIDTH, BLOCK), whole, target, highest, POWER_2, BLOCK)
-        q = _saturated(tl.reshape(tl.reshape(v, [n, BLOCK, n, BLOCK]) * scale[:, None, :, None], [WIDTH, WIDTH]), LARGEST)
+        scale, inverse = _scales(
+            _square(a, WIDTH, BLOCK),
+            _square(odd, WIDTH, BLOCK),
+            whole,
+            target,
+            highest,
+            POWER_2,
+            BLOCK,
+        )
+        q = _saturated(
+            tl.reshape(
+                tl.reshape(v, [n, BLOCK, n, BLOCK]) * scale[:, None, :, None], [WIDTH, WIDTH]
+            ),
+            LARGEST,
+        )
         inverse_t = tl.trans(inverse)
     elif ALONG:
-        of, broken = tl.max(tl.reshape(a, [WIDTH, n, BLOCK]), 2), tl.max(tl.reshape(odd, [WIDTH, n, BLOCK]), 2)
+        of, broken = (
+            tl.max(tl.reshape(a, [WIDTH, n, BLOCK]), 2),
+            tl.max(tl.reshape(odd, [WIDTH, n, BLOCK]), 2),
+        )
         scale, inverse = _scales(of, broken, whole, target, highest, POWER_2, BLOCK)
-        q = _saturated(tl.reshape(tl.reshape(v, [WIDTH, n, BLOCK]) * scale[:, :, None], [WIDTH, WIDTH]), LARGEST)
+        q = _saturated(
+            tl.reshape(tl.reshape(v, [WIDTH, n, BLOCK]) * scale[:, :, None], [WIDTH, WIDTH]),
+            LARGEST,
+        )
     if four:
         index = row[:, None] * (tl.cdiv(columns, BLOCK) * BLOCK) + column[None, :]
         code = tl.where(inside, _e2m1(q, key, draw, index, RANDOM, LANE), 0)
@@ -134,52 +216,125 @@ def _cast_blocks(  # type: ignore[no-untyped-def]
             _store_packed(data, q, i, j, rows, columns, WIDTH)
         else:
             tl.store(data + at, q.to(data.dtype.element_ty), mask=inside)
-        _store_scales(scale_inv, inverse, i, j, rows, columns, by_row, by_column, SWIZZLED, WIDTH, high, BLOCK)
+        _store_scales(
+            scale_inv, inverse, i, j, rows, columns, by_row, by_column, SWIZZLED, WIDTH, high, BLOCK
+        )
     if ACROSS:
         if not SQUARE:
-            of, broken = tl.max(tl.reshape(a, [n, BLOCK, WIDTH]), 1), tl.max(tl.reshape(odd, [n, BLOCK, WIDTH]), 1)
+            of, broken = (
+                tl.max(tl.reshape(a, [n, BLOCK, WIDTH]), 1),
+                tl.max(tl.reshape(odd, [n, BLOCK, WIDTH]), 1),
+            )
             scale, inverse = _scales(of, broken, whole, target, highest, POWER_2, BLOCK)
-            q = _saturated(tl.reshape(tl.reshape(v, [n, BLOCK, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH]), LARGEST)
+            q = _saturated(
+                tl.reshape(tl.reshape(v, [n, BLOCK, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH]),
+                LARGEST,
+            )
             inverse_t = tl.trans(inverse)
             if four:
                 q = _e4m3_of_e2m1(_e2m1(q, key, draw, index, RANDOM, LANE), q)
         if four and TRANSPOSE:
             _store_packed(data_t, tl.trans(q), j, i, columns, rows, WIDTH)
         else:
-            _store_across(data_t, q.to(data_t.dtype.element_ty), at, inside, at_t, inside_t, TRANSPOSE)
-        _store_scales(scale_inv_t, inverse_t, j, i, columns, rows, by_row_t, by_column_t, SWIZZLED, WIDTH, high, BLOCK)
+            _store_across(
+                data_t, q.to(data_t.dtype.element_ty), at, inside, at_t, inside_t, TRANSPOSE
+            )
+        _store_scales(
+            scale_inv_t,
+            inverse_t,
+            j,
+            i,
+            columns,
+            rows,
+            by_row_t,
+            by_column_t,
+            SWIZZLED,
+            WIDTH,
+            high,
+            BLOCK,
+        )
 
 
 @launched
 def cast_blocks(
-    t: Tensor, highest: float, largest: float, power_2: bool, square: bool, data: Tensor | None, scale_inv: Tensor | None,
-    data_t: Tensor | None, scale_inv_t: Tensor | None, mx: int = 0, transpose: bool = True,
-    seen: Tensor | None = None, counts: Tensor | None = None,
+    t: Tensor,
+    highest: float,
+    largest: float,
+    power_2: bool,
+    square: bool,
+    data: Tensor | None,
+    scale_inv: Tensor | None,
+    data_t: Tensor | None,
+    scale_inv_t: Tensor | None,
+    mx: int = 0,
+    transpose: bool = True,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] with a scale for 1x128 elements, or 128x128 where it is `square`: into `data` and
     `scale_inv`, of any strides, and its transpose into `data_t` and `scale_inv_t`; either pair may be None. `highest` is the scale
     where that would be infinite, `largest` the format's maximum. With `mx` scales are for so many elements, powers of two as MX
     has them, of `largest` alone, and bytes of E8M0; swizzled where they are flat. Without `transpose` the second pair is laid out
     as `t` is, with scales for 128x1. `seen`, float32 [], becomes infinite where `t` has an infinite element, and these are added to
-    `counts`, if they are given. `data` in float32 receives the scaled values. Returns the compiled kernel."""
+    `counts`, if they are given. `data` in float32 receives the scaled values. Returns the compiled kernel.
+    """
     (rows, columns), along, across = t.shape, data is not None, data_t is not None
     targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
     swizzled = (targets[1] if along else targets[3]).dim() == 1
-    strides = [0] * 4 if swizzled else [*targets[1].stride(), *targets[3].stride()[:: 1 if transpose else -1]]
+    strides = (
+        [0] * 4
+        if swizzled
+        else [*targets[1].stride(), *targets[3].stride()[:: 1 if transpose else -1]]
+    )
     tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(tiles,)](
-        t, *targets, (t if seen is None else seen.view(torch.int32)), t if counts is None else counts, t, t, t, t, rows, columns, 0,
-        *strides, largest, 1.0 / largest if mx else highest, largest, power_2, square, along, across, transpose, seen is not None,
-        counts is not None, swizzled, False, 0, PARTS, WIDTH, mx or WIDTH,
+        t,
+        *targets,
+        (t if seen is None else seen.view(torch.int32)),
+        t if counts is None else counts,
+        t,
+        t,
+        t,
+        t,
+        rows,
+        columns,
+        0,
+        *strides,
+        largest,
+        1.0 / largest if mx else highest,
+        largest,
+        power_2,
+        square,
+        along,
+        across,
+        transpose,
+        seen is not None,
+        counts is not None,
+        swizzled,
+        False,
+        0,
+        PARTS,
+        WIDTH,
+        mx or WIDTH,
         num_warps=8 if mx and not square else WARPS,  # 1x32 takes more registers, and would spill
-        enable_fp_fusion=False)
+        enable_fp_fusion=False,
+    )
 
 
 @launched
 def cast_four_bits(
-    t: Tensor, data: Tensor, scale_inv: Tensor, data_t: Tensor | None, scale_inv_t: Tensor | None, whole_inv: Tensor,
-    random: tuple[Tensor, Tensor] | None = None, lane: int = 0, seen: Tensor | None = None, transpose: bool = True,
-    amax: Tensor | None = None, counts: Tensor | None = None,
+    t: Tensor,
+    data: Tensor,
+    scale_inv: Tensor,
+    data_t: Tensor | None,
+    scale_inv_t: Tensor | None,
+    whole_inv: Tensor,
+    random: tuple[Tensor, Tensor] | None = None,
+    lane: int = 0,
+    seen: Tensor | None = None,
+    transpose: bool = True,
+    amax: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] to E2M1, with a scale for 1x16 elements, or for 16x16 where its transpose is
     wanted, and one of the tensor: into bytes `data` and `scale_inv`, its transpose into `data_t` and `scale_inv_t`, all as hardware
@@ -193,11 +348,39 @@ def cast_four_bits(
     if parts is None:
         parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), part_count(t)
         amaxes_of_parts(t, parts, keep_nan=True)
-    targets = [t if x is None else x.view(torch.uint8) for x in (data, scale_inv, data_t, scale_inv_t)]
+    targets = [
+        t if x is None else x.view(torch.uint8) for x in (data, scale_inv, data_t, scale_inv_t)
+    ]
     strides = [0] * 4 if transpose else [*targets[1].stride(), *targets[3].stride()[::-1]]
     tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
     return _cast_blocks[(tiles,)](
-        t, *targets, t if seen is None else seen.view(torch.int32), t if counts is None else counts, parts, whole_inv,
-        *(random or (t, t)), rows, columns, count, *strides, 0.0, 0.0, 6.0, False, both == transpose, True, both, transpose,
-        seen is not None, counts is not None, transpose, random is not None, lane, PARTS, WIDTH, FOUR, num_warps=WARPS,
-        enable_fp_fusion=False)
+        t,
+        *targets,
+        t if seen is None else seen.view(torch.int32),
+        t if counts is None else counts,
+        parts,
+        whole_inv,
+        *(random or (t, t)),
+        rows,
+        columns,
+        count,
+        *strides,
+        0.0,
+        0.0,
+        6.0,
+        False,
+        both == transpose,
+        True,
+        both,
+        transpose,
+        seen is not None,
+        counts is not None,
+        transpose,
+        random is not None,
+        lane,
+        PARTS,
+        WIDTH,
+        FOUR,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )

@@ -15,7 +15,7 @@ NEAREST = tl.constexpr(12582912.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _first_level(parts, count, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _first_level(parts, count, PARTS: tl.constexpr):
     """The amax of a tensor, NaN where it has a NaN, and the scale of it all: `first_level_of`."""
     of = tl.arange(0, PARTS)
     bits = tl.load(parts + of, mask=of < count, other=0.0).to(tl.int32, bitcast=True)
@@ -26,26 +26,30 @@ def _first_level(parts, count, PARTS: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _e4m3(amax, whole):  # type: ignore[no-untyped-def]
+def _e4m3(amax, whole):
     """The scale that elements are multiplied by, and the byte of E4M3 that decodes them under `whole`: `_two_levels`."""
     v = amax * (whole * 0.16666666666666666)
     v = tl.where(v > 448.0, 448.0, v)
     bits = v.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     code = tl.where(v < 0.015625, ((v * 512.0 + NEAREST) - NEAREST).to(tl.int32), normal)
-    decode = tl.where(code < 8, code.to(tl.float32) * 0.001953125, ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True))
+    decode = tl.where(
+        code < 8,
+        code.to(tl.float32) * 0.001953125,
+        ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True),
+    )
     encode = tl.div_rn(1.0, decode * tl.div_rn(1.0, whole))
     encode = tl.where(encode > 3.4028234663852886e38, 3.4028234663852886e38, encode)
     return tl.where(v != v, float("nan"), encode), tl.where(v != v, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mixed(x, by: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mixed(x, by: tl.constexpr):
     return x ^ ((x >> by) & (0xFFFFFFFF >> by))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _uniform(key, draw, index, LANE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _uniform(key, draw, index, LANE: tl.constexpr):
     """Numbers in [0, 1) of the elements `index`, int32: `Random.uniform`. Constants are the signed ones of 32 bits."""
     count = tl.load(draw)
     first = tl.load(key) ^ (count * -1640531527)
@@ -56,7 +60,7 @@ def _uniform(key, draw, index, LANE: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _e2m1(v, key, draw, index, RANDOM: tl.constexpr, LANE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _e2m1(v, key, draw, index, RANDOM: tl.constexpr, LANE: tl.constexpr):
     """Codes of float32 `v`, which lies within -6 and 6: `round_in_steps`. Of NaN it is some number."""
     exponent = ((v.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
     exponent = tl.where(exponent < 0, 0, tl.where(exponent > 2, 2, exponent))
@@ -72,7 +76,7 @@ def _e2m1(v, key, draw, index, RANDOM: tl.constexpr, LANE: tl.constexpr):  # typ
 
 
 @triton.jit
-def _e4m3_of_e2m1(code, v):  # type: ignore[no-untyped-def]
+def _e4m3_of_e2m1(code, v):
     """The bytes of E4M3 that are the numbers of E2M1 codes, and NaN where `v`, which they stand for, is NaN."""
     magnitude = code & 7
     byte = tl.where(magnitude > 1, magnitude * 4 + 0x30, magnitude * 0x30) | ((code & 8) << 4)
@@ -80,10 +84,14 @@ def _e4m3_of_e2m1(code, v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_packed(to, code, i, j, rows, columns, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_packed(to, code, i, j, rows, columns, WIDTH: tl.constexpr):
     """The codes of the tile (i, j) of a matrix, two to a byte, of which the first has the low bits; rows of whole 16 bytes."""
     low, high = tl.split(tl.reshape(code, [WIDTH, WIDTH // 2, 2]))
     row, byte = i * WIDTH + tl.arange(0, WIDTH), j * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
     width = tl.cdiv(columns, 32) * 16
     inside = (row < rows)[:, None] & (byte < width)[None, :]
-    tl.store(to + row[:, None].to(tl.int64) * width + byte[None, :], (low | (high << 4)).to(tl.uint8), mask=inside)
+    tl.store(
+        to + row[:, None].to(tl.int64) * width + byte[None, :],
+        (low | (high << 4)).to(tl.uint8),
+        mask=inside,
+    )

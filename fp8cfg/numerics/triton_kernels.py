@@ -35,22 +35,33 @@ ROWS, COLUMNS = 64, 64
 _P = ParamSpec("_P")
 
 
-def launched(launch: Callable[Concatenate[Tensor, _P], Any]) -> Callable[Concatenate[Tensor, _P], Any]:
+def launched(
+    launch: Callable[Concatenate[Tensor, _P], Any],
+) -> Callable[Concatenate[Tensor, _P], Any]:
     """`launch`, on the GPU of its first argument: Triton launches a kernel on the current one, whichever has the tensors."""
 
     @functools.wraps(launch)
     def on_its_device(t: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
-        with torch.cuda.device_of(t):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(t):
             return launch(t, *args, **kwargs)
 
     return on_its_device
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _read_in_parts(  # type: ignore[no-untyped-def]
-    t, amax, scales, to, count, REACH: tl.constexpr, ROLE: tl.constexpr, SCALED: tl.constexpr, COUNT: tl.constexpr,
-    NAN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _read_in_parts(
+    t,
+    amax,
+    scales,
+    to,
+    count,
+    REACH: tl.constexpr,
+    ROLE: tl.constexpr,
+    SCALED: tl.constexpr,
+    COUNT: tl.constexpr,
+    NAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Of the parts of `t` their amaxes into `to`, none where there is a scale that is set; or with COUNT what does not fit is added
     to `to`, and nothing is read where the `amax` fits."""
     factor = tl.load(scales + ROLE) if SCALED else 0.0
@@ -63,7 +74,11 @@ def _read_in_parts(  # type: ignore[no-untyped-def]
         if factor != 0:
             return
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    largest, clipped, infinite = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    largest, clipped, infinite = (
+        tl.zeros([BLOCK], tl.float32),
+        tl.zeros([BLOCK], tl.float32),
+        tl.zeros([BLOCK], tl.float32),
+    )
     while start < count:
         at = start + tl.arange(0, BLOCK)
         a = tl.abs(tl.load(t + at, mask=at < count, other=0.0).to(tl.float32))
@@ -81,15 +96,38 @@ def _read_in_parts(  # type: ignore[no-untyped-def]
             tl.atomic_add(to, tl.sum(clipped, 0), sem="relaxed")
         tl.atomic_add(to + 1, tl.sum(infinite, 0), sem="relaxed")
     else:  # numbers that are not negative, and NaN above them, are in the order of their bits
-        tl.store(to + tl.program_id(0), tl.max(largest.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True))
+        tl.store(
+            to + tl.program_id(0),
+            tl.max(largest.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True),
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cast(  # type: ignore[no-untyped-def]
-    t, scales, history, parts, counts, data, transposed, scale_inv, rows, columns, count, target, LARGEST: tl.constexpr,
-    REACH: tl.constexpr, ROLE: tl.constexpr, DELAYED: tl.constexpr, RECORD: tl.constexpr, COUNT: tl.constexpr,
-    POWER_2: tl.constexpr, TRANSPOSE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _cast(
+    t,
+    scales,
+    history,
+    parts,
+    counts,
+    data,
+    transposed,
+    scale_inv,
+    rows,
+    columns,
+    count,
+    target,
+    LARGEST: tl.constexpr,
+    REACH: tl.constexpr,
+    ROLE: tl.constexpr,
+    DELAYED: tl.constexpr,
+    RECORD: tl.constexpr,
+    COUNT: tl.constexpr,
+    POWER_2: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     old = tl.load(scales + ROLE) if DELAYED else 0.0
     of = tl.arange(0, PARTS)
     amax = tl.max(tl.load(parts + of, mask=of < tl.where(old == 0, count, 0), other=0.0))
@@ -111,13 +149,19 @@ def _cast(  # type: ignore[no-untyped-def]
     elif COUNT:
         _count_infinite(counts, v, amax)
     if RECORD:  # noqa: SIM102
-        if DELAYED or program == 0:  # float32 numbers that are not negative are in the order of their bits
+        if (
+            DELAYED or program == 0
+        ):  # float32 numbers that are not negative are in the order of their bits
             tl.atomic_max(history + ROLE, amax.to(tl.int32, bitcast=True), sem="relaxed")
     q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
     tl.store(data + at, q, mask=inside)
     if TRANSPOSE:
         across_inside = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(transposed + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(q), mask=across_inside)
+        tl.store(
+            transposed + column[:, None].to(tl.int64) * rows + row[None, :],
+            tl.trans(q),
+            mask=across_inside,
+        )
     if program == 0:
         tl.store(scale_inv, tl.div_rn(1.0, scale))
 
@@ -129,13 +173,28 @@ def part_count(t: Tensor) -> int:
 
 
 @launched
-def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False) -> Any:
+def amaxes_of_parts(
+    t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False
+) -> Any:
     """The amaxes of parts of contiguous `t`, any shape but an empty one, NaN skipped or else kept, in the first elements of
-    `parts`, float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel."""
+    `parts`, float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel.
+    """
     of = parts if scales is None else scales
     return _read_in_parts[(part_count(t),)](
-        t, parts, of, parts, t.numel(), 0.0, role, scales is not None, False, keep_nan, BLOCK, num_warps=8,
-        enable_fp_fusion=False)
+        t,
+        parts,
+        of,
+        parts,
+        t.numel(),
+        0.0,
+        role,
+        scales is not None,
+        False,
+        keep_nan,
+        BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
 
 
 @launched
@@ -146,28 +205,78 @@ def count(t: Tensor, amax: Tensor, scale: Tensor | None, counts: Tensor, reach: 
     Returns the compiled kernel."""
     factor = amax if scale is None else scale
     return _read_in_parts[(part_count(t),)](
-        t, amax, factor, counts, t.numel(), reach, 0, scale is not None, True, False, BLOCK, num_warps=8,
-        enable_fp_fusion=False)
+        t,
+        amax,
+        factor,
+        counts,
+        t.numel(),
+        reach,
+        0,
+        scale is not None,
+        True,
+        False,
+        BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
 
 
 @launched
 def cast(
-    t: Tensor, scales: Tensor | None, history: Tensor | None, role: int, target: float, largest: float, power_2: bool, data: Tensor,
-    transposed: Tensor | None, scale_inv: Tensor, amaxes: Tensor | None = None, counts: Tensor | None = None, reach: float = 0.0,
+    t: Tensor,
+    scales: Tensor | None,
+    history: Tensor | None,
+    role: int,
+    target: float,
+    largest: float,
+    power_2: bool,
+    data: Tensor,
+    transposed: Tensor | None,
+    scale_inv: Tensor,
+    amaxes: Tensor | None = None,
+    counts: Tensor | None = None,
+    reach: float = 0.0,
 ) -> Any:
     """Quantize the contiguous matrix `t` into `data`, `transposed` and `scale_inv`. `scales` and `history` are those of delayed
     scaling, None under current scaling; `history` also where no amax is recorded. `target` is what the amax is brought to,
     `largest` the format's maximum. `amaxes`, PARTS at most, are those of parts, where they are known, and the scale of none is 1;
     none is read where a delayed scale is set. How many finite values are beyond `reach`, once scaled, and how many are infinite, is
-    added to `counts`, if given. `data` in float32 receives the scaled values. Returns the compiled kernel."""
+    added to `counts`, if given. `data` in float32 receives the scaled values. Returns the compiled kernel.
+    """
     (rows, columns), parts, count = t.shape, amaxes, 0 if amaxes is None else amaxes.numel()
     if parts is None:
         parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), part_count(t)
         amaxes_of_parts(t, parts, scales, role)
-    of, seen = parts if scales is None else scales, (parts if history is None else history[0]).view(torch.int32)
+    of, seen = (
+        parts if scales is None else scales,
+        (parts if history is None else history[0]).view(torch.int32),
+    )
     other = data if transposed is None else transposed
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
     return _cast[(tiles,)](
-        t, of, seen, parts, parts if counts is None else counts, data, other, scale_inv, rows, columns, count, target,
-        largest, reach, role, scales is not None, history is not None, counts is not None, power_2, transposed is not None,
-        PARTS, ROWS, COLUMNS, num_warps=4, enable_fp_fusion=False)
+        t,
+        of,
+        seen,
+        parts,
+        parts if counts is None else counts,
+        data,
+        other,
+        scale_inv,
+        rows,
+        columns,
+        count,
+        target,
+        largest,
+        reach,
+        role,
+        scales is not None,
+        history is not None,
+        counts is not None,
+        power_2,
+        transposed is not None,
+        PARTS,
+        ROWS,
+        COLUMNS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

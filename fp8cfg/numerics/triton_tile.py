@@ -16,7 +16,7 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scale_of(amax, target, highest, POWER_2: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scale_of(amax, target, highest, POWER_2: tl.constexpr):
     scale = tl.div_rn(target, amax)
     scale = tl.where(scale == float("inf"), highest, scale)
     scale = tl.where(amax > 0, tl.where(amax < float("inf"), scale, 1.0), 1.0)
@@ -26,13 +26,13 @@ def _scale_of(amax, target, highest, POWER_2: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def _note_infinite(seen, amax):  # type: ignore[no-untyped-def]
+def _note_infinite(seen, amax):
     """Infinity into `seen`, the bits of a float32 number, where that is the `amax`; other programs write nothing."""
     tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"), sem="relaxed")
 
 
 @triton.jit
-def _count(counts, beyond, infinite):  # type: ignore[no-untyped-def]
+def _count(counts, beyond, infinite):
     """The elements of a tile that are finite and `beyond` what fits, and those that are `infinite`, added to `counts`. It is called
     where there are some."""
     n = tl.sum(tl.sum(infinite.to(tl.float32), 1), 0)
@@ -41,20 +41,24 @@ def _count(counts, beyond, infinite):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _count_infinite(counts, v, amax):  # type: ignore[no-untyped-def]
+def _count_infinite(counts, v, amax):
     """The infinite elements of the tile `v`, where the `amax` says that there may be some, added to `counts`."""
     if amax == float("inf"):
-        tl.atomic_add(counts + 1, tl.sum(tl.sum((tl.abs(v) == float("inf")).to(tl.float32), 1), 0), sem="relaxed")
+        tl.atomic_add(
+            counts + 1,
+            tl.sum(tl.sum((tl.abs(v) == float("inf")).to(tl.float32), 1), 0),
+            sem="relaxed",
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _saturated(v, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
+def _saturated(v, LARGEST: tl.constexpr):
     v = tl.where(v > LARGEST, LARGEST, v)
     return tl.where(v < -LARGEST, -LARGEST, v)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_across(to, q, at, inside, at_t, inside_t, TRANSPOSE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_across(to, q, at, inside, at_t, inside_t, TRANSPOSE: tl.constexpr):
     if TRANSPOSE:
         tl.store(to + at_t, tl.trans(q), mask=inside_t)
     else:

@@ -35,8 +35,12 @@ def count_overflow(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, rea
     elif TRITON and t.numel():
         from fp8cfg.numerics import triton_kernels
 
-        densest_last = sorted(range(t.dim()), key=t.stride, reverse=True)  # elements are counted in any order
-        triton_kernels.count(t.permute(densest_last).contiguous(), amax, scale, counter(t.device, role), reach)
+        densest_last = sorted(
+            range(t.dim()), key=t.stride, reverse=True
+        )  # elements are counted in any order
+        triton_kernels.count(
+            t.permute(densest_last).contiguous(), amax, scale, counter(t.device, role), reach
+        )
 
 
 def _read_again(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, reach: float) -> None:

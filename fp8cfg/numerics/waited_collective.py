@@ -24,7 +24,9 @@ def waited(collective: Callable[..., Any], *args: Any, group: Any) -> Tensor:
     return _wait(made.elem if isinstance(made, collectives.AsyncCollectiveTensor) else made)
 
 
-def wait(work: dist.Work, collective: Callable[..., Any], group: Any, limit: timedelta | None = None) -> None:
+def wait(
+    work: dist.Work, collective: Callable[..., Any], group: Any, limit: timedelta | None = None
+) -> None:
     """Wait for the `work` of a `collective` over `group`, None being all ranks, that has been started; at most `limit`, where it is
     given, which makes the host wait with NCCL too. Raises RuntimeError after it."""
     if limit is None:

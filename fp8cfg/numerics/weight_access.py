@@ -17,18 +17,57 @@ from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.fp8_weights import Stored, dequantize
 from fp8cfg.numerics.gemm_operand import in_dtype
 
-INSTEAD = "fp8cfg.averaged(job) averages the masters, and fp8cfg.convert_back(model) gives plain weights"
-_SUMS = ("add", "radd", "sub", "rsub", "subtract", "mul", "rmul", "multiply", "div", "rdiv", "truediv", "rtruediv", "true_divide",
-         "divide", "lerp", "addcmul", "addcdiv", "sum", "mean", "norm", "vector_norm", "matmul", "mm", "linear", "float", "double",
-         "half", "bfloat16")  # fmt: skip
-_ARITHMETIC = frozenset(form.format(name) for name in _SUMS
-                        for form in ("{}", "{}_", "__{}__", "__i{}__", "_foreach_{}", "_foreach_{}_"))
+INSTEAD = (
+    "fp8cfg.averaged(job) averages the masters, and fp8cfg.convert_back(model) gives plain weights"
+)
+_SUMS = (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "subtract",
+    "mul",
+    "rmul",
+    "multiply",
+    "div",
+    "rdiv",
+    "truediv",
+    "rtruediv",
+    "true_divide",
+    "divide",
+    "lerp",
+    "addcmul",
+    "addcdiv",
+    "sum",
+    "mean",
+    "norm",
+    "vector_norm",
+    "matmul",
+    "mm",
+    "linear",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+)
+_ARITHMETIC = frozenset(
+    form.format(name)
+    for name in _SUMS
+    for form in ("{}", "{}_", "__{}__", "__i{}__", "_foreach_{}", "_foreach_{}_")
+)
 """Names of torch's functions that read codes as numbers."""
 _TENSOR: Any = Tensor  # to mypy its descriptors are what they give
 _OF_PARAMETER = (
-    *(function for attribute in (_TENSOR.grad, _TENSOR.requires_grad, _TENSOR.grad_dtype)
-      for function in (attribute.__get__, attribute.__set__)),
-    _TENSOR._version.__get__, Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+    *(
+        function
+        for attribute in (_TENSOR.grad, _TENSOR.requires_grad, _TENSOR.grad_dtype)
+        for function in (attribute.__get__, attribute.__set__)
+    ),
+    _TENSOR._version.__get__,
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+)
 """What a weight that is read answers as its Parameter does."""
 
 
@@ -37,16 +76,22 @@ class Codes(Tensor):
     see the scale. What is made of them by `detach`, `clone` and the like are codes too."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.__name__ in _ARITHMETIC:  # by name: compiled code reads this too, and torch's operators swallow a TypeError
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (
+            func.__name__ in _ARITHMETIC
+        ):  # by name: compiled code reads this too, and torch's operators swallow a TypeError
             raise RuntimeError(_refusal(func.__name__))
-        made = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        made = super().__torch_function__(func, types, args, kwargs or {})
         if func.__name__ == "to" and made.dtype != args[0].dtype:
             raise RuntimeError(_refusal(f"to({made.dtype})"))
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = made = _codes(plain(self).clone(), self.requires_grad, isinstance(self, nn.Parameter))
+        memo[id(self)] = made = _codes(
+            plain(self).clone(), self.requires_grad, isinstance(self, nn.Parameter)
+        )
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -61,7 +106,9 @@ class DecodedWeight(Tensor):
     _is_param: bool
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         first = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init gives it by name
         read = first if isinstance(first, cls) else None
         with torch._C.DisableTorchFunctionSubclass():
@@ -69,13 +116,15 @@ class DecodedWeight(Tensor):
                 made = func(read.parameter, *args[1:], **(kwargs or {}))
                 return read if func is Tensor.requires_grad_ else made
             if _writes(func, first, kwargs or {}, cls):
-                raise RuntimeError(f"{func.__name__}: this weight is stored in FP8 or in a codec, and reads as a copy; a write "
-                                   f"to it would be lost: load_state_dict stores one, {INSTEAD}")
+                raise RuntimeError(
+                    f"{func.__name__}: this weight is stored in FP8 or in a codec, and reads as a"
+                    f" copy; a write to it would be lost: load_state_dict stores one, {INSTEAD}"
+                )
             made = func(*args, **(kwargs or {}))
             return made if read is None else _aliases(made, read)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.detach().as_subclass(Tensor).clone()
@@ -85,9 +134,17 @@ def _writes(func: Any, first: Any, kwargs: dict[str, Any], cls: type) -> bool:
     """Whether a call of `func` would write to a DecodedWeight."""
     name = func.__name__
     inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    inplace = inplace or name in ("__setitem__", "__set__") or (name.startswith("__i") and name in _ARITHMETIC)
+    inplace = (
+        inplace
+        or name in ("__setitem__", "__set__")
+        or (name.startswith("__i") and name in _ARITHMETIC)
+    )
     targets = [kwargs.get("out"), first if inplace else None]
-    return any(isinstance(t, cls) for target in targets for t in (target if isinstance(target, list | tuple) else [target]))
+    return any(
+        isinstance(t, cls)
+        for target in targets
+        for t in (target if isinstance(target, list | tuple) else [target])
+    )
 
 
 def _aliases(made: Any, read: DecodedWeight) -> Any:
@@ -105,7 +162,8 @@ def _marked(values: Tensor, parameter: Tensor | None) -> DecodedWeight:
     read = values.as_subclass(DecodedWeight)
     read.parameter = parameter
     if parameter is not None:
-        read._is_param = True  # what torch asks for in `isinstance(weight, nn.Parameter)`, and get_parameter() with it
+        # what torch asks for in `isinstance(weight, nn.Parameter)`, and get_parameter() with it
+        read._is_param = True
     return read
 
 
@@ -131,9 +189,11 @@ def decoded(stored: Sequence[Tensor | None], codec: Codec | None, dtype: torch.d
     return codec.decode(tuple(t for t in stored[:2] if t is not None)).to(dtype)
 
 
-def decode(receiver: Tensor, stored: Sequence[Tensor | None], codec: Codec | None, dtype: torch.dtype) -> Tensor:
+def decode(
+    receiver: Tensor, stored: Sequence[Tensor | None], codec: Codec | None, dtype: torch.dtype
+) -> Tensor:
     """As `decoded`, with a gradient for `receiver`."""
-    return _Decode.apply(receiver, *stored, codec, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return _Decode.apply(receiver, *stored, codec, dtype)  # type: ignore[no-any-return]
 
 
 def as_read(values: Tensor, parameter: nn.Parameter) -> Tensor:
@@ -158,7 +218,10 @@ def codes(data: Tensor, requires_grad: bool) -> nn.Parameter:
 
 
 def _refusal(what: str) -> str:
-    return f"{what}: this weight is stored in FP8 or in a codec, its numbers mean nothing without their scale; {INSTEAD}"
+    return (
+        f"{what}: this weight is stored in FP8 or in a codec, its numbers mean nothing without"
+        f" their scale; {INSTEAD}"
+    )
 
 
 def _codes(data: Tensor, requires_grad: bool, parameter: bool) -> Tensor:

@@ -47,7 +47,10 @@ class Quantized(NamedTuple):
     @property
     def kinds(self) -> tuple[Any, Any]:
         """The format and tile of each operand, which `Operand.of` takes beside its tensors."""
-        return self.fprop and (self.fprop.fmt, self.fprop.tile), self.dgrad and (self.dgrad.fmt, self.dgrad.tile)
+        return self.fprop and (self.fprop.fmt, self.fprop.tile), self.dgrad and (
+            self.dgrad.fmt,
+            self.dgrad.tile,
+        )
 
 
 class Source(NamedTuple):
@@ -80,58 +83,86 @@ class WeightWorkspace(nn.Module):
 
     def kept_weight(self, w: Tensor, plan: Plan, state: State, dgrad: bool) -> Quantized | None:
         """The weight `w` as products of a pass read it, where one is kept; made where there is none yet, and this pass records
-        amaxes. `dgrad` says whether its backward pass multiplies by the weight. Nothing is kept of a weight in a codec."""
+        amaxes. `dgrad` says whether its backward pass multiplies by the weight. Nothing is kept of a weight in a codec.
+        """
         stored = state.stored
         if stored is not None and (plan.codec is not None or not self.keeps_transpose):
             return None
         if torch.compiler.is_compiling():
             of = self._quantized_of if self.keeps_weight else None
-            there = of is not None and of.carrier == plan.carrier and of.high_precision == plan.high_precision
+            there = (
+                of is not None
+                and of.carrier == plan.carrier
+                and of.high_precision == plan.high_precision
+            )
             return self.quantized_weight if there else None
         if not self.keeps_weight:
             return None
         read = w if stored is None else stored
-        source = Source(read, read._version, read.data_ptr(), plan.carrier, plan.high_precision, dgrad)
+        source = Source(
+            read, read._version, read.data_ptr(), plan.carrier, plan.high_precision, dgrad
+        )
         if self._quantized_of is not None and self._quantized_of.serves(source):
             return self.quantized_weight
-        slots = [slot for slot, wanted in ((FPROP, stored is None), (DGRAD, dgrad)) if wanted and not plan.high_precision[slot]]
+        slots = [
+            slot
+            for slot, wanted in ((FPROP, stored is None), (DGRAD, dgrad))
+            if wanted and not plan.high_precision[slot]
+        ]
         if not slots or not plan.record or _counted_off():
             return None
         with torch.no_grad():
             made = plan.operands(WEIGHT, slots, lambda *how: plan.weight(w.detach(), state, *how))
             if stored is not None:  # read by stride until now
-                made = {slot: operand._replace(data=operand.data.contiguous()) for slot, operand in made.items()}
-        self.quantized_weight, self._quantized_of = Quantized(made.get(FPROP), _aliased(made.get(DGRAD))), source
+                made = {
+                    slot: operand._replace(data=operand.data.contiguous())
+                    for slot, operand in made.items()
+                }
+        self.quantized_weight, self._quantized_of = (
+            Quantized(made.get(FPROP), _aliased(made.get(DGRAD))),
+            source,
+        )
         return self.quantized_weight
 
     @property
     def kept_bytes(self) -> int:
         """The bytes of the weight that is kept."""
         kept = self.quantized_weight.tensors if self.quantized_weight else ()
-        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in kept if t is not None)}.values())
+        return sum(
+            {
+                s.data_ptr(): s.nbytes()
+                for s in (t.untyped_storage() for t in kept if t is not None)
+            }.values()
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("keeps_weight", "quantized_weight", "_quantized_of")
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()
         return {name: value for name, value in state.items() if name not in kept}
 
 
 def _counted_off() -> bool:
     """Whether a selective checkpoint counts the operations of this pass off against those of another one, which would be fewer."""
     modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes)
+    return any(
+        isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes
+    )
 
 
 def _aliased(operand: Operand | None) -> Operand | None:
     """`operand` with tensors of its own over the same memory: Dynamo takes no tensor twice as an input of an autograd function."""
-    return operand and Operand.of([t if t is None else t.detach() for t in operand.tensors], (operand.fmt, operand.tile))
+    return operand and Operand.of(
+        [t if t is None else t.detach() for t in operand.tensors], (operand.fmt, operand.tile)
+    )
 
 
 @contextmanager
 def weights_kept(model: nn.Module, on: bool = True) -> Iterator[None]:
     """A context of the passes of one optimizer step, in which each weight of `model` is quantized once, where `on` says so. Nobody
     writes to weights in it, other than by torch's operations on the Parameter itself."""
-    layers = [module for module in model.modules() if isinstance(module, WeightWorkspace)] if on else []
+    layers = (
+        [module for module in model.modules() if isinstance(module, WeightWorkspace)] if on else []
+    )
     for layer in layers:
         layer.keep_weight(on=True)
     try:

@@ -58,11 +58,17 @@ def either(optimizer: Scaled, number: Callable[[LossScaler | None, int], float])
     """`number` of the loss scale of `optimizer` and of its count of steps, as they are before the step that is to begin; both that
     it may be, where the step before is not settled."""
     deferred = optimizer.deferred
-    return number(optimizer.loss_scaler, optimizer.steps) if deferred is None else deferred.either(number)
+    return (
+        number(optimizer.loss_scaler, optimizer.steps)
+        if deferred is None
+        else deferred.either(number)
+    )
 
 
 def taken(
-    optimizer: Scaled, number: Callable[[LossScaler | None, int], float], dtype: torch.dtype = torch.float32
+    optimizer: Scaled,
+    number: Callable[[LossScaler | None, int], float],
+    dtype: torch.dtype = torch.float32,
 ) -> float | Tensor:
     """`either` to compute with: the number, or the one that the device takes of two, [] of `dtype`."""
     found = either(optimizer, number)
@@ -74,14 +80,17 @@ def taken(
 
 def loss_factors(optimizer: Scaled, parts: Sequence[float | Tensor]) -> list[float] | Tensor:
     """What losses, of which each is one of so many `parts`, are multiplied by before their backward passes: the loss scale, or 1,
-    over these, floats or float32 [parts] on the device. `parts` are numbers, or all of them float64 [] on the device."""
+    over these, floats or float32 [parts] on the device. `parts` are numbers, or all of them float64 [] on the device.
+    """
     if counted := [n for n in parts if isinstance(n, Tensor)]:
         return (taken(optimizer, _loss_scale, torch.float64) / torch.stack(counted)).float()
     numbers, scale = [n for n in parts if not isinstance(n, Tensor)], either(optimizer, _loss_scale)
     if not isinstance(scale, Either):
         return [scale / n for n in numbers]
     assert optimizer.deferred is not None, "or there is one number"
-    return optimizer.deferred.choose([scale.made / n for n in numbers], [scale.skipped / n for n in numbers])
+    return optimizer.deferred.choose(
+        [scale.made / n for n in numbers], [scale.skipped / n for n in numbers]
+    )
 
 
 def _loss_scale(scaler: LossScaler | None, _: int) -> float:
@@ -101,12 +110,15 @@ def unscale(gradients: Iterable[Tensor], factor: float | Tensor) -> None:
 
 class DeferredSteps:
     """The steps of `optimizer` that are launched and not settled, one as the next begins. While it is entered, `step` returns True
-    whatever it finds, and `skip`, a bool [] on the device, says to the hooks of a step whether that is skipped."""
+    whatever it finds, and `skip`, a bool [] on the device, says to the hooks of a step whether that is skipped.
+    """
 
     def __init__(self, optimizer: Deferrable) -> None:
         if not optimizer.can_defer:
-            raise ValueError("the steps of this optimizer cannot be deferred: the host has to know how each ended, or its kernels "
-                             "take no found_inf")
+            raise ValueError(
+                "the steps of this optimizer cannot be deferred: the host has to know how each"
+                " ended, or its kernels take no found_inf"
+            )
         self._optimizer = optimizer
         self._waiting: deque[Launched] = deque()
         self.skip: Tensor | None = None
@@ -122,12 +134,17 @@ class DeferredSteps:
             return number(scaler, steps)
         assert len(self._waiting) == 1, "all but one were settled"
         self.before = self.skip
-        made, skipped = number(scaler.after(found_inf=False), steps), number(scaler.after(found_inf=True), steps - 1)
+        made, skipped = (
+            number(scaler.after(found_inf=False), steps),
+            number(scaler.after(found_inf=True), steps - 1),
+        )
         if made == skipped:
             return made
         return Either(made, skipped)
 
-    def choose(self, made: Sequence[float], skipped: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    def choose(
+        self, made: Sequence[float], skipped: Sequence[float], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """The numbers, of `dtype` on the device, by whether the step before is made or skipped."""
         assert self.before is not None, "a step waits"
         both = sent(torch.tensor([made, skipped], dtype=dtype), self.before.device)
@@ -142,7 +159,11 @@ class DeferredSteps:
     def late(self) -> Tensor | None:
         """Whether the step before was skipped, so that the count of the one under way is one too high, as a bool [] on the device;
         None where the count is right."""
-        return self.before if self._optimizer.loss_scaler is not None and len(self._waiting) == 2 else None
+        return (
+            self.before
+            if self._optimizer.loss_scaler is not None and len(self._waiting) == 2
+            else None
+        )
 
     def begin(self, targets: Tensor) -> None:
         """A step begins that has so many `targets`, [] on the device: without one it is skipped, and so are all behind it."""
@@ -165,7 +186,10 @@ class DeferredSteps:
         assert self.skip is not None, "a step was decided"
         if not two or self.before is None:
             return [(True, self.skip.float())]
-        return [(True, (self.skip | self.before).float()), (False, (self.skip | ~self.before).float())]
+        return [
+            (True, (self.skip | self.before).float()),
+            (False, (self.skip | ~self.before).float()),
+        ]
 
     @property
     def norm(self) -> Tensor:

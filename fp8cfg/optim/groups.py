@@ -15,5 +15,8 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(name, p) for name, p in trained if p.dim() > 1]
     vectors = [(name, p) for name, p in trained if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]

@@ -16,7 +16,9 @@ Names = Mapping[nn.Parameter, str]
 Masters = Mapping[nn.Parameter, Tensor]
 
 
-def collect_tensors(names: Names, masters: Masters, inner: torch.optim.Optimizer) -> dict[str, Tensor]:
+def collect_tensors(
+    names: Names, masters: Masters, inner: torch.optim.Optimizer
+) -> dict[str, Tensor]:
     """Masters and moments as `<name>.master`, `<name>.exp_avg`, ...: the tensors themselves, not copies."""
     found = _separate_masters(names, masters)
     for p, master in masters.items():
@@ -36,26 +38,39 @@ def collect_json(names: Names, masters: Masters, inner: torch.optim.Optimizer) -
 
 
 def restore(
-    names: Names, masters: Masters, inner: torch.optim.Optimizer, tensors: Mapping[str, Tensor], json: Mapping[str, Any]
+    names: Names,
+    masters: Masters,
+    inner: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    json: Mapping[str, Any],
 ) -> None:
     """Copy collected state into `masters`, which may be those of some of `names`, and `inner`. Raises ValueError before anything is
     changed."""
     if json["optimizer"] != type(inner).__name__:
-        raise ValueError(f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}")
+        raise ValueError(
+            f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}"
+        )
     named = {names[p]: master for p, master in masters.items()}
     check_names("parameters", json["state"].keys(), set(names.values()))
     saved = {name: entry for name, entry in json["state"].items() if name in named}
     elsewhere = {f"{name}." for name in json["state"].keys() - named.keys()}
-    tensors = {k: t for k, t in tensors.items() if not any(k.startswith(prefix) for prefix in elsewhere)}
+    tensors = {
+        k: t for k, t in tensors.items() if not any(k.startswith(prefix) for prefix in elsewhere)
+    }
     separate = _separate_masters(names, masters)
-    moments = {f"{name}.{key}": named[name] for name, entry in saved.items() for key in entry["tensors"]}
+    moments = {
+        f"{name}.{key}": named[name] for name, entry in saved.items() for key in entry["tensors"]
+    }
     check_tensors(tensors, {**separate, **moments})
 
     for name, master in separate.items():
         master.copy_(tensors[name])
     inner.state.clear()
     for name, master in named.items():
-        state = {key: tensors[f"{name}.{key}"].to(master.device, copy=True) for key in saved[name]["tensors"]}
+        state = {
+            key: tensors[f"{name}.{key}"].to(master.device, copy=True)
+            for key in saved[name]["tensors"]
+        }
         if "step" in saved[name]:
             state["step"] = _step_tensor(inner, master, saved[name]["step"])
         if state:
@@ -73,7 +88,9 @@ def stepped(inner: torch.optim.Optimizer, count: int) -> dict[str, Any]:
     """The entry of `collect_json` for a parameter that `inner` has stepped so often, on whatever rank."""
     if not count:
         return {"tensors": []}
-    return {"tensors": moments(inner)} | ({} if isinstance(inner, torch.optim.SGD) else {"step": count})
+    return {"tensors": moments(inner)} | (
+        {} if isinstance(inner, torch.optim.SGD) else {"step": count}
+    )
 
 
 def from_low_bit(json: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -81,9 +98,14 @@ def from_low_bit(json: Mapping[str, Any]) -> Mapping[str, Any]:
     tensors it has; any other as it is."""
     name = str(json.get("optimizer", "")).removeprefix("LowBitTraining")
     state = json.get("state", {})
-    if name == json.get("optimizer") or any(set(entry["codecs"].values()) - {"fp32"} for entry in state.values()):
+    if name == json.get("optimizer") or any(
+        set(entry["codecs"].values()) - {"fp32"} for entry in state.values()
+    ):
         return json
-    entries = {k: {"tensors": ["exp_avg", "exp_avg_sq"], "step": entry["step"]} for k, entry in state.items()}
+    entries = {
+        k: {"tensors": ["exp_avg", "exp_avg_sq"], "step": entry["step"]}
+        for k, entry in state.items()
+    }
     return {**{k: v for k, v in json.items() if k != "seed"}, "optimizer": name, "state": entries}
 
 
@@ -100,7 +122,9 @@ def _step_tensor(inner: torch.optim.Optimizer, master: Tensor, step: int) -> Ten
     # Fused and capturable kernels read the count on the device; elsewhere torch keeps it on the CPU.
     group = next(group for group in inner.param_groups if any(master is p for p in group["params"]))
     on_device = group.get("fused") or group.get("capturable")
-    return torch.tensor(float(step), dtype=torch.float32, device=master.device if on_device else "cpu")
+    return torch.tensor(
+        float(step), dtype=torch.float32, device=master.device if on_device else "cpu"
+    )
 
 
 def check_names(what: str, given: Set[str], expected: Set[str]) -> None:
@@ -116,5 +140,6 @@ def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
         tensor = given[name]
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
             raise ValueError(
-                f"optimizer state: {name} is {tensor.dtype} {list(tensor.shape)}, expected {like.dtype} {list(like.shape)}"
+                f"optimizer state: {name} is {tensor.dtype} {list(tensor.shape)}, expected"
+                f" {like.dtype} {list(like.shape)}"
             )

@@ -44,7 +44,10 @@ class LossScaler:
                 f"initial_loss_scale={self.initial_loss_scale}"
             )
         if self.loss_scale_window < 1 or self.hysteresis < 1:
-            raise ValueError(f"loss_scale_window={self.loss_scale_window} and hysteresis={self.hysteresis} must be at least 1")
+            raise ValueError(
+                f"loss_scale_window={self.loss_scale_window} and hysteresis={self.hysteresis} must"
+                " be at least 1"
+            )
         self.scale = float(self.initial_loss_scale if self.loss_scale is None else self.loss_scale)
         self._good_steps = 0
         self._hysteresis_left = self.hysteresis
@@ -82,7 +85,9 @@ class LossScaler:
     def load_state(self, state: LossScaleState) -> None:
         """Restore `state`; a constant scale is not changed. Raises ValueError for names other than those of `state()`."""
         if state.keys() != self.state().keys():
-            raise ValueError(f"not the state of a loss scaler: {sorted(state)}, expected {sorted(self.state())}")
+            raise ValueError(
+                f"not the state of a loss scaler: {sorted(state)}, expected {sorted(self.state())}"
+            )
         if self.loss_scale is None:
             self.scale = float(state["scale"])
             self._good_steps = int(state["growth_tracker"])

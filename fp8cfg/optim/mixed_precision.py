@@ -67,8 +67,12 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             raise ValueError("two parameters have one name, and state is kept by name")
         self._owned = owned
         mine = {p: name for p, name in self.names.items() if self.owns(p)}
-        self.writers = {p: write for p, write in (writers or {}).items() if p in mine or p not in self.names}
-        given = {p: master for p, master in (masters or {}).items() if p in mine or p not in self.names}
+        self.writers = {
+            p: write for p, write in (writers or {}).items() if p in mine or p not in self.names
+        }
+        given = {
+            p: master for p, master in (masters or {}).items() if p in mine or p not in self.names
+        }
         self.masters = make_masters(mine, given)
         self._narrow = {p: master for p, master in self.masters.items() if master is not p}
         if self.writers.keys() - self._narrow.keys():
@@ -116,7 +120,11 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         finite = self._decide(norm)
         if finite:
             if self.clip_grad > 0.0:
-                clip_grads_with_norm_([master for master in self.masters.values() if master.grad is not None], self.clip_grad, norm)
+                clip_grads_with_norm_(
+                    [master for master in self.masters.values() if master.grad is not None],
+                    self.clip_grad,
+                    norm,
+                )
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
                 inner_group.update(hyperparameters(group))
             self.count(1)
@@ -133,7 +141,9 @@ class MixedPrecisionOptimizer(NamedOptimizer):
     def _decide(self, norm: Tensor) -> bool:
         """Whether this step is to be made; true where the device is to know it alone."""
         if self.deferred is not None:
-            self.deferred.decide(norm, [p for p in self.names if p.grad is not None or p in self._elsewhere])
+            self.deferred.decide(
+                norm, [p for p in self.names if p.grad is not None or p in self._elsewhere]
+            )
             return True
         self.grad_norm = norm.item()
         finite = math.isfinite(self.grad_norm)
@@ -146,19 +156,26 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         if self.deferred is None:
             self.inner.step()
             return
-        for made, found_inf in self.deferred.found_inf(any(isinstance(group["lr"], Either) for group in self.param_groups)):
+        for made, found_inf in self.deferred.found_inf(
+            any(isinstance(group["lr"], Either) for group in self.param_groups)
+        ):
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
                 inner_group["lr"] = lr_after(group["lr"], made)
-            self.inner.found_inf = found_inf  # type: ignore[attr-defined]  # as torch's GradScaler hands it over
+            # As torch's GradScaler hands it over.
+            self.inner.found_inf = found_inf  # type: ignore[attr-defined]
             self.inner.step()
 
     def count(self, by: int, stepped: Collection[nn.Parameter] | None = None) -> None:
         """Count a step, or one less, of parameters that have a gradient, or of those given."""
         self.steps += by
         for p in self.names if stepped is None else stepped:
-            self.counts[p] += by * (stepped is not None or p.grad is not None or p in self._elsewhere)
+            self.counts[p] += by * (
+                stepped is not None or p.grad is not None or p in self._elsewhere
+            )
             if by < 0 and not self.counts[p] and p in self.masters:
-                self.inner.state.pop(self.masters[p], None)  # which a step that was skipped on the device has made
+                self.inner.state.pop(
+                    self.masters[p], None
+                )  # which a step that was skipped on the device has made
 
     def storing(self) -> AbstractContextManager[None]:
         """Context manager for the last backward pass before a step; does nothing: gradients stay where autograd puts them."""
@@ -172,7 +189,11 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         """The rest of the state, for JSON: inner optimizer, step counts, loss scale. The learning rate is a schedule's."""
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
         found = collect_json(self.names, self.masters, self.inner)
-        others = {self.names[p]: stepped(self.inner, count) for p, count in self.counts.items() if not self.owns(p)}
+        others = {
+            self.names[p]: stepped(self.inner, count)
+            for p, count in self.counts.items()
+            if not self.owns(p)
+        }
         found["state"] = {name: {**found["state"], **others}[name] for name in self.names.values()}
         return {**found, "steps": self.steps, "loss_scale": scale}
 
@@ -186,34 +207,55 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         """
         json = from_low_bit(json)
         if json.keys() != self.state_json().keys():
-            raise ValueError(f"optimizer state: the JSON has {sorted(json)}, expected {sorted(self.state_json())}")
+            raise ValueError(
+                f"optimizer state: the JSON has {sorted(json)}, expected"
+                f" {sorted(self.state_json())}"
+            )
         if (json["loss_scale"] is None) != (self.loss_scaler is None):
-            raise ValueError("optimizer state: the loss must be scaled by both the saved run and this one, or by neither")
+            raise ValueError(
+                "optimizer state: the loss must be scaled by both the saved run and this one, or by"
+                " neither"
+            )
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(json["loss_scale"])
         restore(self.names, self.masters, self.inner, tensors, json)
         entries = {p: json["state"][name] for p, name in self.names.items()}
-        self.counts = {p: int(entry.get("step", bool(entry["tensors"]))) for p, entry in entries.items()}  # SGD counts no steps
+        self.counts = {
+            p: int(entry.get("step", bool(entry["tensors"]))) for p, entry in entries.items()
+        }  # SGD counts no steps
         self.steps = int(json["steps"])
         self._written.remember()
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**hyperparameters(group), "params": [self.masters[p] for p in group["params"] if p in self.masters]}
+        return {
+            **hyperparameters(group),
+            "params": [self.masters[p] for p in group["params"] if p in self.masters],
+        }
 
     def _prepare_gradients(self) -> Tensor:
         """Give every master its float32 gradient, unscaled; the norm of all."""
-        every = {p: p.grad if p.grad.dtype == torch.float32 else p.grad.float() for p in self.names if p.grad is not None}
+        every = {
+            p: p.grad if p.grad.dtype == torch.float32 else p.grad.float()
+            for p in self.names
+            if p.grad is not None
+        }
         for p, master in self._narrow.items():
             master.grad = every.get(p)
         if self.loss_scaler is not None and every:
-            unscale(every.values(), taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0))
+            unscale(
+                every.values(), taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0)
+            )
         return self.norm_over_ranks(partial(self._norm_of, every))
 
-    def _norm_of(self, every: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]) -> Tensor:
+    def _norm_of(
+        self, every: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]
+    ) -> Tensor:
         """The norm of the gradients of `params`."""
         if self.sum_norms is None:
             norm = get_total_norm([every[p] for p in params if p in every])
-            return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of gradients that are split over ranks
+            return (
+                norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            )  # of gradients that are split over ranks
         device = next(iter(self.names)).device
         none = torch.zeros((), dtype=torch.float32, device=device)
         each = [torch.linalg.vector_norm(every[p]) if p in every else none for p in params]
@@ -235,5 +277,8 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
 def named_parameters(group: dict[str, Any]) -> Iterable[tuple[str, nn.Parameter]]:
     if "param_names" not in group:
-        raise ValueError("state is kept by name: pass param_groups(model, weight_decay) or model.named_parameters()")
+        raise ValueError(
+            "state is kept by name: pass param_groups(model, weight_decay) or"
+            " model.named_parameters()"
+        )
     return zip(group["param_names"], group["params"], strict=True)

@@ -63,10 +63,14 @@ class NamedOptimizer(torch.optim.Optimizer):
         """The norm of the gradients of the whole model, from `norm_of`, that of some parameters as far as this rank has them."""
         if self.sum_stages is None:
             return self._norm_of_parts(norm_of, list(self.names))
-        here = self._norm_of_parts(norm_of, [p for p in self.names if not any(p is other for other in self.uncounted)])
+        here = self._norm_of_parts(
+            norm_of, [p for p in self.names if not any(p is other for other in self.uncounted)]
+        )
         return self.sum_stages(here.double().square()).sqrt().float()
 
-    def _norm_of_parts(self, norm_of: Callable[[Sequence[nn.Parameter]], Tensor], params: Sequence[nn.Parameter]) -> Tensor:
+    def _norm_of_parts(
+        self, norm_of: Callable[[Sequence[nn.Parameter]], Tensor], params: Sequence[nn.Parameter]
+    ) -> Tensor:
         """The norm of the gradients of `params`, of all parts of those that are split."""
         if self.sum_split is None:
             return norm_of(params)
@@ -91,18 +95,31 @@ class NamedOptimizer(torch.optim.Optimizer):
         """`state_tensors`, `state_json` and the hyperparameters of the groups, and the FP8 state of a job's model. Raises
         RuntimeError where the state is split over ranks, of which none has it whole."""
         if self.split:
-            raise RuntimeError("the optimizer's state is that of this rank's parts of matrices (tensor_model_parallel_size); save "
-                               "checkpoints by fp8cfg.fit, which puts them together")
+            raise RuntimeError(
+                "the optimizer's state is that of this rank's parts of matrices"
+                " (tensor_model_parallel_size); save checkpoints by fp8cfg.fit, which puts them"
+                " together"
+            )
         if self.sum_stages is not None:
-            raise RuntimeError("the optimizer's state is that of this rank's layers (pipeline_model_parallel_size); save "
-                               "checkpoints by fp8cfg.fit, which puts them together")
+            raise RuntimeError(
+                "the optimizer's state is that of this rank's layers"
+                " (pipeline_model_parallel_size); save checkpoints by fp8cfg.fit, which puts them"
+                " together"
+            )
         if self._owned is not None or self.sharded:
-            raise RuntimeError("the optimizer's state is split over the ranks (storage.shard); save checkpoints by fp8cfg.fit, or "
-                               "write storage.shard=none")
-        groups, tensors = [hyperparameters(group) for group in self.param_groups], self.state_tensors()
+            raise RuntimeError(
+                "the optimizer's state is split over the ranks (storage.shard); save checkpoints by"
+                " fp8cfg.fit, or write storage.shard=none"
+            )
+        groups, tensors = (
+            [hyperparameters(group) for group in self.param_groups],
+            self.state_tensors(),
+        )
         if self.one_shard is not None:
             tensors = one_shard.plain(tensors, self.names, self.masters_of)
-        return {"tensors": tensors, "json": self.state_json(), "param_groups": groups} | carried(self.fp8_state)
+        return {"tensors": tensors, "json": self.state_json(), "param_groups": groups} | carried(
+            self.fp8_state
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`, for a model whose weights are loaded; raises ValueError as `load_state` does, and for
@@ -110,7 +127,10 @@ class NamedOptimizer(torch.optim.Optimizer):
         _expect_state_dict(state_dict)
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
-            raise ValueError(f"optimizer state: {len(groups)} parameter groups, expected {len(self.param_groups)}")
+            raise ValueError(
+                f"optimizer state: {len(groups)} parameter groups, expected"
+                f" {len(self.param_groups)}"
+            )
         if self.one_shard is not None:
             tensors, masters = one_shard.shards(state_dict["tensors"], self.names)
             self.load_state(tensors, state_dict["json"])
@@ -118,7 +138,9 @@ class NamedOptimizer(torch.optim.Optimizer):
             self._load_fp8(state_dict)  # scales and amaxes of these
             self.one_shard()
         else:
-            self._load_fp8(state_dict)  # first: what it writes into weights is no write of someone else
+            self._load_fp8(
+                state_dict
+            )  # first: what it writes into weights is no write of someone else
             self.load_state(state_dict["tensors"], state_dict["json"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
@@ -128,22 +150,33 @@ class NamedOptimizer(torch.optim.Optimizer):
             self.fp8_state.load_state_dict(state_dict["fp8"])
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("an optimizer cannot be copied or pickled, it belongs to one model; save its state_dict() or build another")
+        raise TypeError(
+            "an optimizer cannot be copied or pickled, it belongs to one model; save its"
+            " state_dict() or build another"
+        )
 
 
 def _expect_state_dict(state_dict: Any) -> None:
     """Raise ValueError for what is no state dict of a NamedOptimizer."""
     if not isinstance(state_dict, Mapping):
-        raise ValueError(f"optimizer state: expected what state_dict() gives, not {type(state_dict).__name__}")
+        raise ValueError(
+            f"optimizer state: expected what state_dict() gives, not {type(state_dict).__name__}"
+        )
     if lacks := [key for key in ("param_groups", "tensors", "json") if key not in state_dict]:
-        torchs = "; it is keyed by position, as torch's optimizers have it, and this one by names" if "state" in state_dict else ""
+        torchs = (
+            "; it is keyed by position, as torch's optimizers have it, and this one by names"
+            if "state" in state_dict
+            else ""
+        )
         raise ValueError(f"optimizer state: has no {', '.join(lacks)}{torchs}")
     groups = state_dict["param_groups"]
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
         raise ValueError("optimizer state: param_groups is no list of groups")
     for key in ("tensors", "json", "fp8"):
         if not isinstance(state_dict.get(key, {}), Mapping):
-            raise ValueError(f"optimizer state: {key} is no table, but {type(state_dict[key]).__name__}")
+            raise ValueError(
+                f"optimizer state: {key} is no table, but {type(state_dict[key]).__name__}"
+            )
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

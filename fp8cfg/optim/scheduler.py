@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 class StepScheduler(LRScheduler):
     """`schedule` at the steps that `optimizer` has done, however often it is stepped itself: a skipped step does not move it
-    (Megatron's training.py), nor does Accelerate, which steps a scheduler once for each process. It has no state of its own."""
+    (Megatron's training.py), nor does Accelerate, which steps a scheduler once for each process. It has no state of its own.
+    """
 
     optimizer: MixedPrecisionOptimizer | LowBitTraining
 
-    def __init__(self, optimizer: MixedPrecisionOptimizer | LowBitTraining, schedule: Schedule) -> None:
+    def __init__(
+        self, optimizer: MixedPrecisionOptimizer | LowBitTraining, schedule: Schedule
+    ) -> None:
         self.schedule = schedule
         super().__init__(optimizer)
 

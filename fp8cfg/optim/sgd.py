@@ -19,7 +19,9 @@ from fp8cfg.optim.low_bit.shards import local
 class SGD(torch.optim.SGD):
     """torch.optim.SGD(fused=True) with a momentum that is there before the first step, for DTensors too. Takes no dampening."""
 
-    def __init__(self, params: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
     @torch.no_grad()
@@ -28,10 +30,19 @@ class SGD(torch.optim.SGD):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             momenta = [self._momentum(p) for p in params] if group["momentum"] else []
-            sgd([local(p) for p in params], [local(p.grad) for p in params], [local(m) for m in momenta],
-                weight_decay=group["weight_decay"], momentum=group["momentum"], lr=group["lr"], dampening=group["dampening"],
-                nesterov=group["nesterov"], maximize=group["maximize"], fused=True,
-                found_inf=getattr(self, "found_inf", None))  # fmt: skip
+            sgd(
+                [local(p) for p in params],
+                [local(p.grad) for p in params],
+                [local(m) for m in momenta],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                fused=True,
+                found_inf=getattr(self, "found_inf", None),
+            )
 
     def _momentum(self, p: Tensor) -> Tensor:
         state = self.state[p]

@@ -12,7 +12,9 @@ class WriteGuard:
     would silently undo any later write. `names` is what the error calls them, `since` the event after which they were written.
     """
 
-    def __init__(self, names: Mapping[nn.Parameter, str], since: str, params: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(
+        self, names: Mapping[nn.Parameter, str], since: str, params: Iterable[nn.Parameter] = ()
+    ) -> None:
         self._names, self._since = names, since
         self._versions = {p: p._version for p in params}
 
@@ -29,6 +31,7 @@ class WriteGuard:
         written = [self._names[p] for p, version in self._versions.items() if p._version != version]
         if written:
             raise RuntimeError(
-                f"{len(written)} parameters, {written[0]} among them, were written after {self._since}; "
-                "load weights before building the optimizer, or load the optimizer's state after them"
+                f"{len(written)} parameters, {written[0]} among them, were written after"
+                f" {self._since}; load weights before building the optimizer, or load the"
+                " optimizer's state after them"
             )

@@ -43,7 +43,9 @@ class ContextRank:
 
     def whole(self, parts: Tensor) -> Tensor:
         """The whole sequences of all ranks' parts, [..., T / size, C] -> [..., T, C]. Gradients are summed over the ranks."""
-        every = torch.unflatten(gather(parts.unsqueeze(0), self.group, 0), -2, (2, -1))  # [ranks, ..., 2, tokens, C]
+        every = torch.unflatten(
+            gather(parts.unsqueeze(0), self.group, 0), -2, (2, -1)
+        )  # [ranks, ..., 2, tokens, C]
         early, late = every.select(-3, 0), every.select(-3, 1)
         return torch.cat([*early.unbind(), *reversed(late.unbind())], dim=-2)
 
@@ -68,12 +70,17 @@ class ContextParallelAttention(nn.Module):
         """Queries and keys of the calls of `core` that the ranks make of a sequence of `length` tokens, by chunk."""
         count = 2 * self.here.size
         chunk = length // count
-        return [(chunk, seen.stop - seen.start) for seen in (self._seen(number, chunk) for number in range(count))]
+        return [
+            (chunk, seen.stop - seen.start)
+            for seen in (self._seen(number, chunk) for number in range(count))
+        ]
 
     def _seen(self, chunk: int, length: int) -> slice:
         """The keys that the queries of a chunk of `length` tokens may see."""
         window = cast("int | None", self.core.window)
-        return slice(0 if window is None else max(0, chunk * length + 1 - window), (chunk + 1) * length)
+        return slice(
+            0 if window is None else max(0, chunk * length + 1 - window), (chunk + 1) * length
+        )
 
     def extra_repr(self) -> str:
         return f"rank {self.here.rank} of {self.here.size}"
@@ -81,11 +88,14 @@ class ContextParallelAttention(nn.Module):
 
 def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let `model`, a Transformer, in place, compute this rank's part of the sequences that it is given whole: its loss is the mean
-    over that part, its logits are those of that part. Ranks with the same batch are the axis cp of `mesh`."""
+    over that part, its logits are those of that part. Ranks with the same batch are the axis cp of `mesh`.
+    """
     group = mesh.get_group("cp")
     here = ContextRank(dist.get_rank(group), dist.get_world_size(group), group.group_name)
     chunk = cast(TransformerConfig, model.config).seq_length // (2 * here.size)
-    for number in range(2 * here.size):  # also those of other ranks: what all of them run can be asked of one
+    for number in range(
+        2 * here.size
+    ):  # also those of other ranks: what all of them run can be asked of one
         expect_queries(chunk, (number + 1) * chunk)
     for layer in model.layers:  # type: ignore[union-attr]
         attention = layer.self_attention
@@ -94,11 +104,18 @@ def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     model.register_forward_pre_hook(_split_arguments, with_kwargs=True)
 
 
-def _split_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split_arguments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of Transformer.forward with this rank's part of the tokens, of the targets where there are some, and their
     positions."""
     here: ContextRank = model.context  # type: ignore[assignment]
     given = dict(zip(("tokens", "targets"), args, strict=False)) | dict(kwargs)
     tokens, targets = given["tokens"], given.get("targets")
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return (here.part(tokens), None if targets is None else here.part(targets), None, here.part(positions)), {}
+    return (
+        here.part(tokens),
+        None if targets is None else here.part(targets),
+        None,
+        here.part(positions),
+    ), {}

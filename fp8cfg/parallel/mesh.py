@@ -33,14 +33,19 @@ def axis_sizes(strategy: Strategy, ranks: int) -> dict[str, int]:
     data, groups = ranks // strategy.size, strategy.data_parallel_replicate_size
     if data % groups:
         raise ValueError(f"{data} data-parallel ranks are no {groups} groups of equal size")
-    return {"pp": strategy.pipeline_model_parallel_size, "dp_replicate": groups, "dp_shard": data // groups,
-            "cp": strategy.context_parallel_size, "tp": strategy.tensor_model_parallel_size}
+    return {
+        "pp": strategy.pipeline_model_parallel_size,
+        "dp_replicate": groups,
+        "dp_shard": data // groups,
+        "cp": strategy.context_parallel_size,
+        "tp": strategy.tensor_model_parallel_size,
+    }
 
 
 def coordinates(strategy: Strategy, rank: int, ranks: int) -> dict[str, int]:
     """The place of `rank` on each axis."""
     sizes = axis_sizes(strategy, ranks)
-    inner = {axis: prod(sizes[after] for after in AXES[i + 1:]) for i, axis in enumerate(AXES)}
+    inner = {axis: prod(sizes[after] for after in AXES[i + 1 :]) for i, axis in enumerate(AXES)}
     return {axis: rank // inner[axis] % sizes[axis] for axis in AXES}
 
 
@@ -48,7 +53,10 @@ def batch_share(strategy: Strategy, rank: int, ranks: int) -> tuple[int, int]:
     """The share of each batch that `rank` reads, and how many shares there are: one for each data-parallel rank, whatever the ranks
     that split a model replica."""
     sizes, place = axis_sizes(strategy, ranks), coordinates(strategy, rank, ranks)
-    return place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"], sizes["dp_replicate"] * sizes["dp_shard"]
+    return (
+        place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"],
+        sizes["dp_replicate"] * sizes["dp_shard"],
+    )
 
 
 def group_axes(strategy: Strategy, members: Sequence[int], ranks: int) -> str:
@@ -56,18 +64,26 @@ def group_axes(strategy: Strategy, members: Sequence[int], ranks: int) -> str:
     if len(members) == ranks and sum(n > 1 for n in axis_sizes(strategy, ranks).values()) > 1:
         return "all ranks"
     places = [coordinates(strategy, member, ranks) for member in members]
-    return " x ".join(axis for axis in AXES if len({place[axis] for place in places}) > 1) or "this rank alone"
+    return (
+        " x ".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+        or "this rank alone"
+    )
 
 
 def neighbours(strategy: Strategy, rank: int, ranks: int, most: int = 8) -> list[int]:
     """Ranks that `rank` sends to: of those with another stage, of those with other tokens and of those with another part of
-    matrices, all else alike, the next ones after it in a ring, at most so many each; 8 are those of a machine."""
+    matrices, all else alike, the next ones after it in a ring, at most so many each; 8 are those of a machine.
+    """
     places = [coordinates(strategy, other, ranks) for other in range(ranks)]
     found = set[int]()
     for axes in (AXES[:1], AXES[1:4], AXES[4:]):
-        group = [other for other, place in enumerate(places) if all(place[a] == places[rank][a] for a in AXES if a not in axes)]
+        group = [
+            other
+            for other, place in enumerate(places)
+            if all(place[a] == places[rank][a] for a in AXES if a not in axes)
+        ]
         after = group.index(rank) + 1
-        found.update((group[after:] + group[:after - 1])[:most])
+        found.update((group[after:] + group[: after - 1])[:most])
     return sorted(found)
 
 
@@ -89,16 +105,26 @@ def shard_mesh(strategy: Strategy, device: str) -> DeviceMesh:
 
     sizes = axis_sizes(strategy, dist.get_world_size())
     pipeline = {"pp": sizes["pp"]} if sizes["pp"] > 1 else {}
-    shape = {**pipeline, "shards": sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"], "tp": sizes["tp"]}
+    shape = {
+        **pipeline,
+        "shards": sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"],
+        "tp": sizes["tp"],
+    }
     return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def fsdp_mesh(device: str, stages: int, groups: int, tensor: int) -> DeviceMesh:
     """The mesh of the ranks that have this one's of the `stages` of a pipeline and of the `tensor` parts of each matrix: over its
-    last axis FSDP2 shards state, over the one before it, where there are several `groups`, these sum gradients. All call it."""
+    last axis FSDP2 shards state, over the one before it, where there are several `groups`, these sum gradients. All call it.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = {"pp": stages, "dp_replicate": groups, "dp_shard": dist.get_world_size() // (stages * groups * tensor), "tp": tensor}
+    shape = {
+        "pp": stages,
+        "dp_replicate": groups,
+        "dp_shard": dist.get_world_size() // (stages * groups * tensor),
+        "tp": tensor,
+    }
     mesh = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
     return mesh["dp_replicate", "dp_shard"] if groups > 1 else mesh["dp_shard"]

@@ -67,7 +67,7 @@ def pipeline_rank(strategy: Strategy, layers: int, mesh: DeviceMesh) -> Pipeline
     ranks = strategy.pipeline_model_parallel_size
     chunks = stage_chunks(layers, ranks, strategy.virtual_pipeline_model_parallel_size or 1)
     # pp is the slowest axis: the ranks of a stage are neighbours.
-    group, _ = dist.new_subgroups(dist.get_world_size() // ranks)  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups(dist.get_world_size() // ranks)
     return PipelineRank(mesh, chunks[mesh.get_local_rank("pp")], group)
 
 
@@ -76,7 +76,9 @@ def keep_stage(model: Transformer, here: PipelineRank) -> None:
     mine = {layer for chunk in here.chunks for layer in chunk}
     for number in range(model.config.num_layers):
         if number not in mine:
-            del model.layers._modules[str(number)]  # `del layers[number]` would count the others anew
+            del model.layers._modules[
+                str(number)
+            ]  # `del layers[number]` would count the others anew
     if not here.first:
         if model.config.learned_positions:
             del model.position_embedding
@@ -98,7 +100,11 @@ def elsewhere(model: Transformer, here: PipelineRank, name: str) -> bool:
         return known and not any(int(number) in chunk for chunk in here.chunks)
     if first in ("final_layernorm", "output_layer"):
         return not here.last
-    return first in ("embedding", "position_embedding") and not here.first and not (first == "embedding" and _shares(model, here))
+    return (
+        first in ("embedding", "position_embedding")
+        and not here.first
+        and not (first == "embedding" and _shares(model, here))
+    )
 
 
 def counted_elsewhere(model: Transformer, here: PipelineRank) -> list[Tensor]:
@@ -113,10 +119,15 @@ def sum_tied(model: Transformer, here: PipelineRank) -> Tensor | None:
         return None
     grad = model.embedding.weight.grad
     assert grad is not None, "the stage has trained"
-    mine: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad  # FSDP2 shards it alike on both stages
+    mine: Tensor = (
+        grad.to_local() if hasattr(grad, "to_local") else grad
+    )  # FSDP2 shards it alike on both stages
     theirs, peer = torch.empty_like(mine), 0 if here.last else here.size - 1
     group = here.process_group
-    ops = [dist.P2POp(op, t, group=group, group_peer=peer) for op, t in ((dist.isend, mine), (dist.irecv, theirs))]
+    ops = [
+        dist.P2POp(op, t, group=group, group_peer=peer)
+        for op, t in ((dist.isend, mine), (dist.irecv, theirs))
+    ]
     wait_for(dist.batch_isend_irecv(ops), group)
     mine.add_(theirs)  # commutes: the same bits on both
     return mine
@@ -127,5 +138,7 @@ def _shares(model: Transformer, here: PipelineRank) -> bool:
 
 
 def _refuse_whole(model: nn.Module, args: Any) -> None:
-    raise RuntimeError("this rank has some layers of the model (pipeline_model_parallel_size), which do not compute a loss by "
-                       "themselves; train with fp8cfg.fit")
+    raise RuntimeError(
+        "this rank has some layers of the model (pipeline_model_parallel_size), which do not"
+        " compute a loss by themselves; train with fp8cfg.fit"
+    )

@@ -14,7 +14,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, schedules
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    schedules,
+)
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from fp8cfg.models.transformer import Transformer
@@ -37,16 +42,23 @@ class _Chunk(nn.Module):
         self.layers = nn.ModuleDict({str(n): model.layers._modules[str(n)] for n in layers})
         self.first, self.last = first, last
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """Of tokens [B, T], or the residual stream before the first of the layers, the residual stream after the last, or the mean
-        loss of `targets` [B, T], 0-d. Tokens, targets and `documents`, as those of Transformer.forward, are of whole sequences."""
-        model, = self._whole
+        loss of `targets` [B, T], 0-d. Tokens, targets and `documents`, as those of Transformer.forward, are of whole sequences.
+        """
+        (model,) = self._whole
         context = getattr(model, "context", None)
         part = context.part if context is not None else lambda of_sequence: of_sequence
-        positions = model.places(part(torch.arange(model.config.seq_length, device=x.device)), documents)
+        positions = model.places(
+            part(torch.arange(model.config.seq_length, device=x.device)), documents
+        )
         if self.first:
             x = model.embed(part(x), positions)
-        x = model.run_layers(x, positions, documents, [(int(n), layer) for n, layer in self.layers.items()])
+        x = model.run_layers(
+            x, positions, documents, [(int(n), layer) for n, layer in self.layers.items()]
+        )
         if not self.last:
             return x
         assert targets is not None, "the last stage is given them"
@@ -80,7 +92,9 @@ class _Stage(PipelineStage):
         """The receives of a microbatch's residual stream, into new memory."""
         self._lend(self.args_recv_info, fwd_chunk_id)
         for info in () if FREES else _received(self.args_recv_info, fwd_chunk_id):
-            info.buffer.requires_grad_(self.has_backward)  # torch 2.13 does so as it takes it, 2.11 where it makes the memory
+            info.buffer.requires_grad_(
+                self.has_backward
+            )  # torch 2.13 does so as it takes it, 2.11 where it makes the memory
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -104,7 +118,12 @@ class _Stage(PipelineStage):
             return
         if self._stream is None:
             for every in (self.args_recv_info, self.grad_recv_info):
-                for info in (info for each in every for info in _received(every, each) if info.buffer is not None):
+                for info in (
+                    info
+                    for each in every
+                    for info in _received(every, each)
+                    if info.buffer is not None
+                ):
                     self._stream = torch.empty_like(info.buffer, device="meta", requires_grad=False)
                     info.buffer = self._stream  # torch 2.11 clears the gradients of all
         for info in _received(infos, chunk):
@@ -140,7 +159,9 @@ class _InterleavedStage(_Stage):
     def _send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         if FREES:
             return ops
-        if ops:  # as torch receives, batched in 2.11 and singly in 2.13: NCCL has another communicator for single calls of a pair
+        # as torch receives, batched in 2.11 and singly in 2.13: NCCL has another communicator for
+        # single calls of a pair
+        if ops:
             self._sending += schedules._batch_p2p(ops)
         self.finish(SENDING)
         return []
@@ -157,7 +178,13 @@ class Pipeline:
     `dtype`. All ranks of a pipeline make the same calls."""
 
     def __init__(
-        self, model: Transformer, here: PipelineRank, microbatches: int, samples: int, dtype: torch.dtype, device: torch.device,
+        self,
+        model: Transformer,
+        here: PipelineRank,
+        microbatches: int,
+        samples: int,
+        dtype: torch.dtype,
+        device: torch.device,
         sync: StageSync | None = None,
     ) -> None:
         config, chunks = model.config, len(here.chunks)
@@ -165,22 +192,39 @@ class Pipeline:
         tokens = config.seq_length // (split.size if split is not None else 1)
         if model.tensor_parallel is not None and model.tensor_parallel.sequence:
             tokens //= model.tensor_parallel.size
-        stream = torch.empty(samples, tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        stream = torch.empty(
+            samples, tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True
+        )
         batch = torch.empty(samples, config.seq_length, dtype=torch.long, device="meta")
         loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
         self._sync = sync
         self.samples, self._interleaved = samples, list[_InterleavedStage]()
         self.here, self._losses, cuts = here, list[Tensor](), here.size * chunks
         modules = {here.rank + i * here.size: layers for i, layers in enumerate(here.chunks)}
-        parts = [_Chunk(model, layers, number == 0, number == cuts - 1) for number, layers in modules.items()]
+        parts = [
+            _Chunk(model, layers, number == 0, number == cuts - 1)
+            for number, layers in modules.items()
+        ]
 
         def schedule(count: int) -> Any:
-            stages: Any = [(_Stage if chunks == 1 else _InterleavedStage)(
-                part, number, cuts, device, input_args=stream if number else batch,
-                output_args=loss if number == cuts - 1 else stream, group=here.process_group)
-                for number, part in zip(modules, parts, strict=True)]
+            stages: Any = [
+                (_Stage if chunks == 1 else _InterleavedStage)(
+                    part,
+                    number,
+                    cuts,
+                    device,
+                    input_args=stream if number else batch,
+                    output_args=loss if number == cuts - 1 else stream,
+                    group=here.process_group,
+                )
+                for number, part in zip(modules, parts, strict=True)
+            ]
             for stage, part in zip(stages, parts, strict=True):
-                stage.sync, stage.layers, stage.last = sync, ([*part.layers.values()], part is parts[0]), count - 1
+                stage.sync, stage.layers, stage.last = (
+                    sync,
+                    ([*part.layers.values()], part is parts[0]),
+                    count - 1,
+                )
             if chunks == 1:
                 return Schedule1F1B(stages[0], count, self._weighed, scale_grads=False)
             self._interleaved += stages
@@ -192,7 +236,8 @@ class Pipeline:
 
     def train(self, batch: Sequence[Tensor], weights: Sequence[float] | Tensor) -> list[Tensor]:
         """Forward and backward passes over the tensors of a batch, of which the microbatches are equal parts. Each mean loss is
-        multiplied by its weight before its backward pass. Returns the losses as they were, on the last stage alone."""
+        multiplied by its weight before its backward pass. Returns the losses as they were, on the last stage alone.
+        """
         if not isinstance(weights, Tensor):
             weights = sent(torch.tensor(weights, dtype=torch.float32), batch[0].device)
         losses = self._run(self._training.step, batch, weights)
@@ -215,7 +260,12 @@ class Pipeline:
             self._sync.begin()
         last = {"targets": targets, "target": weights} if self.here.last else {}
         with limited(self.here.process_group):
-            run(*inputs, **last, **dict(zip(("documents",), documents, strict=False)), return_outputs=False)
+            run(
+                *inputs,
+                **last,
+                **dict(zip(("documents",), documents, strict=False)),
+                return_outputs=False,
+            )
         for stage in self._interleaved:
             stage.finish()
         return self._losses

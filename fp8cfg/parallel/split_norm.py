@@ -34,7 +34,9 @@ class SplitLayerNorm(SplitRMSNorm, LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         centered = wide - self._mean(wide)
-        return (centered * self._inverse_root(centered) * self.gamma + self.bias.float()).to(x.dtype)
+        return (centered * self._inverse_root(centered) * self.gamma + self.bias.float()).to(
+            x.dtype
+        )
 
 
 def split(norm: RMSNorm, ranks: int, group: str) -> None:

@@ -70,11 +70,17 @@ class TensorRank:
 
     def enter(self, x: Tensor) -> Tensor:
         """The input of column-parallel layers: all tokens."""
-        return collectives.gather(x, self.group) if self.sequence else collectives.enter(x, self.group)
+        return (
+            collectives.gather(x, self.group) if self.sequence else collectives.enter(x, self.group)
+        )
 
     def leave(self, x: Tensor) -> Tensor:
         """The output of row-parallel layers: its sum over the ranks, under sequence parallelism of this rank's tokens."""
-        return collectives.scatter(x, self.group) if self.sequence else collectives.leave(x, self.group)
+        return (
+            collectives.scatter(x, self.group)
+            if self.sequence
+            else collectives.leave(x, self.group)
+        )
 
     def tokens(self, of_sequence: Tensor) -> Tensor:
         """Of something for each token [..., T] that for this rank's tokens."""
@@ -91,24 +97,33 @@ def split_model(model: Transformer, here: TensorRank) -> None:
     """Let `model`, whose parameters are whole, on the meta device or not, keep this rank's parts of them and compute as the whole
     model does, in place. Targets give the loss, the same on every rank; without targets logits are those of the whole vocabulary.
 
-    Its linear layers may be replaced by quantized ones afterwards; `finish_layers` comes after that."""
+    Its linear layers may be replaced by quantized ones afterwards; `finish_layers` comes after that.
+    """
     for layer in cast("list[TransformerLayer]", list(model.layers)):
         attention, mlp = layer.self_attention, layer.mlp
         layer.enter = here.enter
         _column(attention.linear_qkv, here)
         _row(attention.linear_proj, here)
         attention.num_query_groups //= here.size
-        for norm in (attention.q_layernorm, attention.k_layernorm) if attention.normed == "hidden" else ():
+        for norm in (
+            (attention.q_layernorm, attention.k_layernorm) if attention.normed == "hidden" else ()
+        ):
             for name, _ in list(norm.named_parameters()):
                 _keep(norm, name, TensorShard(here.rank, here.size))
             split_norm.split(norm, here.size, here.group)
         _column(mlp.linear_fc1, here, pieces=model.config.fc1_size // model.config.ffn_hidden_size)
         _row(mlp.linear_fc2, here)
         for module, last in ((attention, attention.linear_proj), (mlp, mlp.linear_fc2)):
-            module.register_forward_hook(partial(_sum_output, here, "linear_proj" if module is attention else "linear_fc2"))
+            module.register_forward_hook(
+                partial(_sum_output, here, "linear_proj" if module is attention else "linear_fc2")
+            )
             last.adds_bias = False  # type: ignore[assignment]
     _vocabulary(model, here)
-    model.shards = {name: p.shard for name, p in model.named_parameters(remove_duplicate=False) if hasattr(p, "shard")}
+    model.shards = {
+        name: p.shard
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if hasattr(p, "shard")
+    }
     model.tensor_parallel = here
 
 
@@ -126,7 +141,11 @@ def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
     here: TensorRank = model.tensor_parallel  # type: ignore[assignment]
     shards = cast(dict[str, TensorShard], model.shards)
     whole = [(name, p) for name, p in model.named_parameters() if name not in shards]
-    return [p for name, p in whole if here.sequence or name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))]
+    return [
+        p
+        for name, p in whole
+        if here.sequence or name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))
+    ]
 
 
 def _column(linear: nn.Linear, here: TensorRank, pieces: int = 1) -> None:
@@ -156,7 +175,8 @@ def _vocabulary(model: Transformer, here: TensorRank) -> None:
     tied = model.output_layer.weight is model.embedding.weight
     _keep(model.embedding, "weight", TensorShard(here.rank, here.size, 0))
     rows = len(model.embedding.weight)
-    model.embedding = VocabularyEmbedding.of(model.embedding.weight, here.rank * rows)  # type: ignore[arg-type]
+    weight: Any = model.embedding.weight
+    model.embedding = VocabularyEmbedding.of(weight, here.rank * rows)
     model.embedding.register_forward_hook(lambda _, args, out: here.leave(out))
     if here.sequence and model.config.learned_positions:
         model.position_embedding.register_forward_pre_hook(lambda _, args: (here.tokens(args[0]),))
@@ -165,7 +185,9 @@ def _vocabulary(model: Transformer, here: TensorRank) -> None:
         model.output_layer.weight = model.embedding.weight
     model.output_layer.register_forward_pre_hook(lambda _, args: (here.enter(args[0]), *args[1:]))
     model.vocabulary_part = vocabulary_part(here.rank * rows, here.group)
-    model.register_forward_hook(lambda _, args, out: out if out.dim() == 0 else collectives.join(out, here.rank, here.group))
+    model.register_forward_hook(
+        lambda _, args, out: out if out.dim() == 0 else collectives.join(out, here.rank, here.group)
+    )
 
 
 def _sum_output(here: TensorRank, last: str, module: nn.Module, args: Any, out: Tensor) -> Tensor:

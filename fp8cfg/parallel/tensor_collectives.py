@@ -22,8 +22,12 @@ from fp8cfg.numerics.waited_collective import waited
 
 SEQUENCE = 1
 """The dimension of tokens in [B, T, C]."""
-_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor  # until torch 2.13
-_reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+_all_gather = (
+    getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+)  # until torch 2.13
+_reduce_scatter = (
+    getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+)
 
 
 def summed(t: Tensor, group: Any) -> Tensor:
@@ -32,7 +36,9 @@ def summed(t: Tensor, group: Any) -> Tensor:
 
 
 def _gathered(t: Tensor, dim: int, group: Any) -> Tensor:
-    every = waited(_all_gather, t.contiguous(), 0, group=group)  # along 0: what torch 2.11 moves is not for compiled code
+    every = waited(
+        _all_gather, t.contiguous(), 0, group=group
+    )  # along 0: what torch 2.11 moves is not for compiled code
     return every.view(-1, *t.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -107,30 +113,30 @@ class _Join(torch.autograd.Function):
 
 def enter(x: Tensor, group: str) -> Tensor:
     """`x` itself; its gradients are summed over the ranks."""
-    return _Enter.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _Enter.apply(x, group)  # type: ignore[no-any-return]
 
 
 def leave(x: Tensor, group: str) -> Tensor:
     """The sum of `x` over the ranks, whose gradient is the same on each."""
-    return _Leave.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _Leave.apply(x, group)  # type: ignore[no-any-return]
 
 
 def total(x: Tensor, group: str) -> Tensor:
     """The sum of `x` over the ranks, with which each computes something else: gradients are summed too."""
-    return _Total.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _Total.apply(x, group)  # type: ignore[no-any-return]
 
 
 def gather(x: Tensor, group: str, dim: int = SEQUENCE) -> Tensor:
     """The ranks' parts one behind the other along `dim`, by default whole sequences, [B, T / ranks, C] -> [B, T, C]; gradients are
     summed to the ranks they belong to."""
-    return _Gather.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _Gather.apply(x, dim, group)  # type: ignore[no-any-return]
 
 
 def scatter(x: Tensor, group: str) -> Tensor:
     """This rank's part of the sum over the ranks, [B, T, C] -> [B, T / ranks, C]."""
-    return _Scatter.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _Scatter.apply(x, group)  # type: ignore[no-any-return]
 
 
 def join(x: Tensor, rank: int, group: str) -> Tensor:
     """The ranks' parts one behind the other along the last dimension; what follows is computed alike on every rank."""
-    return _Join.apply(x, rank, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _Join.apply(x, rank, group)  # type: ignore[no-any-return]

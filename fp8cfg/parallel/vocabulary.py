@@ -36,7 +36,9 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.num_embeddings)
-        return F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
+            elsewhere.unsqueeze(-1), 0.0
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, first={self.first}"

@@ -25,7 +25,11 @@ def refuse_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
 
 
 def refuse(
-    recipe: Recipe, hardware: Hardware, whole_line: Line, problems_of_layout: Sequence[str] = (), ranks: int | None = None,
+    recipe: Recipe,
+    hardware: Hardware,
+    whole_line: Line,
+    problems_of_layout: Sequence[str] = (),
+    ranks: int | None = None,
     takes: Takes | None = None,
 ) -> None:
     """Raise ConfigError, before anything is made, for a recipe without data, for one with `problems_of_layout`, and for one whose
@@ -33,24 +37,38 @@ def refuse(
     `whole_line` has them."""
     refuse_if(list(missing_data(recipe)))
     if lines := _problems(recipe, hardware, problems_of_layout, ranks):
-        found = [*fits(recipe, hardware, ranks, takes), *([] if takes else smoke_run_here(recipe, hardware, ranks))]
+        found = [
+            *fits(recipe, hardware, ranks, takes),
+            *([] if takes else smoke_run_here(recipe, hardware, ranks)),
+        ]
         raise ConfigError(offering(lines, "here", list(map(whole_line, found))))
 
 
-def _problems(recipe: Recipe, hardware: Hardware, of_layout: Sequence[str], ranks: int | None) -> list[str]:
+def _problems(
+    recipe: Recipe, hardware: Hardware, of_layout: Sequence[str], ranks: int | None
+) -> list[str]:
     """Why the ranks of this run, or `ranks` that are to be started, do not train `recipe`: what of the layout they do not have,
     the problems `of_layout` of the recipe itself, or memory."""
     if of_layout and not ranks and not _launched():
         return list(of_layout)
     started = ranks or layout.ranks()
-    if lines := layout.refused(recipe, started) or list(of_layout) or layout.uneven_batch(recipe, started):
+    if (
+        lines := layout.refused(recipe, started)
+        or list(of_layout)
+        or layout.uneven_batch(recipe, started)
+    ):
         return layout.refused(recipe, ranks or _ranks(recipe, hardware.device)) or lines
-    free, backend = free_memory(hardware.device, ranks), choose_backend(recipe, hardware, started).backend
+    free, backend = (
+        free_memory(hardware.device, ranks),
+        choose_backend(recipe, hardware, started).backend,
+    )
     line = too_large(recipe, hardware.device, free, backend, started)
     return [line] if line else []
 
 
-def fits(recipe: Recipe, hardware: Hardware, ranks: int | None = None, takes: Takes | None = None) -> list[Fit]:
+def fits(
+    recipe: Recipe, hardware: Hardware, ranks: int | None = None, takes: Takes | None = None
+) -> list[Fit]:
     """What runs here in the place of `recipe`: on `ranks` that are to be started, or those of this run. Of a run that is gone on
     with what it `takes`. Outside of a launcher it is a recipe of this machine alone, with trainer.devices where these are no
     multiple of the ranks, over which a layout might not divide."""
@@ -58,14 +76,22 @@ def fits(recipe: Recipe, hardware: Hardware, ranks: int | None = None, takes: Ta
     if not ranks and not _launched():
         devices = recipe.trainer.devices
         recipe = placed(recipe, 1, there if devices % there else devices)
-    return alternatives(recipe, hardware.device, free_memory(hardware.device, ranks), there,
-                        lambda other: choose_backend(other, hardware, there).backend, takes)
+    return alternatives(
+        recipe,
+        hardware.device,
+        free_memory(hardware.device, ranks),
+        there,
+        lambda other: choose_backend(other, hardware, there).backend,
+        takes,
+    )
 
 
 def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None) -> list[Fit]:
     """The smoke run of `recipe` on `ranks` that are to be started here, or those that start by themselves, if there is one that
     has the memory."""
-    there = ranks or (min(gpus(), recipe.trainer.devices) if _starts_here(hardware.device) else layout.ranks())
+    there = ranks or (
+        min(gpus(), recipe.trainer.devices) if _starts_here(hardware.device) else layout.ranks()
+    )
     free = free_memory(hardware.device, ranks)
 
     def backend(other: Recipe) -> str:
@@ -81,8 +107,13 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
 def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
     """Who multiplies `recipe` on so many ranks of that hardware. Raises ConfigError as `choose` does."""
     precision = as_sharded(recipe.precision, layout.shards(recipe, ranks))
-    return choose(precision, hardware, statistics=recipe.log.fp8_stats_every_n_steps, adapters=recipe.lora.enabled,
-                  strategy=recipe.trainer.strategy)
+    return choose(
+        precision,
+        hardware,
+        statistics=recipe.log.fp8_stats_every_n_steps,
+        adapters=recipe.lora.enabled,
+        strategy=recipe.trainer.strategy,
+    )
 
 
 def _ranks(recipe: Recipe, device: str) -> int:

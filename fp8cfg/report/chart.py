@@ -13,7 +13,12 @@ from fp8cfg.scalings import SCALINGS
 
 COLUMNS = ("gemm", "comm", "weight", "master_weight", "weight_grad", "exp_avg", "exp_avg_sq")
 _STATE = ("master_weight", "exp_avg", "exp_avg_sq")
-SPLIT = {"none": (), "zero1": _STATE, "zero2": (*_STATE, "weight_grad"), "fsdp": (*_STATE, "weight_grad", "weight")}
+SPLIT = {
+    "none": (),
+    "zero1": _STATE,
+    "zero2": (*_STATE, "weight_grad"),
+    "fsdp": (*_STATE, "weight_grad", "weight"),
+}
 """The columns that each storage.shard splits over data-parallel ranks."""
 Row = dict[str, str]
 
@@ -23,12 +28,12 @@ def _row(codecs: str) -> Row:
 
 
 ROWS = {
-    "FP16 AMP":      _row("fp16 fp32 fp32 none fp32 fp32 fp32"),
-    "TE":            _row("fp8  fp32 fp32 none fp32 fp32 fp32"),
+    "FP16 AMP": _row("fp16 fp32 fp32 none fp32 fp32 fp32"),
+    "TE": _row("fp8  fp32 fp32 none fp32 fp32 fp32"),
     "Megatron BF16": _row("bf16 fp32 bf16 fp32 fp32 fp32 fp32"),
-    "O1":            _row("fp8  fp8  fp16 none fp8  fp32 fp32"),
-    "O2":            _row("fp8  fp8  fp16 none fp8  fp8  fp16"),
-    "O3":            _row("fp8  fp8  fp8  fp16 fp8  fp8  fp16"),
+    "O1": _row("fp8  fp8  fp16 none fp8  fp32 fp32"),
+    "O2": _row("fp8  fp8  fp16 none fp8  fp8  fp16"),
+    "O3": _row("fp8  fp8  fp8  fp16 fp8  fp8  fp16"),
 }
 """Source: azure.github.io/MS-AMP/docs/introduction, Megatron's row its DistributedOptimizer's. O3's masters are FP16 with a
 scale."""
@@ -59,25 +64,50 @@ def text(recipe: Recipe, ranks: int = 1) -> str:
     """The chart with the recipe's row first, on so many data-parallel ranks, in a sentence where its codecs are too long for a
     table of 80 columns."""
     mine, named, shard = row(recipe), name(recipe), sharding(recipe.precision, ranks)
-    header = ["low-precision chart", "GEMM", "comm", "weight", "master", "grad", "moments", "B/param"]
+    header = [
+        "low-precision chart",
+        "GEMM",
+        "comm",
+        "weight",
+        "master",
+        "grad",
+        "moments",
+        "B/param",
+    ]
     own = [f"this recipe: {named}", *_shown(mine, shard, ranks)]
     rows = [[n, *_shown(columns)] for n, columns in ROWS.items() if n != named]
     whole = table(header, [own, *rows], right=(7,))
     if max(map(len, whole.splitlines())) > 80:
-        said = f"{own[0]}: " + ", ".join(f"{what} {codec}" for what, codec in zip(header[1:], own[1:], strict=True))
-        whole = "\n".join([table(header, rows, right=(7,)), *wrap(said, 80, subsequent_indent="  ")])
+        said = f"{own[0]}: " + ", ".join(
+            f"{what} {codec}" for what, codec in zip(header[1:], own[1:], strict=True)
+        )
+        whole = "\n".join(
+            [table(header, rows, right=(7,)), *wrap(said, 80, subsequent_indent="  ")]
+        )
     if shard != "none" and ranks > 1:
-        whole += f"\nB/param here: on each of {ranks} ranks under storage.shard={shard}; unsharded {bytes_per_parameter(mine):.3g}"
-    return "\n".join([whole, *(fill(line, 80, subsequent_indent="  ") for line in remarks.lines(recipe, ranks))])
+        whole += (
+            f"\nB/param here: on each of {ranks} ranks under storage.shard={shard}; unsharded"
+            f" {bytes_per_parameter(mine):.3g}"
+        )
+    return "\n".join(
+        [whole, *(fill(line, 80, subsequent_indent="  ") for line in remarks.lines(recipe, ranks))]
+    )
 
 
 def moments(columns: Row) -> str:
     """The moments that there are: both of Adam, one of SGD with momentum."""
-    return "+".join(codec for codec in (columns["exp_avg"], columns["exp_avg_sq"]) if codec != "none") or "none"
+    return (
+        "+".join(codec for codec in (columns["exp_avg"], columns["exp_avg_sq"]) if codec != "none")
+        or "none"
+    )
 
 
 def _shown(columns: Row, shard: str = "none", ranks: int = 1) -> list[str]:
-    return [*(columns[k] for k in COLUMNS[:5]), moments(columns), f"{bytes_per_parameter(columns, shard, ranks):.3g}"]
+    return [
+        *(columns[k] for k in COLUMNS[:5]),
+        moments(columns),
+        f"{bytes_per_parameter(columns, shard, ranks):.3g}",
+    ]
 
 
 def _families(columns: Row) -> Row:

@@ -32,8 +32,10 @@ from fp8cfg.report.tables import table, wrapped
 if TYPE_CHECKING:
     from torch import nn
 
-_NO_OUTPUT = ("No output layer was found for fp8.output_layer=false to keep in high precision: where one of these makes the "
-              "logits, name it in fp8.exclude.")
+_NO_OUTPUT = (
+    "No output layer was found for fp8.output_layer=false to keep in high precision: where one of"
+    " these makes the logits, name it in fp8.exclude."
+)
 LOW = 0.5
 """The share of FP8 below which a run is warned of."""
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
@@ -65,8 +67,16 @@ class Coverage:
     @property
     def share(self) -> float:
         """Share of all matmul FLOPs that are in FP8, attention's products among them."""
-        attention = sum(p.fp8_share for p in self.attentions) / max(1, len(self.attentions)) * self.attention_flops
-        return (attention + sum(self._of(p) * p.fp8_share for p in self.linears)) / self._flops if self._flops else 0.0
+        attention = (
+            sum(p.fp8_share for p in self.attentions)
+            / max(1, len(self.attentions))
+            * self.attention_flops
+        )
+        return (
+            (attention + sum(self._of(p) * p.fp8_share for p in self.linears)) / self._flops
+            if self._flops
+            else 0.0
+        )
 
     @property
     def products(self) -> dict[str, dict[str, str]]:
@@ -77,31 +87,56 @@ class Coverage:
     def data(self) -> dict[str, Any]:
         """The same as plain data, layer by layer, for the run folder."""
         return {
-            "share_of_matmul_flops": self.share, "layers_in_fp8": self.layers_in_fp8, "layers": len(self.linears),
-            "linears": [{"name": p.name, "in_features": p.in_features, "out_features": p.out_features,
-                         **self._products(p)} for p in self.linears],
+            "share_of_matmul_flops": self.share,
+            "layers_in_fp8": self.layers_in_fp8,
+            "layers": len(self.linears),
+            "linears": [
+                {
+                    "name": p.name,
+                    "in_features": p.in_features,
+                    "out_features": p.out_features,
+                    **self._products(p),
+                }
+                for p in self.linears
+            ],
             "attention": [{"name": p.name, **self._products(p)} for p in self.attentions],
-            "beside": [{"name": p.name, "weights": p.weights, "reason": p.reason} for p in self.beside]}
+            "beside": [
+                {"name": p.name, "weights": p.weights, "reason": p.reason} for p in self.beside
+            ],
+        }
 
     def __str__(self) -> str:
-        rows = [[str(count), name, f"{flops / self._flops:.1%}", what] for (name, what), count, flops in self._groups()]
+        rows = [
+            [str(count), name, f"{flops / self._flops:.1%}", what]
+            for (name, what), count, flops in self._groups()
+        ]
         fp8 = sum(p.fp8_share > 0 for p in self.attentions)
         for what, count in Counter(map(self._attention, self.attentions)).items():
             share = count / len(self.attentions) * self.attention_flops / self._flops
             rows.append([str(count) if fp8 else "", "attention", f"{share:.1%}", what])
         attention = f", attention in {fp8} of {len(self.attentions)}" if fp8 else ""
-        return table(["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"], rows, right=(0, 2)) + (
-            f"\nFP8: {self.layers_in_fp8} of {len(self.linears)} linear layers{attention}, {self.share:.1%} of {self.what}"
-            + (f"\n{wrapped(self.note)}" if self.note else ""))
+        return table(
+            ["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"], rows, right=(0, 2)
+        ) + (
+            f"\nFP8: {self.layers_in_fp8} of {len(self.linears)} linear layers{attention},"
+            f" {self.share:.1%} of {self.what}" + (f"\n{wrapped(self.note)}" if self.note else "")
+        )
 
     @property
     def largest_in_high_precision(self) -> tuple[str, float, str]:
         """The part of the model with most FLOPs that are not in FP8: its name, their share of all FLOPs, and why."""
-        parts = [(name, flops, what.partition(": ")[2]) for (name, what), _, flops in self._groups()
-                 if what.startswith(self.compute)]
+        parts = [
+            (name, flops, what.partition(": ")[2])
+            for (name, what), _, flops in self._groups()
+            if what.startswith(self.compute)
+        ]
         if self.attentions and not any(p.fp8_share for p in self.attentions):
             parts.append(("attention", self.attention_flops, self.attentions[0].reason))
-        name, flops, why = max(parts, key=lambda part: part[1], default=("products of layers that are otherwise in FP8", 0.0, ""))
+        name, flops, why = max(
+            parts,
+            key=lambda part: part[1],
+            default=("products of layers that are otherwise in FP8", 0.0, ""),
+        )
         return name, flops / self._flops if self._flops else 0.0, why or "in high precision"
 
     @property
@@ -113,7 +148,10 @@ class Coverage:
                 found.setdefault(p.reason or _why(p), []).append(self._of(p) / self._flops)
         for other in self.beside:
             found.setdefault(other.reason, []).append(self._of(other) / self._flops)
-        return sorted(((why, len(shares), sum(shares)) for why, shares in found.items()), key=lambda group: -group[2])
+        return sorted(
+            ((why, len(shares), sum(shares)) for why, shares in found.items()),
+            key=lambda group: -group[2],
+        )
 
     @property
     def what(self) -> str:
@@ -128,7 +166,12 @@ class Coverage:
 
     def _of(self, p: PlannedLinear | Unwatched) -> float:
         """The FLOPs of one layer's products."""
-        return (p.count if isinstance(p, PlannedLinear) else 3) * 2.0 * p.weights * (self._most if p.rows is None else p.rows)
+        return (
+            (p.count if isinstance(p, PlannedLinear) else 3)
+            * 2.0
+            * p.weights
+            * (self._most if p.rows is None else p.rows)
+        )
 
     @cached_property
     def _most(self) -> int:
@@ -145,13 +188,19 @@ class Coverage:
         """What one layer's attention runs, forward and backward: it has no weight, and so no wgrad."""
         if p.reason:
             return f"{self.compute}: {p.reason}"
-        return " ".join("|".join(dict.fromkeys(_kinds(k, self.compute) for k in part)) for part in (p.gemms[:2], p.gemms[2:]))
+        return " ".join(
+            "|".join(dict.fromkeys(_kinds(k, self.compute) for k in part))
+            for part in (p.gemms[:2], p.gemms[2:])
+        )
 
     def _groups(self) -> list[tuple[tuple[str, str], int, float]]:
         """Layers that differ in their index alone, together: (name, what they run), how many, FLOPs."""
         groups: dict[tuple[str, str], tuple[int, float]] = {}
         for p in self.linears:
-            kinds = " ".join(f"{'-' if g in p.left_out else _kinds(k, self.compute):9}" for g, k in p.products.items())
+            kinds = " ".join(
+                f"{'-' if g in p.left_out else _kinds(k, self.compute):9}"
+                for g, k in p.products.items()
+            )
             what = f"{kinds} {p.reason}" if p.fp8 else f"{self.compute}: {p.reason or _why(p)}"
             _add(groups, p.name, what.rstrip(), self._of(p))
         for other in self.beside:
@@ -165,9 +214,13 @@ def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     config = transformer_config(recipe)
     reach = sum(_reach(m.seq_length, config.window(layer)) for layer in range(m.num_layers))
     attention = 3 * 2 * reach * m.num_attention_heads * m.head_dim  # two products
-    adapters = [Unwatched(f"{module}.lora", adapter_parameters([*parts], recipe.lora.rank), "adapters")
-                for module, parts in groupby(adapted(recipe), attrgetter("module"))]
-    return Coverage(linears, attention_plan(recipe), float(attention), recipe.precision.compute, adapters)
+    adapters = [
+        Unwatched(f"{module}.lora", adapter_parameters([*parts], recipe.lora.rank), "adapters")
+        for module, parts in groupby(adapted(recipe), attrgetter("module"))
+    ]
+    return Coverage(
+        linears, attention_plan(recipe), float(attention), recipe.precision.compute, adapters
+    )
 
 
 def _reach(tokens: int, window: int | None) -> float:
@@ -181,9 +234,16 @@ def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched], fp8
     return Coverage(linears, (), 0.0, "high precision", beside, "" if found else _NO_OUTPUT)
 
 
-def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], seen: Observed, foreign: bool = False) -> Coverage:
+def ran(
+    recipe: Recipe,
+    model: nn.Module,
+    plan: Sequence[PlannedLinear],
+    seen: Observed,
+    foreign: bool = False,
+) -> Coverage:
     """The coverage of the products that were `seen` since the record was last cleared: what their call sites recorded. `foreign`
     says that `model` is not the Transformer of `recipe`."""
+
     def gemms(name: str, products: Sequence[str]) -> Any:
         return tuple(seen.get(name, {}).get(g) for g in products)
 
@@ -191,13 +251,18 @@ def ran(recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], seen: O
         from fp8cfg.backends import flops as rows
         from fp8cfg.backends import observed_gemms
 
-        asked = of_layers([replace(p, rows=rows.multiplied(model.get_submodule(p.name))) for p in plan],
-                          observed_gemms.beside(model), recipe.fp8)
+        asked = of_layers(
+            [replace(p, rows=rows.multiplied(model.get_submodule(p.name))) for p in plan],
+            observed_gemms.beside(model),
+            recipe.fp8,
+        )
     else:
         asked = planned(recipe, plan)
     return replace(
-        asked, linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in asked.linears],
-        attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in asked.attentions])
+        asked,
+        linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in asked.linears],
+        attentions=[replace(p, gemms=gemms(p.name, ATTENTION_GEMMS)) for p in asked.attentions],
+    )
 
 
 def coverage(model: nn.Module) -> Coverage:
@@ -220,8 +285,11 @@ def warn_of_share(model: nn.Module, seen: Coverage) -> None:
     from fp8cfg.backends.exclusions import converted, plan_of
 
     state, plan = converted(model), {p.name: p for p in plan_of(model)}
-    linears = [p if p.name not in plan else replace(p, gemms=_filled(p, plan[p.name])) for p in seen.linears
-               if p.name not in plan or any(g is not None for g in p.gemms)]
+    linears = [
+        p if p.name not in plan else replace(p, gemms=_filled(p, plan[p.name]))
+        for p in seen.linears
+        if p.name not in plan or any(g is not None for g in p.gemms)
+    ]
     line = low_share(replace(seen, linears=linears))
     if line and not state.share_said:
         warnings.warn(line, RuntimeWarning, stacklevel=3)
@@ -233,22 +301,31 @@ def low_share(seen: Coverage) -> str:
     if seen.share >= LOW:
         return ""
     name, share, what = seen.largest_in_high_precision
-    return f"only {seen.share:.1%} of {seen.what} ran in FP8; the largest part that did not is {name}, {share:.1%} ({what})"
+    return (
+        f"only {seen.share:.1%} of {seen.what} ran in FP8; the largest part that did not is {name},"
+        f" {share:.1%} ({what})"
+    )
 
 
 def _filled(ran: PlannedLinear, planned: PlannedLinear) -> tuple[Kinds, Kinds, Kinds]:
-    gemms = [want if got is None else got for got, want in zip(ran.gemms, planned.gemms, strict=True)]
+    gemms = [
+        want if got is None else got for got, want in zip(ran.gemms, planned.gemms, strict=True)
+    ]
     return gemms[0], gemms[1], gemms[2]
 
 
-def _add(groups: dict[tuple[str, str], tuple[int, float]], name: str, what: str, flops: float) -> None:
+def _add(
+    groups: dict[tuple[str, str], tuple[int, float]], name: str, what: str, flops: float
+) -> None:
     key = _INDEX.sub("*", name), what
     count, before = groups.get(key, (0, 0.0))
     groups[key] = count + 1, before + flops
 
 
 def _why(p: PlannedLinear) -> str:
-    return "ran outside of the autocast context" if HIGH_PRECISION in p.gemms else "did not multiply"
+    return (
+        "ran outside of the autocast context" if HIGH_PRECISION in p.gemms else "did not multiply"
+    )
 
 
 def _named(p: PlannedLinear | PlannedAttention, otherwise: str) -> dict[str, str]:

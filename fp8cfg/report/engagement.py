@@ -17,17 +17,29 @@ if TYPE_CHECKING:
 
 
 def prove_engagement(
-    recipe: Recipe, model: nn.Module, plan: Sequence[PlannedLinear], observed: Observed, foreign: bool = False
+    recipe: Recipe,
+    model: nn.Module,
+    plan: Sequence[PlannedLinear],
+    observed: Observed,
+    foreign: bool = False,
 ) -> Coverage:
     """The coverage of the step that just ran in `model`, whose products are `observed`; `foreign` says that it is not the
-    Transformer of `recipe`. Raises NotFP8Error where it is not what was planned, or less than fp8.min_coverage."""
+    Transformer of `recipe`. Raises NotFP8Error where it is not what was planned, or less than fp8.min_coverage.
+    """
     seen = ran(recipe, model, plan, observed, foreign)
-    wrong = not_engaged(plan, observed) if foreign else differences([*plan, *attention_plan(recipe)], observed)
+    wrong = (
+        not_engaged(plan, observed)
+        if foreign
+        else differences([*plan, *attention_plan(recipe)], observed)
+    )
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")
     if recipe.fp8.enabled and seen.share < recipe.fp8.min_coverage:
-        raise NotFP8Error(f"fp8.min_coverage={recipe.fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8")
+        raise NotFP8Error(
+            f"fp8.min_coverage={recipe.fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran"
+            " in FP8"
+        )
     if recipe.fp8.enabled and foreign:
         warn_of_share(model, seen)
     return seen

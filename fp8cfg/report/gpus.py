@@ -26,18 +26,21 @@ class GPU:
         return int(self.gib * 2**30)
 
 
-GPUS = {gpu.name: gpu for gpu in (
-    GPU("a100-40", 39.3, (8, 0), 312, None, "NVIDIA A100 datasheet"),
-    GPU("a100-80", 79.1, (8, 0), 312, None, "NVIDIA A100 datasheet"),
-    GPU("h100", 79.1, (9, 0), 989, 1979, "NVIDIA H100 datasheet, SXM"),
-    GPU("h100-pcie", 79.1, (9, 0), 756, 1513, "NVIDIA H100 datasheet, PCIe"),
-    GPU("h200", 139.7, (9, 0), 989, 1979, "NVIDIA H200 datasheet, SXM"),
-    GPU("b200", 178.3, (10, 0), 2250, 4500, "NVIDIA HGX B200 datasheet, an eighth of it"),
-    GPU("l4", 22.0, (8, 9), 121, 242, "NVIDIA L4 datasheet"),
-    GPU("l40s", 44.3, (8, 9), 362, 733, "NVIDIA L40S datasheet"),
-    GPU("rtx4090", 23.5, (8, 9), 165, 330, "NVIDIA Ada architecture whitepaper"),
-    GPU("rtx5090", 31.3, (12, 0), 209, 419, "NVIDIA RTX Blackwell architecture whitepaper"),
-)}
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("a100-40", 39.3, (8, 0), 312, None, "NVIDIA A100 datasheet"),
+        GPU("a100-80", 79.1, (8, 0), 312, None, "NVIDIA A100 datasheet"),
+        GPU("h100", 79.1, (9, 0), 989, 1979, "NVIDIA H100 datasheet, SXM"),
+        GPU("h100-pcie", 79.1, (9, 0), 756, 1513, "NVIDIA H100 datasheet, PCIe"),
+        GPU("h200", 139.7, (9, 0), 989, 1979, "NVIDIA H200 datasheet, SXM"),
+        GPU("b200", 178.3, (10, 0), 2250, 4500, "NVIDIA HGX B200 datasheet, an eighth of it"),
+        GPU("l4", 22.0, (8, 9), 121, 242, "NVIDIA L4 datasheet"),
+        GPU("l40s", 44.3, (8, 9), 362, 733, "NVIDIA L40S datasheet"),
+        GPU("rtx4090", 23.5, (8, 9), 165, 330, "NVIDIA Ada architecture whitepaper"),
+        GPU("rtx5090", 31.3, (12, 0), 209, 419, "NVIDIA RTX Blackwell architecture whitepaper"),
+    )
+}
 """Datasheets give most peaks with sparsity; these are half of those."""
 
 

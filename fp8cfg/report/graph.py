@@ -15,28 +15,57 @@ from fp8cfg.report.tables import wrapped
 if TYPE_CHECKING:
     import fiddle as fdl
 
-_OPTIM = {"adamw": ("lr", "betas", "eps", "weight_decay"), "adam": ("lr", "betas", "eps", "weight_decay"),
-          "sgd": ("lr", "momentum", "weight_decay")}
+_OPTIM = {
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "adam": ("lr", "betas", "eps", "weight_decay"),
+    "sgd": ("lr", "momentum", "weight_decay"),
+}
 
 CODE_WIDTH = 100
 """Columns of the code of a graph."""
 
 
-def built(recipe: Recipe, plans: Sequence[PlannedLinear], choice: Choice) -> dict[str, dict[str, Any]]:
+def built(
+    recipe: Recipe, plans: Sequence[PlannedLinear], choice: Choice
+) -> dict[str, dict[str, Any]]:
     """The autocast context, the optimizer, the schedule and the loss scaler of `recipe`: each "name" and its arguments."""
     p, o, t = recipe.precision, recipe.optim, recipe.trainer
     reduced = {"reduce_amax": p.fp8.reduce_amax} if p.fp8.enabled else {}
     parts: dict[str, dict[str, Any]] = {
-        "autocast": {"name": "Job.autocast", "compute": p.compute, "fp8_layers": sum(planned.fp8 for planned in plans),
-                     "product": choice.product},
-        "optimizer": {**_optimizer(recipe), **{k: getattr(o, k) for k in _OPTIM[o.name]}, "clip_grad": t.gradient_clip_val,
-                      **reduced},
-        "schedule": {"name": "Schedule", "max_lr": o.lr, "min_lr": o.end_lr, "warmup_steps": o.warmup_steps,
-                     "max_steps": t.max_steps, "constant_steps": o.constant_steps, "decay": o.lr_decay_style},
+        "autocast": {
+            "name": "Job.autocast",
+            "compute": p.compute,
+            "fp8_layers": sum(planned.fp8 for planned in plans),
+            "product": choice.product,
+        },
+        "optimizer": {
+            **_optimizer(recipe),
+            **{k: getattr(o, k) for k in _OPTIM[o.name]},
+            "clip_grad": t.gradient_clip_val,
+            **reduced,
+        },
+        "schedule": {
+            "name": "Schedule",
+            "max_lr": o.lr,
+            "min_lr": o.end_lr,
+            "warmup_steps": o.warmup_steps,
+            "max_steps": t.max_steps,
+            "constant_steps": o.constant_steps,
+            "decay": o.lr_decay_style,
+        },
     }
     if p.compute == "fp16":
-        scaling = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        parts["loss scaling"] = {"name": "LossScaler", **{k: v for k in scaling if (v := getattr(p, k)) is not None}}
+        scaling = (
+            "loss_scale",
+            "initial_loss_scale",
+            "min_loss_scale",
+            "loss_scale_window",
+            "hysteresis",
+        )
+        parts["loss scaling"] = {
+            "name": "LossScaler",
+            **{k: v for k in scaling if (v := getattr(p, k)) is not None},
+        }
     return parts
 
 
@@ -77,7 +106,7 @@ def _laid_out(line: str) -> list[str]:
         return [line]
     text = line.lstrip()
     value: ast.expr = ast.parse(text).body[0].value  # type: ignore[attr-defined]
-    return _opened(value, line[:len(line) - len(text)], text[:value.col_offset], "")
+    return _opened(value, line[: len(line) - len(text)], text[: value.col_offset], "")
 
 
 def _opened(value: ast.expr, indent: str, before: str, after: str) -> list[str]:
@@ -97,7 +126,12 @@ def _opened(value: ast.expr, indent: str, before: str, after: str) -> list[str]:
     for name, item in items:
         inner = _opened(item, f"{indent}    ", name, ",")
         node = isinstance(item, ast.Call) and ast.unparse(item.func) == "fdl.Config"
-        if room and not node and len(inner) == 1 and len(lines[-1]) + len(inner[0].strip()) < CODE_WIDTH:
+        if (
+            room
+            and not node
+            and len(inner) == 1
+            and len(lines[-1]) + len(inner[0].strip()) < CODE_WIDTH
+        ):
             lines[-1] += f" {inner[0].strip()}"
         else:
             lines += inner

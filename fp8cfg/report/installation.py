@@ -22,9 +22,29 @@ from fp8cfg.config.precision import Precision
 from fp8cfg.report.machine import find_hardware, free_memory
 
 BACKENDS = backend_registry.names()
-PACKAGES = ["torch", "numpy", "hydra-core", "omegaconf", "fiddle", "pydantic", "safetensors", "torchao", "msamp"]
-PACKAGES += ["transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"]
-PACKAGES += [package for name in BACKENDS for package in capabilities(name).distributions if package not in PACKAGES]
+PACKAGES = [
+    "torch",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "fiddle",
+    "pydantic",
+    "safetensors",
+    "torchao",
+    "msamp",
+]
+PACKAGES += [
+    "transformer-engine",
+    "transformer-engine-torch",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+]
+PACKAGES += [
+    package
+    for name in BACKENDS
+    for package in capabilities(name).distributions
+    if package not in PACKAGES
+]
 """Packages whose versions may change results."""
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
 """In the name of an environment variable: its value is neither printed nor kept."""
@@ -39,14 +59,21 @@ VARIABLES = {
     "NVTE_NVFP4_DISABLE_RHT": "nvfp4 without its Hadamard transform",
     "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "nvfp4 rounds gradients to nearest",
     "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "nvfp4 scales weights along rows",
-    "NVTE_FLASH_ATTN": "attention's kernel", "NVTE_FUSED_ATTN": "attention's kernel", "NVTE_UNFUSED_ATTN": "attention's kernel",
+    "NVTE_FLASH_ATTN": "attention's kernel",
+    "NVTE_FUSED_ATTN": "attention's kernel",
+    "NVTE_UNFUSED_ATTN": "attention's kernel",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "attention may differ from run to run",
     "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "TE unpickles state, which can run code",
-    "NVTE_TORCH_COMPILE": "TE compiles its fusions or does not", "NVTE_DEBUG": "TE's debug features change what runs",
-    "OMP_NUM_THREADS": "the order of sums on a CPU", "MKL_NUM_THREADS": "the order of sums on a CPU",
-    "CUBLAS_WORKSPACE_CONFIG": "whether cuBLAS is deterministic", "NVIDIA_TF32_OVERRIDE": "float32 products in TF32",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "float32 products in TF32", "CUDA_VISIBLE_DEVICES": "which GPUs there are",
-    "TORCHDYNAMO_DISABLE": "no run is compiled", "TORCH_COMPILE_DISABLE": "no run is compiled",
+    "NVTE_TORCH_COMPILE": "TE compiles its fusions or does not",
+    "NVTE_DEBUG": "TE's debug features change what runs",
+    "OMP_NUM_THREADS": "the order of sums on a CPU",
+    "MKL_NUM_THREADS": "the order of sums on a CPU",
+    "CUBLAS_WORKSPACE_CONFIG": "whether cuBLAS is deterministic",
+    "NVIDIA_TF32_OVERRIDE": "float32 products in TF32",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "float32 products in TF32",
+    "CUDA_VISIBLE_DEVICES": "which GPUs there are",
+    "TORCHDYNAMO_DISABLE": "no run is compiled",
+    "TORCH_COMPILE_DISABLE": "no run is compiled",
 }
 """Environment variables that change results, and how (Transformer Engine's, cuBLAS's and torch's documentation)."""
 
@@ -55,19 +82,33 @@ def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Everything as plain data."""
     hardware, devices = _torch()
     return {
-        "fp8cfg": __version__, "python": platform.python_version(), "os": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "free_memory": free_memory("cpu"), **devices, "driver": _driver(), "compiler": _compiler(),
-        "packages": {name: installed_version(name) for name in (*PACKAGES, "transformers", "triton")},
-        "variables": {k: {"value": v, "effect": VARIABLES.get(k, "")} for k, v in sorted(environ.items())
-                      if (k in VARIABLES or k.startswith("NVTE_")) and not SECRET.search(k)},
-        "precision": {preset: {backend: can(precision, backend, hardware) for backend in BACKENDS}
-                      for preset, precision in _presets().items()},
+        "fp8cfg": __version__,
+        "python": platform.python_version(),
+        "os": platform.platform(),
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
+        "free_memory": free_memory("cpu"),
+        **devices,
+        "driver": _driver(),
+        "compiler": _compiler(),
+        "packages": {
+            name: installed_version(name) for name in (*PACKAGES, "transformers", "triton")
+        },
+        "variables": {
+            k: {"value": v, "effect": VARIABLES.get(k, "")}
+            for k, v in sorted(environ.items())
+            if (k in VARIABLES or k.startswith("NVTE_")) and not SECRET.search(k)
+        },
+        "precision": {
+            preset: {backend: can(precision, backend, hardware) for backend in BACKENDS}
+            for preset, precision in _presets().items()
+        },
     }
 
 
 def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
-    """"runs", "emulated", or why `backend` does not run `precision` on `hardware`; None is a machine without torch."""
+    """ "runs", "emulated", or why `backend` does not run `precision` on `hardware`; None is a machine without torch."""
     if hardware is None:
         return "torch is not installed"
     if not precision.fp8.enabled:
@@ -83,7 +124,9 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
 
 def _presets() -> dict[str, Precision]:
     library = Library()
-    return {name: Precision(**node("precision", name, library)) for name in library.choices("precision")}
+    return {
+        name: Precision(**node("precision", name, library)) for name in library.choices("precision")
+    }
 
 
 def _torch() -> tuple[Hardware | None, dict[str, Any]]:
@@ -95,14 +138,18 @@ def _torch() -> tuple[Hardware | None, dict[str, Any]]:
     gpus = []
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        gpus.append({"name": p.name, "capability": f"{p.major}.{p.minor}", "memory": p.total_memory})
+        gpus.append(
+            {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory": p.total_memory}
+        )
     return find_hardware("auto"), {"cuda": torch.version.cuda, "gpus": gpus, "torch_problem": None}
 
 
 def _driver() -> str | None:
     """The version of NVIDIA's kernel module."""
     try:
-        found = re.search(r"Module\s.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        found = re.search(
+            r"Module\s.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text()
+        )
     except OSError:
         return None
     return found[1] if found else None

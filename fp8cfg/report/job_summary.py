@@ -17,7 +17,13 @@ from fp8cfg.scalings import SCALINGS
 
 
 def summary(
-    recipe: Recipe, plan: Sequence[PlannedLinear], choice: Choice, model: str, parameters: int, device: str, steps: int,
+    recipe: Recipe,
+    plan: Sequence[PlannedLinear],
+    choice: Choice,
+    model: str,
+    parameters: int,
+    device: str,
+    steps: int,
     foreign: bool,
 ) -> str:
     """The lines of a job whose model has the class `model` and so many `parameters`, after `steps` optimizer steps; `foreign` says
@@ -45,8 +51,14 @@ def precision(recipe: Recipe) -> str:
     p, f = recipe.precision, recipe.fp8
     if not f.enabled:
         return f"{p.compute}, no FP8"
-    history = f", history {f.amax_history_len} {f.amax_compute_algo}, margin {f.margin}" if SCALINGS[f.scaling].history else ""
-    return f"{p.compute}, FP8 {f.scaling} {f.format}{history}" + (f", opt_level {p.opt_level}" if p.opt_level else "")
+    history = (
+        f", history {f.amax_history_len} {f.amax_compute_algo}, margin {f.margin}"
+        if SCALINGS[f.scaling].history
+        else ""
+    )
+    return f"{p.compute}, FP8 {f.scaling} {f.format}{history}" + (
+        f", opt_level {p.opt_level}" if p.opt_level else ""
+    )
 
 
 def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> str:
@@ -55,19 +67,39 @@ def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> s
         return "no FP8 planned"
     coverage = of_layers(plan, (), recipe.fp8) if foreign else planned(recipe, plan)
     what = "their weights" if foreign else coverage.what
-    return (f"{coverage.layers_in_fp8} of {len(plan)} linear layers planned in FP8, {coverage.share:.1%} of {what}; "
-            "job.prove() shows what ran")
+    return (
+        f"{coverage.layers_in_fp8} of {len(plan)} linear layers planned in FP8,"
+        f" {coverage.share:.1%} of {what}; job.prove() shows what ran"
+    )
 
 
 def _optimizer(recipe: Recipe) -> str:
     o, columns, clip = recipe.optim, resolved(recipe.precision), recipe.trainer.gradient_clip_val
-    masters = "no masters" if columns["master_weight"] == "none" else f"{columns['master_weight']} masters"
-    moments = "" if o.name == "sgd" else f", moments {'/'.join(dict.fromkeys((columns['exp_avg'], columns['exp_avg_sq'])))}"
+    masters = (
+        "no masters"
+        if columns["master_weight"] == "none"
+        else f"{columns['master_weight']} masters"
+    )
+    moments = (
+        ""
+        if o.name == "sgd"
+        else f", moments {'/'.join(dict.fromkeys((columns['exp_avg'], columns['exp_avg_sq'])))}"
+    )
     clipped = f"gradients clipped at {clip:g}" if clip else "no clipping"
-    return f"{o.name}, weights {columns['weight']}, {masters}{moments}, weight decay {o.weight_decay:g}, {clipped}"
+    return (
+        f"{o.name}, weights {columns['weight']}, {masters}{moments}, weight decay"
+        f" {o.weight_decay:g}, {clipped}"
+    )
 
 
 def _schedule(recipe: Recipe) -> str:
     o, steps = recipe.optim, recipe.trainer.max_steps
-    end = "" if o.lr_decay_style == "constant" else f" to {o.end_lr:g} at step {steps - o.constant_steps}"
-    return f"{o.lr_decay_style}: {o.warmup_steps} warm-up steps to lr {o.lr:g}{', then' if end else ''}{end}"
+    end = (
+        ""
+        if o.lr_decay_style == "constant"
+        else f" to {o.end_lr:g} at step {steps - o.constant_steps}"
+    )
+    return (
+        f"{o.lr_decay_style}: {o.warmup_steps} warm-up steps to lr"
+        f" {o.lr:g}{', then' if end else ''}{end}"
+    )

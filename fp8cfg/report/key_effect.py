@@ -32,7 +32,9 @@ def refusals(recipe: Recipe, written: Collection[str] = ()) -> list[str]:
 def _refused_on(recipe: Recipe, hardware: Hardware) -> list[str]:
     every, adapters = recipe.log.fp8_stats_every_n_steps, recipe.lora.enabled
     precision = as_sharded(recipe.precision, _ranks(recipe))
-    return _problems(lambda: choose(precision, hardware, statistics=every, adapters=adapters, here=False))
+    return _problems(
+        lambda: choose(precision, hardware, statistics=every, adapters=adapters, here=False)
+    )
 
 
 def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
@@ -57,7 +59,12 @@ def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
 def _ranks(recipe: Recipe) -> int:
     """The ranks that hold the same parameters where the recipe is meant to run."""
     t = recipe.trainer
-    return max(1, t.num_nodes * t.devices // (t.strategy.tensor_model_parallel_size * t.strategy.pipeline_model_parallel_size))
+    return max(
+        1,
+        t.num_nodes
+        * t.devices
+        // (t.strategy.tensor_model_parallel_size * t.strategy.pipeline_model_parallel_size),
+    )
 
 
 def _none(line: str) -> str:
@@ -68,7 +75,11 @@ def _answer(recipe: Recipe, key: str, value: Any) -> str | None:
     """The line about `key` once it is changed to `value`, that it does nothing before others: an empty one where there is
     none, None where the schema refuses the value."""
     try:
-        lines = [line for line in refusals(assigned(recipe, {key: value}), {short(key)}) if _about(line, key)]
+        lines = [
+            line
+            for line in refusals(assigned(recipe, {key: value}), {short(key)})
+            if _about(line, key)
+        ]
     except ConfigError:
         return None
     return next((line for line in lines if _INERT in line), lines[0] if lines else "")
@@ -103,15 +114,23 @@ def _others(schema: dict[str, Any], value: Any) -> tuple[list[Any], bool]:
 
 def _resolved(recipe: Recipe, key: str) -> str:
     """What a value that leaves the choice open comes to, or an empty string."""
-    columns = {f"{PLUGIN}.storage.{column}": codec for column, codec in resolved(recipe.precision).items()}
+    columns = {
+        f"{PLUGIN}.storage.{column}": codec for column, codec in resolved(recipe.precision).items()
+    }
     if key in columns and flat(recipe)[key] == "auto":
         return f"auto is {columns[key]} under this recipe"
     m, o = recipe.model, recipe.optim
     if key == f"{PLUGIN}.storage.shard" and recipe.storage.shard == "auto":
         ranks = _ranks(recipe)
-        return f"auto is {sharding(recipe.precision, ranks)} on {ranks} data-parallel rank{'s' * (ranks > 1)} under this recipe"
+        return (
+            f"auto is {sharding(recipe.precision, ranks)} on {ranks} data-parallel"
+            f" rank{'s' * (ranks > 1)} under this recipe"
+        )
     if key == "model.kv_channels" and m.kv_channels is None:
-        return f"null is {m.head_dim}, model.hidden_size={m.hidden_size} / model.num_attention_heads={m.num_attention_heads}"
+        return (
+            f"null is {m.head_dim}, model.hidden_size={m.hidden_size} /"
+            f" model.num_attention_heads={m.num_attention_heads}"
+        )
     if key == "optim.min_lr" and o.min_lr is None:
         return f"null is {o.end_lr:g}, 0.1 x optim.lr={o.lr:g}"
     return ""

@@ -51,8 +51,13 @@ class Explanation:
         names = {"key": self.key, "full_name": self.full_name}
         if self.is_node:
             return {**names, "description": self.description, "values": self.value}
-        return {**names, "value": self.value, "schema": self.schema, "effect": self.effect,
-                "layers": [_layer_data(layer) for layer in self.layers]}
+        return {
+            **names,
+            "value": self.value,
+            "schema": self.schema,
+            "effect": self.effect,
+            "layers": [_layer_data(layer) for layer in self.layers],
+        }
 
     def __str__(self) -> str:
         return _node_text(self) if self.is_node else _key_text(self)
@@ -70,15 +75,19 @@ def explain(recipe: Recipe | Sequence[str], key: str) -> Explanation:
     if isinstance(recipe, Recipe):
         return explained(_at_hand(recipe), name)
     if not isinstance(recipe, (list, tuple)) or not all(isinstance(word, str) for word in recipe):
-        raise ConfigError("explain: expected a Recipe, or a list of words such as ['recipe=llama_8b', 'fp8.margin=1'], got "
-                          f"{type(recipe).__name__}")
+        raise ConfigError(
+            "explain: expected a Recipe, or a list of words such as ['recipe=llama_8b',"
+            f" 'fp8.margin=1'], got {type(recipe).__name__}"
+        )
     return explained(trace(recipe), name)
 
 
 def known(key: str) -> str:
     """The full name of `key`. Raises ConfigError, with the nearest name, where there is no such key."""
     if key == "recipe":
-        raise ConfigError("recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names")
+        raise ConfigError(
+            "recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names"
+        )
     if full(key) not in fields():
         raise ConfigError(foreign_names.unknown(short(full(key)), short_keys()))
     return full(key)
@@ -91,7 +100,9 @@ def explained(trace: Trace, key: str) -> Explanation:
         return Explanation(short(key), key, values, _line(fields()[key].description), {}, "", ())
     schema, layers = key_schema(key), tuple(trace.layers[key])
     does = effect(trace.recipe, key, trace.settled.written)
-    return Explanation(short(key), key, layers[-1].value, _line(schema["description"]), schema, does, layers)
+    return Explanation(
+        short(key), key, layers[-1].value, _line(schema["description"]), schema, does, layers
+    )
 
 
 def _at_hand(recipe: Recipe) -> Trace:
@@ -109,8 +120,15 @@ def _at_hand(recipe: Recipe) -> Trace:
 
 def _key_text(e: Explanation) -> str:
     """The last layer, which is the value, is marked."""
-    lines = [wrapped(f"{e.key} = {shown(e.value)}", more="    "), wrapped(e.description, "  ", "  "), ""]
-    facts = {"type": f"{kind(dict(e.schema))}; default {shown(e.schema['default'])}", "effect": e.effect}
+    lines = [
+        wrapped(f"{e.key} = {shown(e.value)}", more="    "),
+        wrapped(e.description, "  ", "  "),
+        "",
+    ]
+    facts = {
+        "type": f"{kind(dict(e.schema))}; default {shown(e.schema['default'])}",
+        "effect": e.effect,
+    }
     if e.full_name != e.key:
         facts["full name"] = e.full_name
     for name, fact in facts.items():
@@ -120,7 +138,9 @@ def _key_text(e: Explanation) -> str:
     for layer in e.layers:
         mark, value = "  ->" if layer is e.layers[-1] else "    ", shown(layer.value)
         if len(value) <= width:
-            lines.append(wrapped(f"{value:{width}}  {_where(layer)}", f"{mark} ", " " * (width + 7)))
+            lines.append(
+                wrapped(f"{value:{width}}  {_where(layer)}", f"{mark} ", " " * (width + 7))
+            )
         else:
             lines += [wrapped(value, f"{mark} ", " " * 5), wrapped(_where(layer), " " * 7, " " * 7)]
     return "\n".join(lines)
@@ -131,7 +151,13 @@ def _node_text(e: Explanation) -> str:
     rows = list[list[str]]()
     for name in fields()[e.full_name].annotation.model_fields:
         inner = f"{e.full_name}.{name}"
-        rows.append([f"  {name}", "..." if is_node(inner) else _short(shown(e.value[short(inner)])), fields()[inner].description])
+        rows.append(
+            [
+                f"  {name}",
+                "..." if is_node(inner) else _short(shown(e.value[short(inner)])),
+                fields()[inner].description,
+            ]
+        )
     wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
     for row in rows:
         row[2] = cut(_line(row[2]).partition(". ")[0], WIDTH - sum(wide) - 4)
@@ -164,9 +190,18 @@ def _origin(origin: Origin) -> str:
 
 
 def _layer_data(layer: Layer) -> dict[str, Any]:
-    return {"layer": layer.kind, "value": layer.value, "at": _origin_data(layer.at), "by": _origin_data(layer.by)}
+    return {
+        "layer": layer.kind,
+        "value": layer.value,
+        "at": _origin_data(layer.at),
+        "by": _origin_data(layer.by),
+    }
 
 
 def _origin_data(origin: Origin) -> dict[str, Any] | None:
-    data = {"file": str(origin.file) if origin.file else None, "line": origin.line, "text": origin.text or None}
+    data = {
+        "file": str(origin.file) if origin.file else None,
+        "line": origin.line,
+        "text": origin.text or None,
+    }
     return {k: v for k, v in data.items() if v is not None} or None

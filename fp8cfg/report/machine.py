@@ -15,7 +15,9 @@ def find_hardware(accelerator: str) -> Hardware:
     import torch
 
     if accelerator == "cuda" and (why := no_cuda()):
-        raise ConfigError(f"trainer.accelerator=cuda: torch has no CUDA device here ({why}); write cpu or auto")
+        raise ConfigError(
+            f"trainer.accelerator=cuda: torch has no CUDA device here ({why}); write cpu or auto"
+        )
     if accelerator == "cpu" or not torch.cuda.is_available():
         return Hardware("cpu")
     major, minor = torch.cuda.get_device_capability()
@@ -28,7 +30,7 @@ def _cudnn() -> tuple[int, int, int] | None:
     from torch.backends import cudnn
 
     with suppress(RuntimeError):
-        if (number := cudnn.version()) and number >= 90000:  # type: ignore[no-untyped-call]
+        if (number := cudnn.version()) and number >= 90000:
             return number // 10000, number // 100 % 100, number % 100
     return None
 
@@ -40,7 +42,7 @@ def no_cuda() -> str:
     if torch.cuda.is_available():
         return ""
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
     except (RuntimeError, AssertionError) as e:
         return str(e).partition(". ")[0]
     return "none is visible"
@@ -55,11 +57,16 @@ def gpus() -> int:
 
 def free_memory(device: str, ranks: int | None = None) -> int:
     """Bytes that a run on `device` could take now, on this rank: free on the GPU, or on the machine within its limits. On each of
-    so many `ranks` that are to be started here it is all of a GPU, on which this process makes no context."""
+    so many `ranks` that are to be started here it is all of a GPU, on which this process makes no context.
+    """
     if device == "cuda":
         import torch
 
-        return torch.cuda.get_device_properties(0).total_memory if ranks else int(torch.cuda.mem_get_info()[0])
+        return (
+            torch.cuda.get_device_properties(0).total_memory
+            if ranks
+            else int(torch.cuda.mem_get_info()[0])
+        )
     share = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min([_available(), *_cgroup()]) // share
 
@@ -76,7 +83,10 @@ def _available() -> int:
 
 def _cgroup() -> list[int]:
     """What is left of a container's limit (cgroup v2, then v1); empty where there is none."""
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             root = Path("/sys/fs/cgroup")
             return [max(0, int((root / limit).read_text()) - int((root / used).read_text()))]

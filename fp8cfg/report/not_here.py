@@ -20,7 +20,13 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
     """A line for each need of `recipe`, composed with the presets of `config_dir`, that is not met here."""
-    return [*_layout(recipe), *_backend(recipe), *_gpus(recipe), *_paths(recipe), *_presets(config_dir)]
+    return [
+        *_layout(recipe),
+        *_backend(recipe),
+        *_gpus(recipe),
+        *_paths(recipe),
+        *_presets(config_dir),
+    ]
 
 
 def _layout(recipe: Recipe) -> list[str]:
@@ -45,7 +51,10 @@ def _gpus(recipe: Recipe) -> list[str]:
     if t.accelerator == "cpu" or t.devices <= max(1, there):
         return []
     meant = f"{t.num_nodes} x {t.devices} GPUs" if t.num_nodes > 1 else f"{t.devices} GPUs"
-    return [f"trainer.devices={t.devices}: meant for {meant}, this machine has {there or 'none'}; fp8cfg plan needs none"]
+    return [
+        f"trainer.devices={t.devices}: meant for {meant}, this machine has {there or 'none'};"
+        " fp8cfg plan needs none"
+    ]
 
 
 def _count() -> int:
@@ -57,14 +66,27 @@ def _count() -> int:
 
 def _paths(recipe: Recipe) -> list[str]:
     d, found = recipe.data, list(missing_data(recipe))
-    found += [f"{key}={path}: {line}" for key, path in d.paths.items() if (line := _absent(d.name, path))]
-    named = {"data.tokenizer": d.tokenizer, "model.weights": recipe.model.weights, "lora.weights": recipe.lora.weights}
+    found += [
+        f"{key}={path}: {line}" for key, path in d.paths.items() if (line := _absent(d.name, path))
+    ]
+    named = {
+        "data.tokenizer": d.tokenizer,
+        "model.weights": recipe.model.weights,
+        "lora.weights": recipe.lora.weights,
+    }
     if d.tokenizer is None and d.name != "tokens" and (rows := recipe.model.vocab_size) <= BYTES:
-        found.append(f"model.vocab_size={rows}: has no row for each byte and the end mark, which data={d.name} has without "
-                     f"data.tokenizer; write {BYTES + 16} or more")
-    found += [f"{key}={path}: no such file or folder here" for key, path in named.items()
-              if path and not path.startswith(PREFIX) and not Path(path).expanduser().exists()]
-    key, folder = ("log.folder", recipe.log.folder) if recipe.log.folder else ("log.dir", recipe.log.dir)
+        found.append(
+            f"model.vocab_size={rows}: has no row for each byte and the end mark, which"
+            f" data={d.name} has without data.tokenizer; write {BYTES + 16} or more"
+        )
+    found += [
+        f"{key}={path}: no such file or folder here"
+        for key, path in named.items()
+        if path and not path.startswith(PREFIX) and not Path(path).expanduser().exists()
+    ]
+    key, folder = (
+        ("log.folder", recipe.log.folder) if recipe.log.folder else ("log.dir", recipe.log.dir)
+    )
     above = Path(folder).absolute()
     while not above.exists() and above != above.parent:
         above = above.parent
@@ -78,7 +100,11 @@ def _paths(recipe: Recipe) -> list[str]:
 def _absent(source: str, path: str) -> str:
     """What is not here of the data at `path`; empty where it is."""
     if source != "tokens":
-        return "" if Path(path).exists() or any(glob.iglob(path, recursive=True)) else "no such file or folder here"
+        return (
+            ""
+            if Path(path).exists() or any(glob.iglob(path, recursive=True))
+            else "no such file or folder here"
+        )
     prefix = path.removesuffix(".idx").removesuffix(".bin")
     missing = [name for end in (".bin", ".idx") if not Path(name := prefix + end).is_file()]
     return f"no file {' and '.join(missing)} here" if missing else ""
@@ -87,4 +113,7 @@ def _absent(source: str, path: str) -> str:
 def _presets(config_dir: str | None) -> list[str]:
     if config_dir is None or next(Path(config_dir).glob("*/**/*.yaml"), None):
         return []
-    return [f"--config-dir {config_dir}: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no presets"]
+    return [
+        f"--config-dir {config_dir}: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no"
+        " presets"
+    ]

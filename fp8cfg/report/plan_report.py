@@ -119,8 +119,12 @@ class Plan:
     def recomputing(self, granularity: str) -> int:
         """Bytes of activations, logits and backward pass on the widest rank, less gradients that are to come, under that
         model.recompute_granularity."""
-        other = self.recipe.model_copy(deep=True, update={
-            "model": self.recipe.model.model_copy(update={"recompute_granularity": granularity})})
+        other = self.recipe.model_copy(
+            deep=True,
+            update={
+                "model": self.recipe.model.model_copy(update={"recompute_granularity": granularity})
+            },
+        )
         kinds = memory(other, self.hardware.device, self.widest.part, self.backend)
         return kinds["activations"] + kinds["logits"] + kinds["backward"] + kinds.get(COMING, 0)
 
@@ -135,20 +139,44 @@ class Plan:
         each = chart.bytes_per_parameter(row, self.shard, self.widest.part.shards)
         published = speedups.published(self.recipe, self.hardware.capability)
         return {
-            "recipe": self.recipe.name, "gpu": asdict(self.gpu) if self.gpu else None, "gpus": self.world,
-            "runs": asdict(self.choice) if self.choice else None, "refusals": self.refusals,
+            "recipe": self.recipe.name,
+            "gpu": asdict(self.gpu) if self.gpu else None,
+            "gpus": self.world,
+            "runs": asdict(self.choice) if self.choice else None,
+            "refusals": self.refusals,
             "coverage": self.coverage.data(),
             "chart": {"name": chart.name(self.recipe), **row, "bytes_per_parameter": each},
-            "parameters": self.parameters, "shard": self.shard,
-            "ranks": [{"name": rank.part.name, "layers": len(rank.part.layers), "tensor": rank.part.tensor,
-                       "context": rank.part.context, "data": rank.part.data, "parameters": rank.parameters,
-                       "memory": rank.memory, "total": rank.total, "sent": [asdict(one) for one in rank.sent]}
-                      for rank in self.ranks],
-            "widest": self.widest.part.name, "fits": fits, "problems": self.problems, "write": self.write,
-            "alternative": self.alternative, "lines": self.lines,
-            "recompute": {granularity: self.recomputing(granularity) for granularity in ("none", "selective", "full")},
-            "published": [asdict(g) for g in published], "measured_here": False,
-            "too_small": [{"name": name, "in": k, "out": n} for name, (k, n) in self.too_small().items()],
+            "parameters": self.parameters,
+            "shard": self.shard,
+            "ranks": [
+                {
+                    "name": rank.part.name,
+                    "layers": len(rank.part.layers),
+                    "tensor": rank.part.tensor,
+                    "context": rank.part.context,
+                    "data": rank.part.data,
+                    "parameters": rank.parameters,
+                    "memory": rank.memory,
+                    "total": rank.total,
+                    "sent": [asdict(one) for one in rank.sent],
+                }
+                for rank in self.ranks
+            ],
+            "widest": self.widest.part.name,
+            "fits": fits,
+            "problems": self.problems,
+            "write": self.write,
+            "alternative": self.alternative,
+            "lines": self.lines,
+            "recompute": {
+                granularity: self.recomputing(granularity)
+                for granularity in ("none", "selective", "full")
+            },
+            "published": [asdict(g) for g in published],
+            "measured_here": False,
+            "too_small": [
+                {"name": name, "in": k, "out": n} for name, (k, n) in self.too_small().items()
+            ],
             "built": self.built,
         }
 
@@ -157,7 +185,11 @@ class Plan:
 
 
 def make(
-    recipe: Recipe, world: int, gpu: GPU | None, whole_line: Line = words_alone, problems_of_layout: Sequence[str] = ()
+    recipe: Recipe,
+    world: int,
+    gpu: GPU | None,
+    whole_line: Line = words_alone,
+    problems_of_layout: Sequence[str] = (),
 ) -> Plan:
     """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
     patterns that match nothing; and for `problems_of_layout`, and a world that is no whole number of replicas or over which the
@@ -172,24 +204,56 @@ def make(
         refuse_if(problems_of_layout)
         layout = parts(recipe, world)
     except ConfigError as e:  # there are no ranks of which to say more
-        found = _offered(recipe, world, hardware, memory_of_each) if choice or recipe.backend != "auto" else []
-        raise ConfigError([*refusals, *offering(e.problems, "there", list(map(whole_line, found)))]) from None
+        found = (
+            _offered(recipe, world, hardware, memory_of_each)
+            if choice or recipe.backend != "auto"
+            else []
+        )
+        raise ConfigError(
+            [*refusals, *offering(e.problems, "there", list(map(whole_line, found)))]
+        ) from None
     backend = choice.backend if choice else None
-    ranks = [Rank(part, parameters(recipe, part).total, memory(recipe, hardware.device, part, backend),
-                  of_step(recipe, part, backend or multiplying(recipe)) if world > 1 else ()) for part in layout]
+    ranks = [
+        Rank(
+            part,
+            parameters(recipe, part).total,
+            memory(recipe, hardware.device, part, backend),
+            of_step(recipe, part, backend or multiplying(recipe)) if world > 1 else (),
+        )
+        for part in layout
+    ]
     coverage = planned(recipe, plan(recipe, backend))
     layout_problems = refused(recipe, world)
     problems = layout_problems or _too_large(recipe, ranks, gpu) if choice else []
-    offered = _offered(recipe, world, hardware, memory_of_each) if problems or layout_problems else []
+    offered = (
+        _offered(recipe, world, hardware, memory_of_each) if problems or layout_problems else []
+    )
     problems = [*problems, *_below_least(recipe, coverage)]
-    return Plan(recipe, world, gpu, hardware, choice, refusals, coverage, ranks, problems, offered,
-                list(filter(None, map(whole_line, offered))))
+    return Plan(
+        recipe,
+        world,
+        gpu,
+        hardware,
+        choice,
+        refusals,
+        coverage,
+        ranks,
+        problems,
+        offered,
+        list(filter(None, map(whole_line, offered))),
+    )
 
 
 def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
     statistics = recipe.log.fp8_stats_every_n_steps
-    return choose(as_sharded(recipe.precision, ranks), hardware, statistics=statistics, here=hardware.device == "cpu",
-                  strategy=recipe.trainer.strategy, adapters=recipe.lora.enabled)
+    return choose(
+        as_sharded(recipe.precision, ranks),
+        hardware,
+        statistics=statistics,
+        here=hardware.device == "cpu",
+        strategy=recipe.trainer.strategy,
+        adapters=recipe.lora.enabled,
+    )
 
 
 def _below_least(recipe: Recipe, coverage: Coverage) -> list[str]:
@@ -203,7 +267,9 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
     need = max(rank.total for rank in ranks)
     if gpu is None or need <= gpu.memory:
         return []
-    return [f"recipe={recipe.name}: needs {size(need)} on each rank, {gpu.name} has {size(gpu.memory)}"]
+    return [
+        f"recipe={recipe.name}: needs {size(need)} on each rank, {gpu.name} has {size(gpu.memory)}"
+    ]
 
 
 def _offered(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[Fit]:
@@ -216,7 +282,11 @@ def _offered(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[
 
 
 def _fits(recipe: Recipe, ranks: int, hardware: Hardware, free: int) -> list[Fit]:
-    here = recipe if ranks == recipe.trainer.num_nodes * recipe.trainer.devices else placed(recipe, *machines(ranks))
+    here = (
+        recipe
+        if ranks == recipe.trainer.num_nodes * recipe.trainer.devices
+        else placed(recipe, *machines(ranks))
+    )
     found = alternatives(here, hardware.device, free, ranks, _backend(hardware, ranks))
     return [replace(fit, words=differences(recipe, fit.recipe)) for fit in found]
 

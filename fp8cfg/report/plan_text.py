@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 def text(p: Plan) -> str:
     """The sections of the plan."""
-    sections = [_runs(p), str(p.coverage), chart.text(p.recipe, p.widest.part.shards), _layout(p), _memory(p)]
+    sections = [
+        _runs(p),
+        str(p.coverage),
+        chart.text(p.recipe, p.widest.part.shards),
+        _layout(p),
+        _memory(p),
+    ]
     if any(rank.sent for rank in p.ranks):
         sections.append(_sent(p))
     if p.recipe.fp8.enabled:
@@ -29,7 +35,9 @@ def text(p: Plan) -> str:
     if p.problems:
         sections.append(_verdict(p))
     if p.built:
-        sections.append("will be built\n" + "\n".join(_call(kind, **part) for kind, part in p.built.items()))
+        sections.append(
+            "will be built\n" + "\n".join(_call(kind, **part) for kind, part in p.built.items())
+        )
     return "\n\n".join(sections)
 
 
@@ -43,7 +51,10 @@ def _runs(p: Plan) -> str:
 
 def _verdict(p: Plan) -> str:
     lines = [wrapped(f"does not run as it stands: {line}", more="  ") for line in p.problems]
-    offered = [f"runs with: {' '.join(p.write)}", *([f"or with: {' '.join(p.alternative)}"] if p.alternative else [])]
+    offered = [
+        f"runs with: {' '.join(p.write)}",
+        *([f"or with: {' '.join(p.alternative)}"] if p.alternative else []),
+    ]
     return "\n".join([*lines, *(wrapped(line, more="  ") for line in offered)])
 
 
@@ -58,14 +69,28 @@ def _layout(p: Plan) -> str:
     model = f"model: {amount(p.parameters)} parameters ({p.parameters:,})"
     if p.world == 1:
         return f"{model}\nlayout: 1 rank"
-    ways = (("tensor", s.tensor_model_parallel_size), ("pipeline", s.pipeline_model_parallel_size),
-            ("context", s.context_parallel_size), ("data", p.widest.part.data))
-    groups = f", {s.data_parallel_replicate_size} groups with all state each" if s.data_parallel_replicate_size > 1 else ""
-    lines = [model, f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}{groups}"]
+    ways = (
+        ("tensor", s.tensor_model_parallel_size),
+        ("pipeline", s.pipeline_model_parallel_size),
+        ("context", s.context_parallel_size),
+        ("data", p.widest.part.data),
+    )
+    groups = (
+        f", {s.data_parallel_replicate_size} groups with all state each"
+        if s.data_parallel_replicate_size > 1
+        else ""
+    )
+    lines = [
+        model,
+        f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}{groups}",
+    ]
     if refused(p.recipe, p.world):
         lines.append("planned for, not run: training in this version has no such layout")
     if len(p.ranks) > 1:
-        rows = [[r.part.name, str(len(r.part.layers)), amount(r.parameters), size(r.total)] for r in p.ranks]
+        rows = [
+            [r.part.name, str(len(r.part.layers)), amount(r.parameters), size(r.total)]
+            for r in p.ranks
+        ]
         lines.append(table(["", "layers", "parameters", "memory"], rows, right=(1, 2, 3)))
     return "\n".join(lines)
 
@@ -77,14 +102,20 @@ def _memory(p: Plan) -> str:
         lines.append(gathered)
     if len(p.ranks) > 1:
         lines.append(f"of the {p.widest.part.name}, which takes most")
-    none, selective, full = (size(p.recomputing(granularity)) for granularity in ("none", "selective", "full"))
+    none, selective, full = (
+        size(p.recomputing(granularity)) for granularity in ("none", "selective", "full")
+    )
     lines.append(f"activations, backward: none {none}, selective {selective}, full {full}")
     if p.gpu:
         left = p.gpu.memory - p.widest.total
         gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"
         if refused(p.recipe, p.world):
             gpu += ", as planned for"
-        lines.append(f"fits {gpu}: {size(left)} to spare" if left >= 0 else f"does not fit {gpu}: {size(-left)} too much")
+        lines.append(
+            f"fits {gpu}: {size(left)} to spare"
+            if left >= 0
+            else f"does not fit {gpu}: {size(-left)} too much"
+        )
     return "\n".join(lines)
 
 
@@ -96,8 +127,12 @@ def _sent(p: Plan) -> str:
     """What the rank sends that sends most."""
     rank, rows = max(p.ranks, key=lambda rank: rank.sent_bytes), dict[str, list[Collective]]()
     for one in sorted(rank.sent, key=lambda one: one.what in NUMBERS):
-        rows.setdefault("amaxes, norms, losses" if one.what in NUMBERS else f"{one.axis}: {one.what}", []).append(one)
-    shown = [[said, _ways(every), size(sum(one.bytes for one in every))] for said, every in rows.items()]
+        rows.setdefault(
+            "amaxes, norms, losses" if one.what in NUMBERS else f"{one.axis}: {one.what}", []
+        ).append(one)
+    shown = [
+        [said, _ways(every), size(sum(one.bytes for one in every))] for said, every in rows.items()
+    ]
     shown.append([f"total, {rank.part.name}", "", size(rank.sent_bytes)])
     return table(["sent by a rank in a step", "collectives", "size"], shown, right=(2,))
 
@@ -106,21 +141,41 @@ def _ways(every: Sequence[Collective]) -> str:
     counts = Counter[str]()
     for one in every:
         counts[one.how] += one.count
-    return " + ".join(f"{n} {how}" for how, n in counts.items()) if len(counts) < 3 else f"{counts.total()}"
+    return (
+        " + ".join(f"{n} {how}" for how, n in counts.items())
+        if len(counts) < 3
+        else f"{counts.total()}"
+    )
 
 
 def _beyond_the_chart(p: Plan) -> list[str]:
     """Why the lines of memory come to more bytes a parameter than the chart has; nothing where they do not."""
     rank, shard = p.widest, p.shard
-    kinds = {kind: n / rank.parameters for kind, n in rank.memory.items() if n and kind not in NOT_PARAMETERS}
-    chart_has, together = chart.bytes_per_parameter(chart.row(p.recipe), shard, rank.part.shards), sum(kinds.values())
+    kinds = {
+        kind: n / rank.parameters
+        for kind, n in rank.memory.items()
+        if n and kind not in NOT_PARAMETERS
+    }
+    chart_has, together = (
+        chart.bytes_per_parameter(chart.row(p.recipe), shard, rank.part.shards),
+        sum(kinds.values()),
+    )
     if together < chart_has + 0.5:
         return []
-    more = {kind: n for kind, n in kinds.items() if kind in ("gathered", "FP8 copies", "accumulation")}
+    more = {
+        kind: n for kind, n in kinds.items() if kind in ("gathered", "FP8 copies", "accumulation")
+    }
     wider = together - chart_has - sum(more.values())
-    said = [f"{kind} {n:.1f}" for kind, n in more.items()] + [f"other parameters, in wider formats, {wider:.1f}"] * (wider > 0.05)
-    return [wrapped(f"together {together:.1f} B/param; the chart's {chart_has:.3g} is what a parameter of a linear layer keeps "
-                    f"from step to step, and beside that: {', '.join(said)}", more="  ")]
+    said = [f"{kind} {n:.1f}" for kind, n in more.items()] + [
+        f"other parameters, in wider formats, {wider:.1f}"
+    ] * (wider > 0.05)
+    return [
+        wrapped(
+            f"together {together:.1f} B/param; the chart's {chart_has:.3g} is what a parameter of a"
+            f" linear layer keeps from step to step, and beside that: {', '.join(said)}",
+            more="  ",
+        )
+    ]
 
 
 def _gains(p: Plan) -> str:

@@ -21,7 +21,10 @@ from fp8cfg.config.recipe import Recipe
 
 _SCALING, _COMPUTE = {f"{PLUGIN}.fp8.enabled", f"{PLUGIN}.fp8.scaling"}, f"{PLUGIN}.compute"
 _HEAD = f"Exported by fp8cfg {__version__}"
-_RUN = 'if __name__ == "__main__":\n    with fp8cfg.exit_codes():\n        fp8cfg.fit(fp8cfg.build(recipe))\n'
+_RUN = (
+    'if __name__ == "__main__":\n    with fp8cfg.exit_codes():\n       '
+    " fp8cfg.fit(fp8cfg.build(recipe))\n"
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ class Deltas:
     values: dict[str, Any]
 
 
-def deltas(recipe: Recipe, named: Mapping[str, str], groups: tuple[str, ...] = tuple(LEAVES)) -> Deltas:
+def deltas(
+    recipe: Recipe, named: Mapping[str, str], groups: tuple[str, ...] = tuple(LEAVES)
+) -> Deltas:
     """`recipe` on top of what `named` says, where it does; else on what is nearest. Presets are taken for `groups` alone."""
     want, presets, makers = flat(recipe), dict[str, str](), recipe_registry.recipes()
     names = [named["recipe"]] if "recipe" in named else makers
@@ -41,7 +46,9 @@ def deltas(recipe: Recipe, named: Mapping[str, str], groups: tuple[str, ...] = t
     for group in groups:
         name, node = _nearest(_shipped(group, named.get(group)), want)
         nearer = _apart(node, want) < _apart({key: values[key] for key in node}, want)
-        if (group in named or nearer) and (group == "precision" or node.items() <= want.items()):  # `data`: a name or keys
+        if (group in named or nearer) and (
+            group == "precision" or node.items() <= want.items()
+        ):  # `data`: a name or keys
             presets[group] = name
             values |= node
     return Deltas(base, presets, {key: want[key] for key in _differing(want, values)})
@@ -64,13 +71,19 @@ def _apart(values: Mapping[str, Any], want: Mapping[str, Any]) -> tuple[bool, bo
 def _shipped(group: str, only: str | None) -> dict[str, dict[str, Any]]:
     """The tables of the shipped presets of `group`, or of one of them."""
     (cls, home), library = LEAVES[group], Library()
-    return {name: flat(cls(**node(group, name, library)), home) for name in ([only] if only else library.choices(group))}
+    return {
+        name: flat(cls(**node(group, name, library)), home)
+        for name in ([only] if only else library.choices(group))
+    }
 
 
 def as_data(recipe: Recipe, named: Mapping[str, str]) -> dict[str, Any]:
     """The deltas of `recipe` as a recipe's YAML file has them."""
     found = deltas(recipe, named)
-    keys = {k: k if short(k).startswith("precision.") and "precision" in found.presets else short(k) for k in found.values}
+    keys = {
+        k: k if short(k).startswith("precision.") and "precision" in found.presets else short(k)
+        for k in found.values
+    }
     values = {keys[k]: list(v) if isinstance(v, tuple) else v for k, v in found.values.items()}
     return {"recipe": found.recipe, **found.presets, **nested(values)}
 
@@ -82,8 +95,13 @@ def yaml_text(recipe: Recipe, named: Mapping[str, str], full: bool) -> str:
 
 def json_text(recipe: Recipe, named: Mapping[str, str], full: bool) -> str:
     """The same data as `yaml_text`, as JSON."""
-    text = json.dumps(listed(recipe) if full else as_data(recipe, named), indent=1, ensure_ascii=False) + "\n"
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may hold what is no character
+    text = (
+        json.dumps(listed(recipe) if full else as_data(recipe, named), indent=1, ensure_ascii=False)
+        + "\n"
+    )
+    return text.encode("utf-8", "backslashreplace").decode(
+        "utf-8"
+    )  # a path may hold what is no character
 
 
 def python_text(recipe: Recipe, named: Mapping[str, str], full: bool) -> str:
@@ -96,7 +114,9 @@ def python_text(recipe: Recipe, named: Mapping[str, str], full: bool) -> str:
     module = "fp8cfg.recipes" if make.__module__.startswith("fp8cfg.recipes.") else make.__module__
     lines = [f"recipe = {found.recipe}()"]
     if "precision" in found.presets:
-        functions = {stem: name for name, stem in reversed(FUNCTIONS.items())}  # the first name of each
+        functions = {
+            stem: name for name, stem in reversed(FUNCTIONS.items())
+        }  # the first name of each
         lines.append(f"recipe.precision = fp8cfg.{functions[found.presets['precision']]}()")
     lines += [f"recipe.{short(key)} = {value!r}" for key, value in found.values.items()]
     return "\n".join([f"{head}from {module} import {found.recipe}\n", *lines, "", _RUN])
@@ -106,7 +126,10 @@ def _call(node: Node, indent: str = "") -> str:
     """The constructor call that makes `node`, a line for each key."""
     inner = indent + "    "
     values = {name: getattr(node, name) for name in type(node).model_fields}
-    lines = [f"{inner}{k}={_call(v, inner) if isinstance(v, Node) else repr(v)},\n" for k, v in values.items()]
+    lines = [
+        f"{inner}{k}={_call(v, inner) if isinstance(v, Node) else repr(v)},\n"
+        for k, v in values.items()
+    ]
     return f"fp8cfg.{type(node).__name__}(\n{''.join(lines)}{indent})"
 
 

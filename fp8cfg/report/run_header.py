@@ -29,12 +29,23 @@ def head(recipe: Recipe) -> str:
 
     parameters = sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
     p, t = recipe.precision, recipe.trainer
-    run = f"{amount(parameters)} parameters, {t.max_steps} steps of {t.global_batch_size} x {recipe.model.seq_length} tokens"
-    lines = [f"fp8cfg {__version__}: recipe {recipe.name}", run, "", "precision", f"  compute: {p.compute}"]
+    run = (
+        f"{amount(parameters)} parameters, {t.max_steps} steps of {t.global_batch_size} x"
+        f" {recipe.model.seq_length} tokens"
+    )
+    lines = [
+        f"fp8cfg {__version__}: recipe {recipe.name}",
+        run,
+        "",
+        "precision",
+        f"  compute: {p.compute}",
+    ]
     nodes = {"fp8": _fp8(recipe), "storage": resolved(p)}
     if p.compute == "fp16":
         dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        nodes["loss scaling"] = {k: getattr(p, k) for k in (dynamic if p.loss_scale is None else ("loss_scale",))}
+        nodes["loss scaling"] = {
+            k: getattr(p, k) for k in (dynamic if p.loss_scale is None else ("loss_scale",))
+        }
     for name, node in nodes.items():
         text = yaml.safe_dump(node, sort_keys=False, default_flow_style=True, width=48)
         lines.append(f"  {name}: " + text.strip().replace("\n", "\n   "))
@@ -50,7 +61,10 @@ def _fp8(recipe: Recipe) -> dict[str, object]:
     if SCALINGS[f.scaling].history:
         leading[3:3] = ["margin", "amax_history_len", "amax_compute_algo"]
     values, defaults = listed(f), listed(FP8())
-    return {k: values[k] for k in [*leading, *(k for k in values if k not in leading and values[k] != defaults[k])]}
+    return {
+        k: values[k]
+        for k in [*leading, *(k for k in values if k not in leading and values[k] != defaults[k])]
+    }
 
 
 def body(recipe: Recipe, hardware: Hardware) -> str:
@@ -61,7 +75,9 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         coverage = planned(recipe, plan(recipe, choice.backend))
         least = recipe.fp8.min_coverage
         if coverage.share < least:
-            raise NotFP8Error(f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8")
+            raise NotFP8Error(
+                f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8"
+            )
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
         backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")
@@ -78,15 +94,24 @@ def _scaled_down(recipe: Recipe) -> str:
     meant, s = t.num_nodes * t.devices, t.strategy
     gpus = "1 GPU" if meant == 1 else f"{meant} GPUs"
     if layout.refused(recipe, here) or layout.uneven_batch(recipe, here):
-        return (f"meant for {gpus} (tensor {s.tensor_model_parallel_size}, pipeline {s.pipeline_model_parallel_size}, "
-                f"context {s.context_parallel_size})")
+        return (
+            f"meant for {gpus} (tensor {s.tensor_model_parallel_size}, pipeline"
+            f" {s.pipeline_model_parallel_size}, context {s.context_parallel_size})"
+        )
     if meant == here and s.size == 1:
         return ""
     steps = t.global_batch_size / (t.micro_batch_size * (here // s.size))
     many = "1 rank" if here == 1 else f"{here} ranks"
-    ways = {"tensor": s.tensor_model_parallel_size, "pipeline": s.pipeline_model_parallel_size, "context": s.context_parallel_size}
+    ways = {
+        "tensor": s.tensor_model_parallel_size,
+        "pipeline": s.pipeline_model_parallel_size,
+        "context": s.context_parallel_size,
+    }
     split = " x ".join(f"{way} {n}" for way, n in ways.items() if n > 1)
-    how = f"data-parallel on {many}" if s.size == 1 else f"on {many} = {split} x data {here // s.size}"
+    how = (
+        f"data-parallel on {many}"
+        if s.size == 1
+        else f"on {many} = {split} x data {here // s.size}"
+    )
     runs = f"runs here {how}, {steps:g} microbatch{'' if steps == 1 else 'es'} a step on each"
     return runs if meant == here else f"meant for {gpus}\n{runs}"
-

@@ -20,11 +20,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
     last = sum(widths[:-1]) + len(gap) * len(widths[:-1])
     lines = []
     for row in every:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            c.rjust(w) if i in right else c.ljust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
         line = gap.join(cells).rstrip()
         room = not numbers and len(row[-1]) > WIDTH - last >= 20
         longest = max(map(len, row[-1].split()), default=0)
-        lines.append(wrapped(row[-1], line[:last], " " * min(last, max(0, WIDTH - longest))) if room else line)
+        lines.append(
+            wrapped(row[-1], line[:last], " " * min(last, max(0, WIDTH - longest)))
+            if room
+            else line
+        )
     return "\n".join(lines)
 
 
@@ -42,7 +49,13 @@ class _Wrapper(textwrap.TextWrapper):
 def wrapped(text: str, first: str = "", more: str = "") -> str:
     """`text` in lines of at most WIDTH, the first of which begins with `first` and the others with `more`. A path, or another
     word without a place to break, stays whole."""
-    return _Wrapper(WIDTH, initial_indent=first, subsequent_indent=more, break_long_words=False, break_on_hyphens=False).fill(text)
+    return _Wrapper(
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=more,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ).fill(text)
 
 
 def size(count: float) -> str:

@@ -7,9 +7,20 @@ from typing import Any
 
 from fp8cfg.config.value_text import shown as shown
 
-_KINDS = {"boolean": "true or false", "integer": "integer", "number": "number", "string": "text", "null": "null",
-          "object": "mapping"}
-_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "less than"}
+_KINDS = {
+    "boolean": "true or false",
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "null": "null",
+    "object": "mapping",
+}
+_BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "more than",
+    "maximum": "at most",
+    "exclusiveMaximum": "less than",
+}
 
 
 def kind(schema: dict[str, Any]) -> str:
@@ -19,10 +30,14 @@ def kind(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return f"one of {', '.join(map(shown, schema['enum']))}"
     if "prefixItems" in schema:
-        return f"list of {len(schema['prefixItems'])}: {', '.join(map(kind, schema['prefixItems']))}"
+        return (
+            f"list of {len(schema['prefixItems'])}: {', '.join(map(kind, schema['prefixItems']))}"
+        )
     if schema["type"] == "array":
         return f"list of {kind(schema['items'])}"
-    bounds = " and ".join(f"{words} {schema[bound]}" for bound, words in _BOUNDS.items() if bound in schema)
+    bounds = " and ".join(
+        f"{words} {schema[bound]}" for bound, words in _BOUNDS.items() if bound in schema
+    )
     return _KINDS[schema["type"]] + (f", {bounds}" if bounds else "")
 
 
@@ -40,4 +55,4 @@ def cut(text: str, width: int) -> str:
     """`text` in at most `width` characters, whole words and "..." where it is longer."""
     if len(text) <= width:
         return text
-    return text[:width - 3].rpartition(" ")[0].rstrip(" ,;:(") + "..."
+    return text[: width - 3].rpartition(" ")[0].rstrip(" ,;:(") + "..."

@@ -24,17 +24,25 @@ _DISABLING = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 """Variables that make torch.compile return what it is given, or fail, where they are 1."""
 
 
-def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend: str = REFERENCE) -> bool:
+def compiles(
+    recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend: str = REFERENCE
+) -> bool:
     """Whether this run is compiled. Raises ConfigError where trainer.compile=on and it cannot be."""
     wanted = recipe.trainer.compile
     if not backend_registry.capabilities(backend).compiles:
         if wanted == "on":
-            raise ConfigError(f"trainer.compile=on: layers of backend={backend} are not compiled; write off")
+            raise ConfigError(
+                f"trainer.compile=on: layers of backend={backend} are not compiled; write off"
+            )
         return False
     if wanted == "on":
         _refuse_disabled()
     cxx = os.environ.get("CXX", "g++")  # as Inductor reads it
-    there = importlib.util.find_spec("triton") is not None if device == "cuda" else shutil.which(cxx) is not None
+    there = (
+        importlib.util.find_spec("triton") is not None
+        if device == "cuda"
+        else shutil.which(cxx) is not None
+    )
     if wanted == "on" and not there:
         what = "triton" if device == "cuda" else f"C++ compiler ({cxx})"
         unset = ", or unset CXX" if device != "cuda" and "CXX" in os.environ else ""
@@ -45,7 +53,11 @@ def compiles(recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend
     per_token = coverage.attention_flops + sum(6.0 * p.in_features * p.out_features for p in plan)
     t = recipe.trainer
     there = there and _disabled() is None
-    return there and per_token * t.global_batch_size * recipe.model.seq_length * t.max_steps >= WORTH_FLOPS[device]
+    return (
+        there
+        and per_token * t.global_batch_size * recipe.model.seq_length * t.max_steps
+        >= WORTH_FLOPS[device]
+    )
 
 
 def _disabled() -> str | None:
@@ -55,12 +67,18 @@ def _disabled() -> str | None:
 
 def _refuse_disabled() -> None:
     if name := _disabled():
-        raise ConfigError(f"{name}=1: this environment variable disables torch.compile; unset it, or write trainer.compile=off")
+        raise ConfigError(
+            f"{name}=1: this environment variable disables torch.compile; unset it, or write"
+            " trainer.compile=off"
+        )
 
 
-def compile_as_chosen(job: Job, before: dict[str, Any] | None, world: World, say: Callable[[str], None]) -> None:
+def compile_as_chosen(
+    job: Job, before: dict[str, Any] | None, world: World, say: Callable[[str], None]
+) -> None:
     """Compile the model of `job` as trainer.compile says; a resumed run, which had the state `before`, as it was then, since
-    compiled sums round differently. Raises ConfigError, and NotFP8Error where compiled gradients are wrong."""
+    compiled sums round differently. Raises ConfigError, and NotFP8Error where compiled gradients are wrong.
+    """
     compiled = compiles(job.recipe, job.plan, job.device.type, job.choice.backend)
     if before and before["recipe"]["trainer"]["compile"] == job.recipe.trainer.compile:
         compiled = before["compiled"]
@@ -81,4 +99,7 @@ def _compare_compiled(job: Job, world: World, say: Callable[[str], None]) -> Non
     if world.any(wrong is not None):
         raise wrong or NotFP8Error("the first rank found compiled gradients wrong; it says which")
     if compared:
-        say(f"compiled gradients of one layer are the eager ones ({time.perf_counter() - began:.1f} s)")
+        say(
+            "compiled gradients of one layer are the eager ones"
+            f" ({time.perf_counter() - began:.1f} s)"
+        )

@@ -49,8 +49,10 @@ def compare(job: Job) -> float | None:
     name, most = max(apart.items(), key=lambda item: item[1])
     if not most <= (tolerance := TOLERANCE[job.device.type]):
         raise NotFP8Error(
-            f"torch {torch.__version__} compiles layers of this recipe wrongly: the {name} of one is {most:.2%} away from the "
-            f"eager one ({tolerance:.0%} is allowed); write trainer.compile=off, or install another torch")
+            f"torch {torch.__version__} compiles layers of this recipe wrongly: the {name} of one"
+            f" is {most:.2%} away from the eager one ({tolerance:.0%} is allowed); write"
+            " trainer.compile=off, or install another torch"
+        )
     return most
 
 
@@ -59,10 +61,16 @@ def _layer(job: Job) -> nn.Sequential:
     bias: the gradient of one is a sum in the compiler's own order."""
     like = next((planned for planned in job.plan if planned.fp8), job.plan[0])
     linear = nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, device="meta").to_empty(device="cpu")
-    nn.init.normal_(linear.weight, std=IN_FEATURES**-0.5, generator=torch.Generator().manual_seed(job.recipe.trainer.seed))
+    nn.init.normal_(
+        linear.weight,
+        std=IN_FEATURES**-0.5,
+        generator=torch.Generator().manual_seed(job.recipe.trainer.seed),
+    )
     plan = [PlannedLinear("0", IN_FEATURES, OUT_FEATURES, like.gemms, like.reason)]
     model = nn.Sequential(linear).to(job.device)
-    job_parts.prepared_model(model, _unsharded(job.recipe.precision), plan, job.choice, job.recipe.trainer.seed)
+    job_parts.prepared_model(
+        model, _unsharded(job.recipe.precision), plan, job.choice, job.recipe.trainer.seed
+    )
     return model
 
 
@@ -70,31 +78,48 @@ def _unsharded(precision: Precision) -> Precision:
     """`precision` on one rank. FSDP2 gives layers their weights in the dtype of the products."""
     if precision.storage.shard != "fsdp":
         return precision
-    return precision.model_copy(update={
-        "storage": precision.storage.model_copy(update={"shard": "none", "gather": "auto"}),
-        "fp8": precision.fp8.model_copy(update={"params": False})})
+    return precision.model_copy(
+        update={
+            "storage": precision.storage.model_copy(update={"shard": "none", "gather": "auto"}),
+            "fp8": precision.fp8.model_copy(update={"params": False}),
+        }
+    )
 
 
 def _tensors(job: Job, layer: nn.Module, compile: Callable[[Any], Any]) -> dict[str, Tensor]:
     """The output of `layer` and its gradients, by what they are, all float32."""
-    dtype, random = DTYPES[job.recipe.precision.compute], torch.Generator().manual_seed(job.recipe.trainer.seed)
-    x, dy = (torch.randn(TOKENS, size, generator=random, dtype=torch.float32).to(job.device, dtype)
-             for size in (IN_FEATURES, OUT_FEATURES))
+    dtype, random = (
+        DTYPES[job.recipe.precision.compute],
+        torch.Generator().manual_seed(job.recipe.trainer.seed),
+    )
+    x, dy = (
+        torch.randn(TOKENS, size, generator=random, dtype=torch.float32).to(job.device, dtype)
+        for size in (IN_FEATURES, OUT_FEATURES)
+    )
     x.requires_grad_()
 
     def run(x: Tensor) -> Tensor:
         y: Tensor = layer(x)
         return y
 
-    run.__code__ = run.__code__.replace()  # a code object of its own: Dynamo counts compilations of each, and stops at eight
+    run.__code__ = (
+        run.__code__.replace()
+    )  # a code object of its own: Dynamo counts compilations of each, and stops at eight
     with backend_registry.backend(job.choice.backend).autocast(layer):
         y = compile(run)(x)
         y.backward(dy.to(y.dtype))
     (weight,) = layer.parameters()
-    dx, dw = (torch.zeros(1, dtype=torch.float32) if t.grad is None else t.grad.float() for t in (x, weight))
+    dx, dw = (
+        torch.zeros(1, dtype=torch.float32) if t.grad is None else t.grad.float()
+        for t in (x, weight)
+    )
     return {"output": y.detach().float(), "input's gradient": dx, "weight's gradient": dw}
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
     """The root mean square of the difference, as a share of that of `want`; infinite where either has NaN."""
-    return 0.0 if torch.equal(got, want) else ((got - want).norm() / want.norm()).nan_to_num(nan=torch.inf).item()
+    return (
+        0.0
+        if torch.equal(got, want)
+        else ((got - want).norm() / want.norm()).nan_to_num(nan=torch.inf).item()
+    )

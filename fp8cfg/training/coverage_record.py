@@ -18,7 +18,12 @@ def coverage_record(job: Job, seen: Coverage) -> dict[str, Any]:
     """The choice of backend of `job`, its coverage that was `seen`, `sdpa_backend` by attention, and the backend's own entries:
     JSON values. All ranks call it."""
     backend = backend_registry.backend(job.choice.backend)
-    return {"backend": asdict(job.choice), **seen.data(), "sdpa_backend": attention_kernels(job), **backend.record(job.model)}
+    return {
+        "backend": asdict(job.choice),
+        **seen.data(),
+        "sdpa_backend": attention_kernels(job),
+        **backend.record(job.model),
+    }
 
 
 def attention_kernels(job: Job) -> dict[str, str]:
@@ -30,4 +35,8 @@ def attention_kernels(job: Job) -> dict[str, str]:
     model, dtype = recipe.model, DTYPES[recipe.precision.compute]
     batch, apart = recipe.trainer.micro_batch_size, recipe.data.reset_attention_mask
     own = sdpa_backends(job.model, batch, model.seq_length, dtype, apart)
-    return {name: kernel for text in stages(job.prepared).texts(json.dumps(own)) for name, kernel in json.loads(text).items()}
+    return {
+        name: kernel
+        for text in stages(job.prepared).texts(json.dumps(own))
+        for name, kernel in json.loads(text).items()
+    }

@@ -11,7 +11,16 @@ from fp8cfg.config.errors import ConfigError, refuse_if
 from fp8cfg.config.hub import PREFIX, tokenizer_path
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.rules import missing_data
-from fp8cfg.data import Batches, Corpus, DataError, Samples, Windows, eval_batches, load_corpus, split
+from fp8cfg.data import (
+    Batches,
+    Corpus,
+    DataError,
+    Samples,
+    Windows,
+    eval_batches,
+    load_corpus,
+    split,
+)
 from fp8cfg.data.conversations import Conversations, load_conversations
 from fp8cfg.data.corpora import require_source, source_files
 from fp8cfg.data.errors import require
@@ -44,8 +53,16 @@ def run_data(recipe: Recipe) -> RunData:
         held_out = _validation(recipe, d.validation_path, tokenizer) if d.validation_path else None
         if d.streaming:
             stream = _stream(recipe, tokenizer)
-            return StreamBatches(stream, t.seed, t.global_batch_size, tokenizer.sha256, stream.shards.description), held_out
-        parts = [_whole(recipe, path, tokenizer) for path in ([part["path"] for part in d.mixture] or [d.path])]
+            return (
+                StreamBatches(
+                    stream, t.seed, t.global_batch_size, tokenizer.sha256, stream.shards.description
+                ),
+                held_out,
+            )
+        parts = [
+            _whole(recipe, path, tokenizer)
+            for path in [part["path"] for part in d.mixture] or [d.path]
+        ]
         remark = "; ".join(part.description for part in parts if isinstance(part, Conversations))
         weights = [part["weight"] for part in d.mixture]
         if held_out:
@@ -68,7 +85,9 @@ def refuse_absent(recipe: Recipe) -> None:
     except DataError as e:
         raise ConfigError(f"data.tokenizer: {e}") from None
     try:
-        for path in filter(None, (d.validation_path, d.path, *(part["path"] for part in d.mixture))):
+        for path in filter(
+            None, (d.validation_path, d.path, *(part["path"] for part in d.mixture))
+        ):
             require_source(d.name, path)
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None
@@ -83,8 +102,14 @@ def _stream(recipe: Recipe, tokenizer: Tokenizer) -> Stream:
     m, d = recipe.model, recipe.data
     refuse_vocabulary(tokenizer, m.vocab_size)
     shards = Shards.found(d.name, str(d.path), d.text_key)
-    return Stream(shards, tokenizer, m.seq_length, recipe.trainer.global_batch_size, tokenizer.eos if d.eod_mask_loss else None,
-                  tokenizer.eos if d.resets else None)
+    return Stream(
+        shards,
+        tokenizer,
+        m.seq_length,
+        recipe.trainer.global_batch_size,
+        tokenizer.eos if d.eod_mask_loss else None,
+        tokenizer.eos if d.resets else None,
+    )
 
 
 def _validation(recipe: Recipe, path: str, tokenizer: Tokenizer) -> Samples:
@@ -94,7 +119,10 @@ def _validation(recipe: Recipe, path: str, tokenizer: Tokenizer) -> Samples:
         trained = [part["path"] for part in d.mixture] or [str(d.path)]
         files = {file.resolve() for at in trained for file in source_files(d.name, at)}
         if shared := [file for file in source_files(d.name, path) if file.resolve() in files]:
-            raise DataError(f"{shared[0]} is a file of data.path too; name those by a pattern such as train-*, or move it away")
+            raise DataError(
+                f"{shared[0]} is a file of data.path too; name those by a pattern such as train-*,"
+                " or move it away"
+            )
         return _samples(recipe, _whole(recipe, path, tokenizer), d.eod_mask_loss)
     except DataError as e:
         raise DataError(f"validation_path: {e}") from None
@@ -122,7 +150,10 @@ def _cut(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Sample
     m, d = recipe.model, recipe.data
     if isinstance(whole, Conversations):
         return whole.split(d.validation_fraction)
-    train, held_out = (_samples(recipe, part, d.eod_mask_loss) for part in split(whole, d.validation_fraction, m.seq_length))
+    train, held_out = (
+        _samples(recipe, part, d.eod_mask_loss)
+        for part in split(whole, d.validation_fraction, m.seq_length)
+    )
     return train, held_out
 
 
@@ -131,14 +162,24 @@ def _samples(recipe: Recipe, whole: Corpus | Conversations, masked: bool) -> Sam
     if isinstance(whole, Conversations):
         return whole
     m, corpus, eos = recipe.model, whole, whole.eos
-    return Windows(corpus.tokens, m.seq_length, m.vocab_size, eos if masked else None, eos if recipe.data.resets else None)
+    return Windows(
+        corpus.tokens,
+        m.seq_length,
+        m.vocab_size,
+        eos if masked else None,
+        eos if recipe.data.resets else None,
+    )
 
 
-def validation_batches(recipe: Recipe, held_out: Samples | None, world: World) -> Iterator[tuple[Tensor, ...]]:
+def validation_batches(
+    recipe: Recipe, held_out: Samples | None, world: World
+) -> Iterator[tuple[Tensor, ...]]:
     """This rank's share of one evaluation. Raises ConfigError, before the first batch, where there is not one to be had."""
     t = recipe.trainer
     if held_out is None:
-        raise ConfigError("data.validation_path=null: nothing of a stream is held out; write a path")
+        raise ConfigError(
+            "data.validation_path=null: nothing of a stream is held out; write a path"
+        )
     try:
         share = batch_share(t.strategy, world.rank, world.size)
         return eval_batches(held_out, t.global_batch_size, t.limit_val_batches, *share)

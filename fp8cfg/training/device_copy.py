@@ -14,7 +14,7 @@ from torch import Tensor
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 def on_device(batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
@@ -26,5 +26,7 @@ def on_device(batch: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, 
         copied = tuple(t.pin_memory().to(device, non_blocking=True) for t in batch)
     main.wait_stream(stream)
     for t in copied:
-        t.record_stream(main)  # or its memory would be given out again while that stream still reads it
+        t.record_stream(
+            main
+        )  # or its memory would be given out again while that stream still reads it
     return copied

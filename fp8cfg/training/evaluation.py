@@ -20,19 +20,28 @@ class Stopped(Exception):
 
 @torch.no_grad()
 def evaluate(
-    job: Job, batches: Iterable[tuple[Tensor, ...]], world: World, stop: Callable[[], bool] = lambda: False, masked: bool = False
+    job: Job,
+    batches: Iterable[tuple[Tensor, ...]],
+    world: World,
+    stop: Callable[[], bool] = lambda: False,
+    masked: bool = False,
 ) -> float:
     """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval; of their targets where these
     are `masked`, and so not as many in each. Moves no FP8 state. Raises Stopped where `stop`, which all ranks ask before each
     microbatch, says so."""
     training = job.model.training
     job.model.eval()
-    losses, counts = [torch.zeros((), dtype=torch.float32, device=job.device)], [0.0]  # of stages without an output layer
+    losses, counts = (
+        [torch.zeros((), dtype=torch.float32, device=job.device)],
+        [0.0],
+    )  # of stages without an output layer
     passes = _evaluated if job.prepared.pipeline is None else _evaluated_in_stages
     try:
         with job.autocast(job.recipe.fp8.use_autocast_during_eval):
             found = [each for batch in batches for each in passes(job, batch, world, stop)]
-            losses, counts = (list(each) for each in zip(*found, strict=True)) if found else (losses, counts)
+            losses, counts = (
+                (list(each) for each in zip(*found, strict=True)) if found else (losses, counts)
+            )
     finally:
         job.model.train(training)
         if job.prepared.fsdp2:
@@ -43,11 +52,17 @@ def evaluate(
         weights = torch.tensor(counts, dtype=torch.float64, device=job.device)
         sums = world.sum(torch.stack([(torch.stack(losses) * weights).sum(), weights.sum()]))
         return (sums[0] / sums[1]).item()
-    mean = torch.stack(losses).mean() * job.recipe.trainer.strategy.pipeline_model_parallel_size / world.size
+    mean = (
+        torch.stack(losses).mean()
+        * job.recipe.trainer.strategy.pipeline_model_parallel_size
+        / world.size
+    )
     return world.sum(mean).item()
 
 
-def _evaluated(job: Job, batch: tuple[Tensor, ...], world: World, stop: Callable[[], bool]) -> Iterator[tuple[Tensor, float]]:
+def _evaluated(
+    job: Job, batch: tuple[Tensor, ...], world: World, stop: Callable[[], bool]
+) -> Iterator[tuple[Tensor, float]]:
     """The loss of each microbatch of `batch`, and the number of its targets here."""
     parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
     for part in zip(*parts, strict=True):

@@ -44,7 +44,11 @@ class FolderDescriptor:
         if not isinstance(folder, Path):
             return folder
         if _NEEDED - os.supports_dir_fd:
-            raise OSError(errno.ENOTSUP, "this system cannot open files relative to a folder, and so not without following links")
+            raise OSError(
+                errno.ENOTSUP,
+                "this system cannot open files relative to a folder, and so not without following"
+                " links",
+            )
         return cls(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), Path(folder))
 
     @property
@@ -104,7 +108,9 @@ class FolderDescriptor:
             return os.open(last, flags | os.O_NOFOLLOW, mode, dir_fd=at)
         except OSError as error:
             # A link is ELOOP, or ENOTDIR where a folder was wanted; a pipe without a reader, or a socket, is ENXIO.
-            if error.errno in (errno.ELOOP, errno.ENXIO) or (error.errno == errno.ENOTDIR and self.kind(name) == "strange"):
+            if error.errno in (errno.ELOOP, errno.ENXIO) or (
+                error.errno == errno.ENOTDIR and self.kind(name) == "strange"
+            ):
                 raise self._strange(name) from None
             raise OSError(error.errno, error.strerror, str(self.path / name)) from None
         finally:
@@ -119,7 +125,9 @@ class FolderDescriptor:
         return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "strange"
 
     def _strange(self, name: str) -> StrangeFile:
-        what = "is no file or folder but a link, a pipe or a device; none is followed in a run folder"
+        what = (
+            "is no file or folder but a link, a pipe or a device; none is followed in a run folder"
+        )
         return StrangeFile(f"{self.path / name}: {what}")
 
     def _found(self) -> Path | None:
@@ -133,5 +141,9 @@ class FolderDescriptor:
 
     def _said_by_the_system(self) -> Path:
         if hasattr(fcntl, "F_GETPATH"):  # macOS
-            return Path(os.fsdecode(fcntl.fcntl(self.descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+            return Path(
+                os.fsdecode(
+                    fcntl.fcntl(self.descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
+                )
+            )
         return Path(os.readlink(f"/proc/self/fd/{self.descriptor}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ def held_out(recipe: Recipe) -> Samples:
     """The part of the recipe's own data that it holds out. Raises ConfigError."""
     found = run_data(recipe)[1]
     if found is None:
-        raise ConfigError("data.validation_path=null: nothing of a stream is held out; name text with --data FILE")
+        raise ConfigError(
+            "data.validation_path=null: nothing of a stream is held out; name text with --data FILE"
+        )
     return found
 
 
@@ -36,7 +39,8 @@ def samples_of(recipe: Recipe, path: str) -> Samples:
     """All of what is at `path`, read as the recipe reads its data: of the same kind where data.name is a kind of file. Raises
     ConfigError for what cannot be read."""
     changed = recipe.model_copy(deep=True)
-    changed.data = {"mixture": (), "path": path, "streaming": False, "validation_path": None}  # type: ignore[assignment]
+    data: Any = {"mixture": (), "path": path, "streaming": False, "validation_path": None}
+    changed.data = data
     if recipe.data.name in SHIPPED:
         changed.data.name = "text"
     return all_samples(changed)
@@ -52,7 +56,10 @@ def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> 
     try:
         with run.autocast():
             for first in range(0, len(places), size):
-                batch = [torch.from_numpy(np.ascontiguousarray(part)) for part in samples.read(places[first : first + size])]
+                batch = [
+                    torch.from_numpy(np.ascontiguousarray(part))
+                    for part in samples.read(places[first : first + size])
+                ]
                 count = int((batch[1] != IGNORED).sum())
                 total += run.model(*(t.to(device) for t in batch)).item() * count
                 targets += count
@@ -67,12 +74,18 @@ def run_tokenizer(run: RunModel, path: str | None = None) -> Tokenizer:
     d = run.recipe.data
     path = path or d.tokenizer
     if path is None and d.name == "tokens":
-        raise ConfigError("--tokenizer: the run was trained on token files, which do not say how they were made; name a "
-                          "tokenizer.json or its folder, or write --tokenizer bytes")
+        raise ConfigError(
+            "--tokenizer: the run was trained on token files, which do not say how they were made;"
+            " name a tokenizer.json or its folder, or write --tokenizer bytes"
+        )
     found = named_tokenizer(None if path == "bytes" else path)
     if run.tokenizer_sha256 not in (None, found.sha256):
-        raise ConfigError(f"{path or 'bytes'}: not the tokenizer that the run was trained with, whose sha256 is "
-                          f"{run.tokenizer_sha256[:16] if run.tokenizer_sha256 else None}...")
+        raise ConfigError(
+            f"{path or 'bytes'}: not the tokenizer that the run was trained with, whose sha256 is "
+            f"{run.tokenizer_sha256[:16] if run.tokenizer_sha256 else None}..."
+        )
     if found.size > run.recipe.model.vocab_size:
-        raise ConfigError(f"{path}: has {found.size} tokens, the model of the run {run.recipe.model.vocab_size}")
+        raise ConfigError(
+            f"{path}: has {found.size} tokens, the model of the run {run.recipe.model.vocab_size}"
+        )
     return found

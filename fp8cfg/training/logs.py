@@ -35,8 +35,10 @@ class RunLogs:
 
     def _open(self, run: RunFolder, done: int, opened: ExitStack) -> None:
         if self._every and not any(fp8_linears(self.job.model)):
-            raise ConfigError(f"log.fp8_stats_every_n_steps={self._every}: backend {self.job.choice.backend} has no such "
-                              "statistics; write backend=native or drop it")
+            raise ConfigError(
+                f"log.fp8_stats_every_n_steps={self._every}: backend {self.job.choice.backend} has"
+                " no such statistics; write backend=native or drop it"
+            )
         self._metrics = _log(run.files, METRICS, done, opened)
         if self._every or run.files.kind(FP8_STATS):
             self._statistics = _log(run.files, FP8_STATS, done, opened)
@@ -73,7 +75,11 @@ class RunLogs:
         targets = int((batch[1] != IGNORED).sum()) if batches.samples.masked else 0
         if batches.samples.masked and not batches.target_count(step):
             return  # the step itself says that no token has a loss
-        parts = batches.target_count(step) / max(targets, 1) if batches.samples.masked else count * world.size  # of no targets 0
+        parts = (
+            batches.target_count(step) / max(targets, 1)
+            if batches.samples.masked
+            else count * world.size
+        )  # of no targets 0
 
         def run() -> None:
             with job.autocast():
@@ -88,14 +94,22 @@ class RunLogs:
         for found in collect(job.model, run, job.optimizer.masters):
             if self._statistics:
                 self._statistics.write(step + 1, found._asdict())
-            board |= {f"fp8/{found.layer}/{found.tensor}/{name}": value for name, value in found._asdict().items()}
+            board |= {
+                f"fp8/{found.layer}/{found.tensor}/{name}": value
+                for name, value in found._asdict().items()
+            }
         if self._board:
             self._board.write(step + 1, board)
 
     def __enter__(self) -> RunLogs:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._opened.__exit__(kind, error, trace)
 
 

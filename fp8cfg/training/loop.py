@@ -59,8 +59,13 @@ Loaded = tuple[Tensors, dict[str, Any]]
 
 
 def train(
-    job: Job, run: RunFolder | None = None, start_from: Loaded | None = None, world: World | None = None,
-    say: Callable[[str], None] = print, callbacks: Sequence[Callback] = (), data: RunData | None = None,
+    job: Job,
+    run: RunFolder | None = None,
+    start_from: Loaded | None = None,
+    world: World | None = None,
+    say: Callable[[str], None] = print,
+    callbacks: Sequence[Callback] = (),
+    data: RunData | None = None,
 ) -> Result:
     """Train `job` to trainer.max_steps, on `data` if they were read before. With `run`, which the first rank alone has, metrics,
     coverage and checkpoints are written; with `start_from`, a loaded checkpoint, the run goes on where that one was. `say` gets
@@ -79,7 +84,12 @@ def train(
 
 class _Training:
     def __init__(
-        self, job: Job, run: RunFolder | None, world: World, say: Callable[[str], None], callbacks: Sequence[Callback],
+        self,
+        job: Job,
+        run: RunFolder | None,
+        world: World,
+        say: Callable[[str], None],
+        callbacks: Sequence[Callback],
         data: RunData | None,
     ) -> None:
         self.job, self.run, self.world = job, run, world
@@ -94,7 +104,9 @@ class _Training:
         if microbatches(job, world) > 1:
             self.backend.cache_weights(job.model)
         if self.recipe.trainer.val_check_interval:
-            validation_batches(self.recipe, self.held_out, world)  # a batch that cannot be had is said before the first step
+            validation_batches(
+                self.recipe, self.held_out, world
+            )  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
         self.saver = Saver(job, run, world, self.batches, self.say, self._saved)
 
@@ -109,24 +121,34 @@ class _Training:
         self.world.waits("start", first + 1)  # the groups that the job has made, too
         with ExitStack() as stack:
             self.logs = stack.enter_context(RunLogs(self.job, self.run, first))
-            self.record = StepRecord(self.job, self.run, self.world, self.say, self.callbacks, self.logs)
+            self.record = StepRecord(
+                self.job, self.run, self.world, self.say, self.callbacks, self.logs
+            )
             agree = self.world.any if self.world.size > 1 else None
             self.stop = stack.enter_context(StopSignals(agree)) if _main_thread() else None
             if first and self._evaluates(first) and self.world.any(not self.logs.evaluated(first)):
                 self._evaluate(first)  # the run was stopped there
             if first >= last:
                 self.say(f"nothing left to do: {first} steps of trainer.max_steps={last} are done")
-                self._refuse_diverged(first, self.logs.found(first, "loss"), self.logs.found(first, "val_loss"))
+                self._refuse_diverged(
+                    first, self.logs.found(first, "loss"), self.logs.found(first, "val_loss")
+                )
                 return Result(first, None, self.val_loss)
             self.saver.check_room()
             if self._asked():
-                raise Interrupted(f"stopped before step {first + 1} of {last}; resume goes on from there")
+                raise Interrupted(
+                    f"stopped before step {first + 1} of {last}; resume goes on from there"
+                )
             if self.world.first:
-                self.record.progress = stack.enter_context(Progress(last, self.recipe.log.every_n_steps))
+                self.record.progress = stack.enter_context(
+                    Progress(last, self.recipe.log.every_n_steps)
+                )
             # A callback finds the job as the step that it is called of left it.
             ahead = may_launch_ahead(self.job) and not self.world.any(bool(self.callbacks))
             stack.enter_context(self.saver)
-            steps = stack.enter_context(StepSequence(self.job, self.batches, self.world, self.stop, self.record.add, ahead))
+            steps = stack.enter_context(
+                StepSequence(self.job, self.batches, self.world, self.stop, self.record.add, ahead)
+            )
             for step in range(first, last):
                 self.logs.statistics(self.batches, step, self.world)
                 steps.take(step, settled=not self.record.proved or self._looks(step + 1))
@@ -143,27 +165,45 @@ class _Training:
         """Raise Diverged where no step was taken, or the last losses are not finite: under a loss scale such steps are skipped, and
         the run goes on."""
         if self.job.optimizer.steps == 0:
-            raise Diverged(f"all {last} steps were skipped, gradients overflowed; raise trainer.max_steps or lower "
-                           "precision.initial_loss_scale")
+            raise Diverged(
+                f"all {last} steps were skipped, gradients overflowed; raise trainer.max_steps or"
+                " lower precision.initial_loss_scale"
+            )
         losses = {"training loss": training, "validation loss": validation}
-        bad = [f"the {name} is {loss}" for name, loss in losses.items() if isinstance(loss, float) and not math.isfinite(loss)]
+        bad = [
+            f"the {name} is {loss}"
+            for name, loss in losses.items()
+            if isinstance(loss, float) and not math.isfinite(loss)
+        ]
         if bad:
-            skipped = f", all steps from {last - self.record.skipped + 1} on were skipped" if self.record.skipped else ""
-            raise Diverged(f"step {last}: {', '.join(bad)}{skipped}; lower optim.lr or resume from an earlier checkpoint")
+            skipped = (
+                f", all steps from {last - self.record.skipped + 1} on were skipped"
+                if self.record.skipped
+                else ""
+            )
+            raise Diverged(
+                f"step {last}: {', '.join(bad)}{skipped}; lower optim.lr or resume from an earlier"
+                " checkpoint"
+            )
 
     def _asked(self) -> bool:
         return self.stop is not None and self.stop.stop_requested()
 
     def _interrupt(self, done: int) -> None:
         self.saver.save(done, self.record.skipped > 0, last=True)
-        raise Interrupted(f"stopped after step {done} of {self.recipe.trainer.max_steps}; resume goes on from there")
+        raise Interrupted(
+            f"stopped after step {done} of {self.recipe.trainer.max_steps}; resume goes on from"
+            " there"
+        )
 
     def _load(self, start_from: Loaded | None) -> int:
         if not start_from:
             if not self.job.foreign:  # whose own layers draw as the seed of their user has it
                 torch.manual_seed(self.recipe.trainer.seed)
             return 0
-        if other := saved_state.another_multiplies(start_from[1], self.recipe, self.job.choice.backend):
+        if other := saved_state.another_multiplies(
+            start_from[1], self.recipe, self.job.choice.backend
+        ):
             self.say(other)
         return job_state.restore(self.job, *start_from, self.batches)
 

@@ -16,7 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from fp8cfg.builder import build
@@ -33,7 +37,15 @@ from fp8cfg.report.memory.fsdp_gather import root_bytes
 from fp8cfg.report.memory.gradient_sums import after_backward
 from fp8cfg.report.memory.layout import ranks, stage_parts, summed_at_the_end
 from fp8cfg.report.memory.linears import LinearBytes
-from fp8cfg.report.memory.peak import COMING, before_step, linears_of, memory, parameters, persistent, step_bytes
+from fp8cfg.report.memory.peak import (
+    COMING,
+    before_step,
+    linears_of,
+    memory,
+    parameters,
+    persistent,
+    step_bytes,
+)
 from fp8cfg.report.memory.shards import until_stored
 from fp8cfg.report.tables import size, table
 from fp8cfg.training.distributed.gradient_sync import stored_grads, sum_gradients
@@ -42,15 +54,19 @@ from fp8cfg.training.microbatches import microbatches
 from fp8cfg.training.train_step import pipeline
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):
     """Bytes of the storages that are alive and were made inside of the mode: `now`, and at most, `peak`. `known` tensors are
     not counted; those of `mortal` are only when they die, which takes their bytes off. `resized` ones, whose memory comes and
     goes while they stay, are counted as they are."""
 
-    def __init__(self, known: Iterable[Tensor], mortal: Iterable[Tensor] = (), resized: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(
+        self, known: Iterable[Tensor], mortal: Iterable[Tensor] = (), resized: Iterable[Tensor] = ()
+    ) -> None:
+        super().__init__()
         self._now = self.peak = 0
-        self._resized = list({id(storage): storage for t in resized for storage in storages(t)}.values())
+        self._resized = list(
+            {id(storage): storage for t in resized for storage in storages(t)}.values()
+        )
         self._known = self._resized + [storage for t in known for storage in storages(t)]
         self._seen: dict[int, Any] = {id(storage): None for storage in self._known}
         for t in mortal:
@@ -75,7 +91,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        self._seen[id(storage)] = weakref.ref(storage, partial(self._gone, id(storage), storage.nbytes()))
+        self._seen[id(storage)] = weakref.ref(
+            storage, partial(self._gone, id(storage), storage.nbytes())
+        )
 
     def _gone(self, key: int, count: int, _: Any) -> None:
         self._now -= count
@@ -98,14 +116,19 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of `recipe` on this machine: of what stays from step to step; and over that, after the
     forward pass, at the peak of forward and backward pass together where gradients are all there, or with those that come in a
     step of one pass, as they are summed after it, and at the peak of the optimizer's step. A microbatch is random tokens. Of a
-    pipeline those of this rank's stage, over all passes of a step, which under zero1 and none begins without gradients."""
+    pipeline those of this rank's stage, over all passes of a step, which under zero1 and none begins without gradients.
+    """
     job = build(recipe)
     here, world = job.prepared.pipeline, current()
     passes = microbatches(job, world)
     count = passes if here is not None else 1
     stage = here.rank if here is not None else 0
-    single = COMING in memory(recipe, job.device.type, stage_parts(recipe, ranks())[stage], job.choice.backend)
-    whole = here is not None and job.prepared.fsdp2 and job.prepared.shard in ("none", "zero1")  # gradients, of all passes
+    single = COMING in memory(
+        recipe, job.device.type, stage_parts(recipe, ranks())[stage], job.choice.backend
+    )
+    whole = (
+        here is not None and job.prepared.fsdp2 and job.prepared.shard in ("none", "zero1")
+    )  # gradients, of all passes
     between = passes > 2 and here is None and job.prepared.fsdp2 and job.prepared.shard == "zero2"
     shape = recipe.trainer.micro_batch_size * count, recipe.model.seq_length
     batch = [torch.randint(recipe.model.vocab_size, shape, device=job.device) for _ in range(2)]
@@ -129,7 +152,9 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     one_pass()
     job.optimizer.step()  # makes moments
     job.optimizer.zero_grad()
-    gathered = _gathered(job)  # before quantized weights are kept of them, which are of one gathering
+    gathered = _gathered(
+        job
+    )  # before quantized weights are kept of them, which are of one gathering
     with weights_kept(job.model, quantizes_once(recipe, job.prepared.shard, passes)):
         one_pass(last=passes == 1)
         if whole or single:
@@ -152,7 +177,11 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
     made = measured["gradients"] if whole else 0
-    measured |= {"peak": live.peak + quantized - made, "gradient sums": summing.peak, "optimizer step": stepping.peak}
+    measured |= {
+        "peak": live.peak + quantized - made,
+        "gradient sums": summing.peak,
+        "optimizer step": stepping.peak,
+    }
     measured |= {"after forward": max(passed) + quantized} if passed else {}
     found = planned(recipe, job.device.type, job.choice.backend, stage)
     return {kind: (n, measured[kind]) for kind, n in found.items() if kind in measured}
@@ -181,25 +210,42 @@ def _partial_sums(job: Job) -> list[Tensor]:
 
     from fp8cfg.training.distributed.fsdp import parameter_groups
 
-    groups = [group for module in job.model.modules() if isinstance(module, FSDPModule) for group in parameter_groups(module)]
-    return [group._partial_reduce_output for group in groups if group._partial_reduce_output is not None]
+    groups = [
+        group
+        for module in job.model.modules()
+        if isinstance(module, FSDPModule)
+        for group in parameter_groups(module)
+    ]
+    return [
+        group._partial_reduce_output for group in groups if group._partial_reduce_output is not None
+    ]
 
 
 def stored(job: Job) -> dict[str, list[Tensor]]:
     """The tensors of `job` that stay from step to step, by kind, but for gradients; the scale of a codec-held weight is one of
     FP8 state's."""
     state = job.optimizer.state_tensors()
-    shards = list(job.optimizer.names) if job.prepared.fsdp2 and job.prepared.shard != "fsdp" else []
-    return {"weights": [] if shards else list(job.model.parameters()),  # gathered ones are not there between steps
-            "masters": [*shards, *(t for name, t in state.items() if ".master" in name)],
-            "moments": [t for name, t in state.items() if ".exp_avg" in name or ".momentum" in name],
-            "FP8 state": list(job.model.buffers())}
+    shards = (
+        list(job.optimizer.names) if job.prepared.fsdp2 and job.prepared.shard != "fsdp" else []
+    )
+    return {
+        "weights": (
+            [] if shards else list(job.model.parameters())
+        ),  # gathered ones are not there between steps
+        "masters": [*shards, *(t for name, t in state.items() if ".master" in name)],
+        "moments": [t for name, t in state.items() if ".exp_avg" in name or ".momentum" in name],
+        "FP8 state": list(job.model.buffers()),
+    }
 
 
 def gradients(job: Job) -> list[Tensor]:
     """The gradients of `job` as they are now, those that are stored in a codec among them."""
-    shards = job.optimizer.names if job.prepared.fsdp2 else ()  # which gathered weights take the place of
-    plain = [p.grad for p in dict.fromkeys([*job.model.parameters(), *shards]) if p.grad is not None]
+    shards = (
+        job.optimizer.names if job.prepared.fsdp2 else ()
+    )  # which gathered weights take the place of
+    plain = [
+        p.grad for p in dict.fromkeys([*job.model.parameters(), *shards]) if p.grad is not None
+    ]
     return [*plain, *(t for stored in stored_grads(job.optimizer).values() for t in stored)]
 
 
@@ -208,9 +254,16 @@ def by_kind(job: Job) -> dict[str, list[Tensor]]:
     as FSDP2 gathers them for a step of zero1, zero2 and none, for which all ranks call it."""
     kept = stored(job)
     scales = [t for name, t in job.model.named_buffers() if name.endswith(("_scale", "scale_inv"))]
-    weights = _gathered(job) if job.prepared.fsdp2 and job.prepared.shard != "fsdp" else kept["weights"]
-    kinds = {"weights": weights, "masters": kept["masters"], "gradients": gradients(job), "moments": kept["moments"],
-             "scales": scales}
+    weights = (
+        _gathered(job) if job.prepared.fsdp2 and job.prepared.shard != "fsdp" else kept["weights"]
+    )
+    kinds = {
+        "weights": weights,
+        "masters": kept["masters"],
+        "gradients": gradients(job),
+        "moments": kept["moments"],
+        "scales": scales,
+    }
     return {kind: [_local(t) for t in tensors] for kind, tensors in kinds.items()}
 
 
@@ -234,17 +287,27 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
         if not summed_at_the_end(recipe, part):
             gathered -= until_stored(recipe, part, linears)  # of those that a pass before left
         elif recipe.trainer.strategy.pipeline_model_parallel_size == 1:
-            gathered -= before_step(recipe, part, linears) - kinds["gradients"]  # are there before the last pass
+            gathered -= (
+                before_step(recipe, part, linears) - kinds["gradients"]
+            )  # are there before the last pass
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + gathered
     if COMING in kinds:
         peak += kinds["gradients"] + kinds[COMING]
     step = step_bytes(recipe, part, linears, device, backend)
     sums = after_backward(recipe, part, linears, device, backend)
     found = {"after forward": kept, "peak": peak, "gradient sums": sums, "optimizer step": step}
-    return {**stays, "FP8 state": state, **{kind: n for kind, n in found.items() if n or kind != "gradient sums"}}
+    return {
+        **stays,
+        "FP8 state": state,
+        **{kind: n for kind, n in found.items() if n or kind != "gradient sums"},
+    }
 
 
 def measured_table(recipe: Recipe) -> str:
     """`measure` as text."""
-    rows = [[kind, size(p), size(m), f"{p / m:.2f}" if m else ""] for kind, (p, m) in measure(recipe).items() if max(p, m) > 1024]
+    rows = [
+        [kind, size(p), size(m), f"{p / m:.2f}" if m else ""]
+        for kind, (p, m) in measure(recipe).items()
+        if max(p, m) > 1024
+    ]
     return table(["measured here", "planned", "measured", "ratio"], rows, right=(1, 2, 3))

@@ -46,14 +46,19 @@ class MetricsLog:
                         values = _parse(f"{path}:{number}", line)
                         if values["step"] > done:
                             continue
-                        self.last |= {name: (values["step"], value) for name, value in values.items()}
+                        self.last |= {
+                            name: (values["step"], value) for name, value in values.items()
+                        }
                     write_all(new, line)
-                self._file = open(os.dup(new.fileno()), "ab", buffering=0)  # noqa: SIM115, closed by close()
+                self._file = open(os.dup(new.fileno()), "ab", buffering=0)  # noqa: SIM115
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Append one line, `step` and then `values`. TypeError for a value JSON has no word for, such as a tensor; OSError, but
         not for want of space."""
-        line = json.dumps({"step": step} | {k: _writable(v) for k, v in values.items() if k != "step"}, allow_nan=False)
+        line = json.dumps(
+            {"step": step} | {k: _writable(v) for k, v in values.items() if k != "step"},
+            allow_nan=False,
+        )
         self._waiting += line.encode() + b"\n"
         try:
             self._flush()
@@ -96,7 +101,10 @@ def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
     folder = RunFiles.at(path if isinstance(path, RunFiles) else Path(path).parent)
     name = name or Path(path).name  # type: ignore[arg-type]
     with folder.open(name) as file:
-        return [_parse(f"{folder.path / name}:{number}", line) for number, line in enumerate(_whole(file), 1)]
+        return [
+            _parse(f"{folder.path / name}:{number}", line)
+            for number, line in enumerate(_whole(file), 1)
+        ]
 
 
 class TensorBoardLog:
@@ -106,7 +114,9 @@ class TensorBoardLog:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ImportError("TensorBoard is not installed: pip install 'fp8cfg[tensorboard]'") from error
+            raise ImportError(
+                "TensorBoard is not installed: pip install 'fp8cfg[tensorboard]'"
+            ) from error
         self._writer = SummaryWriter(str(folder))
 
     def write(self, step: int, values: dict[str, Value]) -> None:
@@ -128,7 +138,11 @@ class Progress:
     """
 
     def __init__(
-        self, max_steps: int, every: int = 10, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        max_steps: int,
+        every: int = 10,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_steps, self.every = max_steps, every
         self._console = console or Console()
@@ -140,7 +154,10 @@ class Progress:
     def update(self, step: int, loss: float, lr: float, tokens_per_s: float) -> None:
         """Show the state after optimizer step `step` (the first is 1)."""
         self._start = self._start or (step, self._clock())
-        line = f"step {step}/{self.max_steps}  loss {loss:.4f}  lr {lr:.3g}  {tokens_per_s:,.0f} tokens/s"
+        line = (
+            f"step {step}/{self.max_steps}  loss {loss:.4f}  lr {lr:.3g}  {tokens_per_s:,.0f}"
+            " tokens/s"
+        )
         line += f"  ETA {self._eta(step)}"
         if self._live:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
@@ -177,10 +194,17 @@ def _parse(place: str, line: bytes) -> dict[str, Any]:
     try:
         raw = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not a line of metrics: {_shown(line)}; delete that line") from error
+        raise ValueError(
+            f"{place}: not a line of metrics: {_shown(line)}; delete that line"
+        ) from error
     if not isinstance(raw, dict) or type(raw.get("step")) is not int:
-        raise ValueError(f"{place}: a line of metrics without a step: {_shown(line)}; delete that line")
-    return {name: NON_FINITE.get(value, value) if isinstance(value, str) else value for name, value in raw.items()}
+        raise ValueError(
+            f"{place}: a line of metrics without a step: {_shown(line)}; delete that line"
+        )
+    return {
+        name: NON_FINITE.get(value, value) if isinstance(value, str) else value
+        for name, value in raw.items()
+    }
 
 
 def _shown(line: bytes) -> str:

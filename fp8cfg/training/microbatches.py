@@ -27,17 +27,23 @@ def microbatches(job: Job, world: World) -> int:
     if t.global_batch_size % per_pass:
         nearest = max(1, round(t.global_batch_size / per_pass)) * per_pass
         kind = "" if data == world.size else "data-parallel "
-        raise ConfigError(f"trainer.global_batch_size={t.global_batch_size}: not a multiple of trainer.micro_batch_size x "
-                          f"{data} {kind}ranks = {per_pass}; nearest is {nearest}")
+        raise ConfigError(
+            f"trainer.global_batch_size={t.global_batch_size}: not a multiple of"
+            f" trainer.micro_batch_size x {data} {kind}ranks = {per_pass}; nearest is {nearest}"
+        )
     return t.global_batch_size // per_pass
 
 
 def shares_of_batch(strategy: Strategy, world: World) -> int:
     """Into how many parts the ranks cut each microbatch of all."""
-    return world.size // (strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size)
+    return world.size // (
+        strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size
+    )
 
 
-def parts_of_step(job: Job, batches: Batches, step: int, world: World) -> tuple[Iterable[Part], Tensor | None]:
+def parts_of_step(
+    job: Job, batches: Batches, step: int, world: World
+) -> tuple[Iterable[Part], Tensor | None]:
     """This rank's microbatches, and the targets of all ranks where somebody has to look at them later.
 
     The step's loss is the mean over all targets of the global batch of which one is taken. Where these are as many in each
@@ -54,8 +60,14 @@ def parts_of_step(job: Job, batches: Batches, step: int, world: World) -> tuple[
     if world.size == 1:
         if not here:
             refuse_without_targets(job, step)
-        return ((each, here / n if n else math.inf) for each, n in zip(passes, targets, strict=True)), None
-    whole = world.sum(torch.full((), here, dtype=torch.float64, device=job.device)) * shares / world.size
+        return (
+            (each, here / n if n else math.inf) for each, n in zip(passes, targets, strict=True)
+        ), None
+    whole = (
+        world.sum(torch.full((), here, dtype=torch.float64, device=job.device))
+        * shares
+        / world.size
+    )
     if job.optimizer.deferred is None and not whole:
         refuse_without_targets(job, step)
     return ((each, whole / n) for each, n in zip(passes, targets, strict=True)), whole

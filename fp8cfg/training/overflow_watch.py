@@ -32,17 +32,27 @@ class OverflowWatch:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._left = say, {"clipped", "infinite"}
 
-    def values(self, found: Overflow | None, counted: list[int] | None, done: int) -> dict[str, Value]:
+    def values(
+        self, found: Overflow | None, counted: list[int] | None, done: int
+    ) -> dict[str, Value]:
         """`fp8_clipped` and `fp8_infinite`, numbers of tensors, as metrics.jsonl has them of step `done`, and VALUES where these
-        were `counted`; empty without layers that tell: the native backend's, and Transformer Engine's under delayed scaling."""
+        were `counted`; empty without layers that tell: the native backend's, and Transformer Engine's under delayed scaling.
+        """
         if found is None:
             return {}
         if found.infinite:
-            self._once("infinite", f"step {done}: {found.tensor} had infinite values, which FP8 makes finite under most "
-                       f"scalings ({found.infinite} tensors)")
+            self._once(
+                "infinite",
+                f"step {done}: {found.tensor} had infinite values, which FP8 makes finite under"
+                f" most scalings ({found.infinite} tensors)",
+            )
         elif found.largest >= SAID:
             self._once("clipped", _clipped(found, done))
-        return {"fp8_clipped": found.clipped, "fp8_infinite": found.infinite, **dict(zip(VALUES, counted or (), strict=False))}
+        return {
+            "fp8_clipped": found.clipped,
+            "fp8_infinite": found.infinite,
+            **dict(zip(VALUES, counted or (), strict=False)),
+        }
 
     def _once(self, kind: str, line: str) -> None:
         if kind in self._left:
@@ -85,8 +95,13 @@ def over_stages(found: Overflow | None, stages: World) -> Overflow | None:
 
 def counts_over_stages(used: RangesUsed | None, like: Tensor, stages: World) -> Tensor:
     """How many tensors of all stages of a pipeline were clipped, how many had infinite values, and the largest ratio, [3], of the
-    dtype of `like` and on its device; the last is below 0 where there is no FP8 layer. It waits for nothing."""
-    here = torch.cat([like.new_zeros(2), like.new_full((1,), -1.0)]) if used is None else _counted(used.ratios).to(like.dtype)
+    dtype of `like` and on its device; the last is below 0 where there is no FP8 layer. It waits for nothing.
+    """
+    here = (
+        torch.cat([like.new_zeros(2), like.new_full((1,), -1.0)])
+        if used is None
+        else _counted(used.ratios).to(like.dtype)
+    )
     return torch.cat([stages.sum(here[:2].clone()), stages.largest(here[2:].clone())])
 
 
@@ -97,7 +112,8 @@ def _counted(ratios: Tensor) -> Tensor:
 
 def of_counts(counts: Tensor, own: Overflow | None, stages: World) -> Overflow | None:
     """The overflow of all stages, of `counts_over_stages`, which the host has. Where a line may be worth saying they tell one
-    another whose the largest is, which waits for what was launched since; else no tensor is named."""
+    another whose the largest is, which waits for what was launched since; else no tensor is named.
+    """
     clipped, infinite, most = counts.tolist()
     if most < 0:
         return None
@@ -107,5 +123,8 @@ def of_counts(counts: Tensor, own: Overflow | None, stages: World) -> Overflow |
 
 
 def _clipped(found: Overflow, done: int) -> str:
-    return (f"step {done}: {found.tensor} was clipped, it grew to {found.largest:.3g} times what its delayed scale holds "
-            f"({found.clipped} tensors); fp8.margin leaves room, fp8.scaling=current scales each tensor from itself")
+    return (
+        f"step {done}: {found.tensor} was clipped, it grew to {found.largest:.3g} times what its"
+        f" delayed scale holds ({found.clipped} tensors); fp8.margin leaves room,"
+        " fp8.scaling=current scales each tensor from itself"
+    )

@@ -13,9 +13,12 @@ from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.training.run_folder import CHECKPOINTS, RunFolder
 
 
-def newest(path: Path, say: Callable[[str], None], step: int | None = None) -> tuple[Tensors, dict[str, Any]]:
+def newest(
+    path: Path, say: Callable[[str], None], step: int | None = None
+) -> tuple[Tensors, dict[str, Any]]:
     """The tensors and the state of the run folder `path` after `step` steps, by default the newest. Checkpoints that do not verify
-    are passed over, and said. Raises RunFolderError, NoUsableCheckpoint, and ConfigError for a step of which there is none."""
+    are passed over, and said. Raises RunFolderError, NoUsableCheckpoint, and ConfigError for a step of which there is none.
+    """
     with RunFolder.open(path, lock=False) as folder:
         root = folder.files.folder(CHECKPOINTS)
         there = step_folders.steps(root)

@@ -57,7 +57,9 @@ class RunFiles(FolderDescriptor):
         """A new file, unbuffered, that takes the place of `name` at the end of the block, brought to disk; and stays open if the
         caller keeps a duplicate of its descriptor. It has `mode`, less the umask."""
         new = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
-        with open(self.open_at(new, os.O_RDWR | os.O_APPEND | _NEW, mode), "ab", buffering=0) as file:
+        with open(
+            self.open_at(new, os.O_RDWR | os.O_APPEND | _NEW, mode), "ab", buffering=0
+        ) as file:
             try:
                 yield file
                 os.fsync(file.fileno())
@@ -86,7 +88,10 @@ class RunFiles(FolderDescriptor):
         descriptor = self.open_regular(name, os.O_RDWR | os.O_CREAT)
         if os.fstat(descriptor).st_nlink > 1:
             os.close(descriptor)
-            raise StrangeFile(f"{self.path / name}: has a second name (a hard link); nothing is written to such a file")
+            raise StrangeFile(
+                f"{self.path / name}: has a second name (a hard link); nothing is written to such a"
+                " file"
+            )
         return descriptor
 
     def rename(self, old: str, new: str) -> None:
@@ -110,7 +115,7 @@ def write_all(file: FileIO, data: bytes | memoryview) -> None:
     """Write all of `data` to an unbuffered file, which may take less at once. Raises OSError."""
     left = memoryview(data)
     while left:
-        left = left[file.write(left):]
+        left = left[file.write(left) :]
 
 
 def sync(descriptor: int) -> None:

@@ -16,7 +16,12 @@ from fp8cfg.config.errors import ConfigError, taken
 from fp8cfg.config.files import plain_text
 from fp8cfg.training.environment import environment
 from fp8cfg.training.run_files import RunFiles
-from fp8cfg.training.run_folder_errors import RunFolderDeleted, RunFolderError, RunFolderNotWritable, writable
+from fp8cfg.training.run_folder_errors import (
+    RunFolderDeleted,
+    RunFolderError,
+    RunFolderNotWritable,
+    writable,
+)
 from fp8cfg.training.run_lock import take_lock
 
 if TYPE_CHECKING:
@@ -39,7 +44,14 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, root: Path, name: str, now: datetime, recipe: str, folder: Path | None = None, need_bytes: int = 0, key: str = ""
+        cls,
+        root: Path,
+        name: str,
+        now: datetime,
+        recipe: str,
+        folder: Path | None = None,
+        need_bytes: int = 0,
+        key: str = "",
     ) -> RunFolder:
         """Make and lock `root/<name>-<YYYYmmdd-HHMMSS>` (with -2, -3, ... where taken), or exactly `folder` where given.
 
@@ -48,9 +60,13 @@ class RunFolder:
         `folder` that has a run in it, RunFolderInUse, RunFolderNotWritable, StrangeFile.
         """
         if not NAME.fullmatch(name):
-            raise RunFolderError(f"run name {name!r}: letters, digits, '.', '_' and '-' only, at most 100 of them")
+            raise RunFolderError(
+                f"run name {name!r}: letters, digits, '.', '_' and '-' only, at most 100 of them"
+            )
         with writable(folder or root, key):
-            path = Path(folder) if folder else _new_folder(Path(root), f"{name}-{now:%Y%m%d-%H%M%S}")
+            path = (
+                Path(folder) if folder else _new_folder(Path(root), f"{name}-{now:%Y%m%d-%H%M%S}")
+            )
             path.mkdir(parents=True, exist_ok=True)
             files = RunFiles.at(path)
             if files.kind(RECIPE):
@@ -61,7 +77,9 @@ class RunFolder:
                     raise _taken(path)
                 preflight(files, need_bytes)
                 files.folder(CHECKPOINTS, make=True)
-                files.replace(ENVIRONMENT, (json.dumps(environment(), indent=1) + "\n").encode(), mode=0o600)
+                files.replace(
+                    ENVIRONMENT, (json.dumps(environment(), indent=1) + "\n").encode(), mode=0o600
+                )
                 # Last: a folder with a recipe is a whole run folder.
                 run.write_recipe(recipe)
                 files.sync()
@@ -83,7 +101,11 @@ class RunFolder:
         Raises RunFolderError naming what is missing, StrangeFile, RunFolderInUse, RunFolderNotWritable.
         """
         run = cls.reading(path)
-        missing = [str(run.path / part) for part in (RECIPE, ENVIRONMENT, CHECKPOINTS) if not run.files.kind(part)]
+        missing = [
+            str(run.path / part)
+            for part in (RECIPE, ENVIRONMENT, CHECKPOINTS)
+            if not run.files.kind(part)
+        ]
         if missing:
             raise RunFolderError(f"{path} is not a run folder: there is no {missing[0]}")
         if lock:
@@ -99,7 +121,13 @@ class RunFolder:
             if isinstance(e, OSError) and e.errno == errno.ENAMETOOLONG:
                 raise RunFolderError(f"{str(path)[:40]}...: {e.strerror}") from None
             missing = isinstance(e, FileNotFoundError | NotADirectoryError)
-            why = "it is a file" if Path(path).is_file() else f"there is no {path}" if missing else str(e)
+            why = (
+                "it is a file"
+                if Path(path).is_file()
+                else f"there is no {path}"
+                if missing
+                else str(e)
+            )
             raise RunFolderError(f"{path} is not a run folder: {why}") from None
 
     @property
@@ -157,7 +185,9 @@ class RunFolder:
     def check_there(self) -> None:
         """Raise RunFolderDeleted where the folder, or the recipe in it, is no more: nothing that is written could be resumed."""
         if not self.files.there or not self.files.kind(RECIPE):
-            raise RunFolderDeleted(f"{self.path}: was deleted while the run used it; nothing can be saved any more")
+            raise RunFolderDeleted(
+                f"{self.path}: was deleted while the run used it; nothing can be saved any more"
+            )
 
     def lock(self) -> None:
         """Take the lock, if it is not held. Raises RunFolderInUse, RunFolderNotWritable, StrangeFile."""
@@ -186,7 +216,9 @@ def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
         files.probe()
         free = files.free()
     if free < need_bytes:
-        raise RunFolderNotWritable(f"{shown}: not enough space: needs {need_bytes} bytes, {free} are free")
+        raise RunFolderNotWritable(
+            f"{shown}: not enough space: needs {need_bytes} bytes, {free} are free"
+        )
 
 
 def _taken(path: Path) -> RunFolderError:
@@ -198,7 +230,8 @@ def _new_folder(root: Path, name: str) -> Path:
     for number in count(1):
         path = root / (name if number == 1 else f"{name}-{number}")
         try:
-            path.mkdir()  # fails where it exists: of two runs that start in one second each gets its own
+            # fails where it exists: of two runs that start in one second each gets its own
+            path.mkdir()
             return path
         except FileExistsError:
             continue

@@ -41,5 +41,9 @@ def writable(folder: Path, key: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         named = f"{key}={folder}:" if key else str(folder)
-        why = "it is no folder" if os.path.exists(folder) and not os.path.isdir(folder) else error.strerror or error
+        why = (
+            "it is no folder"
+            if os.path.exists(folder) and not os.path.isdir(folder)
+            else error.strerror or error
+        )
         raise RunFolderNotWritable(f"{named} cannot be written ({why})") from error

@@ -17,14 +17,17 @@ def take_lock(files: RunFiles) -> FileIO:
 
     Raises RunFolderInUse where another process has it, OSError, StrangeFile.
     """
-    file = open(files.shared("run.lock"), "rb+", buffering=0)  # noqa: SIM115, held open as long as the run
+    # Held open as long as the run.
+    file = open(files.shared("run.lock"), "rb+", buffering=0)  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         holder = (file.read(200) or b"").decode(errors="replace").strip()
         file.close()
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise RunFolderInUse(f"{files.path} is in use by {holder or 'another process'}") from error
+            raise RunFolderInUse(
+                f"{files.path} is in use by {holder or 'another process'}"
+            ) from error
         raise
     file.truncate(0)
     file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())

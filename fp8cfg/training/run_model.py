@@ -46,11 +46,15 @@ class RunModel:
 
 
 def load(
-    path: Path, say: Callable[[str], None], change: Callable[[Recipe], None] | None = None, step: int | None = None
+    path: Path,
+    say: Callable[[str], None],
+    change: Callable[[Recipe], None] | None = None,
+    step: int | None = None,
 ) -> RunModel:
     """The model of the run folder `path`, after `step` steps, by default the newest. Checkpoints that do not verify are passed
     over, and said; `change` may edit the recipe: precision and accelerator, not shape. Raises RunFolderError, NoUsableCheckpoint,
-    and ConfigError for a precision that the weights do not fit, or a step of which there is no checkpoint."""
+    and ConfigError for a precision that the weights do not fit, or a step of which there is no checkpoint.
+    """
     tensors, state = newest(path, say, step)
     recipe = Recipe(**state["recipe"])
     recipe.model.path = recipe.lora.weights = None
@@ -74,8 +78,17 @@ def load(
     try:
         load_by_layer(prepared.model, tensors, left_out(recipe, prepared.model))
     except (RuntimeError, ValueError, KeyError) as e:
-        raise ConfigError(f"{path}: its weights do not fit this precision: {str(e).splitlines()[0]}") from None
-    return RunModel(recipe, prepared.model.eval(), plans, choice, int(state["step"]), state["data"].get("tokenizer_sha256"))
+        raise ConfigError(
+            f"{path}: its weights do not fit this precision: {str(e).splitlines()[0]}"
+        ) from None
+    return RunModel(
+        recipe,
+        prepared.model.eval(),
+        plans,
+        choice,
+        int(state["step"]),
+        state["data"].get("tokenizer_sha256"),
+    )
 
 
 def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunModel:

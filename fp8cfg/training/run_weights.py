@@ -41,7 +41,10 @@ class RunWeights:
         self.recipe, self.step = Recipe(**state["recipe"]), int(state["step"])
         self.recipe.storage.shard, self.recipe.lora.weights = "none", None
         trained = state.get("backend") or ""  # none in checkpoints of earlier versions
-        self.plan, self._path = plan(self.recipe, trained if backend_registry.exists(trained) else None), path
+        self.plan, self._path = (
+            plan(self.recipe, trained if backend_registry.exists(trained) else None),
+            path,
+        )
         self._runs_fp8 = {p.name: p.fp8 for p in self.plan}
         self._scaling = saved_scaling(self.recipe.precision)
         self._model: Any = tensors["model"]
@@ -55,9 +58,12 @@ class RunWeights:
 
     def read(self, name: str) -> tuple[Tensor, Tensor | None]:
         """The parameter that the Transformer calls `name`, whole, on the CPU, with what its adapters add: in float32 where it is
-        decoded or something is added; and the scale [] that multiplies it, where it is held in E4M3 under one."""
+        decoded or something is added; and the scale [] that multiplies it, where it is held in E4M3 under one.
+        """
         module = name.removesuffix(".weight")
-        weight, *beside = saved_weight(name, self._model, self._fp8, self._scaling) or self._narrowed(name)
+        weight, *beside = saved_weight(
+            name, self._model, self._fp8, self._scaling
+        ) or self._narrowed(name)
         assert weight is not None, "scales have codes"
         scale = beside[0] if beside and weight.dtype == torch.float8_e4m3fn else None
         if beside:
@@ -71,30 +77,51 @@ class RunWeights:
     def adapter(self, module: str) -> Adapter:
         """The adapters beside the layer `module`, which has some, in the dtype of the run."""
         assert self._adapters, "it has some"
-        made, dtype = self._adapters.of(module, "meta"), DTYPES[others(self.recipe.precision)["weight"]]
-        made.load_state_dict({name: self._model[f"{module}.lora.{name}"].to(dtype) for name in made.state_dict()}, assign=True)
+        made, dtype = (
+            self._adapters.of(module, "meta"),
+            DTYPES[others(self.recipe.precision)["weight"]],
+        )
+        made.load_state_dict(
+            {name: self._model[f"{module}.lora.{name}"].to(dtype) for name in made.state_dict()},
+            assign=True,
+        )
         return made
 
     def _narrowed(self, name: str) -> Weight:
         """A weight that the checkpoint has without a scale, or not at all, as the run stores it."""
         precision, module = self.recipe.precision, name.removesuffix(".weight")
         linear, runs_fp8 = module in self._runs_fp8, self._runs_fp8.get(module, False)
-        column, scales = columns_of(precision, linear, runs_fp8)["weight"], self._scaling.fresh_state().get("fp8_scale")
+        column, scales = (
+            columns_of(precision, linear, runs_fp8)["weight"],
+            self._scaling.fresh_state().get("fp8_scale"),
+        )
         if self._first:
             weight = self._first(name)
-            weight = weight.to(DTYPES[precision.compute]) if linear else weight  # models.lora.Adapters.freeze
+            weight = (
+                weight.to(DTYPES[precision.compute]) if linear else weight
+            )  # models.lora.Adapters.freeze
         else:
             weight, scales = self._model[name], self._fp8.get(f"{module}.fp8_scale", scales)
         if column in DTYPES:
             return (weight.to(DTYPES[column]),)
-        if not self._first and weight.itemsize == 2:  # as the run's backend held it, who may have had fewer layers in FP8
+        if (
+            not self._first and weight.itemsize == 2
+        ):  # as the run's backend held it, who may have had fewer layers in FP8
             return (weight,)
         held, weight = self._codec(), weight.float()
-        return held.encode(weight) if held else store_recorded(weight, self._scaling, scales, None, None)
+        return (
+            held.encode(weight)
+            if held
+            else store_recorded(weight, self._scaling, scales, None, None)
+        )
 
     def _codec(self) -> Codec | None:
         """That of weights with a scale; None where they are operands of FP8 products."""
-        return None if fp8_weights(self.recipe.precision) else codec(resolved(self.recipe.precision)["weight"])
+        return (
+            None
+            if fp8_weights(self.recipe.precision)
+            else codec(resolved(self.recipe.precision)["weight"])
+        )
 
     def _check(self) -> None:
         """Raise ConfigError where the checkpoint has other weights than the recipe's model."""
@@ -104,7 +131,14 @@ class RunWeights:
             of_layer = self._adapters.of(module, "meta").state_dict()  # type: ignore[union-attr]
             wanted |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}
         tied = {"output_layer.weight"} if config.tie_embeddings else set[str]()
-        saved = {name: saved_shape(name, self._model, self._fp8) for name in self._model if name not in tied}
+        saved = {
+            name: saved_shape(name, self._model, self._fp8)
+            for name in self._model
+            if name not in tied
+        }
         if wrong := [name for name in {**wanted, **saved} if wanted.get(name) != saved.get(name)]:
-            raise ConfigError(f"{self._path}: has other weights than the Transformer of its recipe, {wrong[0]} among them; a model "
-                              "of your own is saved by its own library, after fp8cfg.convert_back(model)")
+            raise ConfigError(
+                f"{self._path}: has other weights than the Transformer of its recipe, {wrong[0]}"
+                " among them; a model of your own is saved by its own library, after"
+                " fp8cfg.convert_back(model)"
+            )

@@ -33,8 +33,12 @@ Say = Callable[[str], None]
 
 
 def fit(
-    job: Job, folder: str | Path | RunFolder | None = None, start_from: Loaded | None = None, world: World | None = None,
-    say: Say = print, callbacks: Sequence[Callback] = (),
+    job: Job,
+    folder: str | Path | RunFolder | None = None,
+    start_from: Loaded | None = None,
+    world: World | None = None,
+    say: Say = print,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Train `job` to trainer.max_steps and leave a run folder, with recipe, metrics, coverage and checkpoints, as the command line
     does: `folder`, by default log.folder, which has no run in it yet unless log.resume goes on with it, or a new one under log.dir.
@@ -45,12 +49,19 @@ def fit(
     Diverged, ConfigError for data or batches that do not fit the recipe, CheckpointError, RunFolderError.
     """
     if not isinstance(job, Job):
-        raise ConfigError(f"fit: expected a Job, got {type(job).__name__}; fp8cfg.build(recipe) gives one")
+        raise ConfigError(
+            f"fit: expected a Job, got {type(job).__name__}; fp8cfg.build(recipe) gives one"
+        )
     _check_callbacks(callbacks)
     world = world or current()
     r, given = job.recipe, job.recipe.log.folder if folder is None else folder
     exactly = None if given is None or isinstance(given, RunFolder) else _path(given)
-    if exactly and r.log.resume == "auto" and start_from is None and world.any(world.first and (exactly / RECIPE).exists()):
+    if (
+        exactly
+        and r.log.resume == "auto"
+        and start_from is None
+        and world.any(world.first and (exactly / RECIPE).exists())
+    ):
         return _gone_on(job, exactly, world, say, callbacks)
     if not world.first or isinstance(folder, RunFolder):
         run = folder if isinstance(folder, RunFolder) and world.first else None
@@ -59,11 +70,15 @@ def fit(
         RunFolder.refuse_taken(exactly)
     data = run_data(r)
     key = "log.dir" if not exactly else "log.folder" if folder is None else ""
-    with RunFolder.create(Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly, key=key) as run:
+    with RunFolder.create(
+        Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly, key=key
+    ) as run:
         return _trained(job, run, start_from, world, say, callbacks, data)
 
 
-def _gone_on(job: Job, folder: Path, world: World, say: Say, callbacks: Sequence[Callback]) -> Result:
+def _gone_on(
+    job: Job, folder: Path, world: World, say: Say, callbacks: Sequence[Callback]
+) -> Result:
     """Train `job` on from the newest checkpoint of the run in `folder`, whose recipe must be one that goes on as this one."""
     tell = say if world.first else _nothing
     with RunFolder.open(folder, lock=world.first) as run:
@@ -78,8 +93,12 @@ def _gone_on(job: Job, folder: Path, world: World, say: Say, callbacks: Sequence
 
 
 def resume(
-    folder: str | Path, overrides: Iterable[str] = (), allow: Iterable[str] = (), model: nn.Module | None = None,
-    say: Say = print, callbacks: Sequence[Callback] = (),
+    folder: str | Path,
+    overrides: Iterable[str] = (),
+    allow: Iterable[str] = (),
+    model: nn.Module | None = None,
+    say: Say = print,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Go on with the run in `folder` from its newest checkpoint that verifies, or from the start where it has none. `overrides` are
     words that change its recipe, such as "trainer.max_steps=200"; one that would not continue the same run is refused unless
@@ -92,7 +111,9 @@ def resume(
     with RunFolder.open(_path(folder), lock=world.first) as run:
 
         def go_on(name: str, loaded: Loaded | None) -> Result:
-            recipe = continued(run, name, loaded, lambda before: compose(overrides, base=before), allow, tell)
+            recipe = continued(
+                run, name, loaded, lambda before: compose(overrides, base=before), allow, tell
+            )
             job = build(recipe, model)
             if world.first:
                 run.lock()
@@ -104,7 +125,8 @@ def resume(
 
 def from_newest(run: RunFolder, go_on: Callable[[str, Loaded | None], T], say: Say) -> T:
     """What `go_on` makes of the name and the contents of the newest checkpoint that verifies; of "" and None where there is none.
-    It may raise DamagedCheckpoint before the first step: that one is passed over too. Raises NoUsableCheckpoint."""
+    It may raise DamagedCheckpoint before the first step: that one is passed over too. Raises NoUsableCheckpoint.
+    """
     root = run.files.folder(CHECKPOINTS)
     found = step_folders.steps(root)
     size = ranks() if ranks() > 1 else current().size
@@ -133,7 +155,9 @@ def _newest_recipe(run: RunFolder) -> Recipe:
     root = run.files.folder(CHECKPOINTS)
     for _, name in step_folders.steps(root):
         try:
-            loaded = checkpoint.load_named(root, name, ranks=2)  # one rank would take the sums of all tensors
+            loaded = checkpoint.load_named(
+                root, name, ranks=2
+            )  # one rank would take the sums of all tensors
             saved_state.check(*loaded)
             return Recipe(**loaded[1]["recipe"])
         except DamagedCheckpoint:  # whoever goes on says so
@@ -142,7 +166,12 @@ def _newest_recipe(run: RunFolder) -> Recipe:
 
 
 def continued(
-    run: RunFolder, name: str, loaded: Loaded | None, changed: Callable[[Recipe], Recipe], allow: Iterable[str], say: Say,
+    run: RunFolder,
+    name: str,
+    loaded: Loaded | None,
+    changed: Callable[[Recipe], Recipe],
+    allow: Iterable[str],
+    say: Say,
     anew: bool = False,
 ) -> Recipe:
     """The recipe with which `run` goes on from the checkpoint `name`: what `changed` makes of that of the checkpoint, or, with
@@ -151,15 +180,25 @@ def continued(
     written = run.read_recipe()
     _check_metrics(run)
     before = Recipe(**loaded[1]["recipe"]) if loaded else written
-    smoke, before.trainer.smoke = before.trainer.smoke, False  # it has the size to which it was cut, and goes on as any run does
+    smoke, before.trainer.smoke = (
+        before.trainer.smoke,
+        False,
+    )  # it has the size to which it was cut, and goes on as any run does
     recipe = changed(before)
-    before.trainer.smoke = written.trainer.smoke = (smoke or anew) and recipe.trainer.smoke  # a resume has written False
-    resume_rules.refuse_changes(before, recipe, list(allow), line=_resume_line(run, loaded, before, recipe) if anew else ())
+    before.trainer.smoke = written.trainer.smoke = (
+        smoke or anew
+    ) and recipe.trainer.smoke  # a resume has written False
+    resume_rules.refuse_changes(
+        before, recipe, list(allow), line=_resume_line(run, loaded, before, recipe) if anew else ()
+    )
     if not anew:
         refuse_if([*_elsewhere(run, before, recipe), *_done(loaded, recipe)])
     say(f"resuming {printable(str(run.path))} from {name or 'the start, it has no checkpoint yet'}")
     for key in resume_rules.changes(before, written) if loaded else []:
-        say(f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a word to change it")
+        say(
+            f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a word to"
+            " change it"
+        )
     for key in resume_rules.changes(before, recipe):
         say(f"changed: {key}")
     return recipe
@@ -174,25 +213,45 @@ def _check_metrics(run: RunFolder) -> None:
         raise ConfigError(str(e)) from None
 
 
-def _resume_line(run: RunFolder, loaded: Loaded | None, before: Recipe, recipe: Recipe) -> list[str]:
+def _resume_line(
+    run: RunFolder, loaded: Loaded | None, before: Recipe, recipe: Recipe
+) -> list[str]:
     """The words of the command that goes on with `run`, of `before`, as `recipe`."""
-    idle = ["log.dir=", "log.folder=", "log.resume=", *(["trainer.max_steps="] if [*_done(loaded, recipe)] else [])]
-    return ["fp8cfg", "resume", str(run.path), *(word for word in differences(before, recipe) if not word.startswith(tuple(idle)))]
+    idle = [
+        "log.dir=",
+        "log.folder=",
+        "log.resume=",
+        *(["trainer.max_steps="] if [*_done(loaded, recipe)] else []),
+    ]
+    return [
+        "fp8cfg",
+        "resume",
+        str(run.path),
+        *(word for word in differences(before, recipe) if not word.startswith(tuple(idle))),
+    ]
 
 
 def _elsewhere(run: RunFolder, before: Recipe, recipe: Recipe) -> Iterator[str]:
     """Words that would have a run go on in another folder than its own, which none does."""
     for key in ("dir", "folder"):
         was, now = getattr(before.log, key), getattr(recipe.log, key)
-        if now != was and not (key == "folder" and now and Path(now).resolve() == run.path.resolve()):
-            yield f"log.{key}={now}: a run is resumed in its own folder, {run.path}; drop it, or copy the folder and resume that"
+        if now != was and not (
+            key == "folder" and now and Path(now).resolve() == run.path.resolve()
+        ):
+            yield (
+                f"log.{key}={now}: a run is resumed in its own folder, {run.path}; drop it, or copy"
+                " the folder and resume that"
+            )
 
 
 def _done(loaded: Loaded | None, recipe: Recipe) -> Iterator[str]:
     """That more steps are done than the run is to have."""
     done, last = loaded[1]["step"] if loaded else 0, recipe.trainer.max_steps
     if done > last:
-        yield f"trainer.max_steps={last}: {done} steps are done; write trainer.max_steps={done} or more"
+        yield (
+            f"trainer.max_steps={last}: {done} steps are done; write trainer.max_steps={done} or"
+            " more"
+        )
 
 
 def write_recipe(run: RunFolder, recipe: Recipe, loaded: Loaded | None) -> None:
@@ -202,7 +261,12 @@ def write_recipe(run: RunFolder, recipe: Recipe, loaded: Loaded | None) -> None:
 
 
 def _trained(
-    job: Job, run: RunFolder | None, start_from: Loaded | None, world: World, say: Say, callbacks: Sequence[Callback],
+    job: Job,
+    run: RunFolder | None,
+    start_from: Loaded | None,
+    world: World,
+    say: Say,
+    callbacks: Sequence[Callback],
     data: RunData | None = None,
 ) -> Result:
     try:
@@ -236,9 +300,14 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks: expected a list, got {type(callbacks).__name__}")
     for each in callbacks:
-        if isinstance(each, type) or not all(callable(getattr(each, name, None)) for name in ("step", "evaluation", "save")):
+        if isinstance(each, type) or not all(
+            callable(getattr(each, name, None)) for name in ("step", "evaluation", "save")
+        ):
             call = f"; write {each.__name__}()" if isinstance(each, type) else ""
-            raise ConfigError(f"callbacks: expected objects of a class below fp8cfg.Callback, got {each!r:.40}{call}")
+            raise ConfigError(
+                "callbacks: expected objects of a class below fp8cfg.Callback, got"
+                f" {each!r:.40}{call}"
+            )
 
 
 def _nothing(_: str) -> None:

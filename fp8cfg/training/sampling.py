@@ -17,7 +17,12 @@ from fp8cfg.training.run_model import RunModel
 
 @torch.no_grad()
 def sample(
-    run: RunModel, prompt: Sequence[int], tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
+    run: RunModel,
+    prompt: Sequence[int],
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
     vocabulary: int | None = None,
 ) -> Iterator[int]:
     """`tokens` tokens that follow `prompt`, which has at least one, in the precision of `run`.
@@ -41,11 +46,15 @@ def sample(
 
 def _refuse_not_finite(logits: Tensor, step: int) -> None:
     if bad := int((~logits.isfinite()).sum()):
-        raise Diverged(f"step {step}: {bad} of {len(logits)} logits of the next token are not finite; sample an earlier "
-                       "checkpoint with --step")
+        raise Diverged(
+            f"step {step}: {bad} of {len(logits)} logits of the next token are not finite; sample"
+            " an earlier checkpoint with --step"
+        )
 
 
-def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def _drawn(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> int:
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):

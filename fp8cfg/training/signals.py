@@ -29,7 +29,11 @@ class StopSignals:
     all-reduce with MAX). Each rank must then call stop_requested() at the same steps.
     """
 
-    def __init__(self, agree: Callable[[bool], bool] | None = None, signals: Iterable[signal.Signals] = SIGNALS) -> None:
+    def __init__(
+        self,
+        agree: Callable[[bool], bool] | None = None,
+        signals: Iterable[signal.Signals] = SIGNALS,
+    ) -> None:
         self._signals = signals
         self.received: signal.Signals | None = None
         self._agree = agree
@@ -64,14 +68,20 @@ class StopSignals:
             former = self._outermost(number)
             if former is signal.SIG_IGN:
                 return
-            if not callable(former):  # the default, or none of Python's: the process is left to whoever has it
+            if not callable(
+                former
+            ):  # the default, or none of Python's: the process is left to whoever has it
                 raise KeyboardInterrupt
             former(number, frame)
             return
         self.received = signal.Signals(number)
         # os.write: print() in a handler may interrupt a print() and fail as reentrant.
         with suppress(OSError):  # the terminal may be what has gone
-            os.write(2, f"{self.received.name}: stopping as soon as all is saved; once more to exit at once\n".encode())
+            os.write(
+                2,
+                f"{self.received.name}: stopping as soon as all is saved; once more to exit at"
+                " once\n".encode(),
+            )
 
     def _outermost(self, number: int) -> Any:
         """The handler of the process itself, below those of all that are entered."""

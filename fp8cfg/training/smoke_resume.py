@@ -27,19 +27,38 @@ class ResumeDiffers(Fp8cfgError):
     exit_code = 4
 
 
-def resume(recipe: Recipe, folder: Path | None, first: Result, world: World, say: Callable[[str], None]) -> None:
+def resume(
+    recipe: Recipe, folder: Path | None, first: Result, world: World, say: Callable[[str], None]
+) -> None:
     """Train the last step of `recipe`, a smoke run that ended with `first`, from the checkpoint before it in the run folder, whose
-    path the first rank has. Raises ResumeDiffers where losses are others, and NoUsableCheckpoint."""
+    path the first rank has. Raises ResumeDiffers where losses are others, and NoUsableCheckpoint.
+    """
     root = RunFolder.reading(Path(world.text(str(folder or "")))).files.folder(CHECKPOINTS)
     name = next((name for step, name in step_folders.steps(root) if step == SAVED_AT), None)
     if name is None:
         raise step_folders.none_usable(root)
-    again = train(build(recipe), None, checkpoint.load_named(root, name, world.size), world, lambda _: None)
+    again = train(
+        build(recipe), None, checkpoint.load_named(root, name, world.size), world, lambda _: None
+    )
     exact = world.size == 1 and not _on_gpu()
-    for what, old, new in (("training", first.loss, again.loss), ("validation", first.val_loss, again.val_loss)):
-        if old is not None and new is not None and not (old == new if exact else abs(old - new) <= BOUND * abs(old)):
-            raise ResumeDiffers(f"resume: step {STEPS} from {name} has a {what} loss of {new!r}, and had {old!r} before")
-    same = "the same losses" if (first.loss, first.val_loss) == (again.loss, again.val_loss) else f"losses within {BOUND:g}"
+    for what, old, new in (
+        ("training", first.loss, again.loss),
+        ("validation", first.val_loss, again.val_loss),
+    ):
+        if (
+            old is not None
+            and new is not None
+            and not (old == new if exact else abs(old - new) <= BOUND * abs(old))
+        ):
+            raise ResumeDiffers(
+                f"resume: step {STEPS} from {name} has a {what} loss of {new!r}, and had {old!r}"
+                " before"
+            )
+    same = (
+        "the same losses"
+        if (first.loss, first.val_loss) == (again.loss, again.val_loss)
+        else f"losses within {BOUND:g}"
+    )
     say(f"resume: step {STEPS} from {name} gave {same}")
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from fp8cfg.data import Batches
 from fp8cfg.job import Job
@@ -47,10 +48,23 @@ class StepSequence:
     where signals are not caught. All ranks make the same calls."""
 
     def __init__(
-        self, job: Job, batches: Batches, world: World, stop: StopSignals | None, record: Callable[[Done], None], ahead: bool
+        self,
+        job: Job,
+        batches: Batches,
+        world: World,
+        stop: StopSignals | None,
+        record: Callable[[Done], None],
+        ahead: bool,
     ) -> None:
-        self._job, self._batches, self._world, self._stop, self._record = job, batches, world, stop, record
-        self._deferred = DeferredSteps(job.optimizer) if ahead else None  # type: ignore[arg-type]  # can_defer says so
+        self._job, self._batches, self._world, self._stop, self._record = (
+            job,
+            batches,
+            world,
+            stop,
+            record,
+        )
+        optimizer: Any = job.optimizer  # of a kind that can defer, can_defer says so
+        self._deferred = DeferredSteps(optimizer) if ahead else None
         self._launched: LaunchedStep | None = None
         self._asked = False
         self._entered = ExitStack()
@@ -73,7 +87,9 @@ class StepSequence:
         if self._launched is None:
             self._began = time.perf_counter()
         try:
-            launched = launch_step(self._job, self._batches, step, self._world, self._deferred, self._wish)
+            launched = launch_step(
+                self._job, self._batches, step, self._world, self._deferred, self._wish
+            )
         except BaseException:
             self.settle()
             raise
@@ -91,7 +107,9 @@ class StepSequence:
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self._asked = self._asked or seen.stop
-        self._record(Done(launched.done, seen.step, seen.overflow, seen.values, launched.traffic, seconds))
+        self._record(
+            Done(launched.done, seen.step, seen.overflow, seen.values, launched.traffic, seconds)
+        )
 
     def _wish(self) -> bool:
         return self._stop is not None and self._stop.received is not None

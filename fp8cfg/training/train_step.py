@@ -84,7 +84,9 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
     total = torch.zeros((), dtype=torch.float32, device=job.device)
     job.optimizer.zero_grad()
     with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
-        for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(job, every, world):
+        for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(
+            job, every, world
+        ):
             share = whole / parts
             total += loss * (share.float() if isinstance(share, Tensor) else share)
     sum_gradients(job.prepared, job.optimizer, world)
@@ -94,13 +96,20 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
     set_lr(job.optimizer, lr)
     stepped = job.optimizer.step()
     set_lr(job.optimizer, lr_after(lr, made=True))
-    mean = world.sum(total / (whole * strategy.tensor_model_parallel_size))  # so many ranks have the same loss
+    mean = world.sum(
+        total / (whole * strategy.tensor_model_parallel_size)
+    )  # so many ranks have the same loss
     return RunStep(mean, lr, stepped, targets)
 
 
-def _passes(job: Job, every: Iterable[Part], world: World) -> Iterator[tuple[Tensor, float | Tensor]]:
+def _passes(
+    job: Job, every: Iterable[Part], world: World
+) -> Iterator[tuple[Tensor, float | Tensor]]:
     """Forward and backward passes over the microbatches of a step: the loss of each, and of how many parts it is one."""
-    count, again = microbatches(job, world), job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
+    count, again = (
+        microbatches(job, world),
+        job.recipe.storage.accumulate == "stored",
+    )  # then the optimizer stores each by itself
     if job.prepared.fsdp2:
         from fp8cfg.training.distributed import fsdp  # inside: it takes a second to load
     for i, (batch, parts) in enumerate(every):
@@ -114,7 +123,9 @@ def _passes(job: Job, every: Iterable[Part], world: World) -> Iterator[tuple[Ten
         yield loss.detach(), parts
 
 
-def _pipelined(job: Job, every: Iterable[Part], world: World) -> list[tuple[Tensor, float | Tensor]]:
+def _pipelined(
+    job: Job, every: Iterable[Part], world: World
+) -> list[tuple[Tensor, float | Tensor]]:
     """The same through the stages of a pipeline: what the last has of losses, nothing on the others."""
     batches, parts = zip(*every, strict=True)
     whole = on_device(tuple(torch.cat(part) for part in zip(*batches, strict=True)), job.device)
@@ -136,9 +147,19 @@ def pipeline(job: Job, world: World) -> Pipeline:
         if job.prepared.fsdp2:
             from fp8cfg.training.distributed.fsdp_stages import FullyShardedStages
 
-            chunks = [[job.model.get_submodule(f"layers.{n}") for n in chunk] for chunk in here.chunks]
+            chunks = [
+                [job.model.get_submodule(f"layers.{n}") for n in chunk] for chunk in here.chunks
+            ]
             sync = FullyShardedStages(job.model, job.prepared.shard, chunks)
-        here.schedule = Pipeline(job.model, here, microbatches(job, world), t.micro_batch_size, dtype, job.device, sync)  # type: ignore[arg-type]
+        here.schedule = Pipeline(
+            job.model,  # type: ignore[arg-type]
+            here,
+            microbatches(job, world),
+            t.micro_batch_size,
+            dtype,
+            job.device,
+            sync,
+        )
     made: Pipeline = here.schedule
     return made
 
@@ -156,6 +177,9 @@ def _loss(job: Job, parts: Iterable[Tensor]) -> Tensor:
         loss = job.forward(*batch)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
-        what = f"gives {f'a tensor of shape {[*loss.shape]}' if isinstance(loss, Tensor) else type(loss).__name__}"
-    raise ConfigError(f"fit: trains models whose model(tokens, targets) is the loss, and {kind} {what}; give build a module that "
-                      "returns the loss, or train job.model in a loop of your own")
+        shape = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else None
+        what = f"gives {shape or type(loss).__name__}"
+    raise ConfigError(
+        f"fit: trains models whose model(tokens, targets) is the loss, and {kind} {what}; give"
+        " build a module that returns the loss, or train job.model in a loop of your own"
+    )

@@ -39,7 +39,11 @@ class Built:
     """A job, and what cells read of it."""
 
     def __init__(self, cell: Applied, folder: Path, device: str = "cpu") -> None:
-        self.recipe, self.hardware, self.folder = small(*cell.words, f"backend={cell.backend}", f"trainer.accelerator={device}"), cell.hardware, folder
+        self.recipe, self.hardware, self.folder = (
+            small(*cell.words, f"backend={cell.backend}", f"trainer.accelerator={device}"),
+            cell.hardware,
+            folder,
+        )
 
     @cached_property
     def choice(self) -> Choice:
@@ -55,7 +59,11 @@ class Built:
 
     @property
     def converted(self) -> list[str]:
-        return [name for name in self.backend.observed(self.job.model) if not name.endswith("core_attention")]
+        return [
+            name
+            for name in self.backend.observed(self.job.model)
+            if not name.endswith("core_attention")
+        ]
 
     @property
     def layer(self) -> nn.Module:
@@ -74,18 +82,27 @@ class Built:
     @property
     def columns(self) -> Any:
         """The codecs of the layer's weight in the low-bit optimizer."""
-        return next(g["columns"] for g in self.job.optimizer.param_groups if any(p is self.weight for p in g["params"]))
+        return next(
+            g["columns"]
+            for g in self.job.optimizer.param_groups
+            if any(p is self.weight for p in g["params"])
+        )
 
     @property
     def optimizer_state(self) -> Any:
         if self.job.choice.backend == "msamp":
             return SimpleNamespace(**self.job.optimizer.inner.state[self.weight])
         state = self.job.optimizer.state[self.weight]
-        return SimpleNamespace(**{name: stored[0] for name, stored in state.items() if isinstance(stored, tuple)})
+        return SimpleNamespace(
+            **{name: stored[0] for name, stored in state.items() if isinstance(stored, tuple)}
+        )
 
     @property
     def moments(self) -> list[str]:
-        return [str(moment.dtype) for moment in (self.optimizer_state.exp_avg, self.optimizer_state.exp_avg_sq)]
+        return [
+            str(moment.dtype)
+            for moment in (self.optimizer_state.exp_avg, self.optimizer_state.exp_avg_sq)
+        ]
 
     def step(self) -> None:
         train_step(self.job, run_data(self.recipe)[0], 0, World())
@@ -136,7 +153,9 @@ class Built:
 
     @property
     def amax_group(self) -> Any:
-        dist.init_process_group("gloo", init_method=f"file://{self.folder}/store", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{self.folder}/store", rank=0, world_size=1
+        )
         try:
             with mock.patch.object(self.backend, "after_step") as after:
                 self.step()
@@ -174,14 +193,22 @@ def at_hand(backend: str, folder: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("cell", [c for c in ALL if isinstance(c, Applied)], ids=lambda c: f"{c.backend} {c.key} {c.words[-1]}")
+@pytest.mark.parametrize(
+    "cell",
+    [c for c in ALL if isinstance(c, Applied)],
+    ids=lambda c: f"{c.backend} {c.key} {c.words[-1]}",
+)
 def test_a_cell_is_read_back(cell: Applied, tmp_path: Path) -> None:
     with at_hand(cell.backend, tmp_path):
         assert str(cell.found(Built(cell, tmp_path))) == str(cell.want)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cell", [c for c in ALL if isinstance(c, Applied)], ids=lambda c: f"{c.backend} {c.key} {c.words[-1]}")
+@pytest.mark.parametrize(
+    "cell",
+    [c for c in ALL if isinstance(c, Applied)],
+    ids=lambda c: f"{c.backend} {c.key} {c.words[-1]}",
+)
 def test_a_cell_is_read_back_on_a_gpu(cell: Applied, tmp_path: Path) -> None:
     built = Built(cell, tmp_path, "cuda")
     if why := against(cell.backend, built.recipe.precision, find_hardware("cuda")):
@@ -193,7 +220,13 @@ def test_a_cell_is_read_back_on_a_gpu(cell: Applied, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["native", "te", "torchao"])  # MS-AMP has one value of each
 def test_it_is_not_read_back_without_the_cells_words(backend: str, tmp_path: Path) -> None:
     base = (*BASE[backend], PLAIN)
-    for n, cell in enumerate(c for c in ALL if isinstance(c, Applied) and c.backend == backend and (backend != "native" or c.key not in WHERE)):
+    for n, cell in enumerate(
+        c
+        for c in ALL
+        if isinstance(c, Applied)
+        and c.backend == backend
+        and (backend != "native" or c.key not in WHERE)
+    ):
         (folder := tmp_path / str(n)).mkdir()
         if set(cell.words) > set(base) or cell.words[0] not in base:
             with at_hand(backend, folder):
@@ -204,7 +237,11 @@ def test_it_is_not_read_back_without_the_cells_words(backend: str, tmp_path: Pat
             assert str(found) != str(cell.want), cell
 
 
-@pytest.mark.parametrize("cell", [c for c in ALL if isinstance(c, Refused)], ids=lambda c: f"{c.backend} {c.key} {c.words[-1]} {c.hardware.device}")
+@pytest.mark.parametrize(
+    "cell",
+    [c for c in ALL if isinstance(c, Refused)],
+    ids=lambda c: f"{c.backend} {c.key} {c.words[-1]} {c.hardware.device}",
+)
 def test_a_cell_is_refused(cell: Refused) -> None:
     refusal(cell)
 
@@ -212,12 +249,21 @@ def test_a_cell_is_refused(cell: Refused) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_key_has_a_cell_and_no_cell_is_of_another_key(backend: str) -> None:
     assert [key for key in keys() if not lines(key, backend)] == []
-    assert {c.key for c in ALL} | {r.key for r in [*te_table.APPLIED, *te_table.REFUSED]} == set(keys()) <= short_keys()
+    assert (
+        {c.key for c in ALL} | {r.key for r in [*te_table.APPLIED, *te_table.REFUSED]}
+        == set(keys())
+        <= short_keys()
+    )
 
 
 def test_it_is_printed_at_80_columns_and_for_a_page() -> None:
     shown = text()
     assert max(map(len, shown.splitlines())) <= 80
-    assert "\nfp8.margin\n  native   applied  layer.scaling.margin (delayed)\n  te       applied  recipe.margin (delayed)\n" in shown
+    assert (
+        "\nfp8.margin\n  native   applied  layer.scaling.margin (delayed)\n  te       applied  recipe.margin (delayed)\n"
+        in shown
+    )
     rows = markdown().splitlines()
-    assert len(rows) == len(keys()) + 2 and all(row.count(" | ") == len(BACKENDS) for row in rows if row.startswith("| `"))
+    assert len(rows) == len(keys()) + 2 and all(
+        row.count(" | ") == len(BACKENDS) for row in rows if row.startswith("| `")
+    )

@@ -15,12 +15,21 @@ from fp8cfg.recipes import llama_8b, llama_tiny
 from fp8cfg.report.coverage import planned
 from tests.support.counting import calls
 
-SHAPES = [("layers.0.a", 64, 64), ("layers.1.a", 64, 64), ("layers.1.odd", 64, 40), ("layers.2.a", 64, 64), ("output_layer", 64, 256)]
+SHAPES = [
+    ("layers.0.a", 64, 64),
+    ("layers.1.a", 64, 64),
+    ("layers.1.odd", 64, 40),
+    ("layers.2.a", 64, 64),
+    ("output_layer", 64, 256),
+]
 E4M3, E5M2 = ("e4m3", "e4m3"), ("e5m2", "e4m3")
 
 
 def plans(**fp8: object) -> dict[str, PlannedLinear]:
-    return {p.name: p for p in plan_linears(SHAPES, FP8(enabled=True, **fp8), layers(3), native_rules.misfit)}
+    return {
+        p.name: p
+        for p in plan_linears(SHAPES, FP8(enabled=True, **fp8), layers(3), native_rules.misfit)
+    }
 
 
 def test_formats_of_the_three_products() -> None:
@@ -30,18 +39,26 @@ def test_formats_of_the_three_products() -> None:
 
 def test_one_odd_layer_is_listed_and_does_not_stop_the_rest() -> None:
     found = plans()
-    assert not found["layers.1.odd"].fp8 and found["layers.1.odd"].reason == "out_features=40 is not a multiple of 16"
+    assert (
+        not found["layers.1.odd"].fp8
+        and found["layers.1.odd"].reason == "out_features=40 is not a multiple of 16"
+    )
     assert [n for n, p in found.items() if p.fp8] == ["layers.0.a", "layers.1.a", "layers.2.a"]
 
 
-@pytest.mark.parametrize(("change", "layer", "reason"), [
-    ({}, "output_layer", "fp8.output_layer=false"),
-    ({"high_precision_at_start": 1}, "layers.0.a", "fp8.high_precision_at_start=1"),
-    ({"high_precision_at_end": 1}, "layers.2.a", "fp8.high_precision_at_end=1"),
-    ({"exclude": ("layers.1.*",)}, "layers.1.a", "fp8.exclude layers.1.*"),
-    ({"include": ("layers.0.*",)}, "layers.1.a", "not in fp8.include"),
-])
-def test_each_way_to_stay_in_high_precision_has_its_reason(change: dict[str, object], layer: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "layer", "reason"),
+    [
+        ({}, "output_layer", "fp8.output_layer=false"),
+        ({"high_precision_at_start": 1}, "layers.0.a", "fp8.high_precision_at_start=1"),
+        ({"high_precision_at_end": 1}, "layers.2.a", "fp8.high_precision_at_end=1"),
+        ({"exclude": ("layers.1.*",)}, "layers.1.a", "fp8.exclude layers.1.*"),
+        ({"include": ("layers.0.*",)}, "layers.1.a", "not in fp8.include"),
+    ],
+)
+def test_each_way_to_stay_in_high_precision_has_its_reason(
+    change: dict[str, object], layer: str, reason: str
+) -> None:
     p = plans(**change)[layer]
     assert not p.fp8 and p.reason == reason
 
@@ -60,7 +77,10 @@ def test_single_products_can_stay_in_high_precision() -> None:
 def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_layer() -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         plans(include=("layers.*.b",), exclude=("nothing",))
-    assert e.value.problems[0] == "fp8.include=layers.*.b: matches no linear layer; did you mean 'layers.*.a'?"
+    assert (
+        e.value.problems[0]
+        == "fp8.include=layers.*.b: matches no linear layer; did you mean 'layers.*.a'?"
+    )
     assert e.value.problems[1].startswith("fp8.exclude=nothing: matches no linear layer")
 
 
@@ -75,14 +95,27 @@ def test_share_of_flops_by_hand() -> None:
     coverage = planned(r, plan(r))
     hidden, ffn, qkv = 256, 768, 512
     linear = 4 * (hidden * qkv + hidden * hidden + hidden * 2 * ffn + ffn * hidden)
-    head, attention = hidden * 272, 4 * 256 * 256  # causal half: seq/2 keys, two products, 256 channels
+    head, attention = (
+        hidden * 272,
+        4 * 256 * 256,
+    )  # causal half: seq/2 keys, two products, 256 channels
     assert coverage.share == pytest.approx(linear / (linear + head + attention))
     assert coverage.layers_in_fp8 == 16 and len(coverage.linears) == 17
-    assert f"{coverage.share:.1%}" in str(coverage) and max(map(len, str(coverage).splitlines())) <= 80
+    assert (
+        f"{coverage.share:.1%}" in str(coverage) and max(map(len, str(coverage).splitlines())) <= 80
+    )
 
 
-HOPPER, AMPERE, CPU = Hardware("cuda", (9, 0), (13, 0)), Hardware("cuda", (8, 0), (13, 0)), Hardware("cpu")
-ADA, BLACKWELL, OLD_CUDA = Hardware("cuda", (8, 9), (13, 0)), Hardware("cuda", (10, 0), (13, 0)), Hardware("cuda", (9, 0), (12, 8))
+HOPPER, AMPERE, CPU = (
+    Hardware("cuda", (9, 0), (13, 0)),
+    Hardware("cuda", (8, 0), (13, 0)),
+    Hardware("cpu"),
+)
+ADA, BLACKWELL, OLD_CUDA = (
+    Hardware("cuda", (8, 9), (13, 0)),
+    Hardware("cuda", (10, 0), (13, 0)),
+    Hardware("cuda", (9, 0), (12, 8)),
+)
 
 
 def test_the_backend_for_each_machine() -> None:
@@ -95,19 +128,46 @@ def test_the_backend_for_each_machine() -> None:
     assert choose(fp8cfg.bf16_mixed(), AMPERE).product == "none"
 
 
-@pytest.mark.parametrize(("scaling", "hardware", "line"), [
-    ("block", HOPPER, ""), ("mxfp8", BLACKWELL, ""), ("nvfp4", BLACKWELL, ""), ("current", BLACKWELL, ""), ("delayed", ADA, ""),
-    ("block", OLD_CUDA, "fp8.scaling=block: torch has CUDA 12.8, block scaling needs 12.9; write fp8.emulate=true to emulate, or "
-                        "precision=bf16_fp8_current"),
-    ("block", ADA, "fp8.scaling=block: this GPU has compute capability 8.9, block scaling needs 9.0 (Hopper); write fp8.emulate=true "
-                   "to emulate, or precision=bf16_fp8_current"),
-    ("block", BLACKWELL, "fp8.scaling=block: this GPU has compute capability 10.0, block scaling needs 9.0 (Hopper); write "
-                         "fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
-    ("mxfp8", HOPPER, "fp8.scaling=mxfp8: this GPU has compute capability 9.0, mxfp8 scaling needs 10.0 (Blackwell); write "
-                      "fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
-    ("nvfp4", Hardware("cuda", (10, 0), (12, 7)), "fp8.scaling=nvfp4: torch has CUDA 12.7, nvfp4 scaling needs 12.8; write "
-                                                  "fp8.emulate=true to emulate, or precision=bf16_fp8_current"),
-])
+@pytest.mark.parametrize(
+    ("scaling", "hardware", "line"),
+    [
+        ("block", HOPPER, ""),
+        ("mxfp8", BLACKWELL, ""),
+        ("nvfp4", BLACKWELL, ""),
+        ("current", BLACKWELL, ""),
+        ("delayed", ADA, ""),
+        (
+            "block",
+            OLD_CUDA,
+            "fp8.scaling=block: torch has CUDA 12.8, block scaling needs 12.9; write fp8.emulate=true to emulate, or "
+            "precision=bf16_fp8_current",
+        ),
+        (
+            "block",
+            ADA,
+            "fp8.scaling=block: this GPU has compute capability 8.9, block scaling needs 9.0 (Hopper); write fp8.emulate=true "
+            "to emulate, or precision=bf16_fp8_current",
+        ),
+        (
+            "block",
+            BLACKWELL,
+            "fp8.scaling=block: this GPU has compute capability 10.0, block scaling needs 9.0 (Hopper); write "
+            "fp8.emulate=true to emulate, or precision=bf16_fp8_current",
+        ),
+        (
+            "mxfp8",
+            HOPPER,
+            "fp8.scaling=mxfp8: this GPU has compute capability 9.0, mxfp8 scaling needs 10.0 (Blackwell); write "
+            "fp8.emulate=true to emulate, or precision=bf16_fp8_current",
+        ),
+        (
+            "nvfp4",
+            Hardware("cuda", (10, 0), (12, 7)),
+            "fp8.scaling=nvfp4: torch has CUDA 12.7, nvfp4 scaling needs 12.8; write "
+            "fp8.emulate=true to emulate, or precision=bf16_fp8_current",
+        ),
+    ],
+)
 def test_each_scaling_on_each_hardware(scaling: str, hardware: Hardware, line: str) -> None:
     p = Precision(fp8={"enabled": True, "scaling": scaling, "format": "e4m3"}, backend="native")
     if line:
@@ -122,7 +182,11 @@ def test_each_scaling_on_each_hardware(scaling: str, hardware: Hardware, line: s
 
 
 def test_storage_is_no_matter_of_the_backend() -> None:
-    for change in ({"opt_level": "O2"}, {"storage": {"weight": "fp16_scaled", "master_weight": "none"}}, {"storage": {"shard": "zero2"}}):
+    for change in (
+        {"opt_level": "O2"},
+        {"storage": {"weight": "fp16_scaled", "master_weight": "none"}},
+        {"storage": {"shard": "zero2"}},
+    ):
         assert choose(Precision(fp8={"enabled": True}, **change), CPU).backend == "native"
 
 
@@ -134,15 +198,26 @@ def test_llama_8b_is_planned_without_torch_and_quickly() -> None:
     assert coverage.layers_in_fp8 == 30 * 4 and len(coverage.linears) == 129
 
 
-@pytest.mark.parametrize(("change", "line"), [
-    ({"include": ("layers.0.*", "output_layer")},
-     "fp8.include=output_layer: has no effect, its layers stay in high precision (fp8.output_layer=false)"),
-    ({"include": ("layers.0.*",), "output_layer": True},
-     "fp8.output_layer=true: has no effect, its layers stay in high precision (not in fp8.include)"),
-    ({"include": ("layers.0.*", "layers.1.*"), "high_precision_at_start": 1},
-     "fp8.include=layers.0.*: has no effect, its layers stay in high precision (fp8.high_precision_at_start=1)"),
-])
-def test_a_selector_that_selects_nothing_for_fp8_is_refused(change: dict[str, object], line: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            {"include": ("layers.0.*", "output_layer")},
+            "fp8.include=output_layer: has no effect, its layers stay in high precision (fp8.output_layer=false)",
+        ),
+        (
+            {"include": ("layers.0.*",), "output_layer": True},
+            "fp8.output_layer=true: has no effect, its layers stay in high precision (not in fp8.include)",
+        ),
+        (
+            {"include": ("layers.0.*", "layers.1.*"), "high_precision_at_start": 1},
+            "fp8.include=layers.0.*: has no effect, its layers stay in high precision (fp8.high_precision_at_start=1)",
+        ),
+    ],
+)
+def test_a_selector_that_selects_nothing_for_fp8_is_refused(
+    change: dict[str, object], line: str
+) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         plans(**change)
     assert e.value.problems == [line]
@@ -155,7 +230,9 @@ def test_what_fits_is_found_quickly_for_a_deep_model() -> None:
     r = fp8cfg.compose(["model.num_layers=3000", "precision=bf16_fp8"])
 
     def refuse() -> None:
-        with pytest.raises(fp8cfg.ConfigError, match=r"nearest that fit: model\.num_layers=(\d+) ") as e:
+        with pytest.raises(
+            fp8cfg.ConfigError, match=r"nearest that fit: model\.num_layers=(\d+) "
+        ) as e:
             refuse_if_too_large(r, "cpu", 8 << 30)
         said.append(str(e.value))
 
@@ -163,5 +240,7 @@ def test_what_fits_is_found_quickly_for_a_deep_model() -> None:
     assert calls(refuse) < 8_000_000
     layers = int(said[0].split("model.num_layers=")[1].split()[0])
     words = said[0].split("nearest that fit: ")[1].split(" \u00b7 ")[0].split()
-    fit, more = (fp8cfg.compose([*words, f"model.num_layers={n}"], base=r) for n in (layers, layers + 1))
+    fit, more = (
+        fp8cfg.compose([*words, f"model.num_layers={n}"], base=r) for n in (layers, layers + 1)
+    )
     assert sum(memory(fit, "cpu").values()) <= 8 << 30 < sum(memory(more, "cpu").values())

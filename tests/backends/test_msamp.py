@@ -21,24 +21,37 @@ FP8 = {"enabled": True, "amax_history_len": 16, "reduce_amax": False}
 STORED = {"accumulate": "stored"}
 
 
-def precision(fp8: dict[str, Any] | None = None, storage: dict[str, Any] | None = None, **keys: Any) -> Precision:
-    return Precision(backend="msamp", fp8=FP8 | (fp8 or {}), storage=STORED | (storage or {}), **keys)
+def precision(
+    fp8: dict[str, Any] | None = None, storage: dict[str, Any] | None = None, **keys: Any
+) -> Precision:
+    return Precision(
+        backend="msamp", fp8=FP8 | (fp8 or {}), storage=STORED | (storage or {}), **keys
+    )
 
 
 # What is missing.
 
+
 def test_where_it_is_not_installed_the_same_native_row_is_named() -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         choose(precision(), H100)
-    assert e.value.problems == ["backend=msamp: msamp is not installed, and on no index (github.com/Azure/MS-AMP); write backend=native opt_level=O2 "
-                                "storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2"]
+    assert e.value.problems == [
+        "backend=msamp: msamp is not installed, and on no index (github.com/Azure/MS-AMP); write backend=native opt_level=O2 "
+        "storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2"
+    ]
     assert choose(precision(), H100, here=False).backend == "msamp"
 
 
-@pytest.mark.parametrize(("level", "words"), [
-    ("O1", "backend=native opt_level=O1 storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2"),
-    ("O3", "backend=native opt_level=O3 storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2 storage.shard=zero1"),
-])
+@pytest.mark.parametrize(
+    ("level", "words"),
+    [
+        ("O1", "backend=native opt_level=O1 storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2"),
+        (
+            "O3",
+            "backend=native opt_level=O3 storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2 storage.shard=zero1",
+        ),
+    ],
+)
 def test_the_native_row_is_a_recipe(level: str, words: str) -> None:
     assert msamp_rules.instead(precision(opt_level=level)) == words
     small("precision=bf16_fp8", *words.split()).check()
@@ -49,23 +62,36 @@ def test_parts_that_are_missing_are_named(installed: Path, monkeypatch: pytest.M
     for name in ("msamp_adamw.py", "libmsamp_dist.so"):
         (installed / name).unlink()
     sys.path_importer_cache.clear()
-    assert msamp_rules.unavailable() == f"msamp is installed without msamp_adamw, {installed}/libmsamp_dist.so, which it loads"
+    assert (
+        msamp_rules.unavailable()
+        == f"msamp is installed without msamp_adamw, {installed}/libmsamp_dist.so, which it loads"
+    )
 
 
 def test_looking_for_it_does_not_import_it(tmp_path: Path) -> None:
     (tmp_path / "msamp").mkdir()
     (tmp_path / "msamp" / "__init__.py").write_text("raise SystemExit('imported')")
-    script = ("import sys; from fp8cfg.backends.msamp import rules as msamp_rules; assert 'installed without msamp_adamw' in msamp_rules.unavailable(); "
-              "assert not {'torch', 'msamp'} & set(sys.modules)")
-    subprocess.run([sys.executable, "-c", script], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})
+    script = (
+        "import sys; from fp8cfg.backends.msamp import rules as msamp_rules; assert 'installed without msamp_adamw' in msamp_rules.unavailable(); "
+        "assert not {'torch', 'msamp'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"},
+    )
 
 
 def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path) -> None:
     auto = precision().model_copy(update={"backend": "auto"})
     assert choose(auto, H100).passed_over[0] == (
-        "msamp: opt_level=null: MS-AMP stores state by a level")
+        "msamp: opt_level=null: MS-AMP stores state by a level"
+    )
     auto.opt_level = "O2"
-    assert "msamp: storage.weight_grad=fp8: MS-AMP's O2 has fp8_pow2 there" in choose(auto, H100).passed_over[0]
+    assert (
+        "msamp: storage.weight_grad=fp8: MS-AMP's O2 has fp8_pow2 there"
+        in choose(auto, H100).passed_over[0]
+    )
     for column in ("weight_grad", "comm", "exp_avg"):
         setattr(auto.storage, column, "fp8_pow2")
     assert choose(auto, H100).backend == "msamp"
@@ -74,47 +100,141 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
         file.rmdir() if file.is_dir() else file.unlink()
     (installed / "msamp").rmdir()
     sys.path_importer_cache.clear()
-    assert choose(auto, H100).passed_over[0] == "msamp: msamp is not installed, and on no index (github.com/Azure/MS-AMP)"
+    assert (
+        choose(auto, H100).passed_over[0]
+        == "msamp: msamp is not installed, and on no index (github.com/Azure/MS-AMP)"
+    )
 
 
 # What it cannot do.
 
-@pytest.mark.parametrize(("change", "hardware", "line"), [
-    ({"fp8": {"scaling": "current"}}, H100, "fp8.scaling=current: MS-AMP has delayed scaling alone; write fp8.scaling=delayed"),
-    ({"fp8": {"scaling": "current", "granularity": "row"}}, H100, "fp8.scaling=current: "),
-    ({"fp8": {"format": "e4m3"}}, H100, "fp8.format=e4m3: MS-AMP quantizes to E4M3 forward, and gradients to E5M2; write fp8.format=hybrid"),
-    ({"fp8": {"margin": 1}}, H100, "fp8.margin=1: MS-AMP has no margin; write fp8.margin=0"),
-    ({"fp8": {"interval": 2}}, H100, "fp8.interval=2: "), ({"fp8": {"amax_history_len": 1024}}, H100, "fp8.amax_history_len=1024: MS-AMP keeps the amaxes of 16 steps; write fp8.amax_history_len=16"),
-    ({"fp8": {"amax_compute_algo": "most_recent"}}, H100, "fp8.amax_compute_algo=most_recent: "), ({"fp8": {"reduce_amax": True}}, H100, "fp8.reduce_amax=true: "),
-    ({"fp8": {"first_step": "te"}}, H100, "fp8.first_step=te: "), ({"fp8": {"dot_product_attention": True}}, H100, "fp8.dot_product_attention=true: "),
-    ({"fp8": {"multi_head_attention": True}}, H100, "fp8.multi_head_attention=true: "), ({"fp8": {"emulate": True}}, H100, "fp8.emulate=true: "),
-    ({"fp8": {"override_linear_precision": {"wgrad": True}}}, H100, "fp8.override_linear_precision.wgrad=true: MS-AMP multiplies all three in FP8; drop it"),
-    ({"opt_level": "O3"}, H100, "opt_level=O3: MS-AMP has it through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes; write opt_level=O2, or backend=native opt_level=O3"),
-    ({"storage": {"exp_avg": "fp8"}}, H100, "storage.exp_avg=fp8: MS-AMP's O2 has fp8_pow2 there; drop it, or write backend=native opt_level=O2"),
-    ({"storage": {"exp_avg": "fp8_pow2"}, "opt_level": "O1"}, H100, "storage.exp_avg=fp8_pow2: MS-AMP's O1 has fp32 there"),
-    ({"storage": {"weight": "fp8"}}, H100, "storage.weight=fp8: MS-AMP's O2 has fp16_scaled there"), ({"storage": {"master_weight": "fp32"}}, H100, "storage.master_weight=fp32: MS-AMP's O2 has none there"),
-    ({"storage": {"comm": "fp32"}}, H100, "storage.comm=fp32: "), ({"storage": {"rounding": "stochastic"}}, H100, "storage.rounding=stochastic: "), ({"storage": {"shard": "zero1"}}, H100, "storage.shard=zero1: "),
-    ({"storage": {"accumulate": "wide"}}, H100, "storage.accumulate=wide: MS-AMP adds each microbatch to gradients that are stored in FP8; write storage.accumulate=stored"),
-    ({}, CPU, "backend=msamp: MS-AMP runs on CUDA alone, this is a CPU; write backend=native opt_level=O2 storage.weight_grad=fp8_pow2"),
-    ({}, Hardware("cuda", (8, 0)), "backend=msamp: this GPU has compute capability 8.0, MS-AMP multiplies in FP8 on an H100 alone; write backend=native opt_level=O2"),
-])
+
+@pytest.mark.parametrize(
+    ("change", "hardware", "line"),
+    [
+        (
+            {"fp8": {"scaling": "current"}},
+            H100,
+            "fp8.scaling=current: MS-AMP has delayed scaling alone; write fp8.scaling=delayed",
+        ),
+        ({"fp8": {"scaling": "current", "granularity": "row"}}, H100, "fp8.scaling=current: "),
+        (
+            {"fp8": {"format": "e4m3"}},
+            H100,
+            "fp8.format=e4m3: MS-AMP quantizes to E4M3 forward, and gradients to E5M2; write fp8.format=hybrid",
+        ),
+        ({"fp8": {"margin": 1}}, H100, "fp8.margin=1: MS-AMP has no margin; write fp8.margin=0"),
+        ({"fp8": {"interval": 2}}, H100, "fp8.interval=2: "),
+        (
+            {"fp8": {"amax_history_len": 1024}},
+            H100,
+            "fp8.amax_history_len=1024: MS-AMP keeps the amaxes of 16 steps; write fp8.amax_history_len=16",
+        ),
+        (
+            {"fp8": {"amax_compute_algo": "most_recent"}},
+            H100,
+            "fp8.amax_compute_algo=most_recent: ",
+        ),
+        ({"fp8": {"reduce_amax": True}}, H100, "fp8.reduce_amax=true: "),
+        ({"fp8": {"first_step": "te"}}, H100, "fp8.first_step=te: "),
+        ({"fp8": {"dot_product_attention": True}}, H100, "fp8.dot_product_attention=true: "),
+        ({"fp8": {"multi_head_attention": True}}, H100, "fp8.multi_head_attention=true: "),
+        ({"fp8": {"emulate": True}}, H100, "fp8.emulate=true: "),
+        (
+            {"fp8": {"override_linear_precision": {"wgrad": True}}},
+            H100,
+            "fp8.override_linear_precision.wgrad=true: MS-AMP multiplies all three in FP8; drop it",
+        ),
+        (
+            {"opt_level": "O3"},
+            H100,
+            "opt_level=O3: MS-AMP has it through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes; write opt_level=O2, or backend=native opt_level=O3",
+        ),
+        (
+            {"storage": {"exp_avg": "fp8"}},
+            H100,
+            "storage.exp_avg=fp8: MS-AMP's O2 has fp8_pow2 there; drop it, or write backend=native opt_level=O2",
+        ),
+        (
+            {"storage": {"exp_avg": "fp8_pow2"}, "opt_level": "O1"},
+            H100,
+            "storage.exp_avg=fp8_pow2: MS-AMP's O1 has fp32 there",
+        ),
+        (
+            {"storage": {"weight": "fp8"}},
+            H100,
+            "storage.weight=fp8: MS-AMP's O2 has fp16_scaled there",
+        ),
+        (
+            {"storage": {"master_weight": "fp32"}},
+            H100,
+            "storage.master_weight=fp32: MS-AMP's O2 has none there",
+        ),
+        ({"storage": {"comm": "fp32"}}, H100, "storage.comm=fp32: "),
+        ({"storage": {"rounding": "stochastic"}}, H100, "storage.rounding=stochastic: "),
+        ({"storage": {"shard": "zero1"}}, H100, "storage.shard=zero1: "),
+        (
+            {"storage": {"accumulate": "wide"}},
+            H100,
+            "storage.accumulate=wide: MS-AMP adds each microbatch to gradients that are stored in FP8; write storage.accumulate=stored",
+        ),
+        (
+            {},
+            CPU,
+            "backend=msamp: MS-AMP runs on CUDA alone, this is a CPU; write backend=native opt_level=O2 storage.weight_grad=fp8_pow2",
+        ),
+        (
+            {},
+            Hardware("cuda", (8, 0)),
+            "backend=msamp: this GPU has compute capability 8.0, MS-AMP multiplies in FP8 on an H100 alone; write backend=native opt_level=O2",
+        ),
+    ],
+)
 def test_what_is_refused(change: dict[str, Any], hardware: Hardware, line: str) -> None:
     found = msamp_rules.refusals(precision(**change), hardware)
     assert len(found) == 1 and found[0].startswith(line) and "; " in found[0], found
 
 
 def test_what_is_not() -> None:
-    assert msamp_rules.refusals(precision(), H100) == msamp_rules.refusals(precision(opt_level="O1"), H100) == []
-    assert msamp_rules.refusals(precision(storage={"weight": "fp16_scaled", "exp_avg": "fp8_pow2", "exp_avg_sq": "fp16_scaled"}), H100) == []
-    assert msamp_rules.misfit(precision().fp8, 3, 5) == "" and msamp_rules.tokens_multiple(precision().fp8, "scaled_mm") == 1
+    assert (
+        msamp_rules.refusals(precision(), H100)
+        == msamp_rules.refusals(precision(opt_level="O1"), H100)
+        == []
+    )
+    assert (
+        msamp_rules.refusals(
+            precision(
+                storage={
+                    "weight": "fp16_scaled",
+                    "exp_avg": "fp8_pow2",
+                    "exp_avg_sq": "fp16_scaled",
+                }
+            ),
+            H100,
+        )
+        == []
+    )
+    assert (
+        msamp_rules.misfit(precision().fp8, 3, 5) == ""
+        and msamp_rules.tokens_multiple(precision().fp8, "scaled_mm") == 1
+    )
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (("optim.name=sgd",), "opt_level=O2: needs optim.name=adamw or adam, not sgd (MS-AMP)"),
-    (("optim.name=adam", "optim.weight_decay=0.1"), "optim.weight_decay=0.1: with optim.name=adam MS-AMP leaves it out of the moments that it stores; write optim.name=adamw"),
-    (("precision=bf16",), "backend=msamp: has no effect, precision.compute=bf16 runs no FP8"),
-    (("optim.betas=[0.98,0.95]",), "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("optim.name=sgd",), "opt_level=O2: needs optim.name=adamw or adam, not sgd (MS-AMP)"),
+        (
+            ("optim.name=adam", "optim.weight_decay=0.1"),
+            "optim.weight_decay=0.1: with optim.name=adam MS-AMP leaves it out of the moments that it stores; write optim.name=adamw",
+        ),
+        (("precision=bf16",), "backend=msamp: has no effect, precision.compute=bf16 runs no FP8"),
+        (
+            ("optim.betas=[0.98,0.95]",),
+            "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back",
+        ),
+    ],
+)
 def test_rules_of_the_recipe(words: tuple[str, ...], line: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         small(*WORDS[0 if "precision=bf16" not in words else 1 :], *words).check()

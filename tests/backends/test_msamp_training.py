@@ -31,24 +31,41 @@ def test_a_job_trains_and_proves_it(anywhere: None) -> None:
     made = job("fp8.output_layer=true")
     seen = [step.loss for step in steps(made, 6)]
     assert seen[-1] < seen[0] - 0.5 and all(map(math.isfinite, seen))
-    assert made.prove().share > 0.8 and made.choice == Choice("msamp", "scaled_mm", "asked for; MS-AMP's products on the GPU")
+    assert made.prove().share > 0.8 and made.choice == Choice(
+        "msamp", "scaled_mm", "asked for; MS-AMP's products on the GPU"
+    )
     layer = made.model.get_submodule("layers.0.mlp.linear_fc1")
-    assert layer.ran == {"fprop": ("e4m3", "e4m3"), "dgrad": ("e5m2", "e4m3"), "wgrad": ("e5m2", "e4m3")}
-    assert {p.dtype for p in made.model.parameters() if isinstance(p, torch.Tensor)} == {torch.float32}  # the others are MS-AMP's
+    assert layer.ran == {
+        "fprop": ("e4m3", "e4m3"),
+        "dgrad": ("e5m2", "e4m3"),
+        "wgrad": ("e5m2", "e4m3"),
+    }
+    assert {p.dtype for p in made.model.parameters() if isinstance(p, torch.Tensor)} == {
+        torch.float32
+    }  # the others are MS-AMP's
 
 
 @torch.no_grad()
 def drawn_by_one_generator(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, p in model.named_parameters():
-        p.fill_(1.0) if p.dim() == 1 else p.copy_(torch.empty(p.shape).normal_(0.0, init_std(model.config, name), generator=generator))
+        p.fill_(1.0) if p.dim() == 1 else p.copy_(
+            torch.empty(p.shape).normal_(0.0, init_std(model.config, name), generator=generator)
+        )
 
 
-@pytest.mark.parametrize(("words", "losses"), [
-    ((), [5.598284, 5.459199, 5.282907, 5.068811]), (("opt_level=O1",), [5.598284, 5.459199, 5.283199, 5.068778]),
-    (("trainer.micro_batch_size=4",), [5.598284, 5.459215, 5.283157, 5.068799]),
-    (("fp8.output_layer=true", "fp8.high_precision_at_start=1"), [5.597814, 5.458796, 5.282085, 5.069376]),
-])
+@pytest.mark.parametrize(
+    ("words", "losses"),
+    [
+        ((), [5.598284, 5.459199, 5.282907, 5.068811]),
+        (("opt_level=O1",), [5.598284, 5.459199, 5.283199, 5.068778]),
+        (("trainer.micro_batch_size=4",), [5.598284, 5.459215, 5.283157, 5.068799]),
+        (
+            ("fp8.output_layer=true", "fp8.high_precision_at_start=1"),
+            [5.597814, 5.458796, 5.282085, 5.069376],
+        ),
+    ],
+)
 def test_losses_are_those_of_ms_amps_own_python(
     anywhere: None, words: tuple[str, ...], losses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,9 +74,13 @@ def test_losses_are_those_of_ms_amps_own_python(
     from fp8cfg.models.transformer import Transformer
 
     monkeypatch.setattr(Transformer, "init_weights", drawn_by_one_generator)
-    monkeypatch.setattr("fp8cfg.data.corpus._border", lambda _, length, held_out, __: length - held_out)  # which was not at a document's beginning
+    monkeypatch.setattr(
+        "fp8cfg.data.corpus._border", lambda _, length, held_out, __: length - held_out
+    )  # which was not at a document's beginning
     found = [step.loss for step in steps(job(*words), 4)]
-    assert found[:3] == pytest.approx(losses[:3], rel=2e-5) and found[3] == pytest.approx(losses[3], rel=1e-4)
+    assert found[:3] == pytest.approx(losses[:3], rel=2e-5) and found[3] == pytest.approx(
+        losses[3], rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -74,15 +95,27 @@ def test_the_native_row_follows_it(anywhere: None, level: str) -> None:
     moments = {} if level == "O1" else {"exp_avg": "fp8_pow2", "exp_avg_sq": "fp16_scaled"}
     mine = nn.Parameter(theirs.float())
     o = made.recipe.optim
-    native = LowBitAdamW([(name, mine)], columns=named_columns("fp16_scaled", "none", "fp8_pow2", **moments), lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+    native = LowBitAdamW(
+        [(name, mine)],
+        columns=named_columns("fp16_scaled", "none", "fp8_pow2", **moments),
+        lr=o.lr,
+        betas=o.betas,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+    )
     for _ in steps(made, 4):
         grad = theirs.grad
         native.param_groups[0]["lr"] = made.optimizer.param_groups[0]["lr"]
-        native.stored_grads[mine] = (grad.value.view(torch.float8_e4m3fn), grad.meta.scale_inv.clone())
+        native.stored_grads[mine] = (
+            grad.value.view(torch.float8_e4m3fn),
+            grad.meta.scale_inv.clone(),
+        )
         native.step()
         native.zero_grad()
         weight = native.state[mine]["weight"]
-        assert torch.equal(weight[0], theirs.value) and torch.equal(weight[1], theirs.meta.scale_inv)
+        assert torch.equal(weight[0], theirs.value) and torch.equal(
+            weight[1], theirs.meta.scale_inv
+        )
     state = made.optimizer.state_tensors()
     for moment in ("exp_avg", "exp_avg_sq"):
         for kept, suffix in zip(native.state[mine][moment], ("", ".scale_inv"), strict=False):
@@ -96,8 +129,14 @@ def test_resume_is_bit_for_bit(anywhere: None, words: tuple[str, ...]) -> None:
     first = job(*words)
     before = [s.loss for s in steps(first, 3)]
     model = {k: v.clone() for k, v in stored_state_dict(first.model).items()}
-    tensors, json = {k: v.clone() for k, v in first.optimizer.state_tensors().items()}, first.optimizer.state_json()
-    assert all(isinstance(v, torch.Tensor) for v in model.values()) and "layers.0.mlp.linear_fc1.fp8_input_amax" in model
+    tensors, json = (
+        {k: v.clone() for k, v in first.optimizer.state_tensors().items()},
+        first.optimizer.state_json(),
+    )
+    assert (
+        all(isinstance(v, torch.Tensor) for v in model.values())
+        and "layers.0.mlp.linear_fc1.fp8_input_amax" in model
+    )
     after = [s.loss for s in steps(first, 3, first=3)]
     second = job(*words)
     assert [s.loss for s in steps(second, 1)] == before[:1]
@@ -110,17 +149,28 @@ def test_resume_is_bit_for_bit(anywhere: None, words: tuple[str, ...]) -> None:
         second.model.load_state_dict({k: v for k, v in model.items() if "fp8_input_amax" not in k})
 
 
-def test_its_weights_are_the_plain_models_and_its_optimizer_has_the_fp8_state(anywhere: None) -> None:
+def test_its_weights_are_the_plain_models_and_its_optimizer_has_the_fp8_state(
+    anywhere: None,
+) -> None:
     first = job()
     list(steps(first, 2))
-    weights, optimizer = ({k: v.clone() for k, v in first.model.state_dict().items()}, copy.deepcopy(first.optimizer.state_dict()))
+    weights, optimizer = (
+        {k: v.clone() for k, v in first.model.state_dict().items()},
+        copy.deepcopy(first.optimizer.state_dict()),
+    )
     plain = fp8cfg.build(small("precision=bf16_mixed")).model
-    assert list(weights) == list(plain.state_dict()) and weights["layers.0.mlp.linear_fc1.weight"].dtype == torch.bfloat16
+    assert (
+        list(weights) == list(plain.state_dict())
+        and weights["layers.0.mlp.linear_fc1.weight"].dtype == torch.bfloat16
+    )
     plain.load_state_dict(weights, strict=True)
     after = [s.loss for s in steps(first, 2, first=2)]
     second = job()
     second.model.load_state_dict(weights, strict=True)
-    assert torch.equal(second.model.state_dict()["layers.0.mlp.linear_fc1.weight"], weights["layers.0.mlp.linear_fc1.weight"])
+    assert torch.equal(
+        second.model.state_dict()["layers.0.mlp.linear_fc1.weight"],
+        weights["layers.0.mlp.linear_fc1.weight"],
+    )
     second.optimizer.load_state_dict(optimizer)
     assert [s.loss for s in steps(second, 2, first=2)] == after
 
@@ -129,38 +179,66 @@ def test_layers_in_high_precision_and_evaluation(anywhere: None) -> None:
     made = job("fp8.high_precision_at_start=1")
     list(steps(made, 2))
     first, second = (made.model.get_submodule(f"layers.{n}.mlp.linear_fc1") for n in (0, 1))
-    assert type(second).__name__ == "MSAMPLinear" and first.weight.dtype == torch.float32 and first.weight.grad is not None
+    assert (
+        type(second).__name__ == "MSAMPLinear"
+        and first.weight.dtype == torch.float32
+        and first.weight.grad is not None
+    )
     tokens = torch.zeros(2, 32, dtype=torch.long)
     amax = second.scaling_metas["input"].amax.clone()
     with torch.no_grad():
         outside = made.model(tokens, tokens)
         with made.autocast():
             inside = made.model(tokens, tokens)
-    assert inside != outside and torch.allclose(inside, outside, rtol=0.05) and torch.equal(amax, second.scaling_metas["input"].amax)
+    assert (
+        inside != outside
+        and torch.allclose(inside, outside, rtol=0.05)
+        and torch.equal(amax, second.scaling_metas["input"].amax)
+    )
     with pytest.raises(RuntimeError, match="layers train inside of the autocast context"):
         made.model(tokens, tokens)
 
 
 def test_a_step_with_gradients_that_are_not_finite_is_skipped(anywhere: None) -> None:
-    made = job("precision=fp16_fp8", *WORDS[1:], "precision.initial_loss_scale=1024", "precision.hysteresis=1")
+    made = job(
+        "precision=fp16_fp8",
+        *WORDS[1:],
+        "precision.initial_loss_scale=1024",
+        "precision.hysteresis=1",
+    )
     list(steps(made, 1))
     before = {k: v.clone() for k, v in stored_state_dict(made.model).items()}
     weight: Any = made.model.get_submodule("layers.0.mlp.linear_fc1").weight
     for p in made.optimizer.names:  # type: ignore[union-attr]
         p.grad = None
-    weight.grad = msamp_standin.cast(torch.full(weight.shape, math.inf), msamp_standin.Dtypes.kfloat8_e4m3)
-    assert weight.grad.float().isfinite().all() and not made.optimizer.step()  # the bytes show nothing
-    assert all(torch.equal(v, before[k]) for k, v in stored_state_dict(made.model).items()) and made.loss_scaler and made.loss_scaler.scale == 512
+    weight.grad = msamp_standin.cast(
+        torch.full(weight.shape, math.inf), msamp_standin.Dtypes.kfloat8_e4m3
+    )
+    assert (
+        weight.grad.float().isfinite().all() and not made.optimizer.step()
+    )  # the bytes show nothing
+    assert (
+        all(torch.equal(v, before[k]) for k, v in stored_state_dict(made.model).items())
+        and made.loss_scaler
+        and made.loss_scaler.scale == 512
+    )
 
 
 def test_clipping(anywhere: None) -> None:
     made = job("trainer.gradient_clip_val=0.01")
     list(steps(made, 1))
-    clipped = math.sqrt(sum(float(p.grad.to(torch.float32).norm()) ** 2 for p in made.optimizer.names if p.grad is not None))
+    clipped = math.sqrt(
+        sum(
+            float(p.grad.to(torch.float32).norm()) ** 2
+            for p in made.optimizer.names
+            if p.grad is not None
+        )
+    )
     assert made.optimizer.grad_norm > 0.05 and clipped == pytest.approx(0.01, rel=1e-3)
 
 
 # Traps of MS-AMP's.
+
 
 def test_trap_frozen_weights_stay_frozen(anywhere: None) -> None:
     from fp8cfg.layer_plan import transformer_config
@@ -174,44 +252,64 @@ def test_trap_frozen_weights_stay_frozen(anywhere: None) -> None:
     frozen: Any = made.model.get_submodule("layers.0.mlp.linear_fc1").weight
     before = frozen.value.clone()
     list(steps(made, 2))
-    assert frozen.requires_grad is False and torch.equal(frozen.value, before) and frozen.grad is None
+    assert (
+        frozen.requires_grad is False and torch.equal(frozen.value, before) and frozen.grad is None
+    )
     assert "layers.0.mlp.linear_fc1.weight" not in set(made.optimizer.names.values())
 
 
 def test_trap_tied_weights(anywhere: None) -> None:
     words = ("model.share_embeddings_and_output_weights=true",)
-    with pytest.raises(fp8cfg.ConfigError, match=r"MS-AMP would untie the weight of output_layer, which another module has too; write fp8\.exclude=\[output_layer\]"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"MS-AMP would untie the weight of output_layer, which another module has too; write fp8\.exclude=\[output_layer\]",
+    ):
         job(*words, "fp8.output_layer=true")
     made = job(*words)
     list(steps(made, 1))
-    assert made.model.get_submodule("output_layer").weight is made.model.get_submodule("embedding").weight
+    assert (
+        made.model.get_submodule("output_layer").weight
+        is made.model.get_submodule("embedding").weight
+    )
 
 
 def test_trap_plain_parameters_in_half_precision_are_refused(anywhere: None) -> None:
     made = job()
-    made.model.get_submodule("embedding").weight.data = made.model.get_submodule("embedding").weight.data.bfloat16()
+    made.model.get_submodule("embedding").weight.data = made.model.get_submodule(
+        "embedding"
+    ).weight.data.bfloat16()
     from fp8cfg.backends.msamp import backend as msamp
 
-    with pytest.raises(BackendError, match=r"embedding\.weight is torch\.bfloat16: MS-AMP never updates it"):
+    with pytest.raises(
+        BackendError, match=r"embedding\.weight is torch\.bfloat16: MS-AMP never updates it"
+    ):
         msamp.optimizer(made.prepared, made.recipe.precision, made.recipe.optim, 1.0, None)
 
 
 @pytest.mark.parametrize(("name", "decoupled"), [("adamw", "LBAdamW"), ("adam", "LBAdam")])
-def test_trap_the_optimizer_is_the_one_that_was_asked_for(anywhere: None, name: str, decoupled: str) -> None:
+def test_trap_the_optimizer_is_the_one_that_was_asked_for(
+    anywhere: None, name: str, decoupled: str
+) -> None:
     """msamp.initialize takes AdamW for Adam since torch 2.7, where it is a subclass."""
     assert issubclass(torch.optim.AdamW, torch.optim.Adam)
     made = job(f"optim.name={name}", f"optim.weight_decay={0.1 if name == 'adamw' else 0}")
     assert type(made.optimizer.inner).__name__ == decoupled  # type: ignore[union-attr]
-    assert {len(g["params"]) > 0 and g["weight_decay"] for g in made.optimizer.param_groups} == ({0.1, 0.0} if name == "adamw" else {0})
+    assert {len(g["params"]) > 0 and g["weight_decay"] for g in made.optimizer.param_groups} == (
+        {0.1, 0.0} if name == "adamw" else {0}
+    )
 
 
-def test_trap_a_gpu_that_ms_amp_does_not_know(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_a_gpu_that_ms_amp_does_not_know(
+    anywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(msamp_standin.Device, "supported", False)
     with pytest.raises(fp8cfg.ConfigError, match="where the GPU's name has H100 in it"):
         job()
 
 
-def test_coverage_sees_products_that_are_not_fp8(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coverage_sees_products_that_are_not_fp8(
+    anywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = job()
     monkeypatch.setattr(msamp_standin.Device, "supported", False)
     with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8 before this step"):
@@ -234,7 +332,9 @@ def test_back_to_linear_layers(anywhere: None) -> None:
 
 
 def test_weights_of_a_run_are_read_without_its_library(anywhere: None, tmp_path: Path) -> None:
-    job = fp8cfg.build(small(*WORDS, "trainer.max_steps=1", "trainer.val_check_interval=0", "optim.warmup_steps=0"))
+    job = fp8cfg.build(
+        small(*WORDS, "trainer.max_steps=1", "trainer.val_check_interval=0", "optim.warmup_steps=0")
+    )
     fp8cfg.fit(job, folder=tmp_path / "run")
     weight, scale = RunWeights(tmp_path / "run", print).read("layers.0.mlp.linear_fc1.weight")
     assert torch.equal(weight, job.model.layers[0].mlp.linear_fc1.weight.float()) and scale is None

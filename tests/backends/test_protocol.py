@@ -12,7 +12,11 @@ import pytest
 from fp8cfg.backends import SHIPPED, backend_registry, protocol
 
 ROOT = Path(__file__).parents[2] / "fp8cfg"
-ELSEWHERE = [p for p in sorted(ROOT.rglob("*.py")) if p.relative_to(ROOT).parts[0] not in ("backends", "interop", "recipes", "conf")]
+ELSEWHERE = [
+    p
+    for p in sorted(ROOT.rglob("*.py"))
+    if p.relative_to(ROOT).parts[0] not in ("backends", "interop", "recipes", "conf")
+]
 
 
 def functions(kind: type) -> list[str]:
@@ -44,6 +48,10 @@ def test_no_other_room_names_a_backend(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Compare) and "first_step" not in ast.unparse(node):
             named = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)} & set(SHIPPED)
-            assert not named, f"line {node.lineno}: {ast.unparse(node)}; ask fp8cfg.config.backend_capabilities, or a function of the protocol"
+            assert not named, (
+                f"line {node.lineno}: {ast.unparse(node)}; ask fp8cfg.config.backend_capabilities, or a function of the protocol"
+            )
         if isinstance(node, ast.ImportFrom) and node.module:
-            assert not node.module.startswith(tuple(f"fp8cfg.backends.{name}" for name in SHIPPED)), f"line {node.lineno}: {node.module}"
+            assert not node.module.startswith(
+                tuple(f"fp8cfg.backends.{name}" for name in SHIPPED)
+            ), f"line {node.lineno}: {node.module}"

@@ -33,7 +33,11 @@ def test_a_job_trains_as_planned_and_is_observed(case: str, te: Any) -> None:
     seen = job.prove()
     assert seen.layers_in_fp8 == 8
     ran = {call.split(" ", 1)[1] for call in te_tex.CALLS}
-    kinds = {"e2m1 x e2m1"} if "nvfp4" in case else {"e4m3 x e4m3"} | ({"e5m2 x e4m3"} if job.recipe.fp8.format == "hybrid" else set())
+    kinds = (
+        {"e2m1 x e2m1"}
+        if "nvfp4" in case
+        else {"e4m3 x e4m3"} | ({"e5m2 x e4m3"} if job.recipe.fp8.format == "hybrid" else set())
+    )
     assert ran == kinds and len(te_tex.CALLS) == 4 * 3 * 8, "what the products' call site saw"
 
 
@@ -47,9 +51,13 @@ def test_a_resumed_run_goes_on_to_the_same_bits(case: str, te: Any) -> None:
     assert [s.loss for s in steps(first, 2)] == want[:2]
     tensors, state = job_state.collect(first, batches, 2)
     plain = [t for group in tensors.values() for t in group.values()]
-    assert all(type(t) in (torch.Tensor, nn.Parameter) for t in plain), "tensors that safetensors can hold"
+    assert all(type(t) in (torch.Tensor, nn.Parameter) for t in plain), (
+        "tensors that safetensors can hold"
+    )
     assert not any("extra_state" in name for group in tensors.values() for name in group)
-    tensors = {group: {n: t.detach().clone() for n, t in found.items()} for group, found in tensors.items()}
+    tensors = {
+        group: {n: t.detach().clone() for n, t in found.items()} for group, found in tensors.items()
+    }
     te.FP8GlobalStateManager.reset()
     second = fp8cfg.build(small(*words))
     assert job_state.restore(second, tensors, state, run_data(second.recipe)[0]) == 2
@@ -57,14 +65,31 @@ def test_a_resumed_run_goes_on_to_the_same_bits(case: str, te: Any) -> None:
     assert any(name.endswith("fp8_scale") for name in tensors.get("fp8", {})) == ("delayed" in case)
 
 
-@pytest.mark.parametrize("case", ["delayed params", "current O2", "block params fp16", "delayed params fp16", "delayed fp16"])
-def test_steps_launched_ahead_are_those_taken_one_at_a_time(case: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case",
+    ["delayed params", "current O2", "block params fp16", "delayed params fp16", "delayed fp16"],
+)
+def test_steps_launched_ahead_are_those_taken_one_at_a_time(
+    case: str, te: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where steps between are skipped: delayed scales, which Transformer Engine moves then too, change no weight."""
-    words, found = CASES[case] if case in CASES else [w.replace("params=true", "params=false") for w in CASES["delayed params fp16"]], []
+    words, found = (
+        CASES[case]
+        if case in CASES
+        else [w.replace("params=true", "params=false") for w in CASES["delayed params fp16"]],
+        [],
+    )
     for ahead in (True, False):
         te.FP8GlobalStateManager.reset()
-        monkeypatch.setattr(loop, "may_launch_ahead", lambda job, ahead=ahead: job.optimizer.can_defer and ahead)
-        job, seen = fp8cfg.build(small(*words, "trainer.val_check_interval=0", "checkpoint.every_n_steps=0")), [0]
+        monkeypatch.setattr(
+            loop, "may_launch_ahead", lambda job, ahead=ahead: job.optimizer.can_defer and ahead
+        )
+        job, seen = (
+            fp8cfg.build(
+                small(*words, "trainer.val_check_interval=0", "checkpoint.every_n_steps=0")
+            ),
+            [0],
+        )
         assert job.optimizer.can_defer
 
         def hook(gradient: torch.Tensor, seen: list[int] = seen) -> torch.Tensor:
@@ -76,12 +101,21 @@ def test_steps_launched_ahead_are_those_taken_one_at_a_time(case: str, te: Any, 
         state = stored_state_dict(job.model) | job.optimizer.state_tensors()
         found.append((result.loss, job.optimizer.steps, job.optimizer.grad_norm, state))
     assert found[0][:3] == found[1][:3] and found[0][1] == (4 if "fp16" in case else 6)
-    assert all(torch.equal(t.float(), found[1][3][k].float()) for k, t in found[0][3].items() if isinstance(t, torch.Tensor))
+    assert all(
+        torch.equal(t.float(), found[1][3][k].float())
+        for k, t in found[0][3].items()
+        if isinstance(t, torch.Tensor)
+    )
 
 
-NAMES = {"self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight", "self_attention.layernorm_qkv.weight": "self_attention.linear_qkv.weight",
-         "self_attention.proj.weight": "self_attention.linear_proj.weight", "layernorm_mlp.layer_norm_weight": "pre_mlp_layernorm.weight",
-         "layernorm_mlp.fc1_weight": "mlp.linear_fc1.weight", "layernorm_mlp.fc2_weight": "mlp.linear_fc2.weight"}
+NAMES = {
+    "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.layernorm_qkv.weight": "self_attention.linear_qkv.weight",
+    "self_attention.proj.weight": "self_attention.linear_proj.weight",
+    "layernorm_mlp.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "layernorm_mlp.fc1_weight": "mlp.linear_fc1.weight",
+    "layernorm_mlp.fc2_weight": "mlp.linear_fc2.weight",
+}
 """te.TransformerLayer's names of what our layer holds."""
 
 
@@ -93,8 +127,21 @@ class Handmade(nn.Module):
         self.source = source
         self.parts = nn.ModuleList()
         for layer in source.layers:
-            made = te.TransformerLayer(64, 128, 4, num_gqa_groups=2, hidden_dropout=0, attention_dropout=0, bias=False, normalization="RMSNorm", activation="swiglu",
-                                       attn_input_format="bshd", fuse_qkv_params=True, params_dtype=torch.bfloat16, device="cpu")
+            made = te.TransformerLayer(
+                64,
+                128,
+                4,
+                num_gqa_groups=2,
+                hidden_dropout=0,
+                attention_dropout=0,
+                bias=False,
+                normalization="RMSNorm",
+                activation="swiglu",
+                attn_input_format="bshd",
+                fuse_qkv_params=True,
+                params_dtype=torch.bfloat16,
+                device="cpu",
+            )
             for mine, theirs in NAMES.items():
                 made.get_parameter(mine).data.copy_(layer.get_parameter(theirs).data)
             self.parts.append(made)
@@ -103,7 +150,10 @@ class Handmade(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         from fp8cfg.models.rotary import rotary_tables
 
-        h, (cos, sin) = self.source.embedding(x), rotary_tables(self.source.config, torch.arange(x.shape[1]))
+        h, (cos, sin) = (
+            self.source.embedding(x),
+            rotary_tables(self.source.config, torch.arange(x.shape[1])),
+        )
         angles = torch.atan2(sin, cos)
         for layer in self.parts:
             h = layer(h, rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None])
@@ -118,7 +168,10 @@ def test_losses_are_those_of_a_hand_written_loop(case: str, te: Any) -> None:
     job = fp8cfg.build(small(*CASES[case], "trainer.gradient_clip_val=0", "optim.weight_decay=0"))
     plain = fp8cfg.build(small("precision=bf16"))
     hand = Handmade(te, plain.model)
-    masters = {n: (p if p.dtype == torch.float32 else p.detach().float().clone()) for n, p in hand.named_parameters()}
+    masters = {
+        n: (p if p.dtype == torch.float32 else p.detach().float().clone())
+        for n, p in hand.named_parameters()
+    }
     originals = dict(fp8cfg.build(small("precision=fp32")).model.named_parameters())
     for i in range(2):
         for mine, theirs in NAMES.items():
@@ -126,10 +179,25 @@ def test_losses_are_those_of_a_hand_written_loop(case: str, te: Any) -> None:
     for name in ("embedding.weight", "output_layer.weight"):
         if f"source.{name}" in masters:
             masters[f"source.{name}"] = originals[name].detach().clone()
-    used = {n: p for n, p in hand.named_parameters() if not n.startswith("source.layers") and n != "source.final_layernorm.weight"}
-    inner = torch.optim.AdamW([masters[n] for n in used], betas=job.recipe.optim.betas, eps=job.recipe.optim.eps, weight_decay=0, fused=True)
-    made = {"delayed": lambda: recipe.DelayedScaling(amax_history_len=4), "current": recipe.Float8CurrentScaling, "mxfp8": recipe.MXFP8BlockScaling, "nvfp4": recipe.NVFP4BlockScaling,
-            "block": lambda: recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID)}[case]()
+    used = {
+        n: p
+        for n, p in hand.named_parameters()
+        if not n.startswith("source.layers") and n != "source.final_layernorm.weight"
+    }
+    inner = torch.optim.AdamW(
+        [masters[n] for n in used],
+        betas=job.recipe.optim.betas,
+        eps=job.recipe.optim.eps,
+        weight_decay=0,
+        fused=True,
+    )
+    made = {
+        "delayed": lambda: recipe.DelayedScaling(amax_history_len=4),
+        "current": recipe.Float8CurrentScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+        "nvfp4": recipe.NVFP4BlockScaling,
+        "block": lambda: recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID),
+    }[case]()
     batches, want, got = run_data(job.recipe)[0], [], []
     for step in range(4):
         want.append(train_step(job, batches, step, World()).loss)
@@ -158,7 +226,11 @@ def test_a_backward_pass_in_high_precision_is_what_runs(te: Any) -> None:
     with backend().autocast(model):
         model(tokens(), tokens()).backward()
     assert differences(planned(fp8, model), backend().observed(model)) == []
-    assert sorted({c for c in te_tex.CALLS}) == ["NN high precision x high precision", "NT high precision x high precision", "TN e4m3 x e4m3"]
+    assert sorted({c for c in te_tex.CALLS}) == [
+        "NN high precision x high precision",
+        "NT high precision x high precision",
+        "TN e4m3 x e4m3",
+    ]
 
 
 def test_state_goes_between_native_and_te(te: Any) -> None:
@@ -184,7 +256,9 @@ def test_scales_move_as_native_moves_them(te: Any) -> None:
     name = "layers.0.self_attention.linear_qkv.fp8_amax_history"
     mine, theirs = stored_state_dict(a.model)[name], stored_state_dict(b.model)[name]
     assert torch.equal(mine[:, 1], theirs[:, 1]), "the weight's amax"
-    assert torch.allclose(mine[:, 0], theirs[:, 0], rtol=0.02), "the input's, whose norm is not rounded to bfloat16 in between"
+    assert torch.allclose(mine[:, 0], theirs[:, 0], rtol=0.02), (
+        "the input's, whose norm is not rounded to bfloat16 in between"
+    )
 
 
 def test_evaluation_leaves_no_trace(te: Any, recwarn: pytest.WarningsRecorder) -> None:
@@ -195,7 +269,10 @@ def test_evaluation_leaves_no_trace(te: Any, recwarn: pytest.WarningsRecorder) -
         te_tex.CALLS.clear()
         evaluate(job, [run_data(job.recipe)[0].batch(3)], World())
         assert ("e4m3 x e4m3" in te_tex.CALLS[0]) == (use == "true")
-        assert all(torch.equal(t.reshape(-1).view(torch.uint8), before[n].reshape(-1).view(torch.uint8)) for n, t in stored_state_dict(job.model).items())
+        assert all(
+            torch.equal(t.reshape(-1).view(torch.uint8), before[n].reshape(-1).view(torch.uint8))
+            for n, t in stored_state_dict(job.model).items()
+        )
 
 
 @pytest.mark.parametrize("case", ["delayed", "current params", "block"])
@@ -210,5 +287,7 @@ def test_recomputed_activations_change_nothing(case: str, te: Any) -> None:
         found.append([s.loss for s in steps(job, 3)])
         job.prove()
         fused = [m.obstacle for m in job.model.modules() if hasattr(m, "obstacle")]
-        assert fused and all(("selective" in obstacle) == (how == "selective") for obstacle in fused), "which fuses no norms"
+        assert fused and all(
+            ("selective" in obstacle) == (how == "selective") for obstacle in fused
+        ), "which fuses no norms"
     assert found[0] == found[1] and found[2] == found[3]

@@ -31,13 +31,25 @@ def test_conversion_keeps_names_ties_and_freezing_and_goes_back(params: bool, te
     assert list(after) == list(before) and plain.output_layer.weight is plain.embedding.weight
     assert not after["layers.0.mlp.linear_fc2.weight"].requires_grad
     quantized = [n for n, p in after.items() if p is not before[n]]
-    assert len(quantized) == (8 if params else 0) and len(backend().writers(plain)) == len(quantized)
+    assert len(quantized) == (8 if params else 0) and len(backend().writers(plain)) == len(
+        quantized
+    )
     restore(plain)
-    assert type(plain.layers[0].mlp).__name__ == "MLP" and type(plain.layers[1].input_layernorm).__name__ == "RMSNorm"
+    assert (
+        type(plain.layers[0].mlp).__name__ == "MLP"
+        and type(plain.layers[1].input_layernorm).__name__ == "RMSNorm"
+    )
     assert {type(m) for n, m in plain.named_modules() if "linear" in n} == {nn.Linear}
     for name, p in plain.named_parameters():
-        assert torch.allclose(p.float(), before[name], atol=2e-4 if name in quantized else 0, rtol=0.07 if name in quantized else 0), name
-    assert not plain.layers[0].mlp.linear_fc2.weight.requires_grad and list(dict(plain.named_parameters())) == list(before)
+        assert torch.allclose(
+            p.float(),
+            before[name],
+            atol=2e-4 if name in quantized else 0,
+            rtol=0.07 if name in quantized else 0,
+        ), name
+    assert not plain.layers[0].mlp.linear_fc2.weight.requires_grad and list(
+        dict(plain.named_parameters())
+    ) == list(before)
 
 
 def test_a_layer_whose_autocast_is_never_entered_is_found(te: Any) -> None:
@@ -46,11 +58,16 @@ def test_a_layer_whose_autocast_is_never_entered_is_found(te: Any) -> None:
     loss = model(tokens(), tokens())
     loss.backward()
     lines = differences(planned(fp8, model), backend().observed(model))
-    assert len([line for line in lines if "planned e4m3 x e4m3, ran high precision" in line]) == 8 and len(lines) == 24
+    assert (
+        len([line for line in lines if "planned e4m3 x e4m3, ran high precision" in line]) == 8
+        and len(lines) == 24
+    )
     assert {c.split(" ", 1)[1] for c in te_tex.CALLS} == {"high precision x high precision"}
     with backend().autocast(model):
         model(tokens(), tokens())
-    assert len(differences(planned(fp8, model), backend().observed(model))) == 16, "no backward pass, no dgrad and wgrad"
+    assert len(differences(planned(fp8, model), backend().observed(model))) == 16, (
+        "no backward pass, no dgrad and wgrad"
+    )
     with backend().autocast(model):
         model(tokens(), tokens()).backward()
     assert differences(planned(fp8, model), backend().observed(model)) == []
@@ -80,7 +97,9 @@ def test_a_copy_of_a_model_is_a_model_of_its_own(scaling: str, te: Any) -> None:
 
 @pytest.mark.parametrize("entry", ["autocast", "fp8_autocast"])
 @pytest.mark.parametrize("reduce_amax", [True, False])
-def test_the_entry_point_that_is_there_gets_recipe_and_group(entry: str, reduce_amax: bool, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entry_point_that_is_there_gets_recipe_and_group(
+    entry: str, reduce_amax: bool, te: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fp8cfg.backends.te import engine as te_engine
 
     given: list[dict[str, Any]] = []
@@ -88,7 +107,10 @@ def test_the_entry_point_that_is_there_gets_recipe_and_group(entry: str, reduce_
 
     def recorded(**arguments: Any) -> Any:
         given.append(signature.bind(**arguments).arguments)
-        return genuine(enabled=arguments["enabled"], recipe=arguments.get("recipe", arguments.get("fp8_recipe")))
+        return genuine(
+            enabled=arguments["enabled"],
+            recipe=arguments.get("recipe", arguments.get("fp8_recipe")),
+        )
 
     model = converted(node({"reduce_amax": reduce_amax}))
     monkeypatch.delattr(te, "autocast")
@@ -107,8 +129,15 @@ def test_norms_are_transformer_engines_where_it_has_them(te: Any) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norms = nn.ModuleList([nn.LayerNorm(32), nn.RMSNorm(32, eps=1e-6), nn.LayerNorm(32, bias=False), nn.RMSNorm(32),
-                                        nn.LayerNorm(32, elementwise_affine=False)])
+            self.norms = nn.ModuleList(
+                [
+                    nn.LayerNorm(32),
+                    nn.RMSNorm(32, eps=1e-6),
+                    nn.LayerNorm(32, bias=False),
+                    nn.RMSNorm(32),
+                    nn.LayerNorm(32, elementwise_affine=False),
+                ]
+            )
             self.linear = nn.Linear(32, 32)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,12 +156,26 @@ def test_norms_are_transformer_engines_where_it_has_them(te: Any) -> None:
     model.zero_grad()
     names = list(stored_state_dict(model))
     kinds = ("e4m3", "e4m3")
-    backend().convert(model, node({"scaling": "current"}), [PlannedLinear("linear", 32, 32, (kinds, kinds, kinds))], Region(), "scaled_mm")
-    assert [type(n).__name__ for n in model.norms] == ["TENorm", "TENorm", "LayerNorm", "RMSNorm", "LayerNorm"]
+    backend().convert(
+        model,
+        node({"scaling": "current"}),
+        [PlannedLinear("linear", 32, 32, (kinds, kinds, kinds))],
+        Region(),
+        "scaled_mm",
+    )
+    assert [type(n).__name__ for n in model.norms] == [
+        "TENorm",
+        "TENorm",
+        "LayerNorm",
+        "RMSNorm",
+        "LayerNorm",
+    ]
     assert list(stored_state_dict(model)) == names
     got = model(x)  # outside of the autocast: high precision
     got.pow(2).sum().backward()
-    assert torch.allclose(got, want, atol=1e-5) and all(torch.allclose(g, grads(model)[n], atol=1e-3) for n, g in gradients.items())
+    assert torch.allclose(got, want, atol=1e-5) and all(
+        torch.allclose(g, grads(model)[n], atol=1e-3) for n, g in gradients.items()
+    )
     with backend().autocast(model):
         assert 0 < (model(x) - want).abs().max() < 0.5
     restore(model)
@@ -144,11 +187,18 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.gate, self.q, self.out = nn.LayerNorm(64), nn.Linear(64, 10), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm, self.gate, self.q, self.out = (
+            nn.LayerNorm(64),
+            nn.Linear(64, 10),
+            nn.Linear(64, 64),
+            nn.Linear(64, 64),
+        )
         self.q.weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.out(torch.relu(self.q(self.norm(x)))) + self.gate(x).sum(-1, keepdim=True)
+        y: torch.Tensor = self.out(torch.relu(self.q(self.norm(x)))) + self.gate(x).sum(
+            -1, keepdim=True
+        )
         return y
 
 
@@ -160,44 +210,79 @@ def test_anyones_model_is_converted_proved_and_given_back(words: tuple[str, ...]
     model.q.register_forward_hook(lambda module, args, out: called.append(type(module).__name__))
     x, parameters = torch.randn(16, 64, requires_grad=True), list(model.parameters())
     want = model(x)
-    conversion = convert_model(model, fp8cfg.compose(["recipe=llama_tiny", *words, "fp8.params=false"]))
-    assert [p.reason for p in conversion.plan] == ["out_features=10 is not a multiple of 16", "", ""]
+    conversion = convert_model(
+        model, fp8cfg.compose(["recipe=llama_tiny", *words, "fp8.params=false"])
+    )
+    assert [p.reason for p in conversion.plan] == [
+        "out_features=10 is not a multiple of 16",
+        "",
+        "",
+    ]
     with conversion.autocast():
         got = model(x)
         got.sum().backward()
-    assert 0 < (got - want).abs().max() < 0.5 and model.q.weight.grad is None and model.out.bias.grad is not None
+    assert (
+        0 < (got - want).abs().max() < 0.5
+        and model.q.weight.grad is None
+        and model.out.bias.grad is not None
+    )
     conversion.prove()
     conversion.step()
     assert called == ["Linear", "TELinear"]
     back = convert_back(model)
-    assert torch.equal(back(x), want) and all(p is q for p, q in zip(parameters, back.parameters(), strict=True))
+    assert torch.equal(back(x), want) and all(
+        p is q for p, q in zip(parameters, back.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
-def test_attention_is_asked_for_as_the_recipe_says(scaling: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = node({"scaling": scaling, "dot_product_attention": True, "high_precision_at_start": 1, "amax_history_len": 8 if scaling == "delayed" else 1024,
-                  "margin": 2 if scaling == "delayed" else 0})
+def test_attention_is_asked_for_as_the_recipe_says(
+    scaling: str, te: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = node(
+        {
+            "scaling": scaling,
+            "dot_product_attention": True,
+            "high_precision_at_start": 1,
+            "amax_history_len": 8 if scaling == "delayed" else 1024,
+            "margin": 2 if scaling == "delayed" else 0,
+        }
+    )
     model = converted(given)
     first, second = (layer.self_attention.core_attention for layer in model.layers)
     assert type(first).__name__ == "CoreAttention" and type(second).__name__ == "TEAttention"
     module = second._beside[1]
-    assert (module.qkv_format, module.attn_mask_type, module.attention_dropout if hasattr(module, "attention_dropout") else 0.0) == ("bshd", "causal", 0.0)
+    assert (
+        module.qkv_format,
+        module.attn_mask_type,
+        module.attention_dropout if hasattr(module, "attention_dropout") else 0.0,
+    ) == ("bshd", "causal", 0.0)
     dpa = module.fp8_meta["recipe"]
-    assert dpa.fp8_dpa and dpa.delayed(), "S and dP are scaled by the past under current scaling too"
+    assert dpa.fp8_dpa and dpa.delayed(), (
+        "S and dP are scaled by the past under current scaling too"
+    )
     assert (dpa.margin, dpa.amax_history_len) == ((2, 8) if scaling == "delayed" else (0, 1))
     state = stored_state_dict(model)
     name = "layers.1.self_attention.core_attention."
     columns = 15 if scaling == "delayed" else 5
-    assert state[name + "fp8_scale"].shape == (columns,) and state[name + "fp8_amax_history"].shape == (dpa.amax_history_len, columns)
+    assert state[name + "fp8_scale"].shape == (columns,) and state[
+        name + "fp8_amax_history"
+    ].shape == (dpa.amax_history_len, columns)
     state = {n: t.clone() for n, t in state.items()}
     state[name + "fp8_scale"] = torch.arange(1.0, columns + 1)
     model.load_state_dict(state)
     assert torch.equal(stored_state_dict(model)[name + "fp8_scale"], torch.arange(1.0, columns + 1))
 
-    def products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:  # cuDNN's, in high precision
+    def products(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:  # cuDNN's, in high precision
         module.fp8 = te.FP8GlobalStateManager.is_fp8_enabled()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        return (
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     monkeypatch.setattr(module, "forward", products)
     plain = transformer().to(torch.bfloat16)
@@ -207,10 +292,14 @@ def test_attention_is_asked_for_as_the_recipe_says(scaling: str, te: Any, monkey
     with backend().autocast(model):
         model(tokens(), tokens()).backward()
     seen = backend().observed(model)[name[:-1]]
-    assert [seen[g] for g in ("p", "o", "ds", "dq")] == [("e4m3", "e4m3")] * 2 + [("e5m2", "e4m3")] * 2
+    assert [seen[g] for g in ("p", "o", "ds", "dq")] == [("e4m3", "e4m3")] * 2 + [
+        ("e5m2", "e4m3")
+    ] * 2
     with torch.no_grad():
         model.eval()(tokens())
-    assert backend().observed(model)[name[:-1]] == seen, "an evaluation in high precision says nothing of training"
+    assert backend().observed(model)[name[:-1]] == seen, (
+        "an evaluation in high precision says nothing of training"
+    )
     restore(model)
     assert type(model.layers[1].self_attention.core_attention).__name__ == "CoreAttention"
 
@@ -225,7 +314,10 @@ def test_norms_that_are_excluded_stay(te: Any) -> None:
 
     assert set(names().values()) == {"TENorm"}
     first = names("layers.0.input_layernorm", "final_layernorm")
-    assert {n for n, kind in first.items() if kind == "RMSNorm"} == {"layers.0.input_layernorm", "final_layernorm"}
+    assert {n for n, kind in first.items() if kind == "RMSNorm"} == {
+        "layers.0.input_layernorm",
+        "final_layernorm",
+    }
     assert set(names("*layernorm").values()) == {"RMSNorm"}
     logits, ran = [], []
     for patterns in ((), ("*layernorm",)):
@@ -234,7 +326,11 @@ def test_norms_that_are_excluded_stay(te: Any) -> None:
             logits.append(model(tokens()).float())
         ran.append(sum(gemms["fprop"] is not None for gemms in backend().observed(model).values()))
     assert ran == [8, 8] and (logits[0] - logits[1]).norm() < 0.05 * logits[0].norm()
-    recipe = small("precision=bf16_fp8", "backend=te", "fp8.first_step=te", "fp8.exclude=['*layernorm']")
+    recipe = small(
+        "precision=bf16_fp8", "backend=te", "fp8.first_step=te", "fp8.exclude=['*layernorm']"
+    )
     assert all(p.fp8 for p in plan(recipe, "te")[:-1])
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.exclude=\*layernorm: matches no linear layer"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"fp8\.exclude=\*layernorm: matches no linear layer"
+    ):
         plan(recipe, "native")

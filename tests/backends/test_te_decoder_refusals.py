@@ -20,10 +20,22 @@ from tests.support.te_table import node
 
 
 @pytest.mark.parametrize("recipe", ["llama_tiny", "llama_1b", "llama_8b", "llama_70b"])
-@pytest.mark.parametrize("precision", ["bf16_fp8", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8", "bf16_nvfp4"])
-def test_llama_recipes_have_it_in_every_layer_that_is_in_fp8(recipe: str, precision: str, te: Any) -> None:
-    found = fp8cfg.compose([f"recipe={recipe}", f"precision={precision}", "model.num_layers=3", "fp8={high_precision_at_start: 1, high_precision_at_end: 1}",
-                            "trainer.strategy.pipeline_model_parallel_size=1", "trainer.strategy.virtual_pipeline_model_parallel_size=null"])
+@pytest.mark.parametrize(
+    "precision", ["bf16_fp8", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8", "bf16_nvfp4"]
+)
+def test_llama_recipes_have_it_in_every_layer_that_is_in_fp8(
+    recipe: str, precision: str, te: Any
+) -> None:
+    found = fp8cfg.compose(
+        [
+            f"recipe={recipe}",
+            f"precision={precision}",
+            "model.num_layers=3",
+            "fp8={high_precision_at_start: 1, high_precision_at_end: 1}",
+            "trainer.strategy.pipeline_model_parallel_size=1",
+            "trainer.strategy.virtual_pipeline_model_parallel_size=null",
+        ]
+    )
     fp8 = found.fp8.model_copy(update={"params": False})
     with torch.device("meta"):
         model = Transformer(transformer_config(found))
@@ -76,17 +88,40 @@ def backward_hook(model: Transformer) -> None:
     ("given", "change", "reason"),
     [
         ({"exclude": ("*.linear_fc2",)}, None, "mlp.linear_fc2 stays in high precision"),
-        ({"include": ("layers.0.mlp.*",)}, None, "self_attention.linear_qkv stays in high precision"),
-        ({"dot_product_attention": True}, None, "its attention in FP8 would hand its output on in FP8 too, which is fp8.multi_head_attention"),
+        (
+            {"include": ("layers.0.mlp.*",)},
+            None,
+            "self_attention.linear_qkv stays in high precision",
+        ),
+        (
+            {"dot_product_attention": True},
+            None,
+            "its attention in FP8 would hand its output on in FP8 too, which is fp8.multi_head_attention",
+        ),
         (CURRENT | BOTH, None, "its MLP knows no backward pass in high precision"),
-        (CURRENT, eps, "its norms differ in eps"), (CURRENT, bias, "self_attention.linear_proj has a bias"),
-        (CURRENT | {"params": True}, shared, "mlp.linear_fc2 shares its weight, which is not held in FP8 then"),
-        (CURRENT, attention, "self_attention.core_attention is a Mine"), (CURRENT, hooked, "mlp has hooks or a forward of its own"),
-        (CURRENT, forward, "pre_mlp_layernorm has hooks or a forward of its own"), (CURRENT, backward_hook, "self_attention has hooks or a forward of its own"),
-        (CURRENT, own_forward, "it has a forward of its own"), (CURRENT, compiled, "it has a forward of its own"), (CURRENT, frozen_norm, "pre_mlp_layernorm is frozen, and its MLP fails where its input needs no gradient either"),
+        (CURRENT, eps, "its norms differ in eps"),
+        (CURRENT, bias, "self_attention.linear_proj has a bias"),
+        (
+            CURRENT | {"params": True},
+            shared,
+            "mlp.linear_fc2 shares its weight, which is not held in FP8 then",
+        ),
+        (CURRENT, attention, "self_attention.core_attention is a Mine"),
+        (CURRENT, hooked, "mlp has hooks or a forward of its own"),
+        (CURRENT, forward, "pre_mlp_layernorm has hooks or a forward of its own"),
+        (CURRENT, backward_hook, "self_attention has hooks or a forward of its own"),
+        (CURRENT, own_forward, "it has a forward of its own"),
+        (CURRENT, compiled, "it has a forward of its own"),
+        (
+            CURRENT,
+            frozen_norm,
+            "pre_mlp_layernorm is frozen, and its MLP fails where its input needs no gradient either",
+        ),
     ],
 )
-def test_what_stands_in_its_way_is_said(given: dict[str, Any], change: Callable[[Transformer], None] | None, reason: str, te: Any) -> None:
+def test_what_stands_in_its_way_is_said(
+    given: dict[str, Any], change: Callable[[Transformer], None] | None, reason: str, te: Any
+) -> None:
     model = transformer()
     if change:
         change(model)
@@ -101,40 +136,93 @@ def test_a_layer_that_is_the_model_itself_has_no_place_to_be_replaced_in(te: Any
     from fp8cfg.backends.te import backend as backend
 
     layer, kinds = transformer().layers[0], (("e4m3", "e4m3"),) * 3
-    plan = [PlannedLinear(n, m.in_features, m.out_features, kinds) for n, m in layer.named_modules() if isinstance(m, nn.Linear)]
+    plan = [
+        PlannedLinear(n, m.in_features, m.out_features, kinds)
+        for n, m in layer.named_modules()
+        if isinstance(m, nn.Linear)
+    ]
     backend.convert(layer, node(CURRENT), plan, Region(), "scaled_mm")
-    assert described(layer) == {"": "te.LayerNormLinear, te.Linear, te.LayerNormMLP; not te.TransformerLayer: it is the model itself"}
+    assert described(layer) == {
+        "": "te.LayerNormLinear, te.Linear, te.LayerNormMLP; not te.TransformerLayer: it is the model itself"
+    }
 
 
 def test_a_size_of_heads_that_fast_attention_lacks_stands_in_its_way(te: Any) -> None:
     model = convert(transformer(head_dim=12, num_attention_heads=4, num_query_groups=4), CURRENT)
-    assert described(model)["layers.1"].endswith("head_dim=12 is not a multiple of 8, which its fast attention wants")
+    assert described(model)["layers.1"].endswith(
+        "head_dim=12 is not a multiple of 8, which its fast attention wants"
+    )
 
 
 @pytest.mark.parametrize(
     ("field", "value", "line"),
     [
-        ("self_attention.qkv_weight_interleaved", False, "TransformerLayer.self_attention.qkv_weight_interleaved: the recipe says True, the library has False"),
-        ("self_attention.rotary_pos_interleaved", True, "self_attention.rotary_pos_interleaved: the recipe says False, the library has True"),
-        ("self_attn_mask_type", "no_mask", "self_attn_mask_type: the recipe says causal, the library has no_mask"),
+        (
+            "self_attention.qkv_weight_interleaved",
+            False,
+            "TransformerLayer.self_attention.qkv_weight_interleaved: the recipe says True, the library has False",
+        ),
+        (
+            "self_attention.rotary_pos_interleaved",
+            True,
+            "self_attention.rotary_pos_interleaved: the recipe says False, the library has True",
+        ),
+        (
+            "self_attn_mask_type",
+            "no_mask",
+            "self_attn_mask_type: the recipe says causal, the library has no_mask",
+        ),
         ("hidden_dropout", 0.1, "hidden_dropout: the recipe says 0.0, the library has 0.1"),
-        ("self_attention.core_attention.unfused_attention.attention_dropout.p", 0.1, "attention_dropout.p: the recipe says 0.0, the library has 0.1"),
-        ("attn_input_format", "sbhd", "attn_input_format: the recipe says bshd, the library has sbhd"), ("softcap", 30.0, "softcap: the recipe says 0.0, the library has 30.0"),
-        ("layernorm_mlp.activation", "gelu", "LayerNormMLP.activation: the recipe says swiglu, the library has gelu"),
-        ("self_attention.layernorm_qkv.eps", 1e-3, "LayerNormLinear.eps: the recipe says 1e-05, the library has 0.001"),
-        ("self_attention.layernorm_qkv.zero_centered_gamma", True, "LayerNormLinear.zero_centered_gamma: the recipe says False, the library has True"),
-        ("self_attention.proj.parallel_mode", "row", "Linear.parallel_mode: the recipe says None, the library has row"),
-        ("layernorm_mlp.fc1_weight", nn.Parameter(torch.zeros(128, 64)), "LayerNormMLP.fc1_weight: the recipe says (256, 64), the library has (128, 64)"),
+        (
+            "self_attention.core_attention.unfused_attention.attention_dropout.p",
+            0.1,
+            "attention_dropout.p: the recipe says 0.0, the library has 0.1",
+        ),
+        (
+            "attn_input_format",
+            "sbhd",
+            "attn_input_format: the recipe says bshd, the library has sbhd",
+        ),
+        ("softcap", 30.0, "softcap: the recipe says 0.0, the library has 30.0"),
+        (
+            "layernorm_mlp.activation",
+            "gelu",
+            "LayerNormMLP.activation: the recipe says swiglu, the library has gelu",
+        ),
+        (
+            "self_attention.layernorm_qkv.eps",
+            1e-3,
+            "LayerNormLinear.eps: the recipe says 1e-05, the library has 0.001",
+        ),
+        (
+            "self_attention.layernorm_qkv.zero_centered_gamma",
+            True,
+            "LayerNormLinear.zero_centered_gamma: the recipe says False, the library has True",
+        ),
+        (
+            "self_attention.proj.parallel_mode",
+            "row",
+            "Linear.parallel_mode: the recipe says None, the library has row",
+        ),
+        (
+            "layernorm_mlp.fc1_weight",
+            nn.Parameter(torch.zeros(128, 64)),
+            "LayerNormMLP.fc1_weight: the recipe says (256, 64), the library has (128, 64)",
+        ),
     ],
 )
-def test_a_library_that_builds_another_layer_is_found(field: str, value: Any, line: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_builds_another_layer_is_found(
+    field: str, value: Any, line: str, te: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     genuine = te.TransformerLayer
 
     def other(*sizes: Any, **options: Any) -> Any:
         made = genuine(*sizes, **options)
         owner, _, name = field.rpartition(".")
         owner = made.get_submodule(owner)
-        owner._parameters[name] = value if isinstance(value, nn.Parameter) else vars(owner).update({name: value}) or None
+        owner._parameters[name] = (
+            value if isinstance(value, nn.Parameter) else vars(owner).update({name: value}) or None
+        )
         if owner._parameters[name] is None:
             del owner._parameters[name]
         return made

@@ -43,8 +43,12 @@ def scales(world: World) -> dict[str, dict[str, torch.Tensor]]:
             model = converted(node({"reduce_amax": reduce_amax}))
             for step in range(2):
                 with te.autocast(model):
-                    (model(tokens(10 * step + world.rank), tokens(world.rank)) * (1 + world.rank)).backward()
-            found[str(reduce_amax)] = {n: t for n, t in stored_state_dict(model).items() if n.endswith("fp8_scale")}
+                    (
+                        model(tokens(10 * step + world.rank), tokens(world.rank)) * (1 + world.rank)
+                    ).backward()
+            found[str(reduce_amax)] = {
+                n: t for n, t in stored_state_dict(model).items() if n.endswith("fp8_scale")
+            }
     return found
 
 
@@ -58,11 +62,27 @@ def sharded(world: World) -> dict[str, Any]:
             for shard in SHARDS:
                 te.FP8GlobalStateManager.reset()
                 with without_fsdp2(shard == WHOLE):
-                    job = fp8cfg.build(small("backend=te", *words.split(), shard_word(shard), "model.num_layers=1", "trainer.micro_batch_size=2",
-                                             "optim.warmup_steps=0", "trainer.gradient_clip_val=0"))
-                losses = [train_step(job, run_data(job.recipe)[0], step, world).loss for step in range(3)]
-                found[f"{row} {shard}"] = {"losses": losses, "state": sharded_checkpoints.whole(job, world), "fsdp2": job.prepared.fsdp2,
-                                           "coverage": str(job.prove()), "modules": [*te_decoder.described(job.model).values()]}
+                    job = fp8cfg.build(
+                        small(
+                            "backend=te",
+                            *words.split(),
+                            shard_word(shard),
+                            "model.num_layers=1",
+                            "trainer.micro_batch_size=2",
+                            "optim.warmup_steps=0",
+                            "trainer.gradient_clip_val=0",
+                        )
+                    )
+                losses = [
+                    train_step(job, run_data(job.recipe)[0], step, world).loss for step in range(3)
+                ]
+                found[f"{row} {shard}"] = {
+                    "losses": losses,
+                    "state": sharded_checkpoints.whole(job, world),
+                    "fsdp2": job.prepared.fsdp2,
+                    "coverage": str(job.prove()),
+                    "modules": [*te_decoder.described(job.model).values()],
+                }
     return found
 
 
@@ -85,10 +105,26 @@ def test_scales_are_those_of_all_ranks(two: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_sharded_run_has_the_bits_of_the_unsharded_one(row: str, two: list[dict[str, Any]]) -> None:
+def test_a_sharded_run_has_the_bits_of_the_unsharded_one(
+    row: str, two: list[dict[str, Any]]
+) -> None:
     whole = two[0][f"{row} {WHOLE}"]
-    assert not whole["fsdp2"] and whole["losses"][-1] < whole["losses"][0] and whole["modules"] == ["te.TransformerLayer"]
+    assert (
+        not whole["fsdp2"]
+        and whole["losses"][-1] < whole["losses"][0]
+        and whole["modules"] == ["te.TransformerLayer"]
+    )
     for one, first, second in ([rank[f"{row} {shard}"] for shard in SHARDS[1:]] for rank in two):
-        assert all(found["losses"] == whole["losses"] and same(found["state"], whole["state"]) == [] for found in (one, first))
-        assert second["losses"] == pytest.approx(whole["losses"], rel=2e-5)  # which sums over ranks before it does over microbatches
-        assert all(found["fsdp2"] and found["coverage"] == whole["coverage"] and found["modules"] == whole["modules"] for found in (one, first, second))
+        assert all(
+            found["losses"] == whole["losses"] and same(found["state"], whole["state"]) == []
+            for found in (one, first)
+        )
+        assert second["losses"] == pytest.approx(
+            whole["losses"], rel=2e-5
+        )  # which sums over ranks before it does over microbatches
+        assert all(
+            found["fsdp2"]
+            and found["coverage"] == whole["coverage"]
+            and found["modules"] == whole["modules"]
+            for found in (one, first, second)
+        )

@@ -29,7 +29,9 @@ class Converted:
 
     def __init__(self, fp8: FP8) -> None:
         self.model = converted(fp8)
-        self.converted = [n for n, m in self.model.named_modules() if type(m).__name__ == "TELinear"]
+        self.converted = [
+            n for n, m in self.model.named_modules() if type(m).__name__ == "TELinear"
+        ]
         self.layer: Any = self.model.get_submodule(self.converted[0])
         engine, _ = self.layer.place
         self.recipe, module = engine.recipe, engine.module
@@ -47,7 +49,9 @@ class Converted:
 def test_a_key_is_read_back(row: Applied) -> None:
     with te_standin.transformer_engine():
         fp8 = node(row.given)
-        hopper = fp8.scaling not in ("mxfp8", "nvfp4") and not (fp8.scaling == "current" and fp8.dot_product_attention)
+        hopper = fp8.scaling not in ("mxfp8", "nvfp4") and not (
+            fp8.scaling == "current" and fp8.dot_product_attention
+        )
         assert te_rules.refusals(Precision(fp8=fp8), H200 if hopper else B200) == []
         assert row.read(Converted(fp8)) == row.want
 
@@ -55,8 +59,12 @@ def test_a_key_is_read_back(row: Applied) -> None:
 @pytest.mark.parametrize("row", REFUSED, ids=lambda r: f"{r.key} {r.given}")
 def test_a_key_is_refused(row: Refused) -> None:
     fp8 = node(row.given)
-    lines = te_rules.refusals(Precision(fp8=fp8, compute=row.compute), H200 if fp8.scaling != "nvfp4" else B200)
-    assert any(line.startswith(f"{row.key}=") and row.line in line and "; " in line for line in lines), lines
+    lines = te_rules.refusals(
+        Precision(fp8=fp8, compute=row.compute), H200 if fp8.scaling != "nvfp4" else B200
+    )
+    assert any(
+        line.startswith(f"{row.key}=") and row.line in line and "; " in line for line in lines
+    ), lines
 
 
 def test_every_key_has_a_row() -> None:
@@ -67,7 +75,10 @@ def test_every_key_has_a_row() -> None:
             found |= leaves(f.annotation, f"{at}{name}.") if nested else {at + name}
         return found
 
-    assert leaves(FP8, "fp8.") == {r.key for r in [*APPLIED, *REFUSED]} - {"precision.compute"} | ELSEWHERE.keys()
+    assert (
+        leaves(FP8, "fp8.")
+        == {r.key for r in [*APPLIED, *REFUSED]} - {"precision.compute"} | ELSEWHERE.keys()
+    )
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "current", "block", "mxfp8", "nvfp4"])
@@ -77,9 +88,14 @@ def test_every_field_of_the_recipe_is_said_and_read_back(scaling: str) -> None:
     fp8 = node({"scaling": scaling, "format": "e4m3"})
     with te_standin.transformer_engine():
         built = recipe_of(fp8)
-        theirs = {f.name for f in dataclasses.fields(built)} | {n for n in dir(built) if n.startswith(("fp8_quant", "fp4_quant"))}
+        theirs = {f.name for f in dataclasses.fields(built)} | {
+            n for n in dir(built) if n.startswith(("fp8_quant", "fp4_quant"))
+        }
     assert fields(fp8).keys() == theirs, "a field that only one side has"
-    assert scaling in ("delayed", "mxfp8") or {f"{'fp4' if scaling == 'nvfp4' else 'fp8'}_quant_{t}" for t in TENSORS} <= theirs
+    assert (
+        scaling in ("delayed", "mxfp8")
+        or {f"{'fp4' if scaling == 'nvfp4' else 'fp8'}_quant_{t}" for t in TENSORS} <= theirs
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,11 +103,20 @@ def test_every_field_of_the_recipe_is_said_and_read_back(scaling: str) -> None:
     [
         ({"scaling": "current"}, {"NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1"}),
         ({"scaling": "block"}, {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}),
-        ({"scaling": "nvfp4", "format": "e4m3"}, {"NVTE_NVFP4_DISABLE_RHT": "1", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1", "NVTE_NVFP4_4OVER6": "all"}),
+        (
+            {"scaling": "nvfp4", "format": "e4m3"},
+            {
+                "NVTE_NVFP4_DISABLE_RHT": "1",
+                "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1",
+                "NVTE_NVFP4_4OVER6": "all",
+            },
+        ),
         ({}, {"NVTE_BACKWARD_OVERRIDE": "high_precision"}),
     ],
 )
-def test_defaults_that_variables_moved_before_the_import_do_not_reach_the_recipe(given: dict[str, Any], environ: dict[str, str]) -> None:
+def test_defaults_that_variables_moved_before_the_import_do_not_reach_the_recipe(
+    given: dict[str, Any], environ: dict[str, str]
+) -> None:
     from fp8cfg.backends.te.recipe import recipe_of
 
     with te_standin.transformer_engine():
@@ -104,10 +129,16 @@ def test_defaults_that_variables_moved_before_the_import_do_not_reach_the_recipe
     ("given", "field", "line"),
     [
         ({"margin": 2}, "margin", "DelayedScaling.margin: the recipe says 2, the library has 7"),
-        ({"scaling": "current"}, "fp8_gemm_fprop", "Float8CurrentScaling.fp8_gemm_fprop: the recipe says {'use_split_accumulator': False}, the library has 7"),
+        (
+            {"scaling": "current"},
+            "fp8_gemm_fprop",
+            "Float8CurrentScaling.fp8_gemm_fprop: the recipe says {'use_split_accumulator': False}, the library has 7",
+        ),
     ],
 )
-def test_a_library_that_drops_a_field_is_found(given: dict[str, Any], field: str, line: str) -> None:
+def test_a_library_that_drops_a_field_is_found(
+    given: dict[str, Any], field: str, line: str
+) -> None:
     from fp8cfg.backends.protocol import BackendError
     from fp8cfg.backends.te.recipe import recipe_of
 
@@ -115,7 +146,11 @@ def test_a_library_that_drops_a_field_is_found(given: dict[str, Any], field: str
     with te_standin.transformer_engine(), pytest.MonkeyPatch.context() as patch:
         cls = getattr(sys.modules["transformer_engine.common.recipe"], SCALINGS[fp8.scaling].te)
         plain = cls.__init__
-        patch.setattr(cls, "__init__", lambda self, **given: (plain(self, **given), setattr(self, field, 7))[0])
+        patch.setattr(
+            cls,
+            "__init__",
+            lambda self, **given: (plain(self, **given), setattr(self, field, 7))[0],
+        )
         with pytest.raises(BackendError, match="the library has 7") as e:
             recipe_of(fp8)
     assert str(e.value) == line
@@ -125,55 +160,126 @@ def test_a_library_that_drops_a_field_is_found(given: dict[str, Any], field: str
     ("fp8", "hardware", "line"),
     [
         ({}, Hardware("cpu"), "runs on CUDA alone"),
-        ({}, Hardware("cuda", (8, 6), (12, 9)), "fp8.enabled=true: this GPU has compute capability 8.6"),
-        ({}, Hardware("cuda", (8, 9), (12, 0)), "fp8.enabled=true: torch has CUDA 12.0, Transformer Engine needs 12.1 on Ada"),
-        ({}, Hardware("cuda", (8, 9), (12, 1), (12, 1, 2)), "cuBLASLt is 12.1.2, Transformer Engine needs 12.1.3"),
-        ({"scaling": "block"}, Hardware("cuda", (8, 9), (12, 9)), "fp8.scaling=block: this GPU has compute capability 8.9"),
-        ({"scaling": "block"}, Hardware("cuda", (9, 0), (12, 8)), "fp8.scaling=block: torch has CUDA 12.8"),
-        ({"scaling": "block", "use_power_2_scales": False}, Hardware("cuda", (10, 0), (13, 0)), "fp8.use_power_2_scales=false"),
+        (
+            {},
+            Hardware("cuda", (8, 6), (12, 9)),
+            "fp8.enabled=true: this GPU has compute capability 8.6",
+        ),
+        (
+            {},
+            Hardware("cuda", (8, 9), (12, 0)),
+            "fp8.enabled=true: torch has CUDA 12.0, Transformer Engine needs 12.1 on Ada",
+        ),
+        (
+            {},
+            Hardware("cuda", (8, 9), (12, 1), (12, 1, 2)),
+            "cuBLASLt is 12.1.2, Transformer Engine needs 12.1.3",
+        ),
+        (
+            {"scaling": "block"},
+            Hardware("cuda", (8, 9), (12, 9)),
+            "fp8.scaling=block: this GPU has compute capability 8.9",
+        ),
+        (
+            {"scaling": "block"},
+            Hardware("cuda", (9, 0), (12, 8)),
+            "fp8.scaling=block: torch has CUDA 12.8",
+        ),
+        (
+            {"scaling": "block", "use_power_2_scales": False},
+            Hardware("cuda", (10, 0), (13, 0)),
+            "fp8.use_power_2_scales=false",
+        ),
         ({"scaling": "mxfp8"}, H200, "fp8.scaling=mxfp8: this GPU has compute capability 9.0"),
         ({"scaling": "mxfp8"}, Hardware("cuda", (12, 0), (13, 0)), "needs 10.0 to below 12.0"),
         ({"scaling": "nvfp4"}, H200, "fp8.scaling=nvfp4: this GPU has compute capability 9.0"),
-        ({"dot_product_attention": True}, Hardware("cuda", (8, 9), (12, 9)), "FP8 attention needs 9.0 (Hopper)"),
-        ({"dot_product_attention": True}, Hardware("cuda", (12, 0), (13, 0)), "FP8 attention needs one below 12.0"),
-        ({"scaling": "mxfp8", "format": "e4m3", "dot_product_attention": True}, Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 19, 0)),
-         "cuDNN is 9.19.0, Transformer Engine needs 9.21.0 or later for FP8 attention under fp8.scaling=mxfp8; install it, or drop fp8"),
-        ({"scaling": "mxfp8", "format": "e4m3", "dot_product_attention": True}, Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 23, 1)),
-         "needs another than 9.23.1"),
-        ({"scaling": "current", "dot_product_attention": True}, Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 13, 0)), "needs 9.14.0 or later"),
-        ({"scaling": "current", "dot_product_attention": True}, H200, "needs 10.0 (Blackwell) under fp8.scaling=current; write fp8.scaling=delayed"),
+        (
+            {"dot_product_attention": True},
+            Hardware("cuda", (8, 9), (12, 9)),
+            "FP8 attention needs 9.0 (Hopper)",
+        ),
+        (
+            {"dot_product_attention": True},
+            Hardware("cuda", (12, 0), (13, 0)),
+            "FP8 attention needs one below 12.0",
+        ),
+        (
+            {"scaling": "mxfp8", "format": "e4m3", "dot_product_attention": True},
+            Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 19, 0)),
+            "cuDNN is 9.19.0, Transformer Engine needs 9.21.0 or later for FP8 attention under fp8.scaling=mxfp8; install it, or drop fp8",
+        ),
+        (
+            {"scaling": "mxfp8", "format": "e4m3", "dot_product_attention": True},
+            Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 23, 1)),
+            "needs another than 9.23.1",
+        ),
+        (
+            {"scaling": "current", "dot_product_attention": True},
+            Hardware("cuda", (10, 0), (13, 0), cudnn=(9, 13, 0)),
+            "needs 9.14.0 or later",
+        ),
+        (
+            {"scaling": "current", "dot_product_attention": True},
+            H200,
+            "needs 10.0 (Blackwell) under fp8.scaling=current; write fp8.scaling=delayed",
+        ),
     ],
 )
-def test_hardware_that_cannot_is_refused_before_anything_is_built(fp8: dict[str, Any], hardware: Hardware, line: str) -> None:
+def test_hardware_that_cannot_is_refused_before_anything_is_built(
+    fp8: dict[str, Any], hardware: Hardware, line: str
+) -> None:
     lines = te_rules.refusals(Precision(fp8=node(fp8)), hardware)
     assert len(lines) == 1 and line in lines[0], lines
 
 
 @pytest.mark.parametrize(
     ("capability", "scalings"),
-    [((8, 9), ["delayed", "current"]), ((9, 0), ["delayed", "current", "block"]), ((10, 0), ["delayed", "current", "block", "mxfp8", "nvfp4"]),
-     ((12, 0), ["delayed", "current", "block", "nvfp4"])],
+    [
+        ((8, 9), ["delayed", "current"]),
+        ((9, 0), ["delayed", "current", "block"]),
+        ((10, 0), ["delayed", "current", "block", "mxfp8", "nvfp4"]),
+        ((12, 0), ["delayed", "current", "block", "nvfp4"]),
+    ],
 )
-def test_the_gates_are_those_of_transformer_engine(capability: tuple[int, int], scalings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gates_are_those_of_transformer_engine(
+    capability: tuple[int, int], scalings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     hardware = Hardware("cuda", capability, (12, 9), (12, 9, 0))
-    able = [s for s in ("delayed", "current", "block", "mxfp8", "nvfp4") if not te_rules.refusals(Precision(fp8=node({"scaling": s, "format": "e4m3"})), hardware)]
+    able = [
+        s
+        for s in ("delayed", "current", "block", "mxfp8", "nvfp4")
+        if not te_rules.refusals(Precision(fp8=node({"scaling": s, "format": "e4m3"})), hardware)
+    ]
     assert able == scalings
     with te_standin.transformer_engine():
         theirs = sys.modules["transformer_engine.pytorch.quantization"]
         monkeypatch.setattr(theirs, "get_device_compute_capability", lambda: capability)
         monkeypatch.setattr(theirs.torch.version, "cuda", "12.9")
-        checks = {"delayed": theirs._compute_fp8_support, "current": theirs._compute_fp8_support, "block": theirs._compute_fp8_block_scaling_support,
-                  "mxfp8": theirs._compute_mxfp8_support, "nvfp4": theirs._compute_nvfp4_support}
+        checks = {
+            "delayed": theirs._compute_fp8_support,
+            "current": theirs._compute_fp8_support,
+            "block": theirs._compute_fp8_block_scaling_support,
+            "mxfp8": theirs._compute_mxfp8_support,
+            "nvfp4": theirs._compute_nvfp4_support,
+        }
         assert [s for s, check in checks.items() if check()[0]] == scalings
 
 
 @pytest.mark.parametrize(
     ("capability", "head_dim", "wants"),
-    [((9, 0), 128, ""), ((9, 0), 64, "128 below 10.0 (Blackwell) alone"), ((9, 0), 256, "128 below"), ((10, 0), 128, ""), ((10, 0), 64, ""),
-     ((10, 0), 72, "multiples of 16 up to 128 alone"), ((10, 0), 192, "multiples of 16 up to 128")],
+    [
+        ((9, 0), 128, ""),
+        ((9, 0), 64, "128 below 10.0 (Blackwell) alone"),
+        ((9, 0), 256, "128 below"),
+        ((10, 0), 128, ""),
+        ((10, 0), 64, ""),
+        ((10, 0), 72, "multiples of 16 up to 128 alone"),
+        ((10, 0), 192, "multiples of 16 up to 128"),
+    ],
 )
 def test_heads_that_fp8_attention_has_no_kernel_for_are_refused_before_anything_is_built(
-    capability: tuple[int, int], head_dim: int, wants: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    capability: tuple[int, int], head_dim: int, wants: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from fp8cfg.backends.te import attention as te_attention
     from fp8cfg.config.errors import ConfigError
 
@@ -183,7 +289,10 @@ def test_heads_that_fp8_attention_has_no_kernel_for_are_refused_before_anything_
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     assert te_attention.misfits(model, node({})) == []
     lines = te_attention.misfits(model, fp8)
-    assert [f"heads have {head_dim} channels, cuDNN's FP8 attention trains {wants}" in line for line in lines] == ([True] if wants else [])
+    assert [
+        f"heads have {head_dim} channels, cuDNN's FP8 attention trains {wants}" in line
+        for line in lines
+    ] == ([True] if wants else [])
     if wants:
         from fp8cfg.backends.te import backend as te
 
@@ -194,11 +303,19 @@ def test_heads_that_fp8_attention_has_no_kernel_for_are_refused_before_anything_
 
 def test_a_layer_whose_shape_does_not_fit_stays_in_high_precision() -> None:
     assert te_rules.misfit(node({}), 48, 24) == "out_features=24 is not a multiple of 16"
-    assert te_rules.misfit(node({"scaling": "mxfp8"}), 48, 64) == "in_features=48 is not a multiple of 32"
-    assert te_rules.misfit(node({}), 48, 64) == "" and te_rules.tokens_multiple(node({"scaling": "mxfp8"}), "scaled_mm") == 32
+    assert (
+        te_rules.misfit(node({"scaling": "mxfp8"}), 48, 64)
+        == "in_features=48 is not a multiple of 32"
+    )
+    assert (
+        te_rules.misfit(node({}), 48, 64) == ""
+        and te_rules.tokens_multiple(node({"scaling": "mxfp8"}), "scaled_mm") == 32
+    )
 
 
-def test_without_its_compiled_part_it_is_not_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_its_compiled_part_it_is_not_available(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(te_rules, "_extension", lambda package: False)
     assert "no compiled part" in te_rules.unavailable()
     monkeypatch.setattr(te_rules, "installed_version", lambda _: "2.2.0")
@@ -213,6 +330,8 @@ def test_without_its_compiled_part_it_is_not_available(monkeypatch: pytest.Monke
 
 
 def test_the_rules_load_neither_torch_nor_transformer_engine() -> None:
-    code = ("import sys; from fp8cfg.backends.te import environment, rules; rules.unavailable(); "
-            "assert not {'torch', 'transformer_engine'} & set(sys.modules)")
+    code = (
+        "import sys; from fp8cfg.backends.te import environment, rules; rules.unavailable(); "
+        "assert not {'torch', 'transformer_engine'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -33,12 +33,21 @@ def test_a_jump_of_gradients_is_clipped_and_counted_over_microbatches(te: Any) -
         found = step(model, 1e-3)
     assert found == Overflow(0, 0, 0.0, "")
     found = step(model, 1.0, 1e-3)
-    assert found is not None and found.infinite == 0 and found.clipped >= 8 and found.tensor.endswith("grad_output")
+    assert (
+        found is not None
+        and found.infinite == 0
+        and found.clipped >= 8
+        and found.tensor.endswith("grad_output")
+    )
     assert found.largest == pytest.approx(1000, rel=0.5)
     with torch.no_grad():
         model.layers[1].mlp.linear_fc2.weight[3, 3] = torch.inf
     found = step(model, 1.0)
-    assert found is not None and found.infinite == 1 and found[2:] == (torch.inf, "layers.1.mlp.linear_fc2 weight")
+    assert (
+        found is not None
+        and found.infinite == 1
+        and found[2:] == (torch.inf, "layers.1.mlp.linear_fc2 weight")
+    )
     step(model, 1.0)
     backend().after_skip(model)
     assert overflow(model) is None

@@ -26,35 +26,65 @@ from tests.support.te_small import converted, tokens
 from tests.support.te_table import node
 
 
-@pytest.mark.parametrize(("case", "recompute"), [("current O2", "none"), ("current O2", "full"), ("current O3", "none")])
-def test_only_stored_bytes_stay_from_step_to_step(case: str, recompute: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "recompute"), [("current O2", "none"), ("current O2", "full"), ("current O3", "none")]
+)
+def test_only_stored_bytes_stay_from_step_to_step(
+    case: str, recompute: str, te: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = fp8cfg.build(small(*CASES[case], f"model.recompute_granularity={recompute}"))
     list(steps(job, 1))
     layers = list(backend()._layers(job.model).values())
     owned = {id(p) for p in job.model.parameters()}
-    kept = [t for engine in backend()._engines(job.model) for t in engine.module._parameters.values() if t is not None]
+    kept = [
+        t
+        for engine in backend()._engines(job.model)
+        for t in engine.module._parameters.values()
+        if t is not None
+    ]
     assert len(kept) >= len(layers) and sum(t.nbytes for t in kept if id(t) not in owned) == 0
     decoded = []
     monkeypatch.setattr("fp8cfg.numerics.codecs.Codec.decode", lambda *_: decoded.append(1))
     assert not any(layer.fp8_params for layer in layers) or case == "current O3"
-    assert len(backend().writers(job.model)) == (8 if case == "current O3" else 0) and not decoded, "a flag is asked of what is stored"
+    assert (
+        len(backend().writers(job.model)) == (8 if case == "current O3" else 0) and not decoded
+    ), "a flag is asked of what is stored"
 
 
 def test_weights_tied_to_an_embedding_stay_tied_under_a_level(te: Any) -> None:
-    job = fp8cfg.build(small(*CASES["current O2"], "model.share_embeddings_and_output_weights=true", "fp8.output_layer=true"))
+    job = fp8cfg.build(
+        small(
+            *CASES["current O2"],
+            "model.share_embeddings_and_output_weights=true",
+            "fp8.output_layer=true",
+        )
+    )
     found = [s.loss for s in steps(job, 4)]
-    assert found[-1] < found[0] - 0.05 and job.model.output_layer._parameters["weight"] is job.model.embedding.weight
+    assert (
+        found[-1] < found[0] - 0.05
+        and job.model.output_layer._parameters["weight"] is job.model.embedding.weight
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_under_a_level_comes_back_decoded(tied: bool, te: Any) -> None:
-    job = fp8cfg.build(small(*CASES["current O2"], f"model.share_embeddings_and_output_weights={tied}", f"fp8.output_layer={tied}"))
+    job = fp8cfg.build(
+        small(
+            *CASES["current O2"],
+            f"model.share_embeddings_and_output_weights={tied}",
+            f"fp8.output_layer={tied}",
+        )
+    )
     list(steps(job, 1))
     layer = job.model.layers[0].mlp.linear_fc1
     want, stored = layer.codec.decode(layer.in_codec), layer.parameter
     model = fp8cfg.convert_back(job.model)
-    assert torch.equal(model.layers[0].mlp.linear_fc1.weight, want) and stored.dtype == torch.float16
-    assert {type(m) for n, m in model.named_modules() if "linear" in n} == {nn.Linear} and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (
+        torch.equal(model.layers[0].mlp.linear_fc1.weight, want) and stored.dtype == torch.float16
+    )
+    assert {type(m) for n, m in model.named_modules() if "linear" in n} == {nn.Linear} and {
+        p.dtype for p in model.parameters()
+    } == {torch.float32}
     assert (model.output_layer.weight is model.embedding.weight) == tied
     model(*(torch.zeros(1, 32, dtype=torch.int64),) * 2).backward()
 
@@ -62,7 +92,10 @@ def test_a_model_under_a_level_comes_back_decoded(tied: bool, te: Any) -> None:
 @pytest.mark.parametrize("case", [name for name in CASES if name.endswith("params")])
 def test_weights_held_in_fp8_multiply_in_high_precision_as_their_values(case: str, te: Any) -> None:
     job = fp8cfg.build(small(*CASES[case], "fp8.use_autocast_during_eval=false"))
-    assert {type(engine.module).__name__ for engine in backend()._engines(job.model)} >= {"LayerNormLinear", "LayerNormMLP"}
+    assert {type(engine.module).__name__ for engine in backend()._engines(job.model)} >= {
+        "LayerNormLinear",
+        "LayerNormMLP",
+    }
     plain = fp8cfg.convert_back(copy.deepcopy(job.model))
     x, y = (torch.arange(64).reshape(2, 32) + shift for shift in (0, 1))
     with job.autocast(False):
@@ -77,11 +110,21 @@ def test_weights_held_in_fp8_multiply_in_high_precision_as_their_values(case: st
 
 
 @pytest.mark.parametrize("case", ["delayed", "delayed params"])
-def test_a_jobs_weights_are_the_plain_models_and_its_optimizer_has_the_fp8_state(case: str, te: Any) -> None:
-    job, plain = fp8cfg.build(small(*CASES[case])), fp8cfg.build(small("precision=bf16_mixed")).model
+def test_a_jobs_weights_are_the_plain_models_and_its_optimizer_has_the_fp8_state(
+    case: str, te: Any
+) -> None:
+    job, plain = (
+        fp8cfg.build(small(*CASES[case])),
+        fp8cfg.build(small("precision=bf16_mixed")).model,
+    )
     list(steps(job, 2))
-    weights, optimizer = ({k: t.clone() for k, t in job.model.state_dict().items()}, copy.deepcopy(job.optimizer.state_dict()))
-    assert list(weights) == list(plain.state_dict()) and {(type(t), t.dtype) for t in weights.values()} == {(torch.Tensor, torch.bfloat16)}
+    weights, optimizer = (
+        {k: t.clone() for k, t in job.model.state_dict().items()},
+        copy.deepcopy(job.optimizer.state_dict()),
+    )
+    assert list(weights) == list(plain.state_dict()) and {
+        (type(t), t.dtype) for t in weights.values()
+    } == {(torch.Tensor, torch.bfloat16)}
     plain.load_state_dict(weights, strict=True)
     want = [s.loss for s in steps(job, 2, first=2)]
     te.FP8GlobalStateManager.reset()
@@ -98,14 +141,25 @@ def test_a_jobs_weights_are_the_plain_models_and_its_optimizer_has_the_fp8_state
 
 @pytest.mark.parametrize("case", ["delayed params", "current params"])
 def test_weights_held_in_fp8_are_natives_bit_for_bit(case: str, te: Any) -> None:
-    mine, theirs = (stored_state_dict(fp8cfg.build(small(*[w for w in CASES[case] if w != "backend=te"], f"backend={b}")).model) for b in ("te", "native"))
+    mine, theirs = (
+        stored_state_dict(
+            fp8cfg.build(
+                small(*[w for w in CASES[case] if w != "backend=te"], f"backend={b}")
+            ).model
+        )
+        for b in ("te", "native")
+    )
     held = [n for n, t in theirs.items() if t.dtype == torch.float8_e4m3fn]
     assert len(held) == 8 and mine.keys() == theirs.keys()
     for name in (n for n, t in theirs.items() if n in held or "fp8_" in n):
-        assert torch.equal(mine[name].reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            mine[name].reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8)
+        ), name
 
 
-def test_a_weight_of_a_skipped_step_stays_and_a_transpose_that_was_not_made_is_not_read(te: Any) -> None:
+def test_a_weight_of_a_skipped_step_stays_and_a_transpose_that_was_not_made_is_not_read(
+    te: Any,
+) -> None:
     job = fp8cfg.build(small(*CASES["delayed params"]))
     list(steps(job, 1))
     layer = job.model.layers[0].mlp.linear_fc2
@@ -116,7 +170,9 @@ def test_a_weight_of_a_skipped_step_stays_and_a_transpose_that_was_not_made_is_n
         backend().after_step(job.model, None, 2, torch.tensor(skip))
         layer.set_weight(master)
         layer.weight.update_usage(columnwise_usage=True)
-        assert torch.equal(layer.weight._data, codes) == same and torch.equal(layer.weight._transpose, layer.weight._data.t())
+        assert torch.equal(layer.weight._data, codes) == same and torch.equal(
+            layer.weight._transpose, layer.weight._data.t()
+        )
     layer.set_weight(master * 2)
     assert layer.skip is None and not torch.equal(layer.weight._data, codes)
 
@@ -153,7 +209,13 @@ def test_weights_are_quantized_once_for_a_step(te: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("accumulated", "want"), [(1, [None]), (4, [True, False, False, False])])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_run_quantizes_weights_in_the_first_microbatch_of_a_step(accumulated: int, want: list[bool | None], recompute: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_quantizes_weights_in_the_first_microbatch_of_a_step(
+    accumulated: int,
+    want: list[bool | None],
+    recompute: str,
+    te: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: dict[str, list[bool | None]] = {"LayerNormLinear": [], "Linear": [], "LayerNormMLP": []}
     for name in seen:
         plain = getattr(te, name).forward
@@ -164,11 +226,20 @@ def test_a_run_quantizes_weights_in_the_first_microbatch_of_a_step(accumulated: 
             return plain(self, x, **options)
 
         monkeypatch.setattr(getattr(te, name), "forward", watched)
-    words = (*CASES["current"], f"trainer.micro_batch_size={8 // accumulated}", "trainer.global_batch_size=8", "trainer.max_steps=2",
-             f"model.recompute_granularity={recompute}")
+    words = (
+        *CASES["current"],
+        f"trainer.micro_batch_size={8 // accumulated}",
+        "trainer.global_batch_size=8",
+        "trainer.max_steps=2",
+        f"model.recompute_granularity={recompute}",
+    )
     train(fp8cfg.build(small(*words)))
     again = [w if w is None else False for w in want]
-    passes = [x for w, a in zip(want, again, strict=True) for x in ([w] * 2 + [a] * 2 * (recompute == "full"))]  # two layers
+    passes = [
+        x
+        for w, a in zip(want, again, strict=True)
+        for x in ([w] * 2 + [a] * 2 * (recompute == "full"))
+    ]  # two layers
     assert seen == dict.fromkeys(seen, passes * 2)
 
 
@@ -191,14 +262,20 @@ def test_a_pass_in_high_precision_keeps_no_weight_of_the_step_before(te: Any) ->
 def test_weights_kept_over_microbatches_change_no_loss(te: Any) -> None:
     found = []
     for keep in (False, True):
-        job = fp8cfg.build(small(*CASES["current"], "trainer.micro_batch_size=2", "model.recompute_granularity=full"))
+        job = fp8cfg.build(
+            small(
+                *CASES["current"], "trainer.micro_batch_size=2", "model.recompute_granularity=full"
+            )
+        )
         backend().cache_weights(job.model, keep)
         found.append([s.loss for s in steps(job, 3)])
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("entry", ["quantized_model_init", "fp8_model_init"])
-def test_weights_are_quantized_by_the_entry_point_that_is_there(entry: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_quantized_by_the_entry_point_that_is_there(
+    entry: str, te: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[dict[str, Any]] = []
     genuine, signature = te.quantized_model_init, inspect.signature(getattr(te, entry))
 
@@ -210,26 +287,49 @@ def test_weights_are_quantized_by_the_entry_point_that_is_there(entry: str, te: 
     monkeypatch.delattr(te, "__getattr__")  # mocks whatever a package of the stand-in lacks
     monkeypatch.setattr(te, entry, recorded, raising=False)
     model = converted(node({"scaling": "current", "params": True}))
-    assert {type(layer.weight).__name__ for layer in backend()._layers(model).values()} == {"Float8Tensor"}
-    assert {(g["enabled"], type(g["recipe"]).__name__) for g in given} == {(True, "Float8CurrentScaling")}
+    assert {type(layer.weight).__name__ for layer in backend()._layers(model).values()} == {
+        "Float8Tensor"
+    }
+    assert {(g["enabled"], type(g["recipe"]).__name__) for g in given} == {
+        (True, "Float8CurrentScaling")
+    }
 
 
-@pytest.mark.parametrize("case", ["delayed params", "current O3", "block params", "mxfp8 params", "nvfp4 params"])
+@pytest.mark.parametrize(
+    "case", ["delayed params", "current O3", "block params", "mxfp8 params", "nvfp4 params"]
+)
 def test_weights_of_a_run_are_read_without_its_library(case: str, te: Any, tmp_path: Path) -> None:
-    job = fp8cfg.build(small(*CASES[case], "trainer.max_steps=1", "trainer.val_check_interval=0", "optim.warmup_steps=0"))
+    job = fp8cfg.build(
+        small(
+            *CASES[case],
+            "trainer.max_steps=1",
+            "trainer.val_check_interval=0",
+            "optim.warmup_steps=0",
+        )
+    )
     fp8cfg.fit(job, folder=tmp_path / "run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "transformer_engine", None)
         found = RunWeights(tmp_path / "run", print)
         weight, scale = found.read("layers.0.mlp.linear_fc1.weight")
     want = job.model.layers[0].mlp.linear_fc1.dequantized_weight(torch.float32)
-    torch.testing.assert_close(weight, want, rtol=2e-7 if case == "nvfp4 params" else 0, atol=0)  # which multiplies in another order
+    torch.testing.assert_close(
+        weight, want, rtol=2e-7 if case == "nvfp4 params" else 0, atol=0
+    )  # which multiplies in another order
     assert (scale is None) == (case in ("block params", "mxfp8 params", "nvfp4 params"))
 
 
-def test_a_run_of_auto_is_exported_and_gone_on_with_by_who_multiplied(te: Any, tmp_path: Path) -> None:
+def test_a_run_of_auto_is_exported_and_gone_on_with_by_who_multiplied(
+    te: Any, tmp_path: Path
+) -> None:
     """Of which a GPU's checkpoint tells where there is none. Native has no norms to leave out."""
-    words = (*CASES["current params"], "fp8.exclude=[final_layernorm]", "trainer.max_steps=1", "trainer.val_check_interval=0", "optim.warmup_steps=0")
+    words = (
+        *CASES["current params"],
+        "fp8.exclude=[final_layernorm]",
+        "trainer.max_steps=1",
+        "trainer.val_check_interval=0",
+        "optim.warmup_steps=0",
+    )
     job, run, said = fp8cfg.build(small(*words)), tmp_path / "run", list[str]()
     job.recipe.precision.backend = "auto"
     fp8cfg.fit(job, folder=run)
@@ -237,18 +337,30 @@ def test_a_run_of_auto_is_exported_and_gone_on_with_by_who_multiplied(te: Any, t
     run_model.load(run, said.append, lambda recipe: setattr(recipe.fp8, "exclude", ()))
     fp8cfg.resume(run, ["fp8.exclude=[]", "trainer.max_steps=2"], ["fp8.exclude"], say=said.append)
     fp8cfg.resume(run, say=said.append)
-    assert [line.partition(";")[0] for line in said if "backend" in line] == ["note: backend=auto: te multiplied before, and native does here"] * 2
+    assert [line.partition(";")[0] for line in said if "backend" in line] == [
+        "note: backend=auto: te multiplied before, and native does here"
+    ] * 2
 
 
 @pytest.mark.parametrize(("square", "scales"), [(True, (2, 4)), (False, (2, 132))])
-def test_padded_scales_of_blocks_multiply_as_its_own_do(square: bool, scales: tuple[int, int], te: Any) -> None:
+def test_padded_scales_of_blocks_multiply_as_its_own_do(
+    square: bool, scales: tuple[int, int], te: Any
+) -> None:
     """Of a matrix of 130 x 200: one for each square, or for each 1x128, the rows last; either way up to a multiple of four."""
     import transformer_engine_torch as tex
-    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
+    from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
+        Float8BlockwiseQTensorStorage,
+    )
 
     codes, scale_inv = torch.randn(130, 200).to(torch.float8_e4m3fn), torch.rand(scales)
     theirs = Float8BlockwiseQTensorStorage(
-        rowwise_data=codes.view(torch.uint8), rowwise_scale_inv=scale_inv, columnwise_data=None, columnwise_scale_inv=None,
-        fp8_dtype=tex.DType.kFloat8E4M3, quantizer=None, is_2D_scaled=square)
+        rowwise_data=codes.view(torch.uint8),
+        rowwise_scale_inv=scale_inv,
+        columnwise_data=None,
+        columnwise_scale_inv=None,
+        fp8_dtype=tex.DType.kFloat8E4M3,
+        quantizer=None,
+        is_2D_scaled=square,
+    )
     ours = as_native(codes, scale_inv, None, Scaling(kind="block", weights_2d=square))
     assert torch.equal(dequantize(ours, torch.float32), theirs.dequantize(dtype=torch.float32))

@@ -29,15 +29,27 @@ from fp8cfg.backends.torchao import rules as torchao_rules
 
 COUNT = 4
 HERE = ("backend=torchao", "fp8.params=false", "trainer.accelerator=cpu")
-TORCHAO = ("precision=bf16_fp8_current", *HERE, "fp8.high_precision_at_start=0", "fp8.high_precision_at_end=0")
+TORCHAO = (
+    "precision=bf16_fp8_current",
+    *HERE,
+    "fp8.high_precision_at_start=0",
+    "fp8.high_precision_at_end=0",
+)
 ROW = (*TORCHAO, "fp8.granularity=row", "fp8.format=e4m3", "fp8.use_power_2_scales=true")
 E4M3 = CastConfig(target_dtype=torch.float8_e4m3fn)
 BY_HAND = {
     "tensorwise": (TORCHAO, Float8LinearConfig(emulate=True)),
-    "tensorwise, e4m3, powers of two": ((*TORCHAO, "fp8.format=e4m3", "fp8.use_power_2_scales=true"),
-                                        Float8LinearConfig(cast_config_grad_output=E4M3, emulate=True, round_scales_to_power_of_2=True)),
+    "tensorwise, e4m3, powers of two": (
+        (*TORCHAO, "fp8.format=e4m3", "fp8.use_power_2_scales=true"),
+        Float8LinearConfig(
+            cast_config_grad_output=E4M3, emulate=True, round_scales_to_power_of_2=True
+        ),
+    ),
     "rowwise": (ROW, Float8LinearConfig.from_recipe_name("rowwise")),
-    "rowwise_with_gw_hp": ((*ROW, "fp8.override_linear_precision.wgrad=true"), Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")),
+    "rowwise_with_gw_hp": (
+        (*ROW, "fp8.override_linear_precision.wgrad=true"),
+        Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"),
+    ),
 }
 
 
@@ -56,16 +68,28 @@ def ours(words: tuple[str, ...]) -> tuple[fp8cfg.Job, list[float]]:
 def by_hand(words: tuple[str, ...], swap: Any) -> list[float]:
     """The run of `words` without us: torchao's conversion, torch's AdamW on float32 masters, a loop."""
     recipe = small(*words)
-    plain = fp8cfg.build(small("precision=fp32", f"trainer.accelerator={recipe.trainer.accelerator}"))
+    plain = fp8cfg.build(
+        small("precision=fp32", f"trainer.accelerator={recipe.trainer.accelerator}")
+    )
     model = plain.model  # the same initial weights, in float32
     compute = {"bf16": torch.bfloat16, "fp32": torch.float32}[recipe.precision.compute]
     masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
     swap(model)
     model.to(compute)
     o, (batches, _) = recipe.optim, run_data(recipe)
-    matrices, vectors = ([p for p in masters.values() if (p.dim() > 1) == wide] for wide in (True, False))
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-                                  lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
+    matrices, vectors = (
+        [p for p in masters.values() if (p.dim() > 1) == wide] for wide in (True, False)
+    )
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": o.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ],
+        lr=o.lr,
+        betas=o.betas,
+        eps=o.eps,
+        fused=True,
+    )
     losses = []
     for p in model.parameters():
         if compute != torch.float32:
@@ -96,32 +120,49 @@ def test_a_run_equals_a_loop_written_by_hand(name: str, device: str) -> None:
     words, config = BY_HAND[name]
     words = (*words, f"trainer.accelerator={device}")
     job, losses = ours(words)
-    assert job.choice.backend == "torchao" and job.choice.product == ("emulate" if device == "cpu" else "scaled_mm")
+    assert job.choice.backend == "torchao" and job.choice.product == (
+        "emulate" if device == "cpu" else "scaled_mm"
+    )
     job.prove()
-    assert losses == by_hand(words, lambda model: convert_to_float8_training(model, module_filter_fn=in_layers, config=on(device, config)))
+    assert losses == by_hand(
+        words,
+        lambda model: convert_to_float8_training(
+            model, module_filter_fn=in_layers, config=on(device, config)
+        ),
+    )
 
 
 @pytest.mark.parametrize("words", [TORCHAO, ROW], ids=["tensorwise", "rowwise"])
 @pytest.mark.parametrize("where", ["input", "weight", "gradient"])
-def test_an_infinite_value_becomes_nan_and_no_finite_one(where: str, words: tuple[str, ...]) -> None:
+def test_an_infinite_value_becomes_nan_and_no_finite_one(
+    where: str, words: tuple[str, ...]
+) -> None:
     """So that loss or norm of gradients show it: nothing has to count."""
     job = fp8cfg.build(small(*words))
     layer = job.model.get_submodule("layers.0.mlp.linear_fc2")
-    x, dy = torch.randn(2, 32, 128, dtype=torch.bfloat16), torch.ones(2, 32, 64, dtype=torch.bfloat16)
+    x, dy = (
+        torch.randn(2, 32, 128, dtype=torch.bfloat16),
+        torch.ones(2, 32, 64, dtype=torch.bfloat16),
+    )
     {"input": x, "weight": layer.weight.data, "gradient": dy[0]}[where][..., 1, 3] = torch.inf
     x.requires_grad_()
     with job.autocast():
         y = layer(x)
         y.backward(dy)
     row = [t[0, 1] for t in (y, x.grad)]
-    assert row[0].isnan().any() == (where != "gradient") and row[1].isnan().any() == (where != "input")
+    assert row[0].isnan().any() == (where != "gradient") and row[1].isnan().any() == (
+        where != "input"
+    )
     assert layer.weight.grad.isnan().any() == (where != "weight")
 
 
 def test_float32_weights_equal_it_too() -> None:
     words = (*TORCHAO, "precision.compute=fp32")
     config = on("cpu", Float8LinearConfig())
-    assert ours(words)[1] == by_hand(words, lambda model: convert_to_float8_training(model, module_filter_fn=in_layers, config=config))
+    assert ours(words)[1] == by_hand(
+        words,
+        lambda model: convert_to_float8_training(model, module_filter_fn=in_layers, config=config),
+    )
 
 
 def test_mxfp8_equals_torchaos_own_layer() -> None:
@@ -131,7 +172,12 @@ def test_mxfp8_equals_torchaos_own_layer() -> None:
     def swap(model: nn.Module) -> None:
         for name, linear in list(model.named_modules()):
             if isinstance(linear, nn.Linear) and name.startswith("layers."):
-                new = MXFP8Linear(linear.in_features, linear.out_features, bias=False, kernel_preference=KernelPreference.EMULATED)
+                new = MXFP8Linear(
+                    linear.in_features,
+                    linear.out_features,
+                    bias=False,
+                    kernel_preference=KernelPreference.EMULATED,
+                )
                 new.weight = linear.weight
                 model.set_submodule(name, new)
 
@@ -151,7 +197,9 @@ def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
     job, losses = ours(words := (*TORCHAO, f"opt_level={level}"))
     counts = parameters(job.recipe, whole(job.recipe))
     held = sum(t.nbytes for tensors in by_kind(job).values() for t in tensors if t.dim())
-    assert held == each * counts.linear + (each + 5) * counts.other and job.prove().layers_in_fp8 == 8
+    assert (
+        held == each * counts.linear + (each + 5) * counts.other and job.prove().layers_in_fp8 == 8
+    )
     first = fp8cfg.build(small(*words))
     list(steps(first, 2))
     batches, _ = run_data(first.recipe)
@@ -160,7 +208,11 @@ def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
     assert [s.loss for s in steps(second, 2, first=2)] == losses[2:]
 
 
-@pytest.mark.parametrize("words", [TORCHAO, (*TORCHAO, "opt_level=O2"), ("precision=bf16_mxfp8", *HERE)], ids=["current", "O2", "mxfp8"])
+@pytest.mark.parametrize(
+    "words",
+    [TORCHAO, (*TORCHAO, "opt_level=O2"), ("precision=bf16_mxfp8", *HERE)],
+    ids=["current", "O2", "mxfp8"],
+)
 def test_recomputed_activations_change_nothing(words: tuple[str, ...]) -> None:
     job, losses = ours((*words, "model.recompute_granularity=full"))
     job.prove()
@@ -186,12 +238,17 @@ def test_the_configuration_is_torchaos_own_by_that_name(name: str) -> None:
     assert torchao.config_of(small(*words).fp8, "emulate") == on("cpu", config)
 
 
-def test_a_configuration_that_says_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_that_says_something_else_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def loses_rounding(**fields: Any) -> Float8LinearConfig:
         return Float8LinearConfig(**fields | {"round_scales_to_power_of_2": False})
 
     monkeypatch.setattr(torchao, "Float8LinearConfig", loses_rounding)
-    with pytest.raises(BackendError, match=r"Float8LinearConfig\.round_scales_to_power_of_2: the recipe says True, the library has False") as e:
+    with pytest.raises(
+        BackendError,
+        match=r"Float8LinearConfig\.round_scales_to_power_of_2: the recipe says True, the library has False",
+    ) as e:
         torchao.config_of(FP8(enabled=True, scaling="current", use_power_2_scales=True), "emulate")
     assert e.value.exit_code == 3
 
@@ -205,15 +262,27 @@ def tiny(**fp8: Any) -> tuple[nn.Module, list[Any]]:
 
 
 KINDS = [
-    {"scaling": "current"}, {"scaling": "current", "format": "e4m3"}, {"scaling": "current", "granularity": "row"},
-    *({"scaling": "current", "override_linear_precision": {gemm: True}} for gemm in ("fprop", "dgrad", "wgrad")),
-    {"scaling": "mxfp8", "format": "e4m3"}, {"scaling": "mxfp8", "format": "e4m3", "override_linear_precision": {"wgrad": True}},
+    {"scaling": "current"},
+    {"scaling": "current", "format": "e4m3"},
+    {"scaling": "current", "granularity": "row"},
+    *(
+        {"scaling": "current", "override_linear_precision": {gemm: True}}
+        for gemm in ("fprop", "dgrad", "wgrad")
+    ),
+    {"scaling": "mxfp8", "format": "e4m3"},
+    {"scaling": "mxfp8", "format": "e4m3", "override_linear_precision": {"wgrad": True}},
 ]
 
 
-@pytest.mark.parametrize(("fp8", "compiler"), [
-    *((fp8, "none") for fp8 in KINDS), *(pytest.param(fp8, "aot_eager", marks=pytest.mark.slow) for fp8 in KINDS[:-1]),
-    pytest.param(KINDS[-1], "inductor", marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    ("fp8", "compiler"),
+    [
+        *((fp8, "none") for fp8 in KINDS),
+        *(pytest.param(fp8, "aot_eager", marks=pytest.mark.slow) for fp8 in KINDS[:-1]),
+        pytest.param(KINDS[-1], "inductor", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_what_is_recorded_is_what_was_multiplied(fp8: dict[str, Any], compiler: str) -> None:
     torch._dynamo.reset()
     model, plan = tiny(**fp8)
@@ -221,7 +290,9 @@ def test_what_is_recorded_is_what_was_multiplied(fp8: dict[str, Any], compiler: 
     x = torch.randn(32, 64)
     with torchao.autocast(model):
         run(x).square().sum().backward()
-    assert torchao.observed(model) == {p.name: {g: k or HIGH_PRECISION for g, k in p.products.items()} for p in plan}
+    assert torchao.observed(model) == {
+        p.name: {g: k or HIGH_PRECISION for g, k in p.products.items()} for p in plan
+    }
     torchao.forget_observed(model)
     assert not any(kinds for gemms in torchao.observed(model).values() for kinds in gemms.values())
 
@@ -266,8 +337,15 @@ def test_compiled_it_runs_what_was_planned() -> None:
 
 
 def test_tokens_that_its_product_cannot_have_are_refused() -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"that is 30 tokens, backend=torchao needs a multiple of 32; write backend=native, or model\.seq_length=32"):
-        fp8cfg.build(small("precision=bf16_mxfp8", *HERE, "model.seq_length=30", "trainer.micro_batch_size=1"))
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"that is 30 tokens, backend=torchao needs a multiple of 32; write backend=native, or model\.seq_length=32",
+    ):
+        fp8cfg.build(
+            small(
+                "precision=bf16_mxfp8", *HERE, "model.seq_length=30", "trainer.micro_batch_size=1"
+            )
+        )
 
 
 def test_tokens_that_a_model_of_ones_own_gives_it_are_refused_by_one_line() -> None:
@@ -286,4 +364,7 @@ def test_tokens_that_a_model_of_ones_own_gives_it_are_refused_by_one_line() -> N
 
 def test_rows_are_rows() -> None:
     config = torchao.config_of(FP8(enabled=True, scaling="current", granularity="row"), "scaled_mm")
-    assert config.cast_config_input.scaling_granularity == ScalingGranularity.AXISWISE and not config.emulate
+    assert (
+        config.cast_config_input.scaling_granularity == ScalingGranularity.AXISWISE
+        and not config.emulate
+    )

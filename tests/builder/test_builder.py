@@ -19,14 +19,24 @@ from tests.support.small import losses, small, steps, weight_bytes
 from tests.support.traced import trace_model
 
 PUBLISHED = {
-    "llama2_7b": 6_738_415_616, "llama2_13b": 13_015_864_320, "llama2_70b": 68_976_648_192, "llama3_8b": 8_030_261_248,
-    "llama3_70b": 70_553_706_496, "llama31_8b": 8_030_261_248, "llama31_70b": 70_553_706_496, "llama31_405b": 405_853_388_800,
-    "llama32_1b": 1_235_814_400, "llama32_3b": 3_212_749_824,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama31_8b": 8_030_261_248,
+    "llama31_70b": 70_553_706_496,
+    "llama31_405b": 405_853_388_800,
+    "llama32_1b": 1_235_814_400,
+    "llama32_3b": 3_212_749_824,
 }
 
 
 def test_parameter_counts_of_the_recipes_are_the_published_ones() -> None:
-    counts = {name: parameter_counts(transformer_config(make()))["total"] for name, make in recipes().items()}
+    counts = {
+        name: parameter_counts(transformer_config(make()))["total"]
+        for name, make in recipes().items()
+    }
     assert {name: counts[name] for name in PUBLISHED} == PUBLISHED
     assert counts["llama_8b"] == counts["llama31_8b"] and counts["llama_1b"] == counts["llama32_1b"]
     assert 2e6 < counts["llama_tiny"] < 5e6
@@ -42,8 +52,14 @@ def test_the_optimizer_holds_the_models_own_parameters() -> None:
     assert scaled.optimizer.loss_scaler is scaled.loss_scaler is not None
 
 
-@pytest.mark.parametrize(("precision", "dtype", "gradient"), [
-    ("fp32", torch.float32, torch.float32), ("bf16", torch.bfloat16, torch.float32), ("fp16", torch.float16, torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "gradient"),
+    [
+        ("fp32", torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32),
+        ("fp16", torch.float16, torch.float16),
+    ],
+)
 def test_compute_is_megatrons(precision: str, dtype: torch.dtype, gradient: torch.dtype) -> None:
     job = fp8cfg.build(small(f"precision={precision}"))
     assert {p.dtype for p in job.model.parameters()} == {dtype}
@@ -71,14 +87,21 @@ def test_fp8_params_hold_linear_weights_in_eight_bits_alone(scaling: str) -> Non
     words = (f"precision={scaling}", "model.num_layers=4")
     held, kept = (fp8cfg.build(small(*words, f"fp8.params={p}")) for p in ("true", "false"))
     layers = list(fp8_linears(held.model))
-    assert layers and all((layer.parameter.dtype, layer.weight.dtype) == (torch.float8_e4m3fn, torch.bfloat16) for layer in layers)
+    assert layers and all(
+        (layer.parameter.dtype, layer.weight.dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+        for layer in layers
+    )
     saved = weight_bytes(kept) - weight_bytes(held)
-    assert saved == sum(layer.parameter.numel() for layer in layers), "one byte of two for each weight"
+    assert saved == sum(layer.parameter.numel() for layer in layers), (
+        "one byte of two for each weight"
+    )
     for job in (held, kept):
         job.recipe.trainer.micro_batch_size = 8
         kinds = memory.memory(job.recipe, "cpu")
         assert kinds["weights"] == weight_bytes(job)
-        masters = sum(t.nbytes for k, t in job.optimizer.state_tensors().items() if k.endswith(".master"))
+        masters = sum(
+            t.nbytes for k, t in job.optimizer.state_tensors().items() if k.endswith(".master")
+        )
         assert kinds["masters"] == masters
 
 
@@ -99,35 +122,65 @@ def test_moments_and_gradients_are_the_planned_bytes() -> None:
 
 
 def test_tied_embeddings_stay_tied_also_with_an_fp8_output_layer() -> None:
-    job = fp8cfg.build(small("precision=bf16_fp8", "model.share_embeddings_and_output_weights=true", "fp8.output_layer=true"))
+    job = fp8cfg.build(
+        small(
+            "precision=bf16_fp8",
+            "model.share_embeddings_and_output_weights=true",
+            "fp8.output_layer=true",
+        )
+    )
     assert isinstance(job.model.output_layer, FP8Linear)
     assert job.model.output_layer.weight is job.model.embedding.weight
     assert job.model.embedding.weight.dtype == torch.bfloat16
     before = job.model.embedding.weight.detach().clone()
     assert all(math.isfinite(s.loss) for s in steps(job, 2))
-    assert job.model.output_layer.weight is job.model.embedding.weight and not torch.equal(before, job.model.embedding.weight)
+    assert job.model.output_layer.weight is job.model.embedding.weight and not torch.equal(
+        before, job.model.embedding.weight
+    )
 
 
 def test_outside_of_the_autocast_context_nothing_runs_in_fp8() -> None:
     job = fp8cfg.build(small("precision=bf16_fp8"))
     tokens = torch.randint(0, 256, (2, 32))
     job.backward(job.model(tokens, tokens))
-    assert {kind for gemms in coverage(job.model).products.values() for kind in gemms.values()} == {"high precision"}
+    assert {kind for gemms in coverage(job.model).products.values() for kind in gemms.values()} == {
+        "high precision"
+    }
     with job.autocast():
         job.backward(job.model(tokens, tokens))
-    assert {p["dgrad"] for name, p in coverage(job.model).products.items() if name != "output_layer"} == {"e5m2xe4m3"}
+    assert {
+        p["dgrad"] for name, p in coverage(job.model).products.items() if name != "output_layer"
+    } == {"e5m2xe4m3"}
 
 
 KEPT = ("fp8.override_linear_precision.wgrad=true", "fp8.exclude=['*.linear_fc2']")
 
 
-@pytest.mark.parametrize(("words", "traced"), [
-    (("precision=bf16_fp8",), False), (("precision=bf16_fp8_current", "model.num_layers=4"), False),
-    (("precision=bf16_fp8", "fp8.format=e4m3"), False), (("precision=bf16_fp8", *KEPT), False),
-    (("precision=bf16_fp8", "model.recompute_granularity=full"), False),
-    # Each of these keys, in two graphs; tests/training/test_compiled_runs.py has a run under Inductor.
-    pytest.param(("precision=bf16_fp8", "model.num_layers=1", *KEPT, "fp8.format=e4m3", "model.recompute_granularity=full"), True, marks=pytest.mark.slow),
-    pytest.param(("precision=bf16_fp8_current", "model.num_layers=1"), True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("words", "traced"),
+    [
+        (("precision=bf16_fp8",), False),
+        (("precision=bf16_fp8_current", "model.num_layers=4"), False),
+        (("precision=bf16_fp8", "fp8.format=e4m3"), False),
+        (("precision=bf16_fp8", *KEPT), False),
+        (("precision=bf16_fp8", "model.recompute_granularity=full"), False),
+        # Each of these keys, in two graphs; tests/training/test_compiled_runs.py has a run under Inductor.
+        pytest.param(
+            (
+                "precision=bf16_fp8",
+                "model.num_layers=1",
+                *KEPT,
+                "fp8.format=e4m3",
+                "model.recompute_granularity=full",
+            ),
+            True,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("precision=bf16_fp8_current", "model.num_layers=1"), True, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_what_ran_is_what_was_planned(words: tuple[str, ...], traced: bool) -> None:
     job = fp8cfg.build(small(*words))
     if traced:
@@ -139,10 +192,14 @@ def test_what_ran_is_what_was_planned(words: tuple[str, ...], traced: bool) -> N
 def test_a_run_that_is_not_what_was_planned_is_stopped() -> None:
 
     job = fp8cfg.build(small("precision=bf16_fp8"))
-    job.prepared.region.entered = lambda enabled=True: torch.no_grad().__class__()  # a context that enters no FP8 region
+    job.prepared.region.entered = lambda enabled=True: (
+        torch.no_grad().__class__()
+    )  # a context that enters no FP8 region
     tokens = torch.randint(0, 256, (2, 32))
     job.backward(job.model(tokens, tokens))
-    with pytest.raises(fp8cfg.NotFP8Error, match=r"linear_qkv fprop: planned e4m3 x e4m3, ran high precision") as e:
+    with pytest.raises(
+        fp8cfg.NotFP8Error, match=r"linear_qkv fprop: planned e4m3 x e4m3, ran high precision"
+    ) as e:
         job.prove()
     assert e.value.exit_code == 3
 
@@ -151,7 +208,9 @@ def test_too_little_coverage_stops_the_run() -> None:
 
     job = fp8cfg.build(small("precision=bf16_fp8", "fp8.min_coverage=0.99"))
     list(steps(job, 1))
-    with pytest.raises(fp8cfg.NotFP8Error, match=r"fp8\.min_coverage=0\.99: \d+\.\d% of matmul FLOPs ran in FP8"):
+    with pytest.raises(
+        fp8cfg.NotFP8Error, match=r"fp8\.min_coverage=0\.99: \d+\.\d% of matmul FLOPs ran in FP8"
+    ):
         job.prove()
 
 
@@ -162,7 +221,9 @@ def test_an_impossible_recipe_is_refused_before_memory_is_taken() -> None:
     recipe.precision = "bf16_fp8"
     recipe.backend = "te"
     recipe.trainer.accelerator = "cpu"
-    with pytest.raises(fp8cfg.ConfigError, match="backend=te: Transformer Engine runs on CUDA alone"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match="backend=te: Transformer Engine runs on CUDA alone"
+    ):
         fp8cfg.build(recipe)
 
 
@@ -171,7 +232,10 @@ def test_a_model_that_does_not_fit_is_refused_before_memory_is_taken() -> None:
 
     recipe = llama_405b()
     recipe.trainer.accelerator, recipe.trainer.strategy = "cpu", Strategy()
-    with pytest.raises(fp8cfg.ConfigError, match=r"recipe=llama_405b: needs .* GiB, this machine has .* nearest that fit: trainer.smoke=true$"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"recipe=llama_405b: needs .* GiB, this machine has .* nearest that fit: trainer.smoke=true$",
+    ):
         fp8cfg.build(recipe)
 
 

@@ -10,7 +10,11 @@ from fp8cfg.cli.argv import split
 
 def test_after_two_dashes_nothing_is_an_option() -> None:
     found = split(["a", "--json", "--", "--json", "-x", "k=v", "--", "-"], (), ("--json",))
-    assert (found.flags, found.plain, found.words) == ({"--json"}, ["a", "--json", "-x", "--", "-"], ["k=v"])
+    assert (found.flags, found.plain, found.words) == (
+        {"--json"},
+        ["a", "--json", "-x", "--", "-"],
+        ["k=v"],
+    )
 
 
 def test_words_stand_on_either_side(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,10 +28,16 @@ def notes(capsys: Out, *argv: str) -> list[str]:
     return [line.removeprefix("note: ") for line in out.err.splitlines()]
 
 
-@pytest.mark.parametrize(("argv", "line"), [
-    ([], "ok: llama_tiny, bf16"),
-    (["precision=fp16_fp8_current", "fp8.exclude=['*.linear_fc2']"], "ok: llama_tiny, fp16, FP8 current in 6 of 17 linear layers"),
-])
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ([], "ok: llama_tiny, bf16"),
+        (
+            ["precision=fp16_fp8_current", "fp8.exclude=['*.linear_fc2']"],
+            "ok: llama_tiny, fp16, FP8 current in 6 of 17 linear layers",
+        ),
+    ],
+)
 def test_a_recipe_that_can_be(capsys: Out, argv: list[str], line: str) -> None:
     assert said(capsys, "check", *argv) == f"{line}\n"
 
@@ -41,102 +47,224 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
     (tmp_path / "precision/mine.yaml").write_text("compute: bf16\nfp8: {enabled: true}\n")
     file = tmp_path / "my.yaml"
     file.write_text("recipe: llama_1b\nprecision: mine\n")
-    assert said(capsys, "check", str(file), "--config-dir", str(tmp_path), "trainer.devices=1").startswith("ok: llama_1b, bf16, FP8 delayed in ")
-    assert refused(capsys, "check", str(file)) == [f"{file}:2: precision=mine: no such precision preset; fp8cfg list precision has them"]
+    assert said(
+        capsys, "check", str(file), "--config-dir", str(tmp_path), "trainer.devices=1"
+    ).startswith("ok: llama_1b, bf16, FP8 delayed in ")
+    assert refused(capsys, "check", str(file)) == [
+        f"{file}:2: precision=mine: no such precision preset; fp8cfg list precision has them"
+    ]
 
 
-@pytest.mark.parametrize(("argv", "lines"), [
-    (["fp8.margin=1", "optim.warmup_steps=999", "storage.exp_avg_sq=fp8"], [
-        "optim.warmup_steps=999: with optim.constant_steps=0 more than trainer.max_steps=100; nearest is 100",
-        "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
-        "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"]),
-    (["precision=bf16_fp8", "fp8.exclude=['*.linear_fc9']", "fp8.dot_product_attention=true", "fp8.multi_head_attention=true"], [
-        "fp8.exclude=*.linear_fc9: matches no linear layer; did you mean 'layers.*.mlp.linear_fc2'?",
-        "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; drop it"]),
-    (["precision=bf16_fp8", "storage.rounding=stochastic"], [
-        "storage.rounding=stochastic: has no effect, FP8 layers round their weights themselves; drop it"]),
-    (["precision=bf16_fp8", "backend=msamp", "trainer.strategy.sequence_parallel=true"], [  # and nothing of values that give way
-        "trainer.strategy.sequence_parallel=true: has no effect while tensor_model_parallel_size=1; write false"]),
-    (["fp8.margn=1", "precision=bf16_pf8"], [
-        "fp8.margn: no such key; did you mean 'fp8.margin'?", "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"]),
-    (["nonsense", "fp8.margn=1"], ["nonsense: no command, recipe file or key=value; fp8cfg --help has them", "fp8.margn: no such key; did you mean 'fp8.margin'?"]),
-    (["nowhere.yaml"], ["nowhere.yaml: cannot be read (No such file or directory)"]),
-    (["--config-dir", "nowhere"], ["--config-dir nowhere: no such folder"]),
-    (["--full"], ["--full: no such option; choose from --config-dir, --json, --help, --version"]),
-    ([""], ["'': not of the form key=value"]),
-])
+@pytest.mark.parametrize(
+    ("argv", "lines"),
+    [
+        (
+            ["fp8.margin=1", "optim.warmup_steps=999", "storage.exp_avg_sq=fp8"],
+            [
+                "optim.warmup_steps=999: with optim.constant_steps=0 more than trainer.max_steps=100; nearest is 100",
+                "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
+                "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+            ],
+        ),
+        (
+            [
+                "precision=bf16_fp8",
+                "fp8.exclude=['*.linear_fc9']",
+                "fp8.dot_product_attention=true",
+                "fp8.multi_head_attention=true",
+            ],
+            [
+                "fp8.exclude=*.linear_fc9: matches no linear layer; did you mean 'layers.*.mlp.linear_fc2'?",
+                "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; drop it",
+            ],
+        ),
+        (
+            ["precision=bf16_fp8", "storage.rounding=stochastic"],
+            [
+                "storage.rounding=stochastic: has no effect, FP8 layers round their weights themselves; drop it"
+            ],
+        ),
+        (
+            ["precision=bf16_fp8", "backend=msamp", "trainer.strategy.sequence_parallel=true"],
+            [  # and nothing of values that give way
+                "trainer.strategy.sequence_parallel=true: has no effect while tensor_model_parallel_size=1; write false"
+            ],
+        ),
+        (
+            ["fp8.margn=1", "precision=bf16_pf8"],
+            [
+                "fp8.margn: no such key; did you mean 'fp8.margin'?",
+                "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?",
+            ],
+        ),
+        (
+            ["nonsense", "fp8.margn=1"],
+            [
+                "nonsense: no command, recipe file or key=value; fp8cfg --help has them",
+                "fp8.margn: no such key; did you mean 'fp8.margin'?",
+            ],
+        ),
+        (["nowhere.yaml"], ["nowhere.yaml: cannot be read (No such file or directory)"]),
+        (["--config-dir", "nowhere"], ["--config-dir nowhere: no such folder"]),
+        (
+            ["--full"],
+            ["--full: no such option; choose from --config-dir, --json, --help, --version"],
+        ),
+        ([""], ["'': not of the form key=value"]),
+    ],
+)
 def test_every_problem_at_once(capsys: Out, argv: list[str], lines: list[str]) -> None:
     assert refused(capsys, "check", *argv) == lines
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ("opt_level=O3", "opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state"),
-    ("fp8.params=false opt_level=O2 optim.lr=3e-5", "optim.min_lr=3e-06: storage.weight=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
-     "storage.rounding=stochastic keeps their mean"),
-    ("storage.exp_avg_sq=bf16 optim.betas=[0.9,0.997]", "optim.betas=[0.9, 0.997]: storage.exp_avg_sq=bf16 follows gradients that shrink only by halves; "
-     "up to 0.9961 it follows all the way"),
-    ("storage.shard=zero1", "storage.shard=zero1: splits state over data-parallel ranks; on one there is nothing to split"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "opt_level=O3",
+            "opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state",
+        ),
+        (
+            "fp8.params=false opt_level=O2 optim.lr=3e-5",
+            "optim.min_lr=3e-06: storage.weight=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
+            "storage.rounding=stochastic keeps their mean",
+        ),
+        (
+            "storage.exp_avg_sq=bf16 optim.betas=[0.9,0.997]",
+            "optim.betas=[0.9, 0.997]: storage.exp_avg_sq=bf16 follows gradients that shrink only by halves; "
+            "up to 0.9961 it follows all the way",
+        ),
+        (
+            "storage.shard=zero1",
+            "storage.shard=zero1: splits state over data-parallel ranks; on one there is nothing to split",
+        ),
+    ],
+)
 def test_what_may_not_be_meant_is_noted_in_one_line(capsys: Out, words: str, line: str) -> None:
     assert main(["check", "precision=bf16_fp8", *words.split()]) == 0
     out, err = capsys.readouterr()
-    assert (out, err) == ("ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n", f"note: {line}\n")
+    assert (out, err) == (
+        "ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n",
+        f"note: {line}\n",
+    )
 
 
 def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
-    assert notes(capsys, "precision=bf16_fp8", "opt_level=O3", "storage.shard=zero1", "trainer.devices=2", "trainer.global_batch_size=32") == [
-        "trainer.devices=2: meant for 2 GPUs, this machine has none; fp8cfg plan needs none"]
+    assert notes(
+        capsys,
+        "precision=bf16_fp8",
+        "opt_level=O3",
+        "storage.shard=zero1",
+        "trainer.devices=2",
+        "trainer.global_batch_size=32",
+    ) == ["trainer.devices=2: meant for 2 GPUs, this machine has none; fp8cfg plan needs none"]
 
 
-@pytest.mark.parametrize(("words", "wanted"), [
-    ("recipe=llama_8b trainer.strategy.pipeline_model_parallel_size=2 opt_level=O2", [
-        "opt_level=O2: goes with data parallelism alone, not with pipeline_model_parallel_size=2, context_parallel_size=2; write opt_level=null",
-        "trainer.devices=8: meant for 8 GPUs, this machine has none; fp8cfg plan needs none"]),
-    ("trainer.accelerator=cuda", ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]),
-    ("trainer.accelerator=cpu trainer.devices=2 trainer.micro_batch_size=8", []),
-    ("precision=bf16_fp8 backend=te", ["backend=te: no kernels; backend=native runs here"]),
-    ("data=text data.path=nowhere", ["data.path=nowhere: no such file or folder here"]),
-    ("data=text data.path=there.idx data.validation_path=gone", ["data.validation_path=gone: no such file or folder here"]),
-    ("data=jsonl data.mixture=[{path:there.idx,weight:1},{path:gone,weight:1}]", ["data.mixture[1].path=gone: no such file or folder here"]),
-    ("data=jsonl data.path=*.nope data.validation_path=*.idx", ["data.path=*.nope: no such file or folder here"]),
-    ("data=tokens data.path=there", ["data.path=there: no file there.bin here"]),
-    ("data=tokens data.path=gone.bin", ["data.path=gone.bin: no file gone.bin and gone.idx here"]),
-    ("data.tokenizer=gone model.weights=there.idx", ["data.tokenizer=gone: no such file or folder here"]),
-    ("model.weights=gone", ["model.weights=gone: no such file or folder here"]), ("model.weights=hf://a/b", []),
-    ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
-    ("log.dir=new/runs", []), ("model.vocab_size=257", []), ("data=tokens data.path=there model.vocab_size=32", ["data.path=there: no file there.bin here"]),
-    ("model.vocab_size=256", ["model.vocab_size=256: has no row for each byte and the end mark, which data=stdlib has without data.tokenizer; write 272 or more"]),
-    ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is no folder"]),
-    ("-cd empty", ["--config-dir empty: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no presets"]),
-    ("-cd own", []),
-])
-def test_what_is_not_here_is_noted(capsys: Out, words: str, wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (
+            "recipe=llama_8b trainer.strategy.pipeline_model_parallel_size=2 opt_level=O2",
+            [
+                "opt_level=O2: goes with data parallelism alone, not with pipeline_model_parallel_size=2, context_parallel_size=2; write opt_level=null",
+                "trainer.devices=8: meant for 8 GPUs, this machine has none; fp8cfg plan needs none",
+            ],
+        ),
+        ("trainer.accelerator=cuda", ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]),
+        ("trainer.accelerator=cpu trainer.devices=2 trainer.micro_batch_size=8", []),
+        ("precision=bf16_fp8 backend=te", ["backend=te: no kernels; backend=native runs here"]),
+        ("data=text data.path=nowhere", ["data.path=nowhere: no such file or folder here"]),
+        (
+            "data=text data.path=there.idx data.validation_path=gone",
+            ["data.validation_path=gone: no such file or folder here"],
+        ),
+        (
+            "data=jsonl data.mixture=[{path:there.idx,weight:1},{path:gone,weight:1}]",
+            ["data.mixture[1].path=gone: no such file or folder here"],
+        ),
+        (
+            "data=jsonl data.path=*.nope data.validation_path=*.idx",
+            ["data.path=*.nope: no such file or folder here"],
+        ),
+        ("data=tokens data.path=there", ["data.path=there: no file there.bin here"]),
+        (
+            "data=tokens data.path=gone.bin",
+            ["data.path=gone.bin: no file gone.bin and gone.idx here"],
+        ),
+        (
+            "data.tokenizer=gone model.weights=there.idx",
+            ["data.tokenizer=gone: no such file or folder here"],
+        ),
+        ("model.weights=gone", ["model.weights=gone: no such file or folder here"]),
+        ("model.weights=hf://a/b", []),
+        ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
+        ("log.dir=new/runs", []),
+        ("model.vocab_size=257", []),
+        (
+            "data=tokens data.path=there model.vocab_size=32",
+            ["data.path=there: no file there.bin here"],
+        ),
+        (
+            "model.vocab_size=256",
+            [
+                "model.vocab_size=256: has no row for each byte and the end mark, which data=stdlib has without data.tokenizer; write 272 or more"
+            ],
+        ),
+        ("log.folder=there.idx/run", ["log.folder=there.idx/run: {tmp}/there.idx is no folder"]),
+        (
+            "-cd empty",
+            [
+                "--config-dir empty: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no presets"
+            ],
+        ),
+        ("-cd own", []),
+    ],
+)
+def test_what_is_not_here_is_noted(
+    capsys: Out, words: str, wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fp8cfg.backends.te.rules.unavailable", lambda: "no kernels")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.idx").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "own/trainer/strategy").mkdir(parents=True)
     (tmp_path / "own/trainer/strategy/two.yaml").touch()
-    assert notes(capsys, *words.split()) == [line.replace("{tmp}", str(tmp_path)) for line in wanted]
+    assert notes(capsys, *words.split()) == [
+        line.replace("{tmp}", str(tmp_path)) for line in wanted
+    ]
 
 
 def test_gpus_are_counted_without_torch(capsys: Out, tmp_path: Path) -> None:
     for number in range(4):
         (tmp_path / "gpus" / f"0000:{number}").mkdir(parents=True)
-    assert notes(capsys, "trainer.accelerator=cuda", "trainer.devices=4", "trainer.global_batch_size=64") == []
-    assert notes(capsys, "trainer.devices=8", "trainer.num_nodes=2", "trainer.global_batch_size=256") == [
-        "trainer.devices=8: meant for 2 x 8 GPUs, this machine has 4; fp8cfg plan needs none"]
+    assert (
+        notes(
+            capsys, "trainer.accelerator=cuda", "trainer.devices=4", "trainer.global_batch_size=64"
+        )
+        == []
+    )
+    assert notes(
+        capsys, "trainer.devices=8", "trainer.num_nodes=2", "trainer.global_batch_size=256"
+    ) == ["trainer.devices=8: meant for 2 x 8 GPUs, this machine has 4; fp8cfg plan needs none"]
 
 
 def test_json(capsys: Out) -> None:
     out = json.loads(said(capsys, "check", "--json", "precision=bf16_fp8", "opt_level=O2"))
-    assert out == {"ok": True, "recipe": "llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers",
-                   "notes": ["fp8.params true -> false: what the preset says gives way to opt_level=O2"]}
+    assert out == {
+        "ok": True,
+        "recipe": "llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers",
+        "notes": ["fp8.params true -> false: what the preset says gives way to opt_level=O2"],
+    }
     code, printed = main(["check", "--json", "precision=bf16_pf8", "nonsense"]), capsys.readouterr()
     assert (code, printed.err) == (2, "")
-    assert json.loads(printed.out) == {"ok": False, "notes": [], "problems": [
-        "nonsense: no command, recipe file or key=value; fp8cfg --help has them",
-        "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"]}
+    assert json.loads(printed.out) == {
+        "ok": False,
+        "notes": [],
+        "problems": [
+            "nonsense: no command, recipe file or key=value; fp8cfg --help has them",
+            "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?",
+        ],
+    }
 
 
 JSON = '{"recipe": "llama_tiny", "precision": "bf16_fp8",\n\t"fp8": {"margin": 1}, "name": "\\ud83d\\ude00"}'
@@ -147,34 +275,70 @@ def test_a_file_in_json(capsys: Out, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(JSON.replace("\\ud83d\\ude00", "a\\u0062"))
     assert json.loads(said(capsys, "explain", "fp8.margin", str(file), "--json"))["layers"][-1] == {
-        "layer": "recipe file", "value": 1, "at": {"file": str(file), "line": 2}, "by": None}
+        "layer": "recipe file",
+        "value": 1,
+        "at": {"file": str(file), "line": 2},
+        "by": None,
+    }
     file.write_text(JSON)
     assert refused(capsys, "check", str(file)) == [
-        f"{file}:2: name=\U0001f600: letters, digits, '_', '.' and '-' alone, at most 64 of them"]
-    said(capsys, "export", "--json", "--full", "--output", str(tmp_path / "full.json"), "precision=bf16_fp8_current")
-    assert said(capsys, "check", str(tmp_path / "full.json")).startswith("ok: llama_tiny, bf16, FP8 current in ")
-    for text, line in (('{"a": 1, "a": 2}', "key 'a' stands twice"), ('{"a": 1', "line 1: not valid JSON (Expecting ',' delimiter)"),
-                       ('[1]', "expected keys and values, got list"), ('{"_target_": "os"}', "a recipe cannot name code"),
-                       ("[" * 9999, "not valid JSON (RecursionError)"), ('{"trainer": {"seed": ' + "9" * 5000 + "}}", "not valid JSON (ValueError)")):
+        f"{file}:2: name=\U0001f600: letters, digits, '_', '.' and '-' alone, at most 64 of them"
+    ]
+    said(
+        capsys,
+        "export",
+        "--json",
+        "--full",
+        "--output",
+        str(tmp_path / "full.json"),
+        "precision=bf16_fp8_current",
+    )
+    assert said(capsys, "check", str(tmp_path / "full.json")).startswith(
+        "ok: llama_tiny, bf16, FP8 current in "
+    )
+    for text, line in (
+        ('{"a": 1, "a": 2}', "key 'a' stands twice"),
+        ('{"a": 1', "line 1: not valid JSON (Expecting ',' delimiter)"),
+        ("[1]", "expected keys and values, got list"),
+        ('{"_target_": "os"}', "a recipe cannot name code"),
+        ("[" * 9999, "not valid JSON (RecursionError)"),
+        ('{"trainer": {"seed": ' + "9" * 5000 + "}}", "not valid JSON (ValueError)"),
+    ):
         file.write_text(text)
         assert line in "\n".join(refused(capsys, "check", str(file)))
 
 
-@pytest.mark.parametrize("text", ["recipe: llama_tiny\nprecision: bf16_fp8\n", '{"precision":\t"bf16_fp8"}', "{precision: bf16_fp8}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "recipe: llama_tiny\nprecision: bf16_fp8\n",
+        '{"precision":\t"bf16_fp8"}',
+        "{precision: bf16_fp8}",
+    ],
+)
 def test_standard_input(capsys: Out, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert said(capsys, "check", "-", "fp8.margin=1") == "ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n"
-    assert said(capsys, "diff", "-", "--", "precision=bf16_fp8", "fp8.margin=1").endswith("\nfp8.margin  0  1\n")
+    assert (
+        said(capsys, "check", "-", "fp8.margin=1")
+        == "ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n"
+    )
+    assert said(capsys, "diff", "-", "--", "precision=bf16_fp8", "fp8.margin=1").endswith(
+        "\nfp8.margin  0  1\n"
+    )
 
 
 def test_standard_input_that_is_none(capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     assert refused(capsys, "check", "-") == ["-: standard input is closed"]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"fp8: {margn: 1}")))
-    assert refused(capsys, "check", "-") == ["<stdin>:1: fp8.margn: no such key; did you mean 'fp8.margin'?"]
+    assert refused(capsys, "check", "-") == [
+        "<stdin>:1: fp8.margn: no such key; did you mean 'fp8.margin'?"
+    ]
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert refused(capsys, "check", "-") == ["-: torchrun starts several processes, and one alone can read standard input; write a file"]
+    assert refused(capsys, "check", "-") == [
+        "-: torchrun starts several processes, and one alone can read standard input; write a file"
+    ]
 
 
 def test_words_of_other_tools_are_accepted(capsys: Out, tmp_path: Path) -> None:
@@ -187,8 +351,14 @@ def test_words_of_other_tools_are_accepted(capsys: Out, tmp_path: Path) -> None:
     for word, compile in (("false", "off"), ("true", "on"), ("off", "off"), ("auto", "auto")):
         assert said(capsys, "check", f"trainer.compile={word}") == "ok: llama_tiny, bf16\n"
         assert fp8cfg.compose([f"trainer.compile={word}"]).trainer.compile == compile
-    assert fp8cfg.from_yaml("trainer: {compile: true}").trainer.compile == fp8cfg.Trainer(compile=True).compile == "on"
-    assert '"value": "off"' in said(capsys, "explain", "trainer.compile", "trainer.compile=false", "--json")
+    assert (
+        fp8cfg.from_yaml("trainer: {compile: true}").trainer.compile
+        == fp8cfg.Trainer(compile=True).compile
+        == "on"
+    )
+    assert '"value": "off"' in said(
+        capsys, "explain", "trainer.compile", "trainer.compile=false", "--json"
+    )
 
 
 def test_neither_torch_nor_fiddle_is_loaded() -> None:

@@ -23,25 +23,53 @@ SCALINGS = ["block", "current", "delayed", "mxfp8", "nvfp4"]
 
 
 def test_the_keys_read_from_source_are_those_of_the_schema() -> None:
-    schema = {short(k): i.annotation for k, i in fields().items() if not (isinstance(i.annotation, type) and issubclass(i.annotation, Node))}
+    schema = {
+        short(k): i.annotation
+        for k, i in fields().items()
+        if not (isinstance(i.annotation, type) and issubclass(i.annotation, Node))
+    }
     assert keys().keys() == schema.keys()
     for key, annotation in schema.items():
-        want = set(literal_options(annotation)) | ({"true", "false"} if bool in (annotation, *get_args(annotation)) else set())
+        want = set(literal_options(annotation)) | (
+            {"true", "false"} if bool in (annotation, *get_args(annotation)) else set()
+        )
         assert set(keys()[key]) - {"null"} == want, key
         assert ("null" in keys()[key]) == (type(None) in get_args(annotation)), key
 
 
-@pytest.mark.parametrize(("words", "found"), [
-    (["fp8.ma"], ["fp8.margin="]), (["mod"], ["model."]), (["model.rope_scaling.f"], ["model.rope_scaling.factor="]),
-    (["fp8.scaling="], [f"fp8.scaling={s}" for s in SCALINGS]), (["fp8.scaling=cu"], ["fp8.scaling=current"]),
-    (["fp8.enabled="], ["fp8.enabled=false", "fp8.enabled=true"]), (["opt_level="], [f"opt_level={o}" for o in ("O1", "O2", "O3", "null")]),
-    (["fp8.margin="], []), (["recipe=llama_4"], ["recipe=llama_405b"]), (["recipe=llama_8b", "preci"], ["precision.", "precision="]),
-    (["precision=fp16_fp8_"], ["precision=fp16_fp8_block", "precision=fp16_fp8_current"]), (["data=t"], ["data=text", "data=tiny", "data=tokens"]),
-    (["-m", "precision=bf16,fp16_m"], ["precision=bf16,fp16_mxfp8"]), (["compl"], ["completion"]), (["explain", "backe"], ["backend"]),
-    (["--cfg", ""], ["all", "hydra", "job"]), (["-c", "j"], ["job"]), (["--multi"], ["--multirun"]), (["resume", "runs/x", "--al"], ["--allow"]),
-    (["resume", ""], []), (["rerun", "ru"], []), (["--config-dir", ""], []), (["completion", ""], ["bash", "fish", "zsh"]), (["list", "d"], ["data"]),
-    (["resume", "x", "--allow", "fp8.mar"], ["fp8.margin"]), (["help", "re"], ["rerun", "resume"]), (["nonsense"], []), (["x="], []),
-])
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["fp8.ma"], ["fp8.margin="]),
+        (["mod"], ["model."]),
+        (["model.rope_scaling.f"], ["model.rope_scaling.factor="]),
+        (["fp8.scaling="], [f"fp8.scaling={s}" for s in SCALINGS]),
+        (["fp8.scaling=cu"], ["fp8.scaling=current"]),
+        (["fp8.enabled="], ["fp8.enabled=false", "fp8.enabled=true"]),
+        (["opt_level="], [f"opt_level={o}" for o in ("O1", "O2", "O3", "null")]),
+        (["fp8.margin="], []),
+        (["recipe=llama_4"], ["recipe=llama_405b"]),
+        (["recipe=llama_8b", "preci"], ["precision.", "precision="]),
+        (["precision=fp16_fp8_"], ["precision=fp16_fp8_block", "precision=fp16_fp8_current"]),
+        (["data=t"], ["data=text", "data=tiny", "data=tokens"]),
+        (["-m", "precision=bf16,fp16_m"], ["precision=bf16,fp16_mxfp8"]),
+        (["compl"], ["completion"]),
+        (["explain", "backe"], ["backend"]),
+        (["--cfg", ""], ["all", "hydra", "job"]),
+        (["-c", "j"], ["job"]),
+        (["--multi"], ["--multirun"]),
+        (["resume", "runs/x", "--al"], ["--allow"]),
+        (["resume", ""], []),
+        (["rerun", "ru"], []),
+        (["--config-dir", ""], []),
+        (["completion", ""], ["bash", "fish", "zsh"]),
+        (["list", "d"], ["data"]),
+        (["resume", "x", "--allow", "fp8.mar"], ["fp8.margin"]),
+        (["help", "re"], ["rerun", "resume"]),
+        (["nonsense"], []),
+        (["x="], []),
+    ],
+)
 def test_words(words: list[str], found: list[str]) -> None:
     assert completions(words) == found
 
@@ -62,35 +90,66 @@ def test_presets_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_completing_loads_nothing_slow() -> None:
-    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "fp8cfg", "completion", "--words", "fp8.scaling=c"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-X",
+            "importtime",
+            "-m",
+            "fp8cfg",
+            "completion",
+            "--words",
+            "fp8.scaling=c",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout == "fp8.scaling=current\n"
-    assert not [m for m in ("pydantic", "hydra", "omegaconf", "torch", "fiddle", "yaml") if f" {m}\n" in done.stderr]
+    assert not [
+        m
+        for m in ("pydantic", "hydra", "omegaconf", "torch", "fiddle", "yaml")
+        if f" {m}\n" in done.stderr
+    ]
 
 
 @pytest.fixture
 def command(tmp_path: Path) -> dict[str, str]:
     """An environment in which `fp8cfg` is this checkout's."""
     script = tmp_path / "fp8cfg"
-    script.write_text(f"#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m fp8cfg \"$@\"\n")
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m fp8cfg "$@"\n')
     script.chmod(0o755)
     return {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
 
 
-@pytest.mark.parametrize(("line", "reply"), [
-    ("fp8cfg fp8.ma", ["fp8.margin="]),
-    ("fp8cfg fp8.scaling=cu", ["current"]),  # bash has split the word at '=': what stands before it is there already
-    ("fp8cfg -m precision=bf16,fp16_m", ["bf16,fp16_mxfp8"]),
-    ("fp8cfg 'fp8.first_step=", []), ("fp8cfg fp8.first_step=", ["auto", "in_time", "te"]),
-    ("fp8cfg recipe=llama_8b fp8.scaling=del", ["delayed"]), ("fp8cfg rerun ", []), ("fp8cfg --cfg ", ["all", "hydra", "job"]),
-    ("~/fp8cfg compl", ["completion"]),
-])
+@pytest.mark.parametrize(
+    ("line", "reply"),
+    [
+        ("fp8cfg fp8.ma", ["fp8.margin="]),
+        (
+            "fp8cfg fp8.scaling=cu",
+            ["current"],
+        ),  # bash has split the word at '=': what stands before it is there already
+        ("fp8cfg -m precision=bf16,fp16_m", ["bf16,fp16_mxfp8"]),
+        ("fp8cfg 'fp8.first_step=", []),
+        ("fp8cfg fp8.first_step=", ["auto", "in_time", "te"]),
+        ("fp8cfg recipe=llama_8b fp8.scaling=del", ["delayed"]),
+        ("fp8cfg rerun ", []),
+        ("fp8cfg --cfg ", ["all", "hydra", "job"]),
+        ("~/fp8cfg compl", ["completion"]),
+    ],
+)
 def test_bash(line: str, reply: list[str], command: dict[str, str]) -> None:
     code = f"{SCRIPTS['bash']}compopt() {{ :; }}\nCOMP_LINE={shell(line + ' and more')} COMP_POINT={len(line)}\n_fp8cfg\nprintf '%s\\n' \"${{COMPREPLY[@]}}\""
-    done = subprocess.run(["bash", "--norc", "-c", code], env=command, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", code], env=command, capture_output=True, text=True
+    )
     assert done.stderr == "" and done.stdout.split() == reply
     without = code.replace("\n_fp8cfg\n", "\nCOMP_WORDBREAKS=${COMP_WORDBREAKS//[=:]}\n_fp8cfg\n")
     if "=" in line and reply:
-        whole = subprocess.run(["bash", "--norc", "-c", without], env=command, capture_output=True, text=True).stdout.split()
+        whole = subprocess.run(
+            ["bash", "--norc", "-c", without], env=command, capture_output=True, text=True
+        ).stdout.split()
         assert whole == completions(line.split()[1:])
 
 
@@ -99,7 +158,12 @@ def shell(text: str) -> str:
 
 
 def test_bash_knows_the_command(command: dict[str, str]) -> None:
-    done = subprocess.run(["bash", "--norc", "-c", "source <(fp8cfg completion bash); complete -p fp8cfg"], env=command, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", "source <(fp8cfg completion bash); complete -p fp8cfg"],
+        env=command,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split() == ["complete", "-o", "default", "-F", "_fp8cfg", "fp8cfg"]
 
 
@@ -121,7 +185,9 @@ def test_fish_completes(command: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_begins_with_how_to_install_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_begins_with_how_to_install_it(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["completion", name]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("# fp8cfg: add to ~/.") and f"fp8cfg completion {name}" in first

@@ -15,32 +15,60 @@ from fp8cfg.backends.backend_choice import Hardware
 from fp8cfg.cli.doctor import text
 from fp8cfg.report import installation
 
-HOPPER, AMPERE, CPU = Hardware("cuda", (9, 0), (12, 9)), Hardware("cuda", (8, 0), (12, 9)), Hardware("cpu")
+HOPPER, AMPERE, CPU = (
+    Hardware("cuda", (9, 0), (12, 9)),
+    Hardware("cuda", (8, 0), (12, 9)),
+    Hardware("cpu"),
+)
 
 
-@pytest.mark.parametrize(("precision", "backend", "hardware", "answer"), [
-    (fp8cfg.bf16_mixed(), "native", AMPERE, "runs"), (fp8cfg.bf16_with_fp8_mixed(), "native", HOPPER, "runs"),
-    (fp8cfg.bf16_with_fp8_mixed(), "native", CPU, "emulated"), (fp8cfg.bf16_with_fp8_mixed(), "native", None, "torch is not installed"),
-])
-def test_what_can_run(precision: object, backend: str, hardware: Hardware | None, answer: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "backend", "hardware", "answer"),
+    [
+        (fp8cfg.bf16_mixed(), "native", AMPERE, "runs"),
+        (fp8cfg.bf16_with_fp8_mixed(), "native", HOPPER, "runs"),
+        (fp8cfg.bf16_with_fp8_mixed(), "native", CPU, "emulated"),
+        (fp8cfg.bf16_with_fp8_mixed(), "native", None, "torch is not installed"),
+    ],
+)
+def test_what_can_run(
+    precision: object, backend: str, hardware: Hardware | None, answer: str
+) -> None:
     assert installation.can(precision, backend, hardware) == answer  # type: ignore[arg-type]
 
 
 def test_why_not() -> None:
-    assert "compute capability 8.0" in installation.can(fp8cfg.bf16_with_fp8_mixed(), "native", AMPERE)
-    assert installation.can(fp8cfg.bf16_mixed(), "te", CPU) == "there is no FP8 in it, and torch multiplies whatever the backend is"
-    assert installation.can(fp8cfg.bf16_with_fp8_current_scaling_mixed(), "torchao", CPU).startswith("fp8.params=true: torchao")
+    assert "compute capability 8.0" in installation.can(
+        fp8cfg.bf16_with_fp8_mixed(), "native", AMPERE
+    )
+    assert (
+        installation.can(fp8cfg.bf16_mixed(), "te", CPU)
+        == "there is no FP8 in it, and torch multiplies whatever the backend is"
+    )
+    assert installation.can(
+        fp8cfg.bf16_with_fp8_current_scaling_mixed(), "torchao", CPU
+    ).startswith("fp8.params=true: torchao")
 
 
 def test_the_machine_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for part in ("compiler  ", "torch  ", "transformer-engine  ", "bf16_fp8_current  ", "precision  "):
+    for part in (
+        "compiler  ",
+        "torch  ",
+        "transformer-engine  ",
+        "bf16_fp8_current  ",
+        "precision  ",
+    ):
         assert part in out
     assert max(len(line) for line in out.splitlines() if not line.startswith("[")) <= 80
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["precision"]["bf16"]["native"] == "runs" and found["packages"]["torch"] and found["free_memory"] > 0
+    assert (
+        found["precision"]["bf16"]["native"] == "runs"
+        and found["packages"]["torch"]
+        and found["free_memory"] > 0
+    )
     assert set(found["precision"]["bf16"]) == set(installation.BACKENDS)
 
 
@@ -48,7 +76,11 @@ def test_variables_that_change_results_are_shown(monkeypatch: pytest.MonkeyPatch
     for name in installation.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert "none is set" in text(installation.inventory())
-    shown = text(installation.inventory({"NVTE_UNFUSED_FP8_UPDATE": "1", "NVTE_NEW": "2", "NVTE_API_KEY": "x", "HOME": "/root"}))
+    shown = text(
+        installation.inventory(
+            {"NVTE_UNFUSED_FP8_UPDATE": "1", "NVTE_NEW": "2", "NVTE_API_KEY": "x", "HOME": "/root"}
+        )
+    )
     assert "  NVTE_UNFUSED_FP8_UPDATE=1: delayed scaling rolls histories by another rule\n" in shown
     assert "  NVTE_NEW=2\n" in shown and "HOME" not in shown and "API_KEY" not in shown
 
@@ -56,19 +88,35 @@ def test_variables_that_change_results_are_shown(monkeypatch: pytest.MonkeyPatch
 def test_without_torch_it_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     found = installation.inventory()
-    assert found["precision"]["bf16"]["native"] == "torch is not installed" and found["torch_problem"]
+    assert (
+        found["precision"]["bf16"]["native"] == "torch is not installed" and found["torch_problem"]
+    )
     assert "no [1]" in text(found) and "GPU       none" in text(found)
 
 
 def test_a_machine_with_gpus() -> None:
-    found = installation.inventory() | {"gpus": [{"name": "NVIDIA H200", "capability": "9.0", "memory": 150_000_000_000}], "cuda": "12.8", "driver": "570.86"}
-    assert "GPU       NVIDIA H200, compute capability 9.0, 139.7 GiB\nCUDA      12.8, driver 570.86\n" in text(found)
+    found = installation.inventory() | {
+        "gpus": [{"name": "NVIDIA H200", "capability": "9.0", "memory": 150_000_000_000}],
+        "cuda": "12.8",
+        "driver": "570.86",
+    }
+    assert (
+        "GPU       NVIDIA H200, compute capability 9.0, 139.7 GiB\nCUDA      12.8, driver 570.86\n"
+        in text(found)
+    )
 
 
-@pytest.mark.parametrize(("argv", "line"), [
-    (["recipe=llama_8b"], "recipe=llama_8b: doctor looks at the machine, and takes no recipe; fp8cfg plan does"),
-    (["--jsn"], "--jsn: no such option; did you mean '--json'?"), (["--json=1"], "--json: takes no value"),
-])
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (
+            ["recipe=llama_8b"],
+            "recipe=llama_8b: doctor looks at the machine, and takes no recipe; fp8cfg plan does",
+        ),
+        (["--jsn"], "--jsn: no such option; did you mean '--json'?"),
+        (["--json=1"], "--json: takes no value"),
+    ],
+)
 def test_mistakes(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *argv]) == 2
     assert capsys.readouterr().err.startswith(f"error: {line}")
@@ -76,4 +124,9 @@ def test_mistakes(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]
 
 def test_backends_are_found_and_not_imported() -> None:
     script = "import sys; from fp8cfg.__main__ import main; main(['doctor']); assert not {'transformer_engine', 'msamp', 'torchao'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        capture_output=True,
+        cwd=Path(__file__).parents[2],
+    )

@@ -23,7 +23,17 @@ Out = pytest.CaptureFixture[str]
 
 
 def test_a_key_in_full(capsys: Out) -> None:
-    assert said(capsys, "explain", "fp8.margin", "recipe=llama_8b", "precision=bf16_fp8", "fp8={margin: 2}", "fp8.margin=1") == """\
+    assert (
+        said(
+            capsys,
+            "explain",
+            "fp8.margin",
+            "recipe=llama_8b",
+            "precision=bf16_fp8",
+            "fp8={margin: 2}",
+            "fp8.margin=1",
+        )
+        == """\
 fp8.margin = 1
   Delayed scaling: scales are divided by 2^margin, as headroom. Default 0 (TE).
 
@@ -37,72 +47,145 @@ set by, in order
      2  command line: fp8={margin: 2}
   -> 1  command line: fp8.margin=1
 """
+    )
 
 
 def test_through_derived_recipe_functions(capsys: Out) -> None:
-    made, preset = (line("recipes/pretraining.py", part) for part in ("    return Recipe(", "plugins=precision_preset"))
+    made, preset = (
+        line("recipes/pretraining.py", part)
+        for part in ("    return Recipe(", "plugins=precision_preset")
+    )
     renamed = line("recipes/llama.py", "base.name = name")
     assert said(capsys, "explain", "name", "recipe=llama_8b").splitlines()[-4:] == [
-        "set by, in order", "     unnamed     schema default",
+        "set by, in order",
+        "     unnamed     schema default",
         f"     llama31_8b  recipes/pretraining.py:{made} in llama_8b > llama31_8b > _pretrain",
-        f"  -> llama_8b    recipes/llama.py:{renamed} in llama_8b > _renamed"]
-    assert said(capsys, "explain", "trainer.plugins.compute", "recipe=llama_1b").splitlines()[-2:] == [
-        f"  -> bf16  conf/precision/bf16.yaml:2, by recipes/pretraining.py:{preset} in llama_1b", "           > llama32_1b > _pretrain"]
+        f"  -> llama_8b    recipes/llama.py:{renamed} in llama_8b > _renamed",
+    ]
+    assert said(capsys, "explain", "trainer.plugins.compute", "recipe=llama_1b").splitlines()[
+        -2:
+    ] == [
+        f"  -> bf16  conf/precision/bf16.yaml:2, by recipes/pretraining.py:{preset} in llama_1b",
+        "           > llama32_1b > _pretrain",
+    ]
 
 
-def test_files_with_their_bases(capsys: Out, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_their_bases(
+    capsys: Out, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf/recipe").mkdir(parents=True)
-    (tmp_path / "conf/recipe/base.yaml").write_text("recipe: llama_8b\nfp8: {enabled: true, margin: 3}\n")
+    (tmp_path / "conf/recipe/base.yaml").write_text(
+        "recipe: llama_8b\nfp8: {enabled: true, margin: 3}\n"
+    )
     (tmp_path / "top.yaml").write_text("recipe: base\n\nprecision: bf16_fp8_current\n")
-    assert said(capsys, "explain", "fp8.margin", "top.yaml", "--config-dir", "conf").splitlines()[-4:] == [
-        "set by, in order", "     0  schema default", f"     3  {Path('conf/recipe/base.yaml')}:2, by top.yaml:1",
-        "  -> 0  conf/precision/bf16_fp8_current.yaml does not have it, by top.yaml:3"]
+    assert said(capsys, "explain", "fp8.margin", "top.yaml", "--config-dir", "conf").splitlines()[
+        -4:
+    ] == [
+        "set by, in order",
+        "     0  schema default",
+        f"     3  {Path('conf/recipe/base.yaml')}:2, by top.yaml:1",
+        "  -> 0  conf/precision/bf16_fp8_current.yaml does not have it, by top.yaml:3",
+    ]
 
 
-@pytest.mark.parametrize(("key", "words", "want"), [
-    ("fp8.margin", ["precision=bf16_fp8"], "takes effect"),
-    ("fp8.margin", ["precision=bf16_fp8", "fp8.margin=1"], "takes effect"),
-    ("fp8.margin", [], "no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"),
-    ("fp8.margin", ["precision=bf16_fp8_current"], "no effect under fp8.scaling=current, only under delayed; write fp8.scaling=delayed"),
-    ("optim.momentum", [], "no effect with optim.name=adamw"),
-    ("optim.betas", [], "takes effect"),
-    ("optim.betas", ["optim.name=sgd"], "no effect with optim.name=sgd"),
-    ("optim.min_lr", [], "null is 0.0003, 0.1 x optim.lr=0.003"),
-    ("optim.min_lr", ["optim.lr_decay_style=constant"], "no effect with optim.lr_decay_style=constant; use cosine or linear"),
-    ("data.path", [], "no effect with data=stdlib; write data=text or data=tokens"),
-    ("model.kv_channels", [], "null is 64, model.hidden_size=256 / model.num_attention_heads=4"),
-    ("storage.weight", ["precision=bf16_fp8"], "auto is fp8 under this recipe"),
-    ("storage.comm", ["precision=fp16"], "auto is fp16 under this recipe"),
-    ("storage.shard", ["trainer.devices=8", "trainer.micro_batch_size=2"], "auto is zero1 on 8 data-parallel ranks under this recipe"),
-    ("storage.shard", [], "auto is none on 1 data-parallel rank under this recipe"),
-    ("precision.loss_scale", [], "no effect, loss scaling is for precision.compute=fp16 alone, not bf16"),
-    ("precision.loss_scale", ["precision=fp16"], "takes effect"),
-    ("opt_level", ["optim.name=sgd"], "other values are refused: needs optim.name=adamw or adam, not sgd (MS-AMP)"),
-    ("backend", [], "no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8"),
-    ("fp8.multi_head_attention", ["precision=bf16_fp8"], "other values are refused: needs fp8.dot_product_attention=true"),
-    ("fp8.scaling", ["precision=bf16_fp8_current"], "takes effect"),
-])
+@pytest.mark.parametrize(
+    ("key", "words", "want"),
+    [
+        ("fp8.margin", ["precision=bf16_fp8"], "takes effect"),
+        ("fp8.margin", ["precision=bf16_fp8", "fp8.margin=1"], "takes effect"),
+        (
+            "fp8.margin",
+            [],
+            "no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
+        ),
+        (
+            "fp8.margin",
+            ["precision=bf16_fp8_current"],
+            "no effect under fp8.scaling=current, only under delayed; write fp8.scaling=delayed",
+        ),
+        ("optim.momentum", [], "no effect with optim.name=adamw"),
+        ("optim.betas", [], "takes effect"),
+        ("optim.betas", ["optim.name=sgd"], "no effect with optim.name=sgd"),
+        ("optim.min_lr", [], "null is 0.0003, 0.1 x optim.lr=0.003"),
+        (
+            "optim.min_lr",
+            ["optim.lr_decay_style=constant"],
+            "no effect with optim.lr_decay_style=constant; use cosine or linear",
+        ),
+        ("data.path", [], "no effect with data=stdlib; write data=text or data=tokens"),
+        (
+            "model.kv_channels",
+            [],
+            "null is 64, model.hidden_size=256 / model.num_attention_heads=4",
+        ),
+        ("storage.weight", ["precision=bf16_fp8"], "auto is fp8 under this recipe"),
+        ("storage.comm", ["precision=fp16"], "auto is fp16 under this recipe"),
+        (
+            "storage.shard",
+            ["trainer.devices=8", "trainer.micro_batch_size=2"],
+            "auto is zero1 on 8 data-parallel ranks under this recipe",
+        ),
+        ("storage.shard", [], "auto is none on 1 data-parallel rank under this recipe"),
+        (
+            "precision.loss_scale",
+            [],
+            "no effect, loss scaling is for precision.compute=fp16 alone, not bf16",
+        ),
+        ("precision.loss_scale", ["precision=fp16"], "takes effect"),
+        (
+            "opt_level",
+            ["optim.name=sgd"],
+            "other values are refused: needs optim.name=adamw or adam, not sgd (MS-AMP)",
+        ),
+        ("backend", [], "no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8"),
+        (
+            "fp8.multi_head_attention",
+            ["precision=bf16_fp8"],
+            "other values are refused: needs fp8.dot_product_attention=true",
+        ),
+        ("fp8.scaling", ["precision=bf16_fp8_current"], "takes effect"),
+    ],
+)
 def test_the_effect_of_a_key(key: str, words: list[str], want: str) -> None:
     assert effect(fp8cfg.compose(words), full(key)) == want
 
 
-@pytest.mark.parametrize(("words", "value", "want"), [
-    (["opt_level=O1"], False, "no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"),
-    (["fp8.params=true", "opt_level=O2"], True, "refused: fp8.params=true: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two"),
-    (["opt_level=O3"], True, "takes effect"),
-])
-def test_fp8_weights_under_a_level_that_stores_others(words: list[str], value: bool, want: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "value", "want"),
+    [
+        (
+            ["opt_level=O1"],
+            False,
+            "no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two",
+        ),
+        (
+            ["fp8.params=true", "opt_level=O2"],
+            True,
+            "refused: fp8.params=true: has no effect, opt_level=O2 stores weights in fp16_scaled; drop one of the two",
+        ),
+        (["opt_level=O3"], True, "takes effect"),
+    ],
+)
+def test_fp8_weights_under_a_level_that_stores_others(
+    words: list[str], value: bool, want: str
+) -> None:
     found = fp8cfg.explain(["precision=bf16_fp8", *words], "fp8.params")
     assert (found.value, found.effect) == (value, want)
     recipe = llama_tiny()
     recipe.precision, recipe.opt_level = "bf16_fp8", "O1"  # nobody knows who wrote fp8.params
-    assert fp8cfg.explain(recipe, "fp8.params").effect == "no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"
+    assert (
+        fp8cfg.explain(recipe, "fp8.params").effect
+        == "no effect, opt_level=O1 stores weights in fp16_scaled; drop one of the two"
+    )
 
 
 def test_a_key_without_effect_is_explained_though_the_recipe_is_refused(capsys: Out) -> None:
     text = said(capsys, "explain", "fp8.margin", "precision=bf16_fp8_current", "fp8.margin=1")
-    assert "effect     refused: fp8.margin=1: has no effect under fp8.scaling=current,\n" in text and "  -> 1  command line: fp8.margin=1\n" in text
+    assert (
+        "effect     refused: fp8.margin=1: has no effect under fp8.scaling=current,\n" in text
+        and "  -> 1  command line: fp8.margin=1\n" in text
+    )
 
 
 @functools.cache
@@ -112,16 +195,30 @@ def inert(*words: str) -> tuple[Recipe, list[str]]:
     return recipe, [key for key in flat(recipe) if effect(recipe, key).startswith("no effect")]
 
 
-@pytest.mark.parametrize("words", [[], ["precision=bf16_fp8"], ["precision=fp16_fp8_current"], ["optim.name=sgd", "precision=fp32"]], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["precision=bf16_fp8"],
+        ["precision=fp16_fp8_current"],
+        ["optim.name=sgd", "precision=fp32"],
+    ],
+    ids=str,
+)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_any_value_of_a_key_without_effect_is_refused_by_the_rules(words: list[str], data: st.DataObject) -> None:
+def test_any_value_of_a_key_without_effect_is_refused_by_the_rules(
+    words: list[str], data: st.DataObject
+) -> None:
     recipe, keys = inert(*words)
     key = data.draw(st.sampled_from(keys))
     other = data.draw(value(key).filter(lambda v: typed(key, v) != flat(Recipe())[key]))
     with pytest.raises(fp8cfg.ConfigError) as e:
         assigned(recipe, {key: other}).check()
-    assert any(problem.startswith(f"{short(key)}") and "has no effect" in problem for problem in e.value.problems)
+    assert any(
+        problem.startswith(f"{short(key)}") and "has no effect" in problem
+        for problem in e.value.problems
+    )
 
 
 def test_every_key_is_explained_in_80_columns(capsys: Out) -> None:
@@ -131,7 +228,14 @@ def test_every_key_is_explained_in_80_columns(capsys: Out) -> None:
     traced = trace(["recipe=llama_70b", "precision=bf16_fp8"])
     for key in traced.layers:
         assert max(map(len, str(explained(traced, key)).splitlines())) <= 80, key
-    for node in ("model", "trainer", "trainer.plugins", "trainer.plugins.fp8", "trainer.strategy", "model.rope_scaling"):
+    for node in (
+        "model",
+        "trainer",
+        "trainer.plugins",
+        "trainer.plugins.fp8",
+        "trainer.strategy",
+        "model.rope_scaling",
+    ):
         assert max(map(len, str(explained(traced, node)).splitlines())) <= 80, node
 
 
@@ -141,32 +245,75 @@ def test_a_node_lists_its_keys(capsys: Out) -> None:
     assert lines[1] == "  enabled                    true     Whether linear layers multiply in FP8"
     assert "  override_linear_precision  ...      GEMMs kept in high precision in every..." in lines
     assert len(lines) == 1 + len(fp8cfg.FP8.model_fields)
-    assert json.loads(said(capsys, "explain", "storage", "--json"))["values"]["storage.comm"] == "auto"
+    assert (
+        json.loads(said(capsys, "explain", "storage", "--json"))["values"]["storage.comm"] == "auto"
+    )
 
 
 def test_as_json(capsys: Out) -> None:
-    data = json.loads(said(capsys, "explain", "fp8.format", "precision=bf16_fp8", "fp8.format=E4M3", "--json"))
+    data = json.loads(
+        said(capsys, "explain", "fp8.format", "precision=bf16_fp8", "fp8.format=E4M3", "--json")
+    )
     assert data == {
-        "key": "fp8.format", "full_name": "trainer.plugins.fp8.format", "value": "e4m3", "effect": "takes effect",
-        "schema": {"default": "hybrid", "enum": ["hybrid", "e4m3"], "type": "string",
-                   "description": "hybrid: E4M3 forward, E5M2 for gradients; e4m3: E4M3 everywhere. Default hybrid (TE, NeMo)."},
+        "key": "fp8.format",
+        "full_name": "trainer.plugins.fp8.format",
+        "value": "e4m3",
+        "effect": "takes effect",
+        "schema": {
+            "default": "hybrid",
+            "enum": ["hybrid", "e4m3"],
+            "type": "string",
+            "description": "hybrid: E4M3 forward, E5M2 for gradients; e4m3: E4M3 everywhere. Default hybrid (TE, NeMo).",
+        },
         "layers": [
             {"layer": "schema default", "value": "hybrid", "at": None, "by": None},
-            {"layer": "preset", "value": "hybrid", "at": {"file": str(ROOT / "conf/precision/bf16_fp8.yaml"), "line": 3}, "by": {"text": "precision=bf16_fp8"}},
-            {"layer": "command line", "value": "e4m3", "at": {"text": "fp8.format=E4M3"}, "by": None}]}
+            {
+                "layer": "preset",
+                "value": "hybrid",
+                "at": {"file": str(ROOT / "conf/precision/bf16_fp8.yaml"), "line": 3},
+                "by": {"text": "precision=bf16_fp8"},
+            },
+            {
+                "layer": "command line",
+                "value": "e4m3",
+                "at": {"text": "fp8.format=E4M3"},
+                "by": None,
+            },
+        ],
+    }
 
 
-@pytest.mark.parametrize(("argv", "lines"), [
-    (["fp8.margn", "fp8.format=x"], ["fp8.margn: no such key; did you mean 'fp8.margin'?", "fp8.format=x: not an option; choose from hybrid, e4m3"]),
-    (["margin"], ["margin: no such key; did you mean 'fp8.margin'?"]),
-    (["fp8_margin"], ["fp8_margin: no such key; it belongs to fp8.margin"]),
-    (["model.head_dim"], ["model.head_dim: cannot be set, it is model.kv_channels, or model.hidden_size / model.num_attention_heads where that is null"]),
-    (["recipe"], ["recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names"]),
-    ([], ["explain: needs one key, as in: fp8cfg explain fp8.margin"]),
-    (["a", "b"], ["explain: needs one key, as in: fp8cfg explain fp8.margin"]),
-    (["fp8.margin", "nowhere.yaml"], ["nowhere.yaml: cannot be read (No such file or directory)"]),
-    (["fp8.margin", "--jsn"], ["--jsn: no such option; did you mean '--json'?"]),
-])
+@pytest.mark.parametrize(
+    ("argv", "lines"),
+    [
+        (
+            ["fp8.margn", "fp8.format=x"],
+            [
+                "fp8.margn: no such key; did you mean 'fp8.margin'?",
+                "fp8.format=x: not an option; choose from hybrid, e4m3",
+            ],
+        ),
+        (["margin"], ["margin: no such key; did you mean 'fp8.margin'?"]),
+        (["fp8_margin"], ["fp8_margin: no such key; it belongs to fp8.margin"]),
+        (
+            ["model.head_dim"],
+            [
+                "model.head_dim: cannot be set, it is model.kv_channels, or model.hidden_size / model.num_attention_heads where that is null"
+            ],
+        ),
+        (
+            ["recipe"],
+            ["recipe: is chosen by name, it is not a key; `fp8cfg list recipe` shows the names"],
+        ),
+        ([], ["explain: needs one key, as in: fp8cfg explain fp8.margin"]),
+        (["a", "b"], ["explain: needs one key, as in: fp8cfg explain fp8.margin"]),
+        (
+            ["fp8.margin", "nowhere.yaml"],
+            ["nowhere.yaml: cannot be read (No such file or directory)"],
+        ),
+        (["fp8.margin", "--jsn"], ["--jsn: no such option; did you mean '--json'?"]),
+    ],
+)
 def test_mistakes(capsys: Out, argv: list[str], lines: list[str]) -> None:
     assert refused(capsys, "explain", *argv) == lines
 

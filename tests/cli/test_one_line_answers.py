@@ -27,12 +27,24 @@ from tests.support.small import SMALL, small
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("error", [
-    MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nframe #0"),
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), OSError(errno.ENOMEM, "Cannot allocate memory"), RuntimeError("std::bad_alloc"),
-    RuntimeError("can't start new thread"), ImportError("libtorch_cpu.so: failed to map segment from shared object"),
-], ids=str)
-def test_no_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.\nframe #0"
+        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+    ids=str,
+)
+def test_no_memory_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails(*_: Any) -> int:
         raise error
 
@@ -54,13 +66,31 @@ def test_other_errors_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_a_limit_on_memory_is_one_line(tmp_path: Path) -> None:
     limit = 4 << 30  # address space: torch's libraries take most of it
-    words = [*SMALL, "precision=fp32", "model.hidden_size=6144", "model.ffn_hidden_size=16384", f"log.dir={tmp_path}"]
-    done = subprocess.run([sys.executable, "-m", "fp8cfg", *words], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: out of memory") and "Traceback" not in done.stderr
+    words = [
+        *SMALL,
+        "precision=fp32",
+        "model.hidden_size=6144",
+        "model.ffn_hidden_size=16384",
+        f"log.dir={tmp_path}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8cfg", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    assert (
+        done.returncode == 1
+        and done.stderr.splitlines()[-1].startswith("error: out of memory")
+        and "Traceback" not in done.stderr
+    )
 
 
-def test_a_pipe_in_a_folder_of_presets_is_no_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_in_a_folder_of_presets_is_no_preset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for group in ("recipe", "precision", "data"):
         (tmp_path / group).mkdir()
         os.mkfifo(tmp_path / group / "pipe.yaml")
@@ -72,10 +102,22 @@ def test_a_pipe_in_a_folder_of_presets_is_no_preset(tmp_path: Path, capsys: pyte
     os.mkfifo(tmp_path / "given.yaml")
     assert main(["check", str(tmp_path / "given.yaml")]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "precision=pipe: no such precision preset" in first and "given.yaml: is no file; expected a file" in second
+    assert (
+        "precision=pipe: no such precision preset" in first
+        and "given.yaml: is no file; expected a file" in second
+    )
 
 
-@pytest.mark.parametrize("word", ["trainer.max_steps={}", "optim.lr={}", "name={}", "trainer={{max_steps: {}}}", "fp8.exclude=[{}]"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "trainer.max_steps={}",
+        "optim.lr={}",
+        "name={}",
+        "trainer={{max_steps: {}}}",
+        "fp8.exclude=[{}]",
+    ],
+)
 def test_a_number_of_many_digits_is_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", word.format("9" * 5000)]) == 2
     err = capsys.readouterr().err
@@ -83,7 +125,12 @@ def test_a_number_of_many_digits_is_one_line(word: str, capsys: pytest.CaptureFi
 
 
 class Broken:
-    name, group, value, dist = "theirs", "fp8cfg.recipes", "other.package:recipes", SimpleNamespace(name="other-package")
+    name, group, value, dist = (
+        "theirs",
+        "fp8cfg.recipes",
+        "other.package:recipes",
+        SimpleNamespace(name="other-package"),
+    )
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -92,7 +139,16 @@ class Broken:
         raise self.error
 
 
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", ""), ("WORLD_SIZE", "two"), ("LOCAL_WORLD_SIZE", "0"), ("RANK", "-1"), ("LOCAL_RANK", "²")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WORLD_SIZE", ""),
+        ("WORLD_SIZE", "two"),
+        ("LOCAL_WORLD_SIZE", "0"),
+        ("RANK", "-1"),
+        ("LOCAL_RANK", "²"),
+    ],
+)
 def test_a_variable_of_torchrun_that_is_no_number_is_one_line(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,17 +161,29 @@ def test_a_variable_of_torchrun_that_is_no_number_is_one_line(
 
 
 @pytest.mark.filterwarnings("always::fp8cfg.config.errors.PackageWarning")
-@pytest.mark.parametrize("error", [ImportError("No module named 'gone'\nmore"), SystemExit(3), RuntimeError()], ids=repr)
-def test_a_broken_entry_point_of_another_package_breaks_nothing(error: BaseException, monkeypatch: pytest.MonkeyPatch,
-                                                                capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "error", [ImportError("No module named 'gone'\nmore"), SystemExit(3), RuntimeError()], ids=repr
+)
+def test_a_broken_entry_point_of_another_package_breaks_nothing(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = importlib.metadata.entry_points
-    monkeypatch.setattr(importlib.metadata, "entry_points",
-                        lambda **of: (Broken(error),) if of == {"group": "fp8cfg.recipes"} else real(**of))
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda **of: (Broken(error),) if of == {"group": "fp8cfg.recipes"} else real(**of),
+    )
     recipe_registry._load.cache_clear()
     try:
         assert main(["list", "recipe"]) == 0
         out, err = capsys.readouterr()
-        assert "llama_8b" in out and err.startswith("warning: package other-package: its entry point theirs of fp8cfg.recipes cannot be loaded (") and err.count("\n") == 1
+        assert (
+            "llama_8b" in out
+            and err.startswith(
+                "warning: package other-package: its entry point theirs of fp8cfg.recipes cannot be loaded ("
+            )
+            and err.count("\n") == 1
+        )
         assert main(["check", "recipe=llama_tiny"]) == 0
         assert main(["check", "recipe=theirs"]) == 2
         assert "no such recipe" in capsys.readouterr().err
@@ -123,7 +191,9 @@ def test_a_broken_entry_point_of_another_package_breaks_nothing(error: BaseExcep
         recipe_registry._load.cache_clear()
 
 
-def test_a_folder_for_runs_is_printed_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_for_runs_is_printed_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """At its run; and where a stranger's recipe has it and it differs from mine."""
     from fp8cfg.training import loop
 
@@ -151,23 +221,32 @@ def _folder(recipe: fp8cfg.Recipe) -> Any:
 
 
 @pytest.mark.parametrize("verb", ["train", "check"])
-def test_a_working_directory_that_is_gone_is_one_line(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_working_directory_that_is_gone_is_one_line(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (gone := tmp_path / "gone").mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert main([verb, "recipe=llama_tiny"]) == 2
-    assert capsys.readouterr().err == "error: the working directory is gone; cd to one that is there\n"
+    assert (
+        capsys.readouterr().err == "error: the working directory is gone; cd to one that is there\n"
+    )
 
 
-def test_a_cache_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_that_cannot_be_made_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/x")
     assert said(FileNotFoundError(2, "No such file or directory", "/proc/x")) == 2
     assert said(FileNotFoundError(2, "No such file or directory", "/proc/y")) is None
-    assert capsys.readouterr().err.startswith("error: TORCHINDUCTOR_CACHE_DIR=/proc/x: no folder, and none can be made (No such file")
+    assert capsys.readouterr().err.startswith(
+        "error: TORCHINDUCTOR_CACHE_DIR=/proc/x: no folder, and none can be made (No such file"
+    )
 
 
 def test_python_without_docstrings_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
-    with pytest.raises(ConfigError, match=r"^PYTHONOPTIMIZE=2 \(python -OO\): Fiddle needs the docstrings"):
+    with pytest.raises(
+        ConfigError, match=r"^PYTHONOPTIMIZE=2 \(python -OO\): Fiddle needs the docstrings"
+    ):
         builder.nodes()

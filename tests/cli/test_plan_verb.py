@@ -26,7 +26,11 @@ def only_native(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rules, "unavailable", lambda: "it is not installed")
 
 
-LEVEL = ["opt_level=O2", "fp8.params=false", "model.recompute_granularity=full"]  # which goes with data parallelism alone
+LEVEL = [
+    "opt_level=O2",
+    "fp8.params=false",
+    "model.recompute_granularity=full",
+]  # which goes with data parallelism alone
 LARGE = ["recipe=llama_405b", "precision=bf16_fp8", "--gpu", "h100"]
 
 
@@ -45,7 +49,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, list[s
 
 def test_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, "precision=bf16_fp8", "model.recompute_granularity=full", "--gpu", "h100")
-    assert out == """\
+    assert (
+        out
+        == """\
 backend on h100: native, auto; FP8 matrix products of the GPU
   passed over te: it is not installed
   passed over torchao: it is not installed
@@ -104,10 +110,20 @@ will be built
   schedule      Schedule(max_lr=0.003, min_lr=0.0003, warmup_steps=20,
                 max_steps=100, constant_steps=0, decay=cosine)
 """
+    )
 
 
-@pytest.mark.parametrize(("options", "more"), [("--gpu h100 --gpus 64", " trainer.num_nodes=8"), ("--gpu h100 --gpus 32", ""), ("--gpu h200", "")])
-def test_what_fits_ends_with_the_line_that_starts_it_there(options: str, more: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ("--gpu h100 --gpus 64", " trainer.num_nodes=8"),
+        ("--gpu h100 --gpus 32", ""),
+        ("--gpu h200", ""),
+    ],
+)
+def test_what_fits_ends_with_the_line_that_starts_it_there(
+    options: str, more: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the machines that it was planned for, where the recipe has others; the plan of that line is the same one."""
     words = ["recipe=llama_70b", "precision=bf16_fp8"]
     assert main(["plan", *words, *options.split()]) == 0
@@ -116,75 +132,168 @@ def test_what_fits_ends_with_the_line_that_starts_it_there(options: str, more: s
     assert plan(capsys, *line.split()[3:], *options.split()[:2]) == found
 
 
-def test_the_count_to_the_digit_and_why_a_level_takes_more_than_the_chart_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "recipe=llama_8b", "precision=bf16_fp8", "opt_level=O2", "trainer.strategy.context_parallel_size=1"]) == 0
+def test_the_count_to_the_digit_and_why_a_level_takes_more_than_the_chart_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(
+            [
+                "plan",
+                "recipe=llama_8b",
+                "precision=bf16_fp8",
+                "opt_level=O2",
+                "trainer.strategy.context_parallel_size=1",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "\nmodel: 8.03B parameters (8,030,261,248)\n" in out
-    assert """
+    assert (
+        """
 together 10.9 B/param; the chart's 6 is what a parameter of a linear layer keeps
   from step to step, and beside that: FP8 copies 1.7, accumulation 2.8, other
   parameters, in wider formats, 0.3
-""" in out
+"""
+        in out
+    )
     lines = out.splitlines()
-    table = lines[lines.index("memory per rank       size  B/param") + 1:]
+    table = lines[lines.index("memory per rank       size  B/param") + 1 :]
     own = [float(line[:35].split()[-1]) for line in table[:5]]  # weights to accumulation
     assert sum(own) == pytest.approx(10.9, abs=0.15)  # each is rounded
 
 
 def test_the_largest_recipe_on_its_layout(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, *LARGE)
-    assert """\
+    assert (
+        """\
 layout: 512 ranks = tensor 8 x pipeline 8 x context 4 x data 2
               layers  parameters    memory
 first stage       15       6.24B  67.6 GiB
 middle stage      16       6.38B  67.4 GiB
 last stage        15       6.24B  50.8 GiB
-""" in out
-    assert "FP8: 504 of 505 linear layers" in out and "of the first stage, which takes most" in out and "\nfits h100, 79.1 GiB: 11.5 GiB to spare\n" in out
+"""
+        in out
+    )
+    assert (
+        "FP8: 504 of 505 linear layers" in out
+        and "of the first stage, which takes most" in out
+        and "\nfits h100, 79.1 GiB: 11.5 GiB to spare\n" in out
+    )
     assert "too small to win: none" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_layout_that_is_not_run_is_planned_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_that_is_not_run_is_planned_and_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     out, lines = refused(capsys, *LARGE, *LEVEL)
-    assert lines[-1].endswith("; runs there: fp8cfg recipe=llama_405b precision=bf16_fp8 fp8.params=false model.recompute_granularity=full opt_level=null")
-    assert "\ndoes not run as it stands: opt_level=O2: goes with data parallelism alone, not\n" in out and "\nruns with: opt_level=null\n" in out
+    assert lines[-1].endswith(
+        "; runs there: fp8cfg recipe=llama_405b precision=bf16_fp8 fp8.params=false model.recompute_granularity=full opt_level=null"
+    )
+    assert (
+        "\ndoes not run as it stands: opt_level=O2: goes with data parallelism alone, not\n" in out
+        and "\nruns with: opt_level=null\n" in out
+    )
     assert "\nplanned for, not run: training in this version has no such layout\n" in out
-    assert "\nfits h100, 79.1 GiB, as planned for: " in out and max(map(len, out.splitlines())) <= 80
+    assert (
+        "\nfits h100, 79.1 GiB, as planned for: " in out and max(map(len, out.splitlines())) <= 80
+    )
 
 
 def test_it_takes_no_torch_and_no_second(capsys: pytest.CaptureFixture[str]) -> None:
     script = f"import sys; from fp8cfg.__main__ import main; assert main({['plan', *LARGE]}) == 0; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        capture_output=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert calls(lambda: plan(capsys, *LARGE)) < 1_000_000
 
 
-@pytest.mark.parametrize(("argv", "parts"), [
-    (["precision=bf16_fp8_block", "fp8.format=e4m3", "--gpu", "h100"], ["backend on h100: native", "1.40x"]),
-    (["precision=bf16_fp8_current", "fp8.high_precision_at_start=0", "--gpu", "b200"], ["1.39x", "at most"]),
-    (["precision=bf16_fp8"], ["backend on a CPU (name a GPU: --gpu h100): native", "gains: none, FP8 is emulated here"]),
-    (["precision=bf16", "--gpu", "H200"], ["backend on h200: native, no FP8 asked for", "this recipe: Megatron BF16"]),
-    (["precision=fp16"], ["loss scaling  LossScaler(initial_loss_scale=4.29497e+09"]),
-    (["precision=bf16_fp8", "fp8.emulate=true", "--gpu", "a100-40"], ["fp8.emulate=true", "gains: none, FP8 is emulated here"]),
-])
-def test_what_is_said(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (
+            ["precision=bf16_fp8_block", "fp8.format=e4m3", "--gpu", "h100"],
+            ["backend on h100: native", "1.40x"],
+        ),
+        (
+            ["precision=bf16_fp8_current", "fp8.high_precision_at_start=0", "--gpu", "b200"],
+            ["1.39x", "at most"],
+        ),
+        (
+            ["precision=bf16_fp8"],
+            [
+                "backend on a CPU (name a GPU: --gpu h100): native",
+                "gains: none, FP8 is emulated here",
+            ],
+        ),
+        (
+            ["precision=bf16", "--gpu", "H200"],
+            ["backend on h200: native, no FP8 asked for", "this recipe: Megatron BF16"],
+        ),
+        (["precision=fp16"], ["loss scaling  LossScaler(initial_loss_scale=4.29497e+09"]),
+        (
+            ["precision=bf16_fp8", "fp8.emulate=true", "--gpu", "a100-40"],
+            ["fp8.emulate=true", "gains: none, FP8 is emulated here"],
+        ),
+    ],
+)
+def test_what_is_said(
+    argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     out = plan(capsys, *argv)
     assert [part for part in parts if part not in out] == []
     assert "will be built" in out and max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("argv", "parts"), [
-    (["precision=bf16_fp8", "--gpu", "a100-80"],
-     ["cannot run on a100-80: fp8.enabled=true: this GPU has compute capability 8.0,\n  FP8 needs", "gains: none, a100-80 has no FP8 units", "fits a100-80"]),
-    (["precision=bf16_mxfp8", "--gpu", "h100"], ["cannot run on h100: fp8.scaling=mxfp8: ", "1.42x", "FP8: 16 of 17", "B300"]),
-    (["recipe=llama_70b", "precision=bf16_fp8", "fp8.params=false", "opt_level=O2", "--gpus", "64", "--gpu", "a100-80"],
-     ["cannot run on a100-80: ", "this recipe: O2", "layout: 64 ranks = tensor 4 x pipeline 4 x context 2 x data 2"]),
-])
-def test_a_recipe_that_nothing_runs_there_is_planned_and_refused(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (
+            ["precision=bf16_fp8", "--gpu", "a100-80"],
+            [
+                "cannot run on a100-80: fp8.enabled=true: this GPU has compute capability 8.0,\n  FP8 needs",
+                "gains: none, a100-80 has no FP8 units",
+                "fits a100-80",
+            ],
+        ),
+        (
+            ["precision=bf16_mxfp8", "--gpu", "h100"],
+            ["cannot run on h100: fp8.scaling=mxfp8: ", "1.42x", "FP8: 16 of 17", "B300"],
+        ),
+        (
+            [
+                "recipe=llama_70b",
+                "precision=bf16_fp8",
+                "fp8.params=false",
+                "opt_level=O2",
+                "--gpus",
+                "64",
+                "--gpu",
+                "a100-80",
+            ],
+            [
+                "cannot run on a100-80: ",
+                "this recipe: O2",
+                "layout: 64 ranks = tensor 4 x pipeline 4 x context 2 x data 2",
+            ],
+        ),
+    ],
+)
+def test_a_recipe_that_nothing_runs_there_is_planned_and_refused(
+    argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     out, lines = refused(capsys, *argv)
     assert [part for part in parts if part not in out] == [] and "will be built" not in out
     first = " ".join(out.split("\n\n")[0].split())
-    assert max(map(len, out.splitlines())) <= 80 and lines and all(f": {line}" in first for line in lines)
+    assert (
+        max(map(len, out.splitlines())) <= 80
+        and lines
+        and all(f": {line}" in first for line in lines)
+    )
 
 
 def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,11 +301,38 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
     out, problems = refused(capsys, *words)
     assert out == refused(capsys, *words)[0]
     found = json.loads(out)
-    assert list(found) == ["recipe", "gpu", "gpus", "runs", "refusals", "coverage", "chart", "parameters", "shard", "ranks", "widest", "fits", "problems", "write", "alternative", "lines", "recompute",
-                           "published", "measured_here", "too_small", "built"]
-    assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found["write"] == ["opt_level=null"]
+    assert list(found) == [
+        "recipe",
+        "gpu",
+        "gpus",
+        "runs",
+        "refusals",
+        "coverage",
+        "chart",
+        "parameters",
+        "shard",
+        "ranks",
+        "widest",
+        "fits",
+        "problems",
+        "write",
+        "alternative",
+        "lines",
+        "recompute",
+        "published",
+        "measured_here",
+        "too_small",
+        "built",
+    ]
+    assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found[
+        "write"
+    ] == ["opt_level=null"]
     assert problems[-1] == f"{found['problems'][-1]}; runs there: {' · '.join(found['lines'])}"
-    assert found["fits"] is True and found["measured_here"] is False and found["built"]["optimizer"]["rounding"] == "nearest"
+    assert (
+        found["fits"] is True
+        and found["measured_here"] is False
+        and found["built"]["optimizer"]["rounding"] == "nearest"
+    )
     assert [r["name"] for r in found["ranks"]] == ["first stage", "middle stage", "last stage"]
     assert all(sum(r["memory"].values()) == r["total"] for r in found["ranks"])
     out, lines = refused(capsys, "precision=bf16_fp8", "--gpu", "a100-40", "--json")
@@ -206,8 +342,15 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
 def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("precision=fp16_fp8", "fp8.margin=1")
     tree = plan(capsys, *words, "--tree").splitlines()
-    for line in ("precision.compute = 'fp16'", "precision.fp8.linear.scaling.margin = 1", "precision.fp8.linear.wgrad = False",
-                 "precision.backend = 'auto'", "recipe.name = 'llama_tiny'", "optimizer.name = 'adamw'", "loss_scaler.hysteresis = 2"):
+    for line in (
+        "precision.compute = 'fp16'",
+        "precision.fp8.linear.scaling.margin = 1",
+        "precision.fp8.linear.wgrad = False",
+        "precision.backend = 'auto'",
+        "recipe.name = 'llama_tiny'",
+        "optimizer.name = 'adamw'",
+        "loss_scaler.hysteresis = 2",
+    ):
         assert line in tree
     dot = plan(capsys, *words, "--dot")
     assert dot.startswith("graph {") and dot.rstrip().endswith("}") and dot.count("LossScaler") == 1
@@ -218,19 +361,40 @@ def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixtu
     assert len(code.splitlines()) < 100 and max(map(len, code.splitlines())) <= 100
 
 
-@pytest.mark.parametrize(("argv", "line"), [
-    (["--gpus", "0"], "--gpus 0: expected a number of GPUs, 1 to 9999999"), (["--gpus", "1e3"], "--gpus 1e3: expected a number of GPUs, 1 to 9999999"),
-    (["--gpus", "9" * 5000], f"--gpus {'9' * 5000}: expected"), (["--gpus", "²"], "--gpus ²: expected a number of GPUs, 1 to 9999999"),
-    (["recipe=llama_8b", "--gpus", "7"], "7 GPUs: not a multiple of tensor x pipeline x context parallel = 2; nearest is 8"),
-    (["--gpu", "h1000"], "--gpu h1000: no such GPU in the table; did you mean 'h100'?"),
-    (["--gpu", "h100", "trainer.accelerator=cpu"], "--gpu h100: trainer.accelerator=cpu runs on none; drop one of the two"),
-    (["--tree", "--dot"], "--tree --dot: choose one"), (["--jsn"], "--jsn: no such option; did you mean '--json'?"),
-    (["precision=bf16_fp8", "fp8.exclude=['x']"], "fp8.exclude=x: matches no linear layer"),
-    (["precision=bf16_fp8", "fp8.min_coverage=0.95"], "fp8.min_coverage=0.95: 90.5% of matmul FLOPs would run in FP8"),
-    (["precision=bf16_fp8", "--gpu", "a100-40", "--tree"], "fp8.enabled=true: this GPU has compute capability 8.0"),
-    (["trainer.accelerator=cuda"], "trainer.accelerator=cuda: name the GPU, as in --gpu h100; there are a100-40, "),
-    (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
-])
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--gpus", "0"], "--gpus 0: expected a number of GPUs, 1 to 9999999"),
+        (["--gpus", "1e3"], "--gpus 1e3: expected a number of GPUs, 1 to 9999999"),
+        (["--gpus", "9" * 5000], f"--gpus {'9' * 5000}: expected"),
+        (["--gpus", "²"], "--gpus ²: expected a number of GPUs, 1 to 9999999"),
+        (
+            ["recipe=llama_8b", "--gpus", "7"],
+            "7 GPUs: not a multiple of tensor x pipeline x context parallel = 2; nearest is 8",
+        ),
+        (["--gpu", "h1000"], "--gpu h1000: no such GPU in the table; did you mean 'h100'?"),
+        (
+            ["--gpu", "h100", "trainer.accelerator=cpu"],
+            "--gpu h100: trainer.accelerator=cpu runs on none; drop one of the two",
+        ),
+        (["--tree", "--dot"], "--tree --dot: choose one"),
+        (["--jsn"], "--jsn: no such option; did you mean '--json'?"),
+        (["precision=bf16_fp8", "fp8.exclude=['x']"], "fp8.exclude=x: matches no linear layer"),
+        (
+            ["precision=bf16_fp8", "fp8.min_coverage=0.95"],
+            "fp8.min_coverage=0.95: 90.5% of matmul FLOPs would run in FP8",
+        ),
+        (
+            ["precision=bf16_fp8", "--gpu", "a100-40", "--tree"],
+            "fp8.enabled=true: this GPU has compute capability 8.0",
+        ),
+        (
+            ["trainer.accelerator=cuda"],
+            "trainer.accelerator=cuda: name the GPU, as in --gpu h100; there are a100-40, ",
+        ),
+        (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    ],
+)
 def test_mistakes(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *argv]) == 2
     err = capsys.readouterr().err
@@ -239,7 +403,10 @@ def test_mistakes(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]
 
 def test_mistakes_of_options_and_words_come_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gpu", "h1000", "fp8.margn=1"]) == 2
-    assert [line.split(":")[1] for line in capsys.readouterr().err.splitlines()] == [" --gpu h1000", " fp8.margn"]
+    assert [line.split(":")[1] for line in capsys.readouterr().err.splitlines()] == [
+        " --gpu h1000",
+        " fp8.margn",
+    ]
 
 
 def test_a_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,11 +420,27 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "h200" in out and "--gpus N" in out and max(map(len, out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(("shard", "each"), [("none", 7), ("zero1", 2 + 5 / 8), ("zero2", 1 + 6 / 8)])
-def test_bytes_of_a_parameter_are_those_on_each_of_its_ranks(capsys: pytest.CaptureFixture[str], shard: str, each: float) -> None:
+@pytest.mark.parametrize(
+    ("shard", "each"), [("none", 7), ("zero1", 2 + 5 / 8), ("zero2", 1 + 6 / 8)]
+)
+def test_bytes_of_a_parameter_are_those_on_each_of_its_ranks(
+    capsys: pytest.CaptureFixture[str], shard: str, each: float
+) -> None:
     """O3's are 7, 2 + 5/N and 1 + 6/N."""
-    words = ("precision=bf16_fp8", "opt_level=O3", f"storage.shard={shard}", "trainer.global_batch_size=128", "--gpus", "8")
+    words = (
+        "precision=bf16_fp8",
+        "opt_level=O3",
+        f"storage.shard={shard}",
+        "trainer.global_batch_size=128",
+        "--gpus",
+        "8",
+    )
     assert json.loads(plan(capsys, *words, "--json"))["chart"]["bytes_per_parameter"] == each
     lines = plan(capsys, *words).splitlines()
-    assert next(line for line in lines if line.startswith("this recipe: O3")).split()[-1] == f"{each:.3g}"
-    assert (f"B/param here: on each of 8 ranks under storage.shard={shard}; unsharded 7" in lines) == (shard != "none")
+    assert (
+        next(line for line in lines if line.startswith("this recipe: O3")).split()[-1]
+        == f"{each:.3g}"
+    )
+    assert (
+        f"B/param here: on each of 8 ranks under storage.shard={shard}; unsharded 7" in lines
+    ) == (shard != "none")

@@ -134,8 +134,14 @@ def fabric(way: Way) -> Made:
 
 
 LOOPS: dict[str, Callable[[Way], Made]] = {
-    "nanoGPT": nanogpt, "minGPT": mingpt, "nanochat": nanochat, "x-transformers": x_transformers, "SFTTrainer": sft, "PEFT": peft,
-    "Accelerate": accelerate, "Fabric": fabric,
+    "nanoGPT": nanogpt,
+    "minGPT": mingpt,
+    "nanochat": nanochat,
+    "x-transformers": x_transformers,
+    "SFTTrainer": sft,
+    "PEFT": peft,
+    "Accelerate": accelerate,
+    "Fabric": fabric,
 }
 
 

@@ -20,9 +20,20 @@ LR, CLIP = 2e-3, 1.0
 
 @functools.cache
 def _recipe(*words: str) -> fp8cfg.Recipe:
-    return fp8cfg.compose([
-        "precision=bf16_fp8", f"optim.lr={LR}", "optim.lr_decay_style=constant", "optim.warmup_steps=0", "optim.weight_decay=0",
-        "optim.betas=[0.9,0.95]", "optim.eps=1e-8", f"trainer.max_steps={STEPS}", f"trainer.gradient_clip_val={CLIP}", *words])
+    return fp8cfg.compose(
+        [
+            "precision=bf16_fp8",
+            f"optim.lr={LR}",
+            "optim.lr_decay_style=constant",
+            "optim.warmup_steps=0",
+            "optim.weight_decay=0",
+            "optim.betas=[0.9,0.95]",
+            "optim.eps=1e-8",
+            f"trainer.max_steps={STEPS}",
+            f"trainer.gradient_clip_val={CLIP}",
+            *words,
+        ]
+    )
 
 
 def recipe(*words: str) -> fp8cfg.Recipe:
@@ -51,7 +62,13 @@ class Made:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=LR,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+    )
 
 
 def made(way: Way, model: nn.Module, autowrap: bool = False, **options: Any) -> Made:

@@ -42,7 +42,9 @@ def test_losses_are_those_of_the_plain_script(name: str, way: Way) -> None:
     assert len(plain) == len(ours) and plain[-1] < plain[0] - (0.2 if name == "PEFT" else 1.0)
     differences = [abs(a - b) for a, b in zip(plain, ours, strict=True)]
     assert max(differences[-5:]) < 0.01 and max(differences) > 0, differences
-    assert sum(differences) / len(differences) < 0.0025, "a loss in bfloat16 alone is 0.008 off, on the average"
+    assert sum(differences) / len(differences) < 0.0025, (
+        "a loss in bfloat16 alone is 0.008 off, on the average"
+    )
 
 
 @both
@@ -52,10 +54,22 @@ def test_it_ran_in_fp8(name: str, way: Way) -> None:
     made = run(name, way)
     (made.job or made.conversion).prove()
     seen = fp8cfg.coverage(made.model)
-    left_out = {p.name.rpartition("h.")[2] if ".h." in f".{p.name}" else p.name for p in seen.linears if not p.fp8}
+    left_out = {
+        p.name.rpartition("h.")[2] if ".h." in f".{p.name}" else p.name
+        for p in seen.linears
+        if not p.fp8
+    }
     head = {"x-transformers": "to_logits"}.get(name, "lm_head")
-    adapters = {f"{i}.c_attn.lora_{side}.default" for i in range(2) for side in "AB"} if name == "PEFT" else set()
-    assert {n.removeprefix("base_model.") for n in left_out} == {head} | adapters and seen.layers_in_fp8 == 8 and seen.share > 0.4
+    adapters = (
+        {f"{i}.c_attn.lora_{side}.default" for i in range(2) for side in "AB"}
+        if name == "PEFT"
+        else set()
+    )
+    assert (
+        {n.removeprefix("base_model.") for n in left_out} == {head} | adapters
+        and seen.layers_in_fp8 == 8
+        and seen.share > 0.4
+    )
 
 
 @both
@@ -68,14 +82,23 @@ def test_checkpoints_load_both_ways_strictly(name: str, way: Way) -> None:
     assert all(value.dtype in (torch.float32, torch.bfloat16) for value in trained.values())
     plain_weights = copy.deepcopy(plain.state_dict())
     plain.load_state_dict(trained, strict=True)
-    assert loss_of(plain) == pytest.approx(loss_of(made.model), abs=1e-5 if way == "converted" else 0.05)  # of bfloat16, whose steps are 1/64 there
+    assert loss_of(plain) == pytest.approx(
+        loss_of(made.model), abs=1e-5 if way == "converted" else 0.05
+    )  # of bfloat16, whose steps are 1/64 there
     assert loss_of(plain) != loss_of(run(name, "plain").model)
-    assert {k: v.shape for k, v in plain.state_dict().items()} == {k: v.shape for k, v in trained.items()}
-    assert all(torch.equal(value.float(), trained[key].float()) for key, value in plain.state_dict().items())
+    assert {k: v.shape for k, v in plain.state_dict().items()} == {
+        k: v.shape for k, v in trained.items()
+    }
+    assert all(
+        torch.equal(value.float(), trained[key].float())
+        for key, value in plain.state_dict().items()
+    )
     made.model.load_state_dict(plain_weights, strict=True)
     for key, value in made.model.state_dict().items():
         wanted = plain_weights[key].float()
-        assert torch.allclose(value.float(), wanted, rtol=0.07, atol=2e-3) and (way == "built" or torch.equal(value.float(), wanted)), key
+        assert torch.allclose(value.float(), wanted, rtol=0.07, atol=2e-3) and (
+            way == "built" or torch.equal(value.float(), wanted)
+        ), key
     made.model.load_state_dict(trained, strict=True)
 
 

@@ -60,13 +60,21 @@ def trained(run: Made, world: World) -> dict[str, Any]:
     if proof := run.job or run.conversion:
         proof.prove()
     weights = get_model_state_dict(run.model, options=StateDictOptions(full_state_dict=True))
-    return {"losses": losses, "fp8": fp8cfg.coverage(run.model).layers_in_fp8,
-            "weights": {name.removeprefix("module."): value.detach().clone() for name, value in weights.items()}}
+    return {
+        "losses": losses,
+        "fp8": fp8cfg.coverage(run.model).layers_in_fp8,
+        "weights": {
+            name.removeprefix("module."): value.detach().clone() for name, value in weights.items()
+        },
+    }
 
 
 def on_a_rank(world: World) -> dict[str, Any]:
     scripts: dict[str, Callable[[], Made]] = {
-        "DDP converted": ddp, "FSDP2 converted": fsdp, "job": lambda: made("built", model(tied=False))}
+        "DDP converted": ddp,
+        "FSDP2 converted": fsdp,
+        "job": lambda: made("built", model(tied=False)),
+    }
     return {case: trained(scripts[case](), world) for case in CASES}
 
 
@@ -82,10 +90,14 @@ def alone() -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_one_process_with_the_whole_batch(case: str, found: list[dict[str, Any]], alone: list[float]) -> None:
+def test_losses_are_those_of_one_process_with_the_whole_batch(
+    case: str, found: list[dict[str, Any]], alone: list[float]
+) -> None:
     losses = found[0][case]["losses"]
     assert losses == found[1][case]["losses"]
-    assert max(abs(a - b) for a, b in zip(losses[-5:], alone[STEPS - 5:STEPS], strict=True)) < 0.01
+    assert (
+        max(abs(a - b) for a, b in zip(losses[-5:], alone[STEPS - 5 : STEPS], strict=True)) < 0.01
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -94,7 +106,9 @@ def test_each_rank_ran_in_fp8(case: str, found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_hold_the_same_weights_and_the_plain_model_takes_them(case: str, found: list[dict[str, Any]]) -> None:
+def test_ranks_hold_the_same_weights_and_the_plain_model_takes_them(
+    case: str, found: list[dict[str, Any]]
+) -> None:
     weights: list[dict[str, Tensor]] = [rank[case]["weights"] for rank in found]
     whole = weights[0]
     if "FSDP2" not in case:  # there the first rank alone has the whole
@@ -102,7 +116,9 @@ def test_ranks_hold_the_same_weights_and_the_plain_model_takes_them(case: str, f
     plain = model(tied=False)
     before = copy.deepcopy(plain.state_dict())
     plain.load_state_dict(whole, strict=True)
-    assert all(torch.equal(value, whole[name].float()) for name, value in plain.state_dict().items())
+    assert all(
+        torch.equal(value, whole[name].float()) for name, value in plain.state_dict().items()
+    )
     assert any(not torch.equal(value, before[name]) for name, value in plain.state_dict().items())
     with torch.no_grad():
         assert plain(*batch(STEPS - 1))[1].item() < found[0][case]["losses"][0] - 1.0

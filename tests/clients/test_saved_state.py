@@ -48,7 +48,9 @@ class OfAccelerate(Session):
     def __init__(self, way: Way) -> None:
         self.run = made(way, model(tied=False))
         self.accelerator = Accelerator(mixed_precision="no", cpu=True)
-        self.run.model, self.optimizer = self.accelerator.prepare(self.run.model, self.run.optimizer)
+        self.run.model, self.optimizer = self.accelerator.prepare(
+            self.run.model, self.run.optimizer
+        )
         if self.run.conversion:
             self.accelerator.register_for_checkpointing(self.run.conversion)
         self.backward = self.accelerator.backward
@@ -87,7 +89,9 @@ class OfFabric(Session):
 
     @staticmethod
     def weights(folder: Path) -> dict[str, torch.Tensor]:
-        weights: dict[str, torch.Tensor] = torch.load(folder / "saved.ckpt", weights_only=True)["model"]
+        weights: dict[str, torch.Tensor] = torch.load(folder / "saved.ckpt", weights_only=True)[
+            "model"
+        ]
         return weights
 
 

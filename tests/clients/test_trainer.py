@@ -20,19 +20,53 @@ STEPS = 20
 
 def llama() -> LlamaForCausalLM:
     torch.manual_seed(7)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, use_cache=False, initializer_range=0.05))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            use_cache=False,
+            initializer_range=0.05,
+        )
+    )
 
 
 def trainer(run: Made, folder: Path, **given: Any) -> Trainer:
     rows = [{"input_ids": row, "labels": row} for step in range(STEPS) for row in batch(step)[0]]
     more: dict[str, Any] = {}
     if run.job:
-        more = {"optimizers": (run.optimizer, run.job.scheduler()), "callbacks": [run.job.trainer_callback()]}
-    words = {"bf16": True} if run.job else {"learning_rate": LR, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": CLIP, "lr_scheduler_type": "constant"}
+        more = {
+            "optimizers": (run.optimizer, run.job.scheduler()),
+            "callbacks": [run.job.trainer_callback()],
+        }
+    words = (
+        {"bf16": True}
+        if run.job
+        else {
+            "learning_rate": LR,
+            "adam_beta2": 0.95,
+            "adam_epsilon": 1e-8,
+            "max_grad_norm": CLIP,
+            "lr_scheduler_type": "constant",
+        }
+    )
     args = TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH // 2, gradient_accumulation_steps=2, use_cpu=True, report_to="none",
-        disable_tqdm=True, logging_steps=1, train_sampling_strategy="sequential", save_strategy="steps", save_steps=15, **words, **given)
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH // 2,
+        gradient_accumulation_steps=2,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        train_sampling_strategy="sequential",
+        save_strategy="steps",
+        save_steps=15,
+        **words,
+        **given,
+    )
     return Trainer(model=run.model, args=args, train_dataset=rows, **more)
 
 
@@ -60,7 +94,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_losses_are_those_of_the_plain_trainer_in_fp8(way: Way, trained: Any) -> None:
     (plain, _, _), (ours, run, _) = trained("plain"), trained(way)
     assert len(plain) == len(ours) == STEPS and plain[-1] < plain[0] - 0.3
-    assert max(abs(a - b) for a, b in zip(plain[-5:], ours[-5:], strict=True)) < 0.01 and plain != ours
+    assert (
+        max(abs(a - b) for a, b in zip(plain[-5:], ours[-5:], strict=True)) < 0.01 and plain != ours
+    )
     (run.job or run.conversion).prove()
     assert fp8cfg.coverage(run.model).layers_in_fp8 == 14
 
@@ -77,7 +113,9 @@ def test_what_is_saved_is_the_model_that_was_trained(way: Way, trained: Any) -> 
     tokens = batch(99)[0]
     with torch.no_grad():
         run.model.eval()
-        assert read(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(run.model(input_ids=tokens, labels=tokens).loss.item(), abs=0.01)
+        assert read(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(
+            run.model(input_ids=tokens, labels=tokens).loss.item(), abs=0.01
+        )
         run.model.train()
     run.model.load_state_dict(read.state_dict(), strict=True)
 
@@ -88,7 +126,11 @@ def test_a_checkpoint_goes_on(way: Way, trained: Any, tmp_path: Path) -> None:
     losses, _, folder = trained(way)
     again = bring(way)
     loop = trainer(again, tmp_path)
-    with pytest.warns(RuntimeWarning, match="scales and amax histories started anew") if way == "converted" else nullcontext():
+    with (
+        pytest.warns(RuntimeWarning, match="scales and amax histories started anew")
+        if way == "converted"
+        else nullcontext()
+    ):
         loop.train(resume_from_checkpoint=str(folder / "checkpoint-15"))
     found = [line["loss"] for line in loop.state.log_history if "loss" in line][-5:]
     assert max(abs(a - b) for a, b in zip(found, losses[-5:], strict=True)) < 0.01

@@ -33,25 +33,31 @@ def by_hand() -> Recipe:
     return r
 
 
-@pytest.mark.parametrize("words", [
-    ["recipe=llama_8b", "precision=bf16_fp8", "fp8.margin=1"],
-    ["fp8.margin=1", "precision=bf16_fp8", "recipe=llama_8b"],
-    ["recipe=llama_8b", "precision=bf16_fp8", "trainer.plugins.fp8.margin=1"],
-    ["recipe=llama_8b", "precision=bf16_fp8", "precision.fp8.margin=1"],
-    ["recipe=llama_8b", "precision=bf16_fp8", "fp8={margin: 1}"],
-    ["recipe=llama_8b", "trainer.plugins=bf16_with_fp8_mixed", "fp8.margin=1"],
-    ["recipe=llama_8b", "precision=bf16-with-fp8-mixed", "fp8.margin=5", "fp8.margin=1"],
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=llama_8b", "precision=bf16_fp8", "fp8.margin=1"],
+        ["fp8.margin=1", "precision=bf16_fp8", "recipe=llama_8b"],
+        ["recipe=llama_8b", "precision=bf16_fp8", "trainer.plugins.fp8.margin=1"],
+        ["recipe=llama_8b", "precision=bf16_fp8", "precision.fp8.margin=1"],
+        ["recipe=llama_8b", "precision=bf16_fp8", "fp8={margin: 1}"],
+        ["recipe=llama_8b", "trainer.plugins=bf16_with_fp8_mixed", "fp8.margin=1"],
+        ["recipe=llama_8b", "precision=bf16-with-fp8-mixed", "fp8.margin=5", "fp8.margin=1"],
+    ],
+)
 def test_words_equal_python(words: list[str]) -> None:
     assert fp8cfg.compose(words) == by_hand()
 
 
-@pytest.mark.parametrize("text", [
-    "recipe: llama_8b\nprecision: bf16_fp8\nfp8: {margin: 1}",
-    "defaults: [llama_8b, {override /precision: bf16_fp8}, _self_]\nfp8: {margin: 1}",
-    "recipe: llama_8b\ntrainer: {plugins: bf16-with-fp8-mixed}\nprecision: {fp8: {margin: 1}}",
-    "recipe: llama_8b\nprecision: bf16_fp8\ntrainer:\n  plugins:\n    fp8:\n      margin: 1",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "recipe: llama_8b\nprecision: bf16_fp8\nfp8: {margin: 1}",
+        "defaults: [llama_8b, {override /precision: bf16_fp8}, _self_]\nfp8: {margin: 1}",
+        "recipe: llama_8b\ntrainer: {plugins: bf16-with-fp8-mixed}\nprecision: {fp8: {margin: 1}}",
+        "recipe: llama_8b\nprecision: bf16_fp8\ntrainer:\n  plugins:\n    fp8:\n      margin: 1",
+    ],
+)
 def test_yaml_equals_python(text: str) -> None:
     assert fp8cfg.from_yaml(text) == by_hand()
 
@@ -69,11 +75,15 @@ def test_every_preset_survives_yaml(name: str) -> None:
 
 
 VALUES = {
-    "fp8.margin": st.integers(0, 16), "fp8.amax_history_len": st.integers(2, 65536), "fp8.first_step": st.sampled_from(["te", "in_time"]),
-    "optim.lr": st.floats(1e-8, 10, allow_nan=False), "trainer.seed": st.integers(0, 2**31 - 1),
+    "fp8.margin": st.integers(0, 16),
+    "fp8.amax_history_len": st.integers(2, 65536),
+    "fp8.first_step": st.sampled_from(["te", "in_time"]),
+    "optim.lr": st.floats(1e-8, 10, allow_nan=False),
+    "trainer.seed": st.integers(0, 2**31 - 1),
     "fp8.exclude": st.lists(st.text("abc.*_-", min_size=1, max_size=8), max_size=3),
     "name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,20}", fullmatch=True),
-    "fp8.min_coverage": st.floats(0, 1), "data.validation_fraction": st.floats(0.001, 0.499),
+    "fp8.min_coverage": st.floats(0, 1),
+    "data.validation_fraction": st.floats(0.001, 0.499),
 }
 
 
@@ -86,12 +96,17 @@ def test_the_three_doors_agree_on_any_values(values: dict[str, object]) -> None:
     for key, value in values.items():
         node, _, leaf = key.rpartition(".")
         setattr(getattr(python, node) if node else python, leaf, value)
-    words = ["precision=bf16_fp8", "optim.min_lr=0"] + [f"{k}={_spelled(v)}" for k, v in values.items()]
+    words = ["precision=bf16_fp8", "optim.min_lr=0"] + [
+        f"{k}={_spelled(v)}" for k, v in values.items()
+    ]
     assert fp8cfg.compose(words) == python
     assert fp8cfg.from_yaml(fp8cfg.to_yaml(python)) == python
 
 
-@pytest.mark.parametrize("name", ["1e5", "012", "on", "1.5", "null", "true", "1_000", "0x10", "2020-01-01", "yes", "1.e3"])
+@pytest.mark.parametrize(
+    "name",
+    ["1e5", "012", "on", "1.5", "null", "true", "1_000", "0x10", "2020-01-01", "yes", "1.e3"],
+)
 def test_names_that_look_like_numbers_survive_yaml(name: str) -> None:
     r = llama_tiny()
     r.name = name
@@ -109,7 +124,10 @@ GOLDEN = [
     ("margin=1", "margin: no such key; did you mean 'fp8.margin'?"),
     ("fp8.margin=abc", "fp8.margin=abc: expected an integer, got str"),
     ("fp8.margin=99", "fp8.margin=99: must be at most 16"),
-    ("precision=bf16_pf8", "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?"),
+    (
+        "precision=bf16_pf8",
+        "precision=bf16_pf8: no such precision preset; did you mean 'bf16_fp8'?",
+    ),
     ("recipe=lama_8b", "recipe=lama_8b: no such recipe; did you mean 'llama_8b'?"),
     ("data=stdlb", "data=stdlb: no such data preset; did you mean 'stdlib'?"),
     ("fp8=true", "fp8=true: expected keys of fp8; write fp8.enabled=true"),
@@ -119,7 +137,10 @@ GOLDEN = [
     ("++recipe=llama_8c", "recipe=llama_8c: no such recipe; did you mean 'llama_8b'?"),
     ("~fp8.margin", "~fp8.margin: keys cannot be removed; set fp8.margin to its default instead"),
     ("fp8.margin", "fp8.margin: needs a value, as in fp8.margin=VALUE"),
-    ("fp8.margin=0,1", "fp8.margin=0,1: several values are a sweep, and a run takes one; a list is written [a,b]"),
+    (
+        "fp8.margin=0,1",
+        "fp8.margin=0,1: several values are a sweep, and a run takes one; a list is written [a,b]",
+    ),
     ("precision@x=bf16", "precision@x=bf16: packages are fixed; write precision=bf16"),
     ("mixed_precision=fp8", "mixed_precision=fp8: no such key; write precision=bf16_fp8"),
     ("fp8_recipe=tensorwise", "fp8_recipe=tensorwise: no such key; write fp8.scaling=current"),
@@ -139,7 +160,9 @@ def test_all_wrong_words_at_once() -> None:
     words = [word for word, _ in GOLDEN]
     assert problems(*words) == [line for _, line in GOLDEN]
     assert problems("fp8={margn: 1, margin: x}") == [
-        "fp8.margn: no such key; did you mean 'fp8.margin'?", "fp8.margin=x: expected an integer, got str"]
+        "fp8.margn: no such key; did you mean 'fp8.margin'?",
+        "fp8.margin=x: expected an integer, got str",
+    ]
 
 
 def test_rules_are_checked_at_every_door() -> None:
@@ -159,10 +182,16 @@ def test_rules_are_checked_at_every_door() -> None:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "precision").mkdir()
-    (tmp_path / "recipe" / "my_8b.yaml").write_text("recipe: llama_8b\nprecision: mine\nfp8: {margin: 2}\noptim: {lr: 1e-3}\n")
-    (tmp_path / "recipe" / "my_hydra.yaml").write_text("# @package _global_\ndefaults:\n  - my_8b\n  - _self_\nfp8: {margin: 3}\n")
+    (tmp_path / "recipe" / "my_8b.yaml").write_text(
+        "recipe: llama_8b\nprecision: mine\nfp8: {margin: 2}\noptim: {lr: 1e-3}\n"
+    )
+    (tmp_path / "recipe" / "my_hydra.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - my_8b\n  - _self_\nfp8: {margin: 3}\n"
+    )
     (tmp_path / "recipe" / "llama_tiny.yaml").write_text("recipe: llama_tiny\nname: mine\n")
-    (tmp_path / "precision" / "mine.yaml").write_text("compute: bf16\nfp8: {enabled: true, amax_history_len: 16}\n")
+    (tmp_path / "precision" / "mine.yaml").write_text(
+        "compute: bf16\nfp8: {enabled: true, amax_history_len: 16}\n"
+    )
     return tmp_path
 
 
@@ -174,24 +203,36 @@ def test_a_folder_of_ones_own(folder: Path) -> None:
     want.fp8.margin = 3
     assert fp8cfg.compose(["recipe=my_hydra"], config_dir=folder) == want
     want.fp8.margin = 0
-    assert fp8cfg.compose(["recipe=my_8b", "precision=mine"], config_dir=folder) == want, "a preset replaces the recipe's precision"
-    assert fp8cfg.compose([], config_dir=folder).name == "mine", "a file of a shipped recipe's name builds on that recipe"
-    assert problems("recipe=my_8", config_dir=folder) == ["recipe=my_8: no such recipe; did you mean 'my_8b'?"]
+    assert fp8cfg.compose(["recipe=my_8b", "precision=mine"], config_dir=folder) == want, (
+        "a preset replaces the recipe's precision"
+    )
+    assert fp8cfg.compose([], config_dir=folder).name == "mine", (
+        "a file of a shipped recipe's name builds on that recipe"
+    )
+    assert problems("recipe=my_8", config_dir=folder) == [
+        "recipe=my_8: no such recipe; did you mean 'my_8b'?"
+    ]
 
 
 def test_a_recipe_file_takes_the_place_of_recipe(folder: Path) -> None:
     file = folder / "recipe" / "my_8b.yaml"
     assert fp8cfg.compose(["fp8.margin=4"], config_dir=folder, file=file).fp8.margin == 4
-    assert problems("recipe=llama_8b", config_dir=folder, file=file) == ["recipe=llama_8b: the recipe is given already; drop one of the two"]
+    assert problems("recipe=llama_8b", config_dir=folder, file=file) == [
+        "recipe=llama_8b: the recipe is given already; drop one of the two"
+    ]
 
 
 def test_errors_in_a_file_name_the_file(folder: Path) -> None:
     bad = folder / "recipe" / "bad.yaml"
     bad.write_text("recipe: llama_8b\nfp8: {formt: x}\noptim: {lr: hello}\n")
     assert sorted(problems("recipe=bad", config_dir=folder)) == [
-        f"{bad}:2: fp8.formt: no such key; did you mean 'fp8.format'?", f"{bad}:3: optim.lr=hello: expected a number, got str"]
+        f"{bad}:2: fp8.formt: no such key; did you mean 'fp8.format'?",
+        f"{bad}:3: optim.lr=hello: expected a number, got str",
+    ]
     bad.write_text("fp8: {margin: 1}\ntrainer: {plugins: {fp8: {margin: 2}}}\n")
-    assert problems("recipe=bad", config_dir=folder) == [f"{bad}:2: trainer.plugins.fp8.margin: given twice, under its short and its full name"]
+    assert problems("recipe=bad", config_dir=folder) == [
+        f"{bad}:2: trainer.plugins.fp8.margin: given twice, under its short and its full name"
+    ]
     (folder / "recipe" / "one.yaml").write_text("recipe: two\n")
     (folder / "recipe" / "two.yaml").write_text("recipe: one\n")
     assert "build on one another in a circle" in problems("recipe=one", config_dir=folder)[0]
@@ -210,7 +251,9 @@ def test_a_python_recipe_through_an_entry_point(monkeypatch: pytest.MonkeyPatch)
                 r.name = "my_python_recipe"
                 return r
 
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [Point()] if group == "fp8cfg.recipes" else [])
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda group: [Point()] if group == "fp8cfg.recipes" else []
+    )
     monkeypatch.setattr(recipe_registry, "_RECIPES", dict(recipes()))
     recipe_registry._load.cache_clear()
     assert fp8cfg.compose(["recipe=my_python_recipe"]).name == "my_python_recipe"
@@ -252,21 +295,32 @@ def test_composing_inside_a_hydra_application() -> None:
 def test_nothing_heavy_is_loaded() -> None:
     import subprocess
 
-    code = ("import sys, fp8cfg; heavy = {'torch','hydra','fiddle','omegaconf','pydantic'} & set(sys.modules); assert not heavy, heavy;"
-            "r = fp8cfg.compose(['precision=bf16_fp8']); fp8cfg.lower(r); assert 'torch' not in sys.modules")
+    code = (
+        "import sys, fp8cfg; heavy = {'torch','hydra','fiddle','omegaconf','pydantic'} & set(sys.modules); assert not heavy, heavy;"
+        "r = fp8cfg.compose(['precision=bf16_fp8']); fp8cfg.lower(r); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 def test_yaml_without_a_recipe_builds_on_the_default_one() -> None:
-    assert fp8cfg.from_yaml("precision: bf16_fp8\nfp8: {margin: 1}") == fp8cfg.compose(["precision=bf16_fp8", "fp8.margin=1"])
+    assert fp8cfg.from_yaml("precision: bf16_fp8\nfp8: {margin: 1}") == fp8cfg.compose(
+        ["precision=bf16_fp8", "fp8.margin=1"]
+    )
 
 
-@pytest.mark.parametrize(("text", "part"), [
-    ("defaults: 5", "defaults=5: expected a list"), ("defaults: llama_8b", "defaults=llama_8b: expected a list"),
-    ("defaults: [llama_8b, llama_1b]", "recipe: given twice, as llama_8b and as llama_1b"),
-    ("precision: fp16\ntrainer: {plugins: bf16_fp8}", "precision: given twice, as fp16 and as bf16_fp8"),
-    ("a: &a [*a]", "not valid YAML"),
-])
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("defaults: 5", "defaults=5: expected a list"),
+        ("defaults: llama_8b", "defaults=llama_8b: expected a list"),
+        ("defaults: [llama_8b, llama_1b]", "recipe: given twice, as llama_8b and as llama_1b"),
+        (
+            "precision: fp16\ntrainer: {plugins: bf16_fp8}",
+            "precision: given twice, as fp16 and as bf16_fp8",
+        ),
+        ("a: &a [*a]", "not valid YAML"),
+    ],
+)
 def test_yaml_that_says_two_things_or_nothing(text: str, part: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.from_yaml(text)
@@ -285,12 +339,19 @@ def test_misuse_from_python_is_one_line() -> None:
 def test_yaml_problems_come_at_once() -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.from_yaml("recipe: nope\nprecision: bf16_pf8\nfp8: {margn: 1}\noptim: {lr: x}")
-    assert sorted(line.split(":")[0] for line in e.value.problems) == ["fp8.margn", "optim.lr=x", "precision=bf16_pf8", "recipe=nope"]
+    assert sorted(line.split(":")[0] for line in e.value.problems) == [
+        "fp8.margn",
+        "optim.lr=x",
+        "precision=bf16_pf8",
+        "recipe=nope",
+    ]
 
 
 @pytest.mark.parametrize("path", ["fü.txt", "größe/наборы 1", "データ", "u\u0308"])
 def test_a_path_has_letters_of_any_script(path: str) -> None:
-    assert fp8cfg.compose(["data=text", f"data.path={path}", f"log.folder={path}"]).data.path == path
+    assert (
+        fp8cfg.compose(["data=text", f"data.path={path}", f"log.folder={path}"]).data.path == path
+    )
     assert fp8cfg.compose(["data=text", f'data.path="{path}"']).data.path == path
     swept = read(["data=text", f"data.path={path}", "optim.lr=0.1,0.2"], Library(None))
     assert [fp8cfg.compose(words).data.path for words in swept.combinations] == [path] * 2

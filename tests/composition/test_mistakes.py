@@ -11,31 +11,47 @@ from fp8cfg.__main__ import main
 
 TYPED = {
     # numbers with units, and numbers that are none
-    ("trainer.max_steps=4k",): "trainer.max_steps=4k: expected an integer, got str; write it out, as 4000 or 4096",
-    ("trainer.max_steps=1.5M",): "trainer.max_steps=1.5M: expected an integer, got str; write it out, as 1500000 or 1572864",
+    (
+        "trainer.max_steps=4k",
+    ): "trainer.max_steps=4k: expected an integer, got str; write it out, as 4000 or 4096",
+    (
+        "trainer.max_steps=1.5M",
+    ): "trainer.max_steps=1.5M: expected an integer, got str; write it out, as 1500000 or 1572864",
     ("model.seq_length=8192.5",): "model.seq_length=8192.5: expected an integer, got float",
     ("optim.lr=3e-4,",): "optim.lr=3e-4,: ends in a comma; write optim.lr=3e-4",
     ("fp8.margin=True",): "fp8.margin=true: expected an integer, got bool",
     ('fp8.margin="1"',): "fp8.margin=1: expected an integer, got str; write it without quotes",
-    ("trainer.seed=1e400",): "trainer.seed=1e400: more than any number here can be; expected a finite number",
+    (
+        "trainer.seed=1e400",
+    ): "trainer.seed=1e400: more than any number here can be; expected a finite number",
     ("name=1e400",): "name=1e400: expected a string, got float; write 'name=\"1e400\"'",
     ("name=7",): "name=7: expected a string, got int; write 'name=\"7\"'",
-    ("log.folder=2024",): "log.folder=2024: expected a string, got int; write 'log.folder=\"2024\"'",
+    (
+        "log.folder=2024",
+    ): "log.folder=2024: expected a string, got int; write 'log.folder=\"2024\"'",
     ("name=true",): "name=true: expected a string, got bool; write 'name=\"true\"'",
     ("trainer.max_steps=null",): "trainer.max_steps=null: expected an integer, got null",
-    ("trainer.gradient_clip_val=inf",): "trainer.gradient_clip_val=inf: expected a finite number, got float",
+    (
+        "trainer.gradient_clip_val=inf",
+    ): "trainer.gradient_clip_val=inf: expected a finite number, got float",
     # lists for scalars, and scalars for lists
-    ("trainer.max_steps=[100]",): "trainer.max_steps=[100]: expected an integer, got a list; write trainer.max_steps=100",
-    ("optim.betas=0.9,0.95",): "optim.betas=0.9,0.95: several values are a sweep, and a run takes one; a list is written optim.betas=[0.9,0.95]",
+    (
+        "trainer.max_steps=[100]",
+    ): "trainer.max_steps=[100]: expected an integer, got a list; write trainer.max_steps=100",
+    (
+        "optim.betas=0.9,0.95",
+    ): "optim.betas=0.9,0.95: several values are a sweep, and a run takes one; a list is written optim.betas=[0.9,0.95]",
     ("optim.betas=(0.9,0.95)",): "optim.betas=(0.9,0.95): a list is written optim.betas=[0.9,0.95]",
     ("data.mixture='a b'",): "data.mixture=a b: expected a list, got str",
     ("storage=false",): "storage=false: expected keys of storage, as in storage.weight=auto",
     ("optim.betas='1'",): "optim.betas=1: expected a list, got str",
     ("trainer.max_steps=[a]",): "trainer.max_steps=['a']: expected an integer, got a list",
-    ("fp8={output_layer: choice(1,2)}",):
-        "fp8={output_layer: choice(1,2)}: a sweep inside of braces; write it as a word of its own, as in fp8.KEY=a,b",
-    ("trainer={strategy.context_parallel_size: 2}",):
-        "trainer.strategy.context_parallel_size: no key in braces has a dot; write trainer.strategy.context_parallel_size=2",
+    (
+        "fp8={output_layer: choice(1,2)}",
+    ): "fp8={output_layer: choice(1,2)}: a sweep inside of braces; write it as a word of its own, as in fp8.KEY=a,b",
+    (
+        "trainer={strategy.context_parallel_size: 2}",
+    ): "trainer.strategy.context_parallel_size: no key in braces has a dot; write trainer.strategy.context_parallel_size=2",
     ("trainer=[1]",): "trainer=[1]: expected keys of trainer, as in trainer.num_nodes=1",
     ("optim.betas=[0.9]",): "optim.betas=[0.9]: expected 2 values, got 1",
     # empty values
@@ -43,46 +59,90 @@ TYPED = {
     ("precision=",): "precision=: needs the name of a choice; fp8cfg list precision has them",
     ("fp8=",): "fp8=: expected keys of fp8; write fp8.enabled=true",
     # truth in other words
-    ("fp8.enabled=yes",): "fp8.enabled=yes: expected true or false, got str; write fp8.enabled=true",
-    ("log.tensorboard=0",): "log.tensorboard=0: expected true or false, got int; write log.tensorboard=false",
+    (
+        "fp8.enabled=yes",
+    ): "fp8.enabled=yes: expected true or false, got str; write fp8.enabled=true",
+    (
+        "log.tensorboard=0",
+    ): "log.tensorboard=0: expected true or false, got int; write log.tensorboard=false",
     # quoting and spaces
-    ("trainer.max_steps", "=", "5"): "trainer.max_steps: needs a value, as in trainer.max_steps=VALUE\nerror: =: stands alone; key=value has no spaces",
-    ("trainer.max_steps:5",): "trainer.max_steps:5: not of the form key=value; write trainer.max_steps=5",
+    (
+        "trainer.max_steps",
+        "=",
+        "5",
+    ): "trainer.max_steps: needs a value, as in trainer.max_steps=VALUE\nerror: =: stands alone; key=value has no spaces",
+    (
+        "trainer.max_steps:5",
+    ): "trainer.max_steps:5: not of the form key=value; write trainer.max_steps=5",
     ("trainer.max_steps==5",): "trainer.max_steps==5: two signs '='; write trainer.max_steps=5",
-    ("trainer.max_steps=5 trainer.seed=1",):
-        "trainer.max_steps=5 trainer.seed=1: several words in one; write trainer.max_steps=5 trainer.seed=1 without quotes",
+    (
+        "trainer.max_steps=5 trainer.seed=1",
+    ): "trainer.max_steps=5 trainer.seed=1: several words in one; write trainer.max_steps=5 trainer.seed=1 without quotes",
     ("'trainer.max_steps=5'",): "'trainer.max_steps=5': quoted twice; leave the inner quotes out",
     ("fp8={margin:", "1}"): "1}: no command, recipe file or key=value; fp8cfg --help has them\n"
-                            "error: fp8={margin:: '{' without its '}'; quote the word where it has spaces",
-    ("fp8.exclude=[linear_qkv",): "fp8.exclude=[linear_qkv: '[' without its ']'; quote the word where it has spaces",
-    ("precision=$PRECISION",): "precision=$PRECISION: is a variable, which no shell has replaced; write its value",
+    "error: fp8={margin:: '{' without its '}'; quote the word where it has spaces",
+    (
+        "fp8.exclude=[linear_qkv",
+    ): "fp8.exclude=[linear_qkv: '[' without its ']'; quote the word where it has spaces",
+    (
+        "precision=$PRECISION",
+    ): "precision=$PRECISION: is a variable, which no shell has replaced; write its value",
     ("$ARGS",): "$ARGS: is a variable, which no shell has replaced; write its value",
     # signs that only look right
-    ("precision=“bf16_fp8”",): "precision=“bf16_fp8”: '“' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
-    ("trainer.max_steps=\uff11\uff10",): "trainer.max_steps=\uff11\uff10: '\uff11' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
-    ("log.folder=a€b",): "log.folder=a€b: a text with special signs wants quotes; write 'log.folder=\"a€b\"'",
-    ("data.path=a=b.txt",): "data.path=a=b.txt: a text with special signs wants quotes; write 'data.path=\"a=b.txt\"'",
-    ("data.path=(p).txt",): "data.path=(p).txt: a text with special signs wants quotes; write 'data.path=\"(p).txt\"'",
-    ("hydra.run.dir=a=b",): "hydra.run.dir=a=b: a text with special signs wants quotes; write 'hydra.run.dir=\"a=b\"'",
-    ("hydra/launcher=ü",): "hydra/launcher=ü: 'ü' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
+    (
+        "precision=“bf16_fp8”",
+    ): "precision=“bf16_fp8”: '“' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
+    (
+        "trainer.max_steps=\uff11\uff10",
+    ): "trainer.max_steps=\uff11\uff10: '\uff11' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
+    (
+        "log.folder=a€b",
+    ): "log.folder=a€b: a text with special signs wants quotes; write 'log.folder=\"a€b\"'",
+    (
+        "data.path=a=b.txt",
+    ): "data.path=a=b.txt: a text with special signs wants quotes; write 'data.path=\"a=b.txt\"'",
+    (
+        "data.path=(p).txt",
+    ): "data.path=(p).txt: a text with special signs wants quotes; write 'data.path=\"(p).txt\"'",
+    (
+        "hydra.run.dir=a=b",
+    ): "hydra.run.dir=a=b: a text with special signs wants quotes; write 'hydra.run.dir=\"a=b\"'",
+    (
+        "hydra/launcher=ü",
+    ): "hydra/launcher=ü: 'ü' is not a sign of a key or a number; type it anew, or quote a text as in 'name=\"a b\"'",
     # names
-    ("recipe=8b",): "recipe=8b: no such recipe; did you mean one of llama31_8b, llama3_8b, llama_8b, nemotron3_8b, qwen3_8b?",
-    ("recipe=meta-llama/Llama-3.1-8B",):
-        "recipe=meta-llama/Llama-3.1-8B: a choice is a name of letters, digits and '_', not a path; did you mean 'llama31_8b'?",
+    (
+        "recipe=8b",
+    ): "recipe=8b: no such recipe; did you mean one of llama31_8b, llama3_8b, llama_8b, nemotron3_8b, qwen3_8b?",
+    (
+        "recipe=meta-llama/Llama-3.1-8B",
+    ): "recipe=meta-llama/Llama-3.1-8B: a choice is a name of letters, digits and '_', not a path; did you mean 'llama31_8b'?",
     ("trainer.plugns=3",): "trainer.plugns: no such key; did you mean 'trainer.plugins'?",
     ("Precision=bf16_fp8",): "Precision: no such key; did you mean 'precision'?",
-    ("llama_8b", "bf16_fp8"): "llama_8b: not of the form key=value; did you mean 'recipe=llama_8b'?",
+    (
+        "llama_8b",
+        "bf16_fp8",
+    ): "llama_8b: not of the form key=value; did you mean 'recipe=llama_8b'?",
     # presets by what they come to
-    ("precision=fp8_mixed",): "precision=fp8_mixed: no such precision preset; did you mean 'bf16_fp8'?",
-    ("precision=bf16_fp8_delayed",): "precision=bf16_fp8_delayed: no such precision preset; did you mean 'bf16_fp8'?",
-    ("precision=fp8_tensorwise",): "precision=fp8_tensorwise: no such precision preset; did you mean 'bf16_fp8_current'?",
+    (
+        "precision=fp8_mixed",
+    ): "precision=fp8_mixed: no such precision preset; did you mean 'bf16_fp8'?",
+    (
+        "precision=bf16_fp8_delayed",
+    ): "precision=bf16_fp8_delayed: no such precision preset; did you mean 'bf16_fp8'?",
+    (
+        "precision=fp8_tensorwise",
+    ): "precision=fp8_tensorwise: no such precision preset; did you mean 'bf16_fp8_current'?",
     ("precision=bfloat16",): "precision=bfloat16: no such precision preset; did you mean 'bf16'?",
     ("precision=16",): "precision=16: expected the name of a preset; did you mean 'fp16'?",
     ("precision=int8",): "precision=int8: no such precision preset; fp8cfg list precision has them",
     # text from elsewhere
-    ("model.vocab_size=50,257",):
-        "model.vocab_size=50,257: several values are a sweep; a number is written without commas: model.vocab_size=50257",
-    ("data.path=~/data",): "data.path=~/data: no shell replaces '~' there; write data.path=$HOME/data",
+    (
+        "model.vocab_size=50,257",
+    ): "model.vocab_size=50,257: several values are a sweep; a number is written without commas: model.vocab_size=50257",
+    (
+        "data.path=~/data",
+    ): "data.path=~/data: no shell replaces '~' there; write data.path=$HOME/data",
     ("fp8.margin = 1",): "fp8.margin = 1: spaces around '='; write fp8.margin=1",
     ("storage.exp_avg=8bit",): "storage.exp_avg=8bit: not an option; did you mean 'fp8_block'?",
 }
@@ -116,14 +176,12 @@ ASSIGNED = {
     "recipe.fp8_margin = 1": "fp8_margin: no such key; it belongs to fp8.margin",
     "recipe.precision = 'bf16_fp8_delayed'": "precision=bf16_fp8_delayed: no such precision preset; did you mean 'bf16_fp8'?",
     "recipe.fp8 = True": "fp8=true: expected a mapping of keys, got bool; write fp8.enabled=true",
-    "recipe.fp8.override_linear_precision = (False, False, True)":
-        "fp8.override_linear_precision=[false, false, true]: expected a mapping of keys, got a list; "
-        "write 'fp8.override_linear_precision={fprop: false, dgrad: false, wgrad: true}'",
+    "recipe.fp8.override_linear_precision = (False, False, True)": "fp8.override_linear_precision=[false, false, true]: expected a mapping of keys, got a list; "
+    "write 'fp8.override_linear_precision={fprop: false, dgrad: false, wgrad: true}'",
     "recipe.trainer.max_steps = '1_000'": "trainer.max_steps=1_000: expected an integer, got str; write it out, as 1000",
     "recipe.trainer.plugins = [fp8cfg.bf16_mixed()]": "precision: expected one, got a list; write it without the list",
     "fp8cfg.compose({'fp8.margin': 1})": "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
-    "fp8cfg.compose(['fp8.margin=1'], base='llama_8b')":
-        "compose: base: expected a Recipe, got str; a name is a word, as in recipe=llama_8b",
+    "fp8cfg.compose(['fp8.margin=1'], base='llama_8b')": "compose: base: expected a Recipe, got str; a name is a word, as in recipe=llama_8b",
     "fp8cfg.from_yaml('mine.yaml')": "from_yaml: mine.yaml: a str is the text itself; write from_yaml(Path('mine.yaml'))",
     "fp8cfg.compose('recipe=llama_8b')": "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])",
 }
@@ -135,19 +193,29 @@ def test_what_is_typed(words: tuple[str, ...], capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == f"error: {TYPED[words]}\n"
 
 
-@pytest.mark.parametrize(("verb", "ours"), [("run", "train"), ("validate", "check"), ("estimate", "plan"), ("trian", "train")])
-def test_commands_of_other_trainers(verb: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("verb", "ours"),
+    [("run", "train"), ("validate", "check"), ("estimate", "plan"), ("trian", "train")],
+)
+def test_commands_of_other_trainers(
+    verb: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([verb, "precision=bf16_fp8"]) == 2
     assert capsys.readouterr().err == f"error: {verb}: no such command; did you mean {ours!r}?\n"
 
 
 def test_a_preset_function_that_is_not_called() -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"^precision=<function .*: expected a mapping of keys, got function; write bf16_with_fp8_mixed\(\)$"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"^precision=<function .*: expected a mapping of keys, got function; write bf16_with_fp8_mixed\(\)$",
+    ):
         fp8cfg.Recipe().precision = fp8cfg.bf16_with_fp8_mixed  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("text", WRITTEN)
-def test_what_is_written(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text(text)
     assert main(["check", "my.yaml"]) == 2

@@ -20,10 +20,17 @@ def app() -> Iterator[Any]:
 
     store = ConfigStore.instance()
     before = dict(store.repo)
-    store.store("app", {"defaults": [{"fp8cfg": "llama_8b"}, {"precision": None}, "_self_"], "tag": "mine"})
+    store.store(
+        "app", {"defaults": [{"fp8cfg": "llama_8b"}, {"precision": None}, "_self_"], "tag": "mine"}
+    )
     for recipe in (llama_8b(), llama_tiny()):
         store.store(recipe.name, fp8cfg.structured_config(recipe), group="fp8cfg")
-    store.store("bf16_fp8", fp8cfg.structured_config(fp8cfg.bf16_with_fp8_mixed()), group="precision", package="fp8cfg.trainer.plugins")
+    store.store(
+        "bf16_fp8",
+        fp8cfg.structured_config(fp8cfg.bf16_with_fp8_mixed()),
+        group="precision",
+        package="fp8cfg.trainer.plugins",
+    )
     with initialize(config_path=None, version_base="1.3"):
         yield lambda *words: compose("app", list(words))
     store.repo.clear()
@@ -31,16 +38,27 @@ def app() -> Iterator[Any]:
 
 
 def test_a_recipe_is_a_part_of_an_application(app: Any) -> None:
-    cfg = app("precision=bf16_fp8", "fp8cfg.trainer.plugins.fp8.margin=1", "fp8cfg.optim.betas=[0.8,0.9]", "tag=yours")
-    want = fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8", "fp8.margin=1", "optim.betas=[0.8,0.9]"])
+    cfg = app(
+        "precision=bf16_fp8",
+        "fp8cfg.trainer.plugins.fp8.margin=1",
+        "fp8cfg.optim.betas=[0.8,0.9]",
+        "tag=yours",
+    )
+    want = fp8cfg.compose(
+        ["recipe=llama_8b", "precision=bf16_fp8", "fp8.margin=1", "optim.betas=[0.8,0.9]"]
+    )
     assert cfg.tag == "yours" and fp8cfg.Recipe(**cfg.fp8cfg) == want
     assert fp8cfg.Recipe(**app("fp8cfg=llama_tiny").fp8cfg) == llama_tiny()
 
 
-@pytest.mark.parametrize(("word", "part"), [
-    ("fp8cfg.trainer.plugins.fp8.margn=1", "Could not override"), ("fp8cfg.trainer.plugins.fp8.margin=x", "could not be converted to Integer"),
-    ("fp8cfg.optim.lr=null", "is not Optional"),
-])
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("fp8cfg.trainer.plugins.fp8.margn=1", "Could not override"),
+        ("fp8cfg.trainer.plugins.fp8.margin=x", "could not be converted to Integer"),
+        ("fp8cfg.optim.lr=null", "is not Optional"),
+    ],
+)
 def test_names_and_kinds_are_checked_by_omegaconf(word: str, part: str, app: Any) -> None:
     from hydra.errors import HydraException
 
@@ -49,9 +67,13 @@ def test_names_and_kinds_are_checked_by_omegaconf(word: str, part: str, app: Any
     assert part in f"{e.value} {e.value.__cause__}"
 
 
-@pytest.mark.parametrize(("word", "line"), [
-    ("fp8cfg.trainer.plugins.fp8.margin=99", "fp8.margin=99: must be at most 16"),
-    ("fp8cfg.optim.name=adamm", "optim.name=adamm: not an option; did you mean 'adam'?")])
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("fp8cfg.trainer.plugins.fp8.margin=99", "fp8.margin=99: must be at most 16"),
+        ("fp8cfg.optim.name=adamm", "optim.name=adamm: not an option; did you mean 'adam'?"),
+    ],
+)
 def test_options_and_bounds_are_checked_by_the_recipe(word: str, line: str, app: Any) -> None:
     cfg = app(word)
     with pytest.raises(fp8cfg.ConfigError) as e:

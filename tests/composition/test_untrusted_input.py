@@ -35,35 +35,42 @@ def test_keys_that_name_code_are_refused_at_every_door(key: str) -> None:
         fp8cfg.compose([f"model={{{key}: os.system}}"])
 
 
-@pytest.mark.parametrize("text", [
-    "!!python/object/apply:os.system ['touch " + MARKER + "']",
-    "recipe: !!python/name:os.system ''",
-    "name: ${oc.env:HOME}",
-    "name: ${eval:1}",
-    "recipe: ../../etc/passwd",
-    "recipe: /etc/passwd",
-    "precision: ../precision/bf16",
-    "defaults: [{/hydra/launcher: x}]",
-    "hydra: {run: {dir: x}}",
-    "recipe: llama_tiny\nrecipe: llama_8b",
-    "1: 2",
-    "- a list",
-    "just text",
-    "recipe: [llama_tiny]",
-    "trainer: {max_steps: 012}x",
-    "\x00",
-    "a: " + "[" * 2000,
-    "a: {" * 500 + "}" * 500,
-    "a: " + "x" * 300_000,
-])
-def test_a_strangers_yaml_is_one_error(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['touch " + MARKER + "']",
+        "recipe: !!python/name:os.system ''",
+        "name: ${oc.env:HOME}",
+        "name: ${eval:1}",
+        "recipe: ../../etc/passwd",
+        "recipe: /etc/passwd",
+        "precision: ../precision/bf16",
+        "defaults: [{/hydra/launcher: x}]",
+        "hydra: {run: {dir: x}}",
+        "recipe: llama_tiny\nrecipe: llama_8b",
+        "1: 2",
+        "- a list",
+        "just text",
+        "recipe: [llama_tiny]",
+        "trainer: {max_steps: 012}x",
+        "\x00",
+        "a: " + "[" * 2000,
+        "a: {" * 500 + "}" * 500,
+        "a: " + "x" * 300_000,
+    ],
+)
+def test_a_strangers_yaml_is_one_error(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     refused(text)
     assert not (tmp_path / MARKER).exists()
 
 
 def test_an_alias_bomb_is_refused_at_once() -> None:
-    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"] + [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"] + [
+        f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)
+    ]
     assert "more than" in refused("\n".join(lines))
 
 
@@ -74,7 +81,16 @@ def test_a_large_file_is_refused_unread(tmp_path: Path) -> None:
         fp8cfg.compose([], file=file)
 
 
-@pytest.mark.parametrize("word", ["recipe=../../x", "recipe=/etc/passwd", "precision=../recipe/x", "recipe='a b'", "data=a/../b"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "recipe=../../x",
+        "recipe=/etc/passwd",
+        "precision=../recipe/x",
+        "recipe='a b'",
+        "data=a/../b",
+    ],
+)
 def test_choices_cannot_leave_their_folder(word: str) -> None:
     with pytest.raises(fp8cfg.ConfigError, match="not a path"):
         fp8cfg.compose([word])
@@ -89,15 +105,26 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 
 
 HOSTILE = [
-    "hydra: {run: {dir: x}}", "hydra: {searchpath: ['file:///tmp']}", "hydra: {callbacks: {x: {_target_: os.system}}}", "hydra/launcher: evil",
-    "defaults: [{override hydra/launcher: evil}, _self_]", "defaults: [{/hydra/callbacks: evil}]", "_target_: os.system", "fp8: {_target_: os.system}",
-    "name: ${oc.env:HOME}", "name: ${oc.decode:x}", "compute: ${now:%Y}", "fp8: {exclude: ['${oc.env:HOME}']}", "path: ${hydra:runtime.cwd}",
+    "hydra: {run: {dir: x}}",
+    "hydra: {searchpath: ['file:///tmp']}",
+    "hydra: {callbacks: {x: {_target_: os.system}}}",
+    "hydra/launcher: evil",
+    "defaults: [{override hydra/launcher: evil}, _self_]",
+    "defaults: [{/hydra/callbacks: evil}]",
+    "_target_: os.system",
+    "fp8: {_target_: os.system}",
+    "name: ${oc.env:HOME}",
+    "name: ${oc.decode:x}",
+    "compute: ${now:%Y}",
+    "fp8: {exclude: ['${oc.env:HOME}']}",
+    "path: ${hydra:runtime.cwd}",
 ]
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_a_strangers_folder_and_files_reach_neither_hydra_nor_the_environment(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strangers_folder_and_files_reach_neither_hydra_nor_the_environment(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """At every way in: a recipe file, a folder of presets, a run folder; to run, to sweep, to look."""
     from fp8cfg.__main__ import main
 
@@ -109,7 +136,13 @@ def test_a_strangers_folder_and_files_reach_neither_hydra_nor_the_environment(te
         (tmp_path / name).write_text(text)
     (tmp_path / "environment.json").write_text("{}")
     mine = ["--config-dir", str(tmp_path)]
-    for chosen in (["recipe=evil"], ["precision=evil"], ["data=evil"], ["hydra/launcher=evil"], [str(tmp_path / "recipe.yaml")]):
+    for chosen in (
+        ["recipe=evil"],
+        ["precision=evil"],
+        ["data=evil"],
+        ["hydra/launcher=evil"],
+        [str(tmp_path / "recipe.yaml")],
+    ):
         for way in (["train"], ["sweep"], ["--cfg", "all", "--resolve"]):
             began = time.perf_counter()
             assert main([*way, *chosen, *mine]) == 2, (way, chosen)
@@ -122,13 +155,24 @@ def test_a_strangers_folder_and_files_reach_neither_hydra_nor_the_environment(te
     assert main(["--cfg", "job", *mine]) == 0, "what nobody chose does no harm"
 
 
-@pytest.mark.parametrize("word", ["hydra.searchpath=[/tmp]", "+hydra.searchpath=[/tmp]", "++hydra.searchpath=[pkg://os]", "~hydra.searchpath"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "hydra.searchpath=[/tmp]",
+        "+hydra.searchpath=[/tmp]",
+        "++hydra.searchpath=[pkg://os]",
+        "~hydra.searchpath",
+    ],
+)
 def test_no_word_makes_hydra_read_files(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     from fp8cfg.__main__ import main
 
     for way in (["-m"], ["--cfg", "job"], ["--info", "searchpath"], ["--hydra-help"]):
         assert main([*way, word]) == 2
-        assert capsys.readouterr().err == f"error: {word}: not accepted; presets of your own go to --config-dir FOLDER\n"
+        assert (
+            capsys.readouterr().err
+            == f"error: {word}: not accepted; presets of your own go to --config-dir FOLDER\n"
+        )
 
 
 def test_a_checkpoint_with_a_strangers_recipe_is_refused() -> None:
@@ -149,7 +193,12 @@ def test_no_module_of_ours_unpickles() -> None:
                 names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
                 assert not {"pickle", "dill", "cloudpickle"} & set(names), file
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                assert (node.value.id, node.attr) not in {("torch", "load"), ("hydra", "main"), ("np", "load"), ("yaml", "unsafe_load")}, file
+                assert (node.value.id, node.attr) not in {
+                    ("torch", "load"),
+                    ("hydra", "main"),
+                    ("np", "load"),
+                    ("yaml", "unsafe_load"),
+                }, file
             if isinstance(node, ast.Name):
                 assert node.id not in {"eval", "exec"} or file.name == "__init__.py", file
 
@@ -158,8 +207,23 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
     from fp8cfg.config.files import parse_yaml
 
     text = "a: on\nb: true\nc: 012\nd: 1:30\ne: 1e-3\nf: 1.5\ng: ~\nh:\nj: 1_000\nk: -3\nn: yes\no: 2020-01-01\ns: 4294967296.0"
-    assert parse_yaml(text, "x") == {"a": "on", "b": True, "c": "012", "d": "1:30", "e": 1e-3, "f": 1.5, "g": None, "h": None, "j": "1_000",
-                                     "k": -3, "n": "yes", "o": "2020-01-01", "s": 2.0**32}
+    assert parse_yaml(text, "x") == {
+        "a": "on",
+        "b": True,
+        "c": "012",
+        "d": "1:30",
+        "e": 1e-3,
+        "f": 1.5,
+        "g": None,
+        "h": None,
+        "j": "1_000",
+        "k": -3,
+        "n": "yes",
+        "o": "2020-01-01",
+        "s": 2.0**32,
+    }
     assert fp8cfg.from_yaml("recipe: llama_tiny\ntrainer: {compile: on}").trainer.compile == "on"
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.enabled=yes: expected true or false, got str"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"fp8\.enabled=yes: expected true or false, got str"
+    ):
         fp8cfg.from_yaml("fp8: {enabled: yes}")

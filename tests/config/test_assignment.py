@@ -29,13 +29,19 @@ def test_a_recipe_made_of_nodes_has_its_own() -> None:
     assert (other.model.num_layers, model.num_layers) == (4, 4)
 
 
-@pytest.mark.parametrize(("delete", "line"), [
-    ("fp8.margin", "fp8.margin: a key always has a value and cannot be deleted; write fp8.margin=0, its default"),
-    ("model", "model: a key always has a value and cannot be deleted"),
-    ("fp8", "fp8: a key always has a value and cannot be deleted"),
-    ("opt_level", "opt_level: a key always has a value and cannot be deleted"),
-    ("fp8.margn", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
-])
+@pytest.mark.parametrize(
+    ("delete", "line"),
+    [
+        (
+            "fp8.margin",
+            "fp8.margin: a key always has a value and cannot be deleted; write fp8.margin=0, its default",
+        ),
+        ("model", "model: a key always has a value and cannot be deleted"),
+        ("fp8", "fp8: a key always has a value and cannot be deleted"),
+        ("opt_level", "opt_level: a key always has a value and cannot be deleted"),
+        ("fp8.margn", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
+    ],
+)
 def test_a_key_cannot_be_deleted(delete: str, line: str) -> None:
     recipe = llama_tiny()
     with pytest.raises(fp8cfg.ConfigError) as refused:
@@ -45,27 +51,47 @@ def test_a_key_cannot_be_deleted(delete: str, line: str) -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     recipe = llama_tiny()
-    recipe.trainer.max_steps, recipe.optim.lr, recipe.fp8.enabled = np.int64(55), np.float64(1e-3), np.bool_(True)
+    recipe.trainer.max_steps, recipe.optim.lr, recipe.fp8.enabled = (
+        np.int64(55),
+        np.float64(1e-3),
+        np.bool_(True),
+    )
     assert (recipe.trainer.max_steps, recipe.optim.lr, recipe.fp8.enabled) == (55, 1e-3, True)
     assert type(recipe.trainer.max_steps) is int and type(recipe.fp8.enabled) is bool
     recipe.optim.betas = np.array([0.8, 0.9])
     assert recipe.optim.betas == (0.8, 0.9) and type(recipe.optim.betas[0]) is float
     assert fp8cfg.Recipe(trainer={"max_steps": np.int64(55)}).trainer.max_steps == 55
-    with pytest.raises(fp8cfg.ConfigError, match=r"^fp8\.margin=\[1\]: expected an integer, got a list; write fp8\.margin=1$"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"^fp8\.margin=\[1\]: expected an integer, got a list; write fp8\.margin=1$",
+    ):
         recipe.fp8.margin = np.array([1])
     with pytest.raises(fp8cfg.ConfigError, match=r"trainer\.max_steps=-1: must be at least"):
         recipe.trainer.max_steps = np.int32(-1)
 
 
-@pytest.mark.parametrize("statement", [
-    "recipe.trainer.max_steps = 10**5000", "recipe.trainer.max_steps = -10**5000", "recipe.model.hidden_size = 1e308", "recipe.model.seq_length = 2**63",
-    "recipe.optim.lr = 10**400", "recipe.fp8.scaling = 10**5000", "recipe.name = 10**5000"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "recipe.trainer.max_steps = 10**5000",
+        "recipe.trainer.max_steps = -10**5000",
+        "recipe.model.hidden_size = 1e308",
+        "recipe.model.seq_length = 2**63",
+        "recipe.optim.lr = 10**400",
+        "recipe.fp8.scaling = 10**5000",
+        "recipe.name = 10**5000",
+    ],
+)
 def test_numbers_that_nothing_counts_by_are_refused(statement: str) -> None:
     """Sizes above a float's range were a traceback of check and plan."""
-    with pytest.raises(fp8cfg.ConfigError, match=r"^[a-z_.0-9]+: a number of more digits than any key takes$"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"^[a-z_.0-9]+: a number of more digits than any key takes$"
+    ):
         exec(statement, {"recipe": llama_tiny()})
     recipe = llama_tiny()
-    with pytest.raises(fp8cfg.ConfigError, match=r"^optim\.betas=a number of many digits: expected a number"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"^optim\.betas=a number of many digits: expected a number"
+    ):
         recipe.optim.betas = [10**5000, 0.9]  # type: ignore[assignment]
     for key in ("hidden_size", "vocab_size", "seq_length", "kv_channels", "ffn_hidden_size"):
         setattr(recipe.model, key, 2**62)

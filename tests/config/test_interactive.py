@@ -17,8 +17,21 @@ from fp8cfg.config.node import Node
 from fp8cfg.config.recipe import Recipe
 from fp8cfg.recipes import llama_tiny
 
-PYDANTIC = {"copy", "dict", "json", "parse_obj", "parse_raw", "construct", "schema", "from_orm", "validate", "update_forward_refs",
-            "model_dump", "model_fields", "model_config"}
+PYDANTIC = {
+    "copy",
+    "dict",
+    "json",
+    "parse_obj",
+    "parse_raw",
+    "construct",
+    "schema",
+    "from_orm",
+    "validate",
+    "update_forward_refs",
+    "model_dump",
+    "model_fields",
+    "model_config",
+}
 
 
 def nodes(node: Node) -> list[Node]:
@@ -37,20 +50,46 @@ def test_dir_of_a_node_has_its_keys_and_our_methods_alone() -> None:
         warnings.simplefilter("error")
         for node in nodes(llama_tiny()):
             public = {name for name in dir(node) if not name.startswith("_")}
-            assert public >= {*type(node).model_fields, "merged", "model_copy"} and not public & PYDANTIC
+            assert (
+                public >= {*type(node).model_fields, "merged", "model_copy"}
+                and not public & PYDANTIC
+            )
             assert all(hasattr(node, name) for name in public)
-    assert {"precision", "fp8", "storage", "backend", "opt_level", "check"} <= set(dir(llama_tiny()))
+    assert {"precision", "fp8", "storage", "backend", "opt_level", "check"} <= set(
+        dir(llama_tiny())
+    )
 
 
-@pytest.mark.parametrize(("code", "names"), [
-    ("r.fp8.ma", ["margin"]), ("r.trainer.plugins.fp8.ma", ["margin"]), ("r.storage.ma", ["master_weight"]), ("r.fp", ["fp8"]),
-    ("r.opt", ["opt_level", "optim"]), ("r.back", ["backend"]), ("r.js", []), ("fp8cfg.An", []), ("fp8cfg.FP8.ma", ["margin"]),
-])
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("r.fp8.ma", ["margin"]),
+        ("r.trainer.plugins.fp8.ma", ["margin"]),
+        ("r.storage.ma", ["master_weight"]),
+        ("r.fp", ["fp8"]),
+        ("r.opt", ["opt_level", "optim"]),
+        ("r.back", ["backend"]),
+        ("r.js", []),
+        ("fp8cfg.An", []),
+        ("fp8cfg.FP8.ma", ["margin"]),
+    ],
+)
 def test_completion(code: str, names: list[str]) -> None:
     assert completed(code) == names
 
 
-@pytest.mark.parametrize("code", ["r", "r.fp8", "r.trainer.plugins.storage", "fp8cfg", "fp8cfg.FP8", "fp8cfg.Recipe", "fp8cfg.recipes"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "r",
+        "r.fp8",
+        "r.trainer.plugins.storage",
+        "fp8cfg",
+        "fp8cfg.FP8",
+        "fp8cfg.Recipe",
+        "fp8cfg.recipes",
+    ],
+)
 def test_completion_of_pythons_own_prompt(code: str) -> None:
     """It lists the class of an object and every base, down to pydantic's; IPython without jedi lists the class."""
     names = {"r": llama_tiny(), "fp8cfg": fp8cfg}
@@ -59,12 +98,18 @@ def test_completion_of_pythons_own_prompt(code: str) -> None:
         found.append(word.removeprefix(f"{code}.").partition("(")[0])
     thing = eval(code, names)
     of_classes = {"mro", "register"} if isinstance(thing, type) else set()
-    assert set(found) == {name for name in dir(thing) if not name.startswith("_")} | of_classes and not set(found) & {*PYDANTIC, "Any", "Path"}
+    assert set(found) == {
+        name for name in dir(thing) if not name.startswith("_")
+    } | of_classes and not set(found) & {*PYDANTIC, "Any", "Path"}
     assert not {name for name in dir(type(thing)) if not name.startswith("_")} - set(found)
 
 
 def test_what_the_class_of_nodes_hides_is_no_base() -> None:
-    assert issubclass(fp8cfg.FP8, pydantic.BaseModel) and fp8cfg.FP8.__mro__[1:3] == (Node, pydantic.BaseModel) and fp8cfg.FP8.__bases__ == (Node,)
+    assert (
+        issubclass(fp8cfg.FP8, pydantic.BaseModel)
+        and fp8cfg.FP8.__mro__[1:3] == (Node, pydantic.BaseModel)
+        and fp8cfg.FP8.__bases__ == (Node,)
+    )
 
 
 def test_every_key_is_documented_at_its_class() -> None:
@@ -76,19 +121,27 @@ def test_every_key_is_documented_at_its_class() -> None:
             text = str(inspect.getdoc(key))
             assert text.startswith(f"{node.key(name)}: {' '.join(str(field.description).split())}")
     assert "Keys: path, weights, num_layers" in str(inspect.getdoc(Recipe.model))
-    assert "fp8.margin: Delayed scaling: scales are divided by 2^margin" in pydoc.plain(pydoc.render_doc(fp8cfg.FP8))
+    assert "fp8.margin: Delayed scaling: scales are divided by 2^margin" in pydoc.plain(
+        pydoc.render_doc(fp8cfg.FP8)
+    )
 
 
 def test_a_key_at_the_class_changes_nothing_of_the_values() -> None:
     recipe = llama_tiny()
     recipe.fp8.margin = 3
-    for other in (copy.copy(recipe.fp8), copy.deepcopy(recipe.fp8), recipe.fp8.model_copy(update={"interval": 1})):
+    for other in (
+        copy.copy(recipe.fp8),
+        copy.deepcopy(recipe.fp8),
+        recipe.fp8.model_copy(update={"interval": 1}),
+    ):
         assert other.margin == 3 and other == recipe.fp8
     with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margin=-1: must be at least 0"):
         recipe.fp8.margin = -1
     with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margin: a key always has a value"):
         del recipe.fp8.margin
-    with pytest.raises(AttributeError, match=r"fp8\.margn: no such key; did you mean 'fp8\.margin'"):
+    with pytest.raises(
+        AttributeError, match=r"fp8\.margn: no such key; did you mean 'fp8\.margin'"
+    ):
         recipe.fp8.margn  # type: ignore[attr-defined]  # noqa: B018
 
 

@@ -20,11 +20,23 @@ from fp8cfg.config.rules_storage import (
 )
 from fp8cfg.numerics.codecs import codec
 
-O2 = {"weight": "fp16_scaled", "master_weight": "none", "weight_grad": "fp8_pow2", "comm": "fp8_pow2", "exp_avg": "fp8_pow2",
-      "exp_avg_sq": "fp16_scaled"}
+O2 = {
+    "weight": "fp16_scaled",
+    "master_weight": "none",
+    "weight_grad": "fp8_pow2",
+    "comm": "fp8_pow2",
+    "exp_avg": "fp8_pow2",
+    "exp_avg_sq": "fp16_scaled",
+}
 
 
-def refused(lr: float = 3e-4, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, rounding: str = "nearest", **columns: str) -> list[str]:
+def refused(
+    lr: float = 3e-4,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    rounding: str = "nearest",
+    **columns: str,
+) -> list[str]:
     return storage_refusals({**O2, **columns}, rounding, betas, eps, lr, 0.02)
 
 
@@ -32,31 +44,54 @@ FP16_V = "storage.exp_avg_sq=fp16: without a scale second moments of gradients b
 
 
 LINES = [
-    ({"exp_avg_sq": "fp8"},
-     "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"),
-    ({"exp_avg_sq": "fp8_pow2", "betas": (0.9, 0.99)},
-     "storage.exp_avg_sq=fp8_pow2: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block"),
-    ({"exp_avg_sq": "fp16"}, FP16_V.format("1e-08") + "fp16_scaled, or bf16"), ({"exp_avg_sq": "fp16", "eps": 1e-4}, FP16_V.format("0.0001") + "fp16_scaled, or bf16"),
-    ({"exp_avg_sq": "fp16", "eps": 1e-5, "betas": (0.9, 0.999)}, FP16_V.format("1e-05") + "fp16_scaled"),
+    (
+        {"exp_avg_sq": "fp8"},
+        "storage.exp_avg_sq=fp8: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+    ),
+    (
+        {"exp_avg_sq": "fp8_pow2", "betas": (0.9, 0.99)},
+        "storage.exp_avg_sq=fp8_pow2: second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+    ),
+    ({"exp_avg_sq": "fp16"}, FP16_V.format("1e-08") + "fp16_scaled, or bf16"),
+    ({"exp_avg_sq": "fp16", "eps": 1e-4}, FP16_V.format("0.0001") + "fp16_scaled, or bf16"),
+    (
+        {"exp_avg_sq": "fp16", "eps": 1e-5, "betas": (0.9, 0.999)},
+        FP16_V.format("1e-05") + "fp16_scaled",
+    ),
     ({"exp_avg_sq": "fp16", "betas": (0.9, 0.9996)}, FP16_V.format("1e-08") + "fp32"),
-    ({"betas": (0.98, 0.95)},
-     "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back to where it was, so it never comes down; "
-     "nearest is 0.9444, or write storage.exp_avg=fp8"),
-    ({"exp_avg_sq": "bf16", "betas": (0.9, 0.999)},
-     "optim.betas=[0.9, 0.999]: storage.exp_avg_sq=bf16 rounds an average of rate 0.999 back to where it was, so it never comes down; "
-     "nearest is 0.9961, or write storage.exp_avg_sq=fp16_scaled"),
-    ({"exp_avg_sq": "bf16", "betas": (0.9, 0.9999)},
-     "optim.betas=[0.9, 0.9999]: storage.exp_avg_sq=bf16 rounds an average of rate 0.9999 back to where it was, so it never comes down; "
-     "nearest is 0.9961, or write storage.exp_avg_sq=fp32"),
-    ({"weight": "fp8"}, "storage.master_weight=none: storage.weight=fp8 needs masters; write fp16_scaled or fp32"),
-    ({"weight": "bf16", "master_weight": "fp8_block"},
-     "storage.master_weight=fp8_block: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32"),
-    ({"lr": 1e-6},
-     "optim.lr=1e-06: storage.weight=fp16_scaled rounds most updates of that size away, at weights of 0.02 those below 7.6e-06; "
-     "write storage.rounding=stochastic or storage.master_weight=fp32"),
-    ({"lr": 3e-5, "weight": "bf16"},
-     "optim.lr=3e-05: storage.weight=bf16 rounds most updates of that size away, at weights of 0.02 those below 6.1e-05; "
-     "write storage.rounding=stochastic or storage.master_weight=fp32"),
+    (
+        {"betas": (0.98, 0.95)},
+        "optim.betas=[0.98, 0.95]: storage.exp_avg=fp8_pow2 rounds an average of rate 0.98 back to where it was, so it never comes down; "
+        "nearest is 0.9444, or write storage.exp_avg=fp8",
+    ),
+    (
+        {"exp_avg_sq": "bf16", "betas": (0.9, 0.999)},
+        "optim.betas=[0.9, 0.999]: storage.exp_avg_sq=bf16 rounds an average of rate 0.999 back to where it was, so it never comes down; "
+        "nearest is 0.9961, or write storage.exp_avg_sq=fp16_scaled",
+    ),
+    (
+        {"exp_avg_sq": "bf16", "betas": (0.9, 0.9999)},
+        "optim.betas=[0.9, 0.9999]: storage.exp_avg_sq=bf16 rounds an average of rate 0.9999 back to where it was, so it never comes down; "
+        "nearest is 0.9961, or write storage.exp_avg_sq=fp32",
+    ),
+    (
+        {"weight": "fp8"},
+        "storage.master_weight=none: storage.weight=fp8 needs masters; write fp16_scaled or fp32",
+    ),
+    (
+        {"weight": "bf16", "master_weight": "fp8_block"},
+        "storage.master_weight=fp8_block: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32",
+    ),
+    (
+        {"lr": 1e-6},
+        "optim.lr=1e-06: storage.weight=fp16_scaled rounds most updates of that size away, at weights of 0.02 those below 7.6e-06; "
+        "write storage.rounding=stochastic or storage.master_weight=fp32",
+    ),
+    (
+        {"lr": 3e-5, "weight": "bf16"},
+        "optim.lr=3e-05: storage.weight=bf16 rounds most updates of that size away, at weights of 0.02 those below 6.1e-05; "
+        "write storage.rounding=stochastic or storage.master_weight=fp32",
+    ),
 ]
 
 
@@ -65,12 +100,27 @@ def test_each_refusal_is_one_line(changed: dict, line: str) -> None:
     assert refused(**changed) == [line]
 
 
-@pytest.mark.parametrize("changed", [
-    {}, {"lr": 1e-6, "rounding": "stochastic"}, {"lr": 1e-6, "master_weight": "fp32"}, {"lr": 1e-5, "weight": "bf16", "master_weight": "fp16_scaled"},
-    {"weight": "fp8", "master_weight": "fp16_scaled"}, {"exp_avg_sq": "fp8_block"}, {"exp_avg": "fp8", "betas": (0.98, 0.95)},
-    {"exp_avg": "bf16", "exp_avg_sq": "bf16", "betas": (0.95, 0.99)}, {"betas": (0.9, 0.999)}, {"exp_avg_sq": "fp32", "betas": (0.9, 0.99999)},
-    {"betas": (0.95, 0.95)}, {"exp_avg_sq": "fp16", "eps": 2e-4}, {"exp_avg": "fp16"}, {"weight": "fp16"}, {"master_weight": "fp16"},
-    {"weight_grad": "fp16"}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"lr": 1e-6, "rounding": "stochastic"},
+        {"lr": 1e-6, "master_weight": "fp32"},
+        {"lr": 1e-5, "weight": "bf16", "master_weight": "fp16_scaled"},
+        {"weight": "fp8", "master_weight": "fp16_scaled"},
+        {"exp_avg_sq": "fp8_block"},
+        {"exp_avg": "fp8", "betas": (0.98, 0.95)},
+        {"exp_avg": "bf16", "exp_avg_sq": "bf16", "betas": (0.95, 0.99)},
+        {"betas": (0.9, 0.999)},
+        {"exp_avg_sq": "fp32", "betas": (0.9, 0.99999)},
+        {"betas": (0.95, 0.95)},
+        {"exp_avg_sq": "fp16", "eps": 2e-4},
+        {"exp_avg": "fp16"},
+        {"weight": "fp16"},
+        {"master_weight": "fp16"},
+        {"weight_grad": "fp16"},
+    ],
+)
 def test_what_works_is_not_refused(changed: dict) -> None:
     assert refused(**changed) == []
 
@@ -87,25 +137,43 @@ def test_fp16_without_a_scale() -> None:
     scaled = codec("fp16_scaled")
     assert bool((scaled.decode(scaled.encode(at)) > 0).all())
     assert list(lost_averages({**O2, "exp_avg": "fp16"})) == [
-        "storage.exp_avg=fp16: without a scale averages below 3e-08 become 0; fp16_scaled keeps them, in as many bytes"]
+        "storage.exp_avg=fp16: without a scale averages below 3e-08 become 0; fp16_scaled keeps them, in as many bytes"
+    ]
     assert list(lost_averages({**O2, "exp_avg": "fp16_scaled"})) == []
 
 
 def test_remarks() -> None:
     assert list(slow_averages({**O2, "exp_avg_sq": "bf16"}, (0.95, 0.99))) == [
-        "optim.betas=[0.95, 0.99]: storage.exp_avg=fp8_pow2 follows gradients that shrink only by halves; up to 0.9444 it follows all the way"]
+        "optim.betas=[0.95, 0.99]: storage.exp_avg=fp8_pow2 follows gradients that shrink only by halves; up to 0.9444 it follows all the way"
+    ]
     assert list(slow_averages(O2, (0.9, 0.999))) == []
 
 
-@pytest.mark.parametrize(("changed", "rounding", "lr", "end_lr", "said"), [
-    ({}, "nearest", 3e-5, 3e-6, True), ({}, "stochastic", 3e-5, 3e-6, False), ({}, "nearest", 3e-4, 3e-5, False), ({}, "nearest", 3e-6, 3e-7, False),
-    ({"master_weight": "fp32"}, "nearest", 3e-5, 3e-6, False), ({"weight": "fp8", "master_weight": "fp16_scaled"}, "nearest", 3e-5, 3e-6, True)])
-def test_a_learning_rate_that_ends_below_what_rounding_keeps_is_remarked(changed: dict, rounding: str, lr: float, end_lr: float, said: bool) -> None:
+@pytest.mark.parametrize(
+    ("changed", "rounding", "lr", "end_lr", "said"),
+    [
+        ({}, "nearest", 3e-5, 3e-6, True),
+        ({}, "stochastic", 3e-5, 3e-6, False),
+        ({}, "nearest", 3e-4, 3e-5, False),
+        ({}, "nearest", 3e-6, 3e-7, False),
+        ({"master_weight": "fp32"}, "nearest", 3e-5, 3e-6, False),
+        ({"weight": "fp8", "master_weight": "fp16_scaled"}, "nearest", 3e-5, 3e-6, True),
+    ],
+)
+def test_a_learning_rate_that_ends_below_what_rounding_keeps_is_remarked(
+    changed: dict, rounding: str, lr: float, end_lr: float, said: bool
+) -> None:
     """Not where the rate that it starts with is refused already."""
     lines = list(late_updates({**O2, **changed}, rounding, lr, end_lr, 0.02))
     column = "master_weight" if changed else "weight"
-    assert lines == [f"optim.min_lr=3e-06: storage.{column}=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
-                     "storage.rounding=stochastic keeps their mean"] * said
+    assert (
+        lines
+        == [
+            f"optim.min_lr=3e-06: storage.{column}=fp16_scaled rounds most updates below 7.6e-06 away, where the schedule ends; "
+            "storage.rounding=stochastic keeps their mean"
+        ]
+        * said
+    )
 
 
 def decayed(name: str, beta: float) -> tuple[float, float]:
@@ -124,7 +192,11 @@ def test_limits_are_those_of_the_arithmetic(name: str) -> None:
     """Refused: not one of the averages moves. Remarked: they come to a stop on the way. Neither: they go on to the bottom."""
     bits = MANTISSA_BITS[name]
     never, always = 2.0 ** -(bits + 2), 1 / (2.0 ** (bits + 1) + 2)
-    for rate, refusals, remarks in ((0.99 * never, 1, 0), (0.99 * always, 0, 1), (1.01 * always, 0, 0)):
+    for rate, refusals, remarks in (
+        (0.99 * never, 1, 0),
+        (0.99 * always, 0, 1),
+        (1.01 * always, 0, 0),
+    ):
         columns = {**O2, "exp_avg": name, "exp_avg_sq": "fp32"}
         assert len(list(frozen_averages(columns, (1 - rate, 0.9)))) == refusals
         assert len(list(slow_averages(columns, (1 - rate, 0.9)))) == remarks
@@ -140,4 +212,11 @@ def test_half_unit_is_what_rounding_loses(name: str, dtype: torch.dtype) -> None
 
 
 def test_no_torch() -> None:
-    subprocess.run([sys.executable, "-c", "import sys, fp8cfg.config.rules_storage; assert 'torch' not in sys.modules"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, fp8cfg.config.rules_storage; assert 'torch' not in sys.modules",
+        ],
+        check=True,
+    )

@@ -38,7 +38,10 @@ def test_the_function_of_autowrap_takes_a_recipe_and_then_the_model() -> None:
     with pytest.raises(fp8cfg.ConfigError, match="expected a Recipe, got str"):
         fp8cfg.contextual_fp8_autocast(model.forward, "bf16_fp8")
     model.forward = fp8cfg.contextual_fp8_autocast(model.forward, recipe())
-    with pytest.raises(fp8cfg.ConfigError, match=r"takes the model first, not a Tensor; write model\.forward = types\.MethodType\(function, model\)"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"takes the model first, not a Tensor; write model\.forward = types\.MethodType\(function, model\)",
+    ):
         loss_of(model)
 
 
@@ -47,9 +50,13 @@ def test_autowrap_of_a_forward_that_was_wrapped_keeps_its_arguments() -> None:
     model = Model()
     fp8cfg.convert_model(model, recipe())
     forward = model.forward
-    model.forward = functools.update_wrapper(functools.partial(lambda module, *args: forward(*args), model), forward)
+    model.forward = functools.update_wrapper(
+        functools.partial(lambda module, *args: forward(*args), model), forward
+    )
     fp8cfg.apply_fp8_autowrap(model, recipe())
-    assert [*inspect.signature(model.forward).parameters] == ["tokens", "targets"] and loss_of(model).isfinite()
+    assert [*inspect.signature(model.forward).parameters] == ["tokens", "targets"] and loss_of(
+        model
+    ).isfinite()
 
 
 def test_autowrap_of_a_copy_and_back_again() -> None:
@@ -79,7 +86,9 @@ def test_autowrap_needs_converted_layers_and_their_recipe() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"has no layers that fp8cfg\.convert_model"):
         fp8cfg.apply_fp8_autowrap(model, recipe())
     fp8cfg.convert_model(model, recipe())
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.format=e4m3: the model's layers were converted with hybrid"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"fp8\.format=e4m3: the model's layers were converted with hybrid"
+    ):
         fp8cfg.apply_fp8_autowrap(model, recipe("fp8.format=e4m3"))
     fp8cfg.apply_fp8_autowrap(model, recipe())
     with pytest.raises(fp8cfg.ConfigError, match="enters FP8 by itself already"):
@@ -103,8 +112,11 @@ def test_autowrap_finds_out_a_stand_in_that_never_enters(monkeypatch: pytest.Mon
 
 def test_delayed_scaling_rolls_in_a_loop_of_ones_own() -> None:
     """With `step` after the optimizer, and with autowrap alone, the scales are those that a job's optimizer leaves."""
+
     def scales(model: nn.Module) -> list[Tensor]:
-        return [t for layer in fp8_linears(model) for t in (layer.fp8_scale, layer.fp8_amax_history)]
+        return [
+            t for layer in fp8_linears(model) for t in (layer.fp8_scale, layer.fp8_amax_history)
+        ]
 
     r = fp8cfg.compose([*DELAYED, "backend=native"])
     stepped, wrapped = Model(), Model()
@@ -120,4 +132,6 @@ def test_delayed_scaling_rolls_in_a_loop_of_ones_own() -> None:
     assert not torch.equal(unset, scales(stepped)[0])
     wrapped(TOKENS)  # which rolls the third pass, and records its own
     for ours, theirs in zip(fp8_linears(stepped), fp8_linears(wrapped), strict=True):
-        assert torch.equal(ours.fp8_scale, theirs.fp8_scale) and torch.equal(ours.fp8_amax_history[1:], theirs.fp8_amax_history[1:])
+        assert torch.equal(ours.fp8_scale, theirs.fp8_scale) and torch.equal(
+            ours.fp8_amax_history[1:], theirs.fp8_amax_history[1:]
+        )

@@ -21,16 +21,32 @@ from tests.support.small import small, steps
 
 ENDS = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 CASES = {
-    "native": ("precision=bf16_fp8",), "codec": ("precision=bf16_mixed", "storage.weight=fp8"),
-    "torchao": ("precision=bf16_fp8_current", "opt_level=O2", "backend=torchao", "storage.master_weight=fp32", "fp8.params=false"),
+    "native": ("precision=bf16_fp8",),
+    "codec": ("precision=bf16_mixed", "storage.weight=fp8"),
+    "torchao": (
+        "precision=bf16_fp8_current",
+        "opt_level=O2",
+        "backend=torchao",
+        "storage.master_weight=fp32",
+        "fp8.params=false",
+    ),
     "te": ("precision=bf16_fp8_current", "backend=te", ENDS, "fp8.params=true"),
     "te mxfp8": ("precision=bf16_mxfp8", "backend=te", ENDS, "fp8.params=true"),
-    "msamp": ("precision=bf16_fp8", "backend=msamp", "fp8.amax_history_len=16", "fp8.reduce_amax=false", "storage.accumulate=stored")}
+    "msamp": (
+        "precision=bf16_fp8",
+        "backend=msamp",
+        "fp8.amax_history_len=16",
+        "fp8.reduce_amax=false",
+        "storage.accumulate=stored",
+    ),
+}
 INSTEAD = r"fp8cfg\.averaged\(job\) averages the masters, and fp8cfg\.convert_back\(model\) gives plain weights$"
 
 
 @pytest.fixture(scope="module", params=CASES)
-def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[fp8cfg.Job]:
+def job(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[fp8cfg.Job]:
     """Trained for a step, whose gradients are still there, as where an EMA is made in the middle of a run."""
     with pytest.MonkeyPatch.context() as patch:
         within: Any = pytest.MonkeyPatch.context()
@@ -49,7 +65,11 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             yield built
 
 
-@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"avg_fn": get_ema_avg_fn(0.5)}], ids=["swa", "foreach", "ema"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"avg_fn": get_ema_avg_fn(0.5)}],
+    ids=["swa", "foreach", "ema"],
+)
 def test_torchs_averaged_model(job: fp8cfg.Job, options: dict[str, Any]) -> None:
     average = AveragedModel(job.model, **options)
 
@@ -62,8 +82,10 @@ def test_torchs_averaged_model(job: fp8cfg.Job, options: dict[str, Any]) -> None
 
 
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
-    "v1": lambda mine, now: mine.copy_(0.5 * mine + 0.5 * now), "v3": lambda mine, now: mine.lerp_(now, weight=0.5),
-    "foreach": lambda mine, now: torch._foreach_lerp_([mine], [now], 0.5)}
+    "v1": lambda mine, now: mine.copy_(0.5 * mine + 0.5 * now),
+    "v3": lambda mine, now: mine.lerp_(now, weight=0.5),
+    "foreach": lambda mine, now: torch._foreach_lerp_([mine], [now], 0.5),
+}
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -74,13 +96,20 @@ def test_timms_way_which_writes_into_the_state_dict_of_a_copy(job: fp8cfg.Job, w
     before = {name: value.clone() for name, value in ema.state_dict().items()}
 
     def update() -> None:
-        for mine, now in zip(ema.state_dict().values(), job.model.state_dict().values(), strict=True):
+        for mine, now in zip(
+            ema.state_dict().values(), job.model.state_dict().values(), strict=True
+        ):
             WRITES[write](mine, now)
 
-    with pytest.raises(RuntimeError, match=f"a write to it would be lost: load_state_dict stores one, {INSTEAD}"):
+    with pytest.raises(
+        RuntimeError, match=f"a write to it would be lost: load_state_dict stores one, {INSTEAD}"
+    ):
         update()
     ema.load_state_dict(before)
-    assert all(torch.allclose(value.float(), before[name].float(), rtol=0.07, atol=1e-3) for name, value in ema.state_dict().items()), "encoded again"
+    assert all(
+        torch.allclose(value.float(), before[name].float(), rtol=0.07, atol=1e-3)
+        for name, value in ema.state_dict().items()
+    ), "encoded again"
 
 
 @torch.no_grad()
@@ -89,12 +118,18 @@ def test_what_the_line_names_works(job: fp8cfg.Job) -> None:
     torch.distributed.checkpoint does before it is loaded."""
     with_gradient = [p.grad is not None for p in job.model.parameters()]
     plain = fp8cfg.convert_back(copy.deepcopy(job.model)).float()
-    average, of_plain = fp8cfg.averaged(job, decay=0.5), AveragedModel(plain, avg_fn=get_ema_avg_fn(0.5))
+    average, of_plain = (
+        fp8cfg.averaged(job, decay=0.5),
+        AveragedModel(plain, avg_fn=get_ema_avg_fn(0.5)),
+    )
     of_plain.update_parameters(plain)
     for p in plain.parameters():
         p.add_(1.0)
     of_plain.update_parameters(plain)
-    assert all(torch.allclose(p, now - 0.5, atol=1e-6) for p, now in zip(of_plain.module.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.allclose(p, now - 0.5, atol=1e-6)
+        for p, now in zip(of_plain.module.parameters(), plain.parameters(), strict=True)
+    )
     average.update()
     assert isinstance(average.model, nn.Module) and average.updates == 1
     state = job.model.state_dict()
@@ -108,4 +143,6 @@ def test_a_copy_is_saved_as_its_original(job: fp8cfg.Job, tmp_path: Path) -> Non
     torch.save(saved, tmp_path / "model.pt")
     read = torch.load(tmp_path / "model.pt", weights_only=True)
     want = job.model.state_dict()
-    assert list(read) == list(want) and all(type(t) is torch.Tensor and torch.equal(t, want[name]) for name, t in read.items())
+    assert list(read) == list(want) and all(
+        type(t) is torch.Tensor and torch.equal(t, want[name]) for name, t in read.items()
+    )

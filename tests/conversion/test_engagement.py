@@ -14,8 +14,10 @@ from fp8cfg.conversion.convert import Conversion
 from tests.support.convert_models import BACKENDS, recipe
 from tests.support.traced import TRACE
 
-OUTSIDE = (r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8, ran in high precision, outside of the autocast context; layers\.2 .* "
-           "and 6 more")
+OUTSIDE = (
+    r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8, ran in high precision, outside of the autocast context; layers\.2 .* "
+    "and 6 more"
+)
 
 
 class Ten(nn.Module):
@@ -40,7 +42,9 @@ class Ten(nn.Module):
         return x if self.way == "left out" else self.rest(x)
 
 
-def ten(backend: str, way: str = "", *words: str, layers: int = 10) -> tuple[Ten, Conversion, Tensor]:
+def ten(
+    backend: str, way: str = "", *words: str, layers: int = 10
+) -> tuple[Ten, Conversion, Tensor]:
     model = Ten(way, layers)
     model.fp8 = fp8cfg.convert_model(model, recipe(*words, backend=backend))
     return model, model.fp8, torch.randn(16, 32, requires_grad=True)
@@ -55,7 +59,10 @@ def test_a_layer_that_ran_outside_of_the_context_is_named(backend: str, way: str
     (model.rest(y) if way == "outside" else y).sum().backward()
     with pytest.raises(fp8cfg.NotFP8Error, match=OUTSIDE):
         fp8.prove()
-    assert str(fp8cfg.coverage(model)).count("high precision: ran outside of the autocast context") == 9
+    assert (
+        str(fp8cfg.coverage(model)).count("high precision: ran outside of the autocast context")
+        == 9
+    )
     model.way = ""
     with fp8.autocast():
         model(x).sum().backward()
@@ -67,7 +74,10 @@ def test_autowrap_finds_it_out_too(backend: str) -> None:
     model, _, x = ten(backend, "disabled")
     fp8cfg.apply_fp8_autowrap(model, recipe(backend=backend))
     model(x).sum().backward()
-    with pytest.raises(fp8cfg.NotFP8Error, match=r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8, ran in high precision"):
+    with pytest.raises(
+        fp8cfg.NotFP8Error,
+        match=r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8, ran in high precision",
+    ):
         model(x)
 
 
@@ -85,7 +95,9 @@ def test_a_jobs_model_is_found_out_too() -> None:
     job.model.fp8 = job
     with job.autocast():
         job.backward(job.model(torch.randn(16, 32, requires_grad=True)).sum())
-    with pytest.raises(fp8cfg.NotFP8Error, match=r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8"):
+    with pytest.raises(
+        fp8cfg.NotFP8Error, match=r"layers\.1 \(fprop, dgrad, wgrad\): planned in FP8"
+    ):
         job.prove()
 
 
@@ -102,7 +114,9 @@ def test_evaluations_and_layers_left_out_are_no_failure(backend: str, way: str) 
     fp8.prove()
     found = fp8cfg.coverage(model).linears
     assert [bool(p.gemms[0]) for p in found] == [True] + [way != "left out"] * 9
-    assert way != "left out" or found[1].gemms == (None, None, None), "did not run, which is not high precision"
+    assert way != "left out" or found[1].gemms == (None, None, None), (
+        "did not run, which is not high precision"
+    )
 
 
 def test_training_in_evaluation_mode_shows_in_its_backward_pass() -> None:
@@ -110,7 +124,10 @@ def test_training_in_evaluation_mode_shows_in_its_backward_pass() -> None:
     model.eval()
     with fp8.autocast():
         model(x).sum().backward()
-    with pytest.raises(fp8cfg.NotFP8Error, match=r"layers\.1 \(dgrad, wgrad\): planned in FP8, ran in high precision"):
+    with pytest.raises(
+        fp8cfg.NotFP8Error,
+        match=r"layers\.1 \(dgrad, wgrad\): planned in FP8, ran in high precision",
+    ):
         fp8.prove()
 
 
@@ -137,6 +154,7 @@ def test_compiled_it_is_found_out_and_nothing_is_compiled_anew(backend: str) -> 
 
 # How much each layer multiplies.
 
+
 def patches(backend: str = "native", *words: str) -> tuple[nn.ModuleList, Conversion]:
     model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(512, 512)])
     return model, fp8cfg.convert_model(model, recipe("fp8.exclude=['0']", *words, backend=backend))
@@ -148,10 +166,18 @@ def test_a_layer_weighs_as_much_as_it_multiplied(backend: str) -> None:
     assert "98.5% of the linear layers' FLOPs" in str(fp8), "nothing ran yet: sizes alone are known"
     for _ in range(2):
         with fp8.autocast():
-            (model[0](input=torch.randn(4, 2048, 64)).sum() + model[1](torch.randn(8, 512, requires_grad=True)).sum()).backward()
+            (
+                model[0](input=torch.randn(4, 2048, 64)).sum()
+                + model[1](torch.randn(8, 512, requires_grad=True)).sum()
+            ).backward()
     seen = fp8cfg.coverage(model)
-    assert [p.rows for p in seen.linears] == [16384, 16] and seen.share == pytest.approx(16 * 512**2 / (16 * 512**2 + 16384 * 64**2))
-    with pytest.raises(fp8cfg.NotFP8Error, match=r"fp8\.min_coverage=0\.5: 5\.9% of the linear layers' FLOPs ran in FP8"):
+    assert [p.rows for p in seen.linears] == [16384, 16] and seen.share == pytest.approx(
+        16 * 512**2 / (16 * 512**2 + 16384 * 64**2)
+    )
+    with pytest.raises(
+        fp8cfg.NotFP8Error,
+        match=r"fp8\.min_coverage=0\.5: 5\.9% of the linear layers' FLOPs ran in FP8",
+    ):
         fp8.prove()
 
 
@@ -179,4 +205,8 @@ def test_converted_back_nothing_of_it_is_left() -> None:
     fp8cfg.convert_model(model, recipe())
     assert model[2]._forward_pre_hooks and model[1]._forward_hooks
     fp8cfg.convert_back(model)
-    assert not any(hooks for m in model for hooks in (m._forward_pre_hooks, m._forward_hooks, m._forward_pre_hooks_with_kwargs))
+    assert not any(
+        hooks
+        for m in model
+        for hooks in (m._forward_pre_hooks, m._forward_hooks, m._forward_pre_hooks_with_kwargs)
+    )

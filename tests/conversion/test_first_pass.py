@@ -31,7 +31,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
-        for layer in list(self.layers)[:self.used]:
+        for layer in list(self.layers)[: self.used]:
             x = x + torch.tanh(layer(x))
         return x.pow(2).mean()
 
@@ -51,7 +51,12 @@ def wrapped() -> Stack:
 
 
 def scales(model: nn.Module) -> list[Tensor]:
-    return [t for layer in fp8_linears(model) for t in (layer.fp8_scale, layer.fp8_amax_history) if t is not None]
+    return [
+        t
+        for layer in fp8_linears(model)
+        for t in (layer.fp8_scale, layer.fp8_amax_history)
+        if t is not None
+    ]
 
 
 def trained(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -79,6 +84,7 @@ def replace_forward(model: Stack) -> Callable[[Tensor], Tensor]:
 
 def call_forward(model: Stack) -> Callable[[Tensor], Tensor]:
     """PEFT's tuners: `self.model.forward(*args, **kwargs)`."""
+
     class Tuner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -91,23 +97,34 @@ def call_forward(model: Stack) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("library", [replace_forward, call_forward])
-def test_autowrap_survives_libraries_and_rolls_once_a_pass(library: Callable[[Stack], Callable[[Tensor], Tensor]], as_it_is: list[Tensor]) -> None:
+def test_autowrap_survives_libraries_and_rolls_once_a_pass(
+    library: Callable[[Stack], Callable[[Tensor], Tensor]], as_it_is: list[Tensor]
+) -> None:
     model = wrapped()
     found = trained(model, library(model))
     assert all(torch.equal(a, b) for a, b in zip(found, as_it_is, strict=True))
     assert not torch.equal(found[0], Stack()(X)), "it is FP8 indeed"
     fp8cfg.convert_back(model)
-    assert not model._forward_pre_hooks and not model._forward_hooks and not model._forward_hooks_always_called
+    assert (
+        not model._forward_pre_hooks
+        and not model._forward_hooks
+        and not model._forward_hooks_always_called
+    )
 
 
 def test_a_copy_enters_by_hooks_of_its_own(as_it_is: list[Tensor]) -> None:
     model = copy.deepcopy(wrapped())
-    assert all(torch.equal(a, b) for a, b in zip(trained(model, replace_forward(model)), as_it_is, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(trained(model, replace_forward(model)), as_it_is, strict=True)
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("library", [lambda model: model, replace_forward])
-def test_a_pass_that_was_interrupted_is_over(library: Callable[[Stack], nn.Module], error: type[BaseException]) -> None:
+def test_a_pass_that_was_interrupted_is_over(
+    library: Callable[[Stack], nn.Module], error: type[BaseException]
+) -> None:
     """After Ctrl-C torch calls no hook, not even those that it always calls."""
     model = library(wrapped())
 
@@ -127,16 +144,24 @@ def test_the_first_backward_pass_in_high_precision_ends_it(backend: str) -> None
     model = Stack()
     fp8 = fp8cfg.convert_model(model, recipe(backend=backend))
     for loss in (lambda: model(X), lambda: checkpoint(model, X, use_reentrant=False)):
-        with pytest.raises(fp8cfg.NotFP8Error, match=r"^a backward pass, and no layer multiplied in FP8 before it; run the model inside of its autocast context"):
+        with pytest.raises(
+            fp8cfg.NotFP8Error,
+            match=r"^a backward pass, and no layer multiplied in FP8 before it; run the model inside of its autocast context",
+        ):
             loss().backward()
     with fp8.autocast():
         model(X).backward()
     model(X).backward()  # `prove` names what runs outside later
-    with pytest.warns(RuntimeWarning, match=r"only 0\.0% of the linear layers' FLOPs ran in FP8; the largest part .* outside of the autocast context"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"only 0\.0% of the linear layers' FLOPs ran in FP8; the largest part .* outside of the autocast context",
+    ):
         fp8.step()
 
 
-@pytest.mark.parametrize("way", ["evaluation", "left out", "frozen", "asked for", "no layer is used"])
+@pytest.mark.parametrize(
+    "way", ["evaluation", "left out", "frozen", "asked for", "no layer is used"]
+)
 def test_who_is_not_accused(way: str) -> None:
     model = Stack()
     fp8 = fp8cfg.convert_model(model, delayed())
@@ -201,12 +226,17 @@ def test_weights_that_are_multiplied_past_their_layers_are_found_out_at_the_step
 
 # Contexts.
 
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("whose", ["convert_model", "build"])
 def test_a_context_is_made_once_and_entered_often(backend: str, whose: str) -> None:
     """nanoGPT makes `ctx` before its loop."""
     model = Stack()
-    fp8 = fp8cfg.convert_model(model, recipe(backend=backend)) if whose == "convert_model" else fp8cfg.build(recipe("precision.compute=fp32", backend=backend), model=model)
+    fp8 = (
+        fp8cfg.convert_model(model, recipe(backend=backend))
+        if whose == "convert_model"
+        else fp8cfg.build(recipe("precision.compute=fp32", backend=backend), model=model)
+    )
     with torch.no_grad():
         plain, ctx = model(X), fp8.autocast()
         with ctx:
@@ -227,7 +257,10 @@ def test_a_context_is_made_once_and_entered_often(backend: str, whose: str) -> N
 
 def test_a_step_that_is_never_called_is_said_of_a_context_that_was_made_once() -> None:
     model = Stack()
-    ctx, optimizer = fp8cfg.convert_model(model, delayed()).autocast(), torch.optim.SGD(model.parameters())
+    ctx, optimizer = (
+        fp8cfg.convert_model(model, delayed()).autocast(),
+        torch.optim.SGD(model.parameters()),
+    )
     with pytest.warns(RuntimeWarning, match=r"fp8\.step\(\) was never called") as said:
         for _ in range(3):
             with ctx:
@@ -247,19 +280,30 @@ def test_a_step_beside_autowrap_says_so_and_does_nothing(scaling: str) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         fp8.step()
-    assert [str(w.message).partition(" does")[0] for w in said] == ["fp8.step() beside apply_fp8_autowrap"] * (scaling == "delayed")
+    assert [str(w.message).partition(" does")[0] for w in said] == [
+        "fp8.step() beside apply_fp8_autowrap"
+    ] * (scaling == "delayed")
     assert all(torch.equal(a, b) for a, b in zip(before, scales(model), strict=True))
 
 
 # transformers' Trainer itself.
+
 
 @pytest.mark.parametrize("way", ["wrapped", "forward replaced", "never enters"])
 def test_a_trainer_of_transformers_trains_in_fp8_or_not_at_all(way: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, use_cache=False))
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            use_cache=False,
+        )
+    )
     r, plain = delayed(), copy.deepcopy(model)
     fp8 = fp8cfg.convert_model(model, r)
     if way != "never enters":
@@ -267,14 +311,31 @@ def test_a_trainer_of_transformers_trains_in_fp8_or_not_at_all(way: str, tmp_pat
     if way == "forward replaced":
         model.forward = MethodType(lambda self, **batch: type(self).forward(self, **batch), model)
     rows = [{"input_ids": row, "labels": row} for row in torch.arange(96).reshape(6, 16) % 64]
-    trainer = transformers.Trainer(model=model, train_dataset=rows, args=transformers.TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to="none", use_cpu=True, save_strategy="no",
-        disable_tqdm=True, remove_unused_columns=False))
+    trainer = transformers.Trainer(
+        model=model,
+        train_dataset=rows,
+        args=transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            report_to="none",
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        ),
+    )
     if way == "never enters":
-        with pytest.raises(fp8cfg.NotFP8Error, match="a backward pass, and no layer multiplied in FP8"):
+        with pytest.raises(
+            fp8cfg.NotFP8Error, match="a backward pass, and no layer multiplied in FP8"
+        ):
             trainer.train()
         return
     trainer.train()
     fp8.prove()
-    assert converted(model).forward_passes == 3 and converted(model).steps == 2, "each pass rolls the one before it"
-    assert not any(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert converted(model).forward_passes == 3 and converted(model).steps == 2, (
+        "each pass rolls the one before it"
+    )
+    assert not any(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )

@@ -28,10 +28,21 @@ from tests.support.convert_models import (
 def test_a_job_around_a_model_of_ones_own(backend: str, compute: str) -> None:
     model = Model().bfloat16()
     weights = {name: p.detach().float() for name, p in model.named_parameters()}
-    r = recipe(f"precision.compute={compute}", "optim.warmup_steps=0", "optim.lr=0.01", backend=backend)
+    r = recipe(
+        f"precision.compute={compute}", "optim.warmup_steps=0", "optim.lr=0.01", backend=backend
+    )
     job = fp8cfg.build(r, model=model)
-    assert job.model is model and job.foreign and {p.dtype for p in model.parameters()} == {getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[compute])}
-    assert all(torch.equal(job.optimizer.masters[p], weights[name]) for name, p in model.named_parameters() if p.requires_grad)
+    assert (
+        job.model is model
+        and job.foreign
+        and {p.dtype for p in model.parameters()}
+        == {getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[compute])}
+    )
+    assert all(
+        torch.equal(job.optimizer.masters[p], weights[name])
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    )
     losses = []
     for step in range(4):
         with job.autocast():
@@ -45,13 +56,18 @@ def test_a_job_around_a_model_of_ones_own(backend: str, compute: str) -> None:
     frozen = f"{model.name}.1.up.weight"
     assert torch.equal(dict(model.named_parameters())[frozen].float(), weights[frozen])
     seen = job.prove()
-    assert {p.name: p.reason for p in seen.linears if not p.fp8} == REASONS and "FLOPs of all weights" in str(seen)
+    assert {
+        p.name: p.reason for p in seen.linears if not p.fp8
+    } == REASONS and "FLOPs of all weights" in str(seen)
 
 
 def test_a_job_holds_weights_in_fp8_alone_and_gives_them_back() -> None:
     model = Model()
     job = fp8cfg.build(recipe("fp8.params=true"), model=model)
-    assert model.h[0].up.parameter.dtype == torch.float8_e4m3fn and model.h[0].up.weight.dtype == torch.bfloat16
+    assert (
+        model.h[0].up.parameter.dtype == torch.float8_e4m3fn
+        and model.h[0].up.weight.dtype == torch.bfloat16
+    )
     with job.autocast():
         job.backward(model(TOKENS, TOKENS))
     job.optimizer.step()
@@ -66,8 +82,15 @@ def of_gpt2() -> nn.Module:
 
 
 def of_llama() -> nn.Module:
-    return transformers_lm("Llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                           tie_word_embeddings=True)
+    return transformers_lm(
+        "Llama",
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
 
 
 class Convolutions(nn.Module):
@@ -76,29 +99,52 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.conv, self.norm, self.up = nn.Embedding(48, 64), nn.Conv1d(64, 64, 3, padding=1), nn.RMSNorm(64), nn.Linear(64, 64)
+        self.embedding, self.conv, self.norm, self.up = (
+            nn.Embedding(48, 64),
+            nn.Conv1d(64, 64, 3, padding=1),
+            nn.RMSNorm(64),
+            nn.Linear(64, 64),
+        )
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
         self.scale = nn.Parameter(torch.ones(64))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.norm(self.embedding(tokens)) * self.scale
         x = self.normed(x + self.up(torch.relu(self.conv(x.mT).mT)))
-        return nn.functional.cross_entropy((x @ self.embedding.weight.T).float().flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(
+            (x @ self.embedding.weight.T).float().flatten(0, 1), targets.flatten()
+        )
 
 
 @pytest.mark.filterwarnings("ignore:only .* ran in FP8:RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("words", ["opt_level=O1", "opt_level=O2", "opt_level=O3", "storage.weight=fp32", "storage.master_weight=none storage.rounding=stochastic"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "opt_level=O1",
+        "opt_level=O2",
+        "opt_level=O3",
+        "storage.weight=fp32",
+        "storage.master_weight=none storage.rounding=stochastic",
+    ],
+)
 @pytest.mark.parametrize("model", [Model, of_gpt2, of_llama, Convolutions])
-def test_a_level_trains_models_with_any_kind_of_weight(model: Any, words: str, backend: str) -> None:
+def test_a_level_trains_models_with_any_kind_of_weight(
+    model: Any, words: str, backend: str
+) -> None:
     if backend == "torchao" and words == "opt_level=O3":
         pytest.skip("torchao holds no weights in FP8")
-    job = fp8cfg.build(recipe(*words.split(), "optim.warmup_steps=0", "optim.lr=0.003", backend=backend), model=model())
+    job = fp8cfg.build(
+        recipe(*words.split(), "optim.warmup_steps=0", "optim.lr=0.003", backend=backend),
+        model=model(),
+    )
     columns, losses = job.prepared.columns, []
     assert columns.keys() == dict(job.model.named_parameters()).keys()
     linear = {f"{p.name}.weight" for p in job.plan}
     apart = {name: p for name, p in job.model.named_parameters() if name not in linear}
-    assert {p.dtype for p in apart.values()} == {torch.bfloat16} and {columns[name]["master_weight"] for name in apart} == {"fp32"}
+    assert {p.dtype for p in apart.values()} == {torch.bfloat16} and {
+        columns[name]["master_weight"] for name in apart
+    } == {"fp32"}
     for step in range(4):
         with job.autocast():
             loss = job.model(TOKENS, TOKENS)
@@ -118,8 +164,17 @@ def test_layers_that_only_hold_their_weights_multiply_nothing_in_fp8() -> None:
         fp8cfg.build(r, model=job.model)
 
 
-@pytest.mark.parametrize("words", [("opt_level=O1",), ("opt_level=O2",), ("opt_level=O2", "fp8.output_layer=true"), ("storage.weight=fp16",),
-                                   ("storage.weight=fp16_scaled", "storage.master_weight=fp32")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("opt_level=O1",),
+        ("opt_level=O2",),
+        ("opt_level=O2", "fp8.output_layer=true"),
+        ("storage.weight=fp16",),
+        ("storage.weight=fp16_scaled", "storage.master_weight=fp32"),
+    ],
+    ids=" ".join,
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_after_a_level_weights_come_back_decoded(backend: str, words: tuple[str, ...]) -> None:
     model = Model()
@@ -128,15 +183,28 @@ def test_after_a_level_weights_come_back_decoded(backend: str, words: tuple[str,
     with job.autocast():
         job.backward(model(TOKENS, TOKENS))
     job.optimizer.step()
-    layers = {name: layer for name, layer in model.named_modules() if getattr(layer, "codec", None) and name != "lm_head"}
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if getattr(layer, "codec", None) and name != "lm_head"
+    }
     want = {name: layer.codec.decode(layer.in_codec) for name, layer in layers.items()}
     frozen = {name: p.requires_grad for name, p in model.named_parameters()}
     assert len(want) >= 8 and fp8cfg.convert_back(model) is model
     wide = model.embedding.weight.dtype
     assert wide == torch.bfloat16 and {p.dtype for p in model.parameters()} == {wide}
-    assert str(model) == str(before) and list(model.state_dict()) == keys and type(model.own) is Doubled
-    assert all(torch.equal(model.get_submodule(name).weight, weight.to(wide)) for name, weight in want.items())
-    assert {name: p.requires_grad for name, p in model.named_parameters()} == frozen and model.lm_head.weight is model.embedding.weight
+    assert (
+        str(model) == str(before)
+        and list(model.state_dict()) == keys
+        and type(model.own) is Doubled
+    )
+    assert all(
+        torch.equal(model.get_submodule(name).weight, weight.to(wide))
+        for name, weight in want.items()
+    )
+    assert {
+        name: p.requires_grad for name, p in model.named_parameters()
+    } == frozen and model.lm_head.weight is model.embedding.weight
     loss_of(model).backward()
     fp8cfg.convert_model(model, recipe(backend=backend))
 

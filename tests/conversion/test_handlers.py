@@ -26,11 +26,22 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 32))
 
 
-@pytest.mark.parametrize(("handler", "values"), [
-    (TERecipeKwargs(margin=1, fp8_format="E4M3"), {"backend": "te", "fp8.margin": 1, "fp8.format": "e4m3"}), (old(**OLD), {"backend": "te", "fp8.margin": 2}),
-    (MSAMPRecipeKwargs(opt_level="O1"), {"backend": "msamp", "opt_level": "O1"}), (AORecipeKwargs(), {"backend": "torchao", "fp8.scaling": "current"}),
-], ids=lambda value: type(value).__name__)
-def test_a_handler_means_the_recipe_that_it_imports_as(handler: Any, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("handler", "values"),
+    [
+        (
+            TERecipeKwargs(margin=1, fp8_format="E4M3"),
+            {"backend": "te", "fp8.margin": 1, "fp8.format": "e4m3"},
+        ),
+        (old(**OLD), {"backend": "te", "fp8.margin": 2}),
+        (MSAMPRecipeKwargs(opt_level="O1"), {"backend": "msamp", "opt_level": "O1"}),
+        (AORecipeKwargs(), {"backend": "torchao", "fp8.scaling": "current"}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_handler_means_the_recipe_that_it_imports_as(
+    handler: Any, values: dict[str, Any]
+) -> None:
     recipe = given_recipe(handler)
     assert recipe == fp8cfg.interop.from_object(handler).recipe and recipe.fp8.enabled
     assert {key: dict(fp8cfg.Recipe().diff(recipe))[key][1] for key in values} == values
@@ -40,7 +51,10 @@ def test_torchaos_handler_converts_wraps_and_trains(caplog: pytest.LogCaptureFix
     torch.manual_seed(0)
     handler, model = AORecipeKwargs(), net()
     conversion = fp8cfg.convert_model(model, handler)
-    assert conversion.choice.backend == "torchao" and "AORecipeKwargs: pad_inner_dim=True" in caplog.text
+    assert (
+        conversion.choice.backend == "torchao"
+        and "AORecipeKwargs: pad_inner_dim=True" in caplog.text
+    )
     fp8cfg.apply_fp8_autowrap(model, handler)
     optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(16, 32)
     losses = []
@@ -62,9 +76,19 @@ def test_a_precision_does_too() -> None:
     assert run(model, torch.randn(16, 32)).shape == (16, 32)
 
 
-@pytest.mark.parametrize(("handler", "line"), [
-    (TERecipeKwargs(), "backend=te: "), (MSAMPRecipeKwargs(), r"opt_level=O2: has no effect in convert_model, .* write fp8cfg\.build"),
-    (object(), "expected a Recipe, got object"), ("fp8", "expected a Recipe, got str")], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("handler", "line"),
+    [
+        (TERecipeKwargs(), "backend=te: "),
+        (
+            MSAMPRecipeKwargs(),
+            r"opt_level=O2: has no effect in convert_model, .* write fp8cfg\.build",
+        ),
+        (object(), "expected a Recipe, got object"),
+        ("fp8", "expected a Recipe, got str"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_cannot_run_here_is_said_and_the_model_stays(handler: Any, line: str) -> None:
     model = net()
     with pytest.raises(fp8cfg.ConfigError, match=line):

@@ -16,7 +16,9 @@ from tests.support.convert_models import Block, recipe
 
 def delayed(*, fused: bool, steps: bool, parts: int = 1, updates: int = 3) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    fp8 = fp8cfg.convert_model(model, fp8cfg.compose(["precision=bf16_fp8", "fp8.params=false", "fp8.output_layer=true"]))
+    fp8 = fp8cfg.convert_model(
+        model, fp8cfg.compose(["precision=bf16_fp8", "fp8.params=false", "fp8.output_layer=true"])
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     for _ in range(updates):
         for _ in range(parts):
@@ -35,14 +37,24 @@ def test_a_step_that_is_never_called_is_said_once(fused: bool) -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         delayed(fused=fused, steps=False)
-    assert [str(w.message).partition(",")[0] for w in said] == ["weights were updated and fp8.step() was never called"]
+    assert [str(w.message).partition(",")[0] for w in said] == [
+        "weights were updated and fp8.step() was never called"
+    ]
     assert said[0].filename == __file__
     delayed(fused=fused, steps=True)
     delayed(fused=fused, steps=False, parts=4, updates=1)
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ("log.fp8_stats_every_n_steps=1", "log.fp8_stats_every_n_steps=1: has no effect on a model of your own"), ("trainer.compile=on", "trainer.compile=on: has no effect on a model")])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "log.fp8_stats_every_n_steps=1",
+            "log.fp8_stats_every_n_steps=1: has no effect on a model of your own",
+        ),
+        ("trainer.compile=on", "trainer.compile=on: has no effect on a model"),
+    ],
+)
 def test_keys_of_runs_are_refused_for_a_given_model(words: str, line: str) -> None:
     r = recipe(words)
     with pytest.raises(fp8cfg.ConfigError) as e:
@@ -63,14 +75,25 @@ class Loss(nn.Module):
         return {"dict": {"loss": x.mean()}, "shape": x, "loss": x.mean()}[self.made]
 
 
-@pytest.mark.parametrize(("model", "line"), [
-    (Block(), r"and Block cannot be called so: too many positional arguments; give build"), (Loss("dict"), "and Loss gives dict; give build"),
-    (Loss("shape"), r"and Loss gives a tensor of shape \[16, 256, 64\]; give build"), (Loss("loss"), ""),
-])
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (Block(), r"and Block cannot be called so: too many positional arguments; give build"),
+        (Loss("dict"), "and Loss gives dict; give build"),
+        (Loss("shape"), r"and Loss gives a tensor of shape \[16, 256, 64\]; give build"),
+        (Loss("loss"), ""),
+    ],
+)
 def test_fit_of_a_model_that_makes_no_loss(model: nn.Module, line: str, tmp_path: Path) -> None:
-    job = fp8cfg.build(recipe("recipe=llama_tiny", "data=tiny", "trainer.max_steps=2", "optim.warmup_steps=1"), model=model)
+    job = fp8cfg.build(
+        recipe("recipe=llama_tiny", "data=tiny", "trainer.max_steps=2", "optim.warmup_steps=1"),
+        model=model,
+    )
     if not line:
         assert fp8cfg.fit(job, tmp_path, say=lambda _: None).steps == 2
         return
-    with pytest.raises(fp8cfg.ConfigError, match=rf"^fit: trains models whose model\(tokens, targets\) is the loss, {line}"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=rf"^fit: trains models whose model\(tokens, targets\) is the loss, {line}",
+    ):
         fp8cfg.fit(job, tmp_path, say=lambda _: None)

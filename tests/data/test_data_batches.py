@@ -16,7 +16,9 @@ WINDOWS = Windows(TOKENS, 10, LENGTH)
 
 
 def make(length: int = LENGTH, seq_length: int = 8, seed: int = 0, size: int = 16) -> Batches:
-    return Batches(Windows(np.arange(length, dtype=np.int32), seq_length, vocab_size=length), seed, size)
+    return Batches(
+        Windows(np.arange(length, dtype=np.int32), seq_length, vocab_size=length), seed, size
+    )
 
 
 def test_targets_are_the_next_tokens_on_the_ring() -> None:
@@ -32,26 +34,44 @@ def test_targets_are_the_next_tokens_on_the_ring() -> None:
 def test_pieces_of_a_global_batch_make_the_whole_in_order(world: int, num_micro: int) -> None:
     batches = make()
     for step in (0, 3, 100):
-        pieces = [batches.batch(step, r, world, m, num_micro) for r in range(world) for m in range(num_micro)]
+        pieces = [
+            batches.batch(step, r, world, m, num_micro)
+            for r in range(world)
+            for m in range(num_micro)
+        ]
         for piece, whole in zip(zip(*pieces, strict=True), batches.batch(step), strict=True):
             assert torch.equal(torch.cat(piece), whole)
 
 
 @settings(deadline=None, max_examples=50)
-@given(length=st.integers(9, 400), seq_length=st.integers(1, 8), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
-def test_an_epoch_visits_each_window_once(length: int, seq_length: int, seed: int, epoch: int) -> None:
+@given(
+    length=st.integers(9, 400),
+    seq_length=st.integers(1, 8),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 5),
+)
+def test_an_epoch_visits_each_window_once(
+    length: int, seq_length: int, seed: int, epoch: int
+) -> None:
     batches = make(length, seq_length, seed)
     n = len(batches.samples)
     assert n == (length - 1) // seq_length
     tokens, _ = batches.rows(epoch * n, n)
-    assert len(set(tokens.flatten().tolist())) == n * seq_length, "no token is an input twice in an epoch"
+    assert len(set(tokens.flatten().tolist())) == n * seq_length, (
+        "no token is an input twice in an epoch"
+    )
     first = tokens[:, 0]
-    assert len(set(((first - first[0]) % length % seq_length).tolist()) | {0}) <= 2, "windows lie side by side"
+    assert len(set(((first - first[0]) % length % seq_length).tolist()) | {0}) <= 2, (
+        "windows lie side by side"
+    )
 
 
 def test_epochs_differ_in_order_and_in_borders() -> None:
     batches = make()
-    epochs = [batches.rows(epoch * len(batches.samples), len(batches.samples))[0][:, 0].tolist() for epoch in range(6)]
+    epochs = [
+        batches.rows(epoch * len(batches.samples), len(batches.samples))[0][:, 0].tolist()
+        for epoch in range(6)
+    ]
     assert len({tuple(np.argsort(epoch)) for epoch in epochs}) == 6
     assert len({frozenset(epoch) for epoch in epochs}) > 3
     assert make(seed=1).batch(0)[0].tolist() != make(seed=2).batch(0)[0].tolist()
@@ -62,7 +82,9 @@ def test_epochs_differ_in_order_and_in_borders() -> None:
 def test_the_sequence_can_be_taken_up_anywhere(cursor: int, cut: int) -> None:
     whole = make().rows(cursor, 40)[0]
     again = make()
-    assert torch.equal(torch.cat([again.rows(cursor, cut)[0], again.rows(cursor + cut, 40 - cut)[0]]), whole)
+    assert torch.equal(
+        torch.cat([again.rows(cursor, cut)[0], again.rows(cursor + cut, 40 - cut)[0]]), whole
+    )
 
 
 def test_a_batch_across_epochs_is_the_same_samples() -> None:
@@ -77,7 +99,13 @@ def test_the_order_does_not_hang_on_the_batch_size() -> None:
 
 def test_the_cursor_survives_json_and_another_batch_size() -> None:
     state = json.loads(json.dumps(make().state(7)))
-    assert state["samples_seen"] == 112 and set(state) == {"seed", "seq_length", "samples_seen", "corpus_sha256", "tokenizer_sha256"}
+    assert state["samples_seen"] == 112 and set(state) == {
+        "seed",
+        "seq_length",
+        "samples_seen",
+        "corpus_sha256",
+        "tokenizer_sha256",
+    }
     assert make().resume(state) == 7
     assert make(size=8).resume(state) == 14
     with pytest.raises(DataError, match="global_batch_size=32 does not divide the 112 samples"):
@@ -86,7 +114,11 @@ def test_the_cursor_survives_json_and_another_batch_size() -> None:
 
 @pytest.mark.parametrize(
     ("other", "says"),
-    [({"seed": 5}, "seed is 5"), ({"seq_length": 4}, "seq_length is 4"), ({"length": 999}, "corpus_sha256")],
+    [
+        ({"seed": 5}, "seed is 5"),
+        ({"seq_length": 4}, "seq_length is 4"),
+        ({"length": 999}, "corpus_sha256"),
+    ],
 )
 def test_other_data_is_not_resumed(other: dict[str, int], says: str) -> None:
     with pytest.raises(DataError, match=says):
@@ -105,7 +137,10 @@ def test_a_cursor_that_is_no_count_is_refused(seen: object) -> None:
         (lambda: make(length=8), "less than one window of seq_length"),
         (lambda: make(seq_length=0), "seq_length=0 must be at least 1"),
         (lambda: make(size=0), "global_batch_size=0"),
-        (lambda: make().batch(0, 0, 3), r"16 is not divisible by 3 \(3 ranks x 1 micro-batches\): use 15 instead"),
+        (
+            lambda: make().batch(0, 0, 3),
+            r"16 is not divisible by 3 \(3 ranks x 1 micro-batches\): use 15 instead",
+        ),
         (lambda: make(size=2).batch(0, 0, 4), "use 4 instead"),
         (lambda: make().batch(-1), "step=-1"),
         (lambda: make().rows(-1, 4), "cursor=-1"),
@@ -130,7 +165,9 @@ def test_a_token_outside_of_the_vocabulary_is_found_with_its_index(bad: int) -> 
         list(eval_batches(Windows(tokens, 10, vocab_size=700), 5, 2))
 
 
-def collect(rank: int = 0, world: int = 1, length: int = LENGTH, limit: int = 5) -> list[torch.Tensor]:
+def collect(
+    rank: int = 0, world: int = 1, length: int = LENGTH, limit: int = 5
+) -> list[torch.Tensor]:
     batches = eval_batches(Windows(np.arange(length), 10, length), 8, limit, rank, world)
     pairs = list(batches)
     assert all(torch.equal(targets, tokens + 1) for tokens, targets in pairs)

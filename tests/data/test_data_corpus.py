@@ -64,7 +64,9 @@ def test_a_split_is_one_cut_and_loses_nothing() -> None:
 
 @settings(deadline=None)
 @given(length=st.integers(1, 5000), seq_length=st.integers(1, 600), fraction=st.floats(0, 1))
-def test_a_split_gives_a_window_to_both_or_names_the_cure(length: int, seq_length: int, fraction: float) -> None:
+def test_a_split_gives_a_window_to_both_or_names_the_cure(
+    length: int, seq_length: int, fraction: float
+) -> None:
     corpus = of_length(length)
     try:
         parts = split(corpus, fraction, seq_length)
@@ -72,7 +74,10 @@ def test_a_split_gives_a_window_to_both_or_names_the_cure(length: int, seq_lengt
         if cure := re.search(r"use data\.validation_fraction=(\S+) or", str(error)):
             fraction, old = float(cure[1]), fraction
             assert fraction < 0.5 or old >= 0.5, "what a recipe takes"
-        elif cure := re.search(r"model\.seq_length=(\d+) or less(?: with data\.validation_fraction=(\S+)|$)", str(error)):
+        elif cure := re.search(
+            r"model\.seq_length=(\d+) or less(?: with data\.validation_fraction=(\S+)|$)",
+            str(error),
+        ):
             seq_length, fraction = int(cure[1]), float(cure[2] or fraction)
             assert seq_length >= 2, "what a recipe takes"
         else:
@@ -82,9 +87,19 @@ def test_a_split_gives_a_window_to_both_or_names_the_cure(length: int, seq_lengt
     assert all(len(part.tokens) >= seq_length + 1 for part in parts)
 
 
-@pytest.mark.parametrize(("length", "fraction", "cure"), [
-    (4, 0.05, "use more text"), (28, 0.05, "use more text, or model.seq_length=10 or less with data.validation_fraction=0.4"),
-    (130, 0.05, "use more text or model.seq_length=5 or less"), (60, 0.1, "use more text or model.seq_length=5 or less")])
+@pytest.mark.parametrize(
+    ("length", "fraction", "cure"),
+    [
+        (4, 0.05, "use more text"),
+        (
+            28,
+            0.05,
+            "use more text, or model.seq_length=10 or less with data.validation_fraction=0.4",
+        ),
+        (130, 0.05, "use more text or model.seq_length=5 or less"),
+        (60, 0.1, "use more text or model.seq_length=5 or less"),
+    ],
+)
 def test_too_few_tokens_are_told_what_will_do(length: int, fraction: float, cure: str) -> None:
     with pytest.raises(DataError, match=rf"windows of 65: {re.escape(cure)}$"):
         split(of_length(length), fraction, 64)
@@ -93,9 +108,14 @@ def test_too_few_tokens_are_told_what_will_do(length: int, fraction: float, cure
 def test_a_part_of_exactly_one_window_is_enough() -> None:
     for fraction, sizes in ((0.1, [90, 10]), (0.9, [10, 90])):
         assert [len(part.tokens) for part in split(of_length(100), fraction, 9)] == sizes
-    with pytest.raises(DataError, match=r"validation part has 9 tokens.* use data\.validation_fraction=0\.1 or more"):
+    with pytest.raises(
+        DataError,
+        match=r"validation part has 9 tokens.* use data\.validation_fraction=0\.1 or more",
+    ):
         split(of_length(100), 0.09, 9)
-    with pytest.raises(DataError, match=r"training part has 9 tokens.* use data\.validation_fraction=0\.9 or less"):
+    with pytest.raises(
+        DataError, match=r"training part has 9 tokens.* use data\.validation_fraction=0\.9 or less"
+    ):
         split(of_length(100), 0.91, 9)
     # The cure is rounded to the side that works: here the sixth digit is worth three tokens.
     for fraction, cure in ((0.1, 0.333334), (0.9, 0.666666)):
@@ -137,5 +157,7 @@ def test_the_sums_of_the_shipped_corpus_are_right() -> None:
 
 def test_nothing_heavy_is_imported_for_data() -> None:
     code = "import sys, fp8cfg.data; print([m for m in ('torch', 'hydra', 'fiddle', 'pydantic') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert out.stdout.strip() == "[]"

@@ -40,26 +40,38 @@ def test_the_standard_library_is_there_without_its_tests() -> None:
     assert corpus.sha256 == load_corpus("stdlib").sha256
 
 
-def test_an_interpreter_without_sources_gets_the_shipped_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_interpreter_without_sources_gets_the_shipped_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for place in (tmp_path, tmp_path / "python311.zip"):
         monkeypatch.setattr(sysconfig, "get_path", lambda _, place=place: str(place))
         corpus = load_corpus("stdlib")
         assert corpus.name == "tiny" and corpus.sha256 == load_corpus("tiny").sha256
-        assert f"instead of the standard library, which has no sources in {place}" in corpus.description
+        assert (
+            f"instead of the standard library, which has no sources in {place}"
+            in corpus.description
+        )
 
 
 def test_a_folder_is_one_document_a_text_file(folder: Path) -> None:
     assert documents(folder) == {b"first", "zwölf".encode()}
-    assert len(load_corpus("text", folder).documents) == 2 and "2 documents" in load_corpus("text", folder).description
+    assert (
+        len(load_corpus("text", folder).documents) == 2
+        and "2 documents" in load_corpus("text", folder).description
+    )
 
 
-def test_the_order_is_that_of_names_not_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_is_that_of_names_not_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("early", "late"):
         (tmp_path / name).mkdir()
         for number in range(20):
             (tmp_path / name / f"{number}.txt").write_text(f"{name} {number}")
     corpus, walk = load_corpus("text", tmp_path), os.walk
-    monkeypatch.setattr(os, "walk", lambda *a, **k: ((f, d, n[::-1]) for f, d, n in list(walk(*a, **k))[::-1]))
+    monkeypatch.setattr(
+        os, "walk", lambda *a, **k: ((f, d, n[::-1]) for f, d, n in list(walk(*a, **k))[::-1])
+    )
     assert load_corpus("text", tmp_path).sha256 == corpus.sha256
     # A cut near the end must not hold out one folder of the two.
     tail = text_of(corpus.tokens[-len(corpus.tokens) // 4 :])
@@ -86,7 +98,12 @@ def test_a_file_is_one_document_whatever_its_ending(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"ab\0c", "byte 2 is 0x00"), (b"abc\xff", "byte 3 is 0xff"), (b"", "empty"), (None, "no text file below")],
+    [
+        (b"ab\0c", "byte 2 is 0x00"),
+        (b"abc\xff", "byte 3 is 0xff"),
+        (b"", "empty"),
+        (None, "no text file below"),
+    ],
 )
 def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, says: str) -> None:
     if content is not None:
@@ -96,7 +113,9 @@ def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes | None, says:
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_more_than_memory_should_hold_is_refused_before_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_memory_should_hold_is_refused_before_it_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sources, "MAX_TEXT_BYTES", 5)
     with pytest.raises(DataError, match="use source 'tokens'"):
         load_corpus("text", folder)
@@ -130,9 +149,17 @@ def test_a_missing_path_names_the_nearest(folder: Path, name: str, says: str) ->
 def test_every_source_has_a_name(folder: Path) -> None:
     prefix = write_indexed(folder / "tokens", [[5, 6], [7]], vocab_size=1000)
     corpora = [load_corpus("stdlib"), load_corpus("tiny"), load_corpus("text", folder)]
-    assert [(corpus.name, corpus.vocab_size) for corpus in corpora] == [("stdlib", 272), ("tiny", 272), ("text", 272)]
+    assert [(corpus.name, corpus.vocab_size) for corpus in corpora] == [
+        ("stdlib", 272),
+        ("tiny", 272),
+        ("text", 272),
+    ]
     tokens = load_corpus("tokens", prefix, vocab_size=1000)
-    assert tokens.tokens.tolist() == [5, 6, 7] and tokens.vocab_size == 1000 and "2 documents" in tokens.description
+    assert (
+        tokens.tokens.tolist() == [5, 6, 7]
+        and tokens.vocab_size == 1000
+        and "2 documents" in tokens.description
+    )
     assert load_corpus("tiny", vocab_size=32_000).vocab_size == 32_000
 
 

@@ -33,7 +33,10 @@ def by_hand(idx: bytes, raw: bytes) -> list[list[int]]:
     kind = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}[code]
     lengths = struct.unpack_from(f"<{n}i", idx, 34)
     pointers = struct.unpack_from(f"<{n}q", idx, 34 + 4 * n)
-    return [list(struct.unpack_from(f"<{count}{kind}", raw, at)) for count, at in zip(lengths, pointers, strict=True)]
+    return [
+        list(struct.unpack_from(f"<{count}{kind}", raw, at))
+        for count, at in zip(lengths, pointers, strict=True)
+    ]
 
 
 def sequences(path: Path) -> list[list[int]]:
@@ -64,7 +67,10 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_one_line(pair: Path) -> No
     assert stream[positions].tolist() == [[8, 9, 1], [2, 3, 5]]
     os.truncate(f"{pair}.bin", 6)
     assert stream[:3].tolist() == [1, 2, 3]
-    with pytest.raises(DataError, match=r"corpus\.bin: has 6 bytes now, less than 18; it was cut short while it was read$"):
+    with pytest.raises(
+        DataError,
+        match=r"corpus\.bin: has 6 bytes now, less than 18; it was cut short while it was read$",
+    ):
         stream[positions]
 
 
@@ -96,7 +102,10 @@ def test_the_bytes_are_those_of_megatron(tmp_path: Path) -> None:
 def test_a_large_vocabulary_is_stored_as_int32(tmp_path: Path) -> None:
     prefix = write_indexed(tmp_path / "m", [[70_000]], vocab_size=128_256)
     assert read_indexed(prefix).tokens.dtype == np.int32 and sequences(prefix) == [[70_000]]
-    kinds = [read_indexed(write_indexed(tmp_path / str(v), [[1]], v)).tokens.dtype for v in (65_499, 65_500)]
+    kinds = [
+        read_indexed(write_indexed(tmp_path / str(v), [[1]], v)).tokens.dtype
+        for v in (65_499, 65_500)
+    ]
     assert kinds == [np.uint16, np.int32]
 
 
@@ -110,7 +119,9 @@ def test_an_index_longer_than_its_counts_is_refused(pair: Path) -> None:
     whole = Path(f"{pair}.idx").read_bytes()
     for extra in (1, len(DOCUMENTS) + 1, 12):
         Path(f"{pair}.idx").write_bytes(whole + bytes(extra))
-        with pytest.raises(DataError, match=f"make {len(whole)} bytes, the file has {len(whole) + extra}"):
+        with pytest.raises(
+            DataError, match=f"make {len(whole)} bytes, the file has {len(whole) + extra}"
+        ):
             read_indexed(pair)
 
 
@@ -194,7 +205,11 @@ def test_a_pipe_is_not_waited_for(pair: Path) -> None:
 
 
 def test_the_writer_leaves_nothing_behind_when_it_fails(tmp_path: Path) -> None:
-    for documents, says in (([[1], [100]], "document 1"), ([[1], [-1]], "document 1"), ([[], []], "no token")):
+    for documents, says in (
+        ([[1], [100]], "document 1"),
+        ([[1], [-1]], "document 1"),
+        ([[], []], "no token"),
+    ):
         with pytest.raises(DataError, match=says):
             write_indexed(tmp_path / "x", documents, vocab_size=100)
     assert list(tmp_path.iterdir()) == []
@@ -208,7 +223,9 @@ def corrupt(data: bytes, draw: st.DataObject) -> bytes:
     if how == "grow":
         return data + draw.draw(st.binary(max_size=20))
     size = draw.draw(st.sampled_from([4, 8]))
-    word = draw.draw(st.sampled_from([0, 1, 2, -1, -2, 3, 2**31 - 1, -(2**31), 10, 18])).to_bytes(size, "little", signed=True)
+    word = draw.draw(st.sampled_from([0, 1, 2, -1, -2, 3, 2**31 - 1, -(2**31), 10, 18])).to_bytes(
+        size, "little", signed=True
+    )
     new = draw.draw(st.binary(min_size=1, max_size=8)) if how == "bytes" else word
     at = draw.draw(st.integers(0, max(0, len(data) - 1)))
     return (data[:at] + new + data[at + len(new) :])[: max(len(data), 1)]
@@ -216,7 +233,9 @@ def corrupt(data: bytes, draw: st.DataObject) -> bytes:
 
 @settings(deadline=None, max_examples=600, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), code=st.sampled_from([1, 2, 3, 4, 5, 8]))
-def test_a_corrupt_pair_is_refused_or_read_as_it_stands(folder: Path, data: st.DataObject, code: int) -> None:
+def test_a_corrupt_pair_is_refused_or_read_as_it_stands(
+    folder: Path, data: st.DataObject, code: int
+) -> None:
     prefix = folder / "fuzz"
     dtype = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}[code]
     lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))

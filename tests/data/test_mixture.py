@@ -19,7 +19,10 @@ def windows(first: int, count: int) -> Windows:
 
 
 def mixed(*parts: tuple[int, float]) -> Mixture:
-    return Mixture([windows(1000 * n, count) for n, (count, _) in enumerate(parts)], [weight for _, weight in parts])
+    return Mixture(
+        [windows(1000 * n, count) for n, (count, _) in enumerate(parts)],
+        [weight for _, weight in parts],
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -33,7 +36,11 @@ def test_every_beginning_has_the_shares_within_one_sample(given: list[float]) ->
 
 
 def test_weights_are_read_as_they_are_written() -> None:
-    assert shares([0.7, 0.3]) == [7, 3] and shares([1, 2, 3.0]) == [1, 2, 3] and shares([30, 70]) == [3, 7]
+    assert (
+        shares([0.7, 0.3]) == [7, 3]
+        and shares([1, 2, 3.0]) == [1, 2, 3]
+        and shares([30, 70]) == [3, 7]
+    )
     assert shares([1 / 3, 2 / 3]) == [1, 2] and shares([0.123456789, 0.876543211]) == [12346, 87654]
     with pytest.raises(DataError, match="less than a 200,000th"):
         shares([1e-9, 1])
@@ -43,7 +50,9 @@ def test_each_source_has_its_own_epochs() -> None:
     batches = Batches(mixed((40, 0.75), (5, 0.25)), 7, 20)
     tokens = batches.rows(0, 40)[0].numpy()
     small = tokens[tokens[:, 0] >= 1000]
-    assert len(small) == 10 and len(set(small[:5].flatten().tolist())) == 20 == len(set(small[5:].flatten().tolist()))
+    assert len(small) == 10 and len(set(small[:5].flatten().tolist())) == 20 == len(
+        set(small[5:].flatten().tolist())
+    )
     assert len(set(tokens[tokens[:, 0] < 1000].flatten().tolist())) == 120
     assert Batches(mixed((40, 0.75), (5, 0.25)), 8, 20).rows(0, 40)[0].tolist() != tokens.tolist()
 
@@ -74,4 +83,6 @@ def test_evaluation_takes_each_source_in_its_share_and_none_twice() -> None:
     mixture = mixed((40, 0.75), (5, 0.25))
     assert len(mixture) == 22  # a sixth of the small one would be the 23rd
     tokens = np.concatenate([tokens.numpy() for tokens, _ in eval_batches(mixture, 4, 100)])
-    assert len(tokens) == 20 == len(set(tokens[:, 0].tolist())) and (tokens[:, 0] >= 1000).sum() == 5
+    assert (
+        len(tokens) == 20 == len(set(tokens[:, 0].tolist())) and (tokens[:, 0] >= 1000).sum() == 5
+    )

@@ -20,15 +20,23 @@ def test_every_sample_comes_exactly_once(n: int, seed: int, epoch: int) -> None:
 
 @settings(deadline=None)
 @given(n=st.integers(1, 2**62), seed=SEEDS, epoch=EPOCHS, data=st.data())
-def test_a_sample_does_not_depend_on_what_is_asked_beside_it(n: int, seed: int, epoch: int, data: st.DataObject) -> None:
-    index = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20, unique=True)))
+def test_a_sample_does_not_depend_on_what_is_asked_beside_it(
+    n: int, seed: int, epoch: int, data: st.DataObject
+) -> None:
+    index = np.array(
+        data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20, unique=True))
+    )
     together = permute(index, n, seed, epoch)
     assert together.min() >= 0 and together.max() < n and len(set(together.tolist())) == len(index)
     assert together.tolist() == [int(permute(int(i), n, seed, epoch)) for i in index]
 
 
 def test_seeds_and_epochs_give_other_orders() -> None:
-    orders = {tuple(permute(np.arange(100), 100, seed, epoch)) for seed in range(20) for epoch in range(20)}
+    orders = {
+        tuple(permute(np.arange(100), 100, seed, epoch))
+        for seed in range(20)
+        for epoch in range(20)
+    }
     assert len(orders) == 400
 
 

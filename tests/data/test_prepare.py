@@ -16,15 +16,22 @@ from tests.support.tiny_tokenizer import write_tokenizer
 @pytest.fixture
 def source(tmp_path: Path) -> str:
     path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"document {n}: " + "word " * n}) for n in range(50)))
+    path.write_text(
+        "\n".join(json.dumps({"text": f"document {n}: " + "word " * n}) for n in range(50))
+    )
     return str(path)
 
 
 @pytest.mark.parametrize("tokenized", [False, True])
-def test_token_files_are_the_corpus_of_the_source_and_are_cut_alike(tokenized: bool, source: str, tmp_path: Path) -> None:
+def test_token_files_are_the_corpus_of_the_source_and_are_cut_alike(
+    tokenized: bool, source: str, tmp_path: Path
+) -> None:
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "t"))) if tokenized else BYTES
     made = prepare(tmp_path / "deep" / "out.bin", "jsonl", source, "text", tokenizer)
-    corpus, files = load_corpus("jsonl", source, 400, tokenizer=tokenizer), load_corpus("tokens", made.path, 400, tokenizer=tokenizer)
+    corpus, files = (
+        load_corpus("jsonl", source, 400, tokenizer=tokenizer),
+        load_corpus("tokens", made.path, 400, tokenizer=tokenizer),
+    )
     assert files.sha256 == corpus.sha256 and files.documents.tolist() == corpus.documents.tolist()
     assert (made.tokens, made.documents) == (len(corpus.tokens), 50)
     assert [p.sha256 for p in split(files, 0.1, 16)] == [p.sha256 for p in split(corpus, 0.1, 16)]
@@ -38,7 +45,10 @@ def test_a_wide_vocabulary_is_written_as_int32(source: str, tmp_path: Path) -> N
         encode = staticmethod(BYTES.encode)
 
     made = prepare(tmp_path / "out", "jsonl", source, "text", Wide())
-    assert read_indexed(made.path).tokens.dtype == np.int32 and load_corpus("jsonl", source, tokenizer=Wide()).tokens.dtype == np.int32
+    assert (
+        read_indexed(made.path).tokens.dtype == np.int32
+        and load_corpus("jsonl", source, tokenizer=Wide()).tokens.dtype == np.int32
+    )
 
 
 def test_what_is_there_is_not_written_over(source: str, tmp_path: Path) -> None:
@@ -48,7 +58,9 @@ def test_what_is_there_is_not_written_over(source: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DataError])
-def test_what_is_interrupted_leaves_nothing(error: type[BaseException], source: str, tmp_path: Path) -> None:
+def test_what_is_interrupted_leaves_nothing(
+    error: type[BaseException], source: str, tmp_path: Path
+) -> None:
     class Stops:
         size, eos = 257, 256
 
@@ -75,8 +87,17 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_the_cut_goes_to_a_document(source: str) -> None:
     corpus = load_corpus("jsonl", source)
     train, held_out = split(corpus, 0.1, 16)
-    assert len(train.tokens) in corpus.documents.tolist() and held_out.tokens[:10].astype("u1").tobytes() == b"document 4"
+    assert (
+        len(train.tokens) in corpus.documents.tolist()
+        and held_out.tokens[:10].astype("u1").tobytes() == b"document 4"
+    )
     assert abs(len(held_out.tokens) / len(corpus.tokens) - 0.1) < 0.02
     whole = load_corpus("tiny")
-    long = split(whole.__class__("one", whole.tokens, 272, "", "", np.array([0, len(whole.tokens) - 40])), 0.1, 16)
-    assert len(long[1].tokens) == round(len(whole.tokens) * 0.1), "where no document begins nearby, a document is cut"
+    long = split(
+        whole.__class__("one", whole.tokens, 272, "", "", np.array([0, len(whole.tokens) - 40])),
+        0.1,
+        16,
+    )
+    assert len(long[1].tokens) == round(len(whole.tokens) * 0.1), (
+        "where no document begins nearby, a document is cut"
+    )

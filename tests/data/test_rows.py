@@ -23,31 +23,50 @@ def test_each_line_is_a_document(tmp_path: Path) -> None:
     assert sum(1 for _ in table_rows("jsonl", str(tmp_path))[0]) == 4
 
 
-@pytest.mark.parametrize(("line", "says"), [
-    ("{", r"a.jsonl:2: not JSON \(.*, column 2\)$"), ('{"text": ', r"a.jsonl:2: not JSON \(Expecting value, column 9\)$"), ("[1]", "a.jsonl:2: a JSON list; each line has an object"), ('{"texts": "x"}', "has no 'text'; did you mean 'texts'"),
-    ('{"q": 1, "answer": 2}', "has no 'text'; it has 'q', 'answer'"), ('{"text": null}', "'text' is NoneType, not text"), (b'"\xff"', "not UTF-8"),
-    ("[" * 100_000, "nested too deep"), ("{}", "it has nothing"),
-])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", r"a.jsonl:2: not JSON \(.*, column 2\)$"),
+        ('{"text": ', r"a.jsonl:2: not JSON \(Expecting value, column 9\)$"),
+        ("[1]", "a.jsonl:2: a JSON list; each line has an object"),
+        ('{"texts": "x"}', "has no 'text'; did you mean 'texts'"),
+        ('{"q": 1, "answer": 2}', "has no 'text'; it has 'q', 'answer'"),
+        ('{"text": null}', "'text' is NoneType, not text"),
+        (b'"\xff"', "not UTF-8"),
+        ("[" * 100_000, "nested too deep"),
+        ("{}", "it has nothing"),
+    ],
+)
 def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str | bytes, says: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + (line if isinstance(line, bytes) else line.encode()))
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "fine"}\n' + (line if isinstance(line, bytes) else line.encode())
+    )
     with pytest.raises(DataError, match=says) as caught:
         load_corpus("jsonl", tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
-    for kind, says in (("jsonl", "no .jsonl file below this folder"), ("parquet", "no .parquet file below")):
+    for kind, says in (
+        ("jsonl", "no .jsonl file below this folder"),
+        ("parquet", "no .parquet file below"),
+    ):
         with pytest.raises(DataError, match=says):
             load_corpus(kind, tmp_path)
 
 
-def test_without_the_library_tables_other_than_jsonl_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_tables_other_than_jsonl_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("datasets", "pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
     for kind, package in (("parquet", "pyarrow"), ("dataset", "datasets"), ("jsonl", "pyarrow")):
-        with pytest.raises(DataError, match=rf"needs the package {package}; pip install 'fp8cfg\[data\]', or write it as JSONL"):
+        with pytest.raises(
+            DataError,
+            match=rf"needs the package {package}; pip install 'fp8cfg\[data\]', or write it as JSONL",
+        ):
             load_corpus(kind, tmp_path)
 
 
@@ -58,7 +77,9 @@ def test_compressed_lines_are_those_of_the_file(tmp_path: Path) -> None:
     digest = load_corpus("jsonl", tmp_path / "a.jsonl").sha256
     assert load_corpus("jsonl", tmp_path / "*.gz").sha256 == digest
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain)[:-12])
-    with pytest.raises(DataError, match=r"a.jsonl.gz: cannot be read \(Compressed file ended before"):
+    with pytest.raises(
+        DataError, match=r"a.jsonl.gz: cannot be read \(Compressed file ended before"
+    ):
         load_corpus("jsonl", tmp_path / "a.jsonl.gz")
     (tmp_path / "a.jsonl.gz").write_bytes(plain)
     with pytest.raises(DataError, match=r"a.jsonl.gz: cannot be read \(Not a gzipped file"):
@@ -80,7 +101,9 @@ def test_a_pattern_names_files_and_links(tmp_path: Path) -> None:
     assert sorted(table_documents("jsonl", f"{tmp_path}/*-d.jsonl", "text").texts) == [b"a"]
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "d.jsonl").symlink_to(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"1 links are not followed, a pattern such as .*/links/\*.jsonl finds them"):
+    with pytest.raises(
+        DataError, match=r"1 links are not followed, a pattern such as .*/links/\*.jsonl finds them"
+    ):
         load_corpus("jsonl", tmp_path / "links")
     with pytest.raises(DataError, match=r"x\*.jsonl: no .jsonl file has such a name"):
         load_corpus("jsonl", tmp_path / "x*.jsonl")
@@ -94,10 +117,20 @@ def test_parquet_and_saved_datasets_have_the_documents_of_jsonl(tmp_path: Path) 
     datasets.DatasetDict({"test": made, "train": made}).save_to_disk(str(tmp_path / "both"))
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     digest = load_corpus("jsonl", tmp_path / "a.jsonl").sha256
-    assert load_corpus("parquet", tmp_path / "p").sha256 == load_corpus("dataset", tmp_path / "d").sha256 == digest
+    assert (
+        load_corpus("parquet", tmp_path / "p").sha256
+        == load_corpus("dataset", tmp_path / "d").sha256
+        == digest
+    )
     assert load_corpus("dataset", tmp_path / "both" / "train").sha256 == digest
-    assert [kind_of(str(tmp_path / name)) for name in ("p", "d", "a.jsonl")] == ["parquet", "dataset", "jsonl"]
-    with pytest.raises(DataError, match=r"holds the splits test, train; give the folder of one, as in .*both/test"):
+    assert [kind_of(str(tmp_path / name)) for name in ("p", "d", "a.jsonl")] == [
+        "parquet",
+        "dataset",
+        "jsonl",
+    ]
+    with pytest.raises(
+        DataError, match=r"holds the splits test, train; give the folder of one, as in .*both/test"
+    ):
         load_corpus("dataset", tmp_path / "both")
     (tmp_path / "p" / "a.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(DataError, match="no Parquet file that can be read"):

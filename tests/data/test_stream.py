@@ -18,7 +18,11 @@ from fp8cfg.data.shards import Shards
 from fp8cfg.data.stream import Stream, StreamBatches
 from fp8cfg.data.tokenizer import BYTES
 
-TEXTS = [["one", "", "a longer document, of several windows", "x"], ["second shard"], ["", "the third has two", "rows"]]
+TEXTS = [
+    ["one", "", "a longer document, of several windows", "x"],
+    ["second shard"],
+    ["", "the third has two", "rows"],
+]
 
 
 def write(folder: Path, texts: Sequence[Sequence[str]] = TEXTS) -> Path:
@@ -30,7 +34,9 @@ def write(folder: Path, texts: Sequence[Sequence[str]] = TEXTS) -> Path:
     return folder
 
 
-def stream(folder: Path, length: int = 8, held: int = 4, kind: str = "jsonl", **marks: int) -> Stream:
+def stream(
+    folder: Path, length: int = 8, held: int = 4, kind: str = "jsonl", **marks: int
+) -> Stream:
     return Stream(Shards.found(kind, str(folder), "text"), BYTES, length, held, **marks)
 
 
@@ -47,10 +53,14 @@ def windows(of: Stream, count: int, first: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("at_once", [1 << 22, 10])
-def test_samples_are_windows_of_all_documents_in_the_order_of_shards(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_windows_of_all_documents_in_the_order_of_shards(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(corpus, "_BYTES_AT_ONCE", at_once)
     want = row(TEXTS, 8 * 40 + 1)
-    assert windows(stream(write(tmp_path / "s")), 40) == [want[8 * n : 8 * n + 9] for n in range(40)]
+    assert windows(stream(write(tmp_path / "s")), 40) == [
+        want[8 * n : 8 * n + 9] for n in range(40)
+    ]
 
 
 def test_a_sample_is_found_again_from_its_cursor(tmp_path: Path) -> None:
@@ -61,13 +71,25 @@ def test_a_sample_is_found_again_from_its_cursor(tmp_path: Path) -> None:
         seen.add(cursor[:3])
         again = stream(tmp_path / "s")
         again.restart(number, cursor)
-        assert windows(again, 4, number) == want[number : number + 4] and again.cursor(number) == cursor
-    assert len({epoch for epoch, *_ in seen}) > 2 and len({place for place in seen if place[0] == 0}) > 3
+        assert (
+            windows(again, 4, number) == want[number : number + 4]
+            and again.cursor(number) == cursor
+        )
+    assert (
+        len({epoch for epoch, *_ in seen}) > 2
+        and len({place for place in seen if place[0] == 0}) > 3
+    )
 
 
 @settings(max_examples=40, deadline=None)
-@given(texts=st.lists(st.lists(st.text(max_size=30), max_size=6), min_size=1, max_size=4), length=st.integers(1, 20), number=st.integers(0, 30))
-def test_any_stream_resumes_anywhere(texts: list[list[str]], length: int, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(
+    texts=st.lists(st.lists(st.text(max_size=30), max_size=6), min_size=1, max_size=4),
+    length=st.integers(1, 20),
+    number=st.integers(0, 30),
+)
+def test_any_stream_resumes_anywhere(
+    texts: list[list[str]], length: int, number: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = write(tmp_path_factory.mktemp("any"), texts)
     if not any(text for shard in texts for text in shard):
         with pytest.raises(DataError, match="empty, there is no text in it"):
@@ -77,7 +99,9 @@ def test_any_stream_resumes_anywhere(texts: list[list[str]], length: int, number
     want = row(texts, length * (number + 3) + 1)
     again = stream(folder, length)
     again.restart(number, stream(folder, length).cursor(number))
-    assert windows(again, 3, number) == [want[length * n : length * n + length + 1] for n in range(number, number + 3)]
+    assert windows(again, 3, number) == [
+        want[length * n : length * n + length + 1] for n in range(number, number + 3)
+    ]
 
 
 def test_batches_do_not_depend_on_how_they_are_asked_for(tmp_path: Path) -> None:
@@ -87,13 +111,23 @@ def test_batches_do_not_depend_on_how_they_are_asked_for(tmp_path: Path) -> None
         tokens = whole.batch(step)[0].tolist()
         for ranks, micro in ((1, 2), (2, 1), (2, 2), (4, 1)):
             parts = [StreamBatches(stream(tmp_path / "s"), 1, 4) for _ in range(ranks)]
-            cut = [part.batch(step, rank, ranks, m, micro)[0] for rank, part in enumerate(parts) for m in range(micro)]
+            cut = [
+                part.batch(step, rank, ranks, m, micro)[0]
+                for rank, part in enumerate(parts)
+                for m in range(micro)
+            ]
             assert [row for part in cut for row in part.tolist()] == tokens
-    assert whole.batch(1)[0].tolist() == [w[:-1] for w in windows(stream(tmp_path / "s"), 4, 4)], "asked for again, it is read again"
+    assert whole.batch(1)[0].tolist() == [w[:-1] for w in windows(stream(tmp_path / "s"), 4, 4)], (
+        "asked for again, it is read again"
+    )
     resumed = StreamBatches(stream(tmp_path / "s"), 1, 4)
     assert resumed.resume(json.loads(json.dumps(whole.state(3)))) == 3
-    assert resumed.batch(3)[0].tolist() == whole.batch(3)[0].tolist() and resumed.state(5) == whole.state(5)
-    with pytest.raises(DataError, match="sample 8 is before the place 12 from which the stream was resumed"):
+    assert resumed.batch(3)[0].tolist() == whole.batch(3)[0].tolist() and resumed.state(
+        5
+    ) == whole.state(5)
+    with pytest.raises(
+        DataError, match="sample 8 is before the place 12 from which the stream was resumed"
+    ):
         resumed.batch(2)
 
 
@@ -107,7 +141,9 @@ def test_a_step_is_all_that_is_held(tmp_path: Path) -> None:
 
 
 def test_documents_are_told_apart_and_masked(tmp_path: Path) -> None:
-    tokens, targets, documents = stream(write(tmp_path / "s"), 40, eod=256, end=256).read(np.arange(2))
+    tokens, targets, documents = stream(write(tmp_path / "s"), 40, eod=256, end=256).read(
+        np.arange(2)
+    )
     assert ((targets == -100) == (tokens == 256)).all() and documents.dtype == np.int32
     assert (np.diff(documents, axis=1) == (tokens == 256)[:, :-1]).all()
 
@@ -118,36 +154,64 @@ def test_rows_after_the_cursor_may_be_mended_and_those_before_not(tmp_path: Path
     assert state["stream"]["shard"] == 0 and state["stream"]["row"] == 2
     write(tmp_path / "s", [[*TEXTS[0][:3], "mended"], *TEXTS[1:], ["a shard more"]])
     assert StreamBatches(stream(tmp_path / "s"), 1, 2).resume(state) == 1
-    for changed in ([TEXTS[0][1:], *TEXTS[1:]], [["one", "", "another"], *TEXTS[1:]], [["one"], *TEXTS[1:]]):
-        with pytest.raises(DataError, match=r"cannot resume: row 2 of .*000.jsonl is not the one that the checkpoint stands in"):
+    for changed in (
+        [TEXTS[0][1:], *TEXTS[1:]],
+        [["one", "", "another"], *TEXTS[1:]],
+        [["one"], *TEXTS[1:]],
+    ):
+        with pytest.raises(
+            DataError,
+            match=r"cannot resume: row 2 of .*000.jsonl is not the one that the checkpoint stands in",
+        ):
             StreamBatches(stream(write(tmp_path / "s", changed)), 1, 2).resume(state)
-    for wrong, says in (({"stream": None}, "has no place in a stream"), ({"stream": state["stream"] | {"shard": 7}}, "shard=7 of the checkpoint is not one"),
-                        ({"seq_length": 16}, "seq_length is 8, the checkpoint has 16")):
+    for wrong, says in (
+        ({"stream": None}, "has no place in a stream"),
+        ({"stream": state["stream"] | {"shard": 7}}, "shard=7 of the checkpoint is not one"),
+        ({"seq_length": 16}, "seq_length is 8, the checkpoint has 16"),
+    ):
         with pytest.raises(DataError, match=says):
             StreamBatches(stream(tmp_path / "s"), 1, 2).resume(state | wrong)
 
 
-@pytest.mark.parametrize(("line", "says"), [
-    ("{", r"000.jsonl:2: not JSON"), ('{"texts": "x"}', r"000.jsonl:2: has no 'text'; did you mean 'texts'"), ('{"text": 3}', r"000.jsonl:2: 'text' is int, not text")])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", r"000.jsonl:2: not JSON"),
+        ('{"texts": "x"}', r"000.jsonl:2: has no 'text'; did you mean 'texts'"),
+        ('{"text": 3}', r"000.jsonl:2: 'text' is int, not text"),
+    ],
+)
 def test_a_wrong_row_is_named_when_it_is_reached(tmp_path: Path, line: str, says: str) -> None:
     (tmp_path / "000.jsonl").write_text('{"text": "fine for a while"}\n' + line)
     read = stream(tmp_path / "000.jsonl", 8, held=1)
     batches = StreamBatches(read, 1, 1)
-    assert len(windows(read, 2)) == 2 and batches.state(2)["stream"]["token"] == 16, "what stands before it is trained on, and saved"
+    assert len(windows(read, 2)) == 2 and batches.state(2)["stream"]["token"] == 16, (
+        "what stands before it is trained on, and saved"
+    )
     with pytest.raises(DataError, match=says) as caught:
         batches.batch(2)
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_no_shard_is_refused(tmp_path: Path) -> None:
-    for kind, says in (("jsonl", "no .jsonl file below this folder"), ("text", "data source 'text' is not read as a stream; jsonl and parquet are")):
+    for kind, says in (
+        ("jsonl", "no .jsonl file below this folder"),
+        ("text", "data source 'text' is not read as a stream; jsonl and parquet are"),
+    ):
         with pytest.raises(DataError, match=says):
             stream(tmp_path, kind=kind)
     write(tmp_path / "s")
-    assert [path.name for path in Shards.found("jsonl", f"{tmp_path}/s/00[12]*", "text").paths] == ["001.jsonl.gz", "002.jsonl"]
+    assert [path.name for path in Shards.found("jsonl", f"{tmp_path}/s/00[12]*", "text").paths] == [
+        "001.jsonl.gz",
+        "002.jsonl",
+    ]
     (tmp_path / "s" / "000.jsonl").rename(tmp_path / "moved.jsonl")
     one = Shards.found("jsonl", str(tmp_path / "moved.jsonl"), "text")
-    assert one.sha256 == Shards("jsonl", "", "text", (Path(write(tmp_path / "again")) / "000.jsonl",)).sha256 != Shards.found("jsonl", str(tmp_path / "s"), "text").sha256
+    assert (
+        one.sha256
+        == Shards("jsonl", "", "text", (Path(write(tmp_path / "again")) / "000.jsonl",)).sha256
+        != Shards.found("jsonl", str(tmp_path / "s"), "text").sha256
+    )
 
 
 def test_parquet_shards_are_read_from_any_row(tmp_path: Path) -> None:
@@ -157,7 +221,10 @@ def test_parquet_shards_are_read_from_any_row(tmp_path: Path) -> None:
     for number, rows in enumerate(TEXTS):
         table = pa.table({"n": list(range(len(rows))), "text": rows})
         parquet.write_table(table, tmp_path / "parquet" / f"{number}.parquet", row_group_size=2)
-    want, read = windows(stream(tmp_path / "jsonl"), 30), stream(tmp_path / "parquet", kind="parquet")
+    want, read = (
+        windows(stream(tmp_path / "jsonl"), 30),
+        stream(tmp_path / "parquet", kind="parquet"),
+    )
     assert windows(read, 30) == want
     for number in range(0, 30, 5):
         again = stream(tmp_path / "parquet", kind="parquet")

@@ -28,9 +28,17 @@ def theirs(folder: Path):
 def test_ids_are_those_of_transformers(folder: Path, theirs) -> None:
     texts = ["def f(x):\n    return x", "zwölf €, <|im_end|> and more", ""]
     ours = load_tokenizer(str(folder))
-    assert [ids.tolist() for ids in ours.encode([t.encode() for t in texts])] == [theirs.encode(t, add_special_tokens=False) for t in texts]
-    assert (ours.eos, ours.pad, ours.size) == (theirs.eos_token_id, theirs.pad_token_id, len(theirs))
-    assert ours.decode(theirs.encode(texts[0])) == texts[0] and ours.decode([ours.eos, 10_000]) == ""
+    assert [ids.tolist() for ids in ours.encode([t.encode() for t in texts])] == [
+        theirs.encode(t, add_special_tokens=False) for t in texts
+    ]
+    assert (ours.eos, ours.pad, ours.size) == (
+        theirs.eos_token_id,
+        theirs.pad_token_id,
+        len(theirs),
+    )
+    assert (
+        ours.decode(theirs.encode(texts[0])) == texts[0] and ours.decode([ours.eos, 10_000]) == ""
+    )
     assert ours.variables["bos_token"] == "<|begin|>"
 
 
@@ -43,7 +51,9 @@ def test_spans_are_the_characters_of_each_token(folder: Path) -> None:
 
 
 def test_the_file_itself_and_its_folder_are_one(folder: Path) -> None:
-    assert load_tokenizer(str(folder / "tokenizer.json")).sha256 == load_tokenizer(str(folder)).sha256
+    assert (
+        load_tokenizer(str(folder / "tokenizer.json")).sha256 == load_tokenizer(str(folder)).sha256
+    )
     assert load_tokenizer(None) is BYTES and BYTES.sha256 is None
 
 
@@ -58,30 +68,50 @@ def test_the_digest_is_of_the_special_tokens_too(folder: Path, tmp_path: Path) -
 
 def test_truncation_and_padding_of_the_file_are_left_out(folder: Path, tmp_path: Path) -> None:
     said = json.loads((folder / "tokenizer.json").read_text())
-    said["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    said["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     write_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(said))
     assert len(load_tokenizer(str(tmp_path)).encode([b"a b c d e f g h i j k l m n"])[0]) > 4
 
 
-@pytest.mark.parametrize(("change", "says"), [
-    ({"eos_token": None}, r'no end token is said; write {"eos_token": "..."} into .*; its special tokens are <\|begin\|>'),
-    ({"eos_token": "</s>"}, "does not have the eos_token '</s>' of tokenizer_config.json"),
-])
-def test_without_an_end_token_it_is_refused(tmp_path: Path, change: dict[str, str | None], says: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"eos_token": None},
+            r'no end token is said; write {"eos_token": "..."} into .*; its special tokens are <\|begin\|>',
+        ),
+        ({"eos_token": "</s>"}, "does not have the eos_token '</s>' of tokenizer_config.json"),
+    ],
+)
+def test_without_an_end_token_it_is_refused(
+    tmp_path: Path, change: dict[str, str | None], says: str
+) -> None:
     with pytest.raises(DataError, match=says):
         load_tokenizer(str(write_tokenizer(tmp_path, **change)))
 
 
-def test_what_is_no_tokenizer_is_refused_in_a_line(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_tokenizer_is_refused_in_a_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    for path, says in ((tmp_path, "no tokenizer.json that tokenizers reads"), (tmp_path / "tokeniser.json", "did you mean .*tokenizer.json"),
-                       (tmp_path / "none" / "x", "no such file or folder")):
+    for path, says in (
+        (tmp_path, "no tokenizer.json that tokenizers reads"),
+        (tmp_path / "tokeniser.json", "did you mean .*tokenizer.json"),
+        (tmp_path / "none" / "x", "no such file or folder"),
+    ):
         with pytest.raises(DataError, match=says) as caught:
             load_tokenizer(str(path))
         assert "\n" not in str(caught.value)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"needs the package tokenizers; pip install 'fp8cfg\[data\]'"):
+    with pytest.raises(
+        DataError, match=r"needs the package tokenizers; pip install 'fp8cfg\[data\]'"
+    ):
         load_tokenizer(str(folder))
 
 
@@ -92,7 +122,12 @@ def test_a_corpus_of_tokens_ends_each_document(folder: Path, theirs, tmp_path: P
     corpus = load_corpus("text", tmp_path, 416, tokenizer=tokenizer)
     starts = [*corpus.documents.tolist(), len(corpus.tokens)]
     found = {theirs.decode(corpus.tokens[a:b].tolist()) for a, b in pairwise(starts)}
-    assert found == {"def a(): pass<|endoftext|>", "one two<|endoftext|>"} and corpus.tokens.dtype == np.uint16
+    assert (
+        found == {"def a(): pass<|endoftext|>", "one two<|endoftext|>"}
+        and corpus.tokens.dtype == np.uint16
+    )
     assert corpus.eos == tokenizer.eos and padded_vocabulary(tokenizer) == 400
-    with pytest.raises(DataError, match=r"vocab_size=384 cannot hold the 400 tokens of .*: use 400 or more"):
+    with pytest.raises(
+        DataError, match=r"vocab_size=384 cannot hold the 400 tokens of .*: use 400 or more"
+    ):
         load_corpus("text", tmp_path, 384, tokenizer=tokenizer)

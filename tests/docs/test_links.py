@@ -22,27 +22,53 @@ def links(page: Path) -> list[str]:
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and Python-Markdown make them."""
-    heads = re.findall(r"^#+ (.+)$", _FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    heads = re.findall(
+        r"^#+ (.+)$", _FENCED.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "conf" / "README.md"], ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "CHANGELOG.md", ROOT / "conf" / "README.md"],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_links_of_a_page(page: Path) -> None:
     for link in links(page):
         if re.match(r"https?://", link):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.is_relative_to(ROOT) and target.exists(), f"{page.relative_to(ROOT)}: {link} is not there"
-        assert not anchor or anchor in anchors(target), f"{page.relative_to(ROOT)}: {link} has no such heading"
+        assert target.is_relative_to(ROOT) and target.exists(), (
+            f"{page.relative_to(ROOT)}: {link} is not there"
+        )
+        assert not anchor or anchor in anchors(target), (
+            f"{page.relative_to(ROOT)}: {link} has no such heading"
+        )
 
 
 def test_every_page_is_linked_to() -> None:
-    found = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page) if not link.startswith("http")}
-    assert [str(page.relative_to(ROOT)) for page in PAGES[2:] if page.resolve() not in found and page != ROOT / "docs" / "README.md"] == []
+    found = {
+        (page.parent / link.partition("#")[0]).resolve()
+        for page in PAGES
+        for link in links(page)
+        if not link.startswith("http")
+    }
+    assert [
+        str(page.relative_to(ROOT))
+        for page in PAGES[2:]
+        if page.resolve() not in found and page != ROOT / "docs" / "README.md"
+    ] == []
 
 
 def test_links_out_are_to_projects_that_the_pages_are_about() -> None:
-    known = ("https://github.com/NVIDIA/", "https://github.com/NVIDIA-NeMo/", "https://github.com/huggingface/", "https://github.com/pytorch/")
+    known = (
+        "https://github.com/NVIDIA/",
+        "https://github.com/NVIDIA-NeMo/",
+        "https://github.com/huggingface/",
+        "https://github.com/pytorch/",
+    )
     for page in PAGES:
-        assert [link for link in links(page) if link.startswith("http") and not link.startswith(known)] == [], page
+        assert [
+            link for link in links(page) if link.startswith("http") and not link.startswith(known)
+        ] == [], page

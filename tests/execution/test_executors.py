@@ -20,7 +20,14 @@ from tests.cli.test_hydra_habits import TINY
 
 
 def tiny(folder: Path, *words: str) -> Recipe:
-    return fp8cfg.compose([*(w for w in TINY if not any(w.startswith(x.partition("=")[0] + "=") for x in words)), f"log.dir={folder}", "name=one", *words])
+    return fp8cfg.compose(
+        [
+            *(w for w in TINY if not any(w.startswith(x.partition("=")[0] + "=") for x in words)),
+            f"log.dir={folder}",
+            "name=one",
+            *words,
+        ]
+    )
 
 
 @dataclass
@@ -36,19 +43,33 @@ class Recorded:
 
 
 def test_an_executor_gets_a_command_that_is_the_recipe(tmp_path: Path) -> None:
-    mine, recipe = Recorded(), tiny(tmp_path, "trainer.devices=4", "trainer.num_nodes=2", "trainer.global_batch_size=16")
+    mine, recipe = (
+        Recorded(),
+        tiny(tmp_path, "trainer.devices=4", "trainer.num_nodes=2", "trainer.global_batch_size=16"),
+    )
     done = fp8cfg.run(recipe, mine)
-    command, = mine.seen
-    assert done == fp8cfg.Execution(command.folder, 0) and done.folder.parent == tmp_path and (command.ranks, command.nodes) == (4, 2)
+    (command,) = mine.seen
+    assert (
+        done == fp8cfg.Execution(command.folder, 0)
+        and done.folder.parent == tmp_path
+        and (command.ranks, command.nodes) == (4, 2)
+    )
     file, *words = command.words()
-    assert fp8cfg.from_yaml(Path(file)) == recipe and words == [f"log.folder='{done.folder}'", "log.resume=auto"]
+    assert fp8cfg.from_yaml(Path(file)) == recipe and words == [
+        f"log.folder='{done.folder}'",
+        "log.resume=auto",
+    ]
     (done.folder / "recipe.yaml").write_text("")
-    with pytest.raises(fp8cfg.ConfigError, match=r"already holds a run; go on with it by fp8cfg resume"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"already holds a run; go on with it by fp8cfg resume"
+    ):
         fp8cfg.run(recipe, mine, done.folder)
     recipe.log.folder, recipe.log.resume = str(done.folder), "auto"
     assert fp8cfg.run(recipe, mine).folder == done.folder
     recipe.log.folder, recipe.log.resume = None, "never"
-    assert fp8cfg.run(recipe, Recorded(None)).exit_code is None and isinstance(mine, fp8cfg.Executor)
+    assert fp8cfg.run(recipe, Recorded(None)).exit_code is None and isinstance(
+        mine, fp8cfg.Executor
+    )
     with pytest.raises(RunFailed, match="the run ended with exit code 3") as e:
         fp8cfg.run(recipe, Recorded(3), tmp_path / "three")
     assert e.value.exit_code == 3
@@ -65,7 +86,10 @@ def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(fp8cfg.ConfigError, match="not a multiple"):
         fp8cfg.run(recipe, Recorded())
     with pytest.raises(fp8cfg.ConfigError, match="TorchrunExecutor has one machine"):
-        fp8cfg.run(tiny(tmp_path / "runs" / "log", "trainer.num_nodes=2", "trainer.micro_batch_size=1"), fp8cfg.TorchrunExecutor())
+        fp8cfg.run(
+            tiny(tmp_path / "runs" / "log", "trainer.num_nodes=2", "trainer.micro_batch_size=1"),
+            fp8cfg.TorchrunExecutor(),
+        )
     assert not list(tmp_path.iterdir())
     with pytest.raises(fp8cfg.ConfigError, match="ranks=0: must be at least 1"):
         fp8cfg.TorchrunExecutor(0)
@@ -76,19 +100,35 @@ def test_processes_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ran: list[list[str]] = []
     monkeypatch.setattr(executors, "_process", lambda argv: ran.append(list(argv)) or 0)
     fp8cfg.run(tiny(tmp_path), folder=tmp_path / "a")
-    fp8cfg.run(tiny(tmp_path, "trainer.devices=2", "trainer.micro_batch_size=1"), fp8cfg.TorchrunExecutor(), tmp_path / "b")
+    fp8cfg.run(
+        tiny(tmp_path, "trainer.devices=2", "trainer.micro_batch_size=1"),
+        fp8cfg.TorchrunExecutor(),
+        tmp_path / "b",
+    )
     fp8cfg.run(tiny(tmp_path), fp8cfg.TorchrunExecutor(3), tmp_path / "c")
-    assert [r[:-3] for r in ran] == [["-m", "fp8cfg"], ["-m", "fp8cfg.execution.torchrun", "2"], ["-m", "fp8cfg.execution.torchrun", "3"]]
+    assert [r[:-3] for r in ran] == [
+        ["-m", "fp8cfg"],
+        ["-m", "fp8cfg.execution.torchrun", "2"],
+        ["-m", "fp8cfg.execution.torchrun", "3"],
+    ]
     monkeypatch.setenv("RANK", "1")
-    assert "RANK" not in executors.environment() and Path(executors.environment()["PYTHONPATH"].split(os.pathsep)[0], "fp8cfg").is_dir()
+    assert (
+        "RANK" not in executors.environment()
+        and Path(executors.environment()["PYTHONPATH"].split(os.pathsep)[0], "fp8cfg").is_dir()
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", [fp8cfg.LocalExecutor(), fp8cfg.TorchrunExecutor(2)], ids=["local", "torchrun"])
+@pytest.mark.parametrize(
+    "executor", [fp8cfg.LocalExecutor(), fp8cfg.TorchrunExecutor(2)], ids=["local", "torchrun"]
+)
 def test_a_run_on_this_machine(executor: fp8cfg.Executor, tmp_path: Path) -> None:
     words = ["trainer.micro_batch_size=1"]
     done = fp8cfg.run(tiny(tmp_path, *words), executor)
-    assert done.exit_code == 0 and [m["step"] for m in metrics.read(done.folder / "metrics.jsonl")][-1] == 2
+    assert (
+        done.exit_code == 0
+        and [m["step"] for m in metrics.read(done.folder / "metrics.jsonl")][-1] == 2
+    )
     with pytest.raises(RunFailed) as e:
         fp8cfg.run(tiny(tmp_path, *words, "data=text", "data.path=nowhere"), executor)
     assert e.value.exit_code == 2
@@ -128,7 +168,12 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("submitit", reason="pip install 'fp8cfg[slurm]'")
     folder = tmp_path / "queue"
     folder.mkdir()
-    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "sacct": SACCT}.items():
+    for name, text in {
+        "sbatch": SBATCH,
+        "srun": SRUN,
+        "scontrol": SCONTROL,
+        "sacct": SACCT,
+    }.items():
         (folder / name).write_text(text)
         (folder / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -139,37 +184,70 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_slurm_is_asked_for_what_the_recipe_is_meant_for(queue: Path, tmp_path: Path) -> None:
     """A batch script, which is not run."""
     (queue / "sbatch").write_text("#!/bin/bash\necho Submitted batch job 5\n")
-    recipe = tiny(tmp_path, "trainer.num_nodes=4", "trainer.devices=8", "trainer.global_batch_size=64")
+    recipe = tiny(
+        tmp_path, "trainer.num_nodes=4", "trainer.devices=8", "trainer.global_batch_size=64"
+    )
     done = fp8cfg.run(recipe, fp8cfg.SlurmExecutor({"partition": "gpu", "time": 30}))
     script = (done.folder / "slurm/5_submission.sh").read_text() if done.exit_code is None else ""
-    for line in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--partition=gpu", "--time=30", "--requeue", "--signal=USR2@90", f"--job-name={done.folder.name}"):
+    for line in (
+        "--nodes=4",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--partition=gpu",
+        "--time=30",
+        "--requeue",
+        "--signal=USR2@90",
+        f"--job-name={done.folder.name}",
+    ):
         assert f"#SBATCH {line}\n" in script, script
-    with pytest.raises(fp8cfg.ConfigError, match=r"^SlurmExecutor: partitoin=gpu: no option of sbatch; did you mean 'partition'\?$"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"^SlurmExecutor: partitoin=gpu: no option of sbatch; did you mean 'partition'\?$",
+    ):
         fp8cfg.run(recipe, fp8cfg.SlurmExecutor({"partitoin": "gpu"}))
 
 
-def test_what_submitit_has_no_name_for_goes_to_sbatch_whose_refusal_is_one_line(queue: Path, tmp_path: Path) -> None:
-    (queue / "sbatch").write_text("#!/bin/bash\ncp $1 $QUEUE/script\necho \"sbatch: unrecognized option '--gizmo=1'\" >&2\nexit 1\n")
+def test_what_submitit_has_no_name_for_goes_to_sbatch_whose_refusal_is_one_line(
+    queue: Path, tmp_path: Path
+) -> None:
+    (queue / "sbatch").write_text(
+        "#!/bin/bash\ncp $1 $QUEUE/script\necho \"sbatch: unrecognized option '--gizmo=1'\" >&2\nexit 1\n"
+    )
     given = {"reservation": "mine", "gizmo": 1, "cpus-per-task": 4, "setup": "module load cuda"}
-    with pytest.raises(fp8cfg.ConfigError, match=r"^SlurmExecutor: sbatch: unrecognized option '--gizmo=1'$"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"^SlurmExecutor: sbatch: unrecognized option '--gizmo=1'$"
+    ):
         fp8cfg.run(tiny(tmp_path), fp8cfg.SlurmExecutor(given))
     script = (queue / "script").read_text()
-    for line in ("#SBATCH --reservation=mine", "#SBATCH --gizmo=1", "#SBATCH --cpus-per-task=4", "#SBATCH --requeue", "module load cuda"):
+    for line in (
+        "#SBATCH --reservation=mine",
+        "#SBATCH --gizmo=1",
+        "#SBATCH --cpus-per-task=4",
+        "#SBATCH --requeue",
+        "module load cuda",
+    ):
         assert f"\n{line}\n" in script, script
     assert [each.name for each in tmp_path.iterdir()] == ["queue"]
 
 
 def test_without_slurm_or_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(fp8cfg.ConfigError, match=r"there is no srun here|pip install 'fp8cfg\[slurm\]'"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"there is no srun here|pip install 'fp8cfg\[slurm\]'"
+    ):
         fp8cfg.run(tiny(tmp_path), fp8cfg.SlurmExecutor())
 
 
 @pytest.mark.slow
-def test_a_slurm_job_whose_time_is_over_goes_on_in_the_queue(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_job_whose_time_is_over_goes_on_in_the_queue(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Slurm's warning comes at the first checkpoint, which alone ends so many steps; the run stops with 75, is put back, and goes on
     to the end, which is three steps on."""
-    (queue / "srun").write_text(SRUN.replace('exec "$@"', '''if [ $SLURM_RESTART_COUNT == 1 ]; then
+    (queue / "srun").write_text(
+        SRUN.replace(
+            'exec "$@"',
+            """if [ $SLURM_RESTART_COUNT == 1 ]; then
   last=$(ls $RUN/checkpoints | grep -E '^step-[0-9]+$' | tail -1)
   sed -i "s/max_steps: 1000000/max_steps: $((10#${last#step-} + 3))/" $RUN/request.yaml
 fi
@@ -179,14 +257,24 @@ if [ $SLURM_RESTART_COUNT == 0 ]; then
   until ls $RUN/checkpoints/step-*/MANIFEST.json; do sleep 0.1; done
   kill -USR2 $task
 fi
-wait $task'''))
+wait $task""",
+        )
+    )
     folder = tmp_path / "run"
     monkeypatch.setenv("RUN", str(folder))
-    recipe = tiny(tmp_path, "trainer.max_steps=1000000", "checkpoint.every_n_steps=10", "trainer.accelerator=cpu", "optim.warmup_steps=2")
+    recipe = tiny(
+        tmp_path,
+        "trainer.max_steps=1000000",
+        "checkpoint.every_n_steps=10",
+        "trainer.accelerator=cpu",
+        "optim.warmup_steps=2",
+    )
     done = fp8cfg.run(recipe, fp8cfg.SlurmExecutor(wait=True), folder)
     log = "".join(p.read_text() for p in sorted(queue.glob("job.*.log")))
     assert done.exit_code == 0, log
-    assert (queue / "scontrol.log").read_text() == "requeue 77\n" and sorted(p.name for p in queue.glob("job.*.log")) == ["job.0.log", "job.1.log"]
+    assert (queue / "scontrol.log").read_text() == "requeue 77\n" and sorted(
+        p.name for p in queue.glob("job.*.log")
+    ) == ["job.0.log", "job.1.log"]
     last = fp8cfg.from_yaml(folder / "request.yaml").trainer.max_steps
     assert [m["step"] for m in metrics.read(folder / "metrics.jsonl")] == list(range(1, last + 1))
 
@@ -206,4 +294,6 @@ def test_nemo_runs_own_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_nemo_runs_executors_are_told_by_their_class() -> None:
     base = type("Executor", (), {"__module__": "nemo_run.core.execution.base"})
-    assert nemo.is_one(type("LocalExecutor", (base,), {})()) and not nemo.is_one(fp8cfg.LocalExecutor())
+    assert nemo.is_one(type("LocalExecutor", (base,), {})()) and not nemo.is_one(
+        fp8cfg.LocalExecutor()
+    )

@@ -24,7 +24,11 @@ def blocks(language: str) -> list[str]:
 def install(folder: Path, name: str, points: str, files: dict[str, str]) -> None:
     """What pip leaves of a package: its modules and its metadata."""
     info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
-    for path, text in {**files, f"{info.name}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", f"{info.name}/entry_points.txt": points}.items():
+    for path, text in {
+        **files,
+        f"{info.name}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info.name}/entry_points.txt": points,
+    }.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
 
@@ -32,14 +36,22 @@ def install(folder: Path, name: str, points: str, files: dict[str, str]) -> None
 def python(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """`code` in a process of its own, which finds the packages of `folder`."""
     path = os.pathsep.join([str(folder), str(ROOT)])
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package of the page, installed."""
     folder = tmp_path_factory.mktemp("site")
-    files = {found[1]: block for block in blocks("python") if (found := re.match(r"# (\S+)\n", block))}
+    files = {
+        found[1]: block for block in blocks("python") if (found := re.match(r"# (\S+)\n", block))
+    }
     assert set(files) == {f"fp8_theirs/{name}.py" for name in ("__init__", "rules", "backend")}
     (toml,) = blocks("toml")
     name, value = re.findall(r'^(\w+) = "(.+)"$', toml, re.MULTILINE)[0]
@@ -71,10 +83,18 @@ print(json.dumps({"theirs": [m["loss"] for m in metrics if "loss" in m], "native
 def test_it_trains_with_the_losses_of_the_functions_that_it_takes(theirs: Path) -> None:
     done = python(theirs, TRAINS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "planned coverage: backend theirs (asked for; their emulation)" in done.stdout and done.stderr == ""
+    assert (
+        "planned coverage: backend theirs (asked for; their emulation)" in done.stdout
+        and done.stderr == ""
+    )
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["theirs"] == seen["native"] and len(seen["theirs"]) == 2
-    assert seen["coverage"]["backend"] == {"backend": "theirs", "product": "emulate", "why": "asked for; their emulation", "passed_over": []}
+    assert seen["coverage"]["backend"] == {
+        "backend": "theirs",
+        "product": "emulate",
+        "why": "asked for; their emulation",
+        "passed_over": [],
+    }
     assert seen["coverage"]["theirs"] == "Transformer" and seen["coverage"]["layers_in_fp8"] == 8
     assert seen["version"], "the versions of its distributions are recorded"
 
@@ -91,9 +111,13 @@ print(codes, "torch" in sys.modules)
 
 def test_every_verb_names_it(theirs: Path) -> None:
     done = python(theirs, LOOKS)
-    assert done.stdout.splitlines()[-1].startswith("[0, 0, 0, 2, 0, 0, 0]"), done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("[0, 0, 0, 2, 0, 0, 0]"), (
+        done.stdout + done.stderr
+    )
     assert ": theirs, asked for; their emulation\n" in done.stdout
-    assert ": native, auto; a CPU emulates FP8\n" in done.stdout, "without a priority it multiplies where it is named alone"
+    assert ": native, auto; a CPU emulates FP8\n" in done.stdout, (
+        "without a priority it multiplies where it is named alone"
+    )
     assert "error: backend=theirz: not an option; did you mean 'theirs'?" in done.stderr
     assert '"theirs": "emulated"' in done.stdout and "backend=theirs\n" in done.stdout
     assert re.search(r"auto, native, te, torchao, msamp,?\s+(or )?theirs", done.stdout)
@@ -101,20 +125,38 @@ def test_every_verb_names_it(theirs: Path) -> None:
 
 def test_packages_that_are_broken_are_left_out_with_one_line_each(tmp_path: Path) -> None:
     points = "[fp8cfg.backends]\nlost = fp8_broken.nothing\nnative = fp8_broken\nbare = fp8_broken\n\n[fp8cfg.recipes]\nlost = fp8_broken.nothing\n"
-    install(tmp_path, "fp8-broken", points, {"fp8_broken/__init__.py": "", "fp8_broken/nothing.py": "raise OSError('no such library\\nhere')\n"})
+    install(
+        tmp_path,
+        "fp8-broken",
+        points,
+        {
+            "fp8_broken/__init__.py": "",
+            "fp8_broken/nothing.py": "raise OSError('no such library\\nhere')\n",
+        },
+    )
     code = "from fp8cfg.__main__ import main; print(main({argv}))"
-    recipes, backends = (f"warning: package fp8-broken: its entry point lost of fp8cfg.{group} cannot be loaded (OSError: no such library); it is left out"
-                         for group in ("recipes", "backends"))
+    recipes, backends = (
+        f"warning: package fp8-broken: its entry point lost of fp8cfg.{group} cannot be loaded (OSError: no such library); it is left out"
+        for group in ("recipes", "backends")
+    )
     taken = "warning: package fp8-broken: its entry point native of fp8cfg.backends has a name that is taken; it is left out"
-    bare = ("warning: package fp8-broken: its entry point bare of fp8cfg.backends has no CAPABILITIES, an object of "
-            "fp8cfg.config.backend_capabilities.Capabilities; it is left out")
+    bare = (
+        "warning: package fp8-broken: its entry point bare of fp8cfg.backends has no CAPABILITIES, an object of "
+        "fp8cfg.config.backend_capabilities.Capabilities; it is left out"
+    )
     done = python(tmp_path, code.format(argv=["list", "recipe"]))
     assert done.stdout.endswith("\n0\n") and "llama_tiny" in done.stdout
     assert set(done.stderr.splitlines()) == {recipes, taken}
     done = python(tmp_path, code.format(argv=["plan", "recipe=llama_tiny", "precision=bf16_fp8"]))
     assert done.stdout.endswith("\n0\n") and ": native, auto" in done.stdout
     assert sorted(done.stderr.splitlines()) == sorted([recipes, backends, taken, bare])
-    done = python(tmp_path, code.format(argv=["check", "recipe=llama_tiny", "precision=bf16_fp8", "backend=lost"]))
+    done = python(
+        tmp_path,
+        code.format(argv=["check", "recipe=llama_tiny", "precision=bf16_fp8", "backend=lost"]),
+    )
     assert done.stdout.endswith("2\n")
-    assert "error: backend=lost: package fp8-broken: its entry point lost of fp8cfg.backends cannot be loaded" in done.stderr
+    assert (
+        "error: backend=lost: package fp8-broken: its entry point lost of fp8cfg.backends cannot be loaded"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr

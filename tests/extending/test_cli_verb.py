@@ -34,13 +34,24 @@ def test_a_verb(tmp_path: Path) -> None:
     table = (copy / "cli/__init__.py").read_text(encoding="utf-8")
     line = '    "schema": Verb('
     assert table.count(line) == 1
-    (copy / "cli/__init__.py").write_text(table.replace(line, f'    "count": Verb("how many words there are", words=()),\n{line}'), encoding="utf-8")
+    (copy / "cli/__init__.py").write_text(
+        table.replace(line, f'    "count": Verb("how many words there are", words=()),\n{line}'),
+        encoding="utf-8",
+    )
     (copy / "cli/count.py").write_text(VERB, encoding="utf-8")
 
-    code = ("from fp8cfg.__main__ import main; main(['count', 'a', 'b', '--twice']); main(['--help']); main(['count', '--help']);"
-            "main(['cuont']); main(['completion', '--words', 'cou']); main(['completion', '--words', 'count', '--t'])")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    code = (
+        "from fp8cfg.__main__ import main; main(['count', 'a', 'b', '--twice']); main(['--help']); main(['count', '--help']);"
+        "main(['cuont']); main(['completion', '--words', 'cou']); main(['completion', '--words', 'count', '--t'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     lines = done.stdout.splitlines()
-    assert lines[0] == "4" and "  count       how many words there are" in lines and "fp8cfg count [--twice]" in lines
+    assert (
+        lines[0] == "4"
+        and "  count       how many words there are" in lines
+        and "fp8cfg count [--twice]" in lines
+    )
     assert lines[-2:] == ["count", "--twice"]
     assert "error: cuont: no such command; did you mean 'count'?" in done.stderr

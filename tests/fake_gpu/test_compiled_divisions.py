@@ -41,13 +41,21 @@ def test_of_an_emulated_layer(name: str, tmp_path: Path) -> None:
     layer = FP8Linear.from_linear(linear, ALL[name], Region(active=True))
     layer.compile(fullgraph=True, dynamic=False, options=compile_options(Precision(), "cuda"))
     with torch.no_grad():
-        check_divisions(ptx_of(lambda: layer(torch.zeros(128, 256, device="cuda", dtype=torch.bfloat16)), tmp_path))
+        check_divisions(
+            ptx_of(
+                lambda: layer(torch.zeros(128, 256, device="cuda", dtype=torch.bfloat16)), tmp_path
+            )
+        )
 
 
 @pytest.mark.parametrize("name", ["O2 exact", "block moments"])
 def test_of_a_low_bit_step(name: str, tmp_path: Path) -> None:
     columns = low_bit.ROWS[name]
-    p = nn.Parameter(torch.zeros(64, 256, device="cuda", dtype=low_bit.DTYPES.get(str(columns.weight), torch.float32)))
+    p = nn.Parameter(
+        torch.zeros(
+            64, 256, device="cuda", dtype=low_bit.DTYPES.get(str(columns.weight), torch.float32)
+        )
+    )
 
     def step() -> None:
         optimizer = low_bit.build(columns, {"p": p})

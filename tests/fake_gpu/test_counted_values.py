@@ -15,7 +15,9 @@ from fp8cfg.numerics.microscaled_mm import swizzled_size
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import contents
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, of infinities and NaN: the interpreter computes with it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy, of infinities and NaN: the interpreter computes with it
 SHAPE = (130, 300)  # several programs of each kernel, not all of them full
 
 
@@ -42,13 +44,35 @@ def test_of_one_scale(fmt: Format) -> None:
 
     clipped = 0
     for name, t in tensors().items():
-        for scale, record in ((0.7 * fmt.max, True), (0.7 * fmt.max, False), (0.0, True), (None, True)):
-            counts, scales = torch.zeros(4), None if scale is None else torch.tensor([1.0, scale, 1.0])
+        for scale, record in (
+            (0.7 * fmt.max, True),
+            (0.7 * fmt.max, False),
+            (0.0, True),
+            (None, True),
+        ):
+            counts, scales = (
+                torch.zeros(4),
+                None if scale is None else torch.tensor([1.0, scale, 1.0]),
+            )
             history = torch.zeros(4, 3) if record else None
             made = torch.empty(2, *SHAPE)
             for data, more in zip(made, ({"counts": counts, "reach": fmt.reach}, {}), strict=True):
-                triton_kernels.cast(t, scales, history, 1, fmt.max, fmt.max, False, data, torch.empty(SHAPE[::-1]), torch.empty(()), **more)
-            assert torch.equal(made[0].view(torch.int32), made[1].view(torch.int32)), "data are the same, counted or not"
+                triton_kernels.cast(
+                    t,
+                    scales,
+                    history,
+                    1,
+                    fmt.max,
+                    fmt.max,
+                    False,
+                    data,
+                    torch.empty(SHAPE[::-1]),
+                    torch.empty(()),
+                    **more,
+                )
+            assert torch.equal(made[0].view(torch.int32), made[1].view(torch.int32)), (
+                "data are the same, counted or not"
+            )
             infinite = t.isinf()
             beyond = ((t.abs() * scale > fmt.reach) & ~infinite).sum() if scale else 0
             assert counts.tolist() == [beyond, infinite.sum(), 0, 0], (name, scale, record)
@@ -57,30 +81,86 @@ def test_of_one_scale(fmt: Format) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["rows", "rows alone", "columns alone", "blocks", "blocks across", "squares", "MX", "MX squares", "four bits", "four bits squares"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "rows",
+        "rows alone",
+        "columns alone",
+        "blocks",
+        "blocks across",
+        "squares",
+        "MX",
+        "MX squares",
+        "four bits",
+        "four bits squares",
+    ],
+)
 def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
     from fp8cfg.numerics import triton_block_kernel, triton_row_kernel
 
     (r, c), square = SHAPE, "squares" in kind
     for name, t in tensors().items():
         seen, counts = torch.zeros(()), torch.zeros(4)
-        along, across = (torch.empty(r, c), torch.empty(r, 1)), (torch.empty(c, r), torch.empty(c, 1))
+        along, across = (
+            (torch.empty(r, c), torch.empty(r, 1)),
+            (torch.empty(c, r), torch.empty(c, 1)),
+        )
         if "four" in kind:
-            sides = [x for rows, columns in ((r, c), (c, r))[: 1 + square] for x in (
-                torch.empty(rows, -(-columns // 32) * 16, dtype=torch.uint8), torch.empty(swizzled_size(rows, -(-columns // 16)), dtype=torch.uint8))]
-            triton_block_kernel.cast_four_bits(t, *sides, *() if square else (None, None), torch.empty(()), seen=seen, counts=counts)
+            sides = [
+                x
+                for rows, columns in ((r, c), (c, r))[: 1 + square]
+                for x in (
+                    torch.empty(rows, -(-columns // 32) * 16, dtype=torch.uint8),
+                    torch.empty(swizzled_size(rows, -(-columns // 16)), dtype=torch.uint8),
+                )
+            ]
+            triton_block_kernel.cast_four_bits(
+                t,
+                *sides,
+                *() if square else (None, None),
+                torch.empty(()),
+                seen=seen,
+                counts=counts,
+            )
         elif "MX" in kind:
-            scales = [torch.empty(swizzled_size(n, -(-k // 32)), dtype=torch.uint8) for n, k in ((r, c), (c, r))]
-            triton_block_kernel.cast_blocks(t, 0.0, E4M3.max, False, square, along[0], scales[0], across[0], scales[1], mx=32, seen=seen, counts=counts)
+            scales = [
+                torch.empty(swizzled_size(n, -(-k // 32)), dtype=torch.uint8)
+                for n, k in ((r, c), (c, r))
+            ]
+            triton_block_kernel.cast_blocks(
+                t,
+                0.0,
+                E4M3.max,
+                False,
+                square,
+                along[0],
+                scales[0],
+                across[0],
+                scales[1],
+                mx=32,
+                seen=seen,
+                counts=counts,
+            )
         elif "rows" in kind or "columns" in kind:
-            wanted = *(along if "columns" not in kind else (None, None)), *(across if "alone" not in kind or "columns" in kind else (None, None))
+            wanted = (
+                *(along if "columns" not in kind else (None, None)),
+                *(across if "alone" not in kind or "columns" in kind else (None, None)),
+            )
             triton_row_kernel.cast_rows(t, E4M3.max, False, *wanted, seen=seen, counts=counts)
         else:
             down = 128 if square else 1
-            one, other = (torch.empty(-(-r // down), -(-c // 128)), torch.empty(-(-c // down), -(-r // 128)))
+            one, other = (
+                torch.empty(-(-r // down), -(-c // 128)),
+                torch.empty(-(-c // down), -(-r // 128)),
+            )
             first = (None, None) if "across" in kind else (along[0], one)
-            triton_block_kernel.cast_blocks(t, 1e38, E4M3.max, False, square, *first, across[0], other, seen=seen, counts=counts)
-        nan_wins = "four" in kind and t.isnan().any()  # in the scale of the whole tensor, and in its products
+            triton_block_kernel.cast_blocks(
+                t, 1e38, E4M3.max, False, square, *first, across[0], other, seen=seen, counts=counts
+            )
+        nan_wins = (
+            "four" in kind and t.isnan().any()
+        )  # in the scale of the whole tensor, and in its products
         assert counts.tolist() == [0, 0 if nan_wins else t.isinf().sum(), 0, 0], name
         assert seen == torch.inf or not counts.any()
 
@@ -96,10 +176,27 @@ def test_of_what_plain_operations_quantized(fmt: Format) -> None:
         for t in (values, values.view(10, 13, 300), values.bfloat16()):
             for scale in (torch.tensor(0.7 * fmt.max), None):
                 counts, infinite = torch.zeros(4), t.isinf()
-                triton_kernels.count(t, t.abs().nan_to_num(0.0, posinf=torch.inf).amax().float(), scale, counts, fmt.reach)
-                beyond = 0 if scale is None else ((t.abs().float() * scale > fmt.reach) & ~infinite).sum()
-                assert counts.tolist() == [beyond, infinite.sum(), 0, 0], (name, t.shape, t.dtype, scale)
+                triton_kernels.count(
+                    t,
+                    t.abs().nan_to_num(0.0, posinf=torch.inf).amax().float(),
+                    scale,
+                    counts,
+                    fmt.reach,
+                )
+                beyond = (
+                    0
+                    if scale is None
+                    else ((t.abs().float() * scale > fmt.reach) & ~infinite).sum()
+                )
+                assert counts.tolist() == [beyond, infinite.sum(), 0, 0], (
+                    name,
+                    t.shape,
+                    t.dtype,
+                    scale,
+                )
                 clipped += int(beyond)
-            triton_kernels.count(t, torch.ones(()), torch.tensor(fmt.max), counts.zero_(), fmt.reach)
+            triton_kernels.count(
+                t, torch.ones(()), torch.tensor(fmt.max), counts.zero_(), fmt.reach
+            )
             assert counts.tolist() == [0, 0, 0, 0], name
     assert clipped > 10_000

@@ -35,7 +35,12 @@ def test_what_counts_is_not_captured(product: Any, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("torch._inductor.compile_fx.cudagraphify", as_it_is)
     torch._dynamo.reset()
-    layer = FP8Linear.from_linear(nn.Linear(256, 384, device="cuda", dtype=torch.bfloat16), CURRENT, Region(active=True), product=product)
+    layer = FP8Linear.from_linear(
+        nn.Linear(256, 384, device="cuda", dtype=torch.bfloat16),
+        CURRENT,
+        Region(active=True),
+        product=product,
+    )
     layer.compile(fullgraph=True, dynamic=False, options={"triton.cudagraphs": True})
     x = torch.zeros(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 

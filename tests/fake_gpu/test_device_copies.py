@@ -24,10 +24,17 @@ def test_a_batch_is_copied_aside() -> None:
     on_device(batch, torch.device("cuda"))  # makes the stream
     with record() as found:
         copied = on_device(batch, torch.device("cuda"))
-    assert [line for line in found.lines if line[0] in "CS"] == ["C P2D 512 on another stream", "C P2D 32 on another stream"]
-    assert found.lines[-1] == "E cudaStreamWaitEvent", "work that is launched from here on comes after the copies"
+    assert [line for line in found.lines if line[0] in "CS"] == [
+        "C P2D 512 on another stream",
+        "C P2D 32 on another stream",
+    ]
+    assert found.lines[-1] == "E cudaStreamWaitEvent", (
+        "work that is launched from here on comes after the copies"
+    )
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert all(t.is_cuda and torch.equal(t.cpu(), kept) for t, kept in zip(copied, batch, strict=True)), "small copies are real here"
+    assert all(
+        t.is_cuda and torch.equal(t.cpu(), kept) for t, kept in zip(copied, batch, strict=True)
+    ), "small copies are real here"
 
 
 def test_a_step_copies_its_batch_aside_and_does_not_wait() -> None:
@@ -40,4 +47,6 @@ def test_a_step_copies_its_batch_aside_and_does_not_wait() -> None:
     assert found.copies("P2D") > 0 and found.waits == 0 and found.copies("H2D") == 0
     copies = [line.split() for line in found.lines if line.startswith("C P2D")]
     assert sum("another" in words for words in copies) == 2, "tokens and targets"
-    assert all("another" in words or int(words[2]) < 1024 for words in copies), "torch 2.15 sends lists of addresses from there, too"
+    assert all("another" in words or int(words[2]) < 1024 for words in copies), (
+        "torch 2.15 sends lists of addresses from there, too"
+    )

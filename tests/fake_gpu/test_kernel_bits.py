@@ -16,11 +16,18 @@ pytest.importorskip("triton")
 
 from fp8cfg.numerics.formats import BY_DTYPE, cast
 from fp8cfg.numerics.stochastic_rounding import Random
-from tests.support.interpreted import interpreted, not_interpreted, quantize_by_kernels, under_the_interpreter
+from tests.support.interpreted import (
+    interpreted,
+    not_interpreted,
+    quantize_by_kernels,
+    under_the_interpreter,
+)
 from tools.gpu_rows import kernel_bits
 from tools.gpu_rows.kernel_bits import SCALINGS, matrices
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of infinities and NaN: the interpreter computes with it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # numpy, of infinities and NaN: the interpreter computes with it
 
 
 @pytest.mark.slow
@@ -33,7 +40,9 @@ def test_under_the_interpreter() -> None:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels; one large matrix."""
     quantize_by_kernels(monkeypatch)
-    few = [(name, t) for name, t in matrices() if name.startswith("every") or "256 x 256" not in name]
+    few = [
+        (name, t) for name, t in matrices() if name.startswith("every") or "256 x 256" not in name
+    ]
     monkeypatch.setattr(kernel_bits, "matrices", lambda: few)
 
 
@@ -47,7 +56,10 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def converted(given: Any, source: Any, target: Any, rounding: Any) -> Any:
         if (source.name, target.name) == ("bf16", "fp32"):
-            return np.frombuffer(given.tobytes(), np.uint16).reshape(given.shape).astype(np.uint32) << 16
+            return (
+                np.frombuffer(given.tobytes(), np.uint16).reshape(given.shape).astype(np.uint32)
+                << 16
+            )
         if target.name not in formats:
             return convert(given, source, target, rounding)
         assert source.name == "fp32", "rounded once"
@@ -77,13 +89,20 @@ def test_other_random_numbers_are_found(
         return made(t, square, draw and draw._replace(lane=1 - draw.lane), *rest)
 
     monkeypatch.setattr(kernel_bits, "quantize_four_bits_fused", in_another_lane)
-    with pytest.raises(ArithmeticError, match=r"^[1-9]\d* of \d+ bytes of data, 0 of \d+ bytes of scales"):
+    with pytest.raises(
+        ArithmeticError, match=r"^[1-9]\d* of \d+ bytes of data, 0 of \d+ bytes of scales"
+    ):
         kernel_bits.kernel_bits("nvfp4", "cpu").verdict()
 
 
 @interpreted
 @pytest.mark.parametrize("scaling", ["delayed", "block"])
-def test_other_halves_are_found(scaling: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_halves_are_found(
+    scaling: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernel_bits, "matrices", lambda: [next(matrices())])
-    with pytest.raises(ArithmeticError, match=r"[1-9]\d* of \d+ bytes of data, .* 0 of \d+ bytes of scales, .* of every bfloat16 number"):
+    with pytest.raises(
+        ArithmeticError,
+        match=r"[1-9]\d* of \d+ bytes of data, .* 0 of \d+ bytes of scales, .* of every bfloat16 number",
+    ):
         kernel_bits.kernel_bits(scaling, "cpu").verdict()

@@ -32,12 +32,32 @@ SPILLED_BY_3_9 = 168 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3
 @pytest.mark.parametrize("delayed", [True, False])
 def test_conversions_and_divisions(fmt: Format, dtype: torch.dtype, delayed: bool) -> None:
     t = torch.zeros(256, 512, device="cuda", dtype=dtype)
-    scales, history = (torch.ones(3, device="cuda"), torch.zeros(4, 3, device="cuda")) if delayed else (None, None)
-    data, transposed = torch.empty_like(t, dtype=fmt.dtype), torch.empty(512, 256, device="cuda", dtype=fmt.dtype)
-    kernel = triton_kernels.cast(t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"))
+    scales, history = (
+        (torch.ones(3, device="cuda"), torch.zeros(4, 3, device="cuda"))
+        if delayed
+        else (None, None)
+    )
+    data, transposed = (
+        torch.empty_like(t, dtype=fmt.dtype),
+        torch.empty(512, 256, device="cuda", dtype=fmt.dtype),
+    )
+    kernel = triton_kernels.cast(
+        t,
+        scales,
+        history,
+        0,
+        fmt.max,
+        fmt.max,
+        False,
+        data,
+        transposed,
+        torch.empty((), device="cuda"),
+    )
     ptx = kernel.asm["ptx"]
     assert f"cvt.rn.satfinite.{fmt.name}x2.f32" in ptx
-    assert "div.rn.f32" in ptx and "div.full" not in ptx and "approx" not in ptx and "fma" not in ptx
+    assert (
+        "div.rn.f32" in ptx and "div.full" not in ptx and "approx" not in ptx and "fma" not in ptx
+    )
     assert bool(atomics(ptx)) == delayed, "which records amaxes here"
     assert resources(ptx).spilled == 0
 
@@ -50,16 +70,28 @@ def atomics(ptx: str) -> list[str]:
 def test_no_kernel_spills_or_is_alone_and_all_saturate() -> None:
     for name, kernel in compiled().items():
         ptx = kernel.asm["ptx"]
-        assert ("cvt.rn.satfinite" in ptx) == (not name.startswith((AMAXES, COUNT, FOUR_BITS))), name
-        found, alone = resources(ptx), name.startswith(("cast_blocks MX 1x32", "cast_blocks MX stored"))
+        assert ("cvt.rn.satfinite" in ptx) == (not name.startswith((AMAXES, COUNT, FOUR_BITS))), (
+            name
+        )
+        found, alone = (
+            resources(ptx),
+            name.startswith(("cast_blocks MX 1x32", "cast_blocks MX stored")),
+        )
         assert "div.full" not in ptx and "approx" not in ptx, name
-        assert found.spilled <= (SPILLED_BY_3_9 if name.startswith("cast_blocks NVFP4 1x16 and 16x1 stored") else 0), name
-        assert resident_warps(found.registers, kernel.metadata.num_warps) >= (8 if alone else 16), name
+        assert found.spilled <= (
+            SPILLED_BY_3_9 if name.startswith("cast_blocks NVFP4 1x16 and 16x1 stored") else 0
+        ), name
+        assert resident_warps(found.registers, kernel.metadata.num_warps) >= (8 if alone else 16), (
+            name
+        )
 
 
 def test_four_kernels() -> None:
     """The code of our own for a GPU: what else is done there are torch's operations and products."""
-    launches = [re.findall(r"\b(\w+)\[\(", path.read_text(encoding="utf-8")) for path in Path(fp8cfg.__file__).parent.rglob("triton_*.py")]
+    launches = [
+        re.findall(r"\b(\w+)\[\(", path.read_text(encoding="utf-8"))
+        for path in Path(fp8cfg.__file__).parent.rglob("triton_*.py")
+    ]
     names = {name for found in launches for name in found}
     assert names == {kernel.name for kernel in compiled().values()} and len(names) == 4, names
 

@@ -15,7 +15,9 @@ from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, amax_of, scale_now
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import contents, saturated
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, of infinities and NaN: the interpreter computes with it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy, of infinities and NaN: the interpreter computes with it
 
 
 @pytest.mark.slow
@@ -25,9 +27,11 @@ def test_under_the_interpreter() -> None:
 
 
 SCALINGS = {
-    "delayed": Scaling(margin=1, amax_history_len=4), "delayed te": Scaling(first_step="te", amax_history_len=4), "current": Scaling("current"),
+    "delayed": Scaling(margin=1, amax_history_len=4),
+    "delayed te": Scaling(first_step="te", amax_history_len=4),
+    "current": Scaling("current"),
     "current pow2": Scaling("current", power_2_scales=True),
-}  # fmt: skip
+}
 SHAPES = [(64, 64), (33, 70), (130, 1)]
 
 
@@ -40,24 +44,46 @@ def test_values_amaxes_scales_and_layouts(kind: str, role: int, shape: tuple[int
 
     scaling = SCALINGS[kind]
     fmt = scaling.format_of(role)
-    history_cases = ((0.0, True), (0.0, False), (3.0, True), (1e30, True), (1e30, False)) if scaling.layout.history else ((None, True), (None, False))
+    history_cases = (
+        ((0.0, True), (0.0, False), (3.0, True), (1e30, True), (1e30, False))
+        if scaling.layout.history
+        else ((None, True), (None, False))
+    )
     for i, (name, t) in enumerate(contents(shape).items()):
-        dtype = torch.float32 if name == "tiny" else (torch.float32, torch.bfloat16, torch.float16)[i % 3]
+        dtype = (
+            torch.float32
+            if name == "tiny"
+            else (torch.float32, torch.bfloat16, torch.float16)[i % 3]
+        )
         for scale, record in history_cases:
             x, where = t.to(dtype), f"{name} {dtype} scale {scale} record {record}"
-            scales = None if scale is None else torch.full((3,), scale if kind == "delayed" else scale or 1.0)
+            scales = (
+                None
+                if scale is None
+                else torch.full((3,), scale if kind == "delayed" else scale or 1.0)
+            )
             history = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
             kept = history.clone()
             want = scale_now(x, role, scaling, scales, kept, record)
-            data, transposed, scale_inv = torch.empty(shape), torch.empty(shape[::-1]), torch.empty(())
+            data, transposed, scale_inv = (
+                torch.empty(shape),
+                torch.empty(shape[::-1]),
+                torch.empty(()),
+            )
             target = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max
             power_2 = scaling.power_2_scales and scales is None
             seen = history if record else None
-            triton_kernels.cast(x, scales, seen, role, target, fmt.max, power_2, data, transposed, scale_inv)
+            triton_kernels.cast(
+                x, scales, seen, role, target, fmt.max, power_2, data, transposed, scale_inv
+            )
             exact = saturated(x.float() * want, fmt)
             assert torch.equal(scale_inv, want.reciprocal()), where
-            assert torch.equal(data.view(torch.int32)[~exact.isnan()], exact.view(torch.int32)[~exact.isnan()]), where
-            assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(transposed.nan_to_num(7.0), data.t().nan_to_num(7.0)), where
+            assert torch.equal(
+                data.view(torch.int32)[~exact.isnan()], exact.view(torch.int32)[~exact.isnan()]
+            ), where
+            assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(
+                transposed.nan_to_num(7.0), data.t().nan_to_num(7.0)
+            ), where
             assert torch.equal(history, kept), where
 
 
@@ -69,8 +95,12 @@ def test_known_scale(shape: tuple[int, int]) -> None:
     scale = torch.tensor([3.7])
     for name, t in contents(shape).items():
         data, scale_inv, exact = torch.empty(shape), torch.empty(()), saturated(t * scale, E4M3)
-        triton_kernels.cast(t, scale, None, 0, E4M3.max, E4M3.max, False, data, None, scale_inv, amaxes=scale)
-        assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(data.nan_to_num(7.0), exact.nan_to_num(7.0)), name
+        triton_kernels.cast(
+            t, scale, None, 0, E4M3.max, E4M3.max, False, data, None, scale_inv, amaxes=scale
+        )
+        assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(
+            data.nan_to_num(7.0), exact.nan_to_num(7.0)
+        ), name
         assert torch.equal(scale_inv, scale.reciprocal()[0])
 
 
@@ -82,7 +112,10 @@ def test_amaxes_of_parts(shape: tuple[int, int]) -> None:
     for name, t in contents(shape).items():
         parts = torch.zeros(triton_kernels.PARTS)
         triton_kernels.amaxes_of_parts(t, parts)
-        assert torch.equal(parts.amax(), amax_of(t)) and not parts[triton_kernels.part_count(t):].any(), name
+        assert (
+            torch.equal(parts.amax(), amax_of(t))
+            and not parts[triton_kernels.part_count(t) :].any()
+        ), name
 
 
 @interpreted
@@ -99,4 +132,7 @@ def test_many_parts_and_no_transpose() -> None:
     finally:
         triton_kernels.PARTS = parts
     assert data[200, 4999] == E4M3.max and scale_inv == torch.tensor(448.0).div(1000.0).reciprocal()
-    assert torch.equal(data, saturated(t * torch.tensor(448.0).div(1000.0), E4M3)) and E5M2.max > E4M3.max
+    assert (
+        torch.equal(data, saturated(t * torch.tensor(448.0).div(1000.0), E4M3))
+        and E5M2.max > E4M3.max
+    )

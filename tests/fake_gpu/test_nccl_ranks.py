@@ -23,18 +23,42 @@ if not is_fake():
     pytest.skip("this GPU has values and ranks of its own", allow_module_level=True)
 
 COMMAND = ROOT / "tools" / "fake_gpu" / "command.py"
-STEPS = ("trainer.max_steps=4", "trainer.micro_batch_size=2", "trainer.val_check_interval=2", "log.every_n_steps=1", "trainer.compile=off")
+STEPS = (
+    "trainer.max_steps=4",
+    "trainer.micro_batch_size=2",
+    "trainer.val_check_interval=2",
+    "log.every_n_steps=1",
+    "trainer.compile=off",
+)
 WIDE = ("model.hidden_size=256", "model.ffn_hidden_size=512")
-TENSOR, SEQUENCE = "trainer.strategy.tensor_model_parallel_size=2", "trainer.strategy.sequence_parallel=true"
-PIPELINE, CONTEXT = "trainer.strategy.pipeline_model_parallel_size=2", "trainer.strategy.context_parallel_size=2"
-INTERLEAVED = ("model.num_layers=4", PIPELINE, "trainer.strategy.virtual_pipeline_model_parallel_size=2")
+TENSOR, SEQUENCE = (
+    "trainer.strategy.tensor_model_parallel_size=2",
+    "trainer.strategy.sequence_parallel=true",
+)
+PIPELINE, CONTEXT = (
+    "trainer.strategy.pipeline_model_parallel_size=2",
+    "trainer.strategy.context_parallel_size=2",
+)
+INTERLEAVED = (
+    "model.num_layers=4",
+    PIPELINE,
+    "trainer.strategy.virtual_pipeline_model_parallel_size=2",
+)
 FSDP = "storage.shard=fsdp"
 LAYOUTS = [
-    (2, "bf16_fp8", "checkpoint.async_save=true"), (2, "bf16_fp8_current", FSDP), (2, "bf16_fp8_block", "fp8.format=e4m3", FSDP, *WIDE),
-    (2, "bf16_fp8", TENSOR, SEQUENCE), (2, "bf16_fp8_current", *INTERLEAVED), (2, "bf16_fp8", CONTEXT), (2, "bf16_fp8", "opt_level=O2"),
-    (2, "fp16_fp8", "storage.shard=zero2", "precision.initial_loss_scale=256"), (2, "bf16_fp8", "storage.comm=fp8"), (2, "bf16_fp8_current", "storage.shard=none", "lora.enabled=true"),
-    (4, "bf16_fp8", TENSOR, PIPELINE), (4, "bf16_fp8_current", "trainer.strategy.data_parallel_replicate_size=2", FSDP),
-]  # fmt: skip
+    (2, "bf16_fp8", "checkpoint.async_save=true"),
+    (2, "bf16_fp8_current", FSDP),
+    (2, "bf16_fp8_block", "fp8.format=e4m3", FSDP, *WIDE),
+    (2, "bf16_fp8", TENSOR, SEQUENCE),
+    (2, "bf16_fp8_current", *INTERLEAVED),
+    (2, "bf16_fp8", CONTEXT),
+    (2, "bf16_fp8", "opt_level=O2"),
+    (2, "fp16_fp8", "storage.shard=zero2", "precision.initial_loss_scale=256"),
+    (2, "bf16_fp8", "storage.comm=fp8"),
+    (2, "bf16_fp8_current", "storage.shard=none", "lora.enabled=true"),
+    (4, "bf16_fp8", TENSOR, PIPELINE),
+    (4, "bf16_fp8_current", "trainer.strategy.data_parallel_replicate_size=2", FSDP),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(map(str, layout)))
@@ -49,10 +73,25 @@ def ran(device: str, layout: tuple[Any, ...], folder: Path) -> tuple[list[float]
     """Losses and gradient norms of a run on `device`, which it has proved, and saved. Its ranks are not forked: CUDA is here."""
     ranks, preset, *words = layout
     run, command = folder / device, [str(COMMAND)] if device == "cuda" else ["-m", "fp8cfg"]
-    given = small_words(f"precision={preset}", *STEPS, *words, f"trainer.accelerator={device}", f"log.folder={run}")
-    environ = {**ranks_environment(ranks), "FAKE_GPUS": str(ranks if device == "cuda" else 0), "FAKE_NCCL_SECONDS": "120"}
-    started = [subprocess.Popen([sys.executable, *command, *given], env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=ROOT,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(ranks)]  # fmt: skip
+    given = small_words(
+        f"precision={preset}", *STEPS, *words, f"trainer.accelerator={device}", f"log.folder={run}"
+    )
+    environ = {
+        **ranks_environment(ranks),
+        "FAKE_GPUS": str(ranks if device == "cuda" else 0),
+        "FAKE_NCCL_SECONDS": "120",
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command, *given],
+            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
     try:
         said = "".join(process.communicate(timeout=LIMIT)[0] for process in started)
     finally:

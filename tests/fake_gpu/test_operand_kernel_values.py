@@ -21,7 +21,9 @@ from fp8cfg.numerics.stochastic_rounding import Random
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import contents, exact
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, of infinities and NaN: the interpreter computes with it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy, of infinities and NaN: the interpreter computes with it
 
 
 @pytest.mark.slow
@@ -32,8 +34,10 @@ def test_under_the_interpreter() -> None:
 
 def four_bit_room(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Room for codes and scales, with something in it."""
-    return (torch.full((rows, -(-columns // 32) * 16), 77, dtype=torch.uint8),
-            torch.full((swizzled_size(rows, -(-columns // 16)),), 77, dtype=torch.uint8))
+    return (
+        torch.full((rows, -(-columns // 32) * 16), 77, dtype=torch.uint8),
+        torch.full((swizzled_size(rows, -(-columns // 16)),), 77, dtype=torch.uint8),
+    )
 
 
 @interpreted
@@ -45,18 +49,37 @@ def test_four_bits(shape: tuple[int, int], kind: str) -> None:
     from fp8cfg.numerics.block_scaling import amax_or_nan, first_level_of
 
     scaling, square = Scaling("nvfp4", forward=E2M1, backward=E2M1), kind == "squares"
-    random = (torch.tensor([12345, -678901], dtype=torch.int32), torch.tensor(3, dtype=torch.int32)) if kind == "at random" else None
+    random = (
+        (torch.tensor([12345, -678901], dtype=torch.int32), torch.tensor(3, dtype=torch.int32))
+        if kind == "at random"
+        else None
+    )
     for i, (name, t) in enumerate(contents(shape).items()):
-        x, lane = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3]), i % 2
+        x, lane = (
+            t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3]),
+            i % 2,
+        )
         seen, kept = torch.full((), 0.5), torch.full((), 0.5)
         record_amax(kept, amax := amax_or_nan(x))
-        q = quantize_tiles(x, (16, 16) if square else (1, 16), E2M1, scaling, E2M1.dtype, first_level_of(amax), Random(*random, lane) if random else None)
+        q = quantize_tiles(
+            x,
+            (16, 16) if square else (1, 16),
+            E2M1,
+            scaling,
+            E2M1.dtype,
+            first_level_of(amax),
+            Random(*random, lane) if random else None,
+        )
         sides = [q, q.t()] if square else [q]
         made = [room for side in sides for room in four_bit_room(*side.data.shape)]
         whole = torch.empty(())
-        triton_block_kernel.cast_four_bits(x.contiguous(), *made, *() if square else (None, None), whole, random, lane, seen)
+        triton_block_kernel.cast_four_bits(
+            x.contiguous(), *made, *() if square else (None, None), whole, random, lane, seen
+        )
         assert torch.equal(seen, kept), name
-        assert q.whole_inv is not None and torch.equal(whole.nan_to_num(7.0), q.whole_inv.nan_to_num(7.0)), name
+        assert q.whole_inv is not None and torch.equal(
+            whole.nan_to_num(7.0), q.whole_inv.nan_to_num(7.0)
+        ), name
         for side, codes, scales in zip(sides, made[::2], made[1::2], strict=True):
             want, want_scales = laid_out(side._replace(data=side.data.contiguous()))
             assert torch.equal(scales, want_scales), name
@@ -65,7 +88,9 @@ def test_four_bits(shape: tuple[int, int], kind: str) -> None:
         stored = [None if field is None else torch.full_like(field, 1.0) for field in held]
         triton_block_kernel.cast_four_bits(x.contiguous(), *stored, transpose=False)
         for field, kept_field in zip(stored, held, strict=True):
-            assert field is kept_field is None or torch.equal(field.float().nan_to_num(7.0), kept_field.float().nan_to_num(7.0)), name
+            assert field is kept_field is None or torch.equal(
+                field.float().nan_to_num(7.0), kept_field.float().nan_to_num(7.0)
+            ), name
 
 
 @interpreted
@@ -76,8 +101,15 @@ def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     from fp8cfg.numerics.fused_quantize import quantize_tiles_fused
 
     four, squares = "nvfp4" in kind, "rows" not in kind and kind != "mxfp8"
-    scaling = Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=squares) if four else Scaling("mxfp8", backward=E4M3, weights_2d=squares)
-    random, t = (torch.tensor([5, -7], dtype=torch.int32), torch.tensor(2, dtype=torch.int32)), exact(208, 160)
+    scaling = (
+        Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=squares)
+        if four
+        else Scaling("mxfp8", backward=E4M3, weights_2d=squares)
+    )
+    random, t = (
+        (torch.tensor([5, -7], dtype=torch.int32), torch.tensor(2, dtype=torch.int32)),
+        exact(208, 160),
+    )
 
     def operand(role: int, axis: int, fused: bool = False, both: bool = False) -> Operand:
         monkeypatch.setattr(nvfp4, "fuses_four_bits", lambda t, carrier: fused)
@@ -85,7 +117,11 @@ def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             return nvfp4.quantize_nvfp4(t, role, axis, scaling, None, random)
         tile = scaling.tile(role, axis)
         assert tile is not None
-        return quantize_tiles_fused(t, role, scaling, axis, both, None) if fused else quantize_tiles(t, tile, E4M3, scaling, E4M3.dtype)
+        return (
+            quantize_tiles_fused(t, role, scaling, axis, both, None)
+            if fused
+            else quantize_tiles(t, tile, E4M3, scaling, E4M3.dtype)
+        )
 
     for role in (INPUT, WEIGHT, GRAD_OUTPUT):
         shared = operand(role, 1, fused=True, both=True)
@@ -99,13 +135,19 @@ def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             for a, b in zip(laid_out(got), laid_out(want), strict=True):
                 assert torch.equal(a, b), (role, axis)
             assert (got.whole_inv is None) == (want.whole_inv is None) == (not four)
-            assert got.whole_inv is None or want.whole_inv is None or torch.equal(got.whole_inv, want.whole_inv), (role, axis)
+            assert (
+                got.whole_inv is None
+                or want.whole_inv is None
+                or torch.equal(got.whole_inv, want.whole_inv)
+            ), (role, axis)
 
 
 @interpreted
 @pytest.mark.parametrize("kind", ["rows", "nvfp4", "nvfp4 along rows", "nvfp4 as it is"])
 @pytest.mark.parametrize("role", [INPUT, WEIGHT, GRAD_OUTPUT])
-def test_parts_have_the_scales_that_the_plain_code_gives_them(kind: str, role: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_have_the_scales_that_the_plain_code_gives_them(
+    kind: str, role: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of two tensor-parallel ranks, of a row-parallel or column-parallel layer; the other one has larger amaxes in some places."""
     from fp8cfg.numerics import amax_group, block_scaling, fused_quantize, nvfp4
     from fp8cfg.parallel.tensor import COLUMN, ROW
@@ -114,14 +156,33 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(kind: str, role: i
 
     def largest(amax: Tensor, group: str) -> Tensor:
         asked.append(tuple(amax.flatten().shape))
-        theirs = torch.full_like(amax, 0x40E00000 if amax.dtype == torch.int32 else 7.0)  # of two forms, or of every third row
-        return torch.where((torch.arange(amax.numel()) % 3 == 0).view(amax.shape), torch.maximum(amax, theirs), amax)
+        theirs = torch.full_like(
+            amax, 0x40E00000 if amax.dtype == torch.int32 else 7.0
+        )  # of two forms, or of every third row
+        return torch.where(
+            (torch.arange(amax.numel()) % 3 == 0).view(amax.shape),
+            torch.maximum(amax, theirs),
+            amax,
+        )
 
     for module in (amax_group, block_scaling, fused_quantize):
         monkeypatch.setattr(module, "largest", largest)
-    four, parts = kind != "rows", amax_group.AmaxGroup(ROW if role == INPUT else COLUMN, "two ranks")
-    scaling = Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=kind != "nvfp4 along rows", hadamard="as it" not in kind,
-                      stochastic=False) if four else Scaling("current", backward=E4M3, granularity="row", power_2_scales=True)  # fmt: skip
+    four, parts = (
+        kind != "rows",
+        amax_group.AmaxGroup(ROW if role == INPUT else COLUMN, "two ranks"),
+    )
+    scaling = (
+        Scaling(
+            "nvfp4",
+            forward=E2M1,
+            backward=E2M1,
+            weights_2d=kind != "nvfp4 along rows",
+            hadamard="as it" not in kind,
+            stochastic=False,
+        )
+        if four
+        else Scaling("current", backward=E4M3, granularity="row", power_2_scales=True)
+    )
     t = exact(208, 160)
 
     def operands(fused: bool) -> list[Operand]:
@@ -133,14 +194,27 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(kind: str, role: i
             made = fused_quantize.quantize_tiles_fused(t, role, scaling, 1, True, None, parts)
             return [made, made.t()]
         tiles = [(axis, tile) for axis in (1, 0) if (tile := scaling.tile(role, axis))]
-        along, across = (quantize_tiles(t, tile, E4M3, scaling, E4M3.dtype, group=parts.over(role, tile)) for _, tile in tiles)
+        along, across = (
+            quantize_tiles(t, tile, E4M3, scaling, E4M3.dtype, group=parts.over(role, tile))
+            for _, tile in tiles
+        )
         return [along, across.t()]
 
     gots, by_kernels = operands(fused=True), [*asked]
-    wants, asked[:] = operands(fused=False), asked[len(by_kernels):]
+    wants, asked[:] = operands(fused=False), asked[len(by_kernels) :]
     assert by_kernels == asked and len(asked) == 1, "one collective for both directions"
     for got, want in zip(gots, wants, strict=True):
         want = want._replace(data=want.data.contiguous())
-        pairs = [*zip(laid_out(got), laid_out(want), strict=True)] if four else [(got.data, want.data), (got.scale_inv, want.scale_inv)]
-        assert all(torch.equal(a.float(), b.float()) for a, b in pairs if a is not None and b is not None)
-        assert not four or (got.whole_inv is not None and want.whole_inv is not None and torch.equal(got.whole_inv, want.whole_inv))
+        pairs = (
+            [*zip(laid_out(got), laid_out(want), strict=True)]
+            if four
+            else [(got.data, want.data), (got.scale_inv, want.scale_inv)]
+        )
+        assert all(
+            torch.equal(a.float(), b.float()) for a, b in pairs if a is not None and b is not None
+        )
+        assert not four or (
+            got.whole_inv is not None
+            and want.whole_inv is not None
+            and torch.equal(got.whole_inv, want.whole_inv)
+        )

@@ -17,7 +17,9 @@ from fp8cfg.numerics.microscaled_mm import swizzled, swizzled_size
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import check_tiles, contents, plain
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy, of infinities and NaN: the interpreter computes with it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning:triton"
+)  # numpy, of infinities and NaN: the interpreter computes with it
 
 
 @pytest.mark.slow
@@ -43,18 +45,46 @@ def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
     for i, (name, t) in enumerate(contents(shape).items()):
         x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
         made = torch.empty(r, c), filled(r, c), torch.empty(c, r), filled(c, r)
-        triton_block_kernel.cast_blocks(x, 0.0, E4M3.max, False, square, *made, mx=32, seen=(seen := torch.zeros(())))
+        triton_block_kernel.cast_blocks(
+            x, 0.0, E4M3.max, False, square, *made, mx=32, seen=(seen := torch.zeros(()))
+        )
         assert seen == (torch.inf if name == "inf" else 0), name
-        for tile, data, scales, v in (((32, 32) if square else (1, 32), *made[:2], x), ((32, 32) if square else (1, 32), *made[2:], x.t())):
+        for tile, data, scales, v in (
+            ((32, 32) if square else (1, 32), *made[:2], x),
+            ((32, 32) if square else (1, 32), *made[2:], x.t()),
+        ):
             exact, decode = plain(v, tile, scaling, E4M3)
-            assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(data.nan_to_num(7.0), exact.nan_to_num(7.0)), (name, tile)
+            assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(
+                data.nan_to_num(7.0), exact.nan_to_num(7.0)
+            ), (name, tile)
             rows = decode.repeat_interleave(tile[0], 0)[: len(v)]
             assert torch.equal(scales, swizzled(e8m0_bytes(rows))), (name, tile)
-        packed = [e8m0_bytes(plain(v, tile, scaling, E4M3)[1]) for v, tile in ((x, (32, 32) if square else (1, 32)), (x, (32, 1)))]
-        stored = torch.empty(r, c), torch.empty_like(packed[0]), *(() if square else (torch.empty(r, c), torch.empty_like(packed[1])))
-        triton_block_kernel.cast_blocks(x, 0.0, E4M3.max, False, square, *stored, *(None,) * (4 - len(stored)), mx=32, transpose=False)
-        for data, scales, want, bytes_ in zip(stored[::2], stored[1::2], (made[0], made[2].t()), packed, strict=False):
-            assert torch.equal(scales, bytes_) and torch.equal(data.nan_to_num(7.0), want.nan_to_num(7.0)), name
+        packed = [
+            e8m0_bytes(plain(v, tile, scaling, E4M3)[1])
+            for v, tile in ((x, (32, 32) if square else (1, 32)), (x, (32, 1)))
+        ]
+        stored = (
+            torch.empty(r, c),
+            torch.empty_like(packed[0]),
+            *(() if square else (torch.empty(r, c), torch.empty_like(packed[1]))),
+        )
+        triton_block_kernel.cast_blocks(
+            x,
+            0.0,
+            E4M3.max,
+            False,
+            square,
+            *stored,
+            *(None,) * (4 - len(stored)),
+            mx=32,
+            transpose=False,
+        )
+        for data, scales, want, bytes_ in zip(
+            stored[::2], stored[1::2], (made[0], made[2].t()), packed, strict=False
+        ):
+            assert torch.equal(scales, bytes_) and torch.equal(
+                data.nan_to_num(7.0), want.nan_to_num(7.0)
+            ), name
 
 
 @interpreted
@@ -88,10 +118,16 @@ def test_columns_are_the_first_programs(monkeypatch: pytest.MonkeyPatch) -> None
 
     kernel, (r, c) = triton_row_kernel._cast_rows, (130, 270)
     programs = -(-c // triton_row_kernel.STRIP_T)
-    monkeypatch.setattr(triton_row_kernel, "_cast_rows", {(-(-r // triton_row_kernel.STRIP) + programs,): kernel[(programs,)]})
+    monkeypatch.setattr(
+        triton_row_kernel,
+        "_cast_rows",
+        {(-(-r // triton_row_kernel.STRIP) + programs,): kernel[(programs,)]},
+    )
     made = [torch.full(shape, -7.0) for shape in ((r, c), (r, 1), (c, r), (c, 1))]
     triton_row_kernel.cast_rows(torch.ones(r, c), E4M3.max, False, *made)
-    assert [(t == -7).all().item() for t in made] == [True, True, False, False] and (made[2] == E4M3.max).all()
+    assert [(t == -7).all().item() for t in made] == [True, True, False, False] and (
+        made[2] == E4M3.max
+    ).all()
 
 
 @interpreted
@@ -107,14 +143,32 @@ def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, powe
         fmt = (E4M3, E5M2)[i % 2]
         x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
         tiles = ((128, 128),) * 2 if square else ((1, 128), (128, 1))
-        sizes = ((-(-r // 128), -(-c // 128)), (-(-c // 128), -(-r // 128))) if square else ((r, -(-c // 128)), (c, -(-r // 128)))
-        down = [torch.empty(size).t().contiguous().t() for size in sizes]  # as products read them; square ones stand along rows
-        made = torch.empty(r, c), down[0], torch.empty(c, r), torch.empty(sizes[1]) if square else down[1]
+        sizes = (
+            ((-(-r // 128), -(-c // 128)), (-(-c // 128), -(-r // 128)))
+            if square
+            else ((r, -(-c // 128)), (c, -(-r // 128)))
+        )
+        down = [
+            torch.empty(size).t().contiguous().t() for size in sizes
+        ]  # as products read them; square ones stand along rows
+        made = (
+            torch.empty(r, c),
+            down[0],
+            torch.empty(c, r),
+            torch.empty(sizes[1]) if square else down[1],
+        )
         highest = torch.finfo(x.dtype).max
-        triton_block_kernel.cast_blocks(x, highest, fmt.max, power_2, square, *made, seen=(seen := torch.zeros(())))
+        triton_block_kernel.cast_blocks(
+            x, highest, fmt.max, power_2, square, *made, seen=(seen := torch.zeros(()))
+        )
         assert seen == (torch.inf if name == "inf" else 0), name
         check_tiles(made, x, tiles, scaling, fmt, name)
         if not square:
             stored = torch.empty(r, c), torch.empty(-(-r // 128), c)
-            triton_block_kernel.cast_blocks(x, highest, fmt.max, power_2, square, None, None, *stored, transpose=False)
-            assert all(torch.equal(a.nan_to_num(7.0), b.t().nan_to_num(7.0)) for a, b in zip(stored, made[2:], strict=True)), name
+            triton_block_kernel.cast_blocks(
+                x, highest, fmt.max, power_2, square, None, None, *stored, transpose=False
+            )
+            assert all(
+                torch.equal(a.nan_to_num(7.0), b.t().nan_to_num(7.0))
+                for a, b in zip(stored, made[2:], strict=True)
+            ), name

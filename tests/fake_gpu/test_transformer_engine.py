@@ -30,30 +30,64 @@ if why := "" if not is_fake() else unavailable():
 
 BLACKWELL = torch.cuda.get_device_capability() >= (10, 0)
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
-SHAPE = ("model.hidden_size=256", "model.ffn_hidden_size=512", "model.num_attention_heads=4", "model.num_query_groups=2", "model.seq_length=128",
-         "trainer.accelerator=cuda", "trainer.devices=1", "backend=te", EVERYWHERE, "trainer.max_steps=2", "trainer.val_check_interval=2",
-         "checkpoint.every_n_steps=2")  # fmt: skip
+SHAPE = (
+    "model.hidden_size=256",
+    "model.ffn_hidden_size=512",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "model.seq_length=128",
+    "trainer.accelerator=cuda",
+    "trainer.devices=1",
+    "backend=te",
+    EVERYWHERE,
+    "trainer.max_steps=2",
+    "trainer.val_check_interval=2",
+    "checkpoint.every_n_steps=2",
+)
 HELD, PLAIN, ATTENTION = "fp8.params=true", "fp8.params=false", "fp8.dot_product_attention=true"
-ACCUMULATED, ONE_HEAD = "trainer.micro_batch_size=2", ("model.num_attention_heads=2", "model.num_query_groups=1", "model.kv_channels=128")
+ACCUMULATED, ONE_HEAD = (
+    "trainer.micro_batch_size=2",
+    ("model.num_attention_heads=2", "model.num_query_groups=1", "model.kv_channels=128"),
+)
 HOPPER_JOBS = [
-    ("bf16_fp8", HELD, ACCUMULATED, "model.recompute_granularity=full"), ("bf16_fp8", PLAIN, "model.recompute_granularity=selective"),
-    ("bf16_fp8", ATTENTION, *ONE_HEAD), ("bf16_fp8", "opt_level=O2"), ("bf16_fp8_te_fused_adam", HELD), ("fp16_fp8", HELD), ("bf16_fp8_amp", PLAIN),
-    ("bf16_fp8_current", HELD, ACCUMULATED), ("bf16_fp8_current", PLAIN, "fp8.override_linear_precision={dgrad: true, wgrad: true}"),
-    ("bf16_fp8_current", "opt_level=O3"), ("bf16_fp8_block", HELD, "model.recompute_granularity=full"), ("bf16_fp8_block", PLAIN, ACCUMULATED),
-    ("fp16_fp8_block", HELD), ("bf16_fp8", HELD, "recipe=gpt3_tiny"), ("bf16_fp8_current", PLAIN, "recipe=gemma3_tiny"),
-    ("bf16_fp8_block", HELD, "recipe=nemotron_tiny"), ("bf16_fp8_current", HELD, "recipe=mistral_tiny"),
-]  # fmt: skip
+    ("bf16_fp8", HELD, ACCUMULATED, "model.recompute_granularity=full"),
+    ("bf16_fp8", PLAIN, "model.recompute_granularity=selective"),
+    ("bf16_fp8", ATTENTION, *ONE_HEAD),
+    ("bf16_fp8", "opt_level=O2"),
+    ("bf16_fp8_te_fused_adam", HELD),
+    ("fp16_fp8", HELD),
+    ("bf16_fp8_amp", PLAIN),
+    ("bf16_fp8_current", HELD, ACCUMULATED),
+    ("bf16_fp8_current", PLAIN, "fp8.override_linear_precision={dgrad: true, wgrad: true}"),
+    ("bf16_fp8_current", "opt_level=O3"),
+    ("bf16_fp8_block", HELD, "model.recompute_granularity=full"),
+    ("bf16_fp8_block", PLAIN, ACCUMULATED),
+    ("fp16_fp8_block", HELD),
+    ("bf16_fp8", HELD, "recipe=gpt3_tiny"),
+    ("bf16_fp8_current", PLAIN, "recipe=gemma3_tiny"),
+    ("bf16_fp8_block", HELD, "recipe=nemotron_tiny"),
+    ("bf16_fp8_current", HELD, "recipe=mistral_tiny"),
+]
 BLACKWELL_JOBS = [
-    ("bf16_mxfp8", HELD, ACCUMULATED), ("bf16_mxfp8", PLAIN, "model.recompute_granularity=full"), ("bf16_nvfp4", HELD), ("bf16_nvfp4", PLAIN, ACCUMULATED),
-    ("bf16_fp8_block", HELD), ("bf16_fp8_block", PLAIN), ("bf16_fp8", HELD), ("bf16_fp8_current", HELD, ATTENTION, *ONE_HEAD),
-    ("bf16_mxfp8", HELD, "recipe=gpt3_tiny"), ("bf16_nvfp4", PLAIN, "recipe=nemotron_tiny"),
-]  # fmt: skip
+    ("bf16_mxfp8", HELD, ACCUMULATED),
+    ("bf16_mxfp8", PLAIN, "model.recompute_granularity=full"),
+    ("bf16_nvfp4", HELD),
+    ("bf16_nvfp4", PLAIN, ACCUMULATED),
+    ("bf16_fp8_block", HELD),
+    ("bf16_fp8_block", PLAIN),
+    ("bf16_fp8", HELD),
+    ("bf16_fp8_current", HELD, ATTENTION, *ONE_HEAD),
+    ("bf16_mxfp8", HELD, "recipe=gpt3_tiny"),
+    ("bf16_nvfp4", PLAIN, "recipe=nemotron_tiny"),
+]
 if torch.backends.cudnn.version() >= 92100:  # FAKE_CUDNN=92100
     BLACKWELL_JOBS.append(("bf16_mxfp8", PLAIN, ATTENTION, *ONE_HEAD))
 
 
 @pytest.mark.parametrize("words", BLACKWELL_JOBS if BLACKWELL else HOPPER_JOBS, ids=" ".join)
-def test_a_job_trains_evaluates_saves_and_resumes(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_trains_evaluates_saves_and_resumes(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(saver, "_not_finite", lambda *_: None)  # values are what memory held
     monkeypatch.setattr(launched_step, "refuse_without_targets", lambda *_: None)
     steady_signs()
@@ -62,7 +96,11 @@ def test_a_job_trains_evaluates_saves_and_resumes(words: tuple[str, ...], tmp_pa
     job = fp8cfg.build(fp8cfg.compose(given))
     fp8cfg.fit(job, tmp_path / "run", say=lambda _: None)
     assert job.prove().layers_in_fp8 == sum(layer.fp8 for layer in job.plan)
-    resumed = fp8cfg.build(fp8cfg.compose([*given, "trainer.max_steps=3", "log.resume=auto", f"log.folder={tmp_path / 'run'}"]))
+    resumed = fp8cfg.build(
+        fp8cfg.compose(
+            [*given, "trainer.max_steps=3", "log.resume=auto", f"log.folder={tmp_path / 'run'}"]
+        )
+    )
     fp8cfg.fit(resumed, say=lambda _: None)
     assert resumed.optimizer.steps == 3
 
@@ -72,8 +110,14 @@ def test_its_functions_have_the_signatures_that_the_stand_in_is_held_to() -> Non
     import transformer_engine_torch as tex
 
     found = {name: of.__doc__ or "" for name, of in vars(tex).items() if inspect.isbuiltin(of)}
-    assert all(name.startswith("ep_") for name in recorded().keys() - found.keys()), "built without NCCL's expert parallelism"
-    assert [line for name in recorded().keys() & found.keys() if (line := differs(name, found[name], recorded()[name]))] == []
+    assert all(name.startswith("ep_") for name in recorded().keys() - found.keys()), (
+        "built without NCCL's expert parallelism"
+    )
+    assert [
+        line
+        for name in recorded().keys() & found.keys()
+        if (line := differs(name, found[name], recorded()[name]))
+    ] == []
     assert found.keys() - recorded().keys() - BOUND_IN_PARTS == {"nvte_built_with_cublasmp"}
 
 
@@ -85,8 +129,13 @@ def differs(name: str, doc: str, wanted: inspect.Signature) -> str:
     said = re.match(rf"{name}\((.*)\) -> ", doc.splitlines()[0])
     assert said, doc
     given = parameters(said[1])
-    mine = [(p.name, has if p.default is ... else p.default is not p.empty) for p, (_, has) in zip(wanted.parameters.values(), given, strict=False)]
-    same = len(given) == len(wanted.parameters) and (given[:1] == [("arg0", False)] or given == mine)
+    mine = [
+        (p.name, has if p.default is ... else p.default is not p.empty)
+        for p, (_, has) in zip(wanted.parameters.values(), given, strict=False)
+    ]
+    same = len(given) == len(wanted.parameters) and (
+        given[:1] == [("arg0", False)] or given == mine
+    )
     return "" if same else f"{name}: {given}, recorded {mine}"
 
 
@@ -96,4 +145,8 @@ def parameters(text: str) -> list[tuple[str, bool]]:
     for c in text:
         depth = parts[0].count("[") - parts[0].count("]")
         parts = ["", *parts] if c == "," and not depth else [parts[0] + c, *parts[1:]]
-    return [(part.partition(":")[0].strip(), "=" in part) for part in reversed(parts) if part.strip() not in ("", "/", "*")]
+    return [
+        (part.partition(":")[0].strip(), "=" in part)
+        for part in reversed(parts)
+        if part.strip() not in ("", "/", "*")
+    ]

@@ -34,17 +34,29 @@ def operations() -> dict[str, Any]:
         return torch.arange(24.0, device=t.device).view(4, 6) / 7 - 1
 
     return {
-        "view and arithmetic": lambda t: given(t).t()[1:, ::2] * 3 + t[0, 0], "matrices": lambda t: given(t) @ given(t).t(),
-        "16 bits": lambda t: (given(t).bfloat16() @ given(t).bfloat16().t()).softmax(-1), "into float32": lambda t: given(t).bfloat16().float(),
-        "by mask": lambda t: given(t)[given(t) > 0], "by index": lambda t: given(t)[torch.tensor([2, 0], device=t.device)],
-        "places": lambda t: (given(t) > 0).nonzero(), "sort": lambda t: given(t).sort(descending=True, dim=1)[0], "number": lambda t: torch.tensor(given(t).sum().item()),
-        "in place": lambda t: given(t).add_(1).mul_(given(t)).zero_().fill_(3).copy_(t), "out": lambda t: torch.add(given(t), 1, out=torch.empty(0, device=t.device)),
-        "float8": lambda t: given(t).to(torch.float8_e4m3fn).t().contiguous().float(), "sum": lambda t: given(t).cumsum(1).sum(),
-        "many": lambda t: torch.stack(torch._foreach_add([given(t), t], 2)), "norms": lambda t: torch.stack(torch._foreach_norm([given(t), t])),
-        "layer norm": lambda t: torch.nn.functional.layer_norm(given(t), [6]), "rms norm": lambda t: torch.nn.functional.rms_norm(given(t), [6]),
-        "loss": lambda t: torch.nn.functional.cross_entropy(given(t), torch.arange(4, device=t.device)),
-        "joined": lambda t: torch.cat([given(t), t]).clamp(0, 1).where(torch.cat([t, t]) > 0, 7.0), "on the host": lambda t: given(t).cpu() + 1,
-    }  # fmt: skip
+        "view and arithmetic": lambda t: given(t).t()[1:, ::2] * 3 + t[0, 0],
+        "matrices": lambda t: given(t) @ given(t).t(),
+        "16 bits": lambda t: (given(t).bfloat16() @ given(t).bfloat16().t()).softmax(-1),
+        "into float32": lambda t: given(t).bfloat16().float(),
+        "by mask": lambda t: given(t)[given(t) > 0],
+        "by index": lambda t: given(t)[torch.tensor([2, 0], device=t.device)],
+        "places": lambda t: (given(t) > 0).nonzero(),
+        "sort": lambda t: given(t).sort(descending=True, dim=1)[0],
+        "number": lambda t: torch.tensor(given(t).sum().item()),
+        "in place": lambda t: given(t).add_(1).mul_(given(t)).zero_().fill_(3).copy_(t),
+        "out": lambda t: torch.add(given(t), 1, out=torch.empty(0, device=t.device)),
+        "float8": lambda t: given(t).to(torch.float8_e4m3fn).t().contiguous().float(),
+        "sum": lambda t: given(t).cumsum(1).sum(),
+        "many": lambda t: torch.stack(torch._foreach_add([given(t), t], 2)),
+        "norms": lambda t: torch.stack(torch._foreach_norm([given(t), t])),
+        "layer norm": lambda t: torch.nn.functional.layer_norm(given(t), [6]),
+        "rms norm": lambda t: torch.nn.functional.rms_norm(given(t), [6]),
+        "loss": lambda t: torch.nn.functional.cross_entropy(
+            given(t), torch.arange(4, device=t.device)
+        ),
+        "joined": lambda t: torch.cat([given(t), t]).clamp(0, 1).where(torch.cat([t, t]) > 0, 7.0),
+        "on the host": lambda t: given(t).cpu() + 1,
+    }
 
 
 @pytest.mark.parametrize("name", operations())
@@ -64,16 +76,22 @@ def test_attention_and_its_gradients(dtype: torch.dtype, masked: bool, values: N
     found = []
     for device in ("cuda", "cpu"):
         here = [t.to(device).requires_grad_() for t in (q, k, v)]
-        y = torch.nn.functional.scaled_dot_product_attention(*here, attn_mask=None if mask is None else mask.to(device), is_causal=mask is None)
+        y = torch.nn.functional.scaled_dot_product_attention(
+            *here, attn_mask=None if mask is None else mask.to(device), is_causal=mask is None
+        )
         y.backward(torch.ones_like(y))
         found.append([t.cpu() for t in (y, *(t.grad for t in here if t.grad is not None))])
-    close = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    close = (
+        {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    )
     assert all(torch.allclose(a, b, **close) for a, b in zip(*found, strict=True))
 
 
 def test_more_than_the_fake_libraries_copy(values: None) -> None:
     t = torch.randn(1500, 1000)
-    assert torch.equal(t.cuda().cpu(), t) and torch.equal(t.pin_memory().to("cuda", non_blocking=True).clone().cpu(), t)
+    assert torch.equal(t.cuda().cpu(), t) and torch.equal(
+        t.pin_memory().to("cuda", non_blocking=True).clone().cpu(), t
+    )
     assert not torch.zeros(1500, 1000, device="cuda").any() and t.cuda().zero_().sum() == 0
 
 
@@ -81,10 +99,16 @@ def test_random_numbers_are_those_of_the_generator_state(values: None) -> None:
     kept, before = torch.cuda.get_rng_state(), torch.get_rng_state()
     first, second = (torch.randn(1000, device="cuda") for _ in range(2))
     torch.cuda.set_rng_state(kept)
-    assert torch.equal(torch.randn(1000, device="cuda"), first) and not torch.equal(first, second) and abs(first.mean()) < 0.2
+    assert (
+        torch.equal(torch.randn(1000, device="cuda"), first)
+        and not torch.equal(first, second)
+        and abs(first.mean()) < 0.2
+    )
     generator = torch.Generator("cuda").manual_seed(5)
     drawn = torch.rand(9, device="cuda", generator=generator)
-    assert torch.equal(torch.empty(9, device="cuda").uniform_(generator=generator.manual_seed(5)), drawn)
+    assert torch.equal(
+        torch.empty(9, device="cuda").uniform_(generator=generator.manual_seed(5)), drawn
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 

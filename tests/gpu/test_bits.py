@@ -12,8 +12,13 @@ from fp8cfg.report.machine import find_hardware
 from tools.gpu_rows import kernel_bits, te_bits
 
 pytestmark = pytest.mark.gpu
-PRESETS = {"delayed": "bf16_fp8", "current": "bf16_fp8_current", "block": "bf16_fp8_block", "mxfp8": "bf16_mxfp8",
-           "nvfp4": "bf16_nvfp4"}
+PRESETS = {
+    "delayed": "bf16_fp8",
+    "current": "bf16_fp8_current",
+    "block": "bf16_fp8_block",
+    "mxfp8": "bf16_mxfp8",
+    "nvfp4": "bf16_nvfp4",
+}
 
 
 @pytest.mark.parametrize("scaling", kernel_bits.SCALINGS)

@@ -16,15 +16,26 @@ from tests.support.small import small, steps, weight_bytes
 pytestmark = pytest.mark.gpu
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 FP8 = {
-    "delayed": ("precision=bf16_fp8",), "current": ("precision=bf16_fp8_current", EVERYWHERE),
-    "row": ("precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"), "block": ("precision=bf16_fp8_block", "fp8.format=e4m3", "fp8.params=true"),
+    "delayed": ("precision=bf16_fp8",),
+    "current": ("precision=bf16_fp8_current", EVERYWHERE),
+    "row": ("precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"),
+    "block": ("precision=bf16_fp8_block", "fp8.format=e4m3", "fp8.params=true"),
 }
 SCALINGS = {
-    "delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row"),
+    "delayed": Scaling(),
+    "current": Scaling("current"),
+    "row": Scaling("current", granularity="row"),
     "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True),
-    "block float32": Scaling("block", backward=E4M3, weights_2d=True), "block 1x128": Scaling("block", backward=E4M3, power_2_scales=True),
+    "block float32": Scaling("block", backward=E4M3, weights_2d=True),
+    "block 1x128": Scaling("block", backward=E4M3, power_2_scales=True),
 }
-SHAPE = ("model.num_layers=4", "model.hidden_size=256", "model.ffn_hidden_size=256", "model.num_attention_heads=4", "model.num_query_groups=2")
+SHAPE = (
+    "model.num_layers=4",
+    "model.hidden_size=256",
+    "model.ffn_hidden_size=256",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+)
 """Every linear layer is a multiple of 128 wide, which block scaling divides."""
 
 
@@ -52,7 +63,9 @@ def test_the_hardwares_product_agrees_with_the_emulated_one(name: str, tokens: i
         given = x.clone().requires_grad_()
         layer(given).backward(dy)
         found.append((layer(given).detach(), given.grad, layer.weight.grad))
-        assert {decode(c).how for c in layer.gemms_ran.tolist()} == {"emulated" if product == "emulate" else "scaled_mm"}
+        assert {decode(c).how for c in layer.gemms_ran.tolist()} == {
+            "emulated" if product == "emulate" else "scaled_mm"
+        }
     for a, b in zip(*found, strict=True):
         assert ((a.float() - b.float()).norm() / b.float().norm()).item() < 5e-3
 
@@ -100,7 +113,11 @@ def test_statistics_are_those_of_the_cpu_and_leave_no_trace(name: str) -> None:
     assert [s[:3] for s in got] == [s[:3] for s in want]
     assert [s.amax for s in got] == pytest.approx([s.amax for s in want], rel=0.2)
     assert [s.error for s in got] == pytest.approx([s.error for s in want], rel=0.2)
-    assert torch.equal(random, torch.cuda.get_rng_state()) and all(p.grad is None for p in job.model.parameters())
+    assert torch.equal(random, torch.cuda.get_rng_state()) and all(
+        p.grad is None for p in job.model.parameters()
+    )
     for layer in fp8_linears(job.model):
         assert not layer.gemms_ran.any()
-        assert layer.fp8_amax_history is None or not (layer.fp8_amax_history[0, 0] or layer.fp8_backward_amax.any())
+        assert layer.fp8_amax_history is None or not (
+            layer.fp8_amax_history[0, 0] or layer.fp8_backward_amax.any()
+        )

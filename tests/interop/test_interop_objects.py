@@ -19,12 +19,34 @@ from fp8cfg.interop.te.quantizer_params import FP8
 from fp8cfg.interop.translation import table
 
 TE = "transformer_engine.common.recipe"
-TE_WORDS = [["precision=bf16_fp8"], ["precision=bf16_fp8", "fp8.margin=2", "fp8.amax_history_len=16", "fp8.amax_compute_algo=most_recent", "fp8.reduce_amax=false"],
-            ["precision=bf16_fp8", "fp8.format=e4m3", "fp8.dot_product_attention=true"], ["precision=bf16_fp8_current"],
-            ["precision=bf16_fp8_current", "fp8.use_power_2_scales=true", "fp8.override_linear_precision={dgrad: true, wgrad: true}"], ["precision=bf16_fp8_block"],
-            ["precision=bf16_fp8_block", "fp8.use_power_2_scales=false", "fp8.enable_2d_quantization=false"], ["precision=bf16_mxfp8", "fp8.enable_2d_quantization=true"],
-            ["precision=bf16_nvfp4"], ["precision=bf16_nvfp4", "fp8.enable_2d_quantization=false"],
-            ["precision=bf16_nvfp4", "fp8.random_hadamard_transform=false"], ["precision=bf16_nvfp4", "fp8.stochastic_rounding=false"]]
+TE_WORDS = [
+    ["precision=bf16_fp8"],
+    [
+        "precision=bf16_fp8",
+        "fp8.margin=2",
+        "fp8.amax_history_len=16",
+        "fp8.amax_compute_algo=most_recent",
+        "fp8.reduce_amax=false",
+    ],
+    ["precision=bf16_fp8", "fp8.format=e4m3", "fp8.dot_product_attention=true"],
+    ["precision=bf16_fp8_current"],
+    [
+        "precision=bf16_fp8_current",
+        "fp8.use_power_2_scales=true",
+        "fp8.override_linear_precision={dgrad: true, wgrad: true}",
+    ],
+    ["precision=bf16_fp8_block"],
+    [
+        "precision=bf16_fp8_block",
+        "fp8.use_power_2_scales=false",
+        "fp8.enable_2d_quantization=false",
+    ],
+    ["precision=bf16_mxfp8", "fp8.enable_2d_quantization=true"],
+    ["precision=bf16_nvfp4"],
+    ["precision=bf16_nvfp4", "fp8.enable_2d_quantization=false"],
+    ["precision=bf16_nvfp4", "fp8.random_hadamard_transform=false"],
+    ["precision=bf16_nvfp4", "fp8.stochastic_rounding=false"],
+]
 
 
 @pytest.fixture
@@ -33,7 +55,9 @@ def te(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
         pytest.skip("transformer-engine is not installed")
-    file = importlib.util.spec_from_file_location(TE, Path(spec.origin).parent / "common/recipe/__init__.py")
+    file = importlib.util.spec_from_file_location(
+        TE, Path(spec.origin).parent / "common/recipe/__init__.py"
+    )
     assert file and file.loader
     module = importlib.util.module_from_spec(file)
     monkeypatch.setitem(sys.modules, TE, module)
@@ -49,22 +73,46 @@ def test_tes_genuine_recipes_say_what_ours_does(words: list[str], te: ModuleType
     back = interop.from_object(written.value)
     ours, theirs = table(recipe), table(back.recipe)
     lost = {line.partition("=")[0] for line in written.lost}
-    assert {k for k in ours if k.startswith("fp8.") and ours[k] not in ("auto", theirs[k])} == {k for k in lost if k.startswith("fp8.")}
-    assert lost <= {"fp8.params", "fp8.first_step", "fp8.high_precision_at_start", "fp8.high_precision_at_end"} and (back.lost, back.unknown) == ((), ())
+    assert {k for k in ours if k.startswith("fp8.") and ours[k] not in ("auto", theirs[k])} == {
+        k for k in lost if k.startswith("fp8.")
+    }
+    assert lost <= {
+        "fp8.params",
+        "fp8.first_step",
+        "fp8.high_precision_at_start",
+        "fp8.high_precision_at_end",
+    } and (back.lost, back.unknown) == ((), ())
 
 
 def test_power_of_two_scales_stand_where_tes_layers_read_them(te: ModuleType) -> None:
-    made = interop.to_te(fp8cfg.compose(["precision=bf16_fp8_current", "fp8.use_power_2_scales=true"])).value
-    assert {getattr(made, name).power_2_scale for name in FP8} == {True} and made.use_power_2_scales is True
-    found = interop.from_object(te.Float8CurrentScaling(use_power_2_scales=True))  # the switch alone does nothing there
+    made = interop.to_te(
+        fp8cfg.compose(["precision=bf16_fp8_current", "fp8.use_power_2_scales=true"])
+    ).value
+    assert {getattr(made, name).power_2_scale for name in FP8} == {
+        True
+    } and made.use_power_2_scales is True
+    found = interop.from_object(
+        te.Float8CurrentScaling(use_power_2_scales=True)
+    )  # the switch alone does nothing there
     assert not found.recipe.fp8.use_power_2_scales
-    assert found.lost == ("power_2_scale=False of its QParams: TE's layers read that, not the switch",)
-    assert table(interop.from_object(te.Float8BlockScaling(use_f32_scales=True)).recipe)["fp8.use_power_2_scales"] is True
+    assert found.lost == (
+        "power_2_scale=False of its QParams: TE's layers read that, not the switch",
+    )
+    assert (
+        table(interop.from_object(te.Float8BlockScaling(use_f32_scales=True)).recipe)[
+            "fp8.use_power_2_scales"
+        ]
+        is True
+    )
 
 
 def test_what_a_te_recipe_says_and_ours_cannot(te: ModuleType) -> None:
-    assert interop.from_object(te.NVFP4BlockScaling(nvfp4_4over6="all")).lost == ("nvfp4_4over6=all: how its kernels accumulate and round; not of a recipe here",)
-    with pytest.raises(ConfigError, match=r"amax_compute_algo=.*: a function, which a recipe cannot name"):
+    assert interop.from_object(te.NVFP4BlockScaling(nvfp4_4over6="all")).lost == (
+        "nvfp4_4over6=all: how its kernels accumulate and round; not of a recipe here",
+    )
+    with pytest.raises(
+        ConfigError, match=r"amax_compute_algo=.*: a function, which a recipe cannot name"
+    ):
         interop.from_object(te.DelayedScaling(amax_compute_algo=lambda history: history))
     with pytest.raises(ConfigError, match="class=CustomRecipe: its quantizers are Python code"):
         interop.from_object(te.CustomRecipe(qfactory=lambda role: None))
@@ -78,9 +126,15 @@ def test_what_a_genuine_recipe_prints_is_read_as_it_is(words: list[str], te: Mod
     made = interop.to_te(fp8cfg.compose(words)).value
     found, want = interop.from_words("te", [repr(made)]), interop.from_object(made)
     delayed = isinstance(made, te.DelayedScaling)
-    assert found.lost == (("amax_compute_algo: a DelayedScaling does not print it; taken to be max",) if delayed else ())
+    assert found.lost == (
+        ("amax_compute_algo: a DelayedScaling does not print it; taken to be max",)
+        if delayed
+        else ()
+    )
     ours, theirs = table(want.recipe), table(found.recipe)
-    assert {k for k in ours if ours[k] != theirs[k]} <= ({"fp8.amax_compute_algo"} if delayed else set()) and found.unknown == ()
+    assert {k for k in ours if ours[k] != theirs[k]} <= (
+        {"fp8.amax_compute_algo"} if delayed else set()
+    ) and found.unknown == ()
 
 
 def test_parameters_that_layers_read_win_over_switches(te: ModuleType) -> None:
@@ -88,22 +142,45 @@ def test_parameters_that_layers_read_win_over_switches(te: ModuleType) -> None:
     made = te.NVFP4BlockScaling()
     made.fp4_quant_fwd_inp = made.fp4_quant_bwd_grad = te.QParams()
     found = interop.from_object(made)
-    assert not found.recipe.fp8.random_hadamard_transform and not found.recipe.fp8.stochastic_rounding
-    assert found.lost == tuple(f"{k}=False of its QParams: TE's layers read that, not the switch" for k in ("random_hadamard_transform", "stochastic_rounding"))
+    assert (
+        not found.recipe.fp8.random_hadamard_transform and not found.recipe.fp8.stochastic_rounding
+    )
+    assert found.lost == tuple(
+        f"{k}=False of its QParams: TE's layers read that, not the switch"
+        for k in ("random_hadamard_transform", "stochastic_rounding")
+    )
     made.fp4_quant_bwd_grad = te.QParams(random_hadamard_transform=True)
-    with pytest.raises(ConfigError, match=r"fp4_quant_bwd_grad.random_hadamard_transform=True: no recipe here says that, beside what the others say"):
+    with pytest.raises(
+        ConfigError,
+        match=r"fp4_quant_bwd_grad.random_hadamard_transform=True: no recipe here says that, beside what the others say",
+    ):
         interop.from_object(made)
     current = te.Float8CurrentScaling(fp8_gemm_fprop=te.MMParams(use_split_accumulator=True))
     current.fp8_quant_fwd_inp = te.QParams(amax_epsilon=1e-6)
     for found in (interop.from_object(current), interop.from_words("te", [repr(current)])):
         (line,) = found.lost
-        assert line.startswith("fp8_gemm_fprop=MMParams(use_split_accumulator=True), amax_epsilon=1e-06: how its kernels accumulate")
+        assert line.startswith(
+            "fp8_gemm_fprop=MMParams(use_split_accumulator=True), amax_epsilon=1e-06: how its kernels accumulate"
+        )
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("recipe_type=Float8CurrentScaling, fp8_quant_fwd_inp=Qparams(power_2_scale=maybe)", "Transformer Engine: power_2_scale=maybe: expected True or False"),
-    ("recipe_type=Float8CurrentScaling, fp8_quant_fwd_inp=Qparams(power_2_scale=True), fp8_quant_bwd_grad=Qparams()", "power_2_scale: differs between inputs"),
-    ("recipe_type=NVFP4BlockScalin", "recipe_type=NVFP4BlockScalin: not an option; did you mean 'nvfp4blockscaling'?")])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "recipe_type=Float8CurrentScaling, fp8_quant_fwd_inp=Qparams(power_2_scale=maybe)",
+            "Transformer Engine: power_2_scale=maybe: expected True or False",
+        ),
+        (
+            "recipe_type=Float8CurrentScaling, fp8_quant_fwd_inp=Qparams(power_2_scale=True), fp8_quant_bwd_grad=Qparams()",
+            "power_2_scale: differs between inputs",
+        ),
+        (
+            "recipe_type=NVFP4BlockScalin",
+            "recipe_type=NVFP4BlockScalin: not an option; did you mean 'nvfp4blockscaling'?",
+        ),
+    ],
+)
 def test_lines_that_no_recipe_prints(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as e:
         interop.from_words("te", [text])
@@ -119,21 +196,34 @@ def test_exported_python_makes_the_same_object(words: list[str], te: ModuleType)
     exec(text, names)
     assert names["recipe"] == interop.to_te(recipe).value
     assert [getattr(names["recipe"], q) for q in FP8 if hasattr(names["recipe"], q)] == [
-        getattr(interop.to_te(recipe).value, q) for q in FP8 if hasattr(names["recipe"], q)]
+        getattr(interop.to_te(recipe).value, q) for q in FP8 if hasattr(names["recipe"], q)
+    ]
     assert table(interop.from_words("te", [text]).recipe)["fp8.scaling"] == recipe.fp8.scaling
 
 
-def test_a_version_without_a_switch_has_it_off_and_one_without_a_class_says_so(te: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    class MXFP8BlockScaling(make_dataclass("_", [("margin", int), ("fp8_format", Any), ("fp8_dpa", bool), ("fp8_mha", bool)])):  # as of 2.8
-        def __init__(self, enable_2d_quantization: bool, **given: Any) -> None:  # pydantic drops what it does not know
+def test_a_version_without_a_switch_has_it_off_and_one_without_a_class_says_so(
+    te: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class MXFP8BlockScaling(
+        make_dataclass(
+            "_", [("margin", int), ("fp8_format", Any), ("fp8_dpa", bool), ("fp8_mha", bool)]
+        )
+    ):  # as of 2.8
+        def __init__(
+            self, enable_2d_quantization: bool, **given: Any
+        ) -> None:  # pydantic drops what it does not know
             super().__init__(0, **given)
 
     monkeypatch.setattr(te, "MXFP8BlockScaling", MXFP8BlockScaling)
     assert interop.to_te(fp8cfg.compose(["precision=bf16_mxfp8"])).value.margin == 0
-    with pytest.raises(ConfigError, match="enable_2d_quantization=True: Transformer Engine made None of it"):
+    with pytest.raises(
+        ConfigError, match="enable_2d_quantization=True: Transformer Engine made None of it"
+    ):
         interop.to_te(fp8cfg.compose(["precision=bf16_mxfp8", "fp8.enable_2d_quantization=true"]))
     monkeypatch.delattr(te, "NVFP4BlockScaling")
-    with pytest.raises(interop.NotHere, match="transformer_engine: this version has no NVFP4BlockScaling"):
+    with pytest.raises(
+        interop.NotHere, match="transformer_engine: this version has no NVFP4BlockScaling"
+    ):
         interop.to_te(fp8cfg.compose(["precision=bf16_nvfp4"]))
 
 
@@ -142,14 +232,32 @@ def test_what_a_recipe_prints_is_read(words: list[str], te: ModuleType) -> None:
     recipe = fp8cfg.compose(words)
     made = interop.to_te(recipe).value
     back = interop.from_words("te", [repr(made)])
-    assert (back.recipe.fp8.scaling, back.recipe.fp8.format, back.recipe.fp8.margin) == (recipe.fp8.scaling, recipe.fp8.format, recipe.fp8.margin) and back.unknown == ()
+    assert (back.recipe.fp8.scaling, back.recipe.fp8.format, back.recipe.fp8.margin) == (
+        recipe.fp8.scaling,
+        recipe.fp8.format,
+        recipe.fp8.margin,
+    ) and back.unknown == ()
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("DelayedScaling(2)", "DelayedScaling: give its values by name"), ("x = 1", "0 calls; expected one of DelayedScaling"),
-    ("DelayedScaling(margin=__import__('os').getpid())", "margin: expected a literal, not __import__('os').getpid()"), ("def (", "not Python; expected a call such as DelayedScaling(margin=1)"),
-    ("recipe.DelayedScalng(margin=1)", "DelayedScalng: not a recipe of Transformer Engine; did you mean 'DelayedScaling'?"), ("DelayedScaling(); MXFP8BlockScaling()", "2 calls"), ("(" * 500, "not Python"), ("DelayedScaling(margin=-1)", "margin=-1: must be at least 0"),
-])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("DelayedScaling(2)", "DelayedScaling: give its values by name"),
+        ("x = 1", "0 calls; expected one of DelayedScaling"),
+        (
+            "DelayedScaling(margin=__import__('os').getpid())",
+            "margin: expected a literal, not __import__('os').getpid()",
+        ),
+        ("def (", "not Python; expected a call such as DelayedScaling(margin=1)"),
+        (
+            "recipe.DelayedScalng(margin=1)",
+            "DelayedScalng: not a recipe of Transformer Engine; did you mean 'DelayedScaling'?",
+        ),
+        ("DelayedScaling(); MXFP8BlockScaling()", "2 calls"),
+        ("(" * 500, "not Python"),
+        ("DelayedScaling(margin=-1)", "margin=-1: must be at least 0"),
+    ],
+)
 def test_texts_that_are_no_recipe(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as e:
         interop.from_words("te", [text])
@@ -157,7 +265,9 @@ def test_texts_that_are_no_recipe(text: str, problem: str) -> None:
 
 
 def test_old_te_calls_are_read() -> None:
-    found = from_text("fp8_recipe = recipe.DelayedScaling(fp8_format=recipe.Format.E4M3, interval=4, override_linear_precision=(False, False, True))")
+    found = from_text(
+        "fp8_recipe = recipe.DelayedScaling(fp8_format=recipe.Format.E4M3, interval=4, override_linear_precision=(False, False, True))"
+    )
     fp8 = interop.from_mapping("te", found).recipe.fp8
     assert (fp8.format, fp8.interval, fp8.override_linear_precision.wgrad) == ("e4m3", 4, True)
 
@@ -170,8 +280,18 @@ def test_without_transformer_engine_the_line_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("words", [["fp8.format=e4m3"], ["fp8.use_power_2_scales=true"], ["fp8.emulate=true"], ["fp8.override_linear_precision.wgrad=true"],
-                                   ["fp8.override_linear_precision.fprop=true"], ["fp8.granularity=row", "fp8.override_linear_precision.dgrad=true"], ["fp8.granularity=row"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fp8.format=e4m3"],
+        ["fp8.use_power_2_scales=true"],
+        ["fp8.emulate=true"],
+        ["fp8.override_linear_precision.wgrad=true"],
+        ["fp8.override_linear_precision.fprop=true"],
+        ["fp8.granularity=row", "fp8.override_linear_precision.dgrad=true"],
+        ["fp8.granularity=row"],
+    ],
+)
 def test_torchaos_genuine_config_says_what_ours_does(words: list[str]) -> None:
     pytest.importorskip("torchao")
     recipe = fp8cfg.compose(["precision=bf16_fp8_current", *words])
@@ -179,18 +299,36 @@ def test_torchaos_genuine_config_says_what_ours_does(words: list[str]) -> None:
     assert type(written.value).__name__ == "Float8LinearConfig"
     back = interop.from_object(written.value)
     ours, theirs = table(recipe), table(back.recipe)
-    assert {k for k in ours if k.startswith("fp8.") and ours[k] != theirs[k]} == {"fp8.params", "fp8.high_precision_at_start", "fp8.high_precision_at_end"}
+    assert {k for k in ours if k.startswith("fp8.") and ours[k] != theirs[k]} == {
+        "fp8.params",
+        "fp8.high_precision_at_start",
+        "fp8.high_precision_at_end",
+    }
     assert (back.lost, back.unknown) == ((), ())
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_torchaos_fp8_all_gather_is_storage_gather_both_ways() -> None:
-    config = pytest.importorskip("torchao.float8.config").Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    config = pytest.importorskip("torchao.float8.config").Float8LinearConfig(
+        enable_fsdp_float8_all_gather=True
+    )
     found = interop.from_object(config)
-    assert (found.recipe.storage.shard, found.recipe.storage.gather, found.lost) == ("fsdp", "fp8", ())
+    assert (found.recipe.storage.shard, found.recipe.storage.gather, found.lost) == (
+        "fsdp",
+        "fp8",
+        (),
+    )
     found.recipe.check()
     assert interop.to_torchao(found.recipe).value.enable_fsdp_float8_all_gather
-    assert not interop.to_torchao(fp8cfg.compose(["precision=bf16_fp8_current", "fp8.params=false", "storage={shard: fsdp, gather: bf16}"])).value.enable_fsdp_float8_all_gather
+    assert not interop.to_torchao(
+        fp8cfg.compose(
+            [
+                "precision=bf16_fp8_current",
+                "fp8.params=false",
+                "storage={shard: fsdp, gather: bf16}",
+            ]
+        )
+    ).value.enable_fsdp_float8_all_gather
 
 
 def plugin(name: str, **fields: Any) -> Any:
@@ -198,22 +336,65 @@ def plugin(name: str, **fields: Any) -> Any:
     return make_dataclass(name, list(fields))(**fields)
 
 
-FIELDS = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_margin": 1, "fp8_amax_history_len": 32, "fp8_amax_compute_algo": "max", "fp8_wgrad": True, "fp8_param_gather": True,
-          "first_last_layers_bf16": False, "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0, "grad_reduce_in_fp32": True}
+FIELDS = {
+    "fp8": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_margin": 1,
+    "fp8_amax_history_len": 32,
+    "fp8_amax_compute_algo": "max",
+    "fp8_wgrad": True,
+    "fp8_param_gather": True,
+    "first_last_layers_bf16": False,
+    "num_layers_at_start_in_bf16": 0,
+    "num_layers_at_end_in_bf16": 0,
+    "grad_reduce_in_fp32": True,
+}
 
 
-@pytest.mark.parametrize("obj", [
-    plugin("MixedPrecisionConfig", fp8_param=None, fp4=None, fp4_recipe="nvfp4", loss_scale=None, initial_loss_scale=2**32, bf16=True, fp16=False, fp32=False, params_dtype="torch.bfloat16", pipeline_dtype=None, autocast_enabled=False, **FIELDS),
-    plugin("MegatronMixedPrecision", precision="bf16-mixed", **FIELDS),
-    plugin("MegatronMixedPrecision", precision="bf16-mixed", dtype_config=SimpleNamespace(bf16=True, fp16=False, fp32=False, loss_scale=(None,), **FIELDS)),
-    plugin("DtypeConfig", bf16=True, fp16=False, fp32=False, initial_loss_scale=(None,), **FIELDS)], ids=["bridge", "nemo", "nemo with dtype_config", "dtype_config"])
+@pytest.mark.parametrize(
+    "obj",
+    [
+        plugin(
+            "MixedPrecisionConfig",
+            fp8_param=None,
+            fp4=None,
+            fp4_recipe="nvfp4",
+            loss_scale=None,
+            initial_loss_scale=2**32,
+            bf16=True,
+            fp16=False,
+            fp32=False,
+            params_dtype="torch.bfloat16",
+            pipeline_dtype=None,
+            autocast_enabled=False,
+            **FIELDS,
+        ),
+        plugin("MegatronMixedPrecision", precision="bf16-mixed", **FIELDS),
+        plugin(
+            "MegatronMixedPrecision",
+            precision="bf16-mixed",
+            dtype_config=SimpleNamespace(
+                bf16=True, fp16=False, fp32=False, loss_scale=(None,), **FIELDS
+            ),
+        ),
+        plugin(
+            "DtypeConfig", bf16=True, fp16=False, fp32=False, initial_loss_scale=(None,), **FIELDS
+        ),
+    ],
+    ids=["bridge", "nemo", "nemo with dtype_config", "dtype_config"],
+)
 def test_plugins_are_read(obj: Any) -> None:
     found = interop.from_object(obj)
-    assert found.recipe.precision == fp8cfg.compose(["precision=bf16_fp8", "fp8.margin=1", "fp8.amax_history_len=32"]).precision and found[1:] == ((), ())
+    assert found.recipe.precision == fp8cfg.compose(
+        ["precision=bf16_fp8", "fp8.margin=1", "fp8.amax_history_len=32"]
+    ).precision and found[1:] == ((), ())
 
 
 def test_an_object_of_nobody_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^dict: no object of a project that is known here; from_mapping takes keys and values$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^dict: no object of a project that is known here; from_mapping takes keys and values$",
+    ):
         interop.from_object({})
 
 

@@ -14,61 +14,143 @@ from tests.support.verbs import refused, said
 
 def test_words_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     head = f"# Exported by fp8cfg {fp8cfg.__version__}.\n"
-    assert said(capsys, "import", "nemo", "recipe=llama_8b", "--", "bf16_with_mxfp8_mixed") == f"{head}recipe: llama_8b\nprecision: bf16_mxfp8\n"
-    assert said(capsys, "import", "megatron", "--", "--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "blockwise") == f"{head}recipe: llama_tiny\nprecision: bf16_fp8_block\n"
-    assert said(capsys, "import", "te", "fp8.margin=2", "--", "DelayedScaling(amax_history_len=16)").endswith("precision: bf16_fp8\nfp8:\n  margin: 2\n  amax_history_len: 16\n  first_step: te\n  params: false\nbackend: te\n")
-    assert "recipe = llama_tiny()\nrecipe.precision = fp8cfg.bf16_with_mxfp8_mixed()\n" in said(capsys, "import", "bridge", "--python", "--", "bf16=true", "fp8=e4m3", "fp8_recipe=mxfp8", "fp8_param_gather=true")
-    assert refused(capsys, "import", "megatron", "--", "--tensorboard-dir", "x") == ["no flag of Megatron-LM that is known here, such as --fp8-format hybrid"]
-    assert refused(capsys, "import", "megatron", "--", "--bf16", "--fp16") == ["Megatron-LM: bf16 and fp16 are both on; drop one"]
-    assert refused(capsys, "import", "megatron", "--", "--fp8-format 'e4m3") == ["not the text of a shell (no closing quotation)"]
+    assert (
+        said(capsys, "import", "nemo", "recipe=llama_8b", "--", "bf16_with_mxfp8_mixed")
+        == f"{head}recipe: llama_8b\nprecision: bf16_mxfp8\n"
+    )
+    assert (
+        said(
+            capsys,
+            "import",
+            "megatron",
+            "--",
+            "--bf16",
+            "--fp8-format",
+            "hybrid",
+            "--fp8-recipe",
+            "blockwise",
+        )
+        == f"{head}recipe: llama_tiny\nprecision: bf16_fp8_block\n"
+    )
+    assert said(
+        capsys, "import", "te", "fp8.margin=2", "--", "DelayedScaling(amax_history_len=16)"
+    ).endswith(
+        "precision: bf16_fp8\nfp8:\n  margin: 2\n  amax_history_len: 16\n  first_step: te\n  params: false\nbackend: te\n"
+    )
+    assert "recipe = llama_tiny()\nrecipe.precision = fp8cfg.bf16_with_mxfp8_mixed()\n" in said(
+        capsys,
+        "import",
+        "bridge",
+        "--python",
+        "--",
+        "bf16=true",
+        "fp8=e4m3",
+        "fp8_recipe=mxfp8",
+        "fp8_param_gather=true",
+    )
+    assert refused(capsys, "import", "megatron", "--", "--tensorboard-dir", "x") == [
+        "no flag of Megatron-LM that is known here, such as --fp8-format hybrid"
+    ]
+    assert refused(capsys, "import", "megatron", "--", "--bf16", "--fp16") == [
+        "Megatron-LM: bf16 and fp16 are both on; drop one"
+    ]
+    assert refused(capsys, "import", "megatron", "--", "--fp8-format 'e4m3") == [
+        "not the text of a shell (no closing quotation)"
+    ]
 
 
 def test_words_that_stand_on_the_wrong_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "import", "nemo", "recipe=llama_8b", "fp8=hybrid", "fp8_margin=1") == [
-        "import nemo: needs a file, or words after --, as in: fp8cfg import nemo -- fp8=hybrid fp8_margin=1"]
-    assert refused(capsys, "import", "megatron", "recipe=llama_8b", "--bf16", "--fp8-format=hybrid") == [
-        "import megatron: flags stand after --, as in: fp8cfg import megatron -- --bf16 --fp8-format=hybrid"]
-    assert refused(capsys, "import", "megatron", "x.sh", "--outptu", "y") == ["--outptu: no such option; did you mean '--output'?"]
+        "import nemo: needs a file, or words after --, as in: fp8cfg import nemo -- fp8=hybrid fp8_margin=1"
+    ]
+    assert refused(
+        capsys, "import", "megatron", "recipe=llama_8b", "--bf16", "--fp8-format=hybrid"
+    ) == [
+        "import megatron: flags stand after --, as in: fp8cfg import megatron -- --bf16 --fp8-format=hybrid"
+    ]
+    assert refused(capsys, "import", "megatron", "x.sh", "--outptu", "y") == [
+        "--outptu: no such option; did you mean '--output'?"
+    ]
 
 
-def test_a_preset_is_a_name_and_a_file_has_a_folder_or_an_ending(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "import", "nemo", "conf/nowhere") == ["conf/nowhere: cannot be read (No such file or directory)"]
-    assert refused(capsys, "import", "nemo", "./nowhere") == ["nowhere: cannot be read (No such file or directory)"]
-    assert refused(capsys, "import", "nemo", "nowhere.yaml") == ["nowhere.yaml: cannot be read (No such file or directory)"]
-    assert refused(capsys, "import", "nemo", "nowhere") == ["precision=nowhere: no such precision preset; fp8cfg list precision has them"]
+def test_a_preset_is_a_name_and_a_file_has_a_folder_or_an_ending(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert refused(capsys, "import", "nemo", "conf/nowhere") == [
+        "conf/nowhere: cannot be read (No such file or directory)"
+    ]
+    assert refused(capsys, "import", "nemo", "./nowhere") == [
+        "nowhere: cannot be read (No such file or directory)"
+    ]
+    assert refused(capsys, "import", "nemo", "nowhere.yaml") == [
+        "nowhere.yaml: cannot be read (No such file or directory)"
+    ]
+    assert refused(capsys, "import", "nemo", "nowhere") == [
+        "precision=nowhere: no such precision preset; fp8cfg list precision has them"
+    ]
 
 
 def test_a_model_that_nobody_chose_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     preset = "nemotron_h_bf16_with_fp8_current_scaling_mixed"
     assert refused(capsys, "import", "nemo", preset) == [
         "fp8.high_precision_at_start=2 and fp8.high_precision_at_end=2: leave no layer of model.num_layers=4 in FP8; nearest is fp8.high_precision_at_end=1 "
-        "(of llama_tiny, as no recipe is named); add recipe=NAME"]
+        "(of llama_tiny, as no recipe is named); add recipe=NAME"
+    ]
     assert "recipe: llama_8b\n" in said(capsys, "import", "nemo", preset, "recipe=llama_8b")
 
 
-@pytest.mark.parametrize("argv", [("torchtitan", "{file}"), ("bridge", "--", "bf16=true", "fp8=hybrid", "fp8_recipe=tensorwise"), ("accelerate", "--", "AORecipeKwargs()")])
-def test_the_preset_that_is_named_scales_alike(argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("torchtitan", "{file}"),
+        ("bridge", "--", "bf16=true", "fp8=hybrid", "fp8_recipe=tensorwise"),
+        ("accelerate", "--", "AORecipeKwargs()"),
+    ],
+)
+def test_the_preset_that_is_named_scales_alike(
+    argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "a.toml"
     file.write_text('[model]\nconverters = ["float8"]\n')
     text = said(capsys, "import", *(word.format(file=file) for word in argv))
-    assert "\nprecision: bf16_fp8_current\n" in text and "scaling:" not in text and "storage:" not in text
+    assert (
+        "\nprecision: bf16_fp8_current\n" in text
+        and "scaling:" not in text
+        and "storage:" not in text
+    )
 
 
-@pytest.mark.parametrize("sizes", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 3 --context-parallel-size 2 --num-layers 3", "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 3 --context-parallel-size 2 --num-layers 3",
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4",
+    ],
+)
 def test_a_script_has_the_gpus_that_its_parallel_sizes_take(sizes: str) -> None:
     found = interop.from_words("megatron", [f"--bf16 {sizes}"])
     trainer = found.recipe.trainer
     assert trainer.num_nodes * trainer.devices == trainer.strategy.size > 1
-    assert found.lost[0].startswith(f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not said there; ")
+    assert found.lost[0].startswith(
+        f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not said there; "
+    )
     found.recipe.check()
-    large = fp8cfg.compose(["trainer.num_nodes=6", "trainer.devices=8", "trainer.global_batch_size=768"])
+    large = fp8cfg.compose(
+        ["trainer.num_nodes=6", "trainer.devices=8", "trainer.global_batch_size=768"]
+    )
     assert interop.from_words("megatron", [f"--bf16 {sizes}"], large).recipe.trainer.num_nodes == 6
 
 
-def test_an_exported_script_of_a_parallel_model_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_script_of_a_parallel_model_reads_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = fp8cfg.compose(["recipe=llama_8b", "precision=bf16_fp8"])
     file = tmp_path / "a.sh"
     file.write_text(interop.to_text("megatron", recipe)[0])
     assert recipe.trainer.strategy.size > 1
-    assert main(["import", "megatron", str(file)]) == 0 and "trainer:\n  devices: 2\n" in capsys.readouterr().out
+    assert (
+        main(["import", "megatron", str(file)]) == 0
+        and "trainer:\n  devices: 2\n" in capsys.readouterr().out
+    )
     assert interop.from_file("megatron", file, recipe) == (recipe, (), ())

@@ -16,12 +16,23 @@ from fp8cfg.recipes import llama3_8b
 HEAD = "import nemo_run as run\nfrom nemo.collections import llm\n"
 
 
-@pytest.mark.parametrize(("text", "want"), [
-    ('recipe = llm.llama3_8b.finetune_recipe(name="mine", peft_scheme="lora")\n', llama3_8b(task="lora")),
-    ('recipe = llm.llama3_8b.finetune_recipe(name="mine")\nrecipe.peft.dim = 16\nrecipe.peft.target_modules = ["linear_qkv"]\n',
-     llama3_8b(task="lora", lora={"rank": 16, "targets": ["linear_qkv"]})),
-    ("recipe = llm.llama3_8b.finetune_recipe(peft_scheme=None)\nrecipe.trainer.plugins = bf16_with_fp8_mixed()\n", llama3_8b(task="sft", precision="bf16_fp8")),
-])
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (
+            'recipe = llm.llama3_8b.finetune_recipe(name="mine", peft_scheme="lora")\n',
+            llama3_8b(task="lora"),
+        ),
+        (
+            'recipe = llm.llama3_8b.finetune_recipe(name="mine")\nrecipe.peft.dim = 16\nrecipe.peft.target_modules = ["linear_qkv"]\n',
+            llama3_8b(task="lora", lora={"rank": 16, "targets": ["linear_qkv"]}),
+        ),
+        (
+            "recipe = llm.llama3_8b.finetune_recipe(peft_scheme=None)\nrecipe.trainer.plugins = bf16_with_fp8_mixed()\n",
+            llama3_8b(task="sft", precision="bf16_fp8"),
+        ),
+    ],
+)
 def test_a_finetune_recipe_is_a_task(text: str, want: fp8cfg.Recipe, tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(HEAD + text)
     assert from_file("nemo", tmp_path / "theirs.py", llama3_8b()).recipe == want
@@ -30,9 +41,17 @@ def test_a_finetune_recipe_is_a_task(text: str, want: fp8cfg.Recipe, tmp_path: P
 def test_what_is_not_here_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "theirs.py"
     file.write_text(HEAD + 'recipe = llm.llama3_8b.finetune_recipe(peft_scheme="dora")\n')
-    with pytest.raises(ConfigError, match="peft_scheme=dora: not in this version; give the task as a word, task=lora or task=sft"):
+    with pytest.raises(
+        ConfigError,
+        match="peft_scheme=dora: not in this version; give the task as a word, task=lora or task=sft",
+    ):
         from_file("nemo", file)
-    file.write_text(HEAD + 'recipe = llm.llama3_8b.finetune_recipe()\nrecipe.peft.dropout_position = "post"\n')
+    file.write_text(
+        HEAD + 'recipe = llm.llama3_8b.finetune_recipe()\nrecipe.peft.dropout_position = "post"\n'
+    )
     assert main(["import", "nemo", str(file), "recipe=llama3_8b"]) == 0
     text = capsys.readouterr().out
-    assert "# recipe.peft.dropout_position = 'post': not read" in text and yaml.safe_load(text)["lora"]["enabled"] is True
+    assert (
+        "# recipe.peft.dropout_position = 'post': not read" in text
+        and yaml.safe_load(text)["lora"]["enabled"] is True
+    )

@@ -42,47 +42,74 @@ if [[ "$DTYPE" == "fp8" ]]; then
 fi
 """
 UNKNOWN = {
-    "EXTRA_ARGS=$1\npython pretrain.py --num-layers 4 --bf16 $EXTRA_ARGS\n":
-        ["line 2: $EXTRA_ARGS: EXTRA_ARGS is $1 (line 1), an argument of the script" + IN_PLACE],
-    "python pretrain.py --num-layers 4 \\\n  --bf16 $EXTRA_ARGS\n": ["line 2: $EXTRA_ARGS: EXTRA_ARGS is not set in the script" + IN_PLACE],
-    "python pretrain.py --bf16 ${W:+--fp8-format hybrid}": ["${W:+--fp8-format hybrid}: W is not set in the script" + IN_PLACE],
-    INTEGRATION: ["line 13: ${WITH_FP8:+--fp8-format hybrid}: WITH_FP8 is set in a condition (line 3: if [[ ${ARCH} -ge 89 ]])" + IN_PLACE],
-    "N=${N:-32}\npython pretrain.py --bf16 --num-layers $N\n":
-        ["line 2: --num-layers $N: N is ${N:-32} (line 1), which the environment may set" + IN_PLACE],
+    "EXTRA_ARGS=$1\npython pretrain.py --num-layers 4 --bf16 $EXTRA_ARGS\n": [
+        "line 2: $EXTRA_ARGS: EXTRA_ARGS is $1 (line 1), an argument of the script" + IN_PLACE
+    ],
+    "python pretrain.py --num-layers 4 \\\n  --bf16 $EXTRA_ARGS\n": [
+        "line 2: $EXTRA_ARGS: EXTRA_ARGS is not set in the script" + IN_PLACE
+    ],
+    "python pretrain.py --bf16 ${W:+--fp8-format hybrid}": [
+        "${W:+--fp8-format hybrid}: W is not set in the script" + IN_PLACE
+    ],
+    INTEGRATION: [
+        "line 13: ${WITH_FP8:+--fp8-format hybrid}: WITH_FP8 is set in a condition (line 3: if [[ ${ARCH} -ge 89 ]])"
+        + IN_PLACE
+    ],
+    "N=${N:-32}\npython pretrain.py --bf16 --num-layers $N\n": [
+        "line 2: --num-layers $N: N is ${N:-32} (line 1), which the environment may set" + IN_PLACE
+    ],
     'python pretrain.py --bf16 "$@"': ["$@: arguments of the script" + IN_PLACE],
     "python pretrain.py --bf16 --lr=$LR": ["--lr $LR: LR is not set in the script" + IN_PLACE],
-    "python pretrain.py --bf16 --lr $(cat lr.txt)": ["--lr $(cat lr.txt): the output of a command" + IN_PLACE],
-    'if [ "$1" ]; then\n  A="--fp8-format hybrid"\nfi\npython pretrain.py --bf16 $A\n':
-        ["line 4: --bf16 $A: A is set in a condition (line 1: if [ $1 ])" + IN_PLACE],
-    '[ -n "$1" ] && A+=(--fp8-format hybrid)\npython pretrain.py --bf16 ${A[@]}\n':
-        ["line 1: --fp8-format: stands in a condition that the script does not decide (line 1: && A+=); leave it in or out"],
-    "case $1 in\n  big) H=128;;\n  *) H=64;;\nesac\npython pretrain.py --bf16 --hidden-size $H\n":
-        ["line 5: --hidden-size $H: H is set in a condition (line 1: case $1 in)" + IN_PLACE],
-    "for LR in 1e-4 1e-3; do\n  python pretrain.py --bf16 --lr $LR\ndone\n": ["line 2: --lr $LR: LR is not set in the script" + IN_PLACE],
-    'A="--fp8-format hybrid"\nif [ "$1" ]; then A=""; fi\npython pretrain.py --bf16 $A\n':
-        ["line 1: --fp8-format: is replaced in a condition that the script does not decide (line 2: if [ $1 ]); leave it in or out"],
-    'A=(--fp8-format hybrid)\nif [ "$1" ]; then A=(); fi\npython pretrain.py --bf16 ${A[@]}\n':
-        ["line 1: --fp8-format: is replaced in a condition that the script does not decide (line 2: if [ $1 ]); leave it in or out"],
-    'A="--fp8-format hybrid"\nif [ "$1" ]; then unset A; fi\npython pretrain.py --num-layers 2 $A --bf16\n':
-        ["line 3: $A: A is set in a condition (line 2: if [ $1 ])" + IN_PLACE],
-    "H=128\nif [ $1 ]; then unset H; fi\npython pretrain.py --bf16 --hidden-size $H\n":
-        ["line 3: --hidden-size $H: H is set in a condition (line 2: if [ $1 ])" + IN_PLACE],
+    "python pretrain.py --bf16 --lr $(cat lr.txt)": [
+        "--lr $(cat lr.txt): the output of a command" + IN_PLACE
+    ],
+    'if [ "$1" ]; then\n  A="--fp8-format hybrid"\nfi\npython pretrain.py --bf16 $A\n': [
+        "line 4: --bf16 $A: A is set in a condition (line 1: if [ $1 ])" + IN_PLACE
+    ],
+    '[ -n "$1" ] && A+=(--fp8-format hybrid)\npython pretrain.py --bf16 ${A[@]}\n': [
+        "line 1: --fp8-format: stands in a condition that the script does not decide (line 1: && A+=); leave it in or out"
+    ],
+    "case $1 in\n  big) H=128;;\n  *) H=64;;\nesac\npython pretrain.py --bf16 --hidden-size $H\n": [
+        "line 5: --hidden-size $H: H is set in a condition (line 1: case $1 in)" + IN_PLACE
+    ],
+    "for LR in 1e-4 1e-3; do\n  python pretrain.py --bf16 --lr $LR\ndone\n": [
+        "line 2: --lr $LR: LR is not set in the script" + IN_PLACE
+    ],
+    'A="--fp8-format hybrid"\nif [ "$1" ]; then A=""; fi\npython pretrain.py --bf16 $A\n': [
+        "line 1: --fp8-format: is replaced in a condition that the script does not decide (line 2: if [ $1 ]); leave it in or out"
+    ],
+    'A=(--fp8-format hybrid)\nif [ "$1" ]; then A=(); fi\npython pretrain.py --bf16 ${A[@]}\n': [
+        "line 1: --fp8-format: is replaced in a condition that the script does not decide (line 2: if [ $1 ]); leave it in or out"
+    ],
+    'A="--fp8-format hybrid"\nif [ "$1" ]; then unset A; fi\npython pretrain.py --num-layers 2 $A --bf16\n': [
+        "line 3: $A: A is set in a condition (line 2: if [ $1 ])" + IN_PLACE
+    ],
+    "H=128\nif [ $1 ]; then unset H; fi\npython pretrain.py --bf16 --hidden-size $H\n": [
+        "line 3: --hidden-size $H: H is set in a condition (line 2: if [ $1 ])" + IN_PLACE
+    ],
     'A="$A --bf16"\npython pretrain.py $A\n': ["line 1: $A: A is not set in the script" + IN_PLACE],
 }
 
 
 @pytest.mark.parametrize("text", UNKNOWN)
-def test_what_a_script_does_not_say_is_an_error_that_names_it(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_script_does_not_say_is_an_error_that_names_it(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "a.sh"
     file.write_text(text)
     assert main(["import", "megatron", str(file)]) == 2
-    assert capsys.readouterr().err.splitlines() == [f"error: {file}: {line}" for line in UNKNOWN[text]]
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {file}: {line}" for line in UNKNOWN[text]
+    ]
 
 
 def test_variables_that_the_script_sets_are_substituted(tmp_path: Path) -> None:
     file = tmp_path / "a.sh"
     for end, eps in (("", 1e-8), ("EPS=1e-6\n", 1e-6)):
-        text = KNOWN.replace("LR=1e-4", "LR=1e-4; MARGIN=2") + 'torchrun ${DIST[@]} pretrain_gpt.py --bf16 ${ARGS[@]} "${FP8[@]}" > $LOG 2>&1 &\n'
+        text = (
+            KNOWN.replace("LR=1e-4", "LR=1e-4; MARGIN=2")
+            + 'torchrun ${DIST[@]} pretrain_gpt.py --bf16 ${ARGS[@]} "${FP8[@]}" > $LOG 2>&1 &\n'
+        )
         file.write_text((end or "EPS=\n") + text)
         recipe = interop.from_file("megatron", file).recipe
         assert (recipe.model.num_layers, recipe.optim.lr, recipe.optim.eps) == (4, 1e-4, eps)
@@ -95,34 +122,66 @@ def test_variables_that_the_script_sets_are_substituted(tmp_path: Path) -> None:
 def test_a_flag_that_stands_in_every_branch_is_read() -> None:
     text = 'if [ $1 ]; then B="--num-layers 3 --bf16"; else B="--bf16 --num-layers 3"; fi\npython pretrain.py $B\n'
     assert interop.from_words("megatron", [text]).recipe.model.num_layers == 3
-    with pytest.raises(ConfigError, match=r"line 1: --num-layers: stands in a condition .*if \[ \$1 \]"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: --num-layers: stands in a condition .*if \[ \$1 \]"
+    ):
         interop.from_words("megatron", [text.replace("3", "4", 1)])
 
 
-@pytest.mark.parametrize(("text", "wanted"), [
-    ('A="--bf16 --fp8-format hybrid"\nif [ $1 ]; then A="$A --log-interval 10"; fi\npython pretrain.py $A\n', "hybrid"),
-    ("A=(--fp8-format hybrid)\nif [ $1 ]; then A=(--fp8-format hybrid --x 1); elif [ $2 ]; then A=(--x 1 --fp8-format hybrid); fi\n"
-     "python pretrain.py ${A[@]}\n", "hybrid"),
-    ('A="--fp8-format hybrid"\nunset A\npython pretrain.py --bf16 $A\n', None),
-])
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (
+            'A="--bf16 --fp8-format hybrid"\nif [ $1 ]; then A="$A --log-interval 10"; fi\npython pretrain.py $A\n',
+            "hybrid",
+        ),
+        (
+            "A=(--fp8-format hybrid)\nif [ $1 ]; then A=(--fp8-format hybrid --x 1); elif [ $2 ]; then A=(--x 1 --fp8-format hybrid); fi\n"
+            "python pretrain.py ${A[@]}\n",
+            "hybrid",
+        ),
+        ('A="--fp8-format hybrid"\nunset A\npython pretrain.py --bf16 $A\n', None),
+    ],
+)
 def test_what_a_condition_replaces_by_the_same_is_known(text: str, wanted: str | None) -> None:
     assert flags.found(text, lambda name: "fp8" in name)[0].get("fp8_format") == wanted
 
 
 def test_a_variable_that_no_precision_hangs_on_is_left_alone() -> None:
-    found = interop.from_words("megatron", ["mkdir -p $OUT\npython pretrain.py --bf16 --save $OUT --data-path $W1 $P1 --vocab-file ${D}/v.json\n"])
+    found = interop.from_words(
+        "megatron",
+        [
+            "mkdir -p $OUT\npython pretrain.py --bf16 --save $OUT --data-path $W1 $P1 --vocab-file ${D}/v.json\n"
+        ],
+    )
     assert found.recipe.precision.compute == "bf16"
-    assert found.lost == ("--save, --data-path, --vocab-file: not about precision or shape, not read",)
+    assert found.lost == (
+        "--save, --data-path, --vocab-file: not about precision or shape, not read",
+    )
 
 
 def test_variables_that_double_with_each_line_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"not the text of a shell \(its variables expand to too much text\)"):
-        interop.from_words("megatron", ["A=xx\n" + "A=$A$A\n" * 40 + "python pretrain.py --bf16 $A\n"])
+    with pytest.raises(
+        ConfigError, match=r"not the text of a shell \(its variables expand to too much text\)"
+    ):
+        interop.from_words(
+            "megatron", ["A=xx\n" + "A=$A$A\n" * 40 + "python pretrain.py --bf16 $A\n"]
+        )
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("a 'b c' \"d $e\"", ["a", "b c", "d $e"]), ("a\\\nb # c\n", ["a", "b"]), ("x='$y'z", ["x=$yz"]), ("${a:-b c}d", ["${a:-b c}d"]),
-    ("$(f (g))h `i j`", ["$(f (g))h", "`i j`"]), ("a#b", ["a#b"]), (r"a\ b", ["a b"]), ("cost$ 5", ["cost$", "5"])])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a 'b c' \"d $e\"", ["a", "b c", "d $e"]),
+        ("a\\\nb # c\n", ["a", "b"]),
+        ("x='$y'z", ["x=$yz"]),
+        ("${a:-b c}d", ["${a:-b c}d"]),
+        ("$(f (g))h `i j`", ["$(f (g))h", "`i j`"]),
+        ("a#b", ["a#b"]),
+        (r"a\ b", ["a b"]),
+        ("cost$ 5", ["cost$", "5"]),
+    ],
+)
 def test_words_of_a_shell(text: str, words: list[str]) -> None:
     assert [word.text for word in tokens(text) if isinstance(word, Word)] == words
 

@@ -68,17 +68,49 @@ def mx_chosen() -> Trainer.Config:
 ROW = {"fp8.enabled": True, "backend": "torchao", "fp8.granularity": "row", "fp8.format": "e4m3"}
 
 
-@pytest.mark.parametrize(("name", "ours", "lost"), [
-    ("debug", {"precision.compute": "bf16", "fp8.enabled": False}, ()), ("rowwise", {**ROW, "fp8.output_layer": False}, ()),
-    ("gw_hp", {**ROW, "fp8.output_layer": True, "fp8.override_linear_precision.wgrad": True, "precision.compute": "fp32"},
-     ("LoRAConverter: has no counterpart here",)),
-    ("container", {"fp8.scaling": "current", "fp8.granularity": "tensor", "storage.shard": "fsdp", "storage.gather": "fp8", "fp8.output_layer": False}, ()),
-    ("off_again", {"fp8.enabled": False, "precision.compute": "bf16"}, ()), ("mx_old", {"fp8.scaling": "mxfp8", "fp8.output_layer": False}, ()),
-    ("mx", {"fp8.scaling": "mxfp8", "fp8.output_layer": True, "storage.weight": "bf16"}, ()),
-    ("mx_chosen", {"fp8.scaling": "mxfp8", "fp8.output_layer": False, "fp8.exclude": ("*.linear_qkv", "*.linear_proj")},
-     ("fqns=router: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude",)),
-])
-def test_a_function_of_a_registry(name: str, ours: dict[str, Any], lost: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "ours", "lost"),
+    [
+        ("debug", {"precision.compute": "bf16", "fp8.enabled": False}, ()),
+        ("rowwise", {**ROW, "fp8.output_layer": False}, ()),
+        (
+            "gw_hp",
+            {
+                **ROW,
+                "fp8.output_layer": True,
+                "fp8.override_linear_precision.wgrad": True,
+                "precision.compute": "fp32",
+            },
+            ("LoRAConverter: has no counterpart here",),
+        ),
+        (
+            "container",
+            {
+                "fp8.scaling": "current",
+                "fp8.granularity": "tensor",
+                "storage.shard": "fsdp",
+                "storage.gather": "fp8",
+                "fp8.output_layer": False,
+            },
+            (),
+        ),
+        ("off_again", {"fp8.enabled": False, "precision.compute": "bf16"}, ()),
+        ("mx_old", {"fp8.scaling": "mxfp8", "fp8.output_layer": False}, ()),
+        ("mx", {"fp8.scaling": "mxfp8", "fp8.output_layer": True, "storage.weight": "bf16"}, ()),
+        (
+            "mx_chosen",
+            {
+                "fp8.scaling": "mxfp8",
+                "fp8.output_layer": False,
+                "fp8.exclude": ("*.linear_qkv", "*.linear_proj"),
+            },
+            ("fqns=router: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude",),
+        ),
+    ],
+)
+def test_a_function_of_a_registry(
+    name: str, ours: dict[str, Any], lost: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "config_registry.py").write_text(REGISTRY)
     found = interop.from_file("torchtitan", tmp_path / f"config_registry.py:{name}")
     assert {k: table(found.recipe)[k] for k in ours} == ours
@@ -89,50 +121,74 @@ ONE = "def a() -> Trainer.Config:\n    return Trainer.Config(model_spec=model_re
 REFUSED = {
     REGISTRY: "has 8 configurations; name one, as in FILE.py:debug; they are debug, rowwise, gw_hp, container, off_again, mx_old, mx, mx_chosen",
     ONE.format("recipe_name=RECIPE"): "line 2: recipe_name: expected a literal, not RECIPE",
-    ONE.format("**KWARGS"): "line 2: Float8LinearConverter.Config(**KWARGS): not read; write its fields out",
+    ONE.format(
+        "**KWARGS"
+    ): "line 2: Float8LinearConverter.Config(**KWARGS): not read; write its fields out",
     ONE.format("filter_fqn=['output']"): "",
-    ONE.replace("[Float8LinearConverter.Config({})]", "CONVERTERS"): "line 2: converters: expected a list, not CONVERTERS",
-    ONE.replace("Float8LinearConverter.Config({})", "NVFP4LinearConverter.Config()"):
-        "NVFP4LinearConverter: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is Transformer Engine's",
-    "from x import base\ndef a() -> Trainer.Config:\n    c = base()\n    c.model_spec = 1\n    return c\n":
-        ["line 4: c: what it is is not in this file", "line 5: c: not read; expected a configuration of this file"],
-    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    if X:\n        c.model_spec = model_registry('8B', converters=[])\n    return c\n":
-        "line 3: if X: what stands below is not decided here; write it without",
+    ONE.replace(
+        "[Float8LinearConverter.Config({})]", "CONVERTERS"
+    ): "line 2: converters: expected a list, not CONVERTERS",
+    ONE.replace(
+        "Float8LinearConverter.Config({})", "NVFP4LinearConverter.Config()"
+    ): "NVFP4LinearConverter: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is Transformer Engine's",
+    "from x import base\ndef a() -> Trainer.Config:\n    c = base()\n    c.model_spec = 1\n    return c\n": [
+        "line 4: c: what it is is not in this file",
+        "line 5: c: not read; expected a configuration of this file",
+    ],
+    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    if X:\n        c.model_spec = model_registry('8B', converters=[])\n    return c\n": "line 3: if X: what stands below is not decided here; write it without",
     "def a() -> Trainer.Config:\n    return Trainer.Config(**K)\n": "line 2: **K: not read; write its fields out",
-    ONE.replace("model_spec=", "model_convertors="): "line 2: model_convertors: no field of a configuration that is read; did you mean 'model_converters'?",
-    ONE.replace("model_spec=", "seed=1, quantization="): "line 2: quantization: no field of a configuration that is read",
-    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    c.extras = [MXFP8Converter.Config()]\n    return c\n":
-        "line 3: extras: no field of a configuration that is read",
+    ONE.replace(
+        "model_spec=", "model_convertors="
+    ): "line 2: model_convertors: no field of a configuration that is read; did you mean 'model_converters'?",
+    ONE.replace(
+        "model_spec=", "seed=1, quantization="
+    ): "line 2: quantization: no field of a configuration that is read",
+    "def a() -> Trainer.Config:\n    c = Trainer.Config()\n    c.extras = [MXFP8Converter.Config()]\n    return c\n": "line 3: extras: no field of a configuration that is read",
     "x = 1\n": "no configuration of torchtitan's, which is a Trainer.Config(...)",
     "x = = 1\n": "line 1: not Python",
 }
 
 
 @pytest.mark.parametrize("text", [text for text, line in REFUSED.items() if line])
-def test_what_cannot_be_read_of_one_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_of_one_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "config_registry.py"
     file.write_text(text)
     lines = REFUSED[text]
     assert main(["import", "torchtitan", str(file)]) == 2
-    assert capsys.readouterr().err.splitlines() == [f"error: {file}: {line}" for line in ([lines] if isinstance(lines, str) else lines)]
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {file}: {line}" for line in ([lines] if isinstance(lines, str) else lines)
+    ]
 
 
 def test_a_misspelled_field_and_function_are_answered_with_the_nearest(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text(ONE.format("filter_fqn=['output']"))
-    with pytest.raises(ConfigError, match=r"a.py: quantize.linear.float8.filter_fqn: no such key of torchtitan; did you mean 'quantize.linear.float8.filter_fqns'\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a.py: quantize.linear.float8.filter_fqn: no such key of torchtitan; did you mean 'quantize.linear.float8.filter_fqns'\?",
+    ):
         interop.from_file("torchtitan", file)
     with pytest.raises(ConfigError, match="aa: no such configuration in it; did you mean 'a'"):
         interop.from_file("torchtitan", tmp_path / "a.py:aa")
 
 
 def test_each_function_is_read_once(tmp_path: Path) -> None:
-    lines = ["def f0() -> Trainer.Config:\n    return Trainer.Config(model_spec=model_registry('8B'))"]
-    lines += [f"def f{i}() -> Trainer.Config:\n    a = f{i - 1}()\n    b = f{i - 1}()\n    return b" for i in range(1, 60)]
+    lines = [
+        "def f0() -> Trainer.Config:\n    return Trainer.Config(model_spec=model_registry('8B'))"
+    ]
+    lines += [
+        f"def f{i}() -> Trainer.Config:\n    a = f{i - 1}()\n    b = f{i - 1}()\n    return b"
+        for i in range(1, 60)
+    ]
     file = tmp_path / "a.py"
     file.write_text("\n".join(lines))
     assert not interop.from_file("torchtitan", tmp_path / "a.py:f59").recipe.fp8.enabled
-    deep = [lines[0], *(f"def f{i}() -> Trainer.Config:\n    return f{i - 1}()" for i in range(1, 2000))]
+    deep = [
+        lines[0],
+        *(f"def f{i}() -> Trainer.Config:\n    return f{i - 1}()" for i in range(1, 2000)),
+    ]
     file.write_text("\n".join(deep))
     with pytest.raises(ConfigError, match="nested too deeply"):
         interop.from_file("torchtitan", tmp_path / "a.py:f1999")
@@ -144,13 +200,30 @@ def test_each_function_is_read_once(tmp_path: Path) -> None:
 def test_python_of_a_project_that_is_not_read_from_it(tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text("x = 1\n")
-    with pytest.raises(ConfigError, match=r"a.py: is Python, which DeepSpeed is not read from; expected YAML or JSON"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a.py: is Python, which DeepSpeed is not read from; expected YAML or JSON",
+    ):
         interop.from_file("deepspeed", file)
 
 
-@pytest.mark.parametrize(("project", "data"), [
-    ("torchtitan", {"model.converters": ["quantize.linear.mx"], "quantize.linear.mx.fqns": ["feed_forward"], "quantize.grouped_mm.mx.recipe_name": "mxfp8",
-                    "quantize.grouped_mm.mx.fqns": ["experts"], "quantize.grouped_mm.float8.fqns": []}),
-    ("deepspeed", {"bf16": {"enabled": True}, "seq_parallel_communication_data_type": "fp32"})])
-def test_keys_that_the_projects_have_are_no_unknown_ones(project: str, data: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("project", "data"),
+    [
+        (
+            "torchtitan",
+            {
+                "model.converters": ["quantize.linear.mx"],
+                "quantize.linear.mx.fqns": ["feed_forward"],
+                "quantize.grouped_mm.mx.recipe_name": "mxfp8",
+                "quantize.grouped_mm.mx.fqns": ["experts"],
+                "quantize.grouped_mm.float8.fqns": [],
+            },
+        ),
+        ("deepspeed", {"bf16": {"enabled": True}, "seq_parallel_communication_data_type": "fp32"}),
+    ],
+)
+def test_keys_that_the_projects_have_are_no_unknown_ones(
+    project: str, data: dict[str, Any]
+) -> None:
     assert interop.from_mapping(project, data).unknown == ()

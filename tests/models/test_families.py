@@ -33,7 +33,9 @@ def test_logits_and_gradients_are_transformers(name: str) -> None:
     ours(tokens[:, :-1], tokens[:, 1:]).backward()
     their(tokens, labels=tokens).loss.backward()
     gradients = {n: p.grad for n, p in ours.named_parameters(remove_duplicate=False)}
-    unshifted = dataclasses.replace(layout, centered=None)  # a norm's gradient is the same around 0 and 1
+    unshifted = dataclasses.replace(
+        layout, centered=None
+    )  # a norm's gradient is the same around 0 and 1
     found = to_hf(gradients, config, unshifted)
     for n, p in their.named_parameters():
         torch.testing.assert_close(found[n], p.grad, rtol=1e-4, atol=2e-6, msg=lambda m, n=n: n + m)
@@ -56,7 +58,9 @@ def test_round_trip_changes_no_bit(name: str) -> None:
     assert not back.keys() - state.keys() and state.keys() - back.keys() <= {"lm_head.weight"}
     exact = family.model.layernorm_zero_centered_gamma == model.layernorm_zero_centered_gamma
     for n, tensor in back.items():
-        torch.testing.assert_close(tensor, state[n], rtol=0 if exact else 1e-2, atol=0 if exact else 1e-2)
+        torch.testing.assert_close(
+            tensor, state[n], rtol=0 if exact else 1e-2, atol=0 if exact else 1e-2
+        )
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -80,7 +84,9 @@ def test_counts_equal_transformers_and_the_published_ones(name: str) -> None:
         said = family.write(model.model_copy(update={"num_layers": layers}))
         said = {k: v for k, v in said.items() if k not in ("architectures", "model_type")}
         with torch.device("meta"):
-            made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family.model_type, **said))
+            made = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(family.model_type, **said)
+            )
         counts.append(sum(p.numel() for p in made.parameters()))
     assert total == counts[0] + (model.num_layers - 1) * (counts[1] - counts[0])
     if name in PUBLISHED:
@@ -90,30 +96,73 @@ def test_counts_equal_transformers_and_the_published_ones(name: str) -> None:
 
 
 def test_what_no_family_says_is_refused_by_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"no model of transformers computes this one: .*model.activation=squared_relu"):
-        hugging_face.of_model(shaped("llama_tiny").model_copy(update={"activation": "squared_relu"}))
+    with pytest.raises(
+        ConfigError,
+        match=r"no model of transformers computes this one: .*model.activation=squared_relu",
+    ):
+        hugging_face.of_model(
+            shaped("llama_tiny").model_copy(update={"activation": "squared_relu"})
+        )
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    ({"model_type": "llama", "hidden_act": "gelu"}, "config.json: hidden_act=gelu: not in this version, llama is read with silu"),
-    ({"model_type": "lama"}, "config.json: model_type=lama: no such family here; did you mean 'llama'"),
-    ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}}, "config.json: rope_type=yarn: not in this version"),
-    ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
-     "config.json: layer_types: layers without a sliding window must stand at even distances here"),
-])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "llama", "hidden_act": "gelu"},
+            "config.json: hidden_act=gelu: not in this version, llama is read with silu",
+        ),
+        (
+            {"model_type": "lama"},
+            "config.json: model_type=lama: no such family here; did you mean 'llama'",
+        ),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "config.json: rope_type=yarn: not in this version",
+        ),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "config.json: layer_types: layers without a sliding window must stand at even distances here",
+        ),
+    ],
+)
 def test_a_config_that_a_recipe_cannot_say_is_refused(config: dict[str, Any], message: str) -> None:
-    shape = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    shape = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+    }
     with pytest.raises(ConfigError) as e:
         hugging_face.of_config(config).read({**shape, **config})
     assert message in str(e.value)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "nemotron", "olmo2"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "nemotron", "olmo2"],
+)
 def test_a_config_without_keys_has_transformers_defaults(kind: str) -> None:
     """Published config.json files leave defaults out."""
-    family, small = hugging_face.registered()[kind], {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    full = {k: v for k, v in transformers.AutoConfig.for_model(kind, **small).to_dict().items() if k not in family.fixed}
-    said = {family.spelled and k: full[k] for k in full if k in ("n_layer", "n_embd", "n_head", "n_inner", "intermediate_size", *small)}
+    family, small = (
+        hugging_face.registered()[kind],
+        {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
+    )
+    full = {
+        k: v
+        for k, v in transformers.AutoConfig.for_model(kind, **small).to_dict().items()
+        if k not in family.fixed
+    }
+    said = {
+        family.spelled and k: full[k]
+        for k in full
+        if k in ("n_layer", "n_embd", "n_head", "n_inner", "intermediate_size", *small)
+    }
     if kind != "gpt2":
         said |= {k: full[k] for k in ("num_key_value_heads", "vocab_size", "head_dim") if k in full}
     whole, bare = family.read(full), family.read(said)

@@ -25,17 +25,33 @@ def in_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("block"), "precision=bf16_fp8_block", "fp8.params=true")
 
 
-@pytest.mark.parametrize("words", [
-    ["precision=bf16"], ["recipe=gpt3_tiny", "precision=bf16", "model.kv_channels=null"], ["recipe=gemma2_tiny", "precision=bf16"]], ids=["qwen3", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=bf16"],
+        ["recipe=gpt3_tiny", "precision=bf16", "model.kv_channels=null"],
+        ["recipe=gemma2_tiny", "precision=bf16"],
+    ],
+    ids=["qwen3", "gpt2", "gemma2"],
+)
 def test_an_exported_run_has_equal_logits_in_transformers(tmp_path: Path, words: list[str]) -> None:
     from fp8cfg.__main__ import main
 
     run = trained(tmp_path / "runs", *words)
     assert main(["export", "hf", str(run), str(tmp_path / "out")]) == 0
-    rounding = 1e-2 if "recipe=gpt3_tiny" in words else 1e-4  # weights around 0 are rounded again around 1
-    torch.testing.assert_close(logits(loaded(tmp_path / "out", torch.float32)), logits(plain(run)), rtol=rounding, atol=rounding)
+    rounding = (
+        1e-2 if "recipe=gpt3_tiny" in words else 1e-4
+    )  # weights around 0 are rounded again around 1
+    torch.testing.assert_close(
+        logits(loaded(tmp_path / "out", torch.float32)),
+        logits(plain(run)),
+        rtol=rounding,
+        atol=rounding,
+    )
     recipe = fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path / 'out'}", *WORDS])
-    torch.testing.assert_close(logits(fp8cfg.build(recipe).model), logits(plain(run)), rtol=rounding, atol=rounding)
+    torch.testing.assert_close(
+        logits(fp8cfg.build(recipe).model), logits(plain(run)), rtol=rounding, atol=rounding
+    )
 
 
 @pytest.mark.parametrize("fp8", ["block", "tensor"])
@@ -43,23 +59,44 @@ def test_fp8_weights_are_exported_bit_for_bit(tmp_path: Path, in_fp8: Path, fp8:
     """As transformers dequantizes them they are ours: blocks under powers of two; whole weights under the scale that they had."""
     from fp8cfg.__main__ import main
 
-    run = in_fp8 if fp8 == "block" else trained(tmp_path / "runs", "precision=bf16_fp8_current", "fp8.params=true",
-                                                "fp8={high_precision_at_start: 0, high_precision_at_end: 0}")
+    run = (
+        in_fp8
+        if fp8 == "block"
+        else trained(
+            tmp_path / "runs",
+            "precision=bf16_fp8_current",
+            "fp8.params=true",
+            "fp8={high_precision_at_start: 0, high_precision_at_end: 0}",
+        )
+    )
     assert main(["export", "hf", str(run), str(tmp_path / "out"), "--fp8", fp8]) == 0
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    assert config["weight_block_size"] == ([128, 128] if fp8 == "block" else None) and config["modules_to_not_convert"] == ["lm_head"]
+    assert config["weight_block_size"] == ([128, 128] if fp8 == "block" else None) and config[
+        "modules_to_not_convert"
+    ] == ["lm_head"]
     stored = Checkpoint(tmp_path / "out")
-    assert stored.where["model.layers.0.mlp.gate_proj.weight"].get_tensor("model.layers.0.mlp.gate_proj.weight").dtype == torch.float8_e4m3fn
+    assert (
+        stored.where["model.layers.0.mlp.gate_proj.weight"]
+        .get_tensor("model.layers.0.mlp.gate_proj.weight")
+        .dtype
+        == torch.float8_e4m3fn
+    )
     from fp8cfg.training import run_model
 
     ours = dict(run_model.load(run, print).model.named_modules())
     for number in (0, 1):
         wide = ours[f"layers.{number}.mlp.linear_fc1"].dequantized_weight(torch.float32)
-        found = [stored.read(f"model.layers.{number}.mlp.{part}_proj.weight") for part in ("gate", "up")]
+        found = [
+            stored.read(f"model.layers.{number}.mlp.{part}_proj.weight") for part in ("gate", "up")
+        ]
         assert torch.equal(torch.cat(found), wide)
     theirs = loaded(tmp_path / "out", torch.float32)
-    torch.testing.assert_close(theirs.model.layers[0].mlp.gate_proj.weight.float(), found_gate(stored), rtol=0, atol=0)
-    read = fp8cfg.build(fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path / 'out'}", *WORDS])).model
+    torch.testing.assert_close(
+        theirs.model.layers[0].mlp.gate_proj.weight.float(), found_gate(stored), rtol=0, atol=0
+    )
+    read = fp8cfg.build(
+        fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path / 'out'}", *WORDS])
+    ).model
     torch.testing.assert_close(logits(theirs.float()), logits(read), rtol=1e-4, atol=1e-4)
 
 
@@ -67,20 +104,30 @@ def found_gate(stored: Checkpoint) -> torch.Tensor:
     return stored.read("model.layers.0.mlp.gate_proj.weight")
 
 
-def test_export_hf_says_what_is_wrong(tmp_path: Path, in_fp8: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_hf_says_what_is_wrong(
+    tmp_path: Path, in_fp8: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from fp8cfg.__main__ import main
 
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
-    for words, message in ((["hf"], "needs a run folder and a new folder"), (["hf", str(in_fp8), str(tmp_path / "full")], "exists already"),
-                           (["hf", str(in_fp8), str(tmp_path / "new"), "--fp8", "row"], "--fp8 row: not an option"),
-                           (["hf", str(tmp_path / "none"), str(tmp_path / "new")], "is not a run folder")):
+    for words, message in (
+        (["hf"], "needs a run folder and a new folder"),
+        (["hf", str(in_fp8), str(tmp_path / "full")], "exists already"),
+        (["hf", str(in_fp8), str(tmp_path / "new"), "--fp8", "row"], "--fp8 row: not an option"),
+        (["hf", str(tmp_path / "none"), str(tmp_path / "new")], "is not a run folder"),
+    ):
         assert main(["export", *words]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
-def test_an_export_is_whole_or_is_not_there(tmp_path: Path, in_fp8: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_is_whole_or_is_not_there(
+    tmp_path: Path,
+    in_fp8: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from fp8cfg.__main__ import main
     from fp8cfg.models.safetensors_file import SafetensorsFile
 
@@ -96,11 +143,17 @@ def test_an_export_is_whole_or_is_not_there(tmp_path: Path, in_fp8: Path, monkey
         patch.setattr(SafetensorsFile, "write", full)
         assert main(["export", "hf", str(in_fp8), str(tmp_path / "new")]) == 5
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == 3 and err[2] == f"error: {tmp_path}/new: cannot be written (No space left on device)"
+    assert (
+        len(err) == 3
+        and err[2] == f"error: {tmp_path}/new: cannot be written (No space left on device)"
+    )
     assert sorted(os.listdir(tmp_path)) == ["dangling", "file"]
     (tmp_path / "empty").mkdir()
     assert main(["export", "hf", str(in_fp8), str(tmp_path / "empty")]) == 0
-    assert sorted(os.listdir(tmp_path / "empty")) == ["config.json", "model.safetensors"] and len(os.listdir(tmp_path)) == 3
+    assert (
+        sorted(os.listdir(tmp_path / "empty")) == ["config.json", "model.safetensors"]
+        and len(os.listdir(tmp_path)) == 3
+    )
 
 
 def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
@@ -111,8 +164,12 @@ def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
     model = Transformer(config)
     model.init_weights(0)
     state = model.state_dict()
-    hf_export.write(tmp_path, config, {}, hf.Layout(hf.LLAMA), lambda name: (state[name], None), shard=40_000)
+    hf_export.write(
+        tmp_path, config, {}, hf.Layout(hf.LLAMA), lambda name: (state[name], None), shard=40_000
+    )
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
     stored = Checkpoint(tmp_path)
     back = hf.from_hf({name: stored.read(name) for name in stored.shapes}, config)
-    assert all(torch.equal(back[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(back[name], tensor.bfloat16()) for name, tensor in model.state_dict().items()
+    )

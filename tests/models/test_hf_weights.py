@@ -16,7 +16,9 @@ from fp8cfg.models.hf import from_hf, to_hf  # noqa: E402
 from fp8cfg.models.transformer import Transformer, positions_within  # noqa: E402
 
 # Small contexts, so that 16 to 64 positions see the low, the blended and the high band of the scaling.
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=24)
+SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=24
+)
 CASES = {
     "mha": {"num_query_groups": 4},
     "gqa": {},
@@ -82,7 +84,9 @@ def ours_from(theirs: torch.nn.Module, config: TransformerConfig) -> Transformer
 
 
 def tokens_for(config: TransformerConfig) -> Tensor:
-    return torch.randint(config.vocab_size, (2, config.seq_length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        config.vocab_size, (2, config.seq_length), generator=torch.Generator().manual_seed(1)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,7 +106,9 @@ def test_logits_and_gradients_are_transformers(case: str) -> None:
     gradients = to_hf(_gradients(ours), config)
     assert gradients.keys() == dict(theirs.named_parameters()).keys()
     for name, parameter in theirs.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m
+        )
 
 
 def test_packed_documents_are_those_of_transformers() -> None:
@@ -112,16 +118,26 @@ def test_packed_documents_are_those_of_transformers() -> None:
     ours = Transformer(config, reset_attention_mask=True, reset_position_ids=True)
     ours.load_state_dict(from_hf(theirs.state_dict(), config))
     tokens = tokens_for(config)
-    documents = (torch.arange(64) >= torch.tensor([[20], [41]])).int() + (torch.arange(64) >= 50).int()
+    documents = (torch.arange(64) >= torch.tensor([[20], [41]])).int() + (
+        torch.arange(64) >= 50
+    ).int()
     positions = positions_within(documents)
-    logits, expected = ours(tokens, documents=documents), theirs(tokens, position_ids=positions, use_cache=False).logits
+    logits, expected = (
+        ours(tokens, documents=documents),
+        theirs(tokens, position_ids=positions, use_cache=False).logits,
+    )
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert (expected - theirs(tokens).logits).abs().max() > 0.1
     logits.square().sum().backward()
     expected.square().sum().backward()
     gradients = to_hf(_gradients(ours), config)
     for name, parameter in theirs.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5 * parameter.grad.abs().max().item())
+        torch.testing.assert_close(
+            gradients[name],
+            parameter.grad,
+            rtol=1e-4,
+            atol=1e-5 * parameter.grad.abs().max().item(),
+        )
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -154,25 +170,35 @@ def test_fused_rows_are_in_megatrons_order() -> None:
 def test_missing_and_unexpected_names_are_named() -> None:
     config = tiny()
     given = llama(config).state_dict()
-    given["model.layers.0.self_attn.q_proj.bias"] = given.pop("model.layers.0.self_attn.q_proj.weight")
+    given["model.layers.0.self_attn.q_proj.bias"] = given.pop(
+        "model.layers.0.self_attn.q_proj.weight"
+    )
     with pytest.raises(ValueError) as error:
         from_hf(given, config)
     assert str(error.value) == (
         "not the weights of this model: 1 missing: model.layers.0.self_attn.q_proj.weight; "
         "1 unexpected: model.layers.0.self_attn.q_proj.bias"
     )
-    with pytest.raises(ValueError, match=r"9 unexpected: model.layers.1.input_layernorm.weight, .*, \.\.\.$"):
+    with pytest.raises(
+        ValueError, match=r"9 unexpected: model.layers.1.input_layernorm.weight, .*, \.\.\.$"
+    ):
         from_hf(llama(config).state_dict(), tiny(num_layers=1))
 
 
 def test_shapes_are_checked_by_name() -> None:
     given = llama(tiny()).state_dict()
-    with pytest.raises(ValueError, match=r"k_proj.weight has shape \[32, 64\], the config says \[64, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"k_proj.weight has shape \[32, 64\], the config says \[64, 64\]"
+    ):
         from_hf(given, tiny(num_query_groups=4))
-    with pytest.raises(ValueError, match=r"embed_tokens.weight has shape \[128, 64\], the config says \[256, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight has shape \[128, 64\], the config says \[256, 64\]"
+    ):
         from_hf(given, tiny(vocab_size=256))
     with pytest.raises(ValueError, match=r"1 missing: output_layer.weight"):
-        to_hf({n: w for n, w in from_hf(given, tiny()).items() if n != "output_layer.weight"}, tiny())
+        to_hf(
+            {n: w for n, w in from_hf(given, tiny()).items() if n != "output_layer.weight"}, tiny()
+        )
 
 
 def test_tied_head_may_be_absent_but_not_different() -> None:

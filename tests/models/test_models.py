@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.models import RopeScaling, TransformerConfig, linear_layers, parameter_counts, parameter_shapes
+from fp8cfg.models import (
+    RopeScaling,
+    TransformerConfig,
+    linear_layers,
+    parameter_counts,
+    parameter_shapes,
+)
 from fp8cfg.models.norms import RMSNorm
 from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.transformer import Transformer
@@ -45,7 +51,12 @@ def on_meta(config: TransformerConfig, **options: Any) -> Transformer:
         return Transformer(config, **options)
 
 
-def materialised(config: TransformerConfig, dtype: torch.dtype = torch.float32, seed: int = 0, recompute: str = "none") -> Transformer:
+def materialised(
+    config: TransformerConfig,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    recompute: str = "none",
+) -> Transformer:
     model = on_meta(config, recompute=recompute).to(dtype).to_empty(device="cpu")
     for parameter in model.parameters():
         nn.init.constant_(parameter, math.nan)  # what to_empty leaves must not survive
@@ -62,7 +73,9 @@ def batch(config: TransformerConfig, seed: int = 1) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_counts_equal_the_published_ones(name: str) -> None:
     (layers, hidden, ffn, heads, groups, head_dim, vocab, tied), published = PUBLISHED[name]
-    config = TransformerConfig(layers, hidden, ffn, heads, groups, head_dim, vocab, 8192, tie_embeddings=tied)
+    config = TransformerConfig(
+        layers, hidden, ffn, heads, groups, head_dim, vocab, 8192, tie_embeddings=tied
+    )
     counts = parameter_counts(config)
     assert counts["total"] == published == sum(p.numel() for p in on_meta(config).parameters())
     assert counts["total"] == sum(count for kind, count in counts.items() if kind != "total")
@@ -71,9 +84,13 @@ def test_counts_equal_the_published_ones(name: str) -> None:
 @pytest.mark.parametrize("config", [TINY, TIED], ids=["untied", "tied"])
 def test_names_and_shapes_are_the_models(config: TransformerConfig) -> None:
     model = on_meta(config)
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameter_shapes(config)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == parameter_shapes(
+        config
+    )
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    assert [(name, m.in_features, m.out_features) for name, m in linears.items()] == linear_layers(config)
+    assert [(name, m.in_features, m.out_features) for name, m in linears.items()] == linear_layers(
+        config
+    )
     assert not dict(model.named_buffers())
 
 
@@ -89,7 +106,9 @@ def test_one_seed_gives_one_model() -> None:
     for name, weight in eager.state_dict().items():
         assert torch.equal(weight, lazy.state_dict()[name])
         assert torch.equal(weight.bfloat16(), half.state_dict()[name])
-    assert not torch.equal(materialised(TINY, seed=1).output_layer.weight, eager.output_layer.weight)
+    assert not torch.equal(
+        materialised(TINY, seed=1).output_layer.weight, eager.output_layer.weight
+    )
 
 
 def test_init_is_megatrons() -> None:
@@ -156,7 +175,11 @@ def test_norm_rounds_once() -> None:
     norm = RMSNorm(64, 1e-5).bfloat16()
     nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
     x = torch.randn(8, 64, generator=generator).bfloat16()
-    exact = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight.double()
+    exact = (
+        x.double()
+        * (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+        * norm.weight.double()
+    )
     assert torch.equal(norm(x), exact.bfloat16())
     assert torch.equal(RMSNorm(32, 0.0)(torch.full((1, 32), 1e4).half()), torch.ones(1, 32).half())
 
@@ -183,7 +206,9 @@ class Doubled(nn.Linear):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiles_whole_with_swapped_linears(recompute: bool) -> None:
-    model = materialised(dataclasses.replace(TINY, rope_scaling=RopeScaling(8.0)), recompute=recompute)
+    model = materialised(
+        dataclasses.replace(TINY, rope_scaling=RopeScaling(8.0)), recompute=recompute
+    )
     for layer in model.layers:
         layer.mlp.linear_fc2.__class__ = Doubled
     tokens, targets = batch(TINY)

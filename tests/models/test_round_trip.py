@@ -18,13 +18,23 @@ from fp8cfg.training import run_model
 from tests.support.hf_models import WORDS, loaded, logits, plain, saved
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
-FP8 = {"block": ["precision=bf16_fp8_block"], "tensor": ["precision=bf16_fp8_current", "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"]}
+FP8 = {
+    "block": ["precision=bf16_fp8_block"],
+    "tensor": [
+        "precision=bf16_fp8_current",
+        "fp8={high_precision_at_start: 0, high_precision_at_end: 0}",
+    ],
+}
 """The scales of an export, and words of a run that holds its weights under such."""
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[(kind, fp8) for kind in ("llama", "qwen3") for fp8 in FP8], ids="-".join)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+@pytest.fixture(
+    scope="module", params=[(kind, fp8) for kind in ("llama", "qwen3") for fp8 in FP8], ids="-".join
+)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, str]:
     """The folder that transformers wrote, the run that was trained from it, and the scales of its weights."""
     kind, fp8 = request.param
     folder = tmp_path_factory.mktemp(kind)
@@ -36,9 +46,22 @@ def run_of(folder: Path, kind: str, fp8: str, *more: str) -> None:
     """Train 50 steps from a model of transformers, which is left in folder/theirs, into folder/run."""
     saved(folder / "theirs", kind, **SHAPE)
     words = [w for w in WORDS if not w.startswith("precision=")]
-    recipe = fp8cfg.compose([
-        "recipe=from_hf", f"model.path={folder / 'theirs'}", *words, *FP8[fp8], "fp8.params=true", *more, "trainer.max_steps=50", "optim.lr=1e-3",
-        "optim.warmup_steps=5", "trainer.val_check_interval=0", "checkpoint.every_n_steps=50", "trainer.compile=off"])
+    recipe = fp8cfg.compose(
+        [
+            "recipe=from_hf",
+            f"model.path={folder / 'theirs'}",
+            *words,
+            *FP8[fp8],
+            "fp8.params=true",
+            *more,
+            "trainer.max_steps=50",
+            "optim.lr=1e-3",
+            "optim.warmup_steps=5",
+            "trainer.val_check_interval=0",
+            "checkpoint.every_n_steps=50",
+            "trainer.compile=off",
+        ]
+    )
     fp8cfg.fit(fp8cfg.build(recipe), folder=folder / "run")
 
 
@@ -71,27 +94,42 @@ def test_adapters_there_and_back(fp8: str, tmp_path: Path) -> None:
     """LoRA over weights that are held in FP8, merged: what transformers loads is the sum, in BF16, and in FP8 what we read of it."""
     run_of(tmp_path, "llama", fp8, "task=lora", "lora.rank=4")
     run, before = tmp_path / "run", loaded(tmp_path / "theirs", torch.float32)
-    wide, narrow = exported(run, tmp_path / "bf16", "--merge"), exported(run, tmp_path / "fp8", "--merge", "--fp8", fp8)
+    wide, narrow = (
+        exported(run, tmp_path / "bf16", "--merge"),
+        exported(run, tmp_path / "fp8", "--merge", "--fp8", fp8),
+    )
     assert (logits(wide) - logits(before)).abs().max() > 0.1
     for theirs, folder in ((wide, "bf16"), (narrow, "fp8")):
         words = [w for w in WORDS if not w.startswith("precision=")]
-        job = fp8cfg.build(fp8cfg.compose(["recipe=from_hf", f"model.path={tmp_path / folder}", *words, "precision=fp32"]))
+        job = fp8cfg.build(
+            fp8cfg.compose(
+                ["recipe=from_hf", f"model.path={tmp_path / folder}", *words, "precision=fp32"]
+            )
+        )
         torch.testing.assert_close(logits(theirs), logits(job.model), rtol=1e-4, atol=1e-4)
         config, layout = found_of(run)
         for name, weight in to_hf(job.model.state_dict(), config, layout).items():
             assert torch.equal(theirs.get_parameter(name), weight), name
     found = run_model.load(run, print)
-    held = {name: weight.float() for name, weight in found.model.state_dict().items() if ".lora." not in name}
+    held = {
+        name: weight.float()
+        for name, weight in found.model.state_dict().items()
+        if ".lora." not in name
+    }
     for name, layer, adapter in adapted(found.model):
         held[f"{name}.weight"] = layer.dequantized_weight(torch.float32)
         adapter.merge_into(held[f"{name}.weight"])
     for name, weight in to_hf(held, *found_of(run)).items():
         assert torch.equal(wide.get_parameter(name), weight.bfloat16().float()), name
         error = (narrow.get_parameter(name) - weight).abs().max()
-        assert error <= weight.abs().max() / 16, f"{name}: more than half a step of E4M3 at its largest"
+        assert error <= weight.abs().max() / 16, (
+            f"{name}: more than half a step of E4M3 at its largest"
+        )
 
 
 def found_of(run: Path) -> tuple[Any, Layout]:
     recipe = run_model.load(run, print).recipe
     family = hugging_face.of_model(recipe.model)
-    return transformer_config(recipe), Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
+    return transformer_config(recipe), Layout(
+        family.names, family.conv1d, family.model.layernorm_zero_centered_gamma
+    )

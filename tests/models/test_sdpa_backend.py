@@ -15,14 +15,22 @@ from fp8cfg.models.sdpa_backend import sdpa_backends
 from tests.support.small import PACKED, small
 
 
-@pytest.mark.parametrize(("words", "want"), [
-    ((), {"flash"}), (("model.attn_logit_softcapping=5",), {"explicit"}), (PACKED, {"flash"}), (("model.sliding_window=8", "model.window_attn_skip_freq=2"), {"flash"}),
-])
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        ((), {"flash"}),
+        (("model.attn_logit_softcapping=5",), {"explicit"}),
+        (PACKED, {"flash"}),
+        (("model.sliding_window=8", "model.window_attn_skip_freq=2"), {"flash"}),
+    ],
+)
 def test_what_is_asked_is_what_runs(words: tuple[str, ...], want: set[str]) -> None:
     recipe = small("precision=bf16", *words)
     job = fp8cfg.build(recipe)
     m = recipe.model
-    found = sdpa_backends(job.model, 2, m.seq_length, torch.bfloat16, recipe.data.reset_attention_mask)
+    found = sdpa_backends(
+        job.model, 2, m.seq_length, torch.bfloat16, recipe.data.reset_attention_mask
+    )
     assert set(found) == {f"layers.{n}.self_attention.core_attention" for n in range(m.num_layers)}
     assert set(found.values()) == want
     tokens = torch.randint(m.vocab_size, (2, m.seq_length))
@@ -39,7 +47,9 @@ def test_a_kernel_that_is_switched_off_is_not_chosen() -> None:
         assert set(sdpa_backends(job.model, 2, 32, torch.bfloat16).values()) == {"math"}
 
 
-@pytest.mark.parametrize(("value", "name"), [(0, "math"), (1, "flash"), (2, "efficient"), (3, "cudnn")])
+@pytest.mark.parametrize(
+    ("value", "name"), [(0, "math"), (1, "flash"), (2, "efficient"), (3, "cudnn")]
+)
 def test_names(value: int, name: str) -> None:
     assert sdpa_backend.name(value) == name
 
@@ -48,12 +58,23 @@ def test_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that was made would raise: it is none of these."""
     job, calls = fp8cfg.build(small("precision=bf16_fp8")), list[object]()
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: calls.append(args) or 2)
-    assert set(sdpa_backends(job.model, 2, 32, torch.bfloat16).values()) == {"efficient"} and len(calls) == 1, "one for layers that are alike"
+    assert (
+        set(sdpa_backends(job.model, 2, 32, torch.bfloat16).values()) == {"efficient"}
+        and len(calls) == 1
+    ), "one for layers that are alike"
 
 
 def test_queries_that_are_the_last_of_the_keys_are_asked_about_without_their_mask() -> None:
     """Its values are on no device: a GPU refuses it (attn_mask is on cpu)."""
     q, k = (torch.empty(1, 2, length, 16) for length in (4, 8))
     with sdpa_backend._Asked() as asked:
-        F.scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(4, 8), is_causal=False, scale=None, enable_gqa=False)
+        F.scaled_dot_product_attention(
+            q,
+            k,
+            k,
+            attn_mask=causal_lower_right(4, 8),
+            is_causal=False,
+            scale=None,
+            enable_gqa=False,
+        )
     assert asked.chosen == "math"  # of flash and efficient attention a CPU has none for it

@@ -11,12 +11,24 @@ from torch import Tensor, nn
 from fp8cfg.models.selective_recompute import discarded, recomputed
 from tests.models.test_packed_documents import FAMILIES, model_of, numbered, tokens_of
 
-KINDS = {**FAMILIES, "norms after": {"layernorm_placement": "post", "qk_layernorm": "hidden"},
-         "squared relu": {"activation": "squared_relu", "normalization": "LayerNorm", "layernorm_zero_centered_gamma": True}}
+KINDS = {
+    **FAMILIES,
+    "norms after": {"layernorm_placement": "post", "qk_layernorm": "hidden"},
+    "squared relu": {
+        "activation": "squared_relu",
+        "normalization": "LayerNorm",
+        "layernorm_zero_centered_gamma": True,
+    },
+}
 
 
-def gradients(changes: dict[str, Any], recompute: str, packed: bool, dtype: torch.dtype, frozen: str = "") -> list[Tensor]:
-    model, documents = model_of(changes, recompute=recompute, reset_attention_mask=packed).to(dtype), numbered()
+def gradients(
+    changes: dict[str, Any], recompute: str, packed: bool, dtype: torch.dtype, frozen: str = ""
+) -> list[Tensor]:
+    model, documents = (
+        model_of(changes, recompute=recompute, reset_attention_mask=packed).to(dtype),
+        numbered(),
+    )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in name)
     tokens = tokens_of(documents)
@@ -34,7 +46,9 @@ def test_no_bit_changes(name: str) -> None:
 
 @pytest.mark.parametrize("frozen", ["layernorm", "linear", "embedding", "layers.0"])
 def test_frozen_parts_change_no_bit(frozen: str) -> None:
-    plain, selective = (gradients({}, g, False, torch.bfloat16, frozen) for g in ("none", "selective"))
+    plain, selective = (
+        gradients({}, g, False, torch.bfloat16, frozen) for g in ("none", "selective")
+    )
     assert all(map(torch.equal, plain, selective)) and len(plain) == len(selective)
 
 
@@ -50,7 +64,11 @@ class Counted(nn.Module):
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_part_is_computed_once_more_for_its_reader_and_itself(trained: bool) -> None:
-    x, part, reader = torch.randn(3, 4, requires_grad=True), Counted(), nn.Linear(4, 2).requires_grad_(trained)
+    x, part, reader = (
+        torch.randn(3, 4, requires_grad=True),
+        Counted(),
+        nn.Linear(4, 2).requires_grad_(trained),
+    )
     y = recomputed(part, part, x)
     with discarded(y):
         out = reader(y)

@@ -11,7 +11,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp8cfg.models.attention import CoreAttention
-from fp8cfg.numerics import Ran, Region, Scaling, decode, discard_amax, high_precision_state_dict, update_scales
+from fp8cfg.numerics import (
+    Ran,
+    Region,
+    Scaling,
+    decode,
+    discard_amax,
+    high_precision_state_dict,
+    update_scales,
+)
 from fp8cfg.numerics.attention import QKV, FP8Attention
 from fp8cfg.numerics.stored_form import stored_state_dict
 from tests.support.attention import CURRENT, DELAYED, both_ways, qkv
@@ -20,7 +28,9 @@ RAN = [Ran("e4m3", "e4m3", "emulated")] * 2 + [Ran("e5m2", "e4m3", "emulated")] 
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def ran(layer: FP8Attention) -> list[Ran | None]:
@@ -66,7 +76,11 @@ def test_without_gradients_nothing_is_recorded_in_the_history() -> None:
     layer = FP8Attention(DELAYED, Region(True))
     with torch.no_grad():
         y = layer(*qkv(4)[:3])
-    assert not layer.fp8_amax_history.any() and torch.equal(y, layer(*qkv(4)[:3])) and layer.fp8_amax_history[0, :3].all()
+    assert (
+        not layer.fp8_amax_history.any()
+        and torch.equal(y, layer(*qkv(4)[:3]))
+        and layer.fp8_amax_history[0, :3].all()
+    )
 
 
 def test_microbatches_and_recomputation_leave_one_maximum() -> None:
@@ -78,7 +92,9 @@ def test_microbatches_and_recomputation_leave_one_maximum() -> None:
     for t in (first, second):
         both_ways(twice, *t)
         both_ways(lambda *a: checkpoint(again, *a, use_reentrant=False), *t)
-    assert torch.equal(once.fp8_amax_history, twice.fp8_amax_history) and torch.equal(twice.fp8_amax_history, again.fp8_amax_history)
+    assert torch.equal(once.fp8_amax_history, twice.fp8_amax_history) and torch.equal(
+        twice.fp8_amax_history, again.fp8_amax_history
+    )
     discard_amax([once])
     assert not once.fp8_amax_history.any()
 
@@ -110,14 +126,24 @@ def test_state_is_never_cast_and_travels() -> None:
     assert FP8Attention(CURRENT, Region()).state_dict() == {}
 
 
-@pytest.mark.parametrize("scaling", [Scaling("block"), Scaling("mxfp8"), Scaling("nvfp4"), Scaling("current", granularity="row")])
+@pytest.mark.parametrize(
+    "scaling",
+    [Scaling("block"), Scaling("mxfp8"), Scaling("nvfp4"), Scaling("current", granularity="row")],
+)
 def test_scalings_with_many_scales_are_refused(scaling: Scaling) -> None:
     with pytest.raises(ValueError, match="one scale a tensor"):
         FP8Attention(scaling, Region())
 
 
-@pytest.mark.parametrize(("scaling", "backend"), [(DELAYED, "aot_eager"), (CURRENT, "aot_eager"), pytest.param(CURRENT, "inductor", marks=pytest.mark.slow)],
-                         ids=["delayed-aot_eager", "current-aot_eager", "current-inductor"])
+@pytest.mark.parametrize(
+    ("scaling", "backend"),
+    [
+        (DELAYED, "aot_eager"),
+        (CURRENT, "aot_eager"),
+        pytest.param(CURRENT, "inductor", marks=pytest.mark.slow),
+    ],
+    ids=["delayed-aot_eager", "current-aot_eager", "current-inductor"],
+)
 def test_compiled_it_agrees_with_eager(scaling: Scaling, backend: str) -> None:
     """Traced in one graph, forward and backward. Inductor's code takes a minute to compile, and under current scaling it holds the
     scales too."""

@@ -21,7 +21,10 @@ from tests.support.pairs import pairwise
 from tests.support.te_stub import te_module
 
 INF, NAN = math.inf, math.nan
-BLOCK, BLOCK_FP32 = Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True), Scaling("block", weights_2d=True)
+BLOCK, BLOCK_FP32 = (
+    Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True),
+    Scaling("block", weights_2d=True),
+)
 MX, NVFP4 = Scaling("mxfp8", backward=E4M3), Scaling("nvfp4", E2M1, E2M1, weights_2d=True)
 EDGES = [0.0, -0.0, 1.0, -6.0, 448.0, 449.0, 3e38, -1e-38, 1e-40, 1e-45, INF, -INF, NAN]
 
@@ -38,7 +41,9 @@ def matrices(draw: st.DrawFn, rows: int = 2, columns: int = 64) -> Tensor:
     """A matrix of one spread, some of its tiles of other spreads, and a few special values."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     x = torch.randn(rows, columns, generator=generator) * 2.0 ** draw(st.integers(-140, 125))
-    x = x * 2.0 ** torch.randint(-8, 8, (rows, columns // 16), generator=generator).repeat_interleave(16, 1)
+    x = x * 2.0 ** torch.randint(
+        -8, 8, (rows, columns // 16), generator=generator
+    ).repeat_interleave(16, 1)
     for value in draw(st.lists(st.sampled_from(EDGES) | st.floats(width=32), max_size=4)):
         x[draw(st.integers(0, rows - 1)), draw(st.integers(0, columns - 1))] = value
     return x.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
@@ -62,9 +67,19 @@ def test_mxfp8_is_torchaos_rceil_cast(x: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("amax", "byte"),
-    [(448.0, 127), (448.1, 128), (0.0, 0), (INF, 254), (NAN, 255), (3.4e38, 247), (1e-40, 0), (448 * 2.0**-127, 0), (448 * 2.0**-126, 1),
-     (448 * 2.0**-126.4, 1)],
-)  # fmt: skip
+    [
+        (448.0, 127),
+        (448.1, 128),
+        (0.0, 0),
+        (INF, 254),
+        (NAN, 255),
+        (3.4e38, 247),
+        (1e-40, 0),
+        (448 * 2.0**-127, 0),
+        (448 * 2.0**-126, 1),
+        (448 * 2.0**-126.4, 1),
+    ],
+)
 def test_e8m0_bytes(amax: float, byte: int) -> None:
     x = torch.zeros(1, 32)
     x[0, 3] = amax
@@ -80,7 +95,10 @@ def test_e8m0_bytes(amax: float, byte: int) -> None:
 def test_every_e8m0_byte_is_read(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     values = unpack(torch.arange(256, dtype=torch.uint8))
-    assert values[:255].tolist() == [2.0 ** (byte - 127) for byte in range(255)] and values[255].isnan()
+    assert (
+        values[:255].tolist() == [2.0 ** (byte - 127) for byte in range(255)]
+        and values[255].isnan()
+    )
 
 
 # --- NVFP4 against Transformer Engine's reference
@@ -89,7 +107,9 @@ def test_every_e8m0_byte_is_read(compiling: bool, monkeypatch: pytest.MonkeyPatc
 def te_nvfp4(tile: tuple[int, int], rht: bool) -> object:
     te = te_module("custom_recipes.reference_nvfp4")
     utils = te_module("custom_recipes.reference_utils")
-    return te, te.NVFP4QuantizerRef(dtype=utils.Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=rht)
+    return te, te.NVFP4QuantizerRef(
+        dtype=utils.Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=rht
+    )
 
 
 def from_fp4(te: object, q: Tensor) -> Tensor:
@@ -149,7 +169,10 @@ def test_the_transform_cancels_in_the_product_whatever_the_number_of_tokens() ->
 def test_block_scales(amax: float, dtype: torch.dtype, scale: float, power_of_2: float) -> None:
     x = torch.zeros(1, 256, dtype=dtype)
     x[0, 130] = amax
-    plain, floored = (tile_scales(tiled(x, (1, 128)).float(), E4M3, s, None, dtype).encode.flatten() for s in (BLOCK_FP32, BLOCK))
+    plain, floored = (
+        tile_scales(tiled(x, (1, 128)).float(), E4M3, s, None, dtype).encode.flatten()
+        for s in (BLOCK_FP32, BLOCK)
+    )
     assert plain[0] == floored[0] == 1
     assert plain[1].item() == pytest.approx(scale, rel=1e-7)
     assert floored[1] == power_of_2
@@ -169,12 +192,18 @@ def test_nan_is_skipped_by_block_scaling_and_kept_by_mxfp8() -> None:
 
 @pytest.mark.parametrize("tile", [(1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (1, 0), (0, 1)])
 @pytest.mark.parametrize("shape", [(256, 128), (100, 70), (1, 1), (3, 300)])
-def test_every_tile_is_scaled_by_its_own_amax(shape: tuple[int, int], tile: tuple[int, int]) -> None:
+def test_every_tile_is_scaled_by_its_own_amax(
+    shape: tuple[int, int], tile: tuple[int, int]
+) -> None:
     x = torch.randn(shape)
     v = tiled(x, tile)
     torch.testing.assert_close(untiled(v, x.shape), x, rtol=0, atol=0)
-    amax = torch.nn.functional.max_pool2d(torch.nn.functional.pad(x.abs(), (0, v.shape[2] * v.shape[3] - shape[1], 0, v.shape[0] * v.shape[1] - shape[0]))[None, None],
-                                          (v.shape[1], v.shape[3]))[0, 0]  # fmt: skip
+    amax = torch.nn.functional.max_pool2d(
+        torch.nn.functional.pad(
+            x.abs(), (0, v.shape[2] * v.shape[3] - shape[1], 0, v.shape[0] * v.shape[1] - shape[0])
+        )[None, None],
+        (v.shape[1], v.shape[3]),
+    )[0, 0]
     scaling = Scaling("current", granularity="row")
     scales = tile_scales(v, E4M3, scaling, None).encode[:, 0, :, 0]
     assert torch.equal(scales, torch.div(torch.full_like(amax, 448.0), amax))
@@ -183,14 +212,28 @@ def test_every_tile_is_scaled_by_its_own_amax(shape: tuple[int, int], tile: tupl
 
 @pytest.mark.parametrize(
     ("scaling", "role", "axis", "dtype"),
-    pairwise([BLOCK, BLOCK_FP32, MX, NVFP4, Scaling("current", granularity="row")], [INPUT, WEIGHT, GRAD_OUTPUT], [0, 1], [torch.float32, torch.bfloat16]),
-    ids=lambda v: f"{v.kind}-{v.power_2_scales}" if isinstance(v, Scaling) else str(v).removeprefix("torch."))
-def test_compiled_and_in_chunks_as_in_one_piece(scaling: Scaling, role: int, axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairwise(
+        [BLOCK, BLOCK_FP32, MX, NVFP4, Scaling("current", granularity="row")],
+        [INPUT, WEIGHT, GRAD_OUTPUT],
+        [0, 1],
+        [torch.float32, torch.bfloat16],
+    ),
+    ids=lambda v: (
+        f"{v.kind}-{v.power_2_scales}" if isinstance(v, Scaling) else str(v).removeprefix("torch.")
+    ),
+)
+def test_compiled_and_in_chunks_as_in_one_piece(
+    scaling: Scaling, role: int, axis: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     x = (torch.randn(300, 200, generator=torch.Generator().manual_seed(role)) * 1e-3).to(dtype)
     x[7], x[:, 9] = 0, x[:, 9] * 1e4
     carrier = torch.float32 if scaling is BLOCK_FP32 else torch.bfloat16
-    tile, fmt, whole = scaling.tile(role, axis), scaling.format_of(role), first_level(x) if scaling.kind == "nvfp4" else None
+    tile, fmt, whole = (
+        scaling.tile(role, axis),
+        scaling.format_of(role),
+        first_level(x) if scaling.kind == "nvfp4" else None,
+    )
 
     def run() -> tuple:
         return quantize_tiles(x, tile, fmt, scaling, carrier, whole)
@@ -214,7 +257,10 @@ def test_stochastic_rounding_is_right_on_average_and_never_leaves_the_grid(fmt: 
     assert torch.equal(draws, cast(draws, fmt).float())
     step = draws.amax(0) - draws.amin(0)
     assert ((draws.mean(0) - x).abs() <= 0.05 * step + 1e-6 * fmt.max).all()
-    assert torch.equal(round_in_steps(torch.tensor([NAN, INF, -INF, 0.0]), fmt, torch.rand(4)).nan_to_num(7), torch.tensor([7, fmt.max, -fmt.max, 0]))
+    assert torch.equal(
+        round_in_steps(torch.tensor([NAN, INF, -INF, 0.0]), fmt, torch.rand(4)).nan_to_num(7),
+        torch.tensor([7, fmt.max, -fmt.max, 0]),
+    )
 
 
 @given(st.lists(st.floats(width=32) | st.sampled_from(EDGES), min_size=1, max_size=64))

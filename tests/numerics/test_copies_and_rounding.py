@@ -21,20 +21,29 @@ from fp8cfg.numerics.stored_form import stored_state_dict
 from tests.support.small import losses, small
 
 NVFP4 = Scaling("nvfp4", E2M1, E2M1, weights_2d=True)
-SCALINGS = {"delayed": Scaling(amax_history_len=4), "current": Scaling("current"), "block": Scaling("block", weights_2d=True),
-            "mxfp8": Scaling("mxfp8", backward=E4M3), "nvfp4": NVFP4}
+SCALINGS = {
+    "delayed": Scaling(amax_history_len=4),
+    "current": Scaling("current"),
+    "block": Scaling("block", weights_2d=True),
+    "mxfp8": Scaling("mxfp8", backward=E4M3),
+    "nvfp4": NVFP4,
+}
 
 
 def layer(scaling: Scaling = NVFP4, seed: int = 0) -> FP8Linear:
     torch.manual_seed(0)
-    made = FP8Linear.from_linear(nn.Linear(64, 48, dtype=torch.bfloat16), scaling, Region(active=True))
+    made = FP8Linear.from_linear(
+        nn.Linear(64, 48, dtype=torch.bfloat16), scaling, Region(active=True)
+    )
     seed_rounding(made, seed)
     return made
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(96, 64, generator=generator).bfloat16(), torch.randn(96, 48, generator=generator).bfloat16()
+    return torch.randn(96, 64, generator=generator).bfloat16(), torch.randn(
+        96, 48, generator=generator
+    ).bfloat16()
 
 
 def ran(made: FP8Linear, dy: Tensor | None = None, recompute: bool = False) -> list[Tensor]:
@@ -67,7 +76,9 @@ def test_what_rounds_a_gradient_is_the_seeds_the_layers_and_the_passes() -> None
     first = layer()
     torch.manual_seed(7)  # torch's generator has no part in it
     assert all(equal(ran(layer()), one := ran(first)))
-    assert equal(ran(first), one) == [True, False, False, True], "the next microbatch rounds by other numbers"
+    assert equal(ran(first), one) == [True, False, False, True], (
+        "the next microbatch rounds by other numbers"
+    )
     assert equal(ran(layer(seed=1)), one) == [True, False, False, True]
     other = layer()
     other.seed_rounding(0, "another layer", 0)
@@ -93,7 +104,11 @@ def test_the_count_of_draws_is_state_and_the_key_is_not() -> None:
     made, resumed = layer(), layer()
     ran(made)
     state = stored_state_dict(made)
-    assert "fp8_rounding_count" in state and "fp8_rounding_key" not in state and list(made.state_dict()) == ["weight", "bias"]
+    assert (
+        "fp8_rounding_count" in state
+        and "fp8_rounding_key" not in state
+        and list(made.state_dict()) == ["weight", "bias"]
+    )
     resumed.load_state_dict(state)
     assert all(equal(ran(resumed), ran(made)))
     plain = layer(Scaling("current"))
@@ -111,7 +126,11 @@ def test_statistics_draw_nothing() -> None:
 
 def test_random_numbers_are_even_and_differ_by_draw_and_lane() -> None:
     key = random_key(0, "layer", 0)
-    draws = {(n, lane): Random(key, torch.tensor(n, dtype=torch.int32), lane).uniform(0, 1 << 16) for n in range(3) for lane in range(2)}
+    draws = {
+        (n, lane): Random(key, torch.tensor(n, dtype=torch.int32), lane).uniform(0, 1 << 16)
+        for n in range(3)
+        for lane in range(2)
+    }
     for u in draws.values():
         assert u.min() >= 0 and u.max() < 1 and u.mean() == pytest.approx(0.5, abs=0.005)
     stacked = torch.stack([*draws.values()])
@@ -127,7 +146,11 @@ def test_two_jobs_of_one_recipe_train_alike_and_another_seed_does_not() -> None:
     job = fp8cfg.build(small(*words))
     keys = [m.fp8_rounding_key.tolist() for m in job.model.modules() if isinstance(m, FP8Linear)]
     assert len({tuple(k) for k in keys}) == len(keys), "each layer has its own"
-    assert keys != [m.fp8_rounding_key.tolist() for m in fp8cfg.build(small(*words, "trainer.seed=7")).model.modules() if isinstance(m, FP8Linear)]
+    assert keys != [
+        m.fp8_rounding_key.tolist()
+        for m in fp8cfg.build(small(*words, "trainer.seed=7")).model.modules()
+        if isinstance(m, FP8Linear)
+    ]
 
 
 @pytest.mark.parametrize("carrier", [torch.bfloat16, torch.float32], ids=str)
@@ -137,10 +160,18 @@ def test_an_emulated_product_is_rounded_once(out: torch.dtype, carrier: torch.dt
     a, b, bias = torch.randn(64, 256), torch.randn(48, 256), torch.randn(48).bfloat16()
     qa, qb = (quantize(t, torch.tensor(s), E4M3, carrier) for t, s in ((a, 37.3), (b, 91.7)))
     assert qa.scale_inv is not None and qb.scale_inv is not None
-    exact = qa.data.double() @ qb.data.double().t() * (qa.scale_inv * qb.scale_inv).double() + bias.double()
+    exact = (
+        qa.data.double() @ qb.data.double().t() * (qa.scale_inv * qb.scale_inv).double()
+        + bias.double()
+    )
     found = gemm(Operand(*qa), Operand(*qb), out, None, 0, bias)
     if out == torch.float32:
-        size = qa.data.double().abs() @ qb.data.double().abs().t() * (qa.scale_inv * qb.scale_inv).double() + bias.double().abs()
+        size = (
+            qa.data.double().abs()
+            @ qb.data.double().abs().t()
+            * (qa.scale_inv * qb.scale_inv).double()
+            + bias.double().abs()
+        )
         assert ((found.double() - exact).abs() <= size * 2.0**-22).all()
     else:  # a second rounding would change one element in five of bfloat16
         assert (found == exact.to(out)).double().mean() > 0.99
@@ -158,4 +189,6 @@ def test_a_wider_bias_is_added_as_the_hardware_adds_it(out: torch.dtype) -> None
     assert torch.equal(gemm(emulated[0], emulated[1], out, None, 0, bias), want)
     assert torch.equal(gemm(real[0], real[1], out, None, 0, bias), want)
     tiled = [Operand(t.bfloat16(), None, E4M3, (1, 128)) for t in (a, b)]
-    assert torch.equal(gemm(tiled[0], tiled[1], out, None, 0, bias), (a @ b.t()).to(out) + bias.to(out))
+    assert torch.equal(
+        gemm(tiled[0], tiled[1], out, None, 0, bias), (a @ b.t()).to(out) + bias.to(out)
+    )

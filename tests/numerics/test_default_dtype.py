@@ -19,9 +19,22 @@ from tests.support import attention, low_bit
 from tests.support.fp8_net import KINDS, Net, convert, data, fp8_state, loss_of
 
 PACKAGE = Path(__file__).parents[2] / "fp8cfg"
-MAKE_FLOATS = {"zeros", "ones", "empty", "full", "tensor", "rand", "randn", "linspace", "eye", "scalar_tensor"}
+MAKE_FLOATS = {
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "tensor",
+    "rand",
+    "randn",
+    "linspace",
+    "eye",
+    "scalar_tensor",
+}
 """Functions of torch whose result has the default dtype, if numbers do not say otherwise."""
-OF_THE_MODEL = {"models/norms.py": "weights of modules have the default dtype in torch's own modules too"}
+OF_THE_MODEL = {
+    "models/norms.py": "weights of modules have the default dtype in torch's own modules too"
+}
 
 
 @contextmanager
@@ -34,10 +47,15 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def steps(scaling: Scaling, dtype: torch.dtype, by_default: torch.dtype, fp8_params: bool) -> list[Tensor]:
+def steps(
+    scaling: Scaling, dtype: torch.dtype, by_default: torch.dtype, fp8_params: bool
+) -> list[Tensor]:
     """Two steps of a converted model whose weights and inputs are of `dtype`: its state, records, outputs and gradients."""
     with default_dtype(torch.float32):
-        net, batches = Net(dtype=dtype), [data(step).to(dtype).requires_grad_() for step in range(2)]
+        net, batches = (
+            Net(dtype=dtype),
+            [data(step).to(dtype).requires_grad_() for step in range(2)],
+        )
     with default_dtype(by_default):
         net, region = convert(net, scaling, fp8_params=fp8_params)
         found = list[Tensor]()
@@ -47,9 +65,18 @@ def steps(scaling: Scaling, dtype: torch.dtype, by_default: torch.dtype, fp8_par
                 y = net(x)
             loss_of(y).backward()
             assert x.grad is not None
-            found += [y.detach(), x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+            found += [
+                y.detach(),
+                x.grad,
+                *(p.grad.clone() for p in net.parameters() if p.grad is not None),
+            ]
             update_scales(fp8_linears(net))
-        records = [t for layer in (net.up, net.down) for name in (AMAX, BACKWARD_AMAX) if (t := getattr(layer, name)) is not None]
+        records = [
+            t
+            for layer in (net.up, net.down)
+            for name in (AMAX, BACKWARD_AMAX)
+            if (t := getattr(layer, name)) is not None
+        ]
         return [*fp8_state(net), *records, *found]
 
 
@@ -57,12 +84,17 @@ def steps(scaling: Scaling, dtype: torch.dtype, by_default: torch.dtype, fp8_par
 @pytest.mark.parametrize("fp8_params", [False, True], ids=["wide", "fp8"])
 @KINDS
 def test_steps_are_the_same(scaling: Scaling, fp8_params: bool, dtype: torch.dtype) -> None:
-    want, got = (steps(scaling, dtype, by_default, fp8_params) for by_default in (torch.float32, torch.bfloat16))
+    want, got = (
+        steps(scaling, dtype, by_default, fp8_params)
+        for by_default in (torch.float32, torch.bfloat16)
+    )
     assert [t.dtype for t in got] == [t.dtype for t in want]
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-@pytest.mark.parametrize("scaling", [attention.DELAYED, attention.CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "scaling", [attention.DELAYED, attention.CURRENT], ids=["delayed", "current"]
+)
 def test_attention_is_the_same(scaling: Scaling) -> None:
     found, t = list[list[Tensor]](), attention.qkv(1, torch.bfloat16)
     for by_default in (torch.float32, torch.bfloat16):
@@ -70,7 +102,9 @@ def test_attention_is_the_same(scaling: Scaling) -> None:
             layer = FP8Attention(scaling, Region(True))
             made = attention.both_ways(layer, *t)
             found.append([*made, *(b for b in layer.buffers() if b.dtype.is_floating_point)])
-    assert [x.dtype for x in found[0]] == [x.dtype for x in found[1]] and all(map(torch.equal, *found))
+    assert [x.dtype for x in found[0]] == [x.dtype for x in found[1]] and all(
+        map(torch.equal, *found)
+    )
 
 
 @pytest.mark.parametrize("columns", low_bit.ROWS.values(), ids=low_bit.ROWS)
@@ -90,17 +124,31 @@ def test_low_bit_steps_are_the_same(columns: Columns) -> None:
 def made_without_dtype(source: str) -> Iterator[str]:
     """The calls in `source` that make a tensor of the default dtype."""
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-        called = (call.func.body, call.func.orelse) if isinstance(call.func, ast.IfExp) else (call.func,)
-        if {ast.unparse(f) for f in called} & {f"torch.{name}" for name in MAKE_FLOATS} and "dtype" not in {k.arg for k in call.keywords}:
+        called = (
+            (call.func.body, call.func.orelse) if isinstance(call.func, ast.IfExp) else (call.func,)
+        )
+        if {ast.unparse(f) for f in called} & {
+            f"torch.{name}" for name in MAKE_FLOATS
+        } and "dtype" not in {k.arg for k in call.keywords}:
             yield ast.unparse(call)
 
 
 def test_tensors_say_their_dtype() -> None:
-    sources = {str(p.relative_to(PACKAGE)): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
-    found = {name: calls for name, source in sources.items() if (calls := list(made_without_dtype(source)))}
+    sources = {
+        str(p.relative_to(PACKAGE)): p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")
+    }
+    found = {
+        name: calls
+        for name, source in sources.items()
+        if (calls := list(made_without_dtype(source)))
+    }
     assert found.keys() == OF_THE_MODEL.keys(), found
 
 
 def test_tensors_that_do_not_are_found() -> None:
     text = "torch.zeros(2)\ntorch.ones(2, dtype=d)\n(torch.empty if a else torch.zeros)(3, device=x)\nx.zeros(2)\ntorch.zeros(2).to(y)"
-    assert list(made_without_dtype(text)) == ["torch.zeros(2)", "(torch.empty if a else torch.zeros)(3, device=x)", "torch.zeros(2)"]
+    assert list(made_without_dtype(text)) == [
+        "torch.zeros(2)",
+        "(torch.empty if a else torch.zeros)(3, device=x)",
+        "torch.zeros(2)",
+    ]

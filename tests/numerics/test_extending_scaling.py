@@ -60,8 +60,18 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "fp8cfg", root / "fp8cfg", ignore=shutil.ignore_patterns("__pycache__"))
     table = root / "fp8cfg" / "scalings.py"
-    text, names = re.subn(r"^ScalingName = .*\n", lambda _: NAME, table.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    text, rows = re.subn(r"(?<=^SCALINGS)(.*?\n)(?=\}$)", lambda found: found[0] + ROW, text, flags=re.MULTILINE | re.DOTALL)
+    text, names = re.subn(
+        r"^ScalingName = .*\n",
+        lambda _: NAME,
+        table.read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
+    text, rows = re.subn(
+        r"(?<=^SCALINGS)(.*?\n)(?=\}$)",
+        lambda found: found[0] + ROW,
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
     assert (names, rows) == (1, 1)
     table.write_text(text, encoding="utf-8")
     return root
@@ -69,7 +79,9 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    return subprocess.run([sys.executable, *arguments], cwd=checkout, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=checkout, env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("script", [LAYOUT, TRAINING], ids=["checked-and-planned", "trained"])
@@ -79,13 +91,20 @@ def test_the_added_scaling_is_the_one_it_copies(copied: Path, script: str) -> No
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
-@pytest.mark.parametrize(("words", "line"), CONSOLE, ids=[words.split()[0] + words.split()[-1] for words, _ in CONSOLE])
+@pytest.mark.parametrize(
+    ("words", "line"), CONSOLE, ids=[words.split()[0] + words.split()[-1] for words, _ in CONSOLE]
+)
 def test_what_the_added_scaling_is_refused_with(copied: Path, words: str, line: str) -> None:
     done = run(copied, "-m", "fp8cfg", *words.split())
     assert (done.returncode, done.stderr) == (2, f"error: {line}\n")
 
 
-OF_THEIR_OWN = {"interop/accelerate/fp8_keys.py": 1, "interop/megatron/core_fields.py": 2, "models/hf_export.py": 3, "cli/export_hf.py": 1}
+OF_THEIR_OWN = {
+    "interop/accelerate/fp8_keys.py": 1,
+    "interop/megatron/core_fields.py": 2,
+    "models/hf_export.py": 3,
+    "cli/export_hf.py": 1,
+}
 """Comparisons with a scaling's name: the switches that Accelerate and Megatron have for MXFP8 and NVFP4 alone, and the two layouts of
 scales (block, tensor) that a Hugging Face checkpoint can have, which are no scalings of a recipe."""
 
@@ -99,7 +118,10 @@ def test_no_file_compares_names_of_scalings() -> None:
     found = Counter[str]()
     for path in (ROOT / "fp8cfg").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Compare) and set().union(*map(_literals, [node.left, *node.comparators])) & SCALINGS.keys():
+            if (
+                isinstance(node, ast.Compare)
+                and set().union(*map(_literals, [node.left, *node.comparators])) & SCALINGS.keys()
+            ):
                 found[path.relative_to(ROOT / "fp8cfg").as_posix()] += 1
     assert found == OF_THEIR_OWN
 

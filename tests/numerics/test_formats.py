@@ -33,7 +33,11 @@ def ties(fmt: Format) -> Tensor:
 @BOTH
 def test_limits_are_those_of_the_dtype(fmt: Format) -> None:
     info = torch.finfo(fmt.dtype)
-    assert (fmt.max, 2.0**fmt.min_exponent, 2.0**-fmt.mantissa_bits) == (info.max, info.smallest_normal, info.eps)
+    assert (fmt.max, 2.0**fmt.min_exponent, 2.0**-fmt.mantissa_bits) == (
+        info.max,
+        info.smallest_normal,
+        info.eps,
+    )
 
 
 @BOTH
@@ -89,8 +93,18 @@ def test_widen_is_the_conversion_and_bfloat16_holds_all(fmt: Format, dtype: torc
 
 
 def test_compiled_widen_is_the_conversion() -> None:
-    codes, dtypes = torch.arange(256, dtype=torch.uint8), [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    codes, dtypes = (
+        torch.arange(256, dtype=torch.uint8),
+        [torch.float32, torch.bfloat16, torch.float16, torch.float64],
+    )
     every = [codes.view(fmt.dtype).view(16, 16) for fmt in (E4M3, E5M2)]
-    compiled = torch.compile(lambda every: [widen(codes.t(), dtype).t() for codes in every for dtype in dtypes], fullgraph=True)(every)
-    for got, want in zip(compiled, [codes.to(dtype) for codes in every for dtype in dtypes], strict=True):
-        assert same(got, want) and torch.equal(got.nan_to_num().signbit(), want.nan_to_num().signbit()), want.dtype
+    compiled = torch.compile(
+        lambda every: [widen(codes.t(), dtype).t() for codes in every for dtype in dtypes],
+        fullgraph=True,
+    )(every)
+    for got, want in zip(
+        compiled, [codes.to(dtype) for codes in every for dtype in dtypes], strict=True
+    ):
+        assert same(got, want) and torch.equal(
+            got.nan_to_num().signbit(), want.nan_to_num().signbit()
+        ), want.dtype

@@ -31,7 +31,12 @@ DELAYED = Scaling(amax_history_len=4)
 
 
 def net(scaling: Scaling = DELAYED) -> nn.Sequential:
-    return nn.Sequential(*(FP8Linear.from_linear(nn.Linear(16, 16, bias=False), scaling, Region(True)) for _ in range(2)))
+    return nn.Sequential(
+        *(
+            FP8Linear.from_linear(nn.Linear(16, 16, bias=False), scaling, Region(True))
+            for _ in range(2)
+        )
+    )
 
 
 def step(model: nn.Module, x: Tensor, gradient: float) -> Tensor:
@@ -55,15 +60,22 @@ def test_a_jump_of_gradients_is_clipped_and_counted() -> None:
         layer.high_precision = (False, True, True)
     lost, want = step(model, x, 1e-3), step(exact, x, 1e-3)
     found = overflow(model)
-    assert found is not None and found[:2] == (1, 0) and found.tensor == "1 grad_output"  # what it gives on is small again
-    assert found.largest == pytest.approx(1e6 * E5M2.max / E5M2.reach, rel=1e-3) and lost.abs().max() < 2e-6 * want.abs().max()
+    assert (
+        found is not None and found[:2] == (1, 0) and found.tensor == "1 grad_output"
+    )  # what it gives on is small again
+    assert (
+        found.largest == pytest.approx(1e6 * E5M2.max / E5M2.reach, rel=1e-3)
+        and lost.abs().max() < 2e-6 * want.abs().max()
+    )
     step(model, x, 1e-3)
     assert overflow(model) == Overflow(1, 0, pytest.approx(1e6, rel=0.2), "0 grad_output")
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_values_within_half_a_step_of_the_largest_are_rounded_not_clipped(fmt: Format) -> None:
-    below, above = round_to_grid(torch.tensor([1 - 1e-6, 1 + 1e-6]) * fmt.reach, fmt._replace(max=2 * fmt.max))
+    below, above = round_to_grid(
+        torch.tensor([1 - 1e-6, 1 + 1e-6]) * fmt.reach, fmt._replace(max=2 * fmt.max)
+    )
     assert below == fmt.max < above
 
 
@@ -73,13 +85,20 @@ def test_infinite_values_are_counted_apart() -> None:
     x[3, 3] = torch.inf
     step(model, x, 1.0)
     found = overflow(model)
-    assert found is not None and (found.infinite, found.largest, found.tensor) == (1, torch.inf, "0 input")
+    assert found is not None and (found.infinite, found.largest, found.tensor) == (
+        1,
+        torch.inf,
+        "0 input",
+    )
 
 
 OF_ITSELF = {
-    "current": Scaling("current"), "row": Scaling("current", granularity="row", power_2_scales=True), "mxfp8": Scaling("mxfp8", backward=E4M3),
-    "block": Scaling("block", backward=E4M3, weights_2d=True), "nvfp4": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True),
-}  # fmt: skip
+    "current": Scaling("current"),
+    "row": Scaling("current", granularity="row", power_2_scales=True),
+    "mxfp8": Scaling("mxfp8", backward=E4M3),
+    "block": Scaling("block", backward=E4M3, weights_2d=True),
+    "nvfp4": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True),
+}
 
 
 @pytest.mark.parametrize("kind", OF_ITSELF)
@@ -91,7 +110,11 @@ def test_infinite_values_are_counted_under_every_scaling(kind: str) -> None:
     spoilt[3, 3] = torch.inf
     step(model, spoilt, 1.0)
     found = overflow(model)
-    assert found is not None and found.infinite >= 1 and (found.clipped, found.largest, found.tensor) == (0, torch.inf, "0 input")
+    assert (
+        found is not None
+        and found.infinite >= 1
+        and (found.clipped, found.largest, found.tensor) == (0, torch.inf, "0 input")
+    )
     if kind != "nvfp4":  # whose scale of the whole tensor is NaN beside NaN, and so is the loss
         spoilt[20, 3] = torch.nan
         step(model, spoilt, 1.0)
@@ -100,12 +123,18 @@ def test_infinite_values_are_counted_under_every_scaling(kind: str) -> None:
         spoilt[20, 3] = 0
     step(model, x, torch.inf)
     found = overflow(model)
-    assert found is not None and found.infinite >= 1 and found.tensor in ("0 grad_output", "1 grad_output")
+    assert (
+        found is not None
+        and found.infinite >= 1
+        and found.tensor in ("0 grad_output", "1 grad_output")
+    )
     with torch.no_grad():
         model[1].weight[3, 3] = torch.inf
     step(model, x, 1.0)
     found = overflow(model)
-    assert found is not None and found.tensor == ("0 grad_output" if kind == "mxfp8" else "1 weight")  # whose products are infinite
+    assert found is not None and found.tensor == (
+        "0 grad_output" if kind == "mxfp8" else "1 weight"
+    )  # whose products are infinite
     with torch.no_grad():
         model[1].weight[3, 3] = 0.1
     step(model, x, 1.0)
@@ -132,7 +161,9 @@ def test_a_maximum_of_passes_is_counted_once_and_evaluations_are_not() -> None:
 @pytest.mark.parametrize("kind", OF_ITSELF)
 def test_an_infinite_weight_that_is_stored_is_counted_in_the_step_that_reads_it(kind: str) -> None:
     linear = nn.Linear(16, 16, bias=False)
-    model = nn.Sequential(FP8Linear.from_linear(linear, OF_ITSELF[kind], Region(True), fp8_params=True))
+    model = nn.Sequential(
+        FP8Linear.from_linear(linear, OF_ITSELF[kind], Region(True), fp8_params=True)
+    )
     seed_rounding(model, 1)
     state = stored_state_dict(model).keys()
     assert not any("amax" in name for name in state)
@@ -146,12 +177,18 @@ def test_an_infinite_weight_that_is_stored_is_counted_in_the_step_that_reads_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "backend"), [("current", "inductor"), ("block", "aot_eager"), ("nvfp4", "aot_eager")])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("current", "inductor"), ("block", "aot_eager"), ("nvfp4", "aot_eager")]
+)
 def test_infinite_values_are_counted_in_compiled_layers(kind: str, backend: str) -> None:
     model, x = net(OF_ITSELF[kind])[:1], torch.ones(32, 16)
     seed_rounding(model, 1)
     forward = torch.compile(model, fullgraph=True, backend=backend)
-    for value, gradient, tensor in ((torch.inf, 1.0, "0 input"), (1.0, torch.inf, "0 grad_output"), (1.0, 1.0, "")):
+    for value, gradient, tensor in (
+        (torch.inf, 1.0, "0 input"),
+        (1.0, torch.inf, "0 grad_output"),
+        (1.0, 1.0, ""),
+    ):
         x[3, 3] = value
         forward(x.clone().requires_grad_()).backward(torch.full((32, 16), gradient))
         update_scales(fp8_linears(model))

@@ -11,14 +11,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8cfg.numerics import E4M3, E5M2, FPROP, GRAD_OUTPUT, INPUT, WEIGHT, FP8Linear, Region, Scaling
+from fp8cfg.numerics import (
+    E4M3,
+    E5M2,
+    FPROP,
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    FP8Linear,
+    Region,
+    Scaling,
+)
 from fp8cfg.numerics.block_scaling import first_level
 from fp8cfg.numerics.gemm import gemm
 from fp8cfg.numerics.nvfp4 import hadamard
 from fp8cfg.numerics.pass_records import fold_backward
 from fp8cfg.numerics.quantize import quantize, quantize_tiles
 from fp8cfg.numerics.scaling import amax_of, scale_from_amax
-from tests.support.fp8_net import ALL, CURRENT, DELAYED, KINDS, TILED, dequantized, in_fp8, loss_of, ran
+from tests.support.fp8_net import (
+    ALL,
+    CURRENT,
+    DELAYED,
+    KINDS,
+    TILED,
+    dequantized,
+    in_fp8,
+    loss_of,
+    ran,
+)
 
 
 def read_back(t: Tensor, role: int, axis: int, scaling: Scaling) -> Tensor:
@@ -26,7 +46,9 @@ def read_back(t: Tensor, role: int, axis: int, scaling: Scaling) -> Tensor:
     tile, fmt = scaling.tile(role, axis), scaling.format_of(role)
     if tile is None:
         return dequantized(t, fmt)
-    q = quantize_tiles(t, tile, fmt, scaling, torch.float32, first_level(t) if scaling.kind == "nvfp4" else None)
+    q = quantize_tiles(
+        t, tile, fmt, scaling, torch.float32, first_level(t) if scaling.kind == "nvfp4" else None
+    )
     return q.data.double() if q.scale_inv is None else q.data.double() * q.scale_inv.double()
 
 
@@ -38,11 +60,20 @@ def skip_rows_on_2_11(rows: bool) -> None:
 
 @pytest.mark.parametrize(
     ("scaling", "product"),
-    [(s, p) for name, s in ALL.items() for p in ("emulate", "scaled_mm") if name != "nvfp4" and (p == "emulate" or s.kind in ("delayed", "current"))],
-    ids=lambda v: v if isinstance(v, str) else f"{v.kind}-{v.granularity}-{v.power_2_scales}-{v.weights_2d}",
-)  # fmt: skip
+    [
+        (s, p)
+        for name, s in ALL.items()
+        for p in ("emulate", "scaled_mm")
+        if name != "nvfp4" and (p == "emulate" or s.kind in ("delayed", "current"))
+    ],
+    ids=lambda v: (
+        v if isinstance(v, str) else f"{v.kind}-{v.granularity}-{v.power_2_scales}-{v.weights_2d}"
+    ),
+)
 @pytest.mark.parametrize("rows", [16, 21, 150])  # tokens in any number
-def test_against_float64_of_the_dequantized_operands(scaling: Scaling, product: str, rows: int) -> None:
+def test_against_float64_of_the_dequantized_operands(
+    scaling: Scaling, product: str, rows: int
+) -> None:
     skip_rows_on_2_11(product == "scaled_mm" and scaling.granularity == "row")
     linear = nn.Linear(160, 48)
     layer = FP8Linear.from_linear(linear, scaling, Region(True), product=product)  # type: ignore[arg-type]
@@ -52,7 +83,11 @@ def test_against_float64_of_the_dequantized_operands(scaling: Scaling, product: 
     y = layer(x)
     y.backward(g)
     w = linear.weight.detach()
-    x1, x0, w1, w0, g1, g0 = (read_back(t.detach(), role, axis, scaling) for t, role in ((x, INPUT), (w, WEIGHT), (g, GRAD_OUTPUT)) for axis in (1, 0))
+    x1, x0, w1, w0, g1, g0 = (
+        read_back(t.detach(), role, axis, scaling)
+        for t, role in ((x, INPUT), (w, WEIGHT), (g, GRAD_OUTPUT))
+        for axis in (1, 0)
+    )
     want = (x1 @ w1.t() + linear.bias.double(), g1 @ w0, g0.t() @ x0, g.double().sum(0))
     for got, exact in zip((y, x.grad, linear.weight.grad, linear.bias.grad), want, strict=True):
         assert (got - exact).norm() <= 1e-6 * exact.norm()
@@ -61,7 +96,10 @@ def test_against_float64_of_the_dequantized_operands(scaling: Scaling, product: 
 @pytest.mark.parametrize("mixes", [True, False])
 def test_nvfp4_multiplies_what_its_parts_say(mixes: bool) -> None:
     """400 draws; without its transform the same of the plain tensors."""
-    scaling, (x, w, g) = replace(TILED["nvfp4"], hadamard=mixes), (torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48) * 1e-6)
+    scaling, (x, w, g) = (
+        replace(TILED["nvfp4"], hadamard=mixes),
+        (torch.randn(40, 64), torch.randn(48, 64), torch.randn(40, 48) * 1e-6),
+    )
     layer = FP8Linear.from_linear(nn.Linear(64, 48, bias=False), scaling, Region(True))
     layer.weight.data.copy_(w)
     x.requires_grad_()
@@ -77,15 +115,21 @@ def test_nvfp4_multiplies_what_its_parts_say(mixes: bool) -> None:
     w_read = read_back(w, WEIGHT, 0, scaling)
     mix = hadamard if mixes else torch.Tensor.contiguous
     mixed = read_back(mix(x.detach().t()), INPUT, 1, scaling)
-    torch.testing.assert_close(y.double(), read_back(x.detach(), INPUT, 1, scaling) @ w_read.t(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        y.double(), read_back(x.detach(), INPUT, 1, scaling) @ w_read.t(), rtol=1e-5, atol=1e-5
+    )
     # gradients are rounded at random; their mean is that of unrounded gradients
-    for got, exact in zip(sums, (mix(g.t()).double() @ mixed.t(), g.double() @ w_read), strict=True):
+    for got, exact in zip(
+        sums, (mix(g.t()).double() @ mixed.t(), g.double() @ w_read), strict=True
+    ):
         assert (got - exact).norm() < 0.02 * exact.norm()
     assert ran(layer) == in_fp8(scaling)
 
 
 def test_scale_of_one_flushes_small_first_gradients_as_transformer_engine_does() -> None:
-    layer = FP8Linear.from_linear(nn.Linear(16, 16, bias=False), Scaling(first_step="te"), Region(True))
+    layer = FP8Linear.from_linear(
+        nn.Linear(16, 16, bias=False), Scaling(first_step="te"), Region(True)
+    )
     layer(torch.randn(16, 16)).backward(torch.full((16, 16), 1e-6))
     assert layer.weight.grad.count_nonzero() == 0
     fold_backward([layer])
@@ -93,7 +137,11 @@ def test_scale_of_one_flushes_small_first_gradients_as_transformer_engine_does()
 
 
 @pytest.mark.parametrize("out", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("formats", [*itertools.product((E4M3, E5M2), repeat=2)], ids=lambda f: f"{f[0].name}-{f[1].name}")
+@pytest.mark.parametrize(
+    "formats",
+    [*itertools.product((E4M3, E5M2), repeat=2)],
+    ids=lambda f: f"{f[0].name}-{f[1].name}",
+)
 @pytest.mark.parametrize("rows", [False, True])
 def test_emulation_is_the_scaled_product(out: torch.dtype, formats: tuple, rows: bool) -> None:
     tensors = torch.randn(48, 256), torch.randn(32, 256)
@@ -102,18 +150,31 @@ def test_emulation_is_the_scaled_product(out: torch.dtype, formats: tuple, rows:
     results = []
     for carrier in (torch.bfloat16 if out == torch.bfloat16 else torch.float32, None):
         if rows:
-            a, b = (quantize_tiles(t, (1, 0), f, TILED["row"], carrier or f.dtype) for t, f in zip(tensors, formats, strict=True))
+            a, b = (
+                quantize_tiles(t, (1, 0), f, TILED["row"], carrier or f.dtype)
+                for t, f in zip(tensors, formats, strict=True)
+            )
         else:
-            a, b = (quantize(t, s, f, carrier or f.dtype) for t, s, f in zip(tensors, scales, formats, strict=True))
+            a, b = (
+                quantize(t, s, f, carrier or f.dtype)
+                for t, s, f in zip(tensors, scales, formats, strict=True)
+            )
         results.append(gemm(a, b, out, torch.zeros(3, dtype=torch.int32), FPROP).double())
-    limit = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[out]  # the last: rounded twice
+    limit = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}[
+        out
+    ]  # the last: rounded twice
     assert (results[0] - results[1]).norm() <= limit * results[1].norm()
 
 
 def test_bfloat16_emulation_is_exact_where_scales_are_powers_of_two() -> None:
     a, b = torch.randn(48, 256), torch.randn(32, 256)
-    pairs = [(quantize(t, torch.tensor(64.0), E4M3, c) for t in (a, b)) for c in (torch.bfloat16, E4M3.dtype)]
-    emulated, real = (gemm(*pair, torch.bfloat16, torch.zeros(3, dtype=torch.int32), FPROP) for pair in pairs)
+    pairs = [
+        (quantize(t, torch.tensor(64.0), E4M3, c) for t in (a, b))
+        for c in (torch.bfloat16, E4M3.dtype)
+    ]
+    emulated, real = (
+        gemm(*pair, torch.bfloat16, torch.zeros(3, dtype=torch.int32), FPROP) for pair in pairs
+    )
     assert (emulated == real).float().mean() > 0.99  # the order of summation remains
 
 
@@ -121,7 +182,9 @@ def test_quantizes_from_float32_and_not_from_a_rounded_product() -> None:
     x, scale = torch.randn(64, 4096).bfloat16(), torch.tensor(37.3)
     want = (x.float() * scale).clamp(-448, 448).to(E4M3.dtype).float()
     assert torch.equal(quantize(x, scale, E4M3, torch.bfloat16).data.float(), want)
-    assert torch.equal(torch.compile(quantize, fullgraph=True)(x, scale, E4M3, torch.bfloat16).data.float(), want)
+    assert torch.equal(
+        torch.compile(quantize, fullgraph=True)(x, scale, E4M3, torch.bfloat16).data.float(), want
+    )
     assert not torch.equal((x * scale).clamp(-448, 448).to(E4M3.dtype).float(), want)
 
 
@@ -143,7 +206,9 @@ def test_odd_shapes_and_no_rows(scaling: Scaling) -> None:
 
 
 def test_the_hardware_product_refuses_odd_features() -> None:
-    with pytest.raises(ValueError, match="in_features=16 and out_features=10: scaled_mm needs both divisible by 16"):
+    with pytest.raises(
+        ValueError, match="in_features=16 and out_features=10: scaled_mm needs both divisible by 16"
+    ):
         FP8Linear.from_linear(nn.Linear(16, 10), CURRENT, Region(), product="scaled_mm")
     layer = FP8Linear.from_linear(nn.Linear(16, 16), CURRENT, Region(True), product="scaled_mm")
     layer(torch.randn(0, 16)).sum().backward()
@@ -175,25 +240,58 @@ def test_block_products_get_the_layout_they_want(monkeypatch: pytest.MonkeyPatch
     def dequantized_operand(t: Tensor, scale: Tensor, recipe: F.ScalingType) -> Tensor:
         assert t.shape[1] % 128 == 0 and t.is_contiguous() and t.dtype == torch.float8_e4m3fn
         if recipe is F.ScalingType.BlockWise1x128:
-            assert len(t) % 4 == 0 and scale.shape == (len(t), t.shape[1] // 128) and scale.stride() == (1, len(t))
+            assert (
+                len(t) % 4 == 0
+                and scale.shape == (len(t), t.shape[1] // 128)
+                and scale.stride() == (1, len(t))
+            )
             return t.float() * scale.repeat_interleave(128, 1)
-        assert recipe is F.ScalingType.BlockWise128x128 and scale.shape == (-(-t.shape[1] // 128 // 4) * 4, -(-len(t) // 128))
+        assert recipe is F.ScalingType.BlockWise128x128 and scale.shape == (
+            -(-t.shape[1] // 128 // 4) * 4,
+            -(-len(t) // 128),
+        )
         assert scale.stride(0) == 1
-        return t.float() * scale.t()[:, : t.shape[1] // 128].repeat_interleave(128, 0)[: len(t)].repeat_interleave(128, 1)
+        return t.float() * scale.t()[:, : t.shape[1] // 128].repeat_interleave(128, 0)[
+            : len(t)
+        ].repeat_interleave(128, 1)
 
-    def picky(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_recipe_a: object, scale_b: Tensor, scale_recipe_b: object, output_dtype: torch.dtype) -> Tensor:
-        x, w = dequantized_operand(a, scale_a, scale_recipe_a), dequantized_operand(b.t(), scale_b, scale_recipe_b)
+    def picky(
+        a: Tensor,
+        b: Tensor,
+        *,
+        scale_a: Tensor,
+        scale_recipe_a: object,
+        scale_b: Tensor,
+        scale_recipe_b: object,
+        output_dtype: torch.dtype,
+    ) -> Tensor:
+        x, w = (
+            dequantized_operand(a, scale_a, scale_recipe_a),
+            dequantized_operand(b.t(), scale_b, scale_recipe_b),
+        )
         return (x @ w.t()).to(output_dtype)
 
     monkeypatch.setattr(F, "scaled_mm", picky)
-    for shape, scaling in (((21, 160, 48), E4M3_BLOCKS), ((130, 256, 384), E4M3_BLOCKS), ((21, 160, 48), replace(E4M3_BLOCKS, weights_2d=False))):
+    for shape, scaling in (
+        ((21, 160, 48), E4M3_BLOCKS),
+        ((130, 256, 384), E4M3_BLOCKS),
+        ((21, 160, 48), replace(E4M3_BLOCKS, weights_2d=False)),
+    ):
         linear = nn.Linear(*shape[1:], bias=False)
         found = []
         for product in ("emulate", "scaled_mm"):
-            layer = FP8Linear.from_linear(copy.deepcopy(linear), scaling, Region(True), product=product)
-            x = torch.randn(shape[0], shape[1], generator=torch.Generator().manual_seed(0)).requires_grad_()
+            layer = FP8Linear.from_linear(
+                copy.deepcopy(linear), scaling, Region(True), product=product
+            )
+            x = torch.randn(
+                shape[0], shape[1], generator=torch.Generator().manual_seed(0)
+            ).requires_grad_()
             # traced, and not compiled for the CPU: inductor's loop splitting (torch 2.13) fails on float8 tiles there
-            y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x) if product == "scaled_mm" else layer(x)
+            y = (
+                torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+                if product == "scaled_mm"
+                else layer(x)
+            )
             loss_of(y).backward()
             found.append([y, x.grad, layer.weight.grad])
         for a, b in zip(*found, strict=True):
@@ -204,9 +302,13 @@ def test_block_products_get_the_layout_they_want(monkeypatch: pytest.MonkeyPatch
 def test_e5m2_gradients_in_blocks_are_no_product_of_the_hardware() -> None:
     """ATen takes E4M3 x E4M3 alone with scales of blocks: refused where the layer is made, unless both gradients' products are not in FP8."""
     linear = nn.Linear(32, 48)
-    with pytest.raises(ValueError, match="scaled_mm multiplies block scaling in E4M3 alone, not gradients in E5M2"):
+    with pytest.raises(
+        ValueError, match="scaled_mm multiplies block scaling in E4M3 alone, not gradients in E5M2"
+    ):
         FP8Linear.from_linear(linear, TILED["block"], Region(), product="scaled_mm")
-    FP8Linear.from_linear(linear, TILED["block"], Region(), product="scaled_mm", high_precision=(False, True, True))
+    FP8Linear.from_linear(
+        linear, TILED["block"], Region(), product="scaled_mm", high_precision=(False, True, True)
+    )
     FP8Linear.from_linear(linear, E4M3_BLOCKS, Region(), product="scaled_mm")
 
 

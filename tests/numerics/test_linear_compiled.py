@@ -10,15 +10,31 @@ from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.precision import Precision
 from fp8cfg.numerics import FP8Linear, Region, Scaling
-from tests.support.fp8_net import CURRENT, DELAYED, TILED, Net, convert, data, fp8_state, in_fp8, ran, train
+from tests.support.fp8_net import (
+    CURRENT,
+    DELAYED,
+    TILED,
+    Net,
+    convert,
+    data,
+    fp8_state,
+    in_fp8,
+    ran,
+    train,
+)
 
 
 @pytest.mark.parametrize(
     ("scaling", "recompute", "backend"),
-    [(CURRENT, "no", "inductor"), (DELAYED, "non-reentrant", "aot_eager"), (TILED["block"], "no", "aot_eager"),
-     (TILED["mxfp8"], "non-reentrant", "aot_eager"), (TILED["nvfp4"], "no", "aot_eager")],
+    [
+        (CURRENT, "no", "inductor"),
+        (DELAYED, "non-reentrant", "aot_eager"),
+        (TILED["block"], "no", "aot_eager"),
+        (TILED["mxfp8"], "non-reentrant", "aot_eager"),
+        (TILED["nvfp4"], "no", "aot_eager"),
+    ],
     ids=lambda v: getattr(v, "kind", v),
-)  # fmt: skip
+)
 def test_compiled_agrees_and_compiles_once(scaling: Scaling, recompute: str, backend: str) -> None:
     """Inductor's code for tiles is in test_block_scaling.py, and for delayed scaling in the test below."""
     eager, compiled = convert(Net(recompute), scaling), convert(Net(recompute), scaling)
@@ -34,7 +50,9 @@ def test_compiled_agrees_and_compiles_once(scaling: Scaling, recompute: str, bac
     assert ran(compiled[0].down) == in_fp8(scaling)
     # float32 throughout: sums are taken in another order, and now and then a value rounds to its neighbour. Compiled code
     # draws other random numbers.
-    torch.testing.assert_close(losses[1], losses[0][:2], rtol=0.02 if scaling.kind == "nvfp4" else 1e-5, atol=0)
+    torch.testing.assert_close(
+        losses[1], losses[0][:2], rtol=0.02 if scaling.kind == "nvfp4" else 1e-5, atol=0
+    )
 
 
 def test_compiled_scales_and_histories_are_those_of_eager() -> None:
@@ -46,8 +64,16 @@ def test_compiled_scales_and_histories_are_those_of_eager() -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("scaling", "backend"), [(CURRENT, "inductor"), (TILED["row"], "aot_eager"), (TILED["block"], "aot_eager"), (TILED["mxfp8"], "aot_eager")],
-                         ids=["current", "row", "block", "mxfp8"])
+@pytest.mark.parametrize(
+    ("scaling", "backend"),
+    [
+        (CURRENT, "inductor"),
+        (TILED["row"], "aot_eager"),
+        (TILED["block"], "aot_eager"),
+        (TILED["mxfp8"], "aot_eager"),
+    ],
+    ids=["current", "row", "block", "mxfp8"],
+)
 def test_compiled_under_autocast(scaling: Scaling, backend: str) -> None:
     layer = FP8Linear.from_linear(nn.Linear(32, 48), scaling, Region(True))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -64,9 +90,15 @@ def test_compiled_incomplete_tiles_of_few_columns(name: str) -> None:
     passes = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        layer = FP8Linear.from_linear(nn.Linear(*widths, bias=False, dtype=torch.bfloat16), TILED[name], Region(active=True))
+        layer = FP8Linear.from_linear(
+            nn.Linear(*widths, bias=False, dtype=torch.bfloat16), TILED[name], Region(active=True)
+        )
         x = torch.randn(72, widths[0], dtype=torch.bfloat16, requires_grad=True)
-        y = (torch.compile(layer, fullgraph=True, dynamic=False, options=options) if compiled else layer)(x)
+        y = (
+            torch.compile(layer, fullgraph=True, dynamic=False, options=options)
+            if compiled
+            else layer
+        )(x)
         y.backward(torch.randn_like(y))
         assert x.grad is not None and layer.parameter.grad is not None
         passes.append((y.detach(), x.grad, layer.parameter.grad))

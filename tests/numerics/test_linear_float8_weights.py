@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, discard_amax, fp8_linears, update_scales
+from fp8cfg.numerics import (
+    E4M3,
+    FP8Linear,
+    Region,
+    Scaling,
+    discard_amax,
+    fp8_linears,
+    update_scales,
+)
 from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.numerics.weight_access import plain
@@ -20,7 +28,10 @@ from tests.support.traced import TRACE
 
 @KINDS
 def test_float8_weights_train_as_wide_masters_do_bit_for_bit(scaling: Scaling) -> None:
-    (wide, wide_region), (narrow, narrow_region) = convert(Net(), scaling), convert(Net(), scaling, fp8_params=True)
+    (wide, wide_region), (narrow, narrow_region) = (
+        convert(Net(), scaling),
+        convert(Net(), scaling, fp8_params=True),
+    )
     names = [name for name, _ in wide.named_parameters()]
     masters = {name: p.detach().clone() for name, p in wide.named_parameters()}
     for step in range(6):
@@ -49,11 +60,17 @@ def test_float8_weights_train_as_wide_masters_do_bit_for_bit(scaling: Scaling) -
 
 
 def test_float8_weights_take_one_byte_and_keep_no_copy() -> None:
-    layer = FP8Linear.from_linear(nn.Linear(64, 64, bias=False), CURRENT, Region(True), fp8_params=True)
+    layer = FP8Linear.from_linear(
+        nn.Linear(64, 64, bias=False), CURRENT, Region(True), fp8_params=True
+    )
     kept = [t for t in (*layer.parameters(), *layer.buffers(), layer._gradient_of_weight)]
     assert sum(t.untyped_storage().nbytes() for t in kept) < 64 * 64 + 64
     y = layer(torch.randn(2, 64, requires_grad=True))
-    saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None and t.shape == (64, 64)]  # type: ignore[union-attr]
+    saved = [
+        t
+        for t in y.grad_fn.next_functions[0][0].saved_tensors
+        if t is not None and t.shape == (64, 64)
+    ]  # type: ignore[union-attr]
     assert [t.dtype for t in saved] == [E4M3.dtype]
 
 
@@ -84,7 +101,9 @@ def test_gradients_of_float8_weights_are_wide_and_accumulate(traced: bool, how: 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_the_grad_dtype_of_a_float8_weight_can_be_chosen_later_and_is_kept(traced: bool) -> None:
-    layer = FP8Linear.from_linear(nn.Linear(32, 48, bias=False), CURRENT, Region(True), fp8_params=True)
+    layer = FP8Linear.from_linear(
+        nn.Linear(32, 48, bias=False), CURRENT, Region(True), fp8_params=True
+    )
     layer.weight.grad_dtype = torch.bfloat16
     for module in (layer, copy.deepcopy(layer), copy.deepcopy(layer).float()):
         forward = TRACE(module) if traced else module
@@ -103,7 +122,10 @@ def test_a_frozen_float8_weight_has_no_gradient_and_computes_in_high_precision_o
     y.sum().backward()
     assert torch.equal(y, F.linear(x, layer.dequantized_weight(torch.float32)))
     assert layer.weight.grad is None
-    assert torch.equal(plain(layer.parameter).float(), cast(linear.weight / layer.fp8_weight_scale_inv, E4M3).float())
+    assert torch.equal(
+        plain(layer.parameter).float(),
+        cast(linear.weight / layer.fp8_weight_scale_inv, E4M3).float(),
+    )
 
 
 def test_set_weight_is_for_float8_weights() -> None:

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from fp8cfg.numerics import DGRAD, E4M3, FPROP, WGRAD, FP8Linear, Ran, Region, Scaling, fp8_linears, update_scales
+from fp8cfg.numerics import (
+    DGRAD,
+    E4M3,
+    FPROP,
+    WGRAD,
+    FP8Linear,
+    Ran,
+    Region,
+    Scaling,
+    fp8_linears,
+    update_scales,
+)
 from fp8cfg.numerics.gemm import gemm
 from fp8cfg.numerics.gemm_operand import Operand
 from fp8cfg.numerics.pass_records import fold_backward
@@ -79,7 +90,13 @@ def test_gemms_ran_names_the_hardware_product() -> None:
 def test_a_product_of_two_precisions_is_refused() -> None:
     record, a = torch.zeros(3, dtype=torch.int32), torch.randn(16, 16)
     with pytest.raises(TypeError, match="operands of two precisions"):
-        gemm(quantize(a, torch.tensor(1.0), E4M3, torch.bfloat16), Operand(a.bfloat16()), torch.bfloat16, record, DGRAD)
+        gemm(
+            quantize(a, torch.tensor(1.0), E4M3, torch.bfloat16),
+            Operand(a.bfloat16()),
+            torch.bfloat16,
+            record,
+            DGRAD,
+        )
     assert record.tolist() == [0, 0, 0]
 
 
@@ -92,7 +109,10 @@ def test_a_product_kept_in_high_precision_is_exact_and_the_others_are_not(slot: 
     y = layer(x)
     y.backward(g)
     exact = (x @ linear.weight.t(), g @ linear.weight, g.t() @ x)
-    close = [torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip((y, x.grad, linear.weight.grad), exact, strict=True)]
+    close = [
+        torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+        for a, b in zip((y, x.grad, linear.weight.grad), exact, strict=True)
+    ]
     assert close == list(flags)
 
 
@@ -114,11 +134,20 @@ def test_gradients_nobody_wants_are_not_computed() -> None:
 def test_autocast_names_the_output_and_stays_out_of_the_products(dtype: torch.dtype) -> None:
     linear, x = nn.Linear(32, 48), data(0, requires_grad=True)
     layer = FP8Linear.from_linear(linear, CURRENT, Region(True))
-    with torch.autocast("cpu", dtype=dtype):  # sums of FP8 values exceed float16 before they are scaled
+    with torch.autocast(
+        "cpu", dtype=dtype
+    ):  # sums of FP8 values exceed float16 before they are scaled
         y = layer(x)
         loss_of(y).backward()  # also inside
-    assert (y.dtype, x.grad.dtype, linear.weight.grad.dtype) == (dtype, torch.float32, torch.float32)
-    exact = dequantized(x.detach(), E4M3) @ dequantized(linear.weight.detach(), E4M3).t() + linear.bias.double()
+    assert (y.dtype, x.grad.dtype, linear.weight.grad.dtype) == (
+        dtype,
+        torch.float32,
+        torch.float32,
+    )
+    exact = (
+        dequantized(x.detach(), E4M3) @ dequantized(linear.weight.detach(), E4M3).t()
+        + linear.bias.double()
+    )
     assert (y - exact).norm() < 4e-3 * exact.norm()
     assert x.grad.isfinite().all()
     assert linear.weight.grad.isfinite().all()
@@ -130,8 +159,14 @@ def test_autocast_names_the_output_and_stays_out_of_the_products(dtype: torch.dt
 def test_recomputed_activations_change_nothing(scaling: Scaling, recompute: str) -> None:
     plain, recomputed = convert(Net(), scaling), convert(Net(recompute), scaling)
     assert train(*plain) == train(*recomputed)
-    assert same(list(stored_state_dict(plain[0]).values()), list(stored_state_dict(recomputed[0]).values()))
-    assert ran(recomputed[0].up) == in_fp8(scaling) if recompute == "reentrant" else ran(recomputed[0].up)[WGRAD] == in_fp8(scaling)[WGRAD]
+    assert same(
+        list(stored_state_dict(plain[0]).values()), list(stored_state_dict(recomputed[0]).values())
+    )
+    assert (
+        ran(recomputed[0].up) == in_fp8(scaling)
+        if recompute == "reentrant"
+        else ran(recomputed[0].up)[WGRAD] == in_fp8(scaling)[WGRAD]
+    )
 
 
 def test_a_recomputation_outside_the_region_repeats_what_ran() -> None:
@@ -161,7 +196,8 @@ def test_two_microbatches_leave_the_scales_of_one_batch() -> None:
             net(part).pow(2).sum().backward()
         fold_backward(fp8_linears(net))
     assert same(
-        [one.up.fp8_amax_history[0], one.down.fp8_amax_history[0]], [two.up.fp8_amax_history[0], two.down.fp8_amax_history[0]]
+        [one.up.fp8_amax_history[0], one.down.fp8_amax_history[0]],
+        [two.up.fp8_amax_history[0], two.down.fp8_amax_history[0]],
     )
 
 

@@ -9,9 +9,29 @@ import pytest
 import torch
 from torch import nn
 
-from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, fp8_linears, high_precision_state_dict, update_scales
+from fp8cfg.numerics import (
+    E4M3,
+    FP8Linear,
+    Region,
+    Scaling,
+    fp8_linears,
+    high_precision_state_dict,
+    update_scales,
+)
 from fp8cfg.numerics.stored_form import stored_state_dict
-from tests.support.fp8_net import ALL, CURRENT, DELAYED, KINDS, Net, convert, data, fp8_state, loss_of, same, train
+from tests.support.fp8_net import (
+    ALL,
+    CURRENT,
+    DELAYED,
+    KINDS,
+    Net,
+    convert,
+    data,
+    fp8_state,
+    loss_of,
+    same,
+    train,
+)
 
 
 def test_state_survives_a_save_and_a_load() -> None:
@@ -28,7 +48,9 @@ def test_state_survives_a_save_and_a_load() -> None:
 
 @pytest.mark.parametrize("fp8_params", [False, True])
 @KINDS
-def test_high_precision_state_loads_strictly_and_forgets_the_old_weights(scaling: Scaling, fp8_params: bool) -> None:
+def test_high_precision_state_loads_strictly_and_forgets_the_old_weights(
+    scaling: Scaling, fp8_params: bool
+) -> None:
     net, region = convert(Net(), scaling, fp8_params=fp8_params)
     if not fp8_params:
         train(net, region)
@@ -38,7 +60,10 @@ def test_high_precision_state_loads_strictly_and_forgets_the_old_weights(scaling
     fresh = Net()
     fresh.load_state_dict(source)
     fresh, _ = convert(fresh, scaling, fp8_params=fp8_params)
-    assert same([t.float() for t in stored_state_dict(net).values()], [t.float() for t in stored_state_dict(fresh).values()])
+    assert same(
+        [t.float() for t in stored_state_dict(net).values()],
+        [t.float() for t in stored_state_dict(fresh).values()],
+    )
 
 
 @pytest.mark.parametrize("fp8_params", [False, True])
@@ -83,20 +108,41 @@ def test_moving_the_model_moves_its_state() -> None:
 
 @pytest.mark.parametrize("fp8_params", [False, True])
 def test_state_loads_from_every_scaling_into_every_other(fp8_params: bool) -> None:
-    some = {"delayed": DELAYED, "longer": Scaling(amax_history_len=9), "shorter": Scaling(amax_history_len=2), **{k: ALL[k] for k in ("current", "row", "block", "mxfp8", "nvfp4")}}
+    some = {
+        "delayed": DELAYED,
+        "longer": Scaling(amax_history_len=9),
+        "shorter": Scaling(amax_history_len=2),
+        **{k: ALL[k] for k in ("current", "row", "block", "mxfp8", "nvfp4")},
+    }
     for source, target in itertools.permutations(some, 2):
-        one, other = (convert(Net(), some[name], fp8_params=fp8_params)[0] for name in (source, target))
+        one, other = (
+            convert(Net(), some[name], fp8_params=fp8_params)[0] for name in (source, target)
+        )
         other.load_state_dict(stored_state_dict(one))
         fresh = convert(Net(), some[target], fp8_params=fp8_params)[0]
-        off = (other.up.dequantized_weight(torch.float32) - fresh.up.dequantized_weight(torch.float32)).abs().max()
-        assert off <= (0.4 if "nvfp4" in (source, target) else 0.13) * fresh.up.dequantized_weight(torch.float32).abs().max(), (source, target)
+        off = (
+            (
+                other.up.dequantized_weight(torch.float32)
+                - fresh.up.dequantized_weight(torch.float32)
+            )
+            .abs()
+            .max()
+        )
+        assert (
+            off
+            <= (0.4 if "nvfp4" in (source, target) else 0.13)
+            * fresh.up.dequantized_weight(torch.float32).abs().max()
+        ), (source, target)
 
 
 def test_a_float8_weight_without_its_scale_is_refused() -> None:
     state = stored_state_dict(convert(Net(), CURRENT, fp8_params=True)[0])
     del state["up.fp8_weight_scale_inv"]
     for model in (convert(Net(), CURRENT, fp8_params=True)[0], convert(Net(), CURRENT)[0]):
-        with pytest.raises(RuntimeError, match=r"up\.weight is torch\.float8_e4m3fn and means nothing without up\.fp8_weight_scale_inv"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"up\.weight is torch\.float8_e4m3fn and means nothing without up\.fp8_weight_scale_inv",
+        ):
             model.load_state_dict(dict(state))
 
 
@@ -107,7 +153,11 @@ def test_what_a_backward_pass_saw_is_saved_before_the_scales_move() -> None:
         loss_of(net(data(0))).backward()
     seen = net.up.fp8_backward_amax[0].clone()
     saved = {k: t.clone() for k, t in stored_state_dict(net).items()}
-    assert seen[2] > 0 and saved["up.fp8_amax_history"][0, 2] == seen[2] and not any("backward" in k for k in saved)
+    assert (
+        seen[2] > 0
+        and saved["up.fp8_amax_history"][0, 2] == seen[2]
+        and not any("backward" in k for k in saved)
+    )
     other, _ = convert(Net(), DELAYED)
     other.up.fp8_backward_amax.fill_(1e9)
     other.load_state_dict(saved)

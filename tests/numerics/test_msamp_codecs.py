@@ -22,11 +22,19 @@ def test_msamp_scales() -> None:
 @pytest.mark.parametrize("top", [448.0, 57344.0, 65504.0])
 def test_pow2_scale_is_msamps_formula(top: float) -> None:
     """Always in double precision. In float32 the logarithm of a quotient just below a power of two is rounded up to it."""
-    amax = torch.cat([torch.exp(normal(500_000, scale=16.0)), top * torch.exp2(torch.arange(-60.0, 60.0)), torch.exp2(torch.arange(-60.0, 60.0))])
+    amax = torch.cat(
+        [
+            torch.exp(normal(500_000, scale=16.0)),
+            top * torch.exp2(torch.arange(-60.0, 60.0)),
+            torch.exp2(torch.arange(-60.0, 60.0)),
+        ]
+    )
     scale = pow2_scale(amax, top)
     assert torch.equal(scale, torch.exp2(torch.floor(torch.log2(top / amax.double()))).float())
     exponent = torch.floor(torch.log2(top / amax))
-    in_float32 = torch.where(exponent < 0, 1 / torch.round(torch.exp2(-exponent)), torch.round(torch.exp2(exponent)))
+    in_float32 = torch.where(
+        exponent < 0, 1 / torch.round(torch.exp2(-exponent)), torch.round(torch.exp2(exponent))
+    )
     assert (scale != in_float32).float().mean() < 1e-5 and ((in_float32 / scale) <= 2).all()
 
 
@@ -37,14 +45,22 @@ def test_msamp_cast() -> None:
     assert torch.allclose(values(NAMES["fp16_scaled"], x), x, rtol=0, atol=1e-3)
 
 
-MSAMP_TYPES = [NAMES["fp8_pow2"], ALL["fp8_pow2 e5m2"], NAMES["fp16_scaled"], NAMES["bf16"], NAMES["fp32"]]
+MSAMP_TYPES = [
+    NAMES["fp8_pow2"],
+    ALL["fp8_pow2 e5m2"],
+    NAMES["fp16_scaled"],
+    NAMES["bf16"],
+    NAMES["fp32"],
+]
 
 
 @pytest.mark.parametrize("first", MSAMP_TYPES, ids=str)
 @pytest.mark.parametrize("second", MSAMP_TYPES, ids=str)
 def test_msamp_every_pair_of_types(first: Codec, second: Codec) -> None:
     x = normal(4, 4)
-    tolerance = 0.15 if E5M2 in (first.format, second.format) else 0.1  # half a unit of E5M2 is an eighth
+    tolerance = (
+        0.15 if E5M2 in (first.format, second.format) else 0.1
+    )  # half a unit of E5M2 is an eighth
     assert torch.allclose(values(second, values(first, x)), x, rtol=tolerance, atol=tolerance)
 
 

@@ -25,10 +25,14 @@ from fp8cfg.numerics.quantization_statistics import collect
 
 CPU = torch.device("cpu")
 SCALINGS = {
-    "delayed": Scaling(amax_history_len=4), "delayed te": Scaling(amax_history_len=4, first_step="te"), "current": Scaling("current"),
-    "row": Scaling("current", granularity="row"), "mxfp8": Scaling("mxfp8", backward=E4M3), "block": Scaling("block", backward=E4M3),
+    "delayed": Scaling(amax_history_len=4),
+    "delayed te": Scaling(amax_history_len=4, first_step="te"),
+    "current": Scaling("current"),
+    "row": Scaling("current", granularity="row"),
+    "mxfp8": Scaling("mxfp8", backward=E4M3),
+    "block": Scaling("block", backward=E4M3),
     "nvfp4": Scaling("nvfp4", forward=E2M1, backward=E2M1),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -124,12 +128,24 @@ def counts_of_steps(scaling: Scaling, backend: str, again: bool) -> list[list[fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "backend", "again"), [
-    ("delayed", "inductor", False), ("delayed", "aot_eager", True), ("delayed te", "aot_eager", False), ("current", "aot_eager", True),
-    ("row", "aot_eager", False), ("mxfp8", "aot_eager", False), ("block", "aot_eager", True), ("nvfp4", "aot_eager", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "backend", "again"),
+    [
+        ("delayed", "inductor", False),
+        ("delayed", "aot_eager", True),
+        ("delayed te", "aot_eager", False),
+        ("current", "aot_eager", True),
+        ("row", "aot_eager", False),
+        ("mxfp8", "aot_eager", False),
+        ("block", "aot_eager", True),
+        ("nvfp4", "aot_eager", False),
+    ],
+)
 def test_compiled_code_counts_what_eager_code_does(kind: str, backend: str, again: bool) -> None:
     eager = counts_of_steps(SCALINGS[kind], "", again)
-    assert [infinite for _, infinite in eager] == [0, 0, 24, 26] and (eager[1][0] > 1000) == kind.startswith("delayed")
+    assert [infinite for _, infinite in eager] == [0, 0, 24, 26] and (
+        eager[1][0] > 1000
+    ) == kind.startswith("delayed")
     assert counts_of_steps(SCALINGS[kind], backend, again) == eager
 
 
@@ -137,7 +153,12 @@ def test_compiled_code_counts_what_eager_code_does(kind: str, backend: str, agai
 def test_a_compiled_layer_that_is_computed_again_counts_once() -> None:
     model, x = layer(SCALINGS["current"]), torch.randn(64, 32)
     x[3, 3:5] = torch.inf
-    microbatch(torch.compile(model, fullgraph=True, backend="aot_eager"), x, torch.randn(64, 48), again=True)  # type: ignore[arg-type]
+    microbatch(
+        torch.compile(model, fullgraph=True, backend="aot_eager"),
+        x,
+        torch.randn(64, 48),
+        again=True,
+    )  # type: ignore[arg-type]
     assert taken() == [0, 2]
 
 
@@ -191,8 +212,18 @@ def test_a_ring_of_places_is_followed_by_another(monkeypatch: pytest.MonkeyPatch
         assert taken() == [0, many]
 
 
-@pytest.mark.parametrize("name", ["count_overflow", "quantize_tensor", "quantize_blocks", "quantize_four_bits", "store_tensor", "store_blocks",
-                                  "store_four_bits"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "count_overflow",
+        "quantize_tensor",
+        "quantize_blocks",
+        "quantize_four_bits",
+        "store_tensor",
+        "store_blocks",
+        "store_four_bits",
+    ],
+)
 def test_operators_that_count_go_into_no_cuda_graph(name: str) -> None:
     """It would add to the place of one step for ever. What Inductor captures is in tests/fake_gpu/test_cuda_graphs.py."""
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.fp8cfg, name).default.tags

@@ -37,7 +37,9 @@ def coat(x: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
 
 def normal(count: int, spread: float, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, generator=generator) * torch.exp(spread * torch.randn(count, generator=generator))
+    return torch.randn(count, generator=generator) * torch.exp(
+        spread * torch.randn(count, generator=generator)
+    )
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0, 3.0, 8.0])
@@ -51,11 +53,20 @@ def test_codes_and_values_are_coats(spread: float) -> None:
         gap = (powers[:, None] - (GRID[1:] + GRID[:-1]) / 2).abs().min(1)[0]
         clear = gap > 1e-5 * powers  # where rounding errors of float32 cannot decide
         assert clear.float().mean() > 0.99
-        assert torch.allclose(decode(codes.view(torch.uint8)[None], stored)[0][clear].double(), values[clear], rtol=3e-6, atol=0)
+        assert torch.allclose(
+            decode(codes.view(torch.uint8)[None], stored)[0][clear].double(),
+            values[clear],
+            rtol=3e-6,
+            atol=0,
+        )
 
 
 @settings(max_examples=200, deadline=None)
-@given(arrays.arrays(numpy.float32, st.integers(1, 300), elements=st.floats(-2.0**60, 2.0**60, width=32)))
+@given(
+    arrays.arrays(
+        numpy.float32, st.integers(1, 300), elements=st.floats(-(2.0**60), 2.0**60, width=32)
+    )
+)
 def test_any_input(x: numpy.ndarray) -> None:
     tensor = torch.from_numpy(numpy.where(abs(x) < 2.0**-50, numpy.float32(0), x))
     c = NAMES["fp8_expand"]
@@ -63,14 +74,25 @@ def test_any_input(x: numpy.ndarray) -> None:
     assert torch.isfinite(back).all() and torch.equal(back.sign(), tensor.sign())
     for start in range(0, len(tensor), 128):
         block, k = tensor[start : start + 128], stored[1][start // 128, 1].item()
-        inside = block.abs() > block.abs().max() * (2.0**-6 / 448) ** (1 / k)  # at least the smallest normal number
-        assert 3 / 16 <= k <= 16 and (((back[start : start + 128] / block)[inside].log2()).abs() <= math.log2(1 + 2.0**-4 + 1e-5) / k + 1e-6).all()
+        inside = block.abs() > block.abs().max() * (2.0**-6 / 448) ** (
+            1 / k
+        )  # at least the smallest normal number
+        assert (
+            3 / 16 <= k <= 16
+            and (
+                ((back[start : start + 128] / block)[inside].log2()).abs()
+                <= math.log2(1 + 2.0**-4 + 1e-5) / k + 1e-6
+            ).all()
+        )
 
 
 def test_the_ends_of_k() -> None:
     """COAT's k is infinite for equal values; below 3/16 codes would underflow."""
     assert scales(torch.full((1, 128), -3.0))[0].tolist() == [3.0, 16.0]
-    assert torch.equal(NAMES["fp8_expand"].decode(NAMES["fp8_expand"].encode(torch.full((128,), -3.0))), torch.full((128,), -3.0))
+    assert torch.equal(
+        NAMES["fp8_expand"].decode(NAMES["fp8_expand"].encode(torch.full((128,), -3.0))),
+        torch.full((128,), -3.0),
+    )
     wide = torch.tensor([[1e38, 1e-37, 1e20, 0.0]])
     assert scales(wide)[0, 1] == 3 / 16
     back = decode(encode(wide, scales(wide)).view(torch.uint8), scales(wide))[0]
@@ -88,7 +110,10 @@ def test_what_is_not_finite_is_lost_with_its_block_alone() -> None:
     x = normal(384, 1.0)
     for bad in (math.inf, -math.inf, math.nan):
         x[130] = bad
-        assert NAMES["fp8_expand"].decode(NAMES["fp8_expand"].encode(x)).isnan().tolist() == [False] * 128 + [True] * 128 + [False] * 128
+        assert (
+            NAMES["fp8_expand"].decode(NAMES["fp8_expand"].encode(x)).isnan().tolist()
+            == [False] * 128 + [True] * 128 + [False] * 128
+        )
 
 
 def test_stochastic_rounding_keeps_the_mean() -> None:
@@ -96,15 +121,20 @@ def test_stochastic_rounding_keeps_the_mean() -> None:
     c = codec("fp8_expand", "stochastic")
     drawn = torch.stack([c.decode(c.encode(x, random_key(0, n))) for n in range(2000)])
     unit = drawn.amax(0) - drawn.amin(0)
-    assert (unit > 0).sum() > 120 and ((drawn.double().mean(0) - x).abs() <= 0.05 * unit + 1e-6 * x.abs()).all()
+    assert (unit > 0).sum() > 120 and (
+        (drawn.double().mean(0) - x).abs() <= 0.05 * unit + 1e-6 * x.abs()
+    ).all()
 
 
 def test_moments_keep_their_step() -> None:
     """The relative error of Adam's update from stored moments, log-normal gradients: a linear FP8 second moment makes it useless."""
     generator = torch.Generator().manual_seed(0)
     size = torch.exp(2 * torch.randn(128 * 64, generator=generator))
-    kinds = {"fp32": (codec("fp32"), codec("fp32")), "expand": (codec("fp8_expand"), codec("fp8_expand", second_moment=True)),
-             "linear": (codec("fp8_block"), codec("fp8_block"))}
+    kinds = {
+        "fp32": (codec("fp32"), codec("fp32")),
+        "expand": (codec("fp8_expand"), codec("fp8_expand", second_moment=True)),
+        "linear": (codec("fp8_block"), codec("fp8_block")),
+    }
     state = {kind: [torch.zeros_like(size), torch.zeros_like(size)] for kind in kinds}
     for step in range(100):
         g = size * torch.randn(len(size), generator=generator)
@@ -114,15 +144,25 @@ def test_moments_keep_their_step() -> None:
             key = random_key(0, step)
             state[kind] = [first.decode(first.encode(m, key)), second.decode(second.encode(v, key))]
     update = {kind: m / (square_root(v) + 1e-12) for kind, (m, v) in state.items()}
-    error = {kind: ((u - update["fp32"]).norm() / update["fp32"].norm()).item() for kind, u in update.items()}
+    error = {
+        kind: ((u - update["fp32"]).norm() / update["fp32"].norm()).item()
+        for kind, u in update.items()
+    }
     assert error["expand"] < 0.2 < 5 < error["linear"], error
 
 
-@pytest.mark.parametrize(("column", "line"), [
-    ("weight", "storage.weight=fp8_expand: a codec of moments (COAT); write fp8"), ("weight_grad", "storage.weight_grad=fp8_expand: a codec of moments (COAT); write fp8"),
-    ("comm", "storage.comm=fp8_expand: not sent over the wire; write fp16, fp8 or fp8_pow2"),
-    ("master_weight", "storage.master_weight=fp8_expand: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32"),
-])
+@pytest.mark.parametrize(
+    ("column", "line"),
+    [
+        ("weight", "storage.weight=fp8_expand: a codec of moments (COAT); write fp8"),
+        ("weight_grad", "storage.weight_grad=fp8_expand: a codec of moments (COAT); write fp8"),
+        ("comm", "storage.comm=fp8_expand: not sent over the wire; write fp16, fp8 or fp8_pow2"),
+        (
+            "master_weight",
+            "storage.master_weight=fp8_expand: FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32",
+        ),
+    ],
+)
 def test_it_is_a_codec_of_moments(column: str, line: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.compose(["recipe=llama_tiny", f"storage.{column}=fp8_expand"]).check()

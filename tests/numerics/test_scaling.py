@@ -8,7 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8cfg.numerics import E4M3, E5M2, FP8Linear, Region, Scaling, amax_of, discard_amax, roll, scale_from_amax, update_scales
+from fp8cfg.numerics import (
+    E4M3,
+    E5M2,
+    FP8Linear,
+    Region,
+    Scaling,
+    amax_of,
+    discard_amax,
+    roll,
+    scale_from_amax,
+    update_scales,
+)
 from fp8cfg.training.distributed.world import World
 from tests.support.ranks import on_ranks
 
@@ -23,7 +34,13 @@ def layer(**scaling: object) -> FP8Linear:
 # --- amax
 
 
-AMAXES: list[tuple[list[float], float]] = [([1, -3, 2], 3), ([NAN, -2, 1], 2), ([NAN, -INF, 1], INF), ([NAN, NAN], 0), ([0.0, -0.0], 0)]
+AMAXES: list[tuple[list[float], float]] = [
+    ([1, -3, 2], 3),
+    ([NAN, -2, 1], 2),
+    ([NAN, -INF, 1], INF),
+    ([NAN, NAN], 0),
+    ([0.0, -0.0], 0),
+]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -31,7 +48,11 @@ def test_amax_skips_nan_and_not_infinity(compiled: bool) -> None:
     def amaxes(tensors: list[Tensor]) -> list[Tensor]:
         return [amax_of(t) for t in tensors]
 
-    cases = [(dtype, values, want) for dtype in (torch.float32, torch.bfloat16, torch.float16) for values, want in AMAXES]
+    cases = [
+        (dtype, values, want)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for values, want in AMAXES
+    ]
     tensors = [torch.tensor(values, dtype=dtype) for dtype, values, _ in cases]
     found = (torch.compile(amaxes, fullgraph=True) if compiled else amaxes)(tensors)
     for case, got in zip(cases, found, strict=True):
@@ -47,13 +68,25 @@ def test_amax_of_nothing_is_zero() -> None:
 
 def test_scale_is_the_correctly_rounded_quotient() -> None:
     amax = torch.rand(100_000) + 0.5
-    exact = (448.0 / amax.double()).float()  # float64 has bits enough that rounding twice is rounding once
+    exact = (
+        448.0 / amax.double()
+    ).float()  # float64 has bits enough that rounding twice is rounding once
     assert torch.equal(scale_from_amax(amax, E4M3), exact)
-    assert not torch.equal(448.0 / amax, exact), "torch now divides truly by a number; the detour can go"
+    assert not torch.equal(448.0 / amax, exact), (
+        "torch now divides truly by a number; the detour can go"
+    )
 
 
 @pytest.mark.parametrize(
-    ("amax", "want"), [(2.0, 224.0), (0.0, 7.0), (INF, 7.0), (NAN, 7.0), (1e-45, FLT_MAX), (FLT_MAX, 448.0 / FLT_MAX)]
+    ("amax", "want"),
+    [
+        (2.0, 224.0),
+        (0.0, 7.0),
+        (INF, 7.0),
+        (NAN, 7.0),
+        (1e-45, FLT_MAX),
+        (FLT_MAX, 448.0 / FLT_MAX),
+    ],
 )
 def test_scale_at_the_edges(amax: float, want: float) -> None:
     got = scale_from_amax(torch.tensor(amax), E4M3, old=torch.tensor(7.0))
@@ -79,7 +112,13 @@ def test_margin_halves_the_scale() -> None:
         ("most_recent", [0, 8, 2, 3], 0, [0, 8, 2, 3], 7.0),
         ("max", [2, 8, 2, 3], 0, [0, 2, 3, 2], 448 / 8),  # nothing reduced: the local row counts
         ("max", [INF, 1, 2, 3], INF, [0, 2, 3, INF], 7.0),
-        ("max", [2, 1, 2, INF], 2, [0, 2, INF, 2], 7.0),  # infinity stays in the window and freezes the scale
+        (
+            "max",
+            [2, 1, 2, INF],
+            2,
+            [0, 2, INF, 2],
+            7.0,
+        ),  # infinity stays in the window and freezes the scale
         ("most_recent", [2, 1, 2, INF], 2, [0, 2, INF, 2], 448 / 2),
         ("max", [NAN, 1, 2, 3], NAN, [0, 2, 3, NAN], 448 / 3),  # fmax(NaN, 3) is 3
         ("max", [2, NAN, NAN, 1], 2, [0, NAN, 1, 2], 448 / 2),
@@ -89,11 +128,15 @@ def test_margin_halves_the_scale() -> None:
         ("max", [4, 9], 4, [0, 4], 448 / 9),
     ],
 )
-def test_roll_by_hand(algo: str, history: list[float], now: float, rolled: list[float], scale: float) -> None:
+def test_roll_by_hand(
+    algo: str, history: list[float], now: float, rolled: list[float], scale: float
+) -> None:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, 2)
 
-    got_history, got_scale = roll(column(history), torch.full((2,), 7.0), torch.full((2,), now), torch.full((2,), 448.0), algo)
+    got_history, got_scale = roll(
+        column(history), torch.full((2,), 7.0), torch.full((2,), now), torch.full((2,), 448.0), algo
+    )
     assert torch.equal(got_history.nan_to_num(nan=-1), column(rolled).nan_to_num(nan=-1))
     assert torch.equal(got_scale, torch.full((2,), torch.tensor(scale).item()))
 
@@ -159,7 +202,9 @@ def test_wrong_values_are_named() -> None:
 
 def _reduced(world: World) -> list[list[Tensor]]:
     layers = [layer(amax_history_len=3), layer(amax_history_len=3)]
-    layers[0].fp8_amax_history[0] = torch.tensor([1.0, 5.0, 0.0]) if world.first else torch.tensor([2.0, 4.0, 8.0])
+    layers[0].fp8_amax_history[0] = (
+        torch.tensor([1.0, 5.0, 0.0]) if world.first else torch.tensor([2.0, 4.0, 8.0])
+    )
     if not world.first:
         layers[1].fp8_amax_history[0] = 7.0  # rank 0 did not run this one
     update_scales(layers, dist.group.WORLD)

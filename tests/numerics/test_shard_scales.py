@@ -34,12 +34,22 @@ from fp8cfg.training.distributed.world import World
 from tools.gradient_sums.threaded_ranks import on_threads
 
 SCALINGS = {
-    "tensor": Scaling("current"), "rows": Scaling("current", granularity="row", power_2_scales=True),
-    "squares of 128": Scaling("block", weights_2d=True), "block, both ways": Scaling("block", power_2_scales=True),
-    "mxfp8": Scaling("mxfp8"), "squares of 32": Scaling("mxfp8", weights_2d=True),
-    "nvfp4": Scaling("nvfp4", forward=E2M1, weights_2d=True), "nvfp4, both ways": Scaling("nvfp4", forward=E2M1),
-}  # fmt: skip
-SHAPES = [(256, 128, 2), (96, 80, 2), (160, 64, 3), (16, 48, 4), (304, 32, 20)]  # rows, columns, ranks: even, cut tiles, uneven, empty
+    "tensor": Scaling("current"),
+    "rows": Scaling("current", granularity="row", power_2_scales=True),
+    "squares of 128": Scaling("block", weights_2d=True),
+    "block, both ways": Scaling("block", power_2_scales=True),
+    "mxfp8": Scaling("mxfp8"),
+    "squares of 32": Scaling("mxfp8", weights_2d=True),
+    "nvfp4": Scaling("nvfp4", forward=E2M1, weights_2d=True),
+    "nvfp4, both ways": Scaling("nvfp4", forward=E2M1),
+}
+SHAPES = [
+    (256, 128, 2),
+    (96, 80, 2),
+    (160, 64, 3),
+    (16, 48, 4),
+    (304, 32, 20),
+]  # rows, columns, ranks: even, cut tiles, uneven, empty
 
 
 def bits(t: Tensor) -> Tensor:
@@ -49,17 +59,26 @@ def bits(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("odd", [1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize(("rows", "columns", "ranks"), SHAPES)
-def test_shards_are_the_rows_of_the_whole_weight(name: str, rows: int, columns: int, ranks: int, odd: float) -> None:
+def test_shards_are_the_rows_of_the_whole_weight(
+    name: str, rows: int, columns: int, ranks: int, odd: float
+) -> None:
     scaling = SCALINGS[name]
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * torch.logspace(-4, 2, rows)[:, None]
+    weight = (
+        torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+        * torch.logspace(-4, 2, rows)[:, None]
+    )
     weight[3], weight[5, 7] = 0, odd
-    scale = scale_now(weight, WEIGHT, scaling, None, None, record=False) if name == "tensor" else None
+    scale = (
+        scale_now(weight, WEIGHT, scaling, None, None, record=False) if name == "tensor" else None
+    )
     whole = store(weight, scaling, scale)
     size = -(-rows // ranks)
-    shards = [weight[min(r * size, rows):min((r + 1) * size, rows)] for r in range(ranks)]
+    shards = [weight[min(r * size, rows) : min((r + 1) * size, rows)] for r in range(ranks)]
     places = [ShardPlace(rows, ranks, r) for r in range(ranks)]
     found = shard_amaxes(shards, scaling, places)
-    assert all([tuple(a.shape) for a in each] == amax_shapes(scaling, places[0], columns) for each in found)
+    assert all(
+        [tuple(a.shape) for a in each] == amax_shapes(scaling, places[0], columns) for each in found
+    )
     amaxes = [torch.stack(each).amax(0) for each in zip(*found, strict=True)]
     known = ShardScales(scale) if scale is not None else shard_scales(amaxes, scaling, places[0])
     if scale is not None:
@@ -68,7 +87,10 @@ def test_shards_are_the_rows_of_the_whole_weight(name: str, rows: int, columns: 
     for amax in amaxes:  # as `refresh_shards` records them
         record_amax(seen[0, WEIGHT], torch.where(amax >= 0, amax, 0).amax())
     take_values(weight.device)
-    parts = [quantized_shard(shard, scaling, place, known, seen.clone()) for shard, place in zip(shards, places, strict=True)]
+    parts = [
+        quantized_shard(shard, scaling, place, known, seen.clone())
+        for shard, place in zip(shards, places, strict=True)
+    ]
     assert take_values(weight.device)[1] == (odd == math.inf), "counted by the rank that has it"
     split = split_fields(scaling, places[0])
     for field in Stored._fields:
@@ -78,7 +100,11 @@ def test_shards_are_the_rows_of_the_whole_weight(name: str, rows: int, columns: 
             continue
         made = torch.cat(mine) if field in split else mine[0]
         assert made.dtype == expected.dtype and made.shape == expected.shape, field
-        assert len(made) == split[field] if field in split else all(torch.equal(bits(t), bits(made)) for t in mine)
+        assert (
+            len(made) == split[field]
+            if field in split
+            else all(torch.equal(bits(t), bits(made)) for t in mine)
+        )
         assert torch.equal(bits(made), bits(expected)), field
     assert stored_bytes(scaling, rows, columns) == sum(t.nbytes for t in whole if t is not None)
 
@@ -98,16 +124,22 @@ def quantized_parts(world: World, weight: Tensor) -> dict[str, list[Tensor]]:
         linear.amax_group = AmaxGroup(((WEIGHT, 1),), mesh.get_group("tp").group_name)  # type: ignore[assignment]
         layer = FP8Linear.from_linear(linear, SCALINGS[name], Region(active=True))
         layer.shard_in_fp8()
-        layer._parameters["weight"] = nn.Parameter(DTensor.from_local(WeightShard(shard), mesh["dp"], [Shard(0)], run_check=False))
+        layer._parameters["weight"] = nn.Parameter(
+            DTensor.from_local(WeightShard(shard), mesh["dp"], [Shard(0)], run_check=False)
+        )
         refresh_shards([layer])
         stored = layer.quantized_shard(shard)
         found[name] = [t for t in (stored.data, stored.global_scale_inv) if t is not None]
     return found
 
 
-def test_a_nan_on_one_rank_is_in_the_scales_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_on_one_rank_is_in_the_scales_that_ranks_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As in those of the whole weight, over collectives whose largest number is none of them NaN, whichever rank has it."""
-    monkeypatch.setitem(multi_threaded_pg._reduce_ops, dist.ReduceOp.MAX, partial(reduce, torch.fmax))
+    monkeypatch.setitem(
+        multi_threaded_pg._reduce_ops, dist.ReduceOp.MAX, partial(reduce, torch.fmax)
+    )
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
     weight[50, 70] = math.nan  # in a tile that the cut goes through, 32 to 63
     found = on_threads(4, partial(quantized_parts, weight=weight))
@@ -115,14 +147,21 @@ def test_a_nan_on_one_rank_is_in_the_scales_that_ranks_share(monkeypatch: pytest
         scaling = SCALINGS[name]
         data, *_, whole = store_recorded(weight, scaling, None, None, None)
         for rank, (mine, *first) in enumerate(each[name] for each in found):
-            assert torch.equal(bits(mine), bits(data.chunk(2, 1)[rank // 2].chunk(2)[rank % 2].contiguous())), (name, rank)
+            assert torch.equal(
+                bits(mine), bits(data.chunk(2, 1)[rank // 2].chunk(2)[rank % 2].contiguous())
+            ), (name, rank)
             assert whole is None or torch.equal(bits(first[0]), bits(whole)), (name, rank)
-        assert bool(data.float().isnan().all()) == scaling.layout.two_levels and data.float().isnan().any()
+        assert (
+            bool(data.float().isnan().all()) == scaling.layout.two_levels
+            and data.float().isnan().any()
+        )
 
 
 def test_the_largest_of_ranks_is_nan_where_one_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of either sign, over collectives whose largest number is none of them NaN; -1 is below all."""
-    monkeypatch.setitem(multi_threaded_pg._reduce_ops, dist.ReduceOp.MAX, partial(reduce, torch.fmax))
+    monkeypatch.setitem(
+        multi_threaded_pg._reduce_ops, dist.ReduceOp.MAX, partial(reduce, torch.fmax)
+    )
     own = torch.tensor([[math.nan, 1.0, -1.0, 2.0, -1.0], [3.0, -math.nan, 0.0, math.inf, -1.0]])
     assert own[1, 1].view(torch.int32) < 0
     want = torch.tensor([math.nan, math.nan, 0.0, math.inf, -1.0])
@@ -132,7 +171,13 @@ def test_the_largest_of_ranks_is_nan_where_one_has_it(monkeypatch: pytest.Monkey
 
 
 def test_a_tile_is_cut_where_no_rank_has_all_its_rows() -> None:
-    assert not ShardPlace(256, 2, 0).cuts((128, 128)) and ShardPlace(256, 4, 0).cuts((128, 128)) and ShardPlace(256, 2, 0).cuts((0, 1))
-    assert not ShardPlace(8, 2, 0).cuts((1, 32)) and ShardPlace(7, 2, 0).cuts((1, 32)), "FSDP2 pads uneven rows"
+    assert (
+        not ShardPlace(256, 2, 0).cuts((128, 128))
+        and ShardPlace(256, 4, 0).cuts((128, 128))
+        and ShardPlace(256, 2, 0).cuts((0, 1))
+    )
+    assert not ShardPlace(8, 2, 0).cuts((1, 32)) and ShardPlace(7, 2, 0).cuts((1, 32)), (
+        "FSDP2 pads uneven rows"
+    )
     assert ShardPlace(304, 20, 19).first == 304
     assert E4M3.max == 448

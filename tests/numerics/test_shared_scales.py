@@ -71,13 +71,17 @@ def test_nothing_is_reduced_once_scales_are_set(asked: dict[str, int]) -> None:
 def test_products_in_high_precision_are_not_waited_for(asked: dict[str, int]) -> None:
     layer = layer_of(high_precision=(False, True, True))
     assert step(layer, asked) == (1, 1)
-    assert layer.fp8_scale is not None and layer.fp8_scale[GRAD_OUTPUT] == 0, "no gradient is quantized"
+    assert layer.fp8_scale is not None and layer.fp8_scale[GRAD_OUTPUT] == 0, (
+        "no gradient is quantized"
+    )
     assert step(layer, asked) == (0, 0)
 
 
 def test_a_scale_that_saw_nothing_but_zeros_is_asked_for_again(asked: dict[str, int]) -> None:
     layer = layer_of()
-    assert step(layer, asked, gradient=0.0) == (2, 1) and layer.parts == AmaxGroup(((GRAD_OUTPUT, 1),), SPLIT.group)
+    assert step(layer, asked, gradient=0.0) == (2, 1) and layer.parts == AmaxGroup(
+        ((GRAD_OUTPUT, 1),), SPLIT.group
+    )
     assert step(layer, asked) == (1, 1) and step(layer, asked) == (0, 0)
 
 
@@ -90,7 +94,9 @@ def test_a_loaded_layer_asks_again(asked: dict[str, int]) -> None:
     assert layer.parts == SPLIT
 
 
-def test_a_gpu_is_read_an_update_late(asked: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_read_an_update_late(
+    asked: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scale_update.HostCopy, "of", lambda values: HostCopy(values, Arriving()))  # type: ignore[arg-type]
     Arriving.waits, layer = 0, layer_of()
     step(layer, asked)

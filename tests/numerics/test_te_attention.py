@@ -27,8 +27,11 @@ from tests.support.attention import CURRENT, both_ways, qkv
 # Its functions and classes are read out of the source files, because the modules around them ask for triton and the compiled part
 # when they are imported. What stands in for that part: a quantizer of torch casts, and the names that the code looks up.
 
-FILES = {"backends.py": ("FP8EmulationFunc", "UnfusedDotProductAttention"), "softmax.py": ("FusedScaleMaskSoftmax",),
-         "utils.py": ("combine_and_quantize", "combine_and_dequantize")}
+FILES = {
+    "backends.py": ("FP8EmulationFunc", "UnfusedDotProductAttention"),
+    "softmax.py": ("FusedScaleMaskSoftmax",),
+    "utils.py": ("combine_and_quantize", "combine_and_dequantize"),
+}
 
 
 @dataclass
@@ -48,7 +51,9 @@ class Float8Tensor:
 class Quantizer:
     """Quantizes with its `scale` (delayed scaling), or with the tensor's own; keeps the amax that it saw."""
 
-    def __init__(self, fp8_dtype: Format, scale: Tensor | None = None, pow2: bool = False, device: str = "") -> None:
+    def __init__(
+        self, fp8_dtype: Format, scale: Tensor | None = None, pow2: bool = False, device: str = ""
+    ) -> None:
         self.dtype, self.scale, self.pow2, self.amax = fp8_dtype, scale, pow2, torch.zeros(())
 
     def __call__(self, t: Tensor) -> Float8Tensor:
@@ -66,18 +71,45 @@ def te_attention(quantizers: list[Quantizer]) -> Callable[[Tensor, Tensor, Tenso
     in_its_order = [quantizers[column] for column in (QKV, OUT, S, DQKV, DOUT, DP)]
     current = types.SimpleNamespace(float8_current_scaling=lambda: quantizers[0].scale is None)
     found: dict[str, Any] = {
-        **{name: getattr(typing, name) for name in ("Any", "Callable", "Dict", "List", "Optional", "Tuple", "Union")},
-        "torch": torch, "F": F, "nn": nn, "os": mock.Mock(getenv=lambda *_: "0"), "nullcontext": nullcontext, "export": mock.Mock(),
-        "is_in_onnx_export_mode": lambda: False, "no_torch_dynamo": lambda: lambda f: f, "InferenceParams": object,
-        "QKVLayouts": ["bshd_bshd_bshd"], "attention_mask_func": lambda x, mask: x.masked_fill(mask, -10000.0),
-        "Float8Tensor": Float8Tensor, "QuantizedTensorStorage": Float8Tensor, "Float8CurrentScalingQuantizer": Quantizer,
-        **dict.fromkeys(("MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"), type("Absent", (), {})),
+        **{
+            name: getattr(typing, name)
+            for name in ("Any", "Callable", "Dict", "List", "Optional", "Tuple", "Union")
+        },
+        "torch": torch,
+        "F": F,
+        "nn": nn,
+        "os": mock.Mock(getenv=lambda *_: "0"),
+        "nullcontext": nullcontext,
+        "export": mock.Mock(),
+        "is_in_onnx_export_mode": lambda: False,
+        "no_torch_dynamo": lambda: lambda f: f,
+        "InferenceParams": object,
+        "QKVLayouts": ["bshd_bshd_bshd"],
+        "attention_mask_func": lambda x, mask: x.masked_fill(mask, -10000.0),
+        "Float8Tensor": Float8Tensor,
+        "QuantizedTensorStorage": Float8Tensor,
+        "Float8CurrentScalingQuantizer": Quantizer,
+        **dict.fromkeys(
+            ("MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage"), type("Absent", (), {})
+        ),
         "FP8GlobalStateManager": types.SimpleNamespace(get_fp8_recipe=lambda: current),
         "dpa_utils": types.SimpleNamespace(
-            get_qkv_format=lambda *_: ("bshd", "bshd", "bshd"), get_attention_quantizers=lambda *_: in_its_order,
-            get_full_mask=lambda *_, attn_mask_type, attention_mask, **__: (attn_mask_type, attention_mask, None, None))}
+            get_qkv_format=lambda *_: ("bshd", "bshd", "bshd"),
+            get_attention_quantizers=lambda *_: in_its_order,
+            get_full_mask=lambda *_, attn_mask_type, attention_mask, **__: (
+                attn_mask_type,
+                attention_mask,
+                None,
+                None,
+            ),
+        ),
+    }
     for file, names in FILES.items():
-        source = Path(spec.origin).parent.joinpath("pytorch/attention/dot_product_attention", file).read_text(encoding="utf-8")
+        source = (
+            Path(spec.origin)
+            .parent.joinpath("pytorch/attention/dot_product_attention", file)
+            .read_text(encoding="utf-8")
+        )
         wanted = [node for node in ast.parse(source).body if getattr(node, "name", "") in names]
         exec(compile(ast.Module(wanted, []), file, "exec"), found)
 
@@ -85,8 +117,14 @@ def te_attention(quantizers: list[Quantizer]) -> Callable[[Tensor, Tensor, Tenso
         te = found["UnfusedDotProductAttention"](q.shape[-1] ** -0.5)
         mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)[None, None]
         with mock.patch("torch.cuda.current_device", return_value="cpu"):
-            y = te({}, *(t.transpose(1, 2) for t in (q, k, v)), qkv_layout="bshd_bshd_bshd", attn_mask_type="arbitrary",
-                   attention_mask=mask, fp8=True)
+            y = te(
+                {},
+                *(t.transpose(1, 2) for t in (q, k, v)),
+                qkv_layout="bshd_bshd_bshd",
+                attn_mask_type="arbitrary",
+                attention_mask=mask,
+                fp8=True,
+            )
         return y.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
 
     return attend
@@ -94,7 +132,10 @@ def te_attention(quantizers: list[Quantizer]) -> Callable[[Tensor, Tensor, Tenso
 
 def quantizers(scaling: Scaling, scales: Tensor | None = None) -> list[Quantizer]:
     formats = [scaling.forward] * 3 + [scaling.backward] * 3
-    return [Quantizer(f, None if scales is None else scales[i], scaling.power_2_scales) for i, f in enumerate(formats)]
+    return [
+        Quantizer(f, None if scales is None else scales[i], scaling.power_2_scales)
+        for i, f in enumerate(formats)
+    ]
 
 
 def assert_same_but_for_ties(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -103,12 +144,18 @@ def assert_same_but_for_ties(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert ((a - b).abs() > 1e-5 * b.abs().max()).double().mean() < 0.01
 
 
-@pytest.mark.parametrize("scaling", [CURRENT, Scaling("current", backward=E4M3), Scaling("current", power_2_scales=True)],
-                         ids=["hybrid", "e4m3", "pow2"])
+@pytest.mark.parametrize(
+    "scaling",
+    [CURRENT, Scaling("current", backward=E4M3), Scaling("current", power_2_scales=True)],
+    ids=["hybrid", "e4m3", "pow2"],
+)
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
 def test_current_scaling_is_transformer_engines(scaling: Scaling, heads: int, groups: int) -> None:
     t = qkv(heads, heads=heads, groups=groups)
-    assert_same_but_for_ties(both_ways(FP8Attention(scaling, Region(True)), *t), both_ways(te_attention(quantizers(scaling)), *t))
+    assert_same_but_for_ties(
+        both_ways(FP8Attention(scaling, Region(True)), *t),
+        both_ways(te_attention(quantizers(scaling)), *t),
+    )
 
 
 @pytest.mark.parametrize("margin", [0, 2])
@@ -135,6 +182,9 @@ def test_in_bfloat16_it_is_as_near_to_its_float32_self_as_transformer_engines() 
         for a, b in zip(wide, narrow, strict=True):
             a.copy_(b)
     want = both_ways(FP8Attention(CURRENT, Region(True)), *wide)
-    ours, theirs = both_ways(FP8Attention(CURRENT, Region(True)), *narrow), both_ways(te_attention(quantizers(CURRENT)), *narrow)
+    ours, theirs = (
+        both_ways(FP8Attention(CURRENT, Region(True)), *narrow),
+        both_ways(te_attention(quantizers(CURRENT)), *narrow),
+    )
     for w, a, b in zip(want, ours, theirs, strict=True):
         assert a.dtype == torch.bfloat16 and (a - w).norm() < 1.2 * (b - w).norm()

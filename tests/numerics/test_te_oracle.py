@@ -22,12 +22,23 @@ from tests.support.te_stub import te_module
 POSITIVE = st.floats(2.0**-149, width=32, allow_infinity=False)  # denormals too
 
 
-@given(st.lists(POSITIVE, max_size=12), st.sampled_from(["max", "most_recent"]), st.sampled_from([1, 2, 4, 16]), st.sampled_from([0, 2]))
+@given(
+    st.lists(POSITIVE, max_size=12),
+    st.sampled_from(["max", "most_recent"]),
+    st.sampled_from([1, 2, 4, 16]),
+    st.sampled_from([0, 2]),
+)
 @settings(max_examples=20, deadline=None)
-def test_delayed_scaling_over_forty_steps(special: list[float], algo: str, length: int, margin: int) -> None:
+def test_delayed_scaling_over_forty_steps(
+    special: list[float], algo: str, length: int, margin: int
+) -> None:
     te = te_module("quantization")
-    recipe = types.SimpleNamespace(amax_compute_algo=algo, scaling_factor_compute_algo=None, margin=margin)
-    scaling = Scaling(margin=margin, amax_history_len=length, amax_compute_algo=algo, first_step="te")
+    recipe = types.SimpleNamespace(
+        amax_compute_algo=algo, scaling_factor_compute_algo=None, margin=margin
+    )
+    scaling = Scaling(
+        margin=margin, amax_history_len=length, amax_compute_algo=algo, first_step="te"
+    )
     layers = [FP8Linear.from_linear(nn.Linear(16, 16), scaling, Region()) for _ in range(2)]
     histories = [torch.zeros(length, 3) for _ in layers]
     scales = [torch.ones(3) for _ in layers]
@@ -55,10 +66,14 @@ def test_current_scaling_quantizer(x: Tensor, fmt: Format, power_2: bool) -> Non
     """The reference lets a NaN or an infinity through to its scale, and takes the largest bfloat16 where the kernels take the
     largest float32: there native follows the kernels (test_scaling.py, by hand)."""
     amax = x.float().abs().amax()
-    assume(amax.isfinite() and (amax == 0 or (fmt.max / amax).isfinite() or x.dtype == torch.float32))
+    assume(
+        amax.isfinite() and (amax == 0 or (fmt.max / amax).isfinite() or x.dtype == torch.float32)
+    )
     te = te_module("custom_recipes.reference_current_scaling")
     want = te.CurrentScalingQuantizerRef(fmt.dtype, pow_2_scales=power_2).quantize(x)
-    scale = scale_now(x, INPUT, Scaling("current", forward=fmt, power_2_scales=power_2), None, None, record=False)
+    scale = scale_now(
+        x, INPUT, Scaling("current", forward=fmt, power_2_scales=power_2), None, None, record=False
+    )
     real, emulated = quantize(x, scale, fmt, fmt.dtype), quantize(x, scale, fmt, torch.bfloat16)
     assert torch.equal(real.data.view(torch.uint8), want.data.view(torch.uint8))
     assert torch.equal(emulated.data.float(), want.data.float())
@@ -71,15 +86,23 @@ def test_torchaos_training_step_gives_the_same_gradients(granularity: str, emula
     float8 = pytest.importorskip("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name(granularity + "wise")
     config = dataclasses.replace(config, emulate=emulate)
-    dtype = torch.float32 if emulate else torch.bfloat16  # torchao's rowwise product comes out in bfloat16 whatever it is given
+    dtype = (
+        torch.float32 if emulate else torch.bfloat16
+    )  # torchao's rowwise product comes out in bfloat16 whatever it is given
     torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(64, 96, bias=False), nn.SiLU(), nn.Linear(96, 32, bias=False)).to(dtype)
+    ours = nn.Sequential(
+        nn.Linear(64, 96, bias=False), nn.SiLU(), nn.Linear(96, 32, bias=False)
+    ).to(dtype)
     theirs = copy.deepcopy(ours)
     float8.convert_to_float8_training(theirs, config=config)
     row = granularity == "row"  # torchao's rowwise: E4M3 everywhere, scales powers of two
-    scaling = Scaling("current", backward=E4M3 if row else E5M2, granularity=granularity, power_2_scales=row)
+    scaling = Scaling(
+        "current", backward=E4M3 if row else E5M2, granularity=granularity, power_2_scales=row
+    )
     for i in (0, 2):
-        ours[i] = FP8Linear.from_linear(ours[i], scaling, Region(True), product="emulate" if emulate else "scaled_mm")
+        ours[i] = FP8Linear.from_linear(
+            ours[i], scaling, Region(True), product="emulate" if emulate else "scaled_mm"
+        )
     x = torch.randn(48, 64, dtype=dtype)
     found = []
     for model in (theirs, ours):
@@ -97,7 +120,10 @@ def test_product(out: torch.dtype) -> None:
     te = te_module("custom_recipes.reference_current_scaling")
     generator = torch.Generator().manual_seed(4)
     g, w = torch.randn(48, 64, generator=generator) * 1e-5, torch.randn(32, 64, generator=generator)
-    ours = [quantize(t, scale_from_amax(amax_of(t), fmt), fmt, fmt.dtype) for t, fmt in ((g, E5M2), (w, E4M3))]
+    ours = [
+        quantize(t, scale_from_amax(amax_of(t), fmt), fmt, fmt.dtype)
+        for t, fmt in ((g, E5M2), (w, E4M3))
+    ]
     ref = [te.CurrentScalingQuantizerRef(fmt.dtype) for fmt in (E5M2, E4M3)]
     a, b = (q.quantize(t) for q, t in zip(ref, (g, w), strict=True))
     for slot, split in ((FPROP, False), (DGRAD, True)):

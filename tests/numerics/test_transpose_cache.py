@@ -15,8 +15,13 @@ from fp8cfg.numerics.weight_workspace import weights_kept
 from tests.support.small import small, steps
 
 SCALINGS = [
-    Scaling(), Scaling("current"), Scaling("current", granularity="row"), Scaling("block", weights_2d=True),
-    Scaling("mxfp8", backward=E4M3, weights_2d=True), Scaling("nvfp4", forward=E2M1, backward=E2M1)]
+    Scaling(),
+    Scaling("current"),
+    Scaling("current", granularity="row"),
+    Scaling("block", weights_2d=True),
+    Scaling("mxfp8", backward=E4M3, weights_2d=True),
+    Scaling("nvfp4", forward=E2M1, backward=E2M1),
+]
 KEY = "fp8.keep_transpose_cache"
 
 
@@ -64,7 +69,9 @@ def inputs(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s.kind}-{s.granularity}")
-def test_passes_read_one_transpose_and_compute_what_they_would(scaling: Scaling, read: list[int]) -> None:
+def test_passes_read_one_transpose_and_compute_what_they_would(
+    scaling: Scaling, read: list[int]
+) -> None:
     found = []
     for keeps in (False, True):
         one, results = layer(scaling, keeps), []
@@ -119,8 +126,12 @@ RUNS = {
 adapters, none at all."""
 
 
-def ran(words: str, keeps: bool, count: int = 2, compiled: bool = False) -> tuple[str, dict[str, Tensor]]:
-    job = fp8cfg.build(small(*words.split(), "optim.warmup_steps=0", *([f"{KEY}=true"] if keeps else [])))
+def ran(
+    words: str, keeps: bool, count: int = 2, compiled: bool = False
+) -> tuple[str, dict[str, Tensor]]:
+    job = fp8cfg.build(
+        small(*words.split(), "optim.warmup_steps=0", *([f"{KEY}=true"] if keeps else []))
+    )
     if compiled:
         job.compile_model()
     done = [*steps(job, count)]
@@ -129,11 +140,15 @@ def ran(words: str, keeps: bool, count: int = 2, compiled: bool = False) -> tupl
 
 
 @pytest.mark.parametrize("words", RUNS)
-def test_a_run_makes_a_transpose_a_step_and_has_the_bits_of_one_that_keeps_none(words: str, made: list[FP8Linear]) -> None:
+def test_a_run_makes_a_transpose_a_step_and_has_the_bits_of_one_that_keeps_none(
+    words: str, made: list[FP8Linear]
+) -> None:
     plain, state = ran(words, keeps=False)
     before = len(made)  # of a weight that no layer stores
     kept, other = ran(words, keeps=True)
-    assert kept == plain and all(torch.equal(t.float(), other[name].float()) for name, t in state.items())
+    assert kept == plain and all(
+        torch.equal(t.float(), other[name].float()) for name, t in state.items()
+    )
     assert before == 0 and len(made) == 2 * RUNS[words]
 
 
@@ -141,5 +156,7 @@ def test_a_run_makes_a_transpose_a_step_and_has_the_bits_of_one_that_keeps_none(
 def test_compiled_code_reads_the_transposes_that_are_kept(made: list[FP8Linear]) -> None:
     words = "precision=bf16_fp8 model.num_layers=1 trainer.micro_batch_size=4 fp8.include=['*.linear_fc2']"
     (plain, state), (kept, other) = (ran(words, keeps, compiled=True) for keeps in (False, True))
-    assert kept == plain and all(torch.equal(t.float(), other[name].float()) for name, t in state.items())
+    assert kept == plain and all(
+        torch.equal(t.float(), other[name].float()) for name, t in state.items()
+    )
     assert len(made) == 2

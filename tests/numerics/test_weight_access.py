@@ -28,7 +28,13 @@ def layer(kind: str) -> Any:
     if kind == "library":
         hold(linear, codec("fp16_scaled"), torch.bfloat16)
         return linear
-    made = FP8Linear.from_linear(linear, Scaling("current"), Region(True), fp8_params=kind == "float8", read_as=torch.bfloat16)
+    made = FP8Linear.from_linear(
+        linear,
+        Scaling("current"),
+        Region(True),
+        fp8_params=kind == "float8",
+        read_as=torch.bfloat16,
+    )
     if kind == "codec":
         made.hold(codec("fp8"), torch.bfloat16)
     return made
@@ -42,15 +48,29 @@ def test_a_held_weight_reads_as_the_one_that_it_stands_for(kind: str) -> None:
     """`x.to(layer.weight.dtype)` of T5 and PEFT, `get_parameter` of torch, and a product with the weight itself."""
     held = layer(kind)
     weight = held.weight
-    assert (weight.dtype, weight.shape, weight.device.type) == (torch.bfloat16, (48, 32), "cpu") and held.parameter.dtype != torch.bfloat16
+    assert (weight.dtype, weight.shape, weight.device.type) == (
+        torch.bfloat16,
+        (48, 32),
+        "cpu",
+    ) and held.parameter.dtype != torch.bfloat16
     x = torch.ones(2, 32).to(held.weight.dtype)
     assert held(x).isfinite().all() and isinstance(held.get_parameter("weight"), nn.Parameter)
     want = held.float32_weight().bfloat16()
-    assert torch.equal(weight, want) and type(weight * 2) is Tensor and type(held.state_dict()["weight"]) is Tensor
+    assert (
+        torch.equal(weight, want)
+        and type(weight * 2) is Tensor
+        and type(held.state_dict()["weight"]) is Tensor
+    )
     F.linear(x, weight).sum().backward()
-    assert weight.grad is held.parameter.grad and torch.equal(held.parameter.grad, torch.full((48, 32), 2.0).to(held.parameter.grad.dtype))
+    assert weight.grad is held.parameter.grad and torch.equal(
+        held.parameter.grad, torch.full((48, 32), 2.0).to(held.parameter.grad.dtype)
+    )
     weight.requires_grad_(False)
-    assert not held.parameter.requires_grad and not held.weight.requires_grad and next(iter(held.parameters())) is held.parameter
+    assert (
+        not held.parameter.requires_grad
+        and not held.weight.requires_grad
+        and next(iter(held.parameters())) is held.parameter
+    )
     with torch.no_grad():
         assert torch.equal(copy.deepcopy(weight), want)
     torch.save(weight, file := io.BytesIO())
@@ -59,10 +79,16 @@ def test_a_held_weight_reads_as_the_one_that_it_stands_for(kind: str) -> None:
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
-    "init": lambda m: nn.init.normal_(m.weight), "data": lambda m: m.weight.data.normal_(), "detach": lambda m: m.weight.detach().mul_(2),
-    "view": lambda m: m.weight[0].zero_(), "item": lambda m: m.weight.__setitem__(0, 0.0), "foreach": lambda m: torch._foreach_mul_([m.weight], 2.0),
-    "assign": lambda m: setattr(m.weight, "data", torch.zeros(48, 32)), "out": lambda m: torch.add(torch.ones(48, 32), 1, out=m.weight),
-    "half": lambda m: m.weight.t().zero_()}
+    "init": lambda m: nn.init.normal_(m.weight),
+    "data": lambda m: m.weight.data.normal_(),
+    "detach": lambda m: m.weight.detach().mul_(2),
+    "view": lambda m: m.weight[0].zero_(),
+    "item": lambda m: m.weight.__setitem__(0, 0.0),
+    "foreach": lambda m: torch._foreach_mul_([m.weight], 2.0),
+    "assign": lambda m: setattr(m.weight, "data", torch.zeros(48, 32)),
+    "out": lambda m: torch.add(torch.ones(48, 32), 1, out=m.weight),
+    "half": lambda m: m.weight.t().zero_(),
+}
 
 
 @KINDS
@@ -83,14 +109,25 @@ def test_another_module_does_not_take_it_for_its_own() -> None:
 @KINDS
 def test_codes_are_not_averaged(kind: str) -> None:
     """torch's three ways of averaging, as they go over parameters."""
-    for options in ({}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}):
+    for options in (
+        {},
+        {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+        {"avg_fn": get_ema_avg_fn(0.9)},
+    ):
         model = nn.Sequential(layer(kind))
         average = AveragedModel(model, **options)  # type: ignore[arg-type]
         average.update_parameters(model)
         with pytest.raises(RuntimeError, match=REFUSED):
             average.update_parameters(model)
     parameter = layer(kind).parameter
-    for use in (lambda p: p.lerp_(p, 0.1), lambda p: p * 0.9, lambda p: 1 - p, lambda p: p.float(), lambda p: p.data.to(torch.float64), lambda p: p.clone().add(1)):
+    for use in (
+        lambda p: p.lerp_(p, 0.1),
+        lambda p: p * 0.9,
+        lambda p: 1 - p,
+        lambda p: p.float(),
+        lambda p: p.data.to(torch.float64),
+        lambda p: p.clone().add(1),
+    ):
         with torch.no_grad(), pytest.raises(RuntimeError, match=REFUSED):
             use(parameter)
 
@@ -108,8 +145,15 @@ def test_copies_of_codes_are_codes(kind: str, how: str) -> None:
         other = torch.load(file, weights_only=False)
     else:
         held.float().bfloat16()
-    assert isinstance(other.parameter, Codes) and isinstance(other.parameter, nn.Parameter) and other.parameter.requires_grad
-    assert torch.equal(plain(other.parameter).float(), plain(held.parameter).float()) and type(plain(held.parameter)) is Tensor
+    assert (
+        isinstance(other.parameter, Codes)
+        and isinstance(other.parameter, nn.Parameter)
+        and other.parameter.requires_grad
+    )
+    assert (
+        torch.equal(plain(other.parameter).float(), plain(held.parameter).float())
+        and type(plain(held.parameter)) is Tensor
+    )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -139,6 +183,9 @@ def test_compiled_code_reads_it(kind: str) -> None:
         return held(x.to(held.weight.dtype)) + F.linear(x.to(held.weight.dtype), held.weight)
 
     x = torch.randn(4, 32)
-    for held, f in ((eager, run), (traced, torch.compile(run, backend="aot_eager", fullgraph=True))):
+    for held, f in (
+        (eager, run),
+        (traced, torch.compile(run, backend="aot_eager", fullgraph=True)),
+    ):
         f(held, x).float().square().sum().backward()
     torch.testing.assert_close(traced.parameter.grad, eager.parameter.grad, rtol=1e-2, atol=1e-2)

@@ -20,8 +20,15 @@ from fp8cfg.training import train_step
 from tests.support.small import small, steps
 
 SCALINGS = [
-    Scaling(), Scaling(first_step="te"), Scaling("current"), Scaling("current", granularity="row"),
-    Scaling("block"), Scaling("block", weights_2d=True), Scaling("mxfp8", backward=E4M3), Scaling("nvfp4", forward=E2M1, backward=E2M1)]
+    Scaling(),
+    Scaling(first_step="te"),
+    Scaling("current"),
+    Scaling("current", granularity="row"),
+    Scaling("block"),
+    Scaling("block", weights_2d=True),
+    Scaling("mxfp8", backward=E4M3),
+    Scaling("nvfp4", forward=E2M1, backward=E2M1),
+]
 
 
 @pytest.fixture
@@ -30,7 +37,9 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     seen: list[Tensor] = []
     plain = Plan.operand
 
-    def operand(self: Plan, t: Tensor, role: int, state: Any, high_precision: bool, axis: int, both: bool) -> Any:
+    def operand(
+        self: Plan, t: Tensor, role: int, state: Any, high_precision: bool, axis: int, both: bool
+    ) -> Any:
         if role == WEIGHT and not high_precision:
             seen.append(t)
         return plain(self, t, role, state, high_precision, axis, both)
@@ -48,7 +57,9 @@ def inputs(seed: int) -> Tensor:
     return torch.randn(32, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s.kind}-{s.granularity}-{s.weights_2d}-{s.first_step}")
+@pytest.mark.parametrize(
+    "scaling", SCALINGS, ids=lambda s: f"{s.kind}-{s.granularity}-{s.weights_2d}-{s.first_step}"
+)
 @pytest.mark.parametrize("dgrad_in_high_precision", [False, True])
 def test_passes_that_share_a_weight_compute_what_each_would(
     scaling: Scaling, dgrad_in_high_precision: bool, quantized: list[Tensor]
@@ -73,7 +84,9 @@ def test_passes_that_share_a_weight_compute_what_each_would(
     assert not one.keeps_weight and one.quantized_weight is None
 
 
-def test_a_weight_that_was_written_or_is_another_one_is_quantized_again(quantized: list[Tensor]) -> None:
+def test_a_weight_that_was_written_or_is_another_one_is_quantized_again(
+    quantized: list[Tensor],
+) -> None:
     one = layer(Scaling("current"))
     with weights_kept(one):
         one(inputs(0))
@@ -89,7 +102,9 @@ def test_a_weight_that_was_written_or_is_another_one_is_quantized_again(quantize
     assert len(quantized) == 4 + 4  # and each copy its own: it keeps nothing
 
 
-def test_a_kept_weight_is_of_its_precision_and_of_passes_that_record_alone(quantized: list[Tensor]) -> None:
+def test_a_kept_weight_is_of_its_precision_and_of_passes_that_record_alone(
+    quantized: list[Tensor],
+) -> None:
     one = layer(Scaling())
     plain = copy.deepcopy(one)
     with weights_kept(one):
@@ -98,7 +113,9 @@ def test_a_kept_weight_is_of_its_precision_and_of_passes_that_record_alone(quant
         assert one.quantized_weight is None, "an evaluation records no amax, and keeps nothing"
         one(inputs(0)), plain(inputs(0))
         with one.region.entered(active=False):
-            assert torch.equal(one(inputs(0)), nn.functional.linear(inputs(0), one.weight, one.bias))
+            assert torch.equal(
+                one(inputs(0)), nn.functional.linear(inputs(0), one.weight, one.bias)
+            )
         with torch.autocast("cpu", torch.bfloat16), plain.region.entered():
             assert torch.equal(one(inputs(0)), plain(inputs(0)))
     assert torch.equal(one.fp8_amax_history, plain.fp8_amax_history)
@@ -117,12 +134,16 @@ def test_under_a_selective_checkpoint_nothing_is_kept() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("words", [
-    "precision=bf16_fp8 fp8.params=false trainer.micro_batch_size=2",
-    "precision=bf16_fp8_block trainer.micro_batch_size=4 model.recompute_granularity=full",
-    "precision=bf16_mxfp8 fp8.params=false trainer.micro_batch_size=4 model.recompute_granularity=selective",
-    "precision=bf16_fp8 model.share_embeddings_and_output_weights=true fp8.output_layer=true trainer.micro_batch_size=4",
-    "precision=fp16_fp8 fp8.params=false precision.loss_scale=1e30 trainer.micro_batch_size=4"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "precision=bf16_fp8 fp8.params=false trainer.micro_batch_size=2",
+        "precision=bf16_fp8_block trainer.micro_batch_size=4 model.recompute_granularity=full",
+        "precision=bf16_mxfp8 fp8.params=false trainer.micro_batch_size=4 model.recompute_granularity=selective",
+        "precision=bf16_fp8 model.share_embeddings_and_output_weights=true fp8.output_layer=true trainer.micro_batch_size=4",
+        "precision=fp16_fp8 fp8.params=false precision.loss_scale=1e30 trainer.micro_batch_size=4",
+    ],
+)
 def test_a_run_has_the_bits_of_one_that_quantizes_in_each_pass(
     words: str, quantized: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +158,9 @@ def test_a_run_has_the_bits_of_one_that_quantizes_in_each_pass(
         found.append((done, stored_state_dict(job.model), len(quantized)))
     (kept, state, once), (plain, other, every) = found
     assert str(kept) == str(plain)  # a norm may be NaN
-    assert state.keys() == other.keys() and all(torch.equal(t.float(), other[name].float()) for name, t in state.items())
+    assert state.keys() == other.keys() and all(
+        torch.equal(t.float(), other[name].float()) for name, t in state.items()
+    )
     assert once < every
 
 
@@ -154,9 +177,18 @@ def test_compiled_code_reads_the_weights_that_are_kept(monkeypatch: pytest.Monke
     for on in (True, False):
         if not on:
             monkeypatch.setattr(train_step, "weights_kept", lambda *_: nullcontext())
-        job = fp8cfg.build(small("precision=bf16_fp8", "fp8.params=false", "model.num_layers=1", "trainer.micro_batch_size=4"))
+        job = fp8cfg.build(
+            small(
+                "precision=bf16_fp8",
+                "fp8.params=false",
+                "model.num_layers=1",
+                "trainer.micro_batch_size=4",
+            )
+        )
         job.compile_model()
         found.append((list(steps(job, 2)), stored_state_dict(job.model)))
     (kept, state), (plain, other) = found
-    assert kept == plain and all(torch.equal(t.float(), other[name].float()) for name, t in state.items())
+    assert kept == plain and all(
+        torch.equal(t.float(), other[name].float()) for name, t in state.items()
+    )
     assert filled == ([True] * 4 + [False] * 4) * 2 + [False] * 16

@@ -17,7 +17,12 @@ class Megatron:
     """`DynamicGradScaler.update` of megatron/core/optimizer/grad_scaler.py, line by line."""
 
     def __init__(self, initial: float, minimum: float, window: int, hysteresis: int) -> None:
-        self.scale, self.minimum, self.window, self.hysteresis = initial, minimum, window, hysteresis
+        self.scale, self.minimum, self.window, self.hysteresis = (
+            initial,
+            minimum,
+            window,
+            hysteresis,
+        )
         self.growth_tracker, self.hysteresis_tracker = 0, hysteresis
 
     def update(self, found_inf: bool) -> None:
@@ -35,7 +40,9 @@ class Megatron:
 
 
 @given(overflows, st.integers(1, 6), st.integers(1, 4), st.sampled_from([1.0, 2.0**28]))
-def test_it_follows_megatron(steps: list[bool], window: int, hysteresis: int, minimum: float) -> None:
+def test_it_follows_megatron(
+    steps: list[bool], window: int, hysteresis: int, minimum: float
+) -> None:
     ours = LossScaler(min_loss_scale=minimum, loss_scale_window=window, hysteresis=hysteresis)
     theirs = Megatron(2.0**32, minimum, window, hysteresis)
     for found_inf in steps:

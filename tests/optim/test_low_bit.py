@@ -15,29 +15,54 @@ from fp8cfg.numerics.formats import E4M3
 from fp8cfg.optim.low_bit import gradients
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
 from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
-from tests.support.low_bit import BETAS, ROWS, bits, build, equal, everything, normal, parameters, train
+from tests.support.low_bit import (
+    BETAS,
+    ROWS,
+    bits,
+    build,
+    equal,
+    everything,
+    normal,
+    parameters,
+    train,
+)
 
 
 # float32 throughout is torch's optimizer. The order of operations is MS-AMP's: torch's is lerp for the first moment, and MKL's
 # square root where it is not fused. So the bits of one step differ in the last place, and after 200 steps this much.
-@pytest.mark.parametrize(("mine", "theirs"), [(LowBitAdamW, torch.optim.AdamW), (LowBitAdam, torch.optim.Adam)])
-@pytest.mark.parametrize("kernel", [{"fused": True}, {"foreach": True}, {"foreach": False, "fused": False}], ids=["fused", "foreach", "single"])
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(LowBitAdamW, torch.optim.AdamW), (LowBitAdam, torch.optim.Adam)]
+)
+@pytest.mark.parametrize(
+    "kernel",
+    [{"fused": True}, {"foreach": True}, {"foreach": False, "fused": False}],
+    ids=["fused", "foreach", "single"],
+)
 def test_float32_is_torchs(mine: type[LowBitOptimizer], theirs: Any, kernel: dict) -> None:
     a, b = parameters(ROWS["fp32"], (100, 130), (77,)), parameters(ROWS["fp32"], (100, 130), (77,))
-    ours, reference = build(ROWS["fp32"], a, mine), theirs([*b.values()], lr=1e-3, betas=BETAS, weight_decay=0.1, **kernel)
+    ours, reference = (
+        build(ROWS["fp32"], a, mine),
+        theirs([*b.values()], lr=1e-3, betas=BETAS, weight_decay=0.1, **kernel),
+    )
     for step in range(200):
         for x, y in zip(a.values(), b.values(), strict=True):
             x.grad = y.grad = normal(*x.shape, seed=step, scale=1e-3)
         ours.step()
         reference.step()
     for x, y in zip(a.values(), b.values(), strict=True):
-        for u, v in ((x, y), *((ours.state[x][k][0], reference.state[y][k]) for k in ("exp_avg", "exp_avg_sq"))):
+        for u, v in (
+            (x, y),
+            *((ours.state[x][k][0], reference.state[y][k]) for k in ("exp_avg", "exp_avg_sq")),
+        ):
             assert (u - v).abs().max() <= 5e-7 * v.abs().max()
 
 
 def test_first_moments_of_float32_are_torchs_to_the_bit() -> None:
     a, b = parameters(ROWS["fp32"], (100, 130)), parameters(ROWS["fp32"], (100, 130))
-    ours, reference = build(ROWS["fp32"], a), torch.optim.AdamW([*b.values()], lr=1e-3, betas=BETAS, weight_decay=0.1, fused=True)
+    ours, reference = (
+        build(ROWS["fp32"], a),
+        torch.optim.AdamW([*b.values()], lr=1e-3, betas=BETAS, weight_decay=0.1, fused=True),
+    )
     a["p0"].grad = b["p0"].grad = normal(100, 130)
     ours.step()
     reference.step()
@@ -47,13 +72,18 @@ def test_first_moments_of_float32_are_torchs_to_the_bit() -> None:
 
 # Gradients and groups.
 
+
 def test_gradients_are_stored_once_and_freed() -> None:
     p = parameters(ROWS["O2"], (4, 128))
     optimizer = build(ROWS["O2"], p)
     p["p0"].grad = normal(4, 128)
     optimizer.store_grads()
     data, scale_inv = optimizer.stored_grads[p["p0"]]
-    assert p["p0"].grad is None and data.dtype == E4M3.dtype and scale_inv.item() == NAMES["fp8_pow2"].encode(normal(4, 128))[1].item()
+    assert (
+        p["p0"].grad is None
+        and data.dtype == E4M3.dtype
+        and scale_inv.item() == NAMES["fp8_pow2"].encode(normal(4, 128))[1].item()
+    )
     before = p["p0"].detach().clone()
     optimizer.step()
     assert not torch.equal(before, p["p0"]) and optimizer.state[p["p0"]]["step"] == 1
@@ -83,11 +113,17 @@ def test_gradients_scale_by_their_scale() -> None:
 
 def test_groups_have_their_own_columns_and_hyperparameters() -> None:
     w, b = nn.Parameter(normal(4, 128)), nn.Parameter(normal(4))
-    groups = [{"params": [("w", w)], "weight_decay": 0.1, "columns": ROWS["O2"]}, {"params": [("b", b)], "lr": 0.0}]
+    groups = [
+        {"params": [("w", w)], "weight_decay": 0.1, "columns": ROWS["O2"]},
+        {"params": [("b", b)], "lr": 0.0},
+    ]
     optimizer = LowBitAdamW(groups, lr=1e-2)
     start = b.detach().clone()
     train(optimizer, {"w": w, "b": b}, range(2))
-    assert {k for k in optimizer.state_tensors() if k[0] == "b"} == {"b.exp_avg", "b.exp_avg_sq"} and torch.equal(b, start)
+    assert {k for k in optimizer.state_tensors() if k[0] == "b"} == {
+        "b.exp_avg",
+        "b.exp_avg_sq",
+    } and torch.equal(b, start)
     assert optimizer.state[w]["exp_avg"][0].dtype == E4M3.dtype
     optimizer.add_param_group({"params": [("c", nn.Parameter(torch.ones(3)))]})
     assert "c.exp_avg" in optimizer.state_tensors()
@@ -111,7 +147,11 @@ def test_seeds_and_names_choose_the_random_numbers() -> None:
         p = {name: nn.Parameter(normal(4, 128).bfloat16())}
         train(build(c, p, seed=seed), p, range(2))
         found.append(bits(p[name]))
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2]) and not torch.equal(found[0], found[3])
+    assert (
+        torch.equal(found[0], found[1])
+        and not torch.equal(found[0], found[2])
+        and not torch.equal(found[0], found[3])
+    )
 
 
 def test_stochastic_rounding_carries_small_updates() -> None:
@@ -132,15 +172,30 @@ def replace_weight(c: Columns, rounding: Any) -> Columns:
     return c._replace(weight=replace(c.weight, rounding=rounding))
 
 
-@pytest.mark.parametrize(("params", "options", "words"), [
-    ([("w", nn.Parameter(torch.zeros(2)))], {"lr": -1.0}, "lr=-1.0 must not be negative"),
-    ([("w", nn.Parameter(torch.zeros(2)))], {"eps": math.nan}, "eps=nan must not be negative"),
-    ([("w", nn.Parameter(torch.zeros(2)))], {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must lie in \[0, 1\)"),
-    ([nn.Parameter(torch.zeros(2))], {}, "state is kept by name"),
-    ([("w", nn.Parameter(torch.zeros(2))), ("w", nn.Parameter(torch.zeros(2)))], {}, "two parameters are named w"),
-    ([("w", nn.Parameter(torch.zeros(2, 3).t()))], {}, "w is not contiguous"),
-    ([("w", nn.Parameter(torch.zeros(2).to(E4M3.dtype)))], {}, "w is torch.float8_e4m3fn; parameters are float32"),
-])
+@pytest.mark.parametrize(
+    ("params", "options", "words"),
+    [
+        ([("w", nn.Parameter(torch.zeros(2)))], {"lr": -1.0}, "lr=-1.0 must not be negative"),
+        ([("w", nn.Parameter(torch.zeros(2)))], {"eps": math.nan}, "eps=nan must not be negative"),
+        (
+            [("w", nn.Parameter(torch.zeros(2)))],
+            {"betas": (0.9, 1.0)},
+            r"betas=\(0.9, 1.0\) must lie in \[0, 1\)",
+        ),
+        ([nn.Parameter(torch.zeros(2))], {}, "state is kept by name"),
+        (
+            [("w", nn.Parameter(torch.zeros(2))), ("w", nn.Parameter(torch.zeros(2)))],
+            {},
+            "two parameters are named w",
+        ),
+        ([("w", nn.Parameter(torch.zeros(2, 3).t()))], {}, "w is not contiguous"),
+        (
+            [("w", nn.Parameter(torch.zeros(2).to(E4M3.dtype)))],
+            {},
+            "w is torch.float8_e4m3fn; parameters are float32",
+        ),
+    ],
+)
 def test_what_is_refused(params: Any, options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         LowBitAdamW(params, **options)
@@ -152,14 +207,19 @@ def test_torchaos_adamw_fp8() -> None:
     optim = pytest.importorskip("torchao.optim")
     blocks, w = Codec(E4M3, "exact", block=256), normal(64, 128, scale=0.02)
     ours, theirs = {"w": nn.Parameter(w.clone())}, nn.Parameter(w.clone())
-    a, b = build(Columns(exp_avg=blocks, exp_avg_sq=blocks), ours), optim.AdamWFp8([theirs], lr=1e-3, betas=BETAS, weight_decay=0.1)
+    a, b = (
+        build(Columns(exp_avg=blocks, exp_avg_sq=blocks), ours),
+        optim.AdamWFp8([theirs], lr=1e-3, betas=BETAS, weight_decay=0.1),
+    )
     for step in range(10):
         ours["w"].grad = theirs.grad = normal(64, 128, seed=step, scale=1e-3)
         a.step()
         b.step()
     for moment in ("exp_avg", "exp_avg_sq"):
         (data, scale), other = a.state[ours["w"]][moment], b.state[theirs][moment]
-        assert (bits(data) != bits(other.codes)).float().mean() < 1e-3 and torch.allclose(scale, other.scale, rtol=1e-5)
+        assert (bits(data) != bits(other.codes)).float().mean() < 1e-3 and torch.allclose(
+            scale, other.scale, rtol=1e-5
+        )
     assert (ours["w"] - theirs).abs().max() < 5e-5
 
 
@@ -180,15 +240,24 @@ def test_gradients_add_up_in_their_codec_where_storage_accumulate_is_stored() ->
         (p * 1.0).sum().backward()
 
 
-def test_gradients_wait_for_those_that_are_stored_in_the_same_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_wait_for_those_that_are_stored_in_the_same_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As on a GPU, here of 2: the bits of those that are stored alone. A large one does not wait, and none after the pass."""
     monkeypatch.setattr(gradients, "together", lambda device: 2)
     monkeypatch.setattr(gradients, "WAITING", 100)
-    params = {name: nn.Parameter(normal(n, seed=n)) for name, n in (("a", 64), ("b", 32), ("c", 8), ("d", 128))}
+    params = {
+        name: nn.Parameter(normal(n, seed=n))
+        for name, n in (("a", 64), ("b", 32), ("c", 8), ("d", 128))
+    }
     optimizer = LowBitAdamW([*params.items()], columns=named_columns(weight_grad="fp8"))
     there: dict[str, str] = {}
     for name, p in params.items():
-        p.register_post_accumulate_grad_hook(lambda _, name=name: there.update({name: "".join(optimizer.names[q] for q in optimizer.stored_grads)}))
+        p.register_post_accumulate_grad_hook(
+            lambda _, name=name: there.update(
+                {name: "".join(optimizer.names[q] for q in optimizer.stored_grads)}
+            )
+        )
 
     def backward() -> None:
         total = torch.zeros(())
@@ -205,17 +274,24 @@ def test_gradients_wait_for_those_that_are_stored_in_the_same_launches(monkeypat
     with optimizer.storing():
         backward()
         assert params["a"].grad is not None
-    assert [*there.items()] == [("d", ""), ("c", "d"), ("b", "d"), ("a", "dcb")] and all(p.grad is None for p in params.values())
+    assert [*there.items()] == [("d", ""), ("c", "d"), ("b", "d"), ("a", "dcb")] and all(
+        p.grad is None for p in params.values()
+    )
     stored = dict(optimizer.stored_grads)
     backward()
     for p in params.values():
-        assert all(torch.equal(bits(x), bits(y)) for x, y in zip(stored[p], codec("fp8").encode(p.grad), strict=True))
+        assert all(
+            torch.equal(bits(x), bits(y))
+            for x, y in zip(stored[p], codec("fp8").encode(p.grad), strict=True)
+        )
 
 
 def test_moments_in_blocks_and_in_float32_go_on_in_the_other() -> None:
     """Where the shards of one layout cut the blocks, its moments are float32; here of every tensor."""
     blocks = Columns(exp_avg=NAMES["fp8_block"], exp_avg_sq=NAMES["fp8_block"])
-    both = {columns: build(columns, parameters(columns, (4, 128))) for columns in (Columns(), blocks)}
+    both = {
+        columns: build(columns, parameters(columns, (4, 128))) for columns in (Columns(), blocks)
+    }
     for optimizer in both.values():
         optimizer.whole = {blocks}
         (p,) = optimizer.names

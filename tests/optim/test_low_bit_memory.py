@@ -20,7 +20,15 @@ from fp8cfg.optim.low_bit.compiled_code import compiled_code, launch_groups
 from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
 from tests.support.low_bit import ROWS, bits, build, equal, everything, normal, parameters, train
 
-BYTES = {"fp32": 12, "O1": 10, "O2": 5, "O3": 6, "Megatron": 10, "bf16 stochastic": 6, "block moments": 4 + 2 * (1 + 1 / 32)}
+BYTES = {
+    "fp32": 12,
+    "O1": 10,
+    "O2": 5,
+    "O3": 6,
+    "Megatron": 10,
+    "bf16 stochastic": 6,
+    "block moments": 4 + 2 * (1 + 1 / 32),
+}
 
 
 @pytest.mark.parametrize(("row", "expected"), BYTES.items())
@@ -49,39 +57,65 @@ def test_pieces_make_no_difference(row: str, monkeypatch: pytest.MonkeyPatch) ->
     assert equal(found[0], found[1]) and equal(found[0], found[2])
 
 
-@pytest.mark.parametrize(("row", "cls", "backend"), [
-    ("O2", LowBitAdamW, "inductor"), ("O3", LowBitAdam, "aot_eager"), ("bf16 stochastic", LowBitAdamW, "inductor"),
-    ("block moments", LowBitAdamW, "inductor"), ("expanded moments", LowBitAdamW, "inductor")])
-def test_compiled_bits_are_the_eager_ones(row: str, cls: type[LowBitOptimizer], backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("row", "cls", "backend"),
+    [
+        ("O2", LowBitAdamW, "inductor"),
+        ("O3", LowBitAdam, "aot_eager"),
+        ("bf16 stochastic", LowBitAdamW, "inductor"),
+        ("block moments", LowBitAdamW, "inductor"),
+        ("expanded moments", LowBitAdamW, "inductor"),
+    ],
+)
+def test_compiled_bits_are_the_eager_ones(
+    row: str, cls: type[LowBitOptimizer], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One graph a kernel: neither another length nor another step compiles again. O2 has copies in bf16; under O3 three tensors of
     other sizes are taken together, and the fourth alone. Inductor's code for every codec is in tests/numerics/test_codecs.py."""
     compiles, found = torch.compile, []
     if several := row == "O3":
         monkeypatch.setattr(tensor_groups, "together", lambda device: 3)
     if backend != "inductor":
-        monkeypatch.setattr(torch, "compile", lambda run, options, **more: compiles(run, backend=backend, **more))
+        monkeypatch.setattr(
+            torch, "compile", lambda run, options, **more: compiles(run, backend=backend, **more)
+        )
     for compiled in (False, True):
-        p = parameters(ROWS[row], (16, 128), (16, 128), (24, 128), (5, 77), (3,), (), dtype=torch.bfloat16 if row == "O2" else None)
+        p = parameters(
+            ROWS[row],
+            (16, 128),
+            (16, 128),
+            (24, 128),
+            (5, 77),
+            (3,),
+            (),
+            dtype=torch.bfloat16 if row == "O2" else None,
+        )
         optimizer = build(ROWS[row], p, cls, compiled=compiled)
         compiled_code.cache_clear()
         torch._dynamo.utils.counters.clear()
         train(optimizer, p, range(4))
         kernels = (3 if ROWS[row].per_tensor else 1) if compiled else 0
         assert compiled_code.cache_info().currsize == kernels
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == kernels + 2 * (several and compiled)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == kernels + 2 * (
+            several and compiled
+        )
         found.append(everything(optimizer, p))
     assert equal(*found)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_pow2", "fp8_block"])
-def test_gradients_are_stored_and_their_norms_taken_as_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_stored_and_their_norms_taken_as_in_pieces(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, but for the compiler. The last tensor is taken in pieces."""
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)
     monkeypatch.setattr(gradients, "together", lambda device: 2)
     monkeypatch.setattr(gradients, "compiles", lambda device: True)
     compiled_code.cache_clear()
     codec = codecs.codec(name)
-    values = [normal(*shape, seed=i) for i, shape in enumerate([(64, 128), (5, 256), (3, 4096), (3,)])]
+    values = [
+        normal(*shape, seed=i) for i, shape in enumerate([(64, 128), (5, 256), (3, 4096), (3,)])
+    ]
     params = {nn.Parameter(x.bfloat16()): f"p{i}" for i, x in enumerate(values)}
     of = gradients.StoredGradients(params, lambda p, what: pytest.fail("nearest"))
     of.codecs.update(dict.fromkeys(params, codec))
@@ -89,10 +123,16 @@ def test_gradients_are_stored_and_their_norms_taken_as_in_pieces(name: str, monk
         p.grad = p.detach().clone()
     of.store_all()
     stored = [of.stored[p] for p in params]
-    assert all(torch.equal(bits(a), bits(b)) for x, s in zip(values, stored, strict=True) for a, b in zip(s, codec.encode(x.bfloat16().float()), strict=True))
+    assert all(
+        torch.equal(bits(a), bits(b))
+        for x, s in zip(values, stored, strict=True)
+        for a, b in zip(s, codec.encode(x.bfloat16().float()), strict=True)
+    )
     assert [gradients._in_one(codec, each) for each in stored] == [True] * 3 + [False]
     found = gradients.norms([codec] * 4, stored)
-    torch.testing.assert_close(found, [codec.decode(each).norm() for each in stored], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        found, [codec.decode(each).norm() for each in stored], rtol=1e-6, atol=0
+    )
     compiled_code.cache_clear()
 
 
@@ -105,7 +145,10 @@ def test_scales_of_whole_tensors_are_made_for_all_together(monkeypatch: pytest.M
         p = parameters(ROWS["O3"], (64, 128), (16, 128), (3, 4096))
         optimizer = build(ROWS["O3"], p, LowBitAdamW, compiled=compiled)
         train(optimizer, p, range(2))
-        state, optimizer.deferred = everything(optimizer, p), SimpleNamespace(skip=torch.tensor(True), waits_for=lambda _: False)
+        state, optimizer.deferred = (
+            everything(optimizer, p),
+            SimpleNamespace(skip=torch.tensor(True), waits_for=lambda _: False),
+        )
         train(optimizer, p, range(2, 3))
         assert equal(state, everything(optimizer, p))
         optimizer.deferred = None
@@ -117,7 +160,9 @@ def test_scales_of_whole_tensors_are_made_for_all_together(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("row", "lengths"), [("O3", [3]), ("blocks", [1, 1, 1])])
-def test_blocks_are_stored_a_tensor_at_a_time(row: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_stored_a_tensor_at_a_time(
+    row: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, but for the compiler, which would take 262,144 elements a program for reductions that it combines there."""
     taken, found = list[int](), []
 
@@ -157,7 +202,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-            return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)}
+            return {
+                t.untyped_storage().data_ptr(): t.untyped_storage()
+                for t in torch.utils._pytree.tree_leaves(tree)
+                if isinstance(t, torch.Tensor)
+            }
+
         known = storages((args, kwargs))
         out = func(*args, **(kwargs or {}))
         for pointer, storage in storages(out).items():
@@ -205,5 +255,11 @@ def test_compiled_code_makes_no_float32_copy(row: str) -> None:
     with fresh_cache():
         _, code = run_and_get_code(functools.partial(optimizer.step))
     made = [line for text in code for line in text.splitlines() if "= empty_strided_cpu(" in line]
-    whole = [line for line in made if "empty_strided_cpu((s" in line and ("128" in line or row == "O2") and f"// {ROW}" not in line]
+    whole = [
+        line
+        for line in made
+        if "empty_strided_cpu((s" in line
+        and ("128" in line or row == "O2")
+        and f"// {ROW}" not in line
+    ]
     assert code and not whole, whole

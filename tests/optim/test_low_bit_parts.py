@@ -16,7 +16,11 @@ from fp8cfg.training.checkpoint import block_scales
 from tests.support.low_bit import bits, build, normal
 
 SHAPE = (12, 3 * BLOCK)
-CUTS = {"rows": TensorShard(1, 2), "pieces": TensorShard(2, 3, 0, 2), "columns": TensorShard(1, 3, 1)}
+CUTS = {
+    "rows": TensorShard(1, 2),
+    "pieces": TensorShard(2, 3, 0, 2),
+    "columns": TensorShard(1, 3, 1),
+}
 MOMENTS = {"tensor": ("fp8", "fp16_scaled"), "blocks": ("fp8_expand", "fp8_block")}
 
 
@@ -28,7 +32,11 @@ def scales_of_part(scales: Tensor, cut: str) -> Tensor:
     """The one scale of a tensor, or those of the blocks of its part."""
     if not scales.dim():
         return scales
-    return block_scales.own(scales, SHAPE[0], CUTS[cut]) if cut == "columns" else CUTS[cut].part(scales)
+    return (
+        block_scales.own(scales, SHAPE[0], CUTS[cut])
+        if cut == "columns"
+        else CUTS[cut].part(scales)
+    )
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -44,7 +52,11 @@ def test_a_part_has_the_bits_of_the_whole(moments: str, cut: str) -> None:
         amaxes.append(found)
         return found
 
-    every.largest, mine.largest, mine.parts = recorded, lambda here: torch.maximum(here, amaxes.pop()), {part: strided(shard, part)}
+    every.largest, mine.largest, mine.parts = (
+        recorded,
+        lambda here: torch.maximum(here, amaxes.pop()),
+        {part: strided(shard, part)},
+    )
     for step in range(3):
         whole.grad = normal(*SHAPE, seed=10 + step, scale=1e-3).bfloat16()
         part.grad = shard.part(whole.grad).clone()
@@ -73,7 +85,10 @@ def test_a_part_of_a_gradient_has_the_codes_of_the_whole(grad: str, cut: str) ->
         amaxes.append(found)
         return found
 
-    every.gradients.largest, mine.gradients.largest = recorded, lambda here: torch.maximum(here, amaxes.pop())
+    every.gradients.largest, mine.gradients.largest = (
+        recorded,
+        lambda here: torch.maximum(here, amaxes.pop()),
+    )
     mine.gradients.groups = {part: {part}}
     for step, first in enumerate((1.0, 1.0, float("nan"))):
         gradient = normal(*SHAPE, seed=step)
@@ -83,10 +98,19 @@ def test_a_part_of_a_gradient_has_the_codes_of_the_whole(grad: str, cut: str) ->
                 (p * g).sum().backward()
         theirs, own = every.stored_grads[whole], mine.stored_grads[part]
         if grad == "fp8_block" or step < 2:
-            assert torch.equal(bits(own[0]), bits(shard.part(theirs[0].view(torch.uint8) if theirs[0].itemsize == 1 else theirs[0])))
+            assert torch.equal(
+                bits(own[0]),
+                bits(
+                    shard.part(
+                        theirs[0].view(torch.uint8) if theirs[0].itemsize == 1 else theirs[0]
+                    )
+                ),
+            )
             assert torch.equal(own[1], scales_of_part(theirs[1], cut))
         else:
-            assert columns.read.decode(own).isnan().all() and columns.read.decode(theirs).isnan().all()
+            assert (
+                columns.read.decode(own).isnan().all() and columns.read.decode(theirs).isnan().all()
+            )
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -98,26 +122,49 @@ def test_elements_of_a_part_are_numbered_as_in_the_whole(cut: str) -> None:
     assert torch.equal(elements(place._replace(start=40), 7, part.device), part.flatten()[40:47])
 
 
-@pytest.mark.parametrize(("shard", "shape", "kept"), [
-    (TensorShard(1, 2), (2, 2 * BLOCK), True), (TensorShard(1, 4), (4, BLOCK // 2), False), (TensorShard(1, 2, 1), (2, 2 * BLOCK), True),
-    (TensorShard(1, 4, 1), (2, 2 * BLOCK), False), (TensorShard(1, 2, 0, 2), (4, BLOCK // 2), False), (TensorShard(1, 2, 0, 2), (4, BLOCK), True)])
-def test_moments_of_cut_blocks_are_float32_and_decode_from_those_of_the_whole(shard: TensorShard, shape: tuple[int, int], kept: bool) -> None:
+@pytest.mark.parametrize(
+    ("shard", "shape", "kept"),
+    [
+        (TensorShard(1, 2), (2, 2 * BLOCK), True),
+        (TensorShard(1, 4), (4, BLOCK // 2), False),
+        (TensorShard(1, 2, 1), (2, 2 * BLOCK), True),
+        (TensorShard(1, 4, 1), (2, 2 * BLOCK), False),
+        (TensorShard(1, 2, 0, 2), (4, BLOCK // 2), False),
+        (TensorShard(1, 2, 0, 2), (4, BLOCK), True),
+    ],
+)
+def test_moments_of_cut_blocks_are_float32_and_decode_from_those_of_the_whole(
+    shard: TensorShard, shape: tuple[int, int], kept: bool
+) -> None:
     columns = named_columns("bf16", "fp32", "fp32", "fp8_expand", "fp8_block")
     values = normal(*shape).abs()
     part = shard.part(values)
     place = strided(shard, part)
     found = columns_of_shard(columns, part, place)
-    assert (found == columns) == kept and (found.exp_avg == found.exp_avg_sq == FLOAT32.exp_avg) == (not kept)
+    assert (found == columns) == kept and (
+        found.exp_avg == found.exp_avg_sq == FLOAT32.exp_avg
+    ) == (not kept)
     assert (found.weight, found.master) == (columns.weight, columns.master)
     for codec in (columns.exp_avg, columns.exp_avg_sq):
         data, scales = codec.encode(values, random_key(1, "draw"))
         here = shard.part(data.view(torch.uint8)).view(data.dtype)
-        assert torch.equal(decoded_part(codec, here, scales, place), shard.part(codec.decode((data, scales))))
+        assert torch.equal(
+            decoded_part(codec, here, scales, place), shard.part(codec.decode((data, scales)))
+        )
 
 
-@pytest.mark.parametrize(("shape", "shard", "split"), [
-    ((BLOCK,), TensorShard(1, 2), True), ((96,), TensorShard(1, 2), False), ((4, BLOCK), TensorShard(1, 2, 1), True), ((4, 96), TensorShard(1, 4, 1), False)])
-def test_scales_of_cut_blocks_are_read_whole(shape: tuple[int, ...], shard: TensorShard, split: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "shard", "split"),
+    [
+        ((BLOCK,), TensorShard(1, 2), True),
+        ((96,), TensorShard(1, 2), False),
+        ((4, BLOCK), TensorShard(1, 2, 1), True),
+        ((4, 96), TensorShard(1, 4, 1), False),
+    ],
+)
+def test_scales_of_cut_blocks_are_read_whole(
+    shape: tuple[int, ...], shard: TensorShard, split: bool
+) -> None:
     """Of 192 elements too, two blocks of 128 and 64, of which each of two ranks has 96."""
     assert block_scales.split(torch.empty(shape), shard) == (shard if split else None, None)
     assert block_scales.split(torch.empty(shape), None) == (None, None)
@@ -142,12 +189,22 @@ def test_compiled_code_takes_places_of_any_part() -> None:
 def test_a_compiled_step_of_parts_has_the_bits_of_an_eager_one() -> None:
     found = []
     for compiled in (False, True):
-        params = {f"p{i}": nn.Parameter(normal(4, width, seed=i).bfloat16()) for i, width in enumerate((BLOCK, 3 * BLOCK))}
-        optimizer = build(named_columns("bf16", "fp32", "fp32", "fp8_block", "fp8_block"), params, seed=5, compiled=compiled)
+        params = {
+            f"p{i}": nn.Parameter(normal(4, width, seed=i).bfloat16())
+            for i, width in enumerate((BLOCK, 3 * BLOCK))
+        }
+        optimizer = build(
+            named_columns("bf16", "fp32", "fp32", "fp8_block", "fp8_block"),
+            params,
+            seed=5,
+            compiled=compiled,
+        )
         optimizer.parts = {p: Strided(0, p.shape[1], 2, 4) for p in params.values()}
         for step in range(2):
             for p in params.values():
                 p.grad = normal(*p.shape, seed=step, scale=1e-3).bfloat16()
             optimizer.step()
         found.append({name: bits(t).clone() for name, t in optimizer.state_tensors().items()})
-    assert found[0].keys() == found[1].keys() and all(torch.equal(t, found[1][name]) for name, t in found[0].items())
+    assert found[0].keys() == found[1].keys() and all(
+        torch.equal(t, found[1][name]) for name, t in found[0].items()
+    )

@@ -23,7 +23,11 @@ def test_resumes_bit_for_bit(row: str, cls: type[LowBitOptimizer]) -> None:
     p = parameters(c, *shapes)
     optimizer = build(c, p, cls, seed=5)
     train(optimizer, p, range(3))
-    tensors, rest, weights = save(optimizer.state_tensors()), json.dumps(optimizer.state_json()), {k: v.detach().clone() for k, v in p.items()}
+    tensors, rest, weights = (
+        save(optimizer.state_tensors()),
+        json.dumps(optimizer.state_json()),
+        {k: v.detach().clone() for k, v in p.items()},
+    )
     train(optimizer, p, range(3, 6))
 
     again = parameters(c, *shapes, seed=50)
@@ -40,21 +44,43 @@ def test_resumes_bit_for_bit(row: str, cls: type[LowBitOptimizer]) -> None:
 
 def test_state_names() -> None:
     p = parameters(ROWS["O3"], (4, 128))
-    assert {k: (v.dtype, tuple(v.shape)) for k, v in build(ROWS["O3"], p).state_tensors().items()} == {
-        "p0.master": (torch.float16, (4, 128)), "p0.master.scale_inv": (torch.float32, ()),
-        "p0.weight": (E4M3.dtype, (4, 128)), "p0.weight.scale_inv": (torch.float32, ()),
-        "p0.exp_avg": (E4M3.dtype, (4, 128)), "p0.exp_avg.scale_inv": (torch.float32, ()),
-        "p0.exp_avg_sq": (torch.float16, (4, 128)), "p0.exp_avg_sq.scale_inv": (torch.float32, ())}
+    assert {
+        k: (v.dtype, tuple(v.shape)) for k, v in build(ROWS["O3"], p).state_tensors().items()
+    } == {
+        "p0.master": (torch.float16, (4, 128)),
+        "p0.master.scale_inv": (torch.float32, ()),
+        "p0.weight": (E4M3.dtype, (4, 128)),
+        "p0.weight.scale_inv": (torch.float32, ()),
+        "p0.exp_avg": (E4M3.dtype, (4, 128)),
+        "p0.exp_avg.scale_inv": (torch.float32, ()),
+        "p0.exp_avg_sq": (torch.float16, (4, 128)),
+        "p0.exp_avg_sq.scale_inv": (torch.float32, ()),
+    }
     assert set(build(ROWS["fp32"], p).state_tensors()) == {"p0.exp_avg", "p0.exp_avg_sq"}
-    assert build(ROWS["O2"], p).state_json() == {"optimizer": "LowBitAdamW", "seed": 0, "state": {
-        "p0": {"step": 0, "codecs": {"weight": "fp16 pow2", "exp_avg": "e4m3 pow2", "exp_avg_sq": "fp16 pow2"}}}}
+    assert build(ROWS["O2"], p).state_json() == {
+        "optimizer": "LowBitAdamW",
+        "seed": 0,
+        "state": {
+            "p0": {
+                "step": 0,
+                "codecs": {
+                    "weight": "fp16 pow2",
+                    "exp_avg": "e4m3 pow2",
+                    "exp_avg_sq": "fp16 pow2",
+                },
+            }
+        },
+    }
 
 
 def test_what_load_refuses_and_that_nothing_changes() -> None:
     p = parameters(ROWS["O2"], (4, 128))
     optimizer = build(ROWS["O2"], p)
     train(optimizer, p, range(2))
-    tensors, rest = {k: v.clone() for k, v in optimizer.state_tensors().items()}, optimizer.state_json()
+    tensors, rest = (
+        {k: v.clone() for k, v in optimizer.state_tensors().items()},
+        optimizer.state_json(),
+    )
     before = everything(optimizer, p)
     cut = {k: v for k, v in tensors.items() if k != "p0.exp_avg.scale_inv"}
     wide = {**tensors, "p0.exp_avg": tensors["p0.exp_avg"].float()}
@@ -62,9 +88,20 @@ def test_what_load_refuses_and_that_nothing_changes() -> None:
     for t, j, words in (
         (cut, rest, "1 tensors missing, among them p0.exp_avg.scale_inv"),
         (wide, rest, r"p0.exp_avg is torch.float32 \[4, 128\], expected torch.float8_e4m3fn"),
-        (tensors, {**rest, "optimizer": "LowBitAdam"}, "of LowBitAdam, this optimizer is LowBitAdamW"),
+        (
+            tensors,
+            {**rest, "optimizer": "LowBitAdam"},
+            "of LowBitAdam, this optimizer is LowBitAdamW",
+        ),
         (tensors, {**rest, "state": {"q": entry}}, "1 parameters missing, among them p0"),
-        (tensors, {**rest, "state": {"p0": {**entry, "codecs": {**entry["codecs"], "exp_avg": "e4m3 exact"}}}}, "exp_avg e4m3 exact, .*expected"),
+        (
+            tensors,
+            {
+                **rest,
+                "state": {"p0": {**entry, "codecs": {**entry["codecs"], "exp_avg": "e4m3 exact"}}},
+            },
+            "exp_avg e4m3 exact, .*expected",
+        ),
         (tensors, {"state": {}}, "the JSON has"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -77,7 +114,10 @@ def test_weights_written_by_others_are_noticed() -> None:
     optimizer = build(ROWS["Megatron"], p)
     with torch.no_grad():
         p["p0"].zero_()
-    with pytest.raises(RuntimeError, match="1 parameters, p0 among them, were written after the optimizer had stored their values"):
+    with pytest.raises(
+        RuntimeError,
+        match="1 parameters, p0 among them, were written after the optimizer had stored their values",
+    ):
         optimizer.step()
     plain = parameters(ROWS["fp32"], (4, 128))
     optimizer = build(ROWS["fp32"], plain)
@@ -113,5 +153,13 @@ def test_a_state_with_other_groups_changes_nothing() -> None:
     with pytest.raises(ValueError, match="2 parameter groups, expected 1"):
         optimizer.load_state_dict({**state, "param_groups": state["param_groups"] * 2})
     assert all(torch.equal(t, mine[name]) for name, t in optimizer.state_tensors().items())
-    optimizer.load_state_dict({**state, "param_groups": [{"lr": 0.5, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 0.0}]})
-    assert optimizer.param_groups[0]["lr"] == 0.5 and optimizer.state_tensors()["p0.exp_avg.scale_inv"] == 7.0
+    optimizer.load_state_dict(
+        {
+            **state,
+            "param_groups": [{"lr": 0.5, "betas": (0.5, 0.5), "eps": 1.0, "weight_decay": 0.0}],
+        }
+    )
+    assert (
+        optimizer.param_groups[0]["lr"] == 0.5
+        and optimizer.state_tensors()["p0.exp_avg.scale_inv"] == 7.0
+    )

@@ -39,7 +39,9 @@ def test_a_hand_written_loop_gives_the_same_bits(dtype: torch.dtype, inner: str)
     optimizer.on_skip.append(lambda: took.append(False))
     losses = train(ours, optimizer, range(10))
     assert losses == hand_loop(theirs, INNER[inner], range(10), scale)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
     assert len(set(losses)) == 20
     assert all(master.grad is None for p, master in optimizer.masters.items() if master is not p)
     assert set(took) == ({True} if scaler is None else {True, False})
@@ -55,7 +57,9 @@ def test_it_is_an_optimizer_of_the_models_parameters() -> None:
     backward(model, 0)
     optimizer.step()
     scheduler.step()
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))  # lr 0 reached the inner one
+    assert all(
+        torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)
+    )  # lr 0 reached the inner one
     optimizer.zero_grad()
     assert all(p.grad is None for p in model.parameters())
 
@@ -82,7 +86,9 @@ def test_updates_too_small_for_bfloat16_add_up() -> None:
 def test_norm_and_clipping_are_of_the_unscaled_float32_gradient() -> None:
     weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     options = {"loss_scaler": LossScaler(loss_scale=1024.0), "clip_grad": 1.0}
-    optimizer = MixedPrecisionOptimizer([("weight", weight)], partial(torch.optim.SGD, lr=1.0), **options)
+    optimizer = MixedPrecisionOptimizer(
+        [("weight", weight)], partial(torch.optim.SGD, lr=1.0), **options
+    )
     weight.grad = torch.tensor([3.0, 4.0], dtype=torch.float16) * 1024
     assert optimizer.step()
     assert optimizer.grad_norm == 5.0
@@ -148,7 +154,9 @@ def test_float8_parameters_keep_exact_masters() -> None:
     assert order == ["hook", "write"] * 20
     master = optimizer.state_tensors()["weight.master"]
     torch.testing.assert_close(master, start - total)
-    assert torch.equal(module.weight.float(), (master / module.scale).to(torch.float8_e4m3fn).float())
+    assert torch.equal(
+        module.weight.float(), (master / module.scale).to(torch.float8_e4m3fn).float()
+    )
 
 
 def test_parameters_without_gradient_stay() -> None:
@@ -167,7 +175,9 @@ def test_weights_written_by_someone_else_are_not_undone_silently() -> None:
     optimizer = make_optimizer(model)
     model.load_state_dict(make_model(torch.bfloat16, seed=1).state_dict())
     backward(model, 0)
-    with pytest.raises(RuntimeError, match=r"9 parameters, embedding.weight among them, were written after"):
+    with pytest.raises(
+        RuntimeError, match=r"9 parameters, embedding.weight among them, were written after"
+    ):
         optimizer.step()
 
 
@@ -180,12 +190,18 @@ def test_what_cannot_work_is_refused() -> None:
         MixedPrecisionOptimizer([("w", linear.weight), ("w", linear.bias)], sgd)
     with pytest.raises(ValueError, match="masters for 1 parameters that are not optimized"):
         MixedPrecisionOptimizer([("w", linear.weight)], sgd, masters={linear.bias: torch.zeros(2)})
-    with pytest.raises(ValueError, match=r"the master of w must be float32 \[2, 2\], not torch.bfloat16 \[2, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"the master of w must be float32 \[2, 2\], not torch.bfloat16 \[2, 2\]"
+    ):
         MixedPrecisionOptimizer([("w", linear.weight)], sgd, masters={linear.weight: linear.weight})
     with pytest.raises(ValueError, match="writers are for optimized parameters"):
-        MixedPrecisionOptimizer([("w", linear.weight)], sgd, writers={linear.bias: lambda master: None})
+        MixedPrecisionOptimizer(
+            [("w", linear.weight)], sgd, writers={linear.bias: lambda master: None}
+        )
     float8 = nn.Parameter(torch.zeros(2, 2).to(torch.float8_e4m3fn))
-    with pytest.raises(ValueError, match=r"w is torch.float8_e4m3fn: its float32 master must be given"):
+    with pytest.raises(
+        ValueError, match=r"w is torch.float8_e4m3fn: its float32 master must be given"
+    ):
         MixedPrecisionOptimizer([("w", float8)], sgd)
     with pytest.raises(TypeError, match="takes no closure"):
         MixedPrecisionOptimizer([("w", linear.weight)], sgd).step(lambda: 0.0)  # type: ignore[arg-type]

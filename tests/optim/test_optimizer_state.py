@@ -50,7 +50,9 @@ def test_a_fresh_state_resumes_too() -> None:
     train(model, after, range(2))
     after.load_state(tensors, fresh)
     assert after.state_json() == fresh
-    assert after.state_tensors().keys() == {f"{name}.master" for name, _ in model.named_parameters()}
+    assert after.state_tensors().keys() == {
+        f"{name}.master" for name, _ in model.named_parameters()
+    }
 
 
 def test_loaded_state_shares_no_memory_with_the_file() -> None:
@@ -63,7 +65,9 @@ def test_loaded_state_shares_no_memory_with_the_file() -> None:
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor.zero_()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in other.state_tensors().items())
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in other.state_tensors().items()
+    )
 
 
 def test_state_dict_and_its_inverse() -> None:
@@ -81,9 +85,16 @@ def test_what_is_no_state_dict_of_its_kind_is_one_line_and_changes_nothing() -> 
     optimizer = make_optimizer(model)
     before, good = save(model, optimizer), optimizer.state_dict()
     torchs = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]).state_dict()
-    for wrong, line in (({"a": 1}, "has no param_groups, tensors, json"), ("x", "expected what state_dict() gives, not str"),
-                        (torchs, "has no tensors, json; it is keyed by position, as torch's optimizers have it, and this one by names"),
-                        ({**good, "param_groups": [1]}, "param_groups is no list of groups"), ({**good, "tensors": 3}, "tensors is no table, but int")):
+    for wrong, line in (
+        ({"a": 1}, "has no param_groups, tensors, json"),
+        ("x", "expected what state_dict() gives, not str"),
+        (
+            torchs,
+            "has no tensors, json; it is keyed by position, as torch's optimizers have it, and this one by names",
+        ),
+        ({**good, "param_groups": [1]}, "param_groups is no list of groups"),
+        ({**good, "tensors": 3}, "tensors is no table, but int"),
+    ):
         with pytest.raises(ValueError, match=f"^{re.escape(f'optimizer state: {line}')}$"):
             optimizer.load_state_dict(wrong)  # type: ignore[arg-type]
     assert save(model, optimizer) == before
@@ -95,7 +106,11 @@ def test_state_is_named_tensors_and_json() -> None:
     train(model, optimizer, range(3))
     name = "layers.0.mlp.linear_fc1.weight"
     tensors, state = optimizer.state_tensors(), optimizer.state_json()
-    assert {key.removeprefix(name + ".") for key in tensors if key.startswith(name)} == {"master", "exp_avg", "exp_avg_sq"}
+    assert {key.removeprefix(name + ".") for key in tensors if key.startswith(name)} == {
+        "master",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     assert state["optimizer"] == "AdamW"
     assert state["state"][name] == {"tensors": ["exp_avg", "exp_avg_sq"], "step": 3}
@@ -127,7 +142,10 @@ def broken(change: str, tensors: dict[str, Tensor], state: dict[str, Any]) -> No
     [
         ("missing", "1 tensors missing, among them layers.0.mlp.linear_fc1.weight.exp_avg"),
         ("unexpected", "1 tensors unexpected, among them more"),
-        ("shape", r"linear_fc1.weight.exp_avg is torch.float32 \[3\], expected torch.float32 \[48, 16\]"),
+        (
+            "shape",
+            r"linear_fc1.weight.exp_avg is torch.float32 \[3\], expected torch.float32 \[48, 16\]",
+        ),
         ("dtype", r"linear_fc1.weight.master is torch.bfloat16 \[48, 16\], expected torch.float32"),
         ("parameter", "1 parameters missing, among them layers.0.mlp.linear_fc1.weight"),
         ("optimizer", "the saved state is of SGD, this optimizer is AdamW"),

@@ -26,7 +26,9 @@ def nemo_cosine(step: int, schedule: Schedule) -> float:
             return high * float(step) / float(warmup)
         if step > warmup + decay:
             return low
-        return low + 0.5 * (math.cos(math.pi * (float(step - warmup) / float(decay))) + 1.0) * (high - low)
+        return low + 0.5 * (math.cos(math.pi * (float(step - warmup) / float(decay))) + 1.0) * (
+            high - low
+        )
 
     if warmup > 0 and step <= warmup:
         return megatron() if constant else high * (step + 1) / (warmup + 1)
@@ -35,7 +37,9 @@ def nemo_cosine(step: int, schedule: Schedule) -> float:
     if step > last:
         return low
     if constant == 0:
-        return (high - low) * (0.5 * (1 + math.cos(math.pi * (step - warmup) / (last - warmup)))) + low
+        return (high - low) * (
+            0.5 * (1 + math.cos(math.pi * (step - warmup) / (last - warmup)))
+        ) + low
     return megatron()
 
 
@@ -48,21 +52,34 @@ def megatron_linear(step: int, schedule: Schedule) -> float:
     return schedule.min_lr + (1.0 - ratio) * (schedule.max_lr - schedule.min_lr)
 
 
-@given(warmup=counts, constant=counts, decay=st.integers(1, 40), step=st.integers(0, 150), high=rates, share=st.floats(0, 1))
-def test_cosine_is_nemos(warmup: int, constant: int, decay: int, step: int, high: float, share: float) -> None:
+@given(
+    warmup=counts,
+    constant=counts,
+    decay=st.integers(1, 40),
+    step=st.integers(0, 150),
+    high=rates,
+    share=st.floats(0, 1),
+)
+def test_cosine_is_nemos(
+    warmup: int, constant: int, decay: int, step: int, high: float, share: float
+) -> None:
     schedule = Schedule(high, high * share, warmup, warmup + constant + decay, constant)
     assert schedule.lr_at(step) == pytest.approx(nemo_cosine(step, schedule), rel=1e-12, abs=1e-18)
 
 
 @given(warmup=counts, constant=counts, decay=st.integers(1, 40), after=st.integers(1, 100))
-def test_linear_is_megatrons_after_the_warmup(warmup: int, constant: int, decay: int, after: int) -> None:
+def test_linear_is_megatrons_after_the_warmup(
+    warmup: int, constant: int, decay: int, after: int
+) -> None:
     schedule = Schedule(3e-4, 3e-5, warmup, warmup + constant + decay, constant, "linear")
     step = warmup + after
     assert schedule.lr_at(step) == pytest.approx(megatron_linear(step, schedule), rel=1e-12)
 
 
 @given(st.sampled_from(["cosine", "linear", "constant"]), counts, counts, counts)
-def test_it_rises_then_falls_within_its_bounds(decay: str, warmup: int, constant: int, last: int) -> None:
+def test_it_rises_then_falls_within_its_bounds(
+    decay: str, warmup: int, constant: int, last: int
+) -> None:
     schedule = Schedule(3e-4, 3e-5, warmup, last, constant, decay)
     rates = [schedule.lr_at(step) for step in range(140)]
     assert rates[:warmup] == sorted(rates[:warmup])
@@ -90,7 +107,9 @@ def test_warmup_from_zero_where_there_are_constant_steps() -> None:
 
 def test_apply_sets_every_group_and_keeps_nothing() -> None:
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": [weights[0]]}, {"params": [weights[1]], "lr": 7.0}], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [{"params": [weights[0]]}, {"params": [weights[1]], "lr": 7.0}], lr=1.0
+    )
     schedule = Schedule(1.0, 0.0, warmup_steps=0, max_steps=10, decay="linear")
     for step in (9, 2, 9):  # in any order
         assert schedule.apply(optimizer, step) == pytest.approx(1 - step / 10)

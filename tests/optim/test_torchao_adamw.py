@@ -21,12 +21,23 @@ def pair(columns: Columns, block: int) -> tuple[LowBitAdamW, nn.Parameter, Any, 
     optim = pytest.importorskip("torchao.optim")
     start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.02
     mine, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    return LowBitAdamW([("w", mine)], columns=columns, **HYPER), mine, optim.AdamWFp8([theirs], block_size=block, **HYPER), theirs
+    return (
+        LowBitAdamW([("w", mine)], columns=columns, **HYPER),
+        mine,
+        optim.AdamWFp8([theirs], block_size=block, **HYPER),
+        theirs,
+    )
 
 
-def step(mine: LowBitAdamW, my: nn.Parameter, theirs: Any, their: nn.Parameter, number: int) -> None:
+def step(
+    mine: LowBitAdamW, my: nn.Parameter, theirs: Any, their: nn.Parameter, number: int
+) -> None:
     generator = torch.Generator().manual_seed(number)
-    my.grad = torch.randn(SHAPE, generator=generator) * 1e-3 * torch.exp(torch.randn(SHAPE, generator=generator))
+    my.grad = (
+        torch.randn(SHAPE, generator=generator)
+        * 1e-3
+        * torch.exp(torch.randn(SHAPE, generator=generator))
+    )
     their.grad = my.grad.clone()
     mine.step()
     theirs.step()
@@ -42,7 +53,11 @@ def test_torchaos_codec_gives_torchaos_codes(block: int) -> None:
         state, saved = mine.state[my], theirs.state[their]
         for moment in ("exp_avg", "exp_avg_sq"):
             codes, scale = state[moment]
-            same = (codes.view(torch.uint8).view(-1) == saved[moment].codes.view(torch.uint8).view(-1)).float().mean()
+            same = (
+                (codes.view(torch.uint8).view(-1) == saved[moment].codes.view(torch.uint8).view(-1))
+                .float()
+                .mean()
+            )
             assert same > 0.999, (number, moment, same)
             assert torch.allclose(scale, saved[moment].scale, rtol=1e-6, atol=0)
     assert torch.allclose(my, their, rtol=0, atol=2e-5)
@@ -56,6 +71,11 @@ def test_the_preset_takes_torchaos_first_step() -> None:
     assert torch.allclose(my, their, rtol=0, atol=1e-8)
     first, second = mine.state[my]["exp_avg"], mine.state[my]["exp_avg_sq"]
     saved = theirs.state[their]
-    assert torch.equal(first[0].view(torch.uint8).view(-1), saved["exp_avg"].codes.view(torch.uint8).view(-1))
-    v, linear = codec("fp8_block", second_moment=True).decode(second), saved["exp_avg_sq"].dequantize().view(SHAPE)
+    assert torch.equal(
+        first[0].view(torch.uint8).view(-1), saved["exp_avg"].codes.view(torch.uint8).view(-1)
+    )
+    v, linear = (
+        codec("fp8_block", second_moment=True).decode(second),
+        saved["exp_avg_sq"].dequantize().view(SHAPE),
+    )
     assert (linear == 0).float().mean() > 0.01 and not (v == 0).any()

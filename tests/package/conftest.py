@@ -18,14 +18,26 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
     code = "import build, sys; print(build.ProjectBuilder(sys.argv[1]).build(sys.argv[2], sys.argv[3]))"
 
     def made(source: Path, kind: str, folder: str) -> Path:
-        done = subprocess.run([sys.executable, "-c", code, str(source), kind, str(out / folder)], cwd=out, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(source), kind, str(out / folder)],
+            cwd=out,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return Path(done.stdout.splitlines()[-1])
 
     sdist = made(ROOT, "sdist", "sdist")
     with tarfile.open(sdist) as archive:
         archive.extractall(out / "unpacked", filter="data")
-    unpacked, = (out / "unpacked").iterdir()
-    return Builds(made(ROOT, "wheel", "wheel"), sdist, unpacked, made(unpacked, "wheel", "from_sdist"), made(ROOT, "editable", "editable"))
+    (unpacked,) = (out / "unpacked").iterdir()
+    return Builds(
+        made(ROOT, "wheel", "wheel"),
+        sdist,
+        unpacked,
+        made(unpacked, "wheel", "from_sdist"),
+        made(ROOT, "editable", "editable"),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -24,13 +24,25 @@ ALONE = "fp8.tp_only_amax_red=true"
 LAYOUTS = {  # name -> words on four ranks, ranks that share scales under tp_only_amax_red, and else
     "tensor": ("trainer.strategy.tensor_model_parallel_size=2", [(0, 1), (2, 3)], [(0, 1, 2, 3)]),
     "context": ("trainer.strategy.context_parallel_size=2", [(0, 1), (2, 3)], [(0, 1, 2, 3)]),
-    "pipeline": ("trainer.strategy.pipeline_model_parallel_size=2", [(0,), (1,), (2,), (3,)], [(0, 1), (2, 3)]),
+    "pipeline": (
+        "trainer.strategy.pipeline_model_parallel_size=2",
+        [(0,), (1,), (2,), (3,)],
+        [(0, 1), (2, 3)],
+    ),
 }
 
 
 def job_of(name: str, words: str = ALONE) -> Job:
-    return fp8cfg.build(small("precision=bf16_fp8", LAYOUTS[name][0], *words.split(), "trainer.devices=4",
-                              "trainer.micro_batch_size=2", "trainer.max_steps=4"))
+    return fp8cfg.build(
+        small(
+            "precision=bf16_fp8",
+            LAYOUTS[name][0],
+            *words.split(),
+            "trainer.devices=4",
+            "trainer.micro_batch_size=2",
+            "trainer.max_steps=4",
+        )
+    )
 
 
 def trained(job: Job, world: World, first: int, last: int) -> dict[str, Any]:
@@ -55,12 +67,23 @@ def on_four(folder: Path, world: World) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(4, functools.partial(on_four, tmp_path_factory.mktemp("ranks")), tmp_path_factory.mktemp("four"))
+    return on_ranks(
+        4,
+        functools.partial(on_four, tmp_path_factory.mktemp("ranks")),
+        tmp_path_factory.mktemp("four"),
+    )
 
 
 def sharing(ranks: list[dict[str, torch.Tensor]]) -> list[tuple[int, ...]]:
     """The ranks whose scales are all the same, together."""
-    alike = {tuple(i for i, b in enumerate(ranks) if a.keys() == b.keys() and all(torch.equal(t, b[k]) for k, t in a.items())) for a in ranks}
+    alike = {
+        tuple(
+            i
+            for i, b in enumerate(ranks)
+            if a.keys() == b.keys() and all(torch.equal(t, b[k]) for k, t in a.items())
+        )
+        for a in ranks
+    }
     return sorted(alike)
 
 
@@ -77,11 +100,20 @@ def test_ranks_with_the_same_samples_share_scales(name: str, four: list[dict[str
 def test_each_rank_goes_on_with_its_own_scales(name: str, four: list[dict[str, Any]]) -> None:
     for rank in four:
         assert rank[f"{name} resumed"]["losses"] == rank[f"{name} rest"]["losses"]
-        assert all(torch.equal(t, rank[f"{name} rest"]["scales"][k]) for k, t in rank[f"{name} resumed"]["scales"].items())
+        assert all(
+            torch.equal(t, rank[f"{name} rest"]["scales"][k])
+            for k, t in rank[f"{name} resumed"]["scales"].items()
+        )
 
 
 def test_what_shares_nothing_is_refused() -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8.tp_only_amax_red=true: has no effect with fp8.reduce_amax=false"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"fp8.tp_only_amax_red=true: has no effect with fp8.reduce_amax=false",
+    ):
         small("precision=bf16_fp8", "fp8.tp_only_amax_red=true", "fp8.reduce_amax=false")
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8.tp_only_amax_red=true: has no effect under fp8.scaling=current"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"fp8.tp_only_amax_red=true: has no effect under fp8.scaling=current",
+    ):
         small("precision=bf16_fp8_current", "fp8.tp_only_amax_red=true")

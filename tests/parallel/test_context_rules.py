@@ -17,66 +17,127 @@ CONTEXT = "trainer.strategy.context_parallel_size"
 ALONE = "with data parallelism alone, not with context_parallel_size=2"
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ("model.seq_length=30", "model.seq_length=30: must be a multiple of 2 x context_parallel_size = 4; nearest is 32"),
-    ("precision=bf16_fp8 fp8.dot_product_attention=true",
-     f"fp8.dot_product_attention=true: attention in FP8 takes whole sequences, and {CONTEXT}=2 splits them; write false"),
-    ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
-     f"log.fp8_stats_every_n_steps=2: one rank measures, and under {CONTEXT}=2 none has whole sequences; drop it"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "model.seq_length=30",
+            "model.seq_length=30: must be a multiple of 2 x context_parallel_size = 4; nearest is 32",
+        ),
+        (
+            "precision=bf16_fp8 fp8.dot_product_attention=true",
+            f"fp8.dot_product_attention=true: attention in FP8 takes whole sequences, and {CONTEXT}=2 splits them; write false",
+        ),
+        (
+            "precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
+            f"log.fp8_stats_every_n_steps=2: one rank measures, and under {CONTEXT}=2 none has whole sequences; drop it",
+        ),
+    ],
+)
 def test_what_split_sequences_do_not_have_is_refused(words: str, line: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
         small("trainer.devices=2", "trainer.val_check_interval=0", f"{CONTEXT}=2", *words.split())
     assert line in e.value.problems
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: goes {ALONE}; write opt_level=null, or {CONTEXT}=1"),
-    ("precision=bf16_fp8 backend=msamp", f"backend=msamp: its level O2 goes {ALONE}; write backend=native"),
-    ("precision=bf16_fp8 storage.comm=fp8 storage.weight_grad=fp8 storage.accumulate=stored",
-     f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto storage.accumulate=wide"),
-    ("precision=bf16_precision_aware storage.shard=zero1",
-     f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; write storage.shard=none"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "precision=bf16_fp8 opt_level=O2",
+            f"opt_level=O2: goes {ALONE}; write opt_level=null, or {CONTEXT}=1",
+        ),
+        (
+            "precision=bf16_fp8 backend=msamp",
+            f"backend=msamp: its level O2 goes {ALONE}; write backend=native",
+        ),
+        (
+            "precision=bf16_fp8 storage.comm=fp8 storage.weight_grad=fp8 storage.accumulate=stored",
+            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto storage.accumulate=wide",
+        ),
+        (
+            "precision=bf16_precision_aware storage.shard=zero1",
+            f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; write storage.shard=none",
+        ),
+    ],
+)
 def test_what_data_parallel_ranks_alone_have_is_refused(words: str, line: str) -> None:
     """With words that are taken, by which the search goes too."""
     words = f"trainer.devices=2 trainer.micro_batch_size=2 {CONTEXT}=2 {words}"
     assert refused(small(*words.split()), 2) == [line]
     write = line.partition("; write ")[2].split(", or ")[0].split()
-    assert refused(small(*words.split(), *write), 2) == refused(small(*words.replace(f"{CONTEXT}=2", "").split()), 2) == []
+    assert (
+        refused(small(*words.split(), *write), 2)
+        == refused(small(*words.replace(f"{CONTEXT}=2", "").split()), 2)
+        == []
+    )
 
 
-@pytest.mark.parametrize(("words", "size"), [
-    ("recipe=llama_70b precision=bf16_fp8 opt_level=O2", 1), ("recipe=llama_70b precision=bf16_fp8 storage.comm=fp8", 1),
-    ("recipe=llama_8b precision=bf16_fp8 storage.master_weight=fp16_scaled storage.shard=zero1", 1),
-    ("recipe=llama_8b precision=bf16_fp8 storage.master_weight=fp16_scaled", 2), ("recipe=llama_70b precision=bf16_fp8", 4),
-])
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("recipe=llama_70b precision=bf16_fp8 opt_level=O2", 1),
+        ("recipe=llama_70b precision=bf16_fp8 storage.comm=fp8", 1),
+        (
+            "recipe=llama_8b precision=bf16_fp8 storage.master_weight=fp16_scaled storage.shard=zero1",
+            1,
+        ),
+        ("recipe=llama_8b precision=bf16_fp8 storage.master_weight=fp16_scaled", 2),
+        ("recipe=llama_70b precision=bf16_fp8", 4),
+    ],
+)
 def test_a_smoke_run_keeps_what_is_stored_and_sent_before_the_layout(words: str, size: int) -> None:
     recipe = fp8cfg.compose([*words.split(), "trainer.smoke=true"])
     small = cut(recipe, 4)
     assert small.trainer.strategy.size == size and refused(small, 4) == []
-    assert (small.precision.opt_level, small.storage) == (recipe.precision.opt_level, recipe.storage)
+    assert (small.precision.opt_level, small.storage) == (
+        recipe.precision.opt_level,
+        recipe.storage,
+    )
 
 
 def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> None:
     recipe = small("trainer.devices=4", "trainer.micro_batch_size=1", f"{CONTEXT}=4")
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.build(recipe)
-    assert e.value.problems == [f"{CONTEXT}=4: so many ranks share a sequence, and 1 rank is no multiple of it; start 4, or write 1"]
+    assert e.value.problems == [
+        f"{CONTEXT}=4: so many ranks share a sequence, and 1 rank is no multiple of it; start 4, or write 1"
+    ]
     with pytest.raises(fp8cfg.ConfigError, match="not those of a model of your own; write 1"):
         fp8cfg.fit(fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(64, 64))))
 
 
 @pytest.mark.slow
 def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
-    done = launch(4, "recipe=llama_8b", "precision=bf16_fp8", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
+    done = launch(
+        4,
+        "recipe=llama_8b",
+        "precision=bf16_fp8",
+        "trainer.smoke=true",
+        "trainer.compile=off",
+        f"log.dir={tmp_path}",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "runs here on 4 ranks = context 2 x data 2, " in done.stdout and "keys and values" in done.stdout
+    assert (
+        "runs here on 4 ranks = context 2 x data 2, " in done.stdout
+        and "keys and values" in done.stdout
+    )
     assert "resume: step 3 from step-00000002 gave " in done.stdout and CONTEXT not in done.stderr
 
 
 @pytest.mark.slow
 def test_three_ranks_are_refused_with_a_line_that_runs_there() -> None:
-    done = launch(3, *small_words("trainer.devices=2", "trainer.micro_batch_size=2", "trainer.global_batch_size=12", f"{CONTEXT}=2"))
+    done = launch(
+        3,
+        *small_words(
+            "trainer.devices=2",
+            "trainer.micro_batch_size=2",
+            "trainer.global_batch_size=12",
+            f"{CONTEXT}=2",
+        ),
+    )
     assert done.returncode == 2
-    assert f"{CONTEXT}=2: so many ranks share a sequence, and 3 ranks are no multiple of it; start 4, or write 1; runs here: " in done.stderr
+    assert (
+        f"{CONTEXT}=2: so many ranks share a sequence, and 3 ranks are no multiple of it; start 4, or write 1; runs here: "
+        in done.stderr
+    )

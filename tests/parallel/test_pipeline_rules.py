@@ -15,40 +15,87 @@ ALONE = f"with data parallelism alone, not with {KEY}"
 TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ("", f"{PIPELINE}=2: a step has 1 microbatch on each rank, and so few do not fill 2 stages; write trainer.micro_batch_size=4"),
-    (f"model.num_layers=4 trainer.global_batch_size=24 {TWO_CHUNKS}",
-     f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages take a multiple of 2; write trainer.micro_batch_size=6"),
-    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: goes {ALONE}; write opt_level=null, or {PIPELINE}=1"),
-    ("precision=bf16_fp8 storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored",
-     f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto storage.accumulate=wide"),
-    ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
-     f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0"),
-    ("task=lora", f"{PIPELINE}=2: splits the model, and adapters stand beside a whole one (lora.enabled=true); write 1"),
-])
-def test_what_stages_do_not_have_is_refused(words: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "",
+            f"{PIPELINE}=2: a step has 1 microbatch on each rank, and so few do not fill 2 stages; write trainer.micro_batch_size=4",
+        ),
+        (
+            f"model.num_layers=4 trainer.global_batch_size=24 {TWO_CHUNKS}",
+            f"{PIPELINE}=2: a step has 3 microbatches on each rank, and interleaved stages take a multiple of 2; write trainer.micro_batch_size=6",
+        ),
+        (
+            "precision=bf16_fp8 opt_level=O2",
+            f"opt_level=O2: goes {ALONE}; write opt_level=null, or {PIPELINE}=1",
+        ),
+        (
+            "precision=bf16_fp8 storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored",
+            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto storage.accumulate=wide",
+        ),
+        (
+            "precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
+            f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0",
+        ),
+        (
+            "task=lora",
+            f"{PIPELINE}=2: splits the model, and adapters stand beside a whole one (lora.enabled=true); write 1",
+        ),
+    ],
+)
+def test_what_stages_do_not_have_is_refused(
+    words: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert line in refused(small("trainer.devices=2", f"{PIPELINE}=2", *words.split()), 2)
 
 
 def test_owners_of_whole_tensors_are_not_had_in_stages() -> None:
-    words = ("precision=bf16_precision_aware", "storage.shard=zero1", "trainer.micro_batch_size=2", f"{PIPELINE}=2")
+    words = (
+        "precision=bf16_precision_aware",
+        "storage.shard=zero1",
+        "trainer.micro_batch_size=2",
+        f"{PIPELINE}=2",
+    )
     assert refused(small("trainer.devices=4", *words), 4) == [
-        f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; write storage.shard=none"]
+        f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; write storage.shard=none"
+    ]
     assert refused(small("trainer.devices=2", *words), 2) == []
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    (["ZBVZeroBubble"], "trainer.strategy.pipeline_schedule=ZBVZeroBubble: zero-bubble schedules take the gradients of weights apart from those of "
-                        "inputs, and FP8 layers make both of one quantized gradient; write auto"),
-    (["interleaved_1f1b"], "trainer.strategy.pipeline_schedule=interleaved_1f1b: is of several chunks on each GPU; write "
-                           "trainer.strategy.virtual_pipeline_model_parallel_size=2"),
-    (["1f1b", TWO_CHUNKS, "model.num_layers=4"], "trainer.strategy.pipeline_schedule=1f1b: is of one chunk on each GPU, and "
-     "virtual_pipeline_model_parallel_size=2; write interleaved_1f1b, or virtual_pipeline_model_parallel_size=null"),
-    ([f"{PIPELINE}=1", "1f1b"], "trainer.strategy.pipeline_schedule=1f1b: has no effect while pipeline_model_parallel_size=1; write auto"),
-    (["model.num_layers=2", TWO_CHUNKS, "auto"], f"{PIPELINE}=2: model.num_layers=2 are too few for 4 chunks of layers; nearest is virtual_pipeline_model_parallel_size=null"),
-    (["model.num_layers=3", TWO_CHUNKS, "auto"], f"{PIPELINE}=2: model.num_layers=3 are too few for 4 chunks of layers; nearest is 1 with virtual_pipeline_model_parallel_size=null"),
-])
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["ZBVZeroBubble"],
+            "trainer.strategy.pipeline_schedule=ZBVZeroBubble: zero-bubble schedules take the gradients of weights apart from those of "
+            "inputs, and FP8 layers make both of one quantized gradient; write auto",
+        ),
+        (
+            ["interleaved_1f1b"],
+            "trainer.strategy.pipeline_schedule=interleaved_1f1b: is of several chunks on each GPU; write "
+            "trainer.strategy.virtual_pipeline_model_parallel_size=2",
+        ),
+        (
+            ["1f1b", TWO_CHUNKS, "model.num_layers=4"],
+            "trainer.strategy.pipeline_schedule=1f1b: is of one chunk on each GPU, and "
+            "virtual_pipeline_model_parallel_size=2; write interleaved_1f1b, or virtual_pipeline_model_parallel_size=null",
+        ),
+        (
+            [f"{PIPELINE}=1", "1f1b"],
+            "trainer.strategy.pipeline_schedule=1f1b: has no effect while pipeline_model_parallel_size=1; write auto",
+        ),
+        (
+            ["model.num_layers=2", TWO_CHUNKS, "auto"],
+            f"{PIPELINE}=2: model.num_layers=2 are too few for 4 chunks of layers; nearest is virtual_pipeline_model_parallel_size=null",
+        ),
+        (
+            ["model.num_layers=3", TWO_CHUNKS, "auto"],
+            f"{PIPELINE}=2: model.num_layers=3 are too few for 4 chunks of layers; nearest is 1 with virtual_pipeline_model_parallel_size=null",
+        ),
+    ],
+)
 def test_schedules_that_do_not_go_with_the_stages_are_refused(words: list[str], line: str) -> None:
     named = [w if "=" in w else f"trainer.strategy.pipeline_schedule={w}" for w in words]
     with pytest.raises(fp8cfg.ConfigError) as e:
@@ -62,15 +109,34 @@ def test_torchtitans_names_of_schedules_are_read() -> None:
 
 
 def test_other_backends_are_refused() -> None:
-    recipe = small("precision=bf16_fp8", "backend=msamp", "opt_level=null", "trainer.devices=2", f"{PIPELINE}=2", "trainer.micro_batch_size=4")
-    with pytest.raises(fp8cfg.ConfigError, match=f"backend=msamp: its scales are not those of the stages of {KEY}; write backend=native"):
+    recipe = small(
+        "precision=bf16_fp8",
+        "backend=msamp",
+        "opt_level=null",
+        "trainer.devices=2",
+        f"{PIPELINE}=2",
+        "trainer.micro_batch_size=4",
+    )
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=f"backend=msamp: its scales are not those of the stages of {KEY}; write backend=native",
+    ):
         fp8cfg.build(recipe)
 
 
 def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> None:
-    recipe = small("trainer.devices=4", f"{PIPELINE}=2", "trainer.strategy.tensor_model_parallel_size=2", "trainer.micro_batch_size=4")
+    recipe = small(
+        "trainer.devices=4",
+        f"{PIPELINE}=2",
+        "trainer.strategy.tensor_model_parallel_size=2",
+        "trainer.micro_batch_size=4",
+    )
     both = f"trainer.strategy.tensor_model_parallel_size=2: with {KEY} a replica is 4 ranks, and 6 are no multiple of it; start 8"
     assert refused(recipe, 6) == [both]
     alone = small("trainer.devices=2", f"{PIPELINE}=2", "trainer.micro_batch_size=4")
-    assert refused(alone, 1) == [f"{PIPELINE}=2: so many ranks share the layers, and 1 rank is no multiple of it; start 2, or write 1"]
-    assert refused(alone, 2, given=True) == [f"{PIPELINE}=2: splits the layers of a recipe's Transformer, not those of a model of your own; write 1"]
+    assert refused(alone, 1) == [
+        f"{PIPELINE}=2: so many ranks share the layers, and 1 rank is no multiple of it; start 2, or write 1"
+    ]
+    assert refused(alone, 2, given=True) == [
+        f"{PIPELINE}=2: splits the layers of a recipe's Transformer, not those of a model of your own; write 1"
+    ]

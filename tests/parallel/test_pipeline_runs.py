@@ -16,7 +16,11 @@ from tests.support.small import small_words
 
 
 def test_overflow_is_counted_over_stages() -> None:
-    each = [json.dumps(None), json.dumps([2, 1, math.inf, "layers.3.mlp.linear_fc1 input"]), json.dumps([1, 0, 3.0, "layers.0.mlp.linear_fc2 input"])]
+    each = [
+        json.dumps(None),
+        json.dumps([2, 1, math.inf, "layers.3.mlp.linear_fc1 input"]),
+        json.dumps([1, 0, 3.0, "layers.0.mlp.linear_fc2 input"]),
+    ]
 
     class Stages(World):
         def texts(self, value: str) -> list[str]:
@@ -29,14 +33,30 @@ def test_overflow_is_counted_over_stages() -> None:
 @pytest.mark.slow
 def test_a_run_leaves_the_folder_of_one_rank(tmp_path: Path) -> None:
     """Through the command line: coverage.json, a checkpoint that one rank reads and exports, and a run that goes on."""
-    words = small_words("precision=bf16_fp8", "trainer.micro_batch_size=2", f"log.folder={tmp_path}/run", "log.resume=auto")
-    done = launch(2, *words, "trainer.devices=2", "trainer.strategy.pipeline_model_parallel_size=2", "trainer.strategy.virtual_pipeline_model_parallel_size=2",
-                  "model.num_layers=4")
+    words = small_words(
+        "precision=bf16_fp8",
+        "trainer.micro_batch_size=2",
+        f"log.folder={tmp_path}/run",
+        "log.resume=auto",
+    )
+    done = launch(
+        2,
+        *words,
+        "trainer.devices=2",
+        "trainer.strategy.pipeline_model_parallel_size=2",
+        "trainer.strategy.virtual_pipeline_model_parallel_size=2",
+        "model.num_layers=4",
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "runs here on 2 ranks = pipeline 2 x data 1, 4 microbatches a step on each" in done.stdout and "stage outputs" in " ".join(done.stdout.split())
+    assert (
+        "runs here on 2 ranks = pipeline 2 x data 1, 4 microbatches a step on each" in done.stdout
+        and "stage outputs" in " ".join(done.stdout.split())
+    )
     coverage = json.loads((tmp_path / "run" / "coverage.json").read_text())
     assert coverage["layers_in_fp8"] == 16 and len(coverage["linears"]) == 17
-    assert coverage["sdpa_backend"] == {f"layers.{n}.self_attention.core_attention": "flash" for n in range(4)}
+    assert coverage["sdpa_backend"] == {
+        f"layers.{n}.self_attention.core_attention": "flash" for n in range(4)
+    }
     exported = launch(1, "export", "hf", str(tmp_path / "run"), str(tmp_path / "hf"))
     assert exported.returncode == 0, exported.stderr[-3000:]
     more = launch(1, *words, "model.num_layers=4", "trainer.max_steps=8")
@@ -46,9 +66,25 @@ def test_a_run_leaves_the_folder_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> None:
     """They leave a run that one process reads, whose global batch is of fewer microbatches than the ranks."""
-    done = launch(4, "recipe=llama_70b", "precision=bf16_fp8", "trainer.smoke=true", "trainer.compile=off", f"log.dir={tmp_path}")
+    done = launch(
+        4,
+        "recipe=llama_70b",
+        "precision=bf16_fp8",
+        "trainer.smoke=true",
+        "trainer.compile=off",
+        f"log.dir={tmp_path}",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "runs here on 4 ranks = tensor 2 x pipeline 2 x data 1, " in done.stdout and "stage outputs" in " ".join(done.stdout.split())
+    assert (
+        "runs here on 4 ranks = tensor 2 x pipeline 2 x data 1, " in done.stdout
+        and "stage outputs" in " ".join(done.stdout.split())
+    )
     assert "resume: step 3 from step-00000002 gave " in done.stdout
-    run, = tmp_path.iterdir()
-    assert [main(words) for words in (["export", "hf", str(run), str(tmp_path / "hf")], ["evaluate", str(run), "--samples", "2"])] == [0, 0]
+    (run,) = tmp_path.iterdir()
+    assert [
+        main(words)
+        for words in (
+            ["export", "hf", str(run), str(tmp_path / "hf")],
+            ["evaluate", str(run), "--samples", "2"],
+        )
+    ] == [0, 0]

@@ -18,18 +18,28 @@ def test_sends_go_as_torch_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL has one communicator for calls that are batched and another for a pair's that are not: a send in one never meets its
     receive in the other. torch 2.11 batches receives, 2.13 does not, by the same function."""
     sent: list[Any] = []
-    monkeypatch.setattr(schedules, "_batch_p2p", lambda ops: sent.append(ops) or [SimpleNamespace(wait=lambda: None)])
+    monkeypatch.setattr(
+        schedules,
+        "_batch_p2p",
+        lambda ops: sent.append(ops) or [SimpleNamespace(wait=lambda: None)],
+    )
     stage: Any = object.__new__(_InterleavedStage)
     stage.__dict__.update(_sending=[], group="stages")
     assert stage._send(["a send"]) == stage._send([]) == []
     assert sent == [["a send"]] and len(stage._sending) == 1
 
 
-@pytest.mark.parametrize("root", [SimpleNamespace(meta=None), SimpleNamespace(source=None, buffer=None)], ids=["torch 2.11", "torch 2.13"])
+@pytest.mark.parametrize(
+    "root",
+    [SimpleNamespace(meta=None), SimpleNamespace(source=None, buffer=None)],
+    ids=["torch 2.11", "torch 2.13"],
+)
 def test_inputs_of_the_whole_model_are_not_received(root: Any) -> None:
     received = SimpleNamespace(source=0, buffer=torch.empty(2, 3, requires_grad=True))
     stage: Any = object.__new__(_Stage)
-    stage.__dict__.update(args_recv_info={0: (root, received)}, grad_recv_info={}, device="cpu", has_backward=True)
+    stage.__dict__.update(
+        args_recv_info={0: (root, received)}, grad_recv_info={}, device="cpu", has_backward=True
+    )
     stage._lend(stage.args_recv_info, 1)
     assert received.buffer.is_meta, "kept for microbatches that are under way alone"
     stage._lend(stage.args_recv_info, 0)

@@ -18,20 +18,36 @@ from tests.support.small import small
 
 STRATEGY = "trainer.strategy."
 SP = f"{STRATEGY}tensor_model_parallel_size=2 {STRATEGY}sequence_parallel=true"
-TP, CP, PP = (f"{STRATEGY}{name}_parallel_size=2" for name in ("tensor_model", "context", "pipeline_model"))
+TP, CP, PP = (
+    f"{STRATEGY}{name}_parallel_size=2" for name in ("tensor_model", "context", "pipeline_model")
+)
 LAYOUTS = {
-    "sequence": f"precision=bf16 {SP}", "sequence, delayed": f"precision=bf16_fp8 {SP}", "tensor, current": f"precision=bf16_fp8_current {TP}",
-    "context": f"precision=bf16 {CP} storage.shard=none", "context, delayed": f"precision=bf16_fp8 {CP}", "pipeline, delayed": f"precision=bf16_fp8 {PP}",
-    "fsdp": "precision=bf16 storage.shard=fsdp", "fsdp, delayed": "precision=bf16_fp8 storage.shard=fsdp", "zero1": "precision=bf16",
-    "norms after, sequence": f"precision=bf16 {SP} model.layernorm_placement=both model.qk_layernorm=hidden"}
+    "sequence": f"precision=bf16 {SP}",
+    "sequence, delayed": f"precision=bf16_fp8 {SP}",
+    "tensor, current": f"precision=bf16_fp8_current {TP}",
+    "context": f"precision=bf16 {CP} storage.shard=none",
+    "context, delayed": f"precision=bf16_fp8 {CP}",
+    "pipeline, delayed": f"precision=bf16_fp8 {PP}",
+    "fsdp": "precision=bf16 storage.shard=fsdp",
+    "fsdp, delayed": "precision=bf16_fp8 storage.shard=fsdp",
+    "zero1": "precision=bf16",
+    "norms after, sequence": f"precision=bf16 {SP} model.layernorm_placement=both model.qk_layernorm=hidden",
+}
 MEASURED = ("sequence", "sequence, delayed", "context", "fsdp")
 WIDE = ("model.hidden_size=256", "model.ffn_hidden_size=512")
 
 
 def job_of(name: str, recompute: str, *words: str) -> Job:
     micro = 4 if "fsdp" in name or "zero" in name else 8 if "pipeline" not in name else 2
-    return fp8cfg.build(small(*LAYOUTS[name].split(), "trainer.devices=2", f"trainer.micro_batch_size={micro}",
-                              f"model.recompute_granularity={recompute}", *words))
+    return fp8cfg.build(
+        small(
+            *LAYOUTS[name].split(),
+            "trainer.devices=2",
+            f"trainer.micro_batch_size={micro}",
+            f"model.recompute_granularity={recompute}",
+            *words,
+        )
+    )
 
 
 def on_two(world: World) -> dict[str, Any]:
@@ -42,9 +58,13 @@ def on_two(world: World) -> dict[str, Any]:
             found[f"{name} {recompute}"] = trained(job_of(name, recompute), world, 0, 3)
     for name in MEASURED:
         for recompute in ("none", "selective"):
-            found[f"{name} {recompute} memory"] = measured(job_of(name, recompute, *WIDE).recipe, world, 0.09)
+            found[f"{name} {recompute} memory"] = measured(
+                job_of(name, recompute, *WIDE).recipe, world, 0.09
+            )
     for precision in ("bf16", "bf16_fp8"):
-        found[f"{precision} sent"] = sent(f"precision={precision} {SP} model.recompute_granularity=selective", world)
+        found[f"{precision} sent"] = sent(
+            f"precision={precision} {SP} model.recompute_granularity=selective", world
+        )
     return found
 
 
@@ -61,14 +81,18 @@ def test_no_number_changes(name: str, two: list[dict[str, Any]]) -> None:
         for key in ("losses", "norms", "val", "coverage"):
             assert plain.get(key) == selective.get(key), key
         scales = plain.get("scales", {})
-        assert all(scale.equal(selective["scales"][key]) for key, scale in scales.items()) and bool(scales) == ("delayed" in name)
+        assert all(scale.equal(selective["scales"][key]) for key, scale in scales.items()) and bool(
+            scales
+        ) == ("delayed" in name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
 def test_planned_bytes_are_the_measured_ones(name: str, two: list[dict[str, Any]]) -> None:
     for rank in two:
-        plain, selective = (rank[f"{name} {recompute} memory"] for recompute in ("none", "selective"))
+        plain, selective = (
+            rank[f"{name} {recompute} memory"] for recompute in ("none", "selective")
+        )
         for found in (plain, selective):
             for kind, bound in {"after forward": 0.05, "peak": 0.1}.items():
                 if kind in found:
@@ -79,6 +103,8 @@ def test_planned_bytes_are_the_measured_ones(name: str, two: list[dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "bf16_fp8"])
-def test_inputs_that_are_gathered_again_are_counted(precision: str, two: list[dict[str, Any]]) -> None:
+def test_inputs_that_are_gathered_again_are_counted(
+    precision: str, two: list[dict[str, Any]]
+) -> None:
     counted, handed = two[0][f"{precision} sent"]
     assert counted == handed > 0

@@ -21,11 +21,21 @@ from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
-WORDS = ("precision=bf16_fp8", "fp8.amax_history_len=4", "storage.exp_avg=fp8", "storage.exp_avg_sq=fp16_scaled")
+WORDS = (
+    "precision=bf16_fp8",
+    "fp8.amax_history_len=4",
+    "storage.exp_avg=fp8",
+    "storage.exp_avg_sq=fp16_scaled",
+)
 STRATEGY = "trainer.strategy."
 TP, PP = f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}pipeline_model_parallel_size=2"
-CHAIN = ((2, f"{TP} trainer.micro_batch_size=8"), (4, f"{TP} {STRATEGY}sequence_parallel=true trainer.micro_batch_size=4"),
-         (2, f"{PP} trainer.micro_batch_size=2"), (1, "trainer.micro_batch_size=8"), (4, "storage.shard=fsdp trainer.micro_batch_size=2"))
+CHAIN = (
+    (2, f"{TP} trainer.micro_batch_size=8"),
+    (4, f"{TP} {STRATEGY}sequence_parallel=true trainer.micro_batch_size=4"),
+    (2, f"{PP} trainer.micro_batch_size=2"),
+    (1, "trainer.micro_batch_size=8"),
+    (4, "storage.shard=fsdp trainer.micro_batch_size=2"),
+)
 STEPS = 2
 """Steps of each layout."""
 LOSSES, NORMS = 2e-3, 0.1
@@ -35,7 +45,14 @@ TP2 alone keeps losses of eight steps within 3.2e-4 and norms within 2e-2 (tests
 
 def job_of(number: int) -> Job:
     ranks, words = CHAIN[number]
-    return fp8cfg.build(small(*WORDS, *words.split(), f"trainer.devices={ranks}", f"trainer.max_steps={STEPS * len(CHAIN)}"))
+    return fp8cfg.build(
+        small(
+            *WORDS,
+            *words.split(),
+            f"trainer.devices={ranks}",
+            f"trainer.max_steps={STEPS * len(CHAIN)}",
+        )
+    )
 
 
 def link(folder: Path, number: int, world: World) -> dict[str, Any]:
@@ -45,22 +62,36 @@ def link(folder: Path, number: int, world: World) -> dict[str, Any]:
     if number:
         rank_runs.resumed(job, folder, first)
     loaded = sharded_checkpoints.whole(job, world) if number else {}
-    steps = [train_step(job, run_data(job.recipe)[0], step, world) for step in range(first, first + STEPS)]
+    steps = [
+        train_step(job, run_data(job.recipe)[0], step, world)
+        for step in range(first, first + STEPS)
+    ]
     state = sharded_checkpoints.whole(job, world)
     sharded_checkpoints.saved(job, world, folder, first + STEPS)
-    return {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps], "loaded": loaded, "state": state,
-            "coverage": str(job.prove())}
+    return {
+        "losses": [s.loss for s in steps],
+        "norms": [s.grad_norm for s in steps],
+        "loaded": loaded,
+        "state": state,
+        "coverage": str(job.prove()),
+    }
 
 
 def values(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors of a state, of a weight the float32 value: that of its master, or under fsdp its own."""
     optimizer = {**state["optimizer"]}
     weights = {name: optimizer.pop(f"{name}.master", t) for name, t in state["model"].items()}
-    return {**weights, **optimizer, **{name: t for name, t in state["fp8"].items() if not name.endswith(WEIGHT_BUFFERS)}}
+    return {
+        **weights,
+        **optimizer,
+        **{name: t for name, t in state["fp8"].items() if not name.endswith(WEIGHT_BUFFERS)},
+    }
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_through_five_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_through_five_layouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     whole = rank_runs.trained(job_of(3), World(), 0, STEPS * len(CHAIN))
     found = []
@@ -74,7 +105,13 @@ def test_a_run_goes_on_through_five_layouts(tmp_path: Path, monkeypatch: pytest.
         for name, tensor in saved.items():
             assert torch.equal(tensor, loaded[name]), f"{name} travels bit for bit"
     losses, norms = ([x for one in found for x in one[key]] for key in ("losses", "norms"))
-    assert losses == pytest.approx(whole["losses"], rel=LOSSES) and norms == pytest.approx(whole["norms"], rel=NORMS)
-    assert {one["coverage"].splitlines()[-1] for one in found} == {whole["coverage"].splitlines()[-1]}
+    assert losses == pytest.approx(whole["losses"], rel=LOSSES) and norms == pytest.approx(
+        whole["norms"], rel=NORMS
+    )
+    assert {one["coverage"].splitlines()[-1] for one in found} == {
+        whole["coverage"].splitlines()[-1]
+    }
     history = found[-1]["state"]["fp8"]["layers.1.mlp.linear_fc2.fp8_amax_history"]
-    assert (history[1:] > 0).all(), "amaxes of steps under two layouts; the first row is of the step to come"
+    assert (history[1:] > 0).all(), (
+        "amaxes of steps under two layouts; the first row is of the step to come"
+    )

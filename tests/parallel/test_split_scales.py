@@ -22,9 +22,14 @@ from tests.support.ranks import on_ranks
 
 NVFP4 = Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True, stochastic=False)
 SCALINGS = {
-    "tensor": Scaling("current"), "rows": Scaling("current", granularity="row"),
-    "rows, powers of two": Scaling("current", backward=E4M3, granularity="row", power_2_scales=True),
-    "mxfp8": Scaling("mxfp8", backward=E4M3), "nvfp4": NVFP4, "nvfp4 along rows": replace(NVFP4, weights_2d=False),
+    "tensor": Scaling("current"),
+    "rows": Scaling("current", granularity="row"),
+    "rows, powers of two": Scaling(
+        "current", backward=E4M3, granularity="row", power_2_scales=True
+    ),
+    "mxfp8": Scaling("mxfp8", backward=E4M3),
+    "nvfp4": NVFP4,
+    "nvfp4 along rows": replace(NVFP4, weights_2d=False),
     "nvfp4 as it is": replace(NVFP4, hadamard=False),
 }
 SPLITS = {"column": COLUMN, "row": ROW}
@@ -35,25 +40,61 @@ ODD = {"finite": 1.0, "infinite": torch.inf, "not a number": torch.nan}
 
 def state() -> State:
     empty = torch.zeros(3, dtype=torch.int32)
-    return State(None, None, None, None, None, None, torch.zeros(1, 3), torch.zeros(1, 3), None, None, empty, empty)
+    return State(
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        torch.zeros(1, 3),
+        torch.zeros(1, 3),
+        None,
+        None,
+        empty,
+        empty,
+    )
 
 
-def quantized(t: Tensor, role: int, scaling: Scaling, carrier: torch.dtype | None, parts: AmaxGroup | None) -> dict[int, tuple[Any, ...]]:
+def quantized(
+    t: Tensor, role: int, scaling: Scaling, carrier: torch.dtype | None, parts: AmaxGroup | None
+) -> dict[int, tuple[Any, ...]]:
     """Data, scales of tiles, and that of the tensor, for each product that reads `t`, contracted dimension last."""
-    plan, at = Plan(scaling, (False, False, False), carrier, torch.float32, torch.float32, record=True, parts=parts), state()
+    plan, at = (
+        Plan(
+            scaling,
+            (False, False, False),
+            carrier,
+            torch.float32,
+            torch.float32,
+            record=True,
+            parts=parts,
+        ),
+        state(),
+    )
     made = plan.operands(role, PRODUCTS[role], lambda *how: plan.operand(t, role, at, *how))
-    return {slot: (operand.data, operand.scale_inv, operand.whole_inv) for slot, operand in made.items()}
+    return {
+        slot: (operand.data, operand.scale_inv, operand.whole_inv) for slot, operand in made.items()
+    }
 
 
 def part(whole: Tensor | None, dim: int, rank: int) -> Tensor | None:
     """Of what has rows and columns, or tiles in both, a rank's part; the whole of what lies across the ranks."""
-    return whole if whole is None or whole.dim() < 2 or whole.shape[dim] == 1 else whole.chunk(2, dim)[rank]
+    return (
+        whole
+        if whole is None or whole.dim() < 2 or whole.shape[dim] == 1
+        else whole.chunk(2, dim)[rank]
+    )
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.float().nan_to_num(7.0, 8.0, 9.0), b.float().nan_to_num(7.0, 8.0, 9.0))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.float().nan_to_num(7.0, 8.0, 9.0), b.float().nan_to_num(7.0, 8.0, 9.0))
+    )
 
 
 def on_two(world: World) -> dict[str, list[str]]:
@@ -61,22 +102,39 @@ def on_two(world: World) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, scaling in SCALINGS.items():
         wrong = found.setdefault(name, [])
-        for (kind, split), (odd, value), role in ((k, o, r) for k in SPLITS.items() for o in ODD.items() for r, _ in k[1]):
+        for (kind, split), (odd, value), role in (
+            (k, o, r) for k in SPLITS.items() for o in ODD.items() for r, _ in k[1]
+        ):
             parts, dim = AmaxGroup(split, dist.group.WORLD.group_name), dict(split)[role]
-            whole = torch.randn(128, 192, generator=torch.Generator().manual_seed(role)) * torch.logspace(-3, 2, 128)[:, None]
+            whole = (
+                torch.randn(128, 192, generator=torch.Generator().manual_seed(role))
+                * torch.logspace(-3, 2, 128)[:, None]
+            )
             whole = whole.bfloat16()
             whole[5, 7] *= value
             mine = whole.chunk(2, dim)[world.rank].contiguous()
             for carrier in (None, torch.float32):
-                wants, gots = (quantized(t, role, scaling, carrier, p) for t, p in ((whole, None), (mine, parts)))
+                wants, gots = (
+                    quantized(t, role, scaling, carrier, p)
+                    for t, p in ((whole, None), (mine, parts))
+                )
                 for slot, want in wants.items():
                     along = dim if CONTRACTED[role, slot] else 1 - dim
-                    if not all(same(got, part(t, along, world.rank)) for got, t in zip(gots[slot], want, strict=True)):
+                    if not all(
+                        same(got, part(t, along, world.rank))
+                        for got, t in zip(gots[slot], want, strict=True)
+                    ):
                         wrong.append(f"{kind} {odd} role {role} product {slot} in {carrier}")
             if role == WEIGHT and scaling.tile(WEIGHT, 1) is not None:
-                stored, want = (store_recorded(t.float(), scaling, None, None, p) for t, p in ((mine, parts), (whole, None)))
-                wrong += [f"{kind} {odd} stored {field}" for field, t in want._asdict().items()
-                          if not same(getattr(stored, field), part(t, dim, world.rank))]
+                stored, want = (
+                    store_recorded(t.float(), scaling, None, None, p)
+                    for t, p in ((mine, parts), (whole, None))
+                )
+                wrong += [
+                    f"{kind} {odd} stored {field}"
+                    for field, t in want._asdict().items()
+                    if not same(getattr(stored, field), part(t, dim, world.rank))
+                ]
     return found
 
 
@@ -92,7 +150,21 @@ def test_parts_are_quantized_as_the_whole(name: str, two: list[dict[str, list[st
 
 def test_a_tile_within_one_part_is_that_ranks_alone() -> None:
     column, row = AmaxGroup(COLUMN, "ranks"), AmaxGroup(ROW, "ranks")
-    assert column.over(WEIGHT) == row.over(WEIGHT) == "ranks" and column.over(INPUT) is row.over(GRAD_OUTPUT) is None
-    assert column.over(WEIGHT, (0, 1)) == row.over(WEIGHT, (1, 0)) == column.over(GRAD_OUTPUT, (1, 0)) == row.over(INPUT, (1, 0)) == "ranks"
-    within = [column.over(WEIGHT, (1, 0)), row.over(WEIGHT, (0, 1)), column.over(GRAD_OUTPUT, (0, 1)), row.over(WEIGHT, (16, 16))]
+    assert (
+        column.over(WEIGHT) == row.over(WEIGHT) == "ranks"
+        and column.over(INPUT) is row.over(GRAD_OUTPUT) is None
+    )
+    assert (
+        column.over(WEIGHT, (0, 1))
+        == row.over(WEIGHT, (1, 0))
+        == column.over(GRAD_OUTPUT, (1, 0))
+        == row.over(INPUT, (1, 0))
+        == "ranks"
+    )
+    within = [
+        column.over(WEIGHT, (1, 0)),
+        row.over(WEIGHT, (0, 1)),
+        column.over(GRAD_OUTPUT, (0, 1)),
+        row.over(WEIGHT, (16, 16)),
+    ]
     assert within == [None] * 4

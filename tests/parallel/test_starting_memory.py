@@ -15,9 +15,21 @@ import fp8cfg
 from tests.support.forked import processes
 
 RANKS = 4
-SIZES = ("model.num_layers=4", "model.hidden_size=1024", "model.ffn_hidden_size=2816", "model.num_attention_heads=16",
-         "model.num_query_groups=16", "model.vocab_size=8192")  # 280 MiB in float32
-TINY = ("model.num_layers=4", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.num_attention_heads=4", "model.num_query_groups=4")
+SIZES = (
+    "model.num_layers=4",
+    "model.hidden_size=1024",
+    "model.ffn_hidden_size=2816",
+    "model.num_attention_heads=16",
+    "model.num_query_groups=16",
+    "model.vocab_size=8192",
+)  # 280 MiB in float32
+TINY = (
+    "model.num_layers=4",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=4",
+)
 TP2, PP2 = (f"trainer.strategy.{way}_model_parallel_size=2" for way in ("tensor", "pipeline"))
 WHOLE_MIB = 280
 
@@ -46,7 +58,12 @@ def start(words: list[str], file: str) -> None:
     torch.set_num_threads(1)
     os.environ["WORLD_SIZE"] = str(RANKS)
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)  # type: ignore[no-untyped-call]
-    first, recipe = (fp8cfg.compose(["recipe=llama_tiny", "data=tiny", f"trainer.devices={RANKS}", *sizes, *words]) for sizes in (TINY, SIZES))
+    first, recipe = (
+        fp8cfg.compose(
+            ["recipe=llama_tiny", "data=tiny", f"trainer.devices={RANKS}", *sizes, *words]
+        )
+        for sizes in (TINY, SIZES)
+    )
     fp8cfg.build(first)  # imports
     gc.collect()
     before, peak = resident(), Peak()
@@ -60,8 +77,19 @@ def start(words: list[str], file: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "share"), [(["storage.shard=fsdp"], 1 / 4), (["storage.shard=zero1"], 1 / 4), ([TP2], 1 / 4), ([PP2, "trainer.micro_batch_size=1"], 1 / 3)], ids=str)
-def test_the_peak_of_a_start_is_the_share_of_a_rank(words: list[str], share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        (["storage.shard=fsdp"], 1 / 4),
+        (["storage.shard=zero1"], 1 / 4),
+        ([TP2], 1 / 4),
+        ([PP2, "trainer.micro_batch_size=1"], 1 / 3),
+    ],
+    ids=str,
+)
+def test_the_peak_of_a_start_is_the_share_of_a_rank(
+    words: list[str], share: float, tmp_path: Path
+) -> None:
     """At most 1.4 times the float32 bytes of what the rank has from then on."""
     running = processes.Process(target=start, args=(words, str(tmp_path / "found")))
     running.start()

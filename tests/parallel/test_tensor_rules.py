@@ -12,27 +12,65 @@ KEY = "tensor_model_parallel_size=2"
 ALONE = f"with data parallelism alone, not with {KEY}"
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ("model.num_query_groups=1", f"{TENSOR}=2: does not divide model.num_query_groups=1; write {TENSOR}=1"),
-    ("model.vocab_size=273", f"{TENSOR}=2: does not divide model.vocab_size=273; write model.vocab_size=274"),
-    ("model.ffn_hidden_size=129", f"{TENSOR}=2: does not divide model.ffn_hidden_size=129; write model.ffn_hidden_size=130"),
-    ("model.seq_length=31 trainer.strategy.sequence_parallel=true",
-     "trainer.strategy.sequence_parallel=true: splits model.seq_length=31 over 2 ranks; write model.seq_length=32"),
-    ("precision=bf16_fp8 opt_level=O2", f"opt_level=O2: goes {ALONE}; write opt_level=null, or {TENSOR}=1"),
-    ("precision=bf16_precision_aware storage.weight_grad=fp8", "storage: state in fewer bits, but for moments and gradients "
-     f"over float32 masters, is that of whole matrices, and {KEY} splits them; write storage.master_weight=auto"),
-    ("precision=bf16_fp8 storage.comm=fp8", f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto"),
-    ("precision=bf16_fp8 fp8.dot_product_attention=true",
-     f"fp8.dot_product_attention=true: attention in FP8 takes all heads, and {KEY} splits them; write false"),
-    ("precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
-     f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has whole matrices; write 0"),
-    ("precision=bf16_fp8 fp8.reduce_amax=false", f"fp8.reduce_amax=false: parts of a matrix share one scale under {KEY}; write true"),
-    ("precision=bf16_nvfp4 model.ffn_hidden_size=144", f"fp8.scaling=nvfp4: {KEY} gives each rank 72 channels of linear_fc1, which must be "
-     "a multiple of 16; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size"),
-    ("precision=bf16_fp8_block", f"fp8.scaling=block: {KEY} gives each rank 64 channels of linear_fc1, which must be a multiple of "
-     "128; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size"),
-])
-def test_what_split_matrices_do_not_have_is_refused(words: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "model.num_query_groups=1",
+            f"{TENSOR}=2: does not divide model.num_query_groups=1; write {TENSOR}=1",
+        ),
+        (
+            "model.vocab_size=273",
+            f"{TENSOR}=2: does not divide model.vocab_size=273; write model.vocab_size=274",
+        ),
+        (
+            "model.ffn_hidden_size=129",
+            f"{TENSOR}=2: does not divide model.ffn_hidden_size=129; write model.ffn_hidden_size=130",
+        ),
+        (
+            "model.seq_length=31 trainer.strategy.sequence_parallel=true",
+            "trainer.strategy.sequence_parallel=true: splits model.seq_length=31 over 2 ranks; write model.seq_length=32",
+        ),
+        (
+            "precision=bf16_fp8 opt_level=O2",
+            f"opt_level=O2: goes {ALONE}; write opt_level=null, or {TENSOR}=1",
+        ),
+        (
+            "precision=bf16_precision_aware storage.weight_grad=fp8",
+            "storage: state in fewer bits, but for moments and gradients "
+            f"over float32 masters, is that of whole matrices, and {KEY} splits them; write storage.master_weight=auto",
+        ),
+        (
+            "precision=bf16_fp8 storage.comm=fp8",
+            f"storage.comm=fp8: gradients sent in FP8 go {ALONE}; write storage.comm=auto",
+        ),
+        (
+            "precision=bf16_fp8 fp8.dot_product_attention=true",
+            f"fp8.dot_product_attention=true: attention in FP8 takes all heads, and {KEY} splits them; write false",
+        ),
+        (
+            "precision=bf16_fp8 log.fp8_stats_every_n_steps=2",
+            f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has whole matrices; write 0",
+        ),
+        (
+            "precision=bf16_fp8 fp8.reduce_amax=false",
+            f"fp8.reduce_amax=false: parts of a matrix share one scale under {KEY}; write true",
+        ),
+        (
+            "precision=bf16_nvfp4 model.ffn_hidden_size=144",
+            f"fp8.scaling=nvfp4: {KEY} gives each rank 72 channels of linear_fc1, which must be "
+            "a multiple of 16; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size",
+        ),
+        (
+            "precision=bf16_fp8_block",
+            f"fp8.scaling=block: {KEY} gives each rank 64 channels of linear_fc1, which must be a multiple of "
+            "128; write fp8.exclude=[*.linear_fc1], another model.ffn_hidden_size, or a smaller tensor_model_parallel_size",
+        ),
+    ],
+)
+def test_what_split_matrices_do_not_have_is_refused(
+    words: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     recipe = small("trainer.devices=2", f"{TENSOR}=2", *words.split())
     from fp8cfg.report.memory.layout import refused
@@ -41,8 +79,17 @@ def test_what_split_matrices_do_not_have_is_refused(words: str, line: str, monke
 
 
 def test_other_backends_are_refused() -> None:
-    recipe = small("precision=bf16_fp8_current", "backend=torchao", "fp8.params=false", "trainer.devices=2", f"{TENSOR}=2")
-    with pytest.raises(fp8cfg.ConfigError, match=f"backend=torchao: its layers are not split by {KEY}; write backend=native"):
+    recipe = small(
+        "precision=bf16_fp8_current",
+        "backend=torchao",
+        "fp8.params=false",
+        "trainer.devices=2",
+        f"{TENSOR}=2",
+    )
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=f"backend=torchao: its layers are not split by {KEY}; write backend=native",
+    ):
         fp8cfg.build(recipe)
 
 
@@ -50,4 +97,6 @@ def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> N
     recipe = small("trainer.devices=2", f"{TENSOR}=2")
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.build(recipe)
-    assert e.value.problems == [f"{TENSOR}=2: so many ranks share each matrix, and 1 rank is no multiple of it; start 2, or write 1"]
+    assert e.value.problems == [
+        f"{TENSOR}=2: so many ranks share each matrix, and 1 rank is no multiple of it; start 2, or write 1"
+    ]

@@ -18,5 +18,7 @@ def test_figures_agree_with_one_another(gpu: GPU) -> None:
 
 def test_names() -> None:
     assert named("H100_PCIe") is GPUS["h100-pcie"]
-    with pytest.raises(fp8cfg.ConfigError, match="--gpu h1000: no such GPU in the table; did you mean 'h100'"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match="--gpu h1000: no such GPU in the table; did you mean 'h100'"
+    ):
         named("h1000")

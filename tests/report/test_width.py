@@ -20,16 +20,51 @@ FP8 = ["precision=bf16_fp8", "model.num_layers=16"]
 MANY = "fp8.exclude=['*.linear_fc2','layers.0.*','layers.1.*','layers.2.mlp.*','layers.*.self_attention.linear_proj']"
 ENDS = [["--gpu", "b200"], ["--gpu", "a100-80"], ["--tree"]]
 VERBS = [
-    ["list"], ["list", "recipe"], ["list", "precision"], ["list", "data"], ["doctor"], ["help"], ["check", f"name={'long-name_' * 6}1", *FP8],
-    ["explain", "fp8.exclude", *FP8, MANY], ["explain", "fp8", *FP8, MANY], ["explain", "log.dir", f"log.dir={'word/' * 9}"], ["explain", "optim.betas"],
-    ["diff", *FP8, MANY, "--", "precision=fp16"], ["diff", "recipe=llama_405b", "precision=bf16_nvfp4", "--", "recipe=llama_tiny"],
+    ["list"],
+    ["list", "recipe"],
+    ["list", "precision"],
+    ["list", "data"],
+    ["doctor"],
+    ["help"],
+    ["check", f"name={'long-name_' * 6}1", *FP8],
+    ["explain", "fp8.exclude", *FP8, MANY],
+    ["explain", "fp8", *FP8, MANY],
+    ["explain", "log.dir", f"log.dir={'word/' * 9}"],
+    ["explain", "optim.betas"],
+    ["diff", *FP8, MANY, "--", "precision=fp16"],
+    ["diff", "recipe=llama_405b", "precision=bf16_nvfp4", "--", "recipe=llama_tiny"],
     ["diff", *FP8, MANY, "--", "precision=fp16", "--tree"],
-    ["plan", *FP8, MANY], ["plan", *FP8, MANY, "--tree"], ["plan", "recipe=llama_405b", "precision=fp16", "--tree"],
-    ["plan", *FP8, MANY, "--gpu", "h100"], ["plan", "recipe=llama_405b", "precision=bf16_fp8_block", "--gpu", "rtx4090"],
-    *(["plan", "precision=bf16_fp8", f"opt_level={level}", "trainer.micro_batch_size=2", "--gpus", "8", "--gpu", "h100"] for level in ("O1", "O2", "O3")),
+    ["plan", *FP8, MANY],
+    ["plan", *FP8, MANY, "--tree"],
+    ["plan", "recipe=llama_405b", "precision=fp16", "--tree"],
+    ["plan", *FP8, MANY, "--gpu", "h100"],
+    ["plan", "recipe=llama_405b", "precision=bf16_fp8_block", "--gpu", "rtx4090"],
+    *(
+        [
+            "plan",
+            "precision=bf16_fp8",
+            f"opt_level={level}",
+            "trainer.micro_batch_size=2",
+            "--gpus",
+            "8",
+            "--gpu",
+            "h100",
+        ]
+        for level in ("O1", "O2", "O3")
+    ),
     ["plan", "precision=bf16_fp8", "opt_level=O2", "backend=msamp", "--gpu", "h100"],
-    ["plan", "precision=bf16_fp8_current", "fp8.params=false", "backend=torchao", "opt_level=O2", "--tree"],
-    *(["plan", f"precision={p}", "model.num_layers=32", *end] for p, end in zip(PRESETS, cycle(ENDS), strict=False)),
+    [
+        "plan",
+        "precision=bf16_fp8_current",
+        "fp8.params=false",
+        "backend=torchao",
+        "opt_level=O2",
+        "--tree",
+    ],
+    *(
+        ["plan", f"precision={p}", "model.num_layers=32", *end]
+        for p, end in zip(PRESETS, cycle(ENDS), strict=False)
+    ),
 ]
 
 
@@ -45,11 +80,17 @@ def test_plans_of_every_recipe(words: tuple[str, ...], capsys: pytest.CaptureFix
     test_a_verb_that_reads(["plan", *words, "--gpu", "h100"], capsys)
 
 
-@pytest.mark.parametrize("words", [["backend=torchao", "fp8.params=false"], ["backend=native"], ["fp8.min_coverage=0.2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [["backend=torchao", "fp8.params=false"], ["backend=native"], ["fp8.min_coverage=0.2"]],
+    ids=" ".join,
+)
 def test_what_a_run_says_before_it_begins(words: list[str]) -> None:
     recipe = compose(["precision=bf16_fp8_current", *words])
     text = f"{head(recipe)}\n{body(recipe, Hardware('cpu'))}"
-    assert [line for line in text.splitlines() if len(line) > 80] == [] and "planned coverage: backend " in text
+    assert [
+        line for line in text.splitlines() if len(line) > 80
+    ] == [] and "planned coverage: backend " in text
 
 
 def test_errors_are_one_line_each_however_long(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +99,9 @@ def test_errors_are_one_line_each_however_long(capsys: pytest.CaptureFixture[str
     assert max(map(len, lines)) > 80 and all(line.startswith("error: ") for line in lines)
 
 
-@pytest.mark.parametrize("argv", [["explain", "data.path", "data=text"], ["diff", "data=tiny", "--", "data=text"]])
+@pytest.mark.parametrize(
+    "argv", [["explain", "data.path", "data=text"], ["diff", "data=tiny", "--", "data=text"]]
+)
 def test_a_path_is_not_broken(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = f"/{'long/' * 20}file"
     assert main([*argv, f"data.path={path}"]) == 0
@@ -66,14 +109,33 @@ def test_a_path_is_not_broken(argv: list[str], capsys: pytest.CaptureFixture[str
 
 
 def test_text_is_broken_at_spaces_and_after_commas() -> None:
-    assert wrapped("a" * 60 + " " + "b" * 30, "- ", "  ").splitlines() == [f"- {'a' * 60}", f"  {'b' * 30}"]
-    assert wrapped("x=[" + "aaaa," * 20 + "]").splitlines() == ["x=[" + "aaaa," * 15, "aaaa," * 5 + "]"]
+    assert wrapped("a" * 60 + " " + "b" * 30, "- ", "  ").splitlines() == [
+        f"- {'a' * 60}",
+        f"  {'b' * 30}",
+    ]
+    assert wrapped("x=[" + "aaaa," * 20 + "]").splitlines() == [
+        "x=[" + "aaaa," * 15,
+        "aaaa," * 5 + "]",
+    ]
     assert wrapped(str(Path("/") / ("p" * 100))) == f"/{'p' * 100}"
 
 
 def test_the_last_column_of_a_table_goes_on_below() -> None:
     assert table(["name", "why"], [["n" * 40, "short"], ["m", "word " * 9]]).splitlines() == [
-        "name" + " " * 38 + "why", "n" * 40 + "  short", "m" + " " * 41 + "word word word word word word word", " " * 42 + "word word"]
-    assert table(["name", "why"], [["n" * 70, "a b c d e f"]]).splitlines()[1] == "n" * 70 + "  a b c d e f", "no room to break it in"
-    assert table(["a" * 39, "b" * 40], [["c", "1"]], right=[1]).splitlines() == [f"{'a' * 39} {'b' * 40}", f"c{' ' * 78}1"]
-    assert table(["name", "why"], [["n" * 50, f"as {'w' * 29}"]]).splitlines()[1:] == ["n" * 50 + "  as", " " * 51 + "w" * 29]
+        "name" + " " * 38 + "why",
+        "n" * 40 + "  short",
+        "m" + " " * 41 + "word word word word word word word",
+        " " * 42 + "word word",
+    ]
+    assert (
+        table(["name", "why"], [["n" * 70, "a b c d e f"]]).splitlines()[1]
+        == "n" * 70 + "  a b c d e f"
+    ), "no room to break it in"
+    assert table(["a" * 39, "b" * 40], [["c", "1"]], right=[1]).splitlines() == [
+        f"{'a' * 39} {'b' * 40}",
+        f"c{' ' * 78}1",
+    ]
+    assert table(["name", "why"], [["n" * 50, f"as {'w' * 29}"]]).splitlines()[1:] == [
+        "n" * 50 + "  as",
+        " " * 51 + "w" * 29,
+    ]

@@ -36,13 +36,20 @@ def leaves(cls: type[Node], at: str) -> Iterator[str]:
 def keys() -> list[str]:
     """Every key that the table has: those of `fp8` and of `storage`, opt_level and precision.compute."""
     plugin = Precision()
-    return ["precision.compute", *leaves(type(plugin.fp8), "fp8."), *leaves(type(plugin.storage), "storage."), "opt_level"]
+    return [
+        "precision.compute",
+        *leaves(type(plugin.fp8), "fp8."),
+        *leaves(type(plugin.storage), "storage."),
+        "opt_level",
+    ]
 
 
 def te_refusal(row: te_table.Refused) -> str:
     """The line with which a row of te_table.py is refused, as the rules give it."""
     fp8 = te_table.node(row.given)
-    lines = te_rules.refusals(Precision(fp8=fp8, compute=row.compute), B200 if fp8.scaling == "nvfp4" else H200)
+    lines = te_rules.refusals(
+        Precision(fp8=fp8, compute=row.compute), B200 if fp8.scaling == "nvfp4" else H200
+    )
     return next(line for line in lines if line.startswith(f"{row.key}=") and row.line in line)
 
 
@@ -55,36 +62,61 @@ def lines(key: str, backend: str) -> list[Line]:
         where.setdefault(c.where, {})[c.scaling] = None
     for r in (r for r in rows if isinstance(r, te_table.Applied)):
         where.setdefault(r.where, {})[r.given.get("scaling", "delayed")] = None
-    why = [refusal(c) for c in cells if isinstance(c, Refused)] + [te_refusal(r) for r in rows if isinstance(r, te_table.Refused)]
-    applied = [(f"{text} ({', '.join(scalings)})" if key.startswith("fp8.") else text) for text, scalings in where.items()]
-    return [("applied", text) for text in applied] + [("refused", line) for line in dict.fromkeys(line.partition("; ")[0] for line in why)]
+    why = [refusal(c) for c in cells if isinstance(c, Refused)] + [
+        te_refusal(r) for r in rows if isinstance(r, te_table.Refused)
+    ]
+    applied = [
+        (f"{text} ({', '.join(scalings)})" if key.startswith("fp8.") else text)
+        for text, scalings in where.items()
+    ]
+    return [("applied", text) for text in applied] + [
+        ("refused", line) for line in dict.fromkeys(line.partition("; ")[0] for line in why)
+    ]
 
 
 def summary(key: str, backend: str) -> str:
     """yes, no, or both: it depends on the value or on what stands beside it."""
-    return " ".join(dict.fromkeys({"applied": "yes", "refused": "no"}[what] for what, _ in lines(key, backend)))
+    return " ".join(
+        dict.fromkeys({"applied": "yes", "refused": "no"}[what] for what, _ in lines(key, backend))
+    )
 
 
 def text() -> str:
     """The table at 80 columns: a line for each key, then its cells."""
-    out = [table(["applied or refused", *BACKENDS], [[key, *(summary(key, b) for b in BACKENDS)] for key in keys()])]
+    out = [
+        table(
+            ["applied or refused", *BACKENDS],
+            [[key, *(summary(key, b) for b in BACKENDS)] for key in keys()],
+        )
+    ]
     for key in keys():
         out.append(f"\n{key}")
-        out += [wrapped(said, f"  {backend:8} {what:8} ", " " * 20) for backend in BACKENDS for what, said in lines(key, backend)]
+        out += [
+            wrapped(said, f"  {backend:8} {what:8} ", " " * 20)
+            for backend in BACKENDS
+            for what, said in lines(key, backend)
+        ]
     return "\n".join(out)
 
 
 def markdown() -> str:
     """The table for a page: a row for each key, a column for each backend."""
+
     def cell(key: str, backend: str) -> str:
-        return "<br>".join(f"{what}: {said}".replace("|", "\\|") for what, said in lines(key, backend))
+        return "<br>".join(
+            f"{what}: {said}".replace("|", "\\|") for what, said in lines(key, backend)
+        )
 
     rows = [f"| `{key}` | {' | '.join(cell(key, b) for b in BACKENDS)} |" for key in keys()]
-    return "\n".join([f"| key | {' | '.join(BACKENDS)} |", "| --- " * (len(BACKENDS) + 1) + "|", *rows])
+    return "\n".join(
+        [f"| key | {' | '.join(BACKENDS)} |", "| --- " * (len(BACKENDS) + 1) + "|", *rows]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--markdown", action="store_true", help="for a page")
     print(markdown() if parser.parse_args().markdown else text())
 

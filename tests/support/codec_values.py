@@ -10,7 +10,10 @@ from fp8cfg.numerics.stochastic_rounding import random_key
 
 KEY = random_key(0, "test")
 ALL = {
-    **NAMES, "fp8 e5m2": codec("fp8", fp8=E5M2), "fp8_pow2 e5m2": codec("fp8_pow2", fp8=E5M2), "root": codec("fp8_block", second_moment=True),
+    **NAMES,
+    "fp8 e5m2": codec("fp8", fp8=E5M2),
+    "fp8_pow2 e5m2": codec("fp8_pow2", fp8=E5M2),
+    "root": codec("fp8_block", second_moment=True),
     **{f"{name} stochastic": codec(name, "stochastic") for name in NAMES if name != "fp32"},
 }
 

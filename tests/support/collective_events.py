@@ -8,7 +8,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
+KINDS = {
+    "_allgather_base_": "gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+}
 
 
 class Events(TorchDispatchMode):
@@ -22,7 +26,12 @@ class Events(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func._schema.name.partition("::")[2]
             handed = args[1] if name.endswith("_base_") else args[0]  # the output goes first
-            self.found.append((KINDS.get(name, name), sum(t.nbytes for t in tree_leaves(handed) if isinstance(t, Tensor))))
+            self.found.append(
+                (
+                    KINDS.get(name, name),
+                    sum(t.nbytes for t in tree_leaves(handed) if isinstance(t, Tensor)),
+                )
+            )
         return func(*args, **(kwargs or {}))
 
     def of(self, *kinds: str) -> list[tuple[str, int]]:

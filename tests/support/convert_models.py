@@ -12,9 +12,22 @@ import fp8cfg
 from fp8cfg.backends import backend_registry
 from fp8cfg.config.recipe import Recipe
 
-BACKENDS = ["native", pytest.param("torchao", marks=pytest.mark.skipif(bool(backend_registry.rules("torchao").unavailable()), reason="torchao is not installed"))]
-WORDS = ("precision=bf16_fp8_current", "fp8.params=false", "fp8.high_precision_at_start=0", "fp8.high_precision_at_end=0",
-         "trainer.accelerator=cpu")
+BACKENDS = [
+    "native",
+    pytest.param(
+        "torchao",
+        marks=pytest.mark.skipif(
+            bool(backend_registry.rules("torchao").unavailable()), reason="torchao is not installed"
+        ),
+    ),
+]
+WORDS = (
+    "precision=bf16_fp8_current",
+    "fp8.params=false",
+    "fp8.high_precision_at_start=0",
+    "fp8.high_precision_at_end=0",
+    "trainer.accelerator=cpu",
+)
 DELAYED = ("precision=bf16_fp8", "fp8.params=false", "fp8.amax_history_len=4")
 FP8 = {"e4m3xe4m3", "e5m2xe4m3"}
 
@@ -63,7 +76,11 @@ class Model(nn.Module):
         x = self.own(self.norm(x + self.attention(x, x, x)[0]))
         x = x + self.gate(x).mean()
         logits = self.lm_head(x)
-        return logits if targets is None else nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return (
+            logits
+            if targets is None
+            else nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        )
 
 
 TOKENS = torch.arange(64).reshape(2, 32) % 48
@@ -74,7 +91,9 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 REASONS = {
-    "gate": "out_features=10 is not a multiple of 16", "own": "Doubled has a forward of its own", "lm_head": "fp8.output_layer=false",
+    "gate": "out_features=10 is not a multiple of 16",
+    "own": "Doubled has a forward of its own",
+    "lm_head": "fp8.output_layer=false",
     "attention.out_proj": "nn.MultiheadAttention multiplies its weight itself",
 }
 
@@ -88,12 +107,19 @@ def transformers_lm(name: str, **shape: Any) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.lm = getattr(transformers, f"{name}ForCausalLM" if name == "Llama" else f"{name}LMHeadModel")(
-                getattr(transformers, f"{name}Config")(vocab_size=64, bos_token_id=0, eos_token_id=0, **shape))
+            self.lm = getattr(
+                transformers, f"{name}ForCausalLM" if name == "Llama" else f"{name}LMHeadModel"
+            )(
+                getattr(transformers, f"{name}Config")(
+                    vocab_size=64, bos_token_id=0, eos_token_id=0, **shape
+                )
+            )
             self.extra = nn.Linear(64, 64)
 
         def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
             x = self.lm.base_model(tokens).last_hidden_state
-            return nn.functional.cross_entropy(self.lm.lm_head(x + self.extra(x)).float().flatten(0, 1), targets.flatten())
+            return nn.functional.cross_entropy(
+                self.lm.lm_head(x + self.extra(x)).float().flatten(0, 1), targets.flatten()
+            )
 
     return LM()

@@ -41,8 +41,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     rows = {}
     for item in session.items:
         fixtures = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
-        rows[item.nodeid] = [item.nodeid, *(_context(f) for found in fixtures.values() for f in found if f.scope != "function")]
-    Path(os.environ[FOLDER], f"tests-{os.getpid()}.json").write_text(json.dumps(rows), encoding="utf-8")
+        rows[item.nodeid] = [
+            item.nodeid,
+            *(_context(f) for found in fixtures.values() for f in found if f.scope != "function"),
+        ]
+    Path(os.environ[FOLDER], f"tests-{os.getpid()}.json").write_text(
+        json.dumps(rows), encoding="utf-8"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -64,11 +69,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        with Path(os.environ[FOLDER], f"seconds-{os.getpid()}.tsv").open("a", encoding="utf-8") as file:
+        with Path(os.environ[FOLDER], f"seconds-{os.getpid()}.tsv").open(
+            "a", encoding="utf-8"
+        ) as file:
             file.write(f"{_cpu_seconds() - began:.3f}\t{item.nodeid}\n")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
-        with Path(os.environ[FOLDER], f"failed-{os.getpid()}.txt").open("a", encoding="utf-8") as file:
+        with Path(os.environ[FOLDER], f"failed-{os.getpid()}.txt").open(
+            "a", encoding="utf-8"
+        ) as file:
             file.write(f"{report.nodeid}\n")

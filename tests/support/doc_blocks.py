@@ -21,9 +21,12 @@ from tests.support.verbs import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OWN_TESTS = {
-    "docs/extending/scaling.md": "tests/numerics/test_extending_scaling.py", "docs/extending/backend.md": "tests/extending/test_backend.py",
-    "docs/extending/model_size.md": "tests/extending/test_model_size.py", "docs/extending/cli_verb.md": "tests/extending/test_cli_verb.py",
-    "docs/extending/preset.md": "tests/extending/test_preset.py"}
+    "docs/extending/scaling.md": "tests/numerics/test_extending_scaling.py",
+    "docs/extending/backend.md": "tests/extending/test_backend.py",
+    "docs/extending/model_size.md": "tests/extending/test_model_size.py",
+    "docs/extending/cli_verb.md": "tests/extending/test_cli_verb.py",
+    "docs/extending/preset.md": "tests/extending/test_preset.py",
+}
 """Checklists, whose blocks a test of their own puts into a package."""
 INFOS = ("python", "console", "yaml", "text")
 RUN = "runs/llama_tiny-20260102-030405"
@@ -56,24 +59,35 @@ class Command:
 def blocks(page: Path) -> list[Block]:
     """The blocks of `page`, in its order."""
     text = page.read_text(encoding="utf-8")
-    return [Block(page, text.count("\n", 0, found.start(2)) + 1, found[1], found[2]) for found in _FENCE.finditer(text)]
+    return [
+        Block(page, text.count("\n", 0, found.start(2)) + 1, found[1], found[2])
+        for found in _FENCE.finditer(text)
+    ]
 
 
 def commands(block: Block) -> list[Command]:
     """The commands of a console block. Raises AssertionError where it does not begin with one."""
     parts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
     assert not parts[0].strip(), f"{block}: text before the first command"
-    return [Command(shlex.split(line), shown) for line, _, shown in (part.partition("\n") for part in parts[1:])]
+    return [
+        Command(shlex.split(line), shown)
+        for line, _, shown in (part.partition("\n") for part in parts[1:])
+    ]
 
 
 def matches(shown: str, printed: str) -> bool:
     """Whether the output of a command matches the expected text, in which `...` stands for anything, on a line of its own for any
     number of lines.
     """
+
     def lines(text: str) -> str:
         return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
-    pattern = re.escape(lines(shown)).replace(re.escape("...\n"), r"(?:.*\n)?").replace(re.escape("..."), ".*")
+    pattern = (
+        re.escape(lines(shown))
+        .replace(re.escape("...\n"), r"(?:.*\n)?")
+        .replace(re.escape("..."), ".*")
+    )
     return re.fullmatch(pattern, lines(printed), re.DOTALL) is not None
 
 
@@ -90,13 +104,23 @@ def short_runs(shape: dict[str, int] | None = None) -> Iterator[None]:
     def llama_tiny(**given: Any) -> fp8cfg.Recipe:
         recipe = whole(**given)
         recipe.model = recipe.model.merged(TINY if shape is None else shape)
-        recipe.trainer = recipe.trainer.merged({"global_batch_size": 1, "micro_batch_size": 1, "max_steps": 2 if shape is None else 1, "limit_val_batches": 1,
-                                                "compile": "off", "accelerator": "cpu"})
+        recipe.trainer = recipe.trainer.merged(
+            {
+                "global_batch_size": 1,
+                "micro_batch_size": 1,
+                "max_steps": 2 if shape is None else 1,
+                "limit_val_batches": 1,
+                "compile": "off",
+                "accelerator": "cpu",
+            }
+        )
         recipe.data.name, recipe.optim.warmup_steps, recipe.checkpoint.every_n_steps = "tiny", 0, 0
         return recipe
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe_registry, "_RECIPES", {**recipe_registry.recipes(), "llama_tiny": llama_tiny})
+        patch.setattr(
+            recipe_registry, "_RECIPES", {**recipe_registry.recipes(), "llama_tiny": llama_tiny}
+        )
         patch.setattr(recipes, "llama_tiny", llama_tiny)
         yield
 

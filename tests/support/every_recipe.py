@@ -20,13 +20,23 @@ def _series(name: str) -> str:
 
 
 def _ends(names: list[str]) -> set[str]:
-    by_size = sorted(names, key=lambda name: recipes()[name]().model.num_layers * recipes()[name]().model.hidden_size)
+    by_size = sorted(
+        names,
+        key=lambda name: recipes()[name]().model.num_layers * recipes()[name]().model.hidden_size,
+    )
     return {by_size[0], by_size[-1]}
 
 
-QUICK = {name for _, series in groupby(sorted(NAMES, key=_series), _series) for name in _ends(list(series))}
+QUICK = {
+    name
+    for _, series in groupby(sorted(NAMES, key=_series), _series)
+    for name in _ends(list(series))
+}
 
 
 def every_recipe(*words: str) -> list[Any]:
     """A case for each recipe: the words that compose it, followed by `words`."""
-    return [pytest.param((f"recipe={name}", *words), marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
+    return [
+        pytest.param((f"recipe={name}", *words), marks=() if name in QUICK else pytest.mark.slow)
+        for name in NAMES
+    ]

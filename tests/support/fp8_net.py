@@ -10,19 +10,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Ran, Region, Scaling, decode, fp8_linears, update_scales
+from fp8cfg.numerics import (
+    E2M1,
+    E4M3,
+    FP8Linear,
+    Ran,
+    Region,
+    Scaling,
+    decode,
+    fp8_linears,
+    update_scales,
+)
 from fp8cfg.numerics.scaling import amax_of, scale_from_amax
 
 DELAYED, CURRENT = Scaling(amax_history_len=4), Scaling("current")
 TILED = {
-    "row": Scaling("current", granularity="row"), "row-pow2": Scaling("current", backward=E4M3, granularity="row", power_2_scales=True),
-    "block": Scaling("block", power_2_scales=True, weights_2d=True), "block-fp32": Scaling("block", backward=E4M3, weights_2d=True),
-    "block-1d": Scaling("block", power_2_scales=True), "mxfp8": Scaling("mxfp8", backward=E4M3),
-    "mxfp8-2d": Scaling("mxfp8", backward=E4M3, weights_2d=True), "nvfp4-nearest": Scaling("nvfp4", E2M1, E2M1, hadamard=False, stochastic=False),
-    "nvfp4": Scaling("nvfp4", E2M1, E2M1, weights_2d=True)}  # fmt: skip
+    "row": Scaling("current", granularity="row"),
+    "row-pow2": Scaling("current", backward=E4M3, granularity="row", power_2_scales=True),
+    "block": Scaling("block", power_2_scales=True, weights_2d=True),
+    "block-fp32": Scaling("block", backward=E4M3, weights_2d=True),
+    "block-1d": Scaling("block", power_2_scales=True),
+    "mxfp8": Scaling("mxfp8", backward=E4M3),
+    "mxfp8-2d": Scaling("mxfp8", backward=E4M3, weights_2d=True),
+    "nvfp4-nearest": Scaling("nvfp4", E2M1, E2M1, hadamard=False, stochastic=False),
+    "nvfp4": Scaling("nvfp4", E2M1, E2M1, weights_2d=True),
+}
 ALL = {"delayed": DELAYED, "current": CURRENT, **TILED}
 KINDS = pytest.mark.parametrize("scaling", ALL.values(), ids=ALL)
-FP8_RUN = [Ran("e4m3", "e4m3", "emulated"), Ran("e5m2", "e4m3", "emulated"), Ran("e5m2", "e4m3", "emulated")]
+FP8_RUN = [
+    Ran("e4m3", "e4m3", "emulated"),
+    Ran("e5m2", "e4m3", "emulated"),
+    Ran("e5m2", "e4m3", "emulated"),
+]
 
 
 def in_fp8(scaling: Scaling, how: str = "emulated") -> list[Ran]:
@@ -36,7 +55,11 @@ class Net(nn.Module):
     def __init__(self, recompute: str = "no", dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down, self.recompute = nn.Linear(32, 64), nn.Linear(64, 32, bias=False), recompute
+        self.up, self.down, self.recompute = (
+            nn.Linear(32, 64),
+            nn.Linear(64, 32, bias=False),
+            recompute,
+        )
         self.to(dtype)
 
     def block(self, x: Tensor) -> Tensor:
@@ -65,7 +88,12 @@ def loss_of(y: Tensor) -> Tensor:
 
 
 def fp8_state(net: nn.Module) -> list[Tensor]:
-    return [t for layer in fp8_linears(net) for t in (layer.fp8_scale, layer.fp8_amax_history) if t is not None]
+    return [
+        t
+        for layer in fp8_linears(net)
+        for t in (layer.fp8_scale, layer.fp8_amax_history)
+        if t is not None
+    ]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -81,7 +109,11 @@ def ran(layer: FP8Linear) -> list[Ran | None]:
 
 
 def train(
-    net: Net, region: Region, steps: int = 3, forward: Callable[[Tensor], Tensor] | None = None, lr: float = 0.1
+    net: Net,
+    region: Region,
+    steps: int = 3,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    lr: float = 0.1,
 ) -> list[float]:
     """Leaves the region before the backward pass, as one does with autocast."""
     losses, optimizer = [], torch.optim.SGD(net.parameters(), lr)

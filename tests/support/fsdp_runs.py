@@ -21,7 +21,9 @@ TORCHAO = f"{CURRENT} backend=torchao"
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 SAVED, STEPS = 1, 3
 """Steps of a run before it is saved, and in all."""
-NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
+NOT_CLIPPED = (
+    "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
+)
 
 
 def job_of(*words: str) -> Job:
@@ -30,7 +32,10 @@ def job_of(*words: str) -> Job:
 
 def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
     batches, _ = run_data(job.recipe)
-    return [[s.loss, s.grad_norm] for s in (train_step(job, batches, step, world) for step in range(first, last))]
+    return [
+        [s.loss, s.grad_norm]
+        for s in (train_step(job, batches, step, world) for step in range(first, last))
+    ]
 
 
 def held_out(job: Job, world: World) -> float:

@@ -14,13 +14,44 @@ transformers = pytest.importorskip("transformers")
 
 import fp8cfg  # noqa: E402
 
-SHAPE = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 144, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "vocab_size": 272, "max_position_embeddings": 64, "head_dim": 16, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-WORDS = ["data=tiny", "precision=fp32", "model.seq_length=32", "trainer.global_batch_size=4", "trainer.micro_batch_size=4",
-         "trainer.accelerator=cpu"]
-WIDE = ["recipe=qwen3_tiny", "data=tiny", "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.kv_channels=64",
-        "model.seq_length=32", "trainer.global_batch_size=4", "trainer.micro_batch_size=4", "trainer.max_steps=2", "optim.warmup_steps=1",
-        "trainer.val_check_interval=0", "checkpoint.every_n_steps=2", "trainer.compile=off", "trainer.accelerator=cpu"]
+SHAPE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 272,
+    "max_position_embeddings": 64,
+    "head_dim": 16,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+WORDS = [
+    "data=tiny",
+    "precision=fp32",
+    "model.seq_length=32",
+    "trainer.global_batch_size=4",
+    "trainer.micro_batch_size=4",
+    "trainer.accelerator=cpu",
+]
+WIDE = [
+    "recipe=qwen3_tiny",
+    "data=tiny",
+    "model.num_layers=2",
+    "model.hidden_size=128",
+    "model.ffn_hidden_size=256",
+    "model.kv_channels=64",
+    "model.seq_length=32",
+    "trainer.global_batch_size=4",
+    "trainer.micro_batch_size=4",
+    "trainer.max_steps=2",
+    "optim.warmup_steps=1",
+    "trainer.val_check_interval=0",
+    "checkpoint.every_n_steps=2",
+    "trainer.compile=off",
+    "trainer.accelerator=cpu",
+]
 
 
 def saved(folder: Path, kind: str = "qwen3", shards: str = "10GB", **said: Any) -> Any:
@@ -42,14 +73,18 @@ def trained(folder: Path, *words: str) -> Path:
     """A run folder."""
     from fp8cfg.__main__ import main
 
-    base = [w for w in WIDE if not w.startswith(tuple(f"{word.partition('=')[0]}=" for word in words))]
+    base = [
+        w for w in WIDE if not w.startswith(tuple(f"{word.partition('=')[0]}=" for word in words))
+    ]
     assert main([*base, *words, f"log.dir={folder}"]) == 0
     (run,) = folder.iterdir()
     return run
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    )
 
 
 def plain(run: Path) -> Any:

@@ -12,5 +12,7 @@ def offered(group: str) -> str:
     from hydra.core.plugins import Plugins
 
     Plugins.instance()
-    found = ConfigStore.instance().list(group)  # with groups below it, such as a sampler of a sweeper
+    found = ConfigStore.instance().list(
+        group
+    )  # with groups below it, such as a sampler of a sweeper
     return ", ".join(sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml")))

@@ -33,8 +33,12 @@ class Environment:
 
     def run(self, code: str, cwd: Path, path: Path | None = None) -> str:
         """What `code` prints, in the empty folder `cwd`; `path` is PYTHONPATH."""
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ({"PYTHONPATH": str(path)} if path else {})
-        done = subprocess.run([self.python, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | (
+            {"PYTHONPATH": str(path)} if path else {}
+        )
+        done = subprocess.run(
+            [self.python, "-c", code], cwd=cwd, env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -42,8 +46,10 @@ class Environment:
 def environment(folder: Path, *wheels: Path) -> Environment:
     """An Environment in `folder`. A pure wheel is installed by unpacking it."""
     venv.create(folder, with_pip=False, symlinks=True)
-    site, = folder.glob("lib/python*/site-packages")
-    (site / "other_packages.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "other_packages.pth").write_text(
+        "\n".join(p for p in sys.path if p.endswith("site-packages"))
+    )
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)

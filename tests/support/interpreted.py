@@ -17,8 +17,18 @@ not_interpreted = pytest.mark.skipif(INTERPRETED, reason="this is that process")
 
 def under_the_interpreter(file: str) -> None:
     """The tests of `file` under the interpreter pass."""
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], env=environ, capture_output=True, text=True)
+    environ = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-4000:]
 
 
@@ -29,4 +39,6 @@ def quantize_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in ((fused_quantize, ("fuses",)), (fused_store, ("fuses_store", "fuses"))):
         for name in names:
             monkeypatch.setattr(module, name, lambda *of: True)
-        monkeypatch.setattr(module, "fuses_tiles", lambda t, tile, scaling, carrier: scaling.layout.scale != "e4m3")
+        monkeypatch.setattr(
+            module, "fuses_tiles", lambda t, tile, scaling, carrier: scaling.layout.scale != "e4m3"
+        )

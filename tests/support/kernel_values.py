@@ -21,10 +21,18 @@ def contents(shape: tuple[int, int]) -> dict[str, Tensor]:
     spread = x * torch.exp(4 * torch.randn(shape, generator=g))
     spread[: shape[0] // 2, : shape[1] // 2] = 0
     odd = x.clone()
-    odd.view(-1)[:: 7] = torch.nan
+    odd.view(-1)[::7] = torch.nan
     infinite = x.clone()
     infinite.view(-1)[-1] = -torch.inf
-    return {"normal": x, "spread": spread, "small": spread * 1e-20, "tiny": x * 1e-40, "zeros": torch.zeros(shape), "nan": odd, "inf": infinite}
+    return {
+        "normal": x,
+        "spread": spread,
+        "small": spread * 1e-20,
+        "tiny": x * 1e-40,
+        "zeros": torch.zeros(shape),
+        "nan": odd,
+        "inf": infinite,
+    }
 
 
 def saturated(v: Tensor, fmt: Format) -> Tensor:
@@ -33,7 +41,12 @@ def saturated(v: Tensor, fmt: Format) -> Tensor:
 
 def exact(rows: int, columns: int) -> Tensor:
     """Numbers that E4M3 holds, with an amax that scales by a power of two: nothing is left for the conversion to round."""
-    t = torch.randn(rows, columns, generator=torch.Generator().manual_seed(3)).clamp(-3.5, 3.5).to(E4M3.dtype).float()
+    t = (
+        torch.randn(rows, columns, generator=torch.Generator().manual_seed(3))
+        .clamp(-3.5, 3.5)
+        .to(E4M3.dtype)
+        .float()
+    )
     t[1, 1] = 3.5
     return t
 
@@ -43,12 +56,28 @@ def plain(x: Tensor, tile: Tile, scaling: Scaling, fmt: Format) -> tuple[Tensor,
     from fp8cfg.numerics.block_scaling import spread, tile_scales, tiled
 
     encode, decode = tile_scales(tiled(x, tile).float(), fmt, scaling, None, x.dtype)
-    return saturated(x.float() * spread(encode[:, 0, :, 0], tuple(x.shape), tile), fmt), decode[:, 0, :, 0]
+    return saturated(x.float() * spread(encode[:, 0, :, 0], tuple(x.shape), tile), fmt), decode[
+        :, 0, :, 0
+    ]
 
 
-def check_tiles(made: tuple[Tensor, ...], x: Tensor, tiles: tuple[Tile, Tile], scaling: Scaling, fmt: Format, where: str) -> None:
+def check_tiles(
+    made: tuple[Tensor, ...],
+    x: Tensor,
+    tiles: tuple[Tile, Tile],
+    scaling: Scaling,
+    fmt: Format,
+    where: str,
+) -> None:
     """Values before their conversion and scales along both dimensions are those of plain torch code, bit for bit."""
-    for tile, data, scale_inv in ((tiles[0], made[0], made[1]), (tiles[1], made[2].t(), made[3].t())):
+    for tile, data, scale_inv in (
+        (tiles[0], made[0], made[1]),
+        (tiles[1], made[2].t(), made[3].t()),
+    ):
         exact, want = plain(x, tile, scaling, fmt)
-        assert torch.equal(scale_inv.isnan(), want.isnan()) and torch.equal(scale_inv.nan_to_num(7.0), want.nan_to_num(7.0)), (where, tile)
-        assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(data.nan_to_num(7.0), exact.nan_to_num(7.0)), (where, tile)
+        assert torch.equal(scale_inv.isnan(), want.isnan()) and torch.equal(
+            scale_inv.nan_to_num(7.0), want.nan_to_num(7.0)
+        ), (where, tile)
+        assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(
+            data.nan_to_num(7.0), exact.nan_to_num(7.0)
+        ), (where, tile)

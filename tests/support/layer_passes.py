@@ -16,11 +16,23 @@ from tools.fake_gpu.values import computed
 Passes = tuple[Tensor, Tensor, Tensor]
 
 
-def check_passes(scaling: Scaling, tokens: int, width: int, outputs: int, dtype: torch.dtype, fp8_params: bool, compiled: bool) -> None:
+def check_passes(
+    scaling: Scaling,
+    tokens: int,
+    width: int,
+    outputs: int,
+    dtype: torch.dtype,
+    fp8_params: bool,
+    compiled: bool,
+) -> None:
     """Output and gradients have their shapes and the values of emulation; those of compiled code on a real GPU alone."""
     with computed() if is_fake() and not compiled else nullcontext():
         got = _passes(scaling, tokens, width, outputs, dtype, fp8_params, compiled, "scaled_mm")
-        assert [tuple(t.shape) for t in got] == [(tokens, outputs), (tokens, width), (outputs, width)]
+        assert [tuple(t.shape) for t in got] == [
+            (tokens, outputs),
+            (tokens, width),
+            (outputs, width),
+        ]
         if not is_fake() or not compiled:
             want = _passes(scaling, tokens, width, outputs, dtype, fp8_params, False, "emulate")
             for a, b in zip(got, want, strict=True):
@@ -28,13 +40,21 @@ def check_passes(scaling: Scaling, tokens: int, width: int, outputs: int, dtype:
 
 
 def _passes(
-    scaling: Scaling, tokens: int, width: int, outputs: int, dtype: torch.dtype, fp8_params: bool, compiled: bool,
+    scaling: Scaling,
+    tokens: int,
+    width: int,
+    outputs: int,
+    dtype: torch.dtype,
+    fp8_params: bool,
+    compiled: bool,
     product: Literal["scaled_mm", "emulate"],
 ) -> Passes:
     """The output and both gradients."""
     torch.manual_seed(0)
     linear = nn.Linear(width, outputs, device="cuda", dtype=dtype)
-    layer = FP8Linear.from_linear(linear, scaling, Region(active=True), product=product, fp8_params=fp8_params)
+    layer = FP8Linear.from_linear(
+        linear, scaling, Region(active=True), product=product, fp8_params=fp8_params
+    )
     seed_rounding(layer, 1)
     if compiled:
         torch._dynamo.reset()

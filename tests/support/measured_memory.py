@@ -11,9 +11,18 @@ def measured(recipe: Recipe, world: World, bound: float) -> dict[str, tuple[int,
     """Planned and measured bytes of `recipe` by kind; where a rank's plan is below its peak by more than the share `bound` of this, or below what
     is there after a forward pass by half of that, the least of up to three measures. All ranks call it."""
     times = [memory_measurement.measure(recipe)]
-    while len(times) < 3 and world.any(any(over_plan(*times[-1][kind], share) for kind, share in {"peak": bound, "after forward": bound / 2}.items() if kind in times[-1])):
+    while len(times) < 3 and world.any(
+        any(
+            over_plan(*times[-1][kind], share)
+            for kind, share in {"peak": bound, "after forward": bound / 2}.items()
+            if kind in times[-1]
+        )
+    ):
         times.append(memory_measurement.measure(recipe))
-    return {kind: (planned, min(one[kind][1] for one in times)) for kind, (planned, _) in times[0].items()}
+    return {
+        kind: (planned, min(one[kind][1] for one in times))
+        for kind, (planned, _) in times[0].items()
+    }
 
 
 def over_plan(planned: int, here: int, bound: float) -> bool:

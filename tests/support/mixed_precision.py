@@ -39,12 +39,20 @@ def make_model(dtype: torch.dtype, seed: int = 0) -> Transformer:
     return model
 
 
-def make_optimizer(model: nn.Module, inner: str = "adamw", **options: Any) -> MixedPrecisionOptimizer:
-    return MixedPrecisionOptimizer(param_groups(model, DECAY), INNER[inner], clip_grad=CLIP, **options)
+def make_optimizer(
+    model: nn.Module, inner: str = "adamw", **options: Any
+) -> MixedPrecisionOptimizer:
+    return MixedPrecisionOptimizer(
+        param_groups(model, DECAY), INNER[inner], clip_grad=CLIP, **options
+    )
 
 
 def scaler_for(dtype: torch.dtype) -> LossScaler | None:
-    return LossScaler(initial_loss_scale=2.0**18, loss_scale_window=2) if dtype == torch.float16 else None
+    return (
+        LossScaler(initial_loss_scale=2.0**18, loss_scale_window=2)
+        if dtype == torch.float16
+        else None
+    )
 
 
 def tokens_of(step: int, microbatch: int = 0) -> tuple[Tensor, Tensor]:
@@ -72,7 +80,9 @@ def train(model: Transformer, optimizer: MixedPrecisionOptimizer, steps: range) 
     return losses
 
 
-def hand_loop(model: Transformer, make_inner: Callable[..., torch.optim.Optimizer], steps: range, scale: float) -> list[float]:
+def hand_loop(
+    model: Transformer, make_inner: Callable[..., torch.optim.Optimizer], steps: range, scale: float
+) -> list[float]:
     """What `train` must do, with nothing of ours in it; a skipped step where a gradient is not finite."""
     named = list(model.named_parameters())
     masters = {name: p.detach().clone().float() for name, p in named}

@@ -19,16 +19,41 @@ import pytest
 import torch
 from torch import nn
 
-WORDS = ("precision=bf16_fp8", "backend=msamp", "fp8.amax_history_len=16", "fp8.reduce_amax=false", "storage.accumulate=stored")
-FLOAT8 = {"kFloat8E4M3": (torch.float8_e4m3fn, 448.0), "kFloat8E5M2": (torch.float8_e5m2, 57344.0), "kFloat16": (torch.float16, 65504.0)}
+WORDS = (
+    "precision=bf16_fp8",
+    "backend=msamp",
+    "fp8.amax_history_len=16",
+    "fp8.reduce_amax=false",
+    "storage.accumulate=stored",
+)
+FLOAT8 = {
+    "kFloat8E4M3": (torch.float8_e4m3fn, 448.0),
+    "kFloat8E5M2": (torch.float8_e5m2, 57344.0),
+    "kFloat16": (torch.float16, 65504.0),
+}
 PACKAGE = {
-    "msamp/__init__.py": "", "msamp/nn/__init__.py": "from tests.support.msamp_standin import FP8Linear, LinearReplacer, ScalingParameter, clip_grad_norm_, model_state",
-    "msamp/optim/__init__.py": "from tests.support.msamp_standin import LBAdam, LBAdamW", "msamp/common/__init__.py": "", "msamp/operators/__init__.py": "",
-    "msamp/common/dtype/__init__.py": "from tests.support.msamp_standin import Dtypes", "msamp/common/tensor/__init__.py": "from tests.support.msamp_standin import ScalingMeta, ScalingTensor",
-    "msamp/common/utils/__init__.py": "from tests.support.msamp_standin import Device", "msamp/operators/gemm/__init__.py": "from tests.support.msamp_standin import Gemm",
-    **{f"{name}.py": "" for name in ("msamp_adamw", "msamp_arithmetic", "msamp_quantize", "transformer_engine_extensions", "deepspeed", "colorlog")},
+    "msamp/__init__.py": "",
+    "msamp/nn/__init__.py": "from tests.support.msamp_standin import FP8Linear, LinearReplacer, ScalingParameter, clip_grad_norm_, model_state",
+    "msamp/optim/__init__.py": "from tests.support.msamp_standin import LBAdam, LBAdamW",
+    "msamp/common/__init__.py": "",
+    "msamp/operators/__init__.py": "",
+    "msamp/common/dtype/__init__.py": "from tests.support.msamp_standin import Dtypes",
+    "msamp/common/tensor/__init__.py": "from tests.support.msamp_standin import ScalingMeta, ScalingTensor",
+    "msamp/common/utils/__init__.py": "from tests.support.msamp_standin import Device",
+    "msamp/operators/gemm/__init__.py": "from tests.support.msamp_standin import Gemm",
+    **{
+        f"{name}.py": ""
+        for name in (
+            "msamp_adamw",
+            "msamp_arithmetic",
+            "msamp_quantize",
+            "transformer_engine_extensions",
+            "deepspeed",
+            "colorlog",
+        )
+    },
     "libmsamp_dist.so": "",
-}  # fmt: skip
+}
 
 
 @contextmanager
@@ -52,8 +77,15 @@ def msamp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Dtypes:
-    kfloat32, kfloat16, kfloat8_e4m3, kfloat8_e5m2 = (SimpleNamespace(name=n) for n in ("kFloat32", "kFloat16", "kFloat8E4M3", "kFloat8E5M2"))
-    dtype_to_qtype = {torch.float16: kfloat16, torch.float32: kfloat32, torch.uint8: kfloat8_e4m3, torch.int8: kfloat8_e5m2}  # noqa: RUF012
+    kfloat32, kfloat16, kfloat8_e4m3, kfloat8_e5m2 = (
+        SimpleNamespace(name=n) for n in ("kFloat32", "kFloat16", "kFloat8E4M3", "kFloat8E5M2")
+    )
+    dtype_to_qtype = {  # noqa: RUF012
+        torch.float16: kfloat16,
+        torch.float32: kfloat32,
+        torch.uint8: kfloat8_e4m3,
+        torch.int8: kfloat8_e5m2,
+    }
 
 
 class ScalingMeta:
@@ -63,7 +95,9 @@ class ScalingMeta:
         self.amax, self.amax_counter = torch.zeros(window_size), torch.zeros((), dtype=torch.int32)
 
     @staticmethod
-    def compute_scaling_factor(amax: torch.Tensor, scale: torch.Tensor, fp_max: float, margin: int) -> torch.Tensor:
+    def compute_scaling_factor(
+        amax: torch.Tensor, scale: torch.Tensor, fp_max: float, margin: int
+    ) -> torch.Tensor:
         exp = torch.floor(torch.log2(fp_max / amax)) - margin
         sf = torch.round(torch.pow(2, torch.abs(exp)))
         sf = torch.where(torch.isfinite(amax) & (amax > 0.0), sf, scale)
@@ -91,7 +125,11 @@ class ScalingTensor:
         return ScalingTensor(self.value, self.meta)
 
     def float(self) -> torch.Tensor:
-        data = self.value if self.value.dtype == torch.float16 else self.value.view(FLOAT8[self.qtype.name][0])
+        data = (
+            self.value
+            if self.value.dtype == torch.float16
+            else self.value.view(FLOAT8[self.qtype.name][0])
+        )
         return data.float() * self.meta.scale_inv
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
@@ -115,7 +153,9 @@ class ScalingParameter(ScalingTensor):
         self.requires_grad = True
 
 
-def cast(x: torch.Tensor, qtype: Any, meta: ScalingMeta | None = None, sync: bool = False) -> ScalingTensor:
+def cast(
+    x: torch.Tensor, qtype: Any, meta: ScalingMeta | None = None, sync: bool = False
+) -> ScalingTensor:
     meta = meta or ScalingMeta(qtype)
     dtype, top = FLOAT8[qtype.name]
     amax = x.detach().abs().amax().float() if x.numel() else torch.zeros(())
@@ -137,15 +177,27 @@ class Device:
 
 class Gemm:
     @classmethod
-    def fp8_gemm(cls, mat_a: Any, mat_b: Any, out_qtype: Any, accumulate: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    def fp8_gemm(
+        cls,
+        mat_a: Any,
+        mat_b: Any,
+        out_qtype: Any,
+        accumulate: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         product = mat_b.float() @ mat_a.float().t()
         return (product if out is None else out.float() + product).to(out_qtype)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, metas: Any, holder: torch.Tensor) -> torch.Tensor:
-        ctx.x, ctx.w = cast(x, Dtypes.kfloat8_e4m3, metas["input"]), weight.float().cast(Dtypes.kfloat8_e4m3)  # type: ignore[attr-defined]
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, metas: Any, holder: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.x, ctx.w = (
+            cast(x, Dtypes.kfloat8_e4m3, metas["input"]),
+            weight.float().cast(Dtypes.kfloat8_e4m3),
+        )  # type: ignore[attr-defined]
         ctx.weight, ctx.metas, ctx.x_needs = weight, metas, x.requires_grad
         return Gemm.fp8_gemm(ctx.w, ctx.x, x.dtype)
 
@@ -156,7 +208,13 @@ class _Product(torch.autograd.Function):
         dx = Gemm.fp8_gemm(t(ctx.w), g, dy.dtype) if ctx.x_needs else None
         if ctx.weight.requires_grad:
             old = ctx.weight.grad
-            dw = Gemm.fp8_gemm(t(ctx.x), t(g), dy.dtype, accumulate=old is not None, out=None if old is None else old.to(dy.dtype))
+            dw = Gemm.fp8_gemm(
+                t(ctx.x),
+                t(g),
+                dy.dtype,
+                accumulate=old is not None,
+                out=None if old is None else old.to(dy.dtype),
+            )
             ctx.weight.grad = cast(dw, Dtypes.kfloat8_e4m3, ctx.metas["wgrad"], sync=True)
         return dx, None, None, None
 
@@ -173,13 +231,27 @@ class FP8Linear(ScalingModule):
     def __init__(self, in_features: int, out_features: int, use_bias: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight = ScalingParameter(ScalingTensor(torch.empty(out_features, in_features, dtype=torch.float16), ScalingMeta(Dtypes.kfloat16)))
+        self.weight = ScalingParameter(
+            ScalingTensor(
+                torch.empty(out_features, in_features, dtype=torch.float16),
+                ScalingMeta(Dtypes.kfloat16),
+            )
+        )
         self.bias = nn.Parameter(torch.empty(out_features)) if use_bias else None
-        self.scaling_metas = {"input": ScalingMeta(Dtypes.kfloat8_e4m3, 16), "wgrad": ScalingMeta(Dtypes.kfloat8_e4m3), "ograd": ScalingMeta(Dtypes.kfloat8_e5m2, 16)}
+        self.scaling_metas = {
+            "input": ScalingMeta(Dtypes.kfloat8_e4m3, 16),
+            "wgrad": ScalingMeta(Dtypes.kfloat8_e4m3),
+            "ograd": ScalingMeta(Dtypes.kfloat8_e5m2, 16),
+        }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         model_state.ready = True
-        out = _Product.apply(x.reshape(-1, x.shape[-1]), self.weight, self.scaling_metas, torch.zeros((), requires_grad=True))
+        out = _Product.apply(
+            x.reshape(-1, x.shape[-1]),
+            self.weight,
+            self.scaling_metas,
+            torch.zeros((), requires_grad=True),
+        )
         return (out if self.bias is None else out + self.bias.to(out.dtype)).view(*x.shape[:-1], -1)
 
 
@@ -203,7 +275,11 @@ model_state = SimpleNamespace(metas=[], ready=False)
 
 def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.stack([g.to(torch.float32).norm() for g in grads]).norm() if grads else torch.tensor(0.0)
+    norm = (
+        torch.stack([g.to(torch.float32).norm() for g in grads]).norm()
+        if grads
+        else torch.tensor(0.0)
+    )
     if max_norm > 0 and (coefficient := (max_norm / (norm + 1e-6)).clamp(max=1.0)) < 1.0:
         for g in grads:
             g.mul_(coefficient)
@@ -213,7 +289,17 @@ def clip_grad_norm_(parameters: Any, max_norm: float) -> torch.Tensor:
 class LBAdamW:
     use_adam = False
 
-    def __init__(self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float = 0.0, *, exp_avg_dtype: Any, exp_avg_sq_dtype: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: Any,
+        eps: float,
+        weight_decay: float = 0.0,
+        *,
+        exp_avg_dtype: Any,
+        exp_avg_sq_dtype: Any,
+    ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.param_groups: list[dict[str, Any]] = [{**defaults, **group} for group in params]
         self.state: dict[Any, dict[str, Any]] = {}
@@ -222,16 +308,32 @@ class LBAdamW:
     def step(self) -> None:
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                self._step(p, self.state[p], **{k: group[k] for k in ("lr", "betas", "eps", "weight_decay")})
+                self._step(
+                    p,
+                    self.state[p],
+                    **{k: group[k] for k in ("lr", "betas", "eps", "weight_decay")},
+                )
         for metas in model_state.metas if model_state.ready else ():
             for meta in (metas["input"], metas["ograd"]):
                 meta.amax_counter += 1
-                meta.scale.copy_(ScalingMeta.compute_scaling_factor(meta.amax.max(), meta.scale, FLOAT8[meta.qtype.name][1], 0))
+                meta.scale.copy_(
+                    ScalingMeta.compute_scaling_factor(
+                        meta.amax.max(), meta.scale, FLOAT8[meta.qtype.name][1], 0
+                    )
+                )
                 meta.amax.copy_(meta.amax.roll(1))
                 meta.amax[0] = 0
         model_state.ready = False
 
-    def _step(self, p: Any, state: dict[str, Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    def _step(
+        self,
+        p: Any,
+        state: dict[str, Any],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
         state["step"] += 1
         w, raw = p.float(), p.grad.float()
         g = raw + weight_decay * w if self.use_adam else raw
@@ -247,7 +349,11 @@ class LBAdamW:
         for key, new in (("exp_avg", m), ("exp_avg_sq", v)):
             if isinstance(kept := state[key], ScalingTensor):
                 kept.value.copy_(cast(new, kept.qtype).value)
-                kept.meta.scale = float(ScalingMeta.compute_scaling_factor(new.abs().max(), torch.ones(()), FLOAT8[kept.qtype.name][1], 0))
+                kept.meta.scale = float(
+                    ScalingMeta.compute_scaling_factor(
+                        new.abs().max(), torch.ones(()), FLOAT8[kept.qtype.name][1], 0
+                    )
+                )
                 kept.meta.scale_inv.fill_(1.0 / kept.meta.scale)
             else:
                 kept.copy_(new)
@@ -255,5 +361,3 @@ class LBAdamW:
 
 class LBAdam(LBAdamW):
     use_adam = True
-
-

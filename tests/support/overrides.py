@@ -28,15 +28,34 @@ def _of(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     if "prefixItems" in schema:
         return st.tuples(*map(_of, schema["prefixItems"])).map(list)
     if "items" in schema and schema["items"].get("type") == "object":
-        return st.lists(st.fixed_dictionaries({name: _of(one) for name, one in schema["items"]["properties"].items()}), max_size=3)
+        return st.lists(
+            st.fixed_dictionaries(
+                {name: _of(one) for name, one in schema["items"]["properties"].items()}
+            ),
+            max_size=3,
+        )
     if schema["type"] == "integer":
         return st.integers(schema.get("minimum", 0), schema.get("maximum", 10**6))
     if schema["type"] == "number":
-        low, high = schema.get("minimum", schema.get("exclusiveMinimum", 0)), schema.get("maximum", schema.get("exclusiveMaximum"))
-        return st.floats(low, high, exclude_min="exclusiveMinimum" in schema, exclude_max="exclusiveMaximum" in schema, allow_infinity=False,
-                         allow_nan=False, allow_subnormal=False)
-    return {"boolean": st.booleans(), "null": st.none(), "string": st.text("abcé/.*_- '#:", min_size=1, max_size=8),
-            "array": st.lists(st.text("abc.*_-", min_size=1, max_size=6), max_size=3)}[schema["type"]]
+        low, high = (
+            schema.get("minimum", schema.get("exclusiveMinimum", 0)),
+            schema.get("maximum", schema.get("exclusiveMaximum")),
+        )
+        return st.floats(
+            low,
+            high,
+            exclude_min="exclusiveMinimum" in schema,
+            exclude_max="exclusiveMaximum" in schema,
+            allow_infinity=False,
+            allow_nan=False,
+            allow_subnormal=False,
+        )
+    return {
+        "boolean": st.booleans(),
+        "null": st.none(),
+        "string": st.text("abcé/.*_- '#:", min_size=1, max_size=8),
+        "array": st.lists(st.text("abc.*_-", min_size=1, max_size=6), max_size=3),
+    }[schema["type"]]
 
 
 def spelled(given: Any) -> str:

@@ -17,7 +17,10 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         best = max(cases, key=lambda case: len(unseen & _pairs(case)))  # the first of equals
         unseen -= _pairs(best)
         chosen.append(best)
-    return [tuple(values[i] for values, i in zip(parameters, case, strict=True)) for case in sorted(chosen)]
+    return [
+        tuple(values[i] for values, i in zip(parameters, case, strict=True))
+        for case in sorted(chosen)
+    ]
 
 
 def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], tuple[int, int]]]:

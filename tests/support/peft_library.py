@@ -13,7 +13,11 @@ def peft(monkeypatch: pytest.MonkeyPatch) -> Any:
     if importlib.util.find_spec("peft") is None:
         pytest.skip("needs peft; tools/check_libraries.py has an environment with it")
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "transformer_engine" else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "transformer_engine" else found(name, *rest),
+    )
     import peft
 
     return peft

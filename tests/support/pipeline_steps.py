@@ -24,8 +24,16 @@ from tools.layout_proof.comparison import planned_sent
 
 def job_of(words: str, pipeline: int, ranks: int) -> Job:
     micro = 2 if ranks in (1, pipeline) or "tensor" in words or "context" in words else 1
-    job = fp8cfg.build(small("model.num_layers=4", *words.split(), f"trainer.micro_batch_size={micro}", f"trainer.devices={ranks}", f"trainer.max_steps={rank_runs.LONG}",
-                              f"trainer.strategy.pipeline_model_parallel_size={pipeline}"))
+    job = fp8cfg.build(
+        small(
+            "model.num_layers=4",
+            *words.split(),
+            f"trainer.micro_batch_size={micro}",
+            f"trainer.devices={ranks}",
+            f"trainer.max_steps={rank_runs.LONG}",
+            f"trainer.strategy.pipeline_model_parallel_size={pipeline}",
+        )
+    )
     if job.recipe.trainer.compile == "on":
         trace_model(job)
     return job
@@ -59,14 +67,26 @@ def sums(words: str, world: World) -> dict[str, Any]:
     events.found.clear()
     with CollectiveCounter(job.recipe.trainer.strategy) as counter, events:
         train_step(job, batches, 1, world)
-    plan = planned_sent(job.recipe, stage_parts(job.recipe, 4)[rank], job.choice.backend, world.rank % 2)
-    said = ({f"{axis}: {how}": list(one) for (axis, how), one in every.items()} for every in (counter.found, plan))
-    return {"events": [name for name, size in events.found if name.isdecimal() or (name == "all-reduce" and size > 1 << 10)],
-            **dict(zip(("counted", "planned"), said, strict=True))}
+    plan = planned_sent(
+        job.recipe, stage_parts(job.recipe, 4)[rank], job.choice.backend, world.rank % 2
+    )
+    said = (
+        {f"{axis}: {how}": list(one) for (axis, how), one in every.items()}
+        for every in (counter.found, plan)
+    )
+    return {
+        "events": [
+            name
+            for name, size in events.found
+            if name.isdecimal() or (name == "all-reduce" and size > 1 << 10)
+        ],
+        **dict(zip(("counted", "planned"), said, strict=True)),
+    }
 
 
 def say_back(layer: torch.nn.Module, events: Events, name: str) -> None:
     """Let `events` have the `name` of `layer` each time that it has gone back."""
+
     def enters(module: torch.nn.Module, args: Any) -> None:
         if args[0].requires_grad:
             args[0].register_hook(lambda gradient: events.found.append((name, 0)))

@@ -9,9 +9,22 @@ from tests.support.small import small
 
 # What each process that needs it would import: Dynamo, which torch's optimizers want, the layouts of several ranks, the command line's runs,
 # and what tests of several ranks share.
-for name in ("torch._dynamo", "torch.distributed.nn", "torchao.float8", "numpy.ma", "fp8cfg.cli.train", "fp8cfg.cli.resume", "fp8cfg.training.loop",
-             "fp8cfg.training.distributed.fsdp", "fp8cfg.parallel.context", "fp8cfg.parallel.pipeline_schedule", "fp8cfg.backends.first_pass",
-             "fp8cfg.interop.trainer_arguments", "tests.support.fsdp_runs", "tests.support.pipeline_steps"):
+for name in (
+    "torch._dynamo",
+    "torch.distributed.nn",
+    "torchao.float8",
+    "numpy.ma",
+    "fp8cfg.cli.train",
+    "fp8cfg.cli.resume",
+    "fp8cfg.training.loop",
+    "fp8cfg.training.distributed.fsdp",
+    "fp8cfg.parallel.context",
+    "fp8cfg.parallel.pipeline_schedule",
+    "fp8cfg.backends.first_pass",
+    "fp8cfg.interop.trainer_arguments",
+    "tests.support.fsdp_runs",
+    "tests.support.pipeline_steps",
+):
     with suppress(ImportError):
         importlib.import_module(name)
 fp8cfg.build(small("precision=bf16_fp8"))

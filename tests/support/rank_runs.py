@@ -29,9 +29,21 @@ def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[s
     steps, val = list[Step](), list[float]()
     for step in range(first, last):
         if step == SAVED and job.recipe.trainer.val_check_interval:
-            val.append(evaluate(job, validation_batches(job.recipe, held_out, world), world, masked=held_out.masked))
+            val.append(
+                evaluate(
+                    job,
+                    validation_batches(job.recipe, held_out, world),
+                    world,
+                    masked=held_out.masked,
+                )
+            )
         steps.append(train_step(job, batches, step, world))
-    found = {"losses": [s.loss for s in steps], "norms": [s.grad_norm for s in steps], "stepped": [s.stepped for s in steps], "val": val}
+    found = {
+        "losses": [s.loss for s in steps],
+        "norms": [s.grad_norm for s in steps],
+        "stepped": [s.stepped for s in steps],
+        "val": val,
+    }
     return found | in_fp8(job)
 
 
@@ -47,7 +59,10 @@ def in_fp8(job: Job) -> dict[str, Any]:
     """Coverage and scales of a job in FP8, of any other nothing."""
     if not job.recipe.fp8.enabled:
         return {}
-    return {"coverage": str(job.prove()), "scales": {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")}}
+    return {
+        "coverage": str(job.prove()),
+        "scales": {k: v for k, v in job.state_dict().items() if k.endswith("fp8_scale")},
+    }
 
 
 def resumed(job: Job, folder: Path, step: int = SAVED) -> Job:
@@ -59,14 +74,30 @@ def resumed(job: Job, folder: Path, step: int = SAVED) -> Job:
 
 def measured(ranks: int, words: str) -> dict[str, tuple[int, int]]:
     """Planned and measured bytes of llama_tiny, two layers of it, on so many ranks."""
-    return memory_measurement.measure(fp8cfg.compose([
-        "recipe=llama_tiny", "data=tiny", "model.num_layers=2", "trainer.micro_batch_size=2", f"trainer.devices={ranks}", *words.split()]))
+    return memory_measurement.measure(
+        fp8cfg.compose(
+            [
+                "recipe=llama_tiny",
+                "data=tiny",
+                "model.num_layers=2",
+                "trainer.micro_batch_size=2",
+                f"trainer.devices={ranks}",
+                *words.split(),
+            ]
+        )
+    )
 
 
 def takes_what_is_planned(measured: list[dict[str, tuple[int, int]]]) -> None:
     """The rank of these that takes most of what stays, and at the peak of the passes, takes what is planned."""
-    most = {kind: tuple(max(found[kind][i] for found in measured) for i in (0, 1)) for kind in measured[0]}
-    off = {kind: most[kind] for kind, bound in memory_measurement.BOUNDS.items()
-           if kind in most and most[kind][1] != pytest.approx(most[kind][0], rel=bound)}
+    most = {
+        kind: tuple(max(found[kind][i] for found in measured) for i in (0, 1))
+        for kind in measured[0]
+    }
+    off = {
+        kind: most[kind]
+        for kind, bound in memory_measurement.BOUNDS.items()
+        if kind in most and most[kind][1] != pytest.approx(most[kind][0], rel=bound)
+    }
     assert not off, off
     assert most["peak"][1] > 0, "something is measured"

@@ -29,16 +29,32 @@ def saved(job: Job, world: World, folder: Path, step: int) -> Path:
 
 def whole(job: Job, world: World) -> dict[str, dict[str, Tensor]]:
     """Tensors by group and name, of all ranks, on each. All ranks call it."""
-    mine = [(group, box.name, box.also, box.shape, box.offsets, tuple(box.tensor.shape), box.tensor.dtype, flat(box.tensor))
-            for group, boxes in job_tensors.boxes(job, world).items() for box in boxes]
+    mine = [
+        (
+            group,
+            box.name,
+            box.also,
+            box.shape,
+            box.offsets,
+            tuple(box.tensor.shape),
+            box.tensor.dtype,
+            flat(box.tensor),
+        )
+        for group, boxes in job_tensors.boxes(job, world).items()
+        for box in boxes
+    ]
     every: list[Any] = [mine]
     if world.size > 1:
         every = [None] * world.size
         dist.all_gather_object(every, mine)
     found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "fp8": {}}
-    for group, name, also, shape, offsets, size, dtype, data in (each for rank in every for each in rank):
+    for group, name, also, shape, offsets, size, dtype, data in (
+        each for rank in every for each in rank
+    ):
         t = found[group].setdefault(name, torch.zeros(shape, dtype=dtype))
-        t[tuple(slice(a, a + n) for a, n in zip(offsets, size, strict=True))] = torch.from_numpy(data).view(dtype).view(size)
+        t[tuple(slice(a, a + n) for a, n in zip(offsets, size, strict=True))] = (
+            torch.from_numpy(data).view(dtype).view(size)
+        )
         found[group] |= dict.fromkeys(also, t)
     return found
 

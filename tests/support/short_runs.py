@@ -11,7 +11,12 @@ from fp8cfg.composition import to_yaml
 from fp8cfg.training.run_folder import RunFolder
 from tests.support.small import small
 
-WORDS = ("precision=bf16", "model.num_layers=1", "trainer.max_steps=4", "trainer.val_check_interval=2")
+WORDS = (
+    "precision=bf16",
+    "model.num_layers=1",
+    "trainer.max_steps=4",
+    "trainer.val_check_interval=2",
+)
 
 
 def fit(root: Path, *words: str, say: Callable[[str], None] = lambda _: None) -> RunFolder:

@@ -12,18 +12,37 @@ from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.train_step import Step, train_step
 
-SMALL = ("recipe=llama_tiny", "data=tiny", "model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=128",
-         "model.seq_length=32", "trainer.global_batch_size=8", "trainer.micro_batch_size=8", "trainer.max_steps=6",
-         "optim.warmup_steps=2", "trainer.val_check_interval=3", "trainer.limit_val_batches=2", "checkpoint.every_n_steps=2")
+SMALL = (
+    "recipe=llama_tiny",
+    "data=tiny",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.seq_length=32",
+    "trainer.global_batch_size=8",
+    "trainer.micro_batch_size=8",
+    "trainer.max_steps=6",
+    "optim.warmup_steps=2",
+    "trainer.val_check_interval=3",
+    "trainer.limit_val_batches=2",
+    "checkpoint.every_n_steps=2",
+)
 
-PACKED = ("data.reset_attention_mask=true", "data.reset_position_ids=true", "data.eod_mask_loss=true")
+PACKED = (
+    "data.reset_attention_mask=true",
+    "data.reset_position_ids=true",
+    "data.eod_mask_loss=true",
+)
 """Documents of a window that do not see each other, and a loss of them alone."""
 
 
 def small_words(*words: str) -> list[str]:
     """Those of the small recipe and `words`; without evaluation nothing is said about its length."""
     evaluates = "trainer.val_check_interval=0" not in words
-    return [*(w for w in SMALL if evaluates or not w.startswith("trainer.limit_val_batches")), *words]
+    return [
+        *(w for w in SMALL if evaluates or not w.startswith("trainer.limit_val_batches")),
+        *words,
+    ]
 
 
 def small(*words: str) -> Recipe:

@@ -14,7 +14,9 @@ GROUPS = ("model", "optimizer", "fp8")
 
 def content(step: int) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
     """A state that says `step` in every group, so that a mix of two saves shows."""
-    return {group: {"x": torch.full((64, 64), float(step)), "n": torch.tensor(step)} for group in GROUPS}, {"step": step}
+    return {
+        group: {"x": torch.full((64, 64), float(step)), "n": torch.tensor(step)} for group in GROUPS
+    }, {"step": step}
 
 
 def put(root: Path, step: int, keep: int = 2) -> Path:

@@ -20,9 +20,19 @@ SCALE = "precision.initial_loss_scale=65536"
 ROWS = {
     "FP16 AMP": f"precision=fp16 storage.weight=fp32 {SCALE}",
     "TE": f"{FP8} {OWN} storage.weight=fp32",
-    **{f"{level}, {name}": f"{words} opt_level={level}" for level in ("O1", "O2", "O3") for name, words in (
-        ("fp32", "precision=fp32"), ("bf16", "precision=bf16"), ("delayed", FP8), ("current", CURRENT), ("block", "precision=bf16_fp8_block"),
-        ("mxfp8", "precision=bf16_mxfp8"), ("fp16", f"precision=fp16 {SCALE}"))},
+    **{
+        f"{level}, {name}": f"{words} opt_level={level}"
+        for level in ("O1", "O2", "O3")
+        for name, words in (
+            ("fp32", "precision=fp32"),
+            ("bf16", "precision=bf16"),
+            ("delayed", FP8),
+            ("current", CURRENT),
+            ("block", "precision=bf16_fp8_block"),
+            ("mxfp8", "precision=bf16_mxfp8"),
+            ("fp16", f"precision=fp16 {SCALE}"),
+        )
+    },
     "O3, nvfp4": "precision=bf16_nvfp4 opt_level=O3",
     "O3, fp16_fp8": f"precision=fp16_fp8 opt_level=O3 {SCALE}",
     "O2, powers of two": f"{FP8} opt_level=O2 storage.weight_grad=fp8_pow2 storage.comm=fp8_pow2 storage.exp_avg=fp8_pow2",
@@ -49,7 +59,9 @@ def bits(t: Tensor) -> Tensor:
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(t.dtype == b[k].dtype and torch.equal(bits(t), bits(b[k])) for k, t in a.items())
+    return a.keys() == b.keys() and all(
+        t.dtype == b[k].dtype and torch.equal(bits(t), bits(b[k])) for k, t in a.items()
+    )
 
 
 def everything(job: Job) -> dict[str, Tensor]:

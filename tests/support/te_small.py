@@ -15,7 +15,15 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import Region
 
 CONFIG = TransformerConfig(
-    num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2, head_dim=16, vocab_size=256, seq_length=32)
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=16,
+    vocab_size=256,
+    seq_length=32,
+)
 
 
 def transformer(**changed: Any) -> Transformer:
@@ -27,7 +35,13 @@ def transformer(**changed: Any) -> Transformer:
 
 
 def planned(fp8: FP8, model: Transformer) -> list[PlannedLinear]:
-    return plan_linears(linear_layers(model.config), fp8, layers(model.config.num_layers), native_rules.misfit, norms=norm_names(model.config))
+    return plan_linears(
+        linear_layers(model.config),
+        fp8,
+        layers(model.config.num_layers),
+        native_rules.misfit,
+        norms=norm_names(model.config),
+    )
 
 
 def converted(fp8: FP8, **changed: Any) -> Transformer:

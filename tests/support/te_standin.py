@@ -25,15 +25,41 @@ import torch
 
 from tests.support import te_tex
 
-REPLACED = {"torch.cuda.is_available()": "True", "inp.is_cuda": "True", "_layer.is_cuda": "_layer.is_cpu", 'torch.device("cuda")': 'torch.device("cpu")',
-            "torch.cuda.is_current_stream_capturing()": "False", "torch.cuda.synchronize()": "None", "torch.Tensor().cuda()": "torch.Tensor()", "torch.cuda.get_device_capability()": "(9, 0)", "torch.cuda.current_device()": '"cpu"',
-            'device="cuda"': 'device="cpu"', "torch.is_autocast_enabled()": 'torch.is_autocast_enabled("cpu")'}
+REPLACED = {
+    "torch.cuda.is_available()": "True",
+    "inp.is_cuda": "True",
+    "_layer.is_cuda": "_layer.is_cpu",
+    'torch.device("cuda")': 'torch.device("cpu")',
+    "torch.cuda.is_current_stream_capturing()": "False",
+    "torch.cuda.synchronize()": "None",
+    "torch.Tensor().cuda()": "torch.Tensor()",
+    "torch.cuda.get_device_capability()": "(9, 0)",
+    "torch.cuda.current_device()": '"cpu"',
+    'device="cuda"': 'device="cpu"',
+    "torch.is_autocast_enabled()": 'torch.is_autocast_enabled("cpu")',
+}
 FROM = {
     "module": ("Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP"),
-    "quantization": ("autocast", "fp8_autocast", "quantized_model_init", "fp8_model_init", "FP8GlobalStateManager", "RecipeState"),
-    "tensor": ("Float8Tensor", "Float8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer", "MXFP8Quantizer", "NVFP4Quantizer"),
-    "quantized_tensor": ("QuantizedTensor",), "constants": ("DType",),
-    "attention.dot_product_attention.dot_product_attention": ("DotProductAttention",), "transformer": ("TransformerLayer",),
+    "quantization": (
+        "autocast",
+        "fp8_autocast",
+        "quantized_model_init",
+        "fp8_model_init",
+        "FP8GlobalStateManager",
+        "RecipeState",
+    ),
+    "tensor": (
+        "Float8Tensor",
+        "Float8Quantizer",
+        "Float8CurrentScalingQuantizer",
+        "Float8BlockQuantizer",
+        "MXFP8Quantizer",
+        "NVFP4Quantizer",
+    ),
+    "quantized_tensor": ("QuantizedTensor",),
+    "constants": ("DType",),
+    "attention.dot_product_attention.dot_product_attention": ("DotProductAttention",),
+    "transformer": ("TransformerLayer",),
 }
 _made: dict[str, types.ModuleType] = {}
 
@@ -78,8 +104,13 @@ def _load(environ: dict[str, str]) -> dict[str, types.ModuleType]:
     if spec is None or spec.origin is None:
         pytest.skip("transformer-engine is not installed")
     root = Path(spec.origin).parent
-    for package in ("transformer_engine", "transformer_engine.common", "transformer_engine.pytorch", "transformer_engine.pytorch.triton",
-                    "transformer_engine.pytorch.attention"):
+    for package in (
+        "transformer_engine",
+        "transformer_engine.common",
+        "transformer_engine.pytorch",
+        "transformer_engine.pytorch.triton",
+        "transformer_engine.pytorch.attention",
+    ):
         module = types.ModuleType(package)  # their real __init__ files load the extension
         module.__path__ = [str(root.joinpath(*package.split(".")[1:]))]
         module.__getattr__ = partial(_submodule, package)
@@ -87,8 +118,16 @@ def _load(environ: dict[str, str]) -> dict[str, types.ModuleType]:
     sys.modules["transformer_engine"].__version__ = metadata.version("transformer-engine")
     sys.modules["transformer_engine_torch"] = te_tex.extension(root)
     # Not needed, and they import onnxscript or triton, or compare enums of the extension.
-    for name in ("export", "cpp_extensions.fused_attn", "attention.inference", "triton.pad", "triton.mhc", "triton.permutation", "triton.cross_entropy",
-                 "triton.grouped_dbias_dscales"):
+    for name in (
+        "export",
+        "cpp_extensions.fused_attn",
+        "attention.inference",
+        "triton.pad",
+        "triton.mhc",
+        "triton.permutation",
+        "triton.cross_entropy",
+        "triton.grouped_dbias_dscales",
+    ):
         module = types.ModuleType(f"transformer_engine.pytorch.{name}")
         module.__getattr__ = te_tex.missing
         sys.modules[module.__name__] = module
@@ -100,7 +139,9 @@ def _load(environ: dict[str, str]) -> dict[str, types.ModuleType]:
     sys.meta_path.insert(0, finder)
     try:
         with mock.patch.dict(os.environ, {"NVTE_TORCH_COMPILE": "0", **environ}):
-            importlib.import_module("transformer_engine.pytorch.tensor")  # first, or its circular imports do not resolve
+            importlib.import_module(
+                "transformer_engine.pytorch.tensor"
+            )  # first, or its circular imports do not resolve
             te = sys.modules["transformer_engine.pytorch"]
             for name, attributes in FROM.items():
                 found = importlib.import_module(f"transformer_engine.pytorch.{name}")

@@ -30,7 +30,11 @@ def te_module(name: str) -> types.ModuleType:
         if spec is None or spec.origin is None:
             pytest.skip("transformer-engine is not installed")
         root = Path(spec.origin).parent
-        for package in ("transformer_engine", "transformer_engine.common", "transformer_engine.pytorch"):
+        for package in (
+            "transformer_engine",
+            "transformer_engine.common",
+            "transformer_engine.pytorch",
+        ):
             module = types.ModuleType(package)  # their real __init__ files load the extension
             module.__path__ = [str(root.joinpath(*package.split(".")[1:]))]
             module.__getattr__ = lambda _: mock.MagicMock()
@@ -39,9 +43,15 @@ def te_module(name: str) -> types.ModuleType:
         extension = mock.MagicMock(name="transformer_engine_torch")
         extension.DType = enum.IntEnum("DType", names, start=0)
         sys.modules["transformer_engine_torch"] = extension
-        sys.modules["transformer_engine.pytorch.export"] = mock.MagicMock()  # would import onnxscript
-        with mock.patch.dict(os.environ, {"NVTE_TORCH_COMPILE": "0"}):  # plain functions: no compiler in the way
-            importlib.import_module("transformer_engine.pytorch.tensor")  # first, or its circular imports do not resolve
+        sys.modules["transformer_engine.pytorch.export"] = (
+            mock.MagicMock()
+        )  # would import onnxscript
+        with mock.patch.dict(
+            os.environ, {"NVTE_TORCH_COMPILE": "0"}
+        ):  # plain functions: no compiler in the way
+            importlib.import_module(
+                "transformer_engine.pytorch.tensor"
+            )  # first, or its circular imports do not resolve
             return importlib.import_module(f"transformer_engine.pytorch.{name}")
     finally:
         for key in [key for key in sys.modules if _is_te(key)]:

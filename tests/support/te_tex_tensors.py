@@ -26,7 +26,9 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
         return _quantize_tiles(x.detach(), quantizer, out)
     if _name(quantizer) == "NVFP4Quantizer":
         return _quantize_nvfp4(x.detach(), quantizer, out)
-    assert _name(quantizer) in ("Float8Quantizer", "Float8CurrentScalingQuantizer"), f"no stand-in for {_name(quantizer)}"
+    assert _name(quantizer) in ("Float8Quantizer", "Float8CurrentScalingQuantizer"), (
+        f"no stand-in for {_name(quantizer)}"
+    )
     kind = quantizer.dtype.name
     amax = x.detach().float().abs().max()
     if _name(quantizer) == "Float8Quantizer":
@@ -34,7 +36,9 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
     else:
         amax = amax.clamp(min=quantizer.amax_epsilon)
-        scale = torch.where((amax > 0) & amax.isfinite(), torch.div(torch.tensor(MAX[kind]), amax), 1.0)
+        scale = torch.where(
+            (amax > 0) & amax.isfinite(), torch.div(torch.tensor(MAX[kind]), amax), 1.0
+        )
         scale = scale.clamp(max=torch.finfo(torch.float32).max)
         if quantizer.force_pow_2_scales:
             scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
@@ -47,7 +51,13 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Any = Non
         out._scale_inv.copy_(scale_inv)
         out._transpose, out._transpose_invalid = transpose, transpose is None
         return out
-    tensors = dict(data=data, fp8_scale_inv=scale_inv, fp8_dtype=quantizer.dtype, data_transpose=transpose, quantizer=quantizer)
+    tensors = dict(
+        data=data,
+        fp8_scale_inv=scale_inv,
+        fp8_dtype=quantizer.dtype,
+        data_transpose=transpose,
+        quantizer=quantizer,
+    )
     return _tensor("float8_tensor.Float8Tensor", x, quantizer, tensors)
 
 
@@ -73,68 +83,119 @@ def _tensor(name: str, x: Tensor, quantizer: Any, tensors: dict[str, Any]) -> An
 def _quantize_tiles(x: Tensor, quantizer: Any, out: Any) -> Any:
     """Block and MXFP8 scaling. Scales lie as their tiles do, neither padded nor transposed; block's columnwise codes are."""
     block = _name(quantizer) == "Float8BlockQuantizer"
-    size, square = (quantizer.block_len, quantizer.block_scaling_dim == 2) if block else (32, quantizer.with_2d_quantization)
+    size, square = (
+        (quantizer.block_len, quantizer.block_scaling_dim == 2)
+        if block
+        else (32, quantizer.with_2d_quantization)
+    )
     flat, kind, found = x.reshape(-1, x.shape[-1]).float(), quantizer.dtype.name, {}
-    for way, tile, wanted in (("rowwise", (1, size), quantizer.rowwise_usage), ("columnwise", (size, 1), quantizer.columnwise_usage)):
+    for way, tile, wanted in (
+        ("rowwise", (1, size), quantizer.rowwise_usage),
+        ("columnwise", (size, 1), quantizer.columnwise_usage),
+    ):
         tile = (size, size) if square else tile
         amax = torch.nn.functional.max_pool2d(flat.abs()[None], tile, ceil_mode=True)[0]
         scale = torch.where(amax > 0, MAX[kind] / amax, 1.0)
         if not block or quantizer.force_pow_2_scales:
             scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
-        data = (flat * _spread(scale, tile, flat)).clamp(-MAX[kind], MAX[kind]).to(FP8[kind]).view(torch.uint8)
+        data = (
+            (flat * _spread(scale, tile, flat))
+            .clamp(-MAX[kind], MAX[kind])
+            .to(FP8[kind])
+            .view(torch.uint8)
+        )
         data = data.t().contiguous() if block and way == "columnwise" else data.view(x.shape)
         inverse = scale.reciprocal()
         inverse = inverse if block else (inverse.view(torch.int32) >> 23).to(torch.uint8)
-        found |= {f"{way}_data": data if wanted else None, f"{way}_scale_inv": inverse if wanted else None}
+        found |= {
+            f"{way}_data": data if wanted else None,
+            f"{way}_scale_inv": inverse if wanted else None,
+        }
     if out is not None:
         for name, tensor in found.items():
             getattr(out, f"_{name}").copy_(tensor)
         return out
     common = dict(fp8_dtype=quantizer.dtype, quantizer=quantizer)
     if block:
-        return _tensor("float8_blockwise_tensor.Float8BlockwiseQTensor", x, quantizer, found | common | {"is_2D_scaled": square})
-    return _tensor("mxfp8_tensor.MXFP8Tensor", x, quantizer, found | common | {"with_gemm_swizzled_scales": False})
+        return _tensor(
+            "float8_blockwise_tensor.Float8BlockwiseQTensor",
+            x,
+            quantizer,
+            found | common | {"is_2D_scaled": square},
+        )
+    return _tensor(
+        "mxfp8_tensor.MXFP8Tensor",
+        x,
+        quantizer,
+        found | common | {"with_gemm_swizzled_scales": False},
+    )
 
 
 def _quantize_nvfp4(x: Tensor, quantizer: Any, out: Any) -> Any:
     """Two levels of scales, codes in nibbles. The Hadamard transform is left out of both operands of wgrad, in whose product it
     cancels, and gradients are rounded to the nearest."""
     found: dict[str, Any] = {}
-    for way, wanted in (("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage)):
+    for way, wanted in (
+        ("rowwise", quantizer.rowwise_usage),
+        ("columnwise", quantizer.columnwise_usage),
+    ):
         flat = x.reshape(-1, x.shape[-1]).float()
         flat = flat if way == "rowwise" else flat.t().contiguous()
         whole = flat.abs().max()
-        block = torch.nn.functional.max_pool2d(flat.abs()[None], (16, 16) if quantizer.with_2d_quantization else (1, 16))[0]
+        block = torch.nn.functional.max_pool2d(
+            flat.abs()[None], (16, 16) if quantizer.with_2d_quantization else (1, 16)
+        )[0]
         if quantizer.with_2d_quantization:
             block = block.repeat_interleave(16, 0)
         encode = torch.where(whole > 0, 448 * 6 / whole, 1.0)
         scale = (block / 6 * encode).clamp(max=448).to(torch.float8_e4m3fn)
-        values = flat * torch.where(scale.float() > 0, encode / scale.float(), 0.0).repeat_interleave(16, 1)
-        codes = (values.abs()[..., None] - GRID).abs().argmin(-1).to(torch.uint8) | ((values < 0).to(torch.uint8) << 3)
+        values = flat * torch.where(
+            scale.float() > 0, encode / scale.float(), 0.0
+        ).repeat_interleave(16, 1)
+        codes = (values.abs()[..., None] - GRID).abs().argmin(-1).to(torch.uint8) | (
+            (values < 0).to(torch.uint8) << 3
+        )
         data = codes[:, ::2] | (codes[:, 1::2] << 4)
         data = data.view(*x.shape[:-1], -1) if way == "rowwise" else data
-        found |= {f"{way}_data": data if wanted else None, f"{way}_scale_inv": scale.view(torch.uint8) if wanted else None,
-                  f"amax_{way}": whole.reshape(1) if wanted else None}
+        found |= {
+            f"{way}_data": data if wanted else None,
+            f"{way}_scale_inv": scale.view(torch.uint8) if wanted else None,
+            f"amax_{way}": whole.reshape(1) if wanted else None,
+        }
     if out is not None:
         for name, tensor in found.items():
             getattr(out, f"_{name}").copy_(tensor)
         return out
-    found |= {"fp4_dtype": quantizer.dtype, "quantizer": quantizer, "with_gemm_swizzled_scales": False}
+    found |= {
+        "fp4_dtype": quantizer.dtype,
+        "quantizer": quantizer,
+        "with_gemm_swizzled_scales": False,
+    }
     return _tensor("nvfp4_tensor.NVFP4Tensor", x, quantizer, found)
 
 
 def _nvfp4_values(t: Any, rowwise: bool) -> Tensor:
     way = "rowwise" if rowwise else "columnwise"
-    data, inverse, whole = getattr(t, f"_{way}_data"), getattr(t, f"_{way}_scale_inv"), getattr(t, f"_amax_{way}")
+    data, inverse, whole = (
+        getattr(t, f"_{way}_data"),
+        getattr(t, f"_{way}_scale_inv"),
+        getattr(t, f"_amax_{way}"),
+    )
     data = data.reshape(-1, data.shape[-1])
     codes = torch.stack([data & 15, data >> 4], -1).flatten(1).int()
     values = GRID[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
-    values = values * inverse.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1) * (whole / (448 * 6))
+    values = (
+        values
+        * inverse.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1)
+        * (whole / (448 * 6))
+    )
     return values if rowwise else values.t()
 
 
 def _spread(scale: Tensor, tile: tuple[int, int], like: Tensor) -> Tensor:
-    return scale.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[: like.shape[0], : like.shape[1]]
+    return scale.repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)[
+        : like.shape[0], : like.shape[1]
+    ]
 
 
 def dequantize(input: Any, otype: Any) -> Tensor:
@@ -151,7 +212,10 @@ def _tiled_values(t: Any, rowwise: bool) -> Tensor:
         data = data.t()
     data = data.contiguous().view(FP8[t._fp8_dtype.name]).float()
     data = data.reshape(-1, data.shape[-1])
-    tile = tuple(next(n for n in (1, 32, 128) if -(-a // n) == b) for a, b in zip(data.shape, inverse.shape, strict=True))
+    tile = tuple(
+        next(n for n in (1, 32, 128) if -(-a // n) == b)
+        for a, b in zip(data.shape, inverse.shape, strict=True)
+    )
     return data * _spread(inverse, tile, data)
 
 
@@ -169,4 +233,8 @@ def values(t: Any, rowwise: bool) -> Tensor:
 def kind(t: Any) -> str:
     if hasattr(t, "_fp4_dtype"):
         return "e2m1"
-    return {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}[t._fp8_dtype.name] if hasattr(t, "_fp8_dtype") else "high precision"
+    return (
+        {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}[t._fp8_dtype.name]
+        if hasattr(t, "_fp8_dtype")
+        else "high precision"
+    )

@@ -31,10 +31,16 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
 
 def line(file: str | Path, part: str) -> int:
     """The line of `file`, below the root of the checkout, that has `part`."""
-    return next(i for i, text in enumerate((ROOT / file).read_text(encoding="utf-8").splitlines(), 1) if part in text)
+    return next(
+        i
+        for i, text in enumerate((ROOT / file).read_text(encoding="utf-8").splitlines(), 1)
+        if part in text
+    )
 
 
 def loads(*argv: str) -> set[str]:
     """The modules that are loaded after the verb, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", _LOADS, *argv], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADS, *argv], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return set(done.stderr.split())

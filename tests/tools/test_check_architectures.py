@@ -27,8 +27,14 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("tools.architectures.rows")
 
 
-@pytest.mark.parametrize(("says", "code", "last"), [("echo llama 81.8%", 0, "llama 81.8%"), ("echo llama FAILED; exit 1", 1, "llama FAILED"),
-                                                    ("echo Killed >&2; exit 137", 1, "FAILED, exit code 137: Killed")])
+@pytest.mark.parametrize(
+    ("says", "code", "last"),
+    [
+        ("echo llama 81.8%", 0, "llama 81.8%"),
+        ("echo llama FAILED; exit 1", 1, "llama FAILED"),
+        ("echo Killed >&2; exit 137", 1, "FAILED, exit code 137: Killed"),
+    ],
+)
 def test_the_exit_code(says: str, code: int, last: str, tmp_path: Path, ends: object) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{says}\n")
@@ -37,8 +43,16 @@ def test_the_exit_code(says: str, code: int, last: str, tmp_path: Path, ends: ob
     assert found[0] == code and found[1][-1] == last
 
 
-@pytest.mark.parametrize(("argv", "line"), [(["lama"], "lama: no such architecture; choose from llama, mistral, "),
-                                            (["--env", "python", "--keep", "."], "--env makes no environment; drop --keep and --torch-index")])
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["lama"], "lama: no such architecture; choose from llama, mistral, "),
+        (
+            ["--env", "python", "--keep", "."],
+            "--env makes no environment; drop --keep and --torch-index",
+        ),
+    ],
+)
 def test_what_it_does_not_take(argv: list[str], line: str, ends: object) -> None:
     code, _, said = ends(*argv)  # type: ignore[operator]
     assert code == 2 and f"error: {line}" in said
@@ -46,14 +60,21 @@ def test_what_it_does_not_take(argv: list[str], line: str, ends: object) -> None
 
 def test_both_files_have_the_same_thirty(rows: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOOL.parent))
-    assert list(importlib.import_module("check_architectures").NAMES) == rows.NAMES and len(rows.NAMES) == 30
+    assert (
+        list(importlib.import_module("check_architectures").NAMES) == rows.NAMES
+        and len(rows.NAMES) == 30
+    )
 
 
 def test_rows(rows: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that trains, one that cannot be converted, one that says so and should not, and one that does not learn."""
-    monkeypatch.setattr(rows, "PRECISIONS", {name: rows.PRECISIONS[name] for name in ("bf16", "delayed", "block")})
+    monkeypatch.setattr(
+        rows, "PRECISIONS", {name: rows.PRECISIONS[name] for name in ("bf16", "delayed", "block")}
+    )
     right, line = rows.row("nn_multihead_attention")
-    assert right and line.split()[:2] == ["75.0%", "75.0%"] and "FAILED" not in line  # no dgrad of the first layer
+    assert (
+        right and line.split()[:2] == ["75.0%", "75.0%"] and "FAILED" not in line
+    )  # no dgrad of the first layer
     right, line = rows.row("nn_lstm")
     assert right and line.startswith("refused: ") and "LSTM is no linear layer" in line
     monkeypatch.setattr(rows, "REFUSED", {})

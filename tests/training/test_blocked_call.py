@@ -38,7 +38,9 @@ def all_reduce(t: torch.Tensor, group: Any) -> torch.Tensor:
     return t
 
 
-def test_collective_that_an_error_comes_from(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_that_an_error_comes_from(
+    two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def wait_tensor(*_: Any) -> NoReturn:
         raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
 
@@ -66,10 +68,14 @@ def test_collective_that_an_error_comes_from(two: dist.TCPStore, monkeypatch: py
     assert blocked_call.raised_in(failed(lambda: wait_tensor())) == (None, None)
 
 
-def test_collective_of_a_distributed_tensor(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_of_a_distributed_tensor(
+    two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is waited for in an operator of its result."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
-    norm = torch.linalg.vector_norm(DTensor.from_local(torch.ones(2), mesh["tp"], [Shard(0)], run_check=False))
+    norm = torch.linalg.vector_norm(
+        DTensor.from_local(torch.ones(2), mesh["tp"], [Shard(0)], run_check=False)
+    )
 
     plain = funcol.AsyncCollectiveTensor.trigger_wait
 
@@ -99,14 +105,29 @@ def test_where_a_thread_is() -> None:
     go_on.set()
     thread.join()
     said = list[str]()
-    event: Any = SimpleNamespace(query=lambda: False, synchronize=lambda: said.append(blocked_call.doing(sys._getframe())))
+    event: Any = SimpleNamespace(
+        query=lambda: False, synchronize=lambda: said.append(blocked_call.doing(sys._getframe()))
+    )
     job: Any = None  # which a step with targets does not read
-    LaunchedStep(1, 0.1, (0, ""), job, HostCopy(torch.ones(3), event), 3, 0, None, World()).settle(SimpleNamespace(made=0, settle=lambda norm: False))  # type: ignore[arg-type]
+    LaunchedStep(1, 0.1, (0, ""), job, HostCopy(torch.ones(3), event), 3, 0, None, World()).settle(
+        SimpleNamespace(made=0, settle=lambda norm: False)
+    )  # type: ignore[arg-type]
     assert re.fullmatch(r"fp8cfg/training/launched_step\.py:\d+, settle", said[0])
-    assert said[0].split(":")[0] in (guide := (ROOT / "docs/guides/several-gpus.md").read_text()) and ", settle, after" in guide
+    assert (
+        said[0].split(":")[0] in (guide := (ROOT / "docs/guides/several-gpus.md").read_text())
+        and ", settle, after" in guide
+    )
     fsdp = Path(dist.__file__).parent / "fsdp/_fully_shard/_fsdp_state.py"
-    for file, name in ((dist.distributed_c10d.__file__, "all_reduce"), (dist.distributed_c10d.__file__, "new_group"), (fsdp, "pre_backward")):
+    for file, name in (
+        (dist.distributed_c10d.__file__, "all_reduce"),
+        (dist.distributed_c10d.__file__, "new_group"),
+        (fsdp, "pre_backward"),
+    ):
         exec(compile(f"def {name}(call): return call()", file, "exec"), found := dict[str, Any]())
         said = found[name](lambda: blocked_call.doing(sys._getframe()))
         assert (said == f"the collective {name}") == (name == "all_reduce"), said
-    assert blocked_call.doing(None) == "no Python" and heartbeat._ranks([3]) == "rank 3" and heartbeat._ranks(list(range(20))).endswith("15 and 4 more")
+    assert (
+        blocked_call.doing(None) == "no Python"
+        and heartbeat._ranks([3]) == "rank 3"
+        and heartbeat._ranks(list(range(20))).endswith("15 and 4 more")
+    )

@@ -36,14 +36,24 @@ CASES = [(name, ranks) for ranks in (1, 2) for name in rows(ranks)]
 
 def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
     batches, _ = run_data(job.recipe)
-    return [[s.loss, s.grad_norm, s.stepped] for s in (train_step(job, batches, step, world) for step in range(first, last))]
+    return [
+        [s.loss, s.grad_norm, s.stepped]
+        for s in (train_step(job, batches, step, world) for step in range(first, last))
+    ]
 
 
 def end(job: Job) -> dict[str, Any]:
     """What this rank has, and its bytes by kind, of weights without scales of whole tensors."""
     held = memory_measurement.by_kind(job)
-    kinds = {kind: sum(t.nbytes for t in tensors if t.dim() or kind != "weights") for kind, tensors in held.items() if kind != "scales"}
-    tensors = {k: local(t).contiguous().view(-1).view(torch.uint8).clone() for k, t in (stored_state_dict(job.model) | job.optimizer.state_tensors()).items()}
+    kinds = {
+        kind: sum(t.nbytes for t in tensors if t.dim() or kind != "weights")
+        for kind, tensors in held.items()
+        if kind != "scales"
+    }
+    tensors = {
+        k: local(t).contiguous().view(-1).view(torch.uint8).clone()
+        for k, t in (stored_state_dict(job.model) | job.optimizer.state_tensors()).items()
+    }
     return {"tensors": tensors, "json": job.optimizer.state_json(), "bytes": kinds}
 
 
@@ -51,12 +61,16 @@ def stopped_and_resumed(folder: Path, world: World) -> dict[str, Any]:
     """By row four steps of a run, and the last two of one that goes on from its checkpoint."""
     found: dict[str, Any] = {}
     for name, row in rows(world.size).items():
-        recipe = small(*row.split(), "model.num_layers=1", "trainer.micro_batch_size=2", "optim.lr=1e-3")
+        recipe = small(
+            *row.split(), "model.num_layers=1", "trainer.micro_batch_size=2", "optim.lr=1e-3"
+        )
         job = fp8cfg.build(recipe)
         run(job, world, 0, 2)
         sharded_checkpoints.saved(job, world, folder / name, 2)
         resumed = fp8cfg.build(recipe)
-        job_state.restore(resumed, *checkpoint.load(folder / name / "step-00000002"), run_data(recipe)[0])
+        job_state.restore(
+            resumed, *checkpoint.load(folder / name / "step-00000002"), run_data(recipe)[0]
+        )
         found[name] = [{"steps": run(its, world, 2, 4), **end(its)} for its in (job, resumed)]
     return found
 
@@ -74,17 +88,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), CASES)
-def test_a_resumed_run_ends_with_the_bits_of_one_that_went_on(name: str, ranks: int, folder: Path) -> None:
+def test_a_resumed_run_ends_with_the_bits_of_one_that_went_on(
+    name: str, ranks: int, folder: Path
+) -> None:
     for found in on(ranks, folder):
         went_on, resumed = found[name]
-        assert resumed["steps"] == went_on["steps"] and all(stepped for _, _, stepped in resumed["steps"])
-        assert resumed["json"] == went_on["json"] and resumed["tensors"].keys() == went_on["tensors"].keys()
-        assert [k for k, t in went_on["tensors"].items() if not torch.equal(t, resumed["tensors"][k])] == []
+        assert resumed["steps"] == went_on["steps"] and all(
+            stepped for _, _, stepped in resumed["steps"]
+        )
+        assert (
+            resumed["json"] == went_on["json"]
+            and resumed["tensors"].keys() == went_on["tensors"].keys()
+        )
+        assert [
+            k for k, t in went_on["tensors"].items() if not torch.equal(t, resumed["tensors"][k])
+        ] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), CASES)
-def test_the_rank_that_has_most_holds_the_planned_bytes(name: str, ranks: int, folder: Path) -> None:
+def test_the_rank_that_has_most_holds_the_planned_bytes(
+    name: str, ranks: int, folder: Path
+) -> None:
     recipe = small(*rows(ranks)[name].split(), "model.num_layers=1")
     part = whole(recipe, ranks)
     planned = persistent(recipe, part, linears_of(recipe, part))
@@ -95,13 +120,18 @@ def test_the_rank_that_has_most_holds_the_planned_bytes(name: str, ranks: int, f
         assert abs(most[kind] - planned[kind]) <= 1, kind  # a byte of a division
 
 
-@pytest.mark.parametrize(("row", "ranks", "most"), [("O2", 1, 6.7), ("O3, zero1", 2, 4.6), ("O3, zero2", 2, 4.6)])
+@pytest.mark.parametrize(
+    ("row", "ranks", "most"), [("O2", 1, 6.7), ("O3, zero1", 2, 4.6), ("O3, zero2", 2, 4.6)]
+)
 def test_bytes_of_a_parameter_of_llama_tiny(row: str, ranks: int, most: float) -> None:
     """Embeddings and norms among them."""
     recipe = fp8cfg.compose(["recipe=llama_tiny", *rows(ranks)[row].split()])
     part = whole(recipe, ranks)
     kinds = persistent(recipe, part, linears_of(recipe, part))
-    assert sum(kinds[k] for k in ("weights", "masters", "gradients", "moments")) <= most * parameters(recipe, part).total
+    assert (
+        sum(kinds[k] for k in ("weights", "masters", "gradients", "moments"))
+        <= most * parameters(recipe, part).total
+    )
 
 
 @pytest.mark.parametrize("text", ["0", "1,-1", "", "1,", "two"])

@@ -14,16 +14,33 @@ from fp8cfg.training.checkpoint.checkpoint import load, save
 from fp8cfg.training.checkpoint.step_folders import newest
 from tests.support.small_checkpoints import content, flip, names, put, step_of
 
-FLOATS = ["float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "complex64"]
+FLOATS = [
+    "float32",
+    "float64",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "complex64",
+]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32"]
 
 
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 def test_bitwise(tmp_path: Path, dtype: str) -> None:
     kind: torch.dtype = getattr(torch, dtype)
-    bits = torch.randint(0, 256, (6, 4 * kind.itemsize), dtype=torch.uint8)  # NaNs with payloads among them
+    bits = torch.randint(
+        0, 256, (6, 4 * kind.itemsize), dtype=torch.uint8
+    )  # NaNs with payloads among them
     full = bits.view(kind)
-    there = {"full": full, "scalar": full[0, 0], "empty": full[:0], "t": full.t(), "strided": full[::2, 1:3]}
+    there = {
+        "full": full,
+        "scalar": full[0, 0],
+        "empty": full[:0],
+        "t": full.t(),
+        "strided": full[::2, 1:3],
+    }
     tensors, _ = load(save(tmp_path, 1, {"g": there}, {}, keep=1))
     assert tensors["g"].keys() == there.keys()
     for name, tensor in there.items():
@@ -40,7 +57,13 @@ def test_tied_tensors_stay_tied_and_overlapping_ones_apart(tmp_path: Path) -> No
     weight = torch.nn.Parameter(torch.randn(300, 300))
     flat = torch.arange(8.0)
     # Before or after what they overlap, views must neither be refused nor take each other's place.
-    views = {"head": flat[:5], "flat": flat, "tail": flat[3:], "half": flat.view(torch.bfloat16), "none": flat[4:4]}
+    views = {
+        "head": flat[:5],
+        "flat": flat,
+        "tail": flat[3:],
+        "half": flat.view(torch.bfloat16),
+        "none": flat[4:4],
+    }
     path = save(tmp_path, 1, {"m": {"embed": weight, "head.weight": weight, **views}}, {}, keep=1)
     assert (path / "m.safetensors").stat().st_size < 1.5 * weight.nbytes
     back = load(path)[0]["m"]
@@ -54,7 +77,9 @@ def test_tied_tensors_stay_tied_and_overlapping_ones_apart(tmp_path: Path) -> No
 
 def test_conjugate_view(tmp_path: Path) -> None:
     z = torch.tensor([1 + 2j, 3 - 4j])
-    back = load(save(tmp_path, 1, {"g": {"z": z, "conj": z.conj(), "neg": z.conj().imag}}, {}, keep=1))[0]["g"]
+    back = load(
+        save(tmp_path, 1, {"g": {"z": z, "conj": z.conj(), "neg": z.conj().imag}}, {}, keep=1)
+    )[0]["g"]
     assert torch.equal(back["conj"], torch.tensor([1 - 2j, 3 + 4j]))
     assert torch.equal(back["neg"], torch.tensor([-2.0, 4.0]))
 
@@ -63,14 +88,22 @@ def test_loaded_tensors_are_their_own(tmp_path: Path) -> None:
     path = put(tmp_path, 1)
     tensors, _ = load(path)
     (path / "model.safetensors").write_bytes(b"")
-    assert (tensors["model"]["x"] == 1).all()  # a mapped file would have ended the process with SIGBUS
+    assert (
+        tensors["model"]["x"] == 1
+    ).all()  # a mapped file would have ended the process with SIGBUS
 
 
 def test_state_comes_back_or_is_refused(tmp_path: Path) -> None:
     state = {"a": [1, 0.1, -0.0, None, True, "é\ud800"], "b": {"c": 2**70}}
     back = load(save(tmp_path, 1, {"g": {}}, state, keep=1))[1]
     assert json.dumps(back) == json.dumps(state)
-    for bad in ({"a": float("nan")}, {"a": [float("inf")]}, {"a": (1, 2)}, {1: 2}, {"a": {None: 1}}):
+    for bad in (
+        {"a": float("nan")},
+        {"a": [float("inf")]},
+        {"a": (1, 2)},
+        {1: 2},
+        {"a": {None: 1}},
+    ):
         with pytest.raises(ValueError):
             save(tmp_path, 2, {"g": {}}, bad, keep=1)
     with pytest.raises(TypeError):
@@ -93,7 +126,9 @@ class Wrapped(torch.Tensor):
         {"w": [1, 2]},
     ],
 )
-def test_what_cannot_be_stored_is_refused_before_writing(tmp_path: Path, named: dict[str, Any]) -> None:
+def test_what_cannot_be_stored_is_refused_before_writing(
+    tmp_path: Path, named: dict[str, Any]
+) -> None:
     with pytest.raises((TypeError, ValueError), match="g: "):
         save(tmp_path / "root", 1, {"g": named}, {}, keep=1)
     assert not (tmp_path / "root").exists()

@@ -17,14 +17,21 @@ import torch
 
 from fp8cfg.training.checkpoint import checkpoint, tensor_file
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError, load, save
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, verify, write_manifest
+from fp8cfg.training.checkpoint.manifest import (
+    DamagedCheckpoint,
+    NoUsableCheckpoint,
+    verify,
+    write_manifest,
+)
 from fp8cfg.training.checkpoint.step_folders import newest
 from fp8cfg.training.run_files import RunFiles
 from tests.support.forked import processes
 from tests.support.small_checkpoints import GROUPS, content, flip, names, put, step_of
 
 
-@pytest.mark.parametrize("file", [*(f"{group}.safetensors" for group in GROUPS), "state.json", "MANIFEST.json"])
+@pytest.mark.parametrize(
+    "file", [*(f"{group}.safetensors" for group in GROUPS), "state.json", "MANIFEST.json"]
+)
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
 def test_damage_is_passed_over_by_name(tmp_path: Path, file: str, damage: str) -> None:
     put(tmp_path, 1)
@@ -130,7 +137,9 @@ def test_kill_anywhere(tmp_path: Path) -> None:
         child.start()
         deadline = time.monotonic() + 60
         # Any whole one from 5 on: the child may have removed the fifth before it is looked for.
-        while time.monotonic() < deadline and not any(n >= "step-00000005" and "tmp" not in n for n in names(tmp_path)):
+        while time.monotonic() < deadline and not any(
+            n >= "step-00000005" and "tmp" not in n for n in names(tmp_path)
+        ):
             time.sleep(0.01)
         time.sleep(rng.random() / 10)
         child.kill()
@@ -176,18 +185,30 @@ def test_no_permission(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("place", ["mkdir", "save_file", "write_manifest", "rename", "fsync", "replace"])
-def test_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, code: int) -> None:
+@pytest.mark.parametrize(
+    "place", ["mkdir", "save_file", "write_manifest", "rename", "fsync", "replace"]
+)
+def test_errors_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, code: int
+) -> None:
     put(tmp_path, 1)
     put(tmp_path, 2)
 
     def fail(*arguments: Any, **__: Any) -> None:
-        if place == "rename" and not arguments[1].startswith("step-"):  # of the folder, the last thing that is done
+        if place == "rename" and not arguments[1].startswith(
+            "step-"
+        ):  # of the folder, the last thing that is done
             return real(*arguments)
         raise OSError(code, os.strerror(code), str(tmp_path))
 
     with monkeypatch.context() as patch:
-        where: Any = {"mkdir": os, "fsync": os, "rename": RunFiles, "replace": RunFiles, "save_file": tensor_file}.get(place, checkpoint)
+        where: Any = {
+            "mkdir": os,
+            "fsync": os,
+            "rename": RunFiles,
+            "replace": RunFiles,
+            "save_file": tensor_file,
+        }.get(place, checkpoint)
         real = getattr(where, place)
         patch.setattr(where, place, fail)
         with pytest.raises(CheckpointError, match=os.strerror(code)) as caught:
@@ -197,7 +218,9 @@ def test_errors_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pla
     assert step_of(put(tmp_path, 3)) == 3
 
 
-def test_a_disk_that_gives_other_bytes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_gives_other_bytes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(tmp_path, 1, keep=1)
     real = write_manifest
 
@@ -235,7 +258,13 @@ def test_what_a_save_takes_is_what_it_asks_for(tmp_path: Path) -> None:
 def test_an_older_one_that_cannot_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1, keep=1)
     real = shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False, dir_fd=None: real(f"{path}/none", ignore_errors, dir_fd=dir_fd))
+    monkeypatch.setattr(
+        shutil,
+        "rmtree",
+        lambda path, ignore_errors=False, dir_fd=None: real(
+            f"{path}/none", ignore_errors, dir_fd=dir_fd
+        ),
+    )
     with pytest.raises(CheckpointError, match="step-00000002 is saved, but"):
         put(tmp_path, 2, keep=1)
     monkeypatch.undo()
@@ -252,9 +281,13 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert names(tmp_path) == []
 
 
-def test_a_file_that_safetensors_wrote_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_safetensors_wrote_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(tmp_path, 1)
-    monkeypatch.setattr(tensor_file, "save_file", lambda named, file, metadata: file.write_bytes(b"{}"))
+    monkeypatch.setattr(
+        tensor_file, "save_file", lambda named, file, metadata: file.write_bytes(b"{}")
+    )
     with pytest.raises(CheckpointError, match="step 2"):
         put(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]

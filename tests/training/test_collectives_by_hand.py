@@ -31,7 +31,14 @@ NUMBERS = 1 << 10
 
 
 def job_of(*words: str) -> Job:
-    return fp8cfg.build(small(f"model.num_layers={LAYERS}", f"trainer.micro_batch_size={4 // MICROBATCHES}", "model.share_embeddings_and_output_weights=true", *words))
+    return fp8cfg.build(
+        small(
+            f"model.num_layers={LAYERS}",
+            f"trainer.micro_batch_size={4 // MICROBATCHES}",
+            "model.share_embeddings_and_output_weights=true",
+            *words,
+        )
+    )
 
 
 def plain_job() -> Job:
@@ -42,6 +49,7 @@ def plain_job() -> Job:
 
 def say_embedded(model: nn.Module, events: Events) -> None:
     """Let `events` have the end of each backward pass through the layers, which the embedding's own follows."""
+
     def embedded(module: nn.Module, args: Any, out: Tensor) -> None:
         if out.requires_grad:
             out.register_hook(lambda gradient: events.found.append(("layers are back", 0)))
@@ -67,12 +75,27 @@ def sent(events: Events) -> list[tuple[str, int]]:
 def by_hand(shard: str, world: World) -> list[tuple[str, int]]:
     """Without us: FSDP2, of one shard where each rank is a replica, torch's AdamW, a loop."""
     plain, events = plain_job(), Events()
-    model, policy = plain.model, MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    mesh = init_device_mesh("cpu", (world.size, 1) if shard == "none" else (1, world.size), mesh_dim_names=("replicas", "shards"))
+    model, policy = (
+        plain.model,
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
+    )
+    mesh = init_device_mesh(
+        "cpu",
+        (world.size, 1) if shard == "none" else (1, world.size),
+        mesh_dim_names=("replicas", "shards"),
+    )
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh if shard == "none" else mesh["shards"], mp_policy=policy, reshard_after_forward=None if shard == "fsdp" else False)
+        fully_shard(
+            module,
+            mesh=mesh if shard == "none" else mesh["shards"],
+            mp_policy=policy,
+            reshard_after_forward=None if shard == "fsdp" else False,
+        )
         module.set_force_sum_reduction_for_comms(True)  # gloo does not average
-    optimizer, (batches, _) = torch.optim.AdamW(model.parameters(), fused=True), run_data(plain.recipe)
+    optimizer, (batches, _) = (
+        torch.optim.AdamW(model.parameters(), fused=True),
+        run_data(plain.recipe),
+    )
 
     def step(number: int) -> None:
         for i in range(MICROBATCHES):
@@ -99,7 +122,11 @@ def by_ddp(world: World) -> list[tuple[str, int]]:
 
     def reduced(_, bucket):  # DDP refuses annotations that are text
         found.append(("all-reduce", bucket.buffer().nbytes))
-        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+        return (
+            dist.all_reduce(bucket.buffer(), async_op=True)
+            .get_future()
+            .then(lambda done: done.value()[0])
+        )
 
     model.register_comm_hook(None, reduced)
     say_embedded(plain.model, events)
@@ -115,7 +142,11 @@ def on_two(world: World) -> dict[str, Any]:
     def each(run: Callable[[str, World], list[tuple[str, int]]]) -> dict[str, list[list[Any]]]:
         return {shard: [list(event) for event in run(shard, world)] for shard in SHARDS}
 
-    return {"ours": each(ours), "by hand": each(by_hand), "ddp": [list(event) for event in by_ddp(world)]}
+    return {
+        "ours": each(ours),
+        "by hand": each(by_hand),
+        "ddp": [list(event) for event in by_ddp(world)],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +156,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", SHARDS)
-def test_a_step_has_the_collectives_of_a_loop_written_by_hand(shard: str, two: list[dict[str, Any]]) -> None:
+def test_a_step_has_the_collectives_of_a_loop_written_by_hand(
+    shard: str, two: list[dict[str, Any]]
+) -> None:
     """As many, of as many bytes, in the same order among the passes."""
     for found in two:
         assert found["ours"][shard] == found["by hand"][shard]
@@ -134,22 +167,36 @@ def test_a_step_has_the_collectives_of_a_loop_written_by_hand(shard: str, two: l
     assert names.count("gather") == gathers.get(shard, LAYERS + 1)
     sums = {"none": ("all-reduce", 1), "zero1": ("reduce-scatter", 1)}
     how, passes = sums.get(shard, ("reduce-scatter", MICROBATCHES))
-    assert names.count(how) == (LAYERS + 1) * passes == sum(name in ("all-reduce", "reduce-scatter") for name in names)
+    assert (
+        names.count(how)
+        == (LAYERS + 1) * passes
+        == sum(name in ("all-reduce", "reduce-scatter") for name in names)
+    )
 
 
 @pytest.mark.slow
 def test_one_shard_is_summed_in_as_many_messages_as_by_ddp(two: list[dict[str, Any]]) -> None:
     """In the last microbatch alone, with buckets as large as a layer."""
     for found in two:
-        sums, ddp = ([size for name, size in events if name == "all-reduce"] for events in (found["ours"]["none"], found["ddp"]))
+        sums, ddp = (
+            [size for name, size in events if name == "all-reduce"]
+            for events in (found["ours"]["none"], found["ddp"])
+        )
         assert len(sums) == len(ddp) == LAYERS + 1 and sum(sums) == sum(ddp)
         assert [name for name, _ in found["ours"]["none"]] == [name for name, _ in found["ddp"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", SHARDS)
-def test_all_sums_but_the_last_start_before_the_backward_pass_ends(shard: str, two: list[dict[str, Any]]) -> None:
+def test_all_sums_but_the_last_start_before_the_backward_pass_ends(
+    shard: str, two: list[dict[str, Any]]
+) -> None:
     names = [name.replace(" ", "-") for name, _ in two[0]["ours"][shard] if name != "gather"]
     sums = [len(text.split()) for text in " ".join(names).split("layers-are-back")]
-    whole = {"none": [0, LAYERS, 1], "zero1": [0, LAYERS, 1], "zero2": [LAYERS, LAYERS + 1, 1], "fsdp": [LAYERS, LAYERS + 1, 1]}
+    whole = {
+        "none": [0, LAYERS, 1],
+        "zero1": [0, LAYERS, 1],
+        "zero2": [LAYERS, LAYERS + 1, 1],
+        "fsdp": [LAYERS, LAYERS + 1, 1],
+    }
     assert sums == whole[shard]

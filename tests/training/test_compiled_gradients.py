@@ -38,19 +38,34 @@ def zero_gradients(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return wrong
 
 
-@pytest.mark.parametrize("words", [
-    "precision=bf16_fp8", pytest.param("precision=bf16_nvfp4 model.num_layers=16", marks=pytest.mark.slow),
-    pytest.param("precision=fp16_fp8 opt_level=O2", marks=pytest.mark.slow), "precision=bf16 storage.weight=fp8",
-    "precision=bf16_fp8_current backend=torchao fp8.params=false model.num_layers=3"])
-def test_compiled_layers_give_the_eager_bits_and_move_nothing(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "precision=bf16_fp8",
+        pytest.param("precision=bf16_nvfp4 model.num_layers=16", marks=pytest.mark.slow),
+        pytest.param("precision=fp16_fp8 opt_level=O2", marks=pytest.mark.slow),
+        "precision=bf16 storage.weight=fp8",
+        "precision=bf16_fp8_current backend=torchao fp8.params=false model.num_layers=3",
+    ],
+)
+def test_compiled_layers_give_the_eager_bits_and_move_nothing(
+    monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
     compiled_by(monkeypatch, TRACE)  # Dynamo and AOTAutograd made the zeros of torch 2.11
     if "torchao" in words:
         pytest.importorskip("torchao")
     job = fp8cfg.build(small(*words.split()))
-    state, random = {k: v.clone() for k, v in stored_state_dict(job.model).items()}, torch.get_rng_state()
+    state, random = (
+        {k: v.clone() for k, v in stored_state_dict(job.model).items()},
+        torch.get_rng_state(),
+    )
     assert compiled_gradients.compare(job) == 0
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(v.view(torch.uint8), state[k].view(torch.uint8)) for k, v in stored_state_dict(job.model).items() if v.dim())
+    assert all(
+        torch.equal(v.view(torch.uint8), state[k].view(torch.uint8))
+        for k, v in stored_state_dict(job.model).items()
+        if v.dim()
+    )
     assert all(p.grad is None for p in job.model.parameters())
 
 
@@ -66,7 +81,9 @@ def test_inductors_options(scaling: str) -> None:
     options = compile_options(precision, "cpu") or {}
     assert bool(options) == (scaling in ("block", "mxfp8", "nvfp4"))
     for name in [*options, *(compile_options(precision, "cuda") or {})]:
-        assert functools.reduce(getattr, name.split("."), torch._inductor.config) is not None, "of this torch"
+        assert functools.reduce(getattr, name.split("."), torch._inductor.config) is not None, (
+            "of this torch"
+        )
     assert compile_options(small("precision=bf16").precision, "cpu") is None
 
 
@@ -82,11 +99,17 @@ def test_comparisons_of_a_process_do_not_add_up_for_dynamo(monkeypatch: pytest.M
         assert [compiled_gradients.compare(job) for _ in range(3)] == [0, 0, 0]
 
 
-def test_gradients_of_0_end_a_run_with_code_3(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+def test_gradients_of_0_end_a_run_with_code_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
     compiled_by(monkeypatch, zero_gradients)
     assert main([*SMALL, "precision=bf16_fp8", "trainer.compile=on", f"log.dir={tmp_path}"]) == 3
     lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and "compiles layers of this recipe wrongly: the input's gradient of one is 100.00% away" in lines[0]
+    assert (
+        len(lines) == 1
+        and "compiles layers of this recipe wrongly: the input's gradient of one is 100.00% away"
+        in lines[0]
+    )
     assert "write trainer.compile=off, or install another torch" in lines[0]
 
 
@@ -103,13 +126,29 @@ class Scaled(torch.autograd.Function):
         return g * ctx.backward_factor, None, None
 
 
-@pytest.mark.parametrize(("forward", "backward", "wrong"), [
-    (1.001, 0.999, ""), (1.02, 1.0, "output of one is 2.00%"), (1.0, 0.98, "gradient of one is 2.00%"),
-    (1.0, math.nan, "gradient of one is inf%"), (math.nan, 1.0, "output of one is inf%")])
-def test_the_tolerance_of_a_gpu(monkeypatch: pytest.MonkeyPatch, forward: float, backward: float, wrong: str) -> None:
+@pytest.mark.parametrize(
+    ("forward", "backward", "wrong"),
+    [
+        (1.001, 0.999, ""),
+        (1.02, 1.0, "output of one is 2.00%"),
+        (1.0, 0.98, "gradient of one is 2.00%"),
+        (1.0, math.nan, "gradient of one is inf%"),
+        (math.nan, 1.0, "output of one is inf%"),
+    ],
+)
+def test_the_tolerance_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, forward: float, backward: float, wrong: str
+) -> None:
     """Its figure alone, on a CPU: a share of what a tensor is, whichever differs."""
     compiled_by(monkeypatch, lambda run: lambda x: Scaled.apply(run(x), forward, backward))
-    job = fp8cfg.build(small("precision=bf16_fp8_current", "precision.compute=fp32", "model.num_layers=3", "fp8.use_power_2_scales=false"))
+    job = fp8cfg.build(
+        small(
+            "precision=bf16_fp8_current",
+            "precision.compute=fp32",
+            "model.num_layers=3",
+            "fp8.use_power_2_scales=false",
+        )
+    )
     monkeypatch.setitem(compiled_gradients.TOLERANCE, "cpu", compiled_gradients.TOLERANCE["cuda"])
     if wrong:
         with pytest.raises(fp8cfg.NotFP8Error, match=wrong):

@@ -20,12 +20,32 @@ from tests.support.traced import trace_model
 FP8 = "precision=bf16_fp8"
 
 
-@pytest.mark.parametrize(("words", "compiles"), [
-    (("precision=bf16",), trace_model), ((FP8, "model.num_layers=1"), Job.compile_model), ((FP8, "fp8.params=false"), trace_model),
-    (("precision=bf16_fp8_current", "model.num_layers=4"), trace_model), (("precision=bf16", "model.num_layers=1", *PACKED), trace_model),
-    pytest.param(("precision=bf16", "model.num_layers=1", *PACKED), Job.compile_model, marks=pytest.mark.slow)],
-    ids=["bf16", "delayed under Inductor", "wide weights", "current", "packed and masked", "packed under Inductor"])
-def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, ...], compiles: Callable[[Job], None]) -> None:
+@pytest.mark.parametrize(
+    ("words", "compiles"),
+    [
+        (("precision=bf16",), trace_model),
+        ((FP8, "model.num_layers=1"), Job.compile_model),
+        ((FP8, "fp8.params=false"), trace_model),
+        (("precision=bf16_fp8_current", "model.num_layers=4"), trace_model),
+        (("precision=bf16", "model.num_layers=1", *PACKED), trace_model),
+        pytest.param(
+            ("precision=bf16", "model.num_layers=1", *PACKED),
+            Job.compile_model,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=[
+        "bf16",
+        "delayed under Inductor",
+        "wide weights",
+        "current",
+        "packed and masked",
+        "packed under Inductor",
+    ],
+)
+def test_compiled_runs_follow_eager_ones_without_recompiling(
+    words: tuple[str, ...], compiles: Callable[[Job], None]
+) -> None:
     eager, compiled = (fp8cfg.build(small(*words, "trainer.micro_batch_size=4")) for _ in range(2))
     compiles(compiled)
     assert compiled.compiled and not eager.compiled
@@ -33,7 +53,12 @@ def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, .
     got = [s.loss for s in steps(compiled, 2)]
     with torch._dynamo.config.patch(error_on_recompile=True):
         _, held_out = run_data(compiled.recipe)
-        evaluate(compiled, validation_batches(compiled.recipe, held_out, World()), World(), masked=held_out.masked)
+        evaluate(
+            compiled,
+            validation_batches(compiled.recipe, held_out, World()),
+            World(),
+            masked=held_out.masked,
+        )
         got += [s.loss for s in steps(compiled, 2, first=2)]
     assert got == pytest.approx(want, rel=2e-3)
 
@@ -41,10 +66,17 @@ def test_compiled_runs_follow_eager_ones_without_recompiling(words: tuple[str, .
 @pytest.mark.slow
 def test_fit_compiles_where_the_recipe_says_so() -> None:
     for word, compiled in (("on", True), ("off", False)):
-        job, said = fp8cfg.build(small(FP8, "trainer.compile=" + word, "trainer.max_steps=2", "model.num_layers=1")), []
+        job, said = (
+            fp8cfg.build(
+                small(FP8, "trainer.compile=" + word, "trainer.max_steps=2", "model.num_layers=1")
+            ),
+            [],
+        )
         loop.train(job, say=said.append)
         assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
-        compared = [text for text in said if "compiled gradients of one layer are the eager ones (" in text]
+        compared = [
+            text for text in said if "compiled gradients of one layer are the eager ones (" in text
+        ]
         assert len(compared) == compiled
 
 
@@ -60,7 +92,10 @@ def test_when_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not decision(small()) and decision(llama_8b())
     monkeypatch.setenv(variable := "TORCH_COMPILE_DISABLE", "1")
     assert not decision(llama_8b())
-    with pytest.raises(ConfigError, match=rf"^{variable}=1: .*disables torch.compile; unset it, or write trainer.compile=off$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{variable}=1: .*disables torch.compile; unset it, or write trainer.compile=off$",
+    ):
         decision(small("trainer.compile=on"))
 
 
@@ -70,11 +105,16 @@ def test_the_compiler_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setenv("CXX", "/nope")
     recipe = small("trainer.compile=on")
-    with pytest.raises(ConfigError, match=r"^trainer.compile=on: no C\+\+ compiler \(/nope\) here; write off, or unset CXX$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^trainer.compile=on: no C\+\+ compiler \(/nope\) here; write off, or unset CXX$",
+    ):
         compiles(recipe, plan(recipe), "cpu")
 
 
-def test_a_run_that_was_compiled_does_not_go_on_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_compiled_does_not_go_on_where_nothing_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nor is it said that compiled gradients are the eager ones."""
     from fp8cfg.training.compile_choice import compile_as_chosen
 

@@ -41,14 +41,23 @@ print(sys.argv[1] == "waits" and gloo_threads.wait_until_idle())
 
 def test_a_rank_that_ends_while_gloo_has_a_tensor() -> None:
     """Ends well where it waits, and else by SIGABRT, until CPython 3.14: what the wait is for."""
-    waits, ends = (subprocess.run([sys.executable, "-c", LATE, how], cwd=ROOT, capture_output=True, text=True, timeout=300)
-                   for how in ("waits", "ends"))
+    waits, ends = (
+        subprocess.run(
+            [sys.executable, "-c", LATE, how], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        for how in ("waits", "ends")
+    )
     assert (waits.stdout, waits.stderr, waits.returncode) == ("True\n", "", 0)
     if sys.version_info < (3, 14):
-        assert ends.returncode == -signal.SIGABRT and "terminate called without an active exception" in ends.stderr
+        assert (
+            ends.returncode == -signal.SIGABRT
+            and "terminate called without an active exception" in ends.stderr
+        )
 
 
-def test_threads_that_stay_busy_are_waited_for_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_stay_busy_are_waited_for_no_longer_than_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started, ended = threading.Event(), threading.Event()
 
     def busy() -> None:

@@ -39,7 +39,9 @@ def test_a_store_that_was_late_once_does_not_end_the_heartbeat(two: dist.TCPStor
         beats.close()
 
 
-def test_a_connection_that_breaks_is_made_anew_where_the_store_is_there(two: dist.TCPStore, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_connection_that_breaks_is_made_anew_where_the_store_is_there(
+    two: dist.TCPStore, capfd: pytest.CaptureFixture[str]
+) -> None:
     beats, key = heartbeat.Heartbeat(0.05), heartbeat._key(0)
     try:
         until(lambda: beats._reads.check([key]), "no beat")
@@ -55,11 +57,20 @@ def test_a_connection_that_breaks_is_made_anew_where_the_store_is_there(two: dis
     assert beats.silent([1]) == "rank 0, which held the store, has ended"
 
 
-def test_no_thread_is_in_the_store_once_the_heartbeat_is_closed(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_in_the_store_once_the_heartbeat_is_closed(
+    two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Python ends, one that comes back from there would end the process by SIGABRT."""
     beats, entered = heartbeat.Heartbeat(0.01), threading.Event()
-    monkeypatch.setattr(beats, "_beats", SimpleNamespace(
-        set=lambda key, value: entered.set() or time.sleep(0.3), check=beats._reads.check, get=beats._reads.get))
+    monkeypatch.setattr(
+        beats,
+        "_beats",
+        SimpleNamespace(
+            set=lambda key, value: entered.set() or time.sleep(0.3),
+            check=beats._reads.check,
+            get=beats._reads.get,
+        ),
+    )
     assert entered.wait(100)
     beats.close()
     assert not beats._thread.is_alive()

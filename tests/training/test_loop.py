@@ -31,7 +31,9 @@ FP8 = "precision=bf16_fp8"
 def run(tmp_path: Path, *words: str, **more: Any) -> tuple[RunFolder, loop.Result, list[str]]:
     recipe = small(*words)
     said: list[str] = []
-    with RunFolder.create(tmp_path, recipe.name, datetime(2026, 1, 2, 3, 4, 5), to_yaml(recipe)) as folder:
+    with RunFolder.create(
+        tmp_path, recipe.name, datetime(2026, 1, 2, 3, 4, 5), to_yaml(recipe)
+    ) as folder:
         return folder, fp8cfg.fit(fp8cfg.build(recipe), folder, say=said.append, **more), said
 
 
@@ -41,7 +43,11 @@ def test_a_run_leaves_a_folder_behind(tmp_path: Path) -> None:
     assert fp8cfg.from_yaml(folder.recipe) == small(FP8, "name=mine")
     lines = read(folder.metrics)
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6, 6]
-    assert result.steps == 6 and lines[-2]["loss"] == result.loss and lines[-1]["val_loss"] == result.val_loss
+    assert (
+        result.steps == 6
+        and lines[-2]["loss"] == result.loss
+        and lines[-1]["val_loss"] == result.val_loss
+    )
     assert lines[-2]["tokens"] == 6 * 8 * 32
     assert json.loads(folder.coverage.read_text())["layers_in_fp8"] == 8
     assert any("coverage, observed in the first step (emulated)" in text for text in said)
@@ -49,14 +55,18 @@ def test_a_run_leaves_a_folder_behind(tmp_path: Path) -> None:
 
 
 def test_loss_falls_on_real_text() -> None:
-    values = [s.loss for s in steps(fp8cfg.build(small(FP8, "optim.lr=3e-3", "trainer.max_steps=30")), 30)]
+    values = [
+        s.loss for s in steps(fp8cfg.build(small(FP8, "optim.lr=3e-3", "trainer.max_steps=30")), 30)
+    ]
     assert values[0] == pytest.approx(math.log(272), rel=0.05)
     assert sum(values[-5:]) / 5 < values[0] - 1.5
 
 
 def test_checkpoint_keys(tmp_path: Path) -> None:
     folder, _, _ = run(tmp_path / "a", "checkpoint.every_n_steps=1", "checkpoint.keep=3")
-    assert sorted(p.name for p in folder.checkpoints.iterdir()) == [f"step-0000000{i}" for i in (4, 5, 6)]
+    assert sorted(p.name for p in folder.checkpoints.iterdir()) == [
+        f"step-0000000{i}" for i in (4, 5, 6)
+    ]
     folder, _, _ = run(tmp_path / "b", "checkpoint.every_n_steps=0")
     assert [p.name for p in folder.checkpoints.iterdir()] == ["step-00000006"]
 
@@ -81,11 +91,17 @@ def test_microbatches_leave_the_losses_and_scales_of_one() -> None:
     got, want = [s.loss for s in steps(four, 3)], [s.loss for s in steps(one, 3)]
     assert got == pytest.approx(want, rel=5e-3)
     for a, b in zip(fp8_linears(four.model), fp8_linears(one.model), strict=True):
-        assert torch.allclose(a.fp8_scale, b.fp8_scale, rtol=0.15)  # .02 to .13 over ten seeds; a microbatch left out is .5 and more
+        assert torch.allclose(
+            a.fp8_scale, b.fp8_scale, rtol=0.15
+        )  # .02 to .13 over ten seeds; a microbatch left out is .5 and more
     # before weights or scales could differ, the first layer sees the very same numbers
-    first, other = (next(fp8_linears(job.model)) for job in _after_one_step("fp8.params=false", 8, 2))
+    first, other = (
+        next(fp8_linears(job.model)) for job in _after_one_step("fp8.params=false", 8, 2)
+    )
     assert torch.equal(first.fp8_amax_history[-1, :2], other.fp8_amax_history[-1, :2])
-    for a, b in zip(*(fp8_linears(job.model) for job in _after_one_step("fp8.first_step=te", 8, 2)), strict=True):
+    for a, b in zip(
+        *(fp8_linears(job.model) for job in _after_one_step("fp8.first_step=te", 8, 2)), strict=True
+    ):
         assert torch.allclose(a.fp8_amax_history[-1], b.fp8_amax_history[-1], rtol=0.02)
 
 
@@ -97,16 +113,23 @@ def _after_one_step(word: str, *sizes: int) -> list[Any]:
 
 
 def test_recomputation_changes_neither_losses_nor_fp8_state() -> None:
-    jobs = [fp8cfg.build(small(FP8, f"model.recompute_granularity={g}")) for g in ("none", "selective", "full")]
+    jobs = [
+        fp8cfg.build(small(FP8, f"model.recompute_granularity={g}"))
+        for g in ("none", "selective", "full")
+    ]
     a, b, c = ([s.loss for s in steps(job, 4)] for job in jobs)
     assert a == b == c
     for one, *others in zip(*(fp8_linears(job.model) for job in jobs), strict=True):
         for other in others:
-            assert torch.equal(one.fp8_amax_history, other.fp8_amax_history) and torch.equal(one.fp8_scale, other.fp8_scale)
+            assert torch.equal(one.fp8_amax_history, other.fp8_amax_history) and torch.equal(
+                one.fp8_scale, other.fp8_scale
+            )
 
 
 def test_scales_move_every_interval_steps_and_the_history_at_each() -> None:
-    job = fp8cfg.build(small(FP8, "fp8.interval=3", "fp8.amax_history_len=8", "trainer.max_steps=20"))
+    job = fp8cfg.build(
+        small(FP8, "fp8.interval=3", "fp8.amax_history_len=8", "trainer.max_steps=20")
+    )
     layer = next(fp8_linears(job.model))
     seen = []
     for _ in steps(job, 7):
@@ -125,16 +148,22 @@ def test_evaluation_moves_no_fp8_state(in_fp8: bool) -> None:
     _, held_out = run_data(job.recipe)
     before = [b.clone() for b in stored_state_dict(job.model).values()]
     loss = evaluate(job, validation_batches(job.recipe, held_out, World()), World())
-    assert all(torch.equal(a, b) for a, b in zip(before, stored_state_dict(job.model).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, stored_state_dict(job.model).values(), strict=True)
+    )
     assert [s.loss for s in steps(job, 2, first=2)] == [s.loss for s in steps(other, 2, first=2)]
     reference = fp8cfg.build(small(FP8, f"fp8.use_autocast_during_eval={str(not in_fp8).lower()}"))
     list(steps(reference, 2))
-    assert loss != evaluate(reference, validation_batches(job.recipe, held_out, World()), World()), "the key acts"
+    assert loss != evaluate(
+        reference, validation_batches(job.recipe, held_out, World()), World()
+    ), "the key acts"
 
 
 def test_a_signal_stops_at_a_checkpoint(tmp_path: Path) -> None:
     recipe = small(FP8, "trainer.max_steps=50", "trainer.val_check_interval=1")
     with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
+
         def say(text: str) -> None:
             if text.startswith("step 2: validation"):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -170,11 +199,17 @@ def test_a_loop_of_ones_own_gives_the_same_losses() -> None:
 
 def test_a_parallel_layout_is_refused_by_name_on_any_number_of_ranks() -> None:
     recipe = small("trainer.devices=2", "trainer.strategy.tensor_model_parallel_size=2")
-    with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: so many ranks share each matrix, and 1 rank is no"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match="tensor_model_parallel_size=2: so many ranks share each matrix, and 1 rank is no",
+    ):
         fp8cfg.build(recipe)
     job = fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(64, 64)))
     for world in (World(0, 1), World(0, 2)):
-        with pytest.raises(fp8cfg.ConfigError, match="tensor_model_parallel_size=2: splits the matrices of a recipe's Transformer"):
+        with pytest.raises(
+            fp8cfg.ConfigError,
+            match="tensor_model_parallel_size=2: splits the matrices of a recipe's Transformer",
+        ):
             loop.train(job, world=world, say=lambda _: None)
 
 
@@ -184,7 +219,9 @@ def test_evaluation_takes_micro_batches() -> None:
     job.model.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     _, held_out = run_data(job.recipe)
     whole = fp8cfg.build(small())
-    got, want = (evaluate(j, validation_batches(j.recipe, held_out, World()), World()) for j in (job, whole))
+    got, want = (
+        evaluate(j, validation_batches(j.recipe, held_out, World()), World()) for j in (job, whole)
+    )
     assert set(rows) == {2} and got == pytest.approx(want, rel=1e-3)
 
 
@@ -192,7 +229,10 @@ def test_a_damaged_metrics_file_is_one_line(tmp_path: Path) -> None:
     recipe = small()
     with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
         folder.metrics.write_text("not a line\n")
-        with pytest.raises(fp8cfg.ConfigError, match=r"metrics\.jsonl:1: not a line of metrics: 'not a line'; delete that line$"):
+        with pytest.raises(
+            fp8cfg.ConfigError,
+            match=r"metrics\.jsonl:1: not a line of metrics: 'not a line'; delete that line$",
+        ):
             fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
         folder.metrics.unlink()
         folder.metrics.mkdir()
@@ -203,7 +243,21 @@ def test_a_damaged_metrics_file_is_one_line(tmp_path: Path) -> None:
 
 def test_a_run_with_less_than_half_in_fp8_says_so() -> None:
     said: list[str] = []
-    fp8cfg.fit(fp8cfg.build(small("precision=bf16_fp8", "fp8.include=['*.linear_proj']", "trainer.max_steps=1", "optim.warmup_steps=0",
-                                  "trainer.compile=off")), say=said.append)
+    fp8cfg.fit(
+        fp8cfg.build(
+            small(
+                "precision=bf16_fp8",
+                "fp8.include=['*.linear_proj']",
+                "trainer.max_steps=1",
+                "optim.warmup_steps=0",
+                "trainer.compile=off",
+            )
+        ),
+        say=said.append,
+    )
     (line,) = [" ".join(text.split()) for text in said if text.startswith("warning: ")]
-    assert line.startswith("warning: only ") and "of matmul FLOPs ran in FP8; the largest part that did not is layers.*.mlp.linear_fc1" in line
+    assert (
+        line.startswith("warning: only ")
+        and "of matmul FLOPs ran in FP8; the largest part that did not is layers.*.mlp.linear_fc1"
+        in line
+    )

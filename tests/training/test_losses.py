@@ -13,17 +13,30 @@ from tests.support.small import losses
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 STEPS = 10
 SCALINGS = {
-    "delayed": ("precision=bf16_fp8",), "delayed, first scales of te": ("precision=bf16_fp8", "fp8.first_step=te"),
-    "current": ("precision=bf16_fp8_current", EVERYWHERE), "row": ("precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"),
-    "block": ("precision=bf16_fp8_block",), "mxfp8": ("precision=bf16_mxfp8",), "nvfp4": ("precision=bf16_nvfp4",),
+    "delayed": ("precision=bf16_fp8",),
+    "delayed, first scales of te": ("precision=bf16_fp8", "fp8.first_step=te"),
+    "current": ("precision=bf16_fp8_current", EVERYWHERE),
+    "row": ("precision=bf16_fp8_current", EVERYWHERE, "fp8.granularity=row"),
+    "block": ("precision=bf16_fp8_block",),
+    "mxfp8": ("precision=bf16_mxfp8",),
+    "nvfp4": ("precision=bf16_nvfp4",),
 }
 
 
 @cache
 def trained(*words: str) -> list[float]:
     torch.manual_seed(0)  # nvfp4 rounds gradients at random
-    return losses(*words, "data=stdlib", "optim.lr=1e-3", "model.num_layers=4", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.seq_length=64",
-                  f"trainer.max_steps={STEPS}", count=STEPS)
+    return losses(
+        *words,
+        "data=stdlib",
+        "optim.lr=1e-3",
+        "model.num_layers=4",
+        "model.hidden_size=128",
+        "model.ffn_hidden_size=256",
+        "model.seq_length=64",
+        f"trainer.max_steps={STEPS}",
+        count=STEPS,
+    )
 
 
 @pytest.mark.slow

@@ -10,14 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, read_manifest, verify, write_manifest
+from fp8cfg.training.checkpoint.manifest import (
+    DamagedCheckpoint,
+    NoUsableCheckpoint,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / "ckpt"
     (path / "ranks").mkdir(parents=True)
-    (path / "model.safetensors").write_bytes(bytes(range(256)) * 9000)  # longer than one chunk of hashing
+    (path / "model.safetensors").write_bytes(
+        bytes(range(256)) * 9000
+    )  # longer than one chunk of hashing
     (path / "state.json").write_text("{}")
     (path / "ranks" / "0.safetensors").write_bytes(b"zero")
     write_manifest(path, step=7, world_size=2)
@@ -40,7 +48,9 @@ def test_reads_back(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "ranks/0.safetensors"])
-@pytest.mark.parametrize("damage", ["truncate", "grow", "flip first", "flip last", "delete", "link", "folder"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "grow", "flip first", "flip last", "delete", "link", "folder"]
+)
 def test_damage_is_named(folder: Path, name: str, damage: str) -> None:
     path, data = folder / name, (folder / name).read_bytes()
     if damage in ("delete", "link", "folder"):
@@ -69,7 +79,18 @@ def test_unlisted_file(folder: Path) -> None:
         verify(folder)
 
 
-STRANGE = ["../other", "/etc/passwd", "a/../../b", "a//b", "", ".", "a\0b", "a\nb", "\ud800", "MANIFEST.json"]
+STRANGE = [
+    "../other",
+    "/etc/passwd",
+    "a/../../b",
+    "a//b",
+    "",
+    ".",
+    "a\0b",
+    "a\nb",
+    "\ud800",
+    "MANIFEST.json",
+]
 
 
 @pytest.mark.parametrize("name", STRANGE)
@@ -111,7 +132,8 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("schema", 2), ("step", -1), ("step", True), ("step", 1.0), ("world_size", 0), ("created", 1)]
+    ("key", "value"),
+    [("schema", 2), ("step", -1), ("step", True), ("step", 1.0), ("world_size", 0), ("created", 1)],
 )
 def test_fields_are_typed(folder: Path, key: str, value: object) -> None:
     edit(folder, {key: value})
@@ -121,17 +143,25 @@ def test_fields_are_typed(folder: Path, key: str, value: object) -> None:
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
-entries = st.fixed_dictionaries({"size": st.just(4) | values, "sha256": st.just("0" * 64) | values}) | values
+entries = (
+    st.fixed_dictionaries({"size": st.just(4) | values, "sha256": st.just("0" * 64) | values})
+    | values
+)
 manifests = st.fixed_dictionaries(
     {
         "schema": st.just(1) | values,
         "step": st.just(7) | values,
         "world_size": st.just(1) | values,
         "created": st.just("now") | values,
-        "files": st.dictionaries(st.sampled_from(["model", "../model", "a/b"]) | st.text(), entries, max_size=3) | values,
+        "files": st.dictionaries(
+            st.sampled_from(["model", "../model", "a/b"]) | st.text(), entries, max_size=3
+        )
+        | values,
     }
 )
 
@@ -148,7 +178,9 @@ def test_only_one_kind_of_error(tmp_path_factory: pytest.TempPathFactory, conten
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000, b"\xff", b"\xef\xbb\xbf{}", b"NaN"])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000, b"\xff", b"\xef\xbb\xbf{}", b"NaN"]
+)
 def test_hostile_json(folder: Path, content: bytes) -> None:
     (folder / "MANIFEST.json").write_bytes(content)
     with pytest.raises(DamagedCheckpoint):
@@ -158,7 +190,11 @@ def test_hostile_json(folder: Path, content: bytes) -> None:
 def test_every_file_and_folder_is_synced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.path.realpath(f"/proc/self/fd/{handle}")), real(handle)))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda handle: (synced.append(os.path.realpath(f"/proc/self/fd/{handle}")), real(handle)),
+    )
     write_manifest(folder, step=7)
     # The manifest after what it describes, the folders after their entries.
     names = [os.path.relpath(path, folder).partition(".tmp-")[0] for path in synced]

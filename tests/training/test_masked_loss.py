@@ -21,29 +21,57 @@ from fp8cfg.training.run_model import RunModel
 from fp8cfg.training.train_step import train_step
 from tests.support.small import PACKED, small, steps
 
-ANSWERS = ["yes", "a much longer answer than the others", "no", "perhaps", "one two three", "x", "it is eight bits", "4"]
+ANSWERS = [
+    "yes",
+    "a much longer answer than the others",
+    "no",
+    "perhaps",
+    "one two three",
+    "x",
+    "it is eight bits",
+    "4",
+]
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     file = tmp_path_factory.mktemp("chat") / "chat.jsonl"
-    rows = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} {ANSWERS[n % 8]}"}]} for n in range(40)]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}?"},
+                {"role": "assistant", "content": f"{n} {ANSWERS[n % 8]}"},
+            ]
+        }
+        for n in range(40)
+    ]
     file.write_text("\n".join(map(json.dumps, rows)))
-    return ["data=chat", f"data.path={file}", "model.seq_length=48", "data.validation_fraction=0.2", "trainer.global_batch_size=8"]
+    return [
+        "data=chat",
+        f"data.path={file}",
+        "model.seq_length=48",
+        "data.validation_fraction=0.2",
+        "trainer.global_batch_size=8",
+    ]
 
 
 def by_hand(job: fp8cfg.Job, tokens: Tensor, targets: Tensor) -> float:
     """One step of plain AdamW on the whole global batch, of the sum of losses over all targets divided by how many there are."""
     logits = job.model(tokens)
     picked = targets != IGNORED
-    loss = -logits.float().log_softmax(-1)[picked].gather(-1, targets[picked][:, None]).sum() / picked.sum()
+    loss = (
+        -logits.float().log_softmax(-1)[picked].gather(-1, targets[picked][:, None]).sum()
+        / picked.sum()
+    )
     loss.backward()
     return loss.item()
 
 
 @pytest.mark.parametrize("micro", [8, 2, 1])
 def test_the_loss_and_gradients_are_those_of_a_loop_by_hand(micro: int, words: list[str]) -> None:
-    recipe = small(*words, "precision=fp32", f"trainer.micro_batch_size={micro}", "trainer.gradient_clip_val=0")
+    recipe = small(
+        *words, "precision=fp32", f"trainer.micro_batch_size={micro}", "trainer.gradient_clip_val=0"
+    )
     job, plain = fp8cfg.build(recipe), fp8cfg.build(recipe)
     batches, _ = run_data(recipe)
     tokens, targets = batches.batch(0)
@@ -51,25 +79,43 @@ def test_the_loss_and_gradients_are_those_of_a_loop_by_hand(micro: int, words: l
     assert counts.min() < counts.max()
     want = by_hand(plain, tokens, targets)
     gradients = {n: p.grad.clone() for n, p in plain.model.named_parameters()}
-    job.optimizer.register_step_pre_hook(lambda *_: found.update((n, p.grad.clone()) for n, p in job.model.named_parameters()))
+    job.optimizer.register_step_pre_hook(
+        lambda *_: found.update((n, p.grad.clone()) for n, p in job.model.named_parameters())
+    )
     found: dict[str, Tensor] = {}
     assert train_step(job, batches, 0, World()).loss == pytest.approx(want, rel=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=2e-4, atol=1e-7)
-    means = [F.cross_entropy(job.model(t[None])[0].float(), y).item() for t, y in zip(tokens, targets, strict=True)]
+    means = [
+        F.cross_entropy(job.model(t[None])[0].float(), y).item()
+        for t, y in zip(tokens, targets, strict=True)
+    ]
     assert abs(sum(means) / len(means) - want) > 1e-3, "a mean of means would pass"
 
 
 def test_fp8_trains_on_the_same_loss_however_it_is_cut(words: list[str]) -> None:
-    losses = [[s.loss for s in steps(fp8cfg.build(small(*words, "precision=bf16_fp8", f"trainer.micro_batch_size={micro}")), 3)] for micro in (8, 2)]
+    losses = [
+        [
+            s.loss
+            for s in steps(
+                fp8cfg.build(
+                    small(*words, "precision=bf16_fp8", f"trainer.micro_batch_size={micro}")
+                ),
+                3,
+            )
+        ]
+        for micro in (8, 2)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
 def test_evaluation_is_the_mean_over_targets(words: list[str]) -> None:
-    recipe = small(*words, "precision=fp32", "trainer.micro_batch_size=2", "trainer.limit_val_batches=1")
+    recipe = small(
+        *words, "precision=fp32", "trainer.micro_batch_size=2", "trainer.limit_val_batches=1"
+    )
     job = fp8cfg.build(recipe)
     _, held_out = run_data(recipe)
-    (tokens, targets), = validation_batches(recipe, held_out, World())
+    ((tokens, targets),) = validation_batches(recipe, held_out, World())
     with torch.no_grad():
         want = F.cross_entropy(job.model(tokens).float().flatten(0, 1), targets.flatten()).item()
     assert evaluate(job, [(tokens, targets)], World(), masked=True) == pytest.approx(want, rel=1e-6)
@@ -98,7 +144,9 @@ def test_the_first_token_of_a_document_is_left_out() -> None:
     tokens, targets = run_data(recipe)[0].batch(0)
     assert ((targets == IGNORED) == (tokens == 256)).all() and (targets == IGNORED).any()
     plain = run_data(small())[0].batch(0)
-    assert torch.equal(tokens, plain[0]) and torch.equal(targets, plain[1].masked_fill(tokens == 256, IGNORED))
+    assert torch.equal(tokens, plain[0]) and torch.equal(
+        targets, plain[1].masked_fill(tokens == 256, IGNORED)
+    )
 
 
 def of_each_document(model: torch.nn.Module, batches: list[tuple[Tensor, ...]]) -> float:
@@ -108,7 +156,9 @@ def of_each_document(model: torch.nn.Module, batches: list[tuple[Tensor, ...]]) 
         for row, wanted in zip(tokens, targets, strict=True):
             ends = [*(torch.nonzero(row == 256)[:, 0] + 1).tolist(), len(row)]
             for first, last in zip([0, *ends], ends, strict=False):
-                seen = slice(first, last - (row[last - 1] == 256).int().item())  # its end token is followed by nothing
+                seen = slice(
+                    first, last - (row[last - 1] == 256).int().item()
+                )  # its end token is followed by nothing
                 if seen.start < seen.stop:
                     logits = model(row[None, seen])[0].float()
                     losses.append(F.cross_entropy(logits, wanted[seen], reduction="none"))

@@ -26,7 +26,9 @@ def bits(value: float) -> bytes:
 
 @settings(max_examples=200, deadline=None)
 @given(value=st.floats(allow_nan=False))
-def test_floats_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
+def test_floats_come_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, value: float
+) -> None:
     path = tmp_path_factory.getbasetemp() / "floats.jsonl"
     path.unlink(missing_ok=True)
     with MetricsLog(RunFiles.at(path.parent), path.name) as log:
@@ -44,7 +46,10 @@ def test_lines(tmp_path: Path) -> None:
     first, second = read(path)
     assert first == {"step": 1, "loss": 2.5, "n": 2**60, "note": "é\n", "ok": True, "none": None}
     assert math.isnan(second["loss"]) and (second["up"], second["down"]) == (math.inf, -math.inf)
-    assert path.read_text().splitlines()[1] == '{"step": 2, "loss": "NaN", "up": "Infinity", "down": "-Infinity"}'
+    assert (
+        path.read_text().splitlines()[1]
+        == '{"step": 2, "loss": "NaN", "up": "Infinity", "down": "-Infinity"}'
+    )
 
 
 def test_a_tensor_is_refused_and_writes_nothing(tmp_path: Path) -> None:
@@ -84,7 +89,9 @@ def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path: Path
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b'{"step": 1.5}', b'{"step": Infinity}', b"[" * 100_000, b""])
+@pytest.mark.parametrize(
+    "line", [b"{", b"[]", b"{}", b'{"step": 1.5}', b'{"step": Infinity}', b"[" * 100_000, b""]
+)
 def test_other_damage_is_told(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "m"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
@@ -116,8 +123,13 @@ def shown(console: Console, steps: range, every: int = 5) -> None:
             progress.update(step, loss=2.25 / step, lr=3e-4, tokens_per_s=12345.6)
 
 
-def test_lines_without_space_wait_and_hide_no_other_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, full = MetricsLog(RunFiles.at(tmp_path), "metrics.jsonl"), OSError(errno.ENOSPC, "No space left on device")
+def test_lines_without_space_wait_and_hide_no_other_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, full = (
+        MetricsLog(RunFiles.at(tmp_path), "metrics.jsonl"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    )
 
     def flush() -> None:
         raise full
@@ -166,7 +178,9 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_tensorboard_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))]:
+    for name in [
+        name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError, match=r"fp8cfg\[tensorboard\]"):

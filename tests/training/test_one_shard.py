@@ -18,15 +18,25 @@ from tests.support.ranks import on_ranks
 from tests.support.small import small
 
 ROWS = {
-    "FP8 weights": "precision=bf16_fp8", "codec": "precision=bf16 storage.weight=fp8", "LoRA": "precision=bf16 lora.enabled=true",
-    "momentum": "precision=fp32 optim.name=sgd optim.momentum=0.9", "low-bit moments": "precision=bf16 storage.exp_avg=fp8_block storage.exp_avg_sq=fp8_block",
+    "FP8 weights": "precision=bf16_fp8",
+    "codec": "precision=bf16 storage.weight=fp8",
+    "LoRA": "precision=bf16 lora.enabled=true",
+    "momentum": "precision=fp32 optim.name=sgd optim.momentum=0.9",
+    "low-bit moments": "precision=bf16 storage.exp_avg=fp8_block storage.exp_avg_sq=fp8_block",
 }
 SAVED, STEPS, SHARES = 1, 3, 2
 """Steps before state is saved, steps in all, and microbatches of a step over all ranks."""
 
 
 def job_of(row: str) -> Job:
-    return fp8cfg.build(small(*ROWS[row].split(), "storage.shard=none", "trainer.micro_batch_size=4", "trainer.gradient_clip_val=0"))
+    return fp8cfg.build(
+        small(
+            *ROWS[row].split(),
+            "storage.shard=none",
+            "trainer.micro_batch_size=4",
+            "trainer.gradient_clip_val=0",
+        )
+    )
 
 
 def steps(job: Job, world: World, first: int, last: int) -> list[list[float]]:
@@ -53,18 +63,36 @@ def goes_on(folder: Path, world: World) -> dict[str, Any]:
         job = job_of(row)
         losses = steps(job, world, 0, SAVED)
         state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
-        kinds = {type(t) for t in (*state["model"].values(), *state["optimizer"]["tensors"].values(), *state["optimizer"].get("fp8", {}).values())}
+        kinds = {
+            type(t)
+            for t in (
+                *state["model"].values(),
+                *state["optimizer"]["tensors"].values(),
+                *state["optimizer"].get("fp8", {}).values(),
+            )
+        }
         if world.first:
             torch.save(state, folder / f"{row} {world.size}")
         average = fp8cfg.averaged(job, 0.5)
         losses += steps(job, world, SAVED, STEPS)
         average.update()
         if world.size > 1:
-            with pytest.raises(fp8cfg.ConfigError, match=r"^DistributedDataParallel: this model is a job's, and FSDP2 has its parameters and sums their gradients"):
+            with pytest.raises(
+                fp8cfg.ConfigError,
+                match=r"^DistributedDataParallel: this model is a job's, and FSDP2 has its parameters and sums their gradients",
+            ):
                 torch.nn.parallel.DistributedDataParallel(job.model)
-            with pytest.raises(TypeError, match=r"under storage\.shard=none FSDP2 has its parameters; fp8cfg\.averaged\(job\) is an average"):
+            with pytest.raises(
+                TypeError,
+                match=r"under storage\.shard=none FSDP2 has its parameters; fp8cfg\.averaged\(job\) is an average",
+            ):
                 copy.deepcopy(job.model)
-        found[row] = {"losses": losses, "fsdp2": job.prepared.fsdp2, "plain": kinds == {torch.Tensor}, "average": average.model(*run_data(job.recipe)[0].batch(0)).item()}
+        found[row] = {
+            "losses": losses,
+            "fsdp2": job.prepared.fsdp2,
+            "plain": kinds == {torch.Tensor},
+            "average": average.model(*run_data(job.recipe)[0].batch(0)).item(),
+        }
         for ranks in (1, 2):
             if (path := folder / f"{row} {ranks}").exists():
                 job, saved = job_of(row), torch.load(path, weights_only=True)
@@ -84,7 +112,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
-def test_two_ranks_with_a_shard_each_are_one_rank_with_all_microbatches(row: str, ranks: dict[str, Any]) -> None:
+def test_two_ranks_with_a_shard_each_are_one_rank_with_all_microbatches(
+    row: str, ranks: dict[str, Any]
+) -> None:
     one, first, second = ranks["one"][row], ranks["first"][row], ranks["second"][row]
     assert first["fsdp2"] and not one["fsdp2"] and first == second | {"average": first["average"]}
     assert first["losses"] == one["losses"] and first["average"] == one["average"]

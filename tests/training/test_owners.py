@@ -30,16 +30,33 @@ PLAIN = named_columns(exp_avg="fp8", exp_avg_sq="fp16_scaled")
 @given(st.lists(st.integers(0, 10**9), max_size=40), st.integers(1, 9))
 def test_loads_differ_by_at_most_the_largest(sizes: list[int], ranks: int) -> None:
     found = owners(sizes, ranks)
-    held = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(ranks)]
-    assert len(found) == len(sizes) and all(0 <= owner < ranks for owner in found) and sum(held) == sum(sizes)
+    held = [
+        sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank)
+        for rank in range(ranks)
+    ]
+    assert (
+        len(found) == len(sizes)
+        and all(0 <= owner < ranks for owner in found)
+        and sum(held) == sum(sizes)
+    )
     assert max(held) - min(held) <= max(sizes, default=0)
 
 
-@pytest.mark.parametrize(("sizes", "ranks", "want"), [
-    ([], 3, []), ([5], 3, [0]), ([1, 1, 1, 1], 2, [0, 1, 0, 1]), ([1, 9, 3, 3, 3], 2, [0, 0, 1, 1, 1]), ([4, 5, 6], 2, [1, 1, 0]),
-    ([7, 7], 4, [0, 1]), ([2, 3], 1, [0, 0]),
-])
-def test_the_largest_first_to_the_least_loaded(sizes: list[int], ranks: int, want: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "want"),
+    [
+        ([], 3, []),
+        ([5], 3, [0]),
+        ([1, 1, 1, 1], 2, [0, 1, 0, 1]),
+        ([1, 9, 3, 3, 3], 2, [0, 0, 1, 1, 1]),
+        ([4, 5, 6], 2, [1, 1, 0]),
+        ([7, 7], 4, [0, 1]),
+        ([2, 3], 1, [0, 0]),
+    ],
+)
+def test_the_largest_first_to_the_least_loaded(
+    sizes: list[int], ranks: int, want: list[int]
+) -> None:
     assert owners(sizes, ranks) == want
 
 
@@ -49,19 +66,48 @@ def test_no_ranks() -> None:
 
 
 def test_sharded_bytes_are_those_of_the_chart() -> None:
-    rows = [(O3, None), (O3, "fp8"), (O2, None), (O2, "fp8"), (PLAIN, None), (PLAIN, "bf16"), (PLAIN, "fp32")]
-    assert [sharded_bytes(1000, c, grad and NAMES[grad]) for c, grad in rows] == [5000, 6000, 3000, 4000, 3000, 5000, 7000]
+    rows = [
+        (O3, None),
+        (O3, "fp8"),
+        (O2, None),
+        (O2, "fp8"),
+        (PLAIN, None),
+        (PLAIN, "bf16"),
+        (PLAIN, "fp32"),
+    ]
+    assert [sharded_bytes(1000, c, grad and NAMES[grad]) for c, grad in rows] == [
+        5000,
+        6000,
+        3000,
+        4000,
+        3000,
+        5000,
+        7000,
+    ]
 
 
 def named(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
     g = torch.Generator().manual_seed(seed)
-    shapes = {"embedding": (40, 16), "up": (64, 16), "norm": (16,), "down": (16, 64), "bias": (3,), "scalar": (1,)}
-    return [(name, nn.Parameter(torch.randn(shape, generator=g) * 0.02)) for name, shape in shapes.items()]
+    shapes = {
+        "embedding": (40, 16),
+        "up": (64, 16),
+        "norm": (16,),
+        "down": (16, 64),
+        "bias": (3,),
+        "scalar": (1,),
+    }
+    return [
+        (name, nn.Parameter(torch.randn(shape, generator=g) * 0.02))
+        for name, shape in shapes.items()
+    ]
 
 
 def groups(params: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     columns = {"up": O3, "down": O2}
-    return [{"params": [(n, p)], "columns": columns.get(n, PLAIN), "weight_decay": 0.1 * (p.dim() > 1)} for n, p in params]
+    return [
+        {"params": [(n, p)], "columns": columns.get(n, PLAIN), "weight_decay": 0.1 * (p.dim() > 1)}
+        for n, p in params
+    ]
 
 
 class Training:
@@ -72,7 +118,11 @@ class Training:
         self.params = dict(named())
         every = groups([*self.params.items()])
         self.columns = {group["params"][0][0]: group["columns"] for group in every}
-        owned = None if owner_of is None else {name for name, rank in owner_of.items() if rank == world.rank}
+        owned = (
+            None
+            if owner_of is None
+            else {name for name, rank in owner_of.items() if rank == world.rank}
+        )
         self.optimizer = LowBitAdamW(every, lr=1e-2, seed=3, owned=owned)
         self.weights = {name: self.stored(name) for name in self.params}
         self.gather()
@@ -88,20 +138,32 @@ class Training:
         """Weights from their owners, as stored; what others own is then written into the working copies."""
         if self.owner_of is None:
             return
-        quantized_allreduce.gather_from_owners([*self.weights.values()], [*self.owner_of.values()], self.world)
+        quantized_allreduce.gather_from_owners(
+            [*self.weights.values()], [*self.owner_of.values()], self.world
+        )
         for name, p in self.params.items():
             if self.owner_of[name] != self.world.rank:
                 p.detach().copy_(self.columns[name].weight.decode(self.weights[name]))
 
     def step(self, step: int, shard: str) -> None:
         rank = self.world.rank
-        grads = {name: torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + i)) * 1e-3 + p.detach() * 0.1
-                 for i, (name, p) in enumerate(self.params.items())}
+        grads = {
+            name: torch.randn(
+                p.shape, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + i)
+            )
+            * 1e-3
+            + p.detach() * 0.1
+            for i, (name, p) in enumerate(self.params.items())
+        }
         narrow = {name: self.columns[name].grad.encode(grads.pop(name)) for name in ("up", "down")}
         if shard == "zero2":
             assert self.owner_of is not None
-            quantized_allreduce.sum_to_owners([*grads.values()], [self.owner_of[n] for n in grads], "fp32", self.world)
-            quantized_allreduce.sum_stored_to_owners([*narrow.values()], [self.owner_of[n] for n in narrow], NAMES["fp8"], self.world)
+            quantized_allreduce.sum_to_owners(
+                [*grads.values()], [self.owner_of[n] for n in grads], "fp32", self.world
+            )
+            quantized_allreduce.sum_stored_to_owners(
+                [*narrow.values()], [self.owner_of[n] for n in narrow], NAMES["fp8"], self.world
+            )
         else:
             quantized_allreduce.sum_over_ranks([*grads.values()], "fp32", self.world)
             quantized_allreduce.sum_stored([*narrow.values()], NAMES["fp8"], self.world)
@@ -116,9 +178,18 @@ class Training:
         self.gather()
 
     def result(self) -> dict[str, Any]:
-        weights = {f"{name} weight {i}": t for name, entry in self.weights.items() for i, t in enumerate(entry)}
+        weights = {
+            f"{name} weight {i}": t
+            for name, entry in self.weights.items()
+            for i, t in enumerate(entry)
+        }
         params = {name: p.detach() for name, p in self.params.items()}
-        return {"weights": weights, "params": params, "state": self.optimizer.state_tensors(), "bytes": dict(self.world.traffic.bytes)}
+        return {
+            "weights": weights,
+            "params": params,
+            "state": self.optimizer.state_tensors(),
+            "bytes": dict(self.world.traffic.bytes),
+        }
 
 
 def trained(world: World) -> dict[str, Any]:
@@ -134,19 +205,30 @@ def trained(world: World) -> dict[str, Any]:
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(x.dtype == b[k].dtype and torch.equal(x.view(-1).view(torch.uint8), b[k].view(-1).view(torch.uint8)) for k, x in a.items())
+    return a.keys() == b.keys() and all(
+        x.dtype == b[k].dtype
+        and torch.equal(x.view(-1).view(torch.uint8), b[k].view(-1).view(torch.uint8))
+        for k, x in a.items()
+    )
 
 
 def test_owners_train_to_the_bits_of_one_optimizer(tmp_path: Path) -> None:
     first, second = on_ranks(2, trained, tmp_path)
     whole = first["none"]
-    assert equal(whole["state"], second["none"]["state"]) and equal(whole["params"], second["none"]["params"])
+    assert equal(whole["state"], second["none"]["state"]) and equal(
+        whole["params"], second["none"]["params"]
+    )
     assert not equal(whole["params"], {name: p.detach() for name, p in named()})
     for shard in ("zero1", "zero2"):
         states = [found[shard]["state"] for found in (first, second)]
         assert all(states) and not states[0].keys() & states[1].keys(), "each rank keeps its own"
         assert equal({**states[0], **states[1]}, whole["state"])
         for found in (first, second):
-            assert equal(found[shard]["weights"], whole["weights"]) and equal(found[shard]["params"], whole["params"])
-    sent = {shard: first[shard]["bytes"]["gradients"] + second[shard]["bytes"]["gradients"] for shard in first}
+            assert equal(found[shard]["weights"], whole["weights"]) and equal(
+                found[shard]["params"], whole["params"]
+            )
+    sent = {
+        shard: first[shard]["bytes"]["gradients"] + second[shard]["bytes"]["gradients"]
+        for shard in first
+    }
     assert sent["zero2"] * 2 == sent["zero1"] == sent["none"]

@@ -18,7 +18,12 @@ from torch import Tensor
 from fp8cfg.numerics.codecs import CHUNK, NAMES, Codec, Stored, codec
 from fp8cfg.training.distributed import quantized_allreduce, shards
 from fp8cfg.training.distributed.allreduce_steps import pieces
-from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks, sum_stored, sum_stored_to_owners, sum_to_owners
+from fp8cfg.training.distributed.quantized_allreduce import (
+    sum_over_ranks,
+    sum_stored,
+    sum_stored_to_owners,
+    sum_to_owners,
+)
 from fp8cfg.training.distributed.shards import Segment, even_shares, owned_shares
 from fp8cfg.training.distributed.traffic import Traffic
 from fp8cfg.training.distributed.world import World
@@ -32,9 +37,20 @@ SMALL_MESSAGE = 1000  # elements: of the tensors below one is cut, others share 
 def gradients(rank: int) -> list[Tensor]:
     """Tensors of all kinds that are sent, other numbers on each rank."""
     g = torch.Generator().manual_seed(rank)
-    normal = [torch.randn(shape, generator=g) * 10.0**-i for i, shape in enumerate([(60, 50), (1,), (3,), (77,), (2, 5, 7)])]
-    return [*normal, torch.empty(0), torch.zeros(20), torch.randn(30, 40, generator=g).t(), torch.randn(90, generator=g).bfloat16(),
-            torch.full((5,), 1e-44), torch.tensor([1.0, math.inf if rank == 1 else 2.0]), torch.tensor([math.nan if rank == 0 else 1.0, 2.0])]
+    normal = [
+        torch.randn(shape, generator=g) * 10.0**-i
+        for i, shape in enumerate([(60, 50), (1,), (3,), (77,), (2, 5, 7)])
+    ]
+    return [
+        *normal,
+        torch.empty(0),
+        torch.zeros(20),
+        torch.randn(30, 40, generator=g).t(),
+        torch.randn(90, generator=g).bfloat16(),
+        torch.full((5,), 1e-44),
+        torch.tensor([1.0, math.inf if rank == 1 else 2.0]),
+        torch.tensor([math.nan if rank == 0 else 1.0, 2.0]),
+    ]
 
 
 FINITE, BROKEN = slice(0, -2), slice(-2, None)
@@ -60,6 +76,7 @@ def threaded(ranks: int, name: str, to_owners: bool = False) -> list[list[Tensor
 
 def summed(every: list[list[Tensor]], name: str, owners: list[int] | None = None) -> Traffic:
     """Sum the tensors of each rank, in place; what the first has sent."""
+
     def work(world: World) -> Traffic:
         if owners is None:
             sum_over_ranks(every[world.rank], name, world)
@@ -85,7 +102,10 @@ def threaded_stored(ranks: int, name: str, to_owners: bool = False) -> list[list
 
 
 def exact(ranks: int) -> list[Tensor]:
-    return [torch.stack([t.double() for t in ts]).sum(0) for ts in zip(*map(gradients, range(ranks)), strict=True)]
+    return [
+        torch.stack([t.double() for t in ts]).sum(0)
+        for ts in zip(*map(gradients, range(ranks)), strict=True)
+    ]
 
 
 def bits(x: Any) -> list[Tensor]:
@@ -118,15 +138,21 @@ def all_sums(world: World) -> dict[str, Any]:
         found[f"{name} stored"] = stored_gradients(world.rank, codec(name))
         quantized_allreduce.sum_stored(found[f"{name} stored"], codec(name), world)
         found[f"{name} stored to owners"] = stored_gradients(world.rank, codec(name))
-        quantized_allreduce.sum_stored_to_owners(found[f"{name} stored to owners"], owners, codec(name), world)
+        quantized_allreduce.sum_stored_to_owners(
+            found[f"{name} stored to owners"], owners, codec(name), world
+        )
     for name in NAMES:
-        found[f"{name} weights"] = [codec(name).encode(t.contiguous().float()) for t in gradients(world.rank)]
+        found[f"{name} weights"] = [
+            codec(name).encode(t.contiguous().float()) for t in gradients(world.rank)
+        ]
         quantized_allreduce.gather_from_owners(found[f"{name} weights"], owners, world)
     return {**found, "bytes": dict(world.traffic.bytes), "messages": dict(world.traffic.messages)}
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def processes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
     return on_ranks(request.param, all_sums, folder)
 
@@ -134,7 +160,9 @@ def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_processes_give_the_bits_of_threads(processes: list[dict[str, Any]]) -> None:
     ranks = len(processes)
     for name in quantized_allreduce.CODECS:
-        got, got_owned = ([found[key] for found in processes] for key in (name, f"{name} to owners"))
+        got, got_owned = (
+            [found[key] for found in processes] for key in (name, f"{name} to owners")
+        )
         assert same(got_owned, threaded(ranks, name, to_owners=True))
         if name in FP8 or ranks == 2:
             assert same(got, threaded(ranks, name))
@@ -143,13 +171,19 @@ def test_processes_give_the_bits_of_threads(processes: list[dict[str, Any]]) -> 
                 assert error(a, b.double(), b.double().norm().clamp(min=1e-30)) < 0.01
     for name in FP8:
         assert same([found[f"{name} stored"] for found in processes], threaded_stored(ranks, name))
-        assert same([found[f"{name} stored to owners"] for found in processes], threaded_stored(ranks, name, to_owners=True))
+        assert same(
+            [found[f"{name} stored to owners"] for found in processes],
+            threaded_stored(ranks, name, to_owners=True),
+        )
 
 
 def test_weights_come_from_their_owners_bit_for_bit(processes: list[dict[str, Any]]) -> None:
     ranks = len(processes)
     for name in NAMES:
-        want = [codec(name).encode(gradients(owner)[i].contiguous().float()) for i, owner in enumerate(owner_of(ranks))]
+        want = [
+            codec(name).encode(gradients(owner)[i].contiguous().float())
+            for i, owner in enumerate(owner_of(ranks))
+        ]
         assert all(same(found[f"{name} weights"], want) for found in processes), name
 
 
@@ -164,17 +198,25 @@ def test_all_ranks_hold_the_sum(name: str, ranks: int) -> None:
     every, owned = threaded(ranks, name), threaded(ranks, name, to_owners=True)
     assert all(same(ts, every[0]) for ts in every)
     units = {"fp32": 2**-24, "fp16": 2**-11, "bf16": 2**-9}
-    limit = units[name] * ranks if name in units else 2 * 2**-4  # rounded by each addition, or twice
+    limit = (
+        units[name] * ranks if name in units else 2 * 2**-4
+    )  # rounded by each addition, or twice
     for i, (want, owner) in enumerate(zip(exact(ranks), owner_of(ranks), strict=True)):
         added = torch.stack([gradients(rank)[i].double().norm() for rank in range(ranks)]).sum()
         if added.isfinite() and added > 1e-30:
             own = limit + (2**-9 if gradients(0)[i].dtype == torch.bfloat16 else 0)
-            assert error(every[0][i], want, added) <= own and error(owned[owner][i], want, added) <= own
+            assert (
+                error(every[0][i], want, added) <= own
+                and error(owned[owner][i], want, added) <= own
+            )
 
 
 @pytest.mark.parametrize("name", FP8)
 def test_the_error_does_not_grow_with_the_ranks(name: str) -> None:
-    for draw in (lambda rank, g: torch.randn(4000, generator=g), lambda rank, g: torch.linspace(-1, 1, 4000)):
+    for draw in (
+        lambda rank, g: torch.randn(4000, generator=g),
+        lambda rank, g: torch.linspace(-1, 1, 4000),
+    ):
         errors = []
         for ranks in (2, 8, 32):
             every = [[draw(rank, torch.Generator().manual_seed(rank))] for rank in range(ranks)]
@@ -185,7 +227,9 @@ def test_the_error_does_not_grow_with_the_ranks(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "to_owners"), [*itertools.product(FP8, (False, True))])
-def test_how_messages_are_cut_changes_no_bit(name: str, to_owners: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_messages_are_cut_changes_no_bit(
+    name: str, to_owners: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want = threaded(3, name, to_owners)
     for message in (29, 1000):
         monkeypatch.setattr(shards, "MESSAGE", message)
@@ -227,13 +271,21 @@ def test_storing_first_or_while_sending_is_the_same(name: str) -> None:
 
 
 def test_one_rank_has_nothing_to_send() -> None:
-    tensors, entries, world = gradients(0), stored_gradients(0, codec("fp8")), World(traffic=Traffic())
+    tensors, entries, world = (
+        gradients(0),
+        stored_gradients(0, codec("fp8")),
+        World(traffic=Traffic()),
+    )
     quantized_allreduce.sum_over_ranks(tensors, "fp8", world)
     quantized_allreduce.sum_to_owners(tensors, [0] * len(tensors), "fp8", world)
     quantized_allreduce.sum_stored(entries, codec("fp8"), world)
     quantized_allreduce.sum_stored_to_owners(entries, [0] * len(tensors), codec("fp8"), world)
     quantized_allreduce.gather_from_owners(entries, [0] * len(tensors), world)
-    assert same(tensors, gradients(0)) and same(entries, stored_gradients(0, codec("fp8"))) and str(world.traffic) == "nothing"
+    assert (
+        same(tensors, gradients(0))
+        and same(entries, stored_gradients(0, codec("fp8")))
+        and str(world.traffic) == "nothing"
+    )
 
 
 @pytest.mark.parametrize("name", quantized_allreduce.CODECS)
@@ -244,11 +296,19 @@ def test_no_tensors_and_empty_ones(name: str) -> None:
         summed(every, name, [0] * count)
 
 
-@pytest.mark.parametrize(("name", "to_owners", "want", "scales"), [
-    ("fp32", False, 2 * 3 / 4 * 4000, 0), ("bf16", False, 2 * 3 / 4 * 2000, 0), ("fp16", False, 2 * 3 / 4 * 2000, 0),
-    ("fp8", False, 3 / 4 * 1000 + 3 * 250, 3 * 4 + 2 * 3 / 4 * 4), ("fp8_pow2", False, 3 / 4 * 1000 + 3 * 250, 3 * 4 + 2 * 3 / 4 * 4),
-    ("fp32", True, 4000, 0), ("bf16", True, 2000, 0), ("fp8", True, 1000, 3 * 4),
-])
+@pytest.mark.parametrize(
+    ("name", "to_owners", "want", "scales"),
+    [
+        ("fp32", False, 2 * 3 / 4 * 4000, 0),
+        ("bf16", False, 2 * 3 / 4 * 2000, 0),
+        ("fp16", False, 2 * 3 / 4 * 2000, 0),
+        ("fp8", False, 3 / 4 * 1000 + 3 * 250, 3 * 4 + 2 * 3 / 4 * 4),
+        ("fp8_pow2", False, 3 / 4 * 1000 + 3 * 250, 3 * 4 + 2 * 3 / 4 * 4),
+        ("fp32", True, 4000, 0),
+        ("bf16", True, 2000, 0),
+        ("fp8", True, 1000, 3 * 4),
+    ],
+)
 def test_bytes_are_counted(name: str, to_owners: bool, want: float, scales: float) -> None:
     traffic = summed([[torch.ones(1000)] for _ in range(4)], name, [1] if to_owners else None)
     assert traffic.bytes == {"gradients": want, **({"scales": scales} if scales else {})}
@@ -256,36 +316,58 @@ def test_bytes_are_counted(name: str, to_owners: bool, want: float, scales: floa
 
 def test_traffic_reads() -> None:
     traffic = summed([[torch.ones(500), torch.ones(500)] for _ in range(4)], "fp8")
-    assert str(traffic) == "scales 36 B in 2 messages, gradients 1.5 KiB in 2 messages", "those of all tensors together"
+    assert str(traffic) == "scales 36 B in 2 messages, gradients 1.5 KiB in 2 messages", (
+        "those of all tensors together"
+    )
     traffic.clear()
     assert str(traffic) == "nothing"
 
 
 def test_codecs_that_are_refused() -> None:
     for name in ("fp8_block", "fp16_scaled", "int8"):
-        with pytest.raises(ValueError, match=f"gradients are sent in fp32, bf16, fp16, fp8, fp8_pow2, not in '{name}'"):
+        with pytest.raises(
+            ValueError,
+            match=f"gradients are sent in fp32, bf16, fp16, fp8, fp8_pow2, not in '{name}'",
+        ):
             quantized_allreduce.sum_over_ranks([], name, World())
     for name in ("fp8_block", "fp16_scaled", "bf16"):
         with pytest.raises(ValueError, match="FP8 with one scale a tensor is"):
             quantized_allreduce.sum_stored([], codec(name), World())
 
 
-@pytest.mark.parametrize(("device", "count", "want"), [("cpu", 2 * CHUNK + 1, 3), ("meta", 2 * CHUNK + 1, 1), ("cpu", 0, 0), ("meta", 0, 0)])
+@pytest.mark.parametrize(
+    ("device", "count", "want"),
+    [("cpu", 2 * CHUNK + 1, 3), ("meta", 2 * CHUNK + 1, 1), ("cpu", 0, 0), ("meta", 0, 0)],
+)
 def test_a_cpu_works_in_pieces(device: str, count: int, want: int) -> None:
     found = [*pieces([Segment(0, 5, 5 + count)], torch.empty(3, count, device=device))]
     assert len(found) == want and sum(part.shape[1] for _, part in found) == count
     assert all(segment.stop - segment.start == part.shape[1] for segment, part in found)
 
 
-def test_the_tool_compares(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_compares(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "compare_comm.py"))
-    monkeypatch.setattr(sys, "argv", ["compare_comm.py", "--ranks", "2", "16", "--elements", "3000"])
+    monkeypatch.setattr(
+        sys, "argv", ["compare_comm.py", "--ranks", "2", "16", "--elements", "3000"]
+    )
     tool["main"]()
     printed = capsys.readouterr().out
-    rows = {(words[0], " ".join(words[1:-2])): [float(word) for word in words[-2:]] for words in map(str.split, printed.splitlines()) if words and "ranks" not in words}
+    rows = {
+        (words[0], " ".join(words[1:-2])): [float(word) for word in words[-2:]]
+        for words in map(str.split, printed.splitlines())
+        if words and "ranks" not in words
+    }
     assert max(map(len, printed.splitlines())) <= 80
-    assert 0.02 < rows["independent", "fp8"][0] < 0.05 and rows["independent", "fp8"][1] < 1.1 * rows["independent", "fp8"][0]
-    assert rows["independent", "fp8 ring"][1] > 1.5 * rows["independent", "fp8"][1] and rows["cancelling", "bf16"][1] < 0.05 < rows["cancelling", "fp8"][1]
+    assert (
+        0.02 < rows["independent", "fp8"][0] < 0.05
+        and rows["independent", "fp8"][1] < 1.1 * rows["independent", "fp8"][0]
+    )
+    assert (
+        rows["independent", "fp8 ring"][1] > 1.5 * rows["independent", "fp8"][1]
+        and rows["cancelling", "bf16"][1] < 0.05 < rows["cancelling", "fp8"][1]
+    )
     assert rows["bytes", "sent fp8"][0] < 0.3 * rows["bytes", "sent fp32"][0]
     monkeypatch.setattr(sys, "argv", ["compare_comm.py", "--ranks", "3"])
     with pytest.raises(SystemExit, match="must be even"):
@@ -297,13 +379,31 @@ SIZES = st.lists(st.integers(0, 50), max_size=8)
 
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 5), st.integers(1, 60), st.data())
-def test_every_element_is_in_one_share(sizes: list[int], ranks: int, message: int, data: st.DataObject) -> None:
-    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=len(sizes), max_size=len(sizes)))
+def test_every_element_is_in_one_share(
+    sizes: list[int], ranks: int, message: int, data: st.DataObject
+) -> None:
+    owners = data.draw(
+        st.lists(st.integers(0, ranks - 1), min_size=len(sizes), max_size=len(sizes))
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "MESSAGE", message)
         for rounds in ([*even_shares(sizes, ranks)], [*owned_shares(sizes, owners, ranks)]):
-            found = [(s.tensor, e) for every in rounds for share in every for s in share for e in range(s.start, s.stop)]
+            found = [
+                (s.tensor, e)
+                for every in rounds
+                for share in every
+                for s in share
+                for e in range(s.start, s.stop)
+            ]
             assert sorted(found) == [(i, e) for i, count in enumerate(sizes) for e in range(count)]
-            assert all(len(every) == ranks and sum(map(shards.length, every)) <= max(message, ranks) for every in rounds)
+            assert all(
+                len(every) == ranks and sum(map(shards.length, every)) <= max(message, ranks)
+                for every in rounds
+            )
             assert all(s.stop > s.start for every in rounds for share in every for s in share)
-        assert all(owners[s.tensor] == rank for every in owned_shares(sizes, owners, ranks) for rank, share in enumerate(every) for s in share)
+        assert all(
+            owners[s.tensor] == rank
+            for every in owned_shares(sizes, owners, ranks)
+            for rank, share in enumerate(every)
+            for s in share
+        )

@@ -23,19 +23,34 @@ from tests.support.small import SMALL, small, steps
 FP8 = "precision=bf16_fp8"
 
 
-def after(words: tuple[str, ...], done: int) -> tuple[fp8cfg.Job, checkpoint.Tensors, dict[str, object]]:
+def after(
+    words: tuple[str, ...], done: int
+) -> tuple[fp8cfg.Job, checkpoint.Tensors, dict[str, object]]:
     """A job `done` steps on, and what its checkpoint holds, through files."""
     job = fp8cfg.build(small(*words))
     list(steps(job, done))
     return job, *job_state.collect(job, run_data(job.recipe)[0], done)
 
 
-@pytest.mark.parametrize("words", [
-    ("precision=fp32",), ("precision=bf16",), ("precision=fp16", "precision.initial_loss_scale=65536"), (FP8,), (FP8, "fp8.params=false"),
-    (FP8, "fp8.interval=3"), (FP8, "fp8.first_step=te"), (FP8, "fp8.amax_history_len=2"), ("precision=bf16_fp8_current", "fp8.high_precision_at_end=0", "model.num_layers=4"),
-    ("precision=fp16_fp8", "precision.initial_loss_scale=65536"), (FP8, "optim.name=sgd"), (FP8, "optim.name=adam"),
-    (FP8, "model.share_embeddings_and_output_weights=true"), (FP8, "trainer.micro_batch_size=2"),
-])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("precision=fp32",),
+        ("precision=bf16",),
+        ("precision=fp16", "precision.initial_loss_scale=65536"),
+        (FP8,),
+        (FP8, "fp8.params=false"),
+        (FP8, "fp8.interval=3"),
+        (FP8, "fp8.first_step=te"),
+        (FP8, "fp8.amax_history_len=2"),
+        ("precision=bf16_fp8_current", "fp8.high_precision_at_end=0", "model.num_layers=4"),
+        ("precision=fp16_fp8", "precision.initial_loss_scale=65536"),
+        (FP8, "optim.name=sgd"),
+        (FP8, "optim.name=adam"),
+        (FP8, "model.share_embeddings_and_output_weights=true"),
+        (FP8, "trainer.micro_batch_size=2"),
+    ],
+)
 def test_losses_and_state_go_on_bit_for_bit(words: tuple[str, ...], tmp_path: Path) -> None:
     words = (*words, "trainer.max_steps=12")
     whole = fp8cfg.build(small(*words))
@@ -45,7 +60,9 @@ def test_losses_and_state_go_on_bit_for_bit(words: tuple[str, ...], tmp_path: Pa
     job = fp8cfg.build(small(*words))
     assert job_state.restore(job, *checkpoint.load(path), run_data(job.recipe)[0]) == 4
     assert [s.loss for s in steps(job, 5, first=4)] == want
-    for (name, a), b in zip(stored_state_dict(job.model).items(), stored_state_dict(whole.model).values(), strict=True):
+    for (name, a), b in zip(
+        stored_state_dict(job.model).items(), stored_state_dict(whole.model).values(), strict=True
+    ):
         assert torch.equal(a, b), name
     for name, tensor in whole.optimizer.state_tensors().items():
         assert torch.equal(job.optimizer.state_tensors()[name], tensor), name
@@ -59,24 +76,41 @@ def test_fp8_state_is_plain_tensors_in_a_file_of_its_own() -> None:
     assert tensors["fp8"]["layers.0.mlp.linear_fc1.fp8_amax_history"].shape == (1024, 3)
 
 
-@pytest.mark.parametrize(("words", "done"), [
-    (("precision=fp32", "optim.name=sgd", "optim.momentum=0"), 2), (("precision=fp16", "storage.weight=fp32"), 1),
-])
-def test_an_optimizer_without_tensors_is_resumed(words: tuple[str, ...], done: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "done"),
+    [
+        (("precision=fp32", "optim.name=sgd", "optim.momentum=0"), 2),
+        (("precision=fp16", "storage.weight=fp32"), 1),
+    ],
+)
+def test_an_optimizer_without_tensors_is_resumed(
+    words: tuple[str, ...], done: int, tmp_path: Path
+) -> None:
     whole, tensors, state = after(words, done)
     assert "optimizer" not in tensors
     path = checkpoint.save(tmp_path, done, tensors, state, keep=1)
     job = fp8cfg.build(small(*words))
     assert job_state.restore(job, *checkpoint.load(path), run_data(job.recipe)[0]) == done
     assert job.optimizer.state_json() == whole.optimizer.state_json()
-    assert [s.loss for s in steps(job, 2, first=done)] == [s.loss for s in steps(whole, 2, first=done)]
+    assert [s.loss for s in steps(job, 2, first=done)] == [
+        s.loss for s in steps(whole, 2, first=done)
+    ]
 
 
 REFUSED = [
-    ("fp8.margin=1", "fp8.margin=1: this run was started with 0; resume it with --allow fp8.margin"),
-    ("fp8.format=e4m3", "fp8.format=e4m3: this run was started with hybrid; resume it with --allow fp8.format"),
+    (
+        "fp8.margin=1",
+        "fp8.margin=1: this run was started with 0; resume it with --allow fp8.margin",
+    ),
+    (
+        "fp8.format=e4m3",
+        "fp8.format=e4m3: this run was started with hybrid; resume it with --allow fp8.format",
+    ),
     ("model.num_layers=3", "model.num_layers=3: this run was started with 2; start a new run"),
-    ("precision.compute=fp16", "precision.compute=fp16: this run was started with bf16; start a new run"),
+    (
+        "precision.compute=fp16",
+        "precision.compute=fp16: this run was started with bf16; start a new run",
+    ),
     ("trainer.seed=1", "trainer.seed=1: this run was started with 1234; start a new run"),
     ("data=stdlib", "data.name=stdlib: this run was started with tiny; start a new run"),
 ]
@@ -89,7 +123,9 @@ def test_a_change_that_is_not_the_same_run_is_refused(word: str, line: str) -> N
         resume_rules.refuse_changes(before, fp8cfg.compose([word], base=before), [])
     assert line in e.value.problems
     if "--allow" in line:
-        resume_rules.refuse_changes(before, fp8cfg.compose([word], base=before), [word.partition("=")[0]])
+        resume_rules.refuse_changes(
+            before, fp8cfg.compose([word], base=before), [word.partition("=")[0]]
+        )
         resume_rules.refuse_changes(before, fp8cfg.compose([word], base=before), ["fp8"])
     else:
         with pytest.raises(fp8cfg.ConfigError, match="start a new run"):
@@ -98,23 +134,44 @@ def test_a_change_that_is_not_the_same_run_is_refused(word: str, line: str) -> N
 
 def test_free_keys_may_change() -> None:
     before = small(FP8)
-    now = fp8cfg.compose(["trainer.max_steps=99", "log.every_n_steps=1", "optim.lr=1e-4", "fp8.min_coverage=0.5"], base=before)
+    now = fp8cfg.compose(
+        ["trainer.max_steps=99", "log.every_n_steps=1", "optim.lr=1e-4", "fp8.min_coverage=0.5"],
+        base=before,
+    )
     resume_rules.refuse_changes(before, now, [])
-    assert set(resume_rules.changes(before, now)) == {"trainer.max_steps", "log.every_n_steps", "optim.lr", "fp8.min_coverage"}
+    assert set(resume_rules.changes(before, now)) == {
+        "trainer.max_steps",
+        "log.every_n_steps",
+        "optim.lr",
+        "fp8.min_coverage",
+    }
 
 
-@pytest.mark.parametrize(("start", "change"), [
-    ((FP8,), "fp8.margin=1"), ((FP8,), "fp8.params=false"), ((FP8, "fp8.params=false"), "fp8.params=true"),
-    ((FP8,), "precision=bf16"), (("precision=bf16",), "precision=bf16_fp8"), ((FP8,), "fp8.amax_history_len=8"),
-    ((FP8, "fp8.amax_history_len=8"), "fp8.amax_history_len=1024"), ((FP8,), "precision={fp8: {scaling: current}}"),
-])
-def test_an_allowed_change_of_precision_keeps_the_masters(start: tuple[str, ...], change: str) -> None:
+@pytest.mark.parametrize(
+    ("start", "change"),
+    [
+        ((FP8,), "fp8.margin=1"),
+        ((FP8,), "fp8.params=false"),
+        ((FP8, "fp8.params=false"), "fp8.params=true"),
+        ((FP8,), "precision=bf16"),
+        (("precision=bf16",), "precision=bf16_fp8"),
+        ((FP8,), "fp8.amax_history_len=8"),
+        ((FP8, "fp8.amax_history_len=8"), "fp8.amax_history_len=1024"),
+        ((FP8,), "precision={fp8: {scaling: current}}"),
+    ],
+)
+def test_an_allowed_change_of_precision_keeps_the_masters(
+    start: tuple[str, ...], change: str
+) -> None:
     before, tensors, state = after((*start, "trainer.max_steps=12"), 4)
     job = fp8cfg.build(fp8cfg.compose([change], base=before.recipe))
     assert job_state.restore(job, tensors, state, run_data(job.recipe)[0]) == 4
     for p, name in job.optimizer.names.items():
         assert torch.equal(job.optimizer.masters[p], tensors["optimizer"][f"{name}.master"])
-    changed, same = [s.loss for s in steps(job, 3, first=4)], [s.loss for s in steps(before, 3, first=4)]
+    changed, same = (
+        [s.loss for s in steps(job, 3, first=4)],
+        [s.loss for s in steps(before, 3, first=4)],
+    )
     assert changed == pytest.approx(same, rel=0.02)
 
 
@@ -146,11 +203,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
 
 
 def metrics(folder: Path) -> list[dict[str, object]]:
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")]
+    return [
+        {k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")
+    ]
 
 
-@pytest.mark.parametrize("failpoint", ["shard:2", "manifest:2", "rename:3", "renamed:2", "delete:1"])
-def test_kill_9_inside_a_save_and_resume(failpoint: str, whole: list[dict[str, object]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "failpoint", ["shard:2", "manifest:2", "rename:3", "renamed:2", "delete:1"]
+)
+def test_kill_9_inside_a_save_and_resume(
+    failpoint: str, whole: list[dict[str, object]], tmp_path: Path
+) -> None:
     killed = launch(1, *WORDS, f"log.dir={tmp_path}", FP8CFG_FAILPOINT=failpoint)
     assert killed.returncode == -signal.SIGKILL
     folder = next(tmp_path.iterdir())
@@ -161,7 +224,9 @@ def test_kill_9_inside_a_save_and_resume(failpoint: str, whole: list[dict[str, o
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_with_a_line_that_names_the_file(whole: list[dict[str, object]], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_with_a_line_that_names_the_file(
+    whole: list[dict[str, object]], tmp_path: Path
+) -> None:
     assert launch(1, *WORDS, f"log.dir={tmp_path}").returncode == 0
     folder = next(tmp_path.iterdir())
     newest = sorted((folder / "checkpoints").iterdir())[-1] / "optimizer.safetensors"
@@ -170,13 +235,18 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line_that_names_the_file(who
     newest.write_bytes(raw)
     resumed = launch(1, "resume", str(folder))
     assert resumed.returncode == 0, resumed.stderr
-    assert "checkpoint passed over" in resumed.stdout and "step-00000008: optimizer.safetensors" in resumed.stdout
+    assert (
+        "checkpoint passed over" in resumed.stdout
+        and "step-00000008: optimizer.safetensors" in resumed.stdout
+    )
     assert "from step-00000006" in resumed.stdout
     assert metrics(folder) == whole
     for file in (folder / "checkpoints").rglob("state.json"):
         file.write_text(json.dumps({}))
     none = launch(1, "resume", str(folder))
-    assert none.returncode == 4 and none.stderr.count("error:") == 1 and "Traceback" not in none.stderr
+    assert (
+        none.returncode == 4 and none.stderr.count("error:") == 1 and "Traceback" not in none.stderr
+    )
 
 
 @pytest.mark.slow
@@ -187,7 +257,9 @@ def test_errors_of_resume_are_one_line(tmp_path: Path) -> None:
         (["resume", str(tmp_path), "--alow", "x"], 2, "did you mean '--allow'?"),
     ]:
         done = launch(1, *argv)
-        assert (done.returncode, done.stderr.count("\n")) == (code, 1) and part in done.stderr, done.stderr
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1) and part in done.stderr, (
+            done.stderr
+        )
 
 
 def test_the_layers_of_a_resumed_model_are_fp8(tmp_path: Path) -> None:
@@ -198,37 +270,72 @@ def test_the_layers_of_a_resumed_model_are_fp8(tmp_path: Path) -> None:
 
 
 def test_a_key_that_cannot_be_allowed_is_answered() -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.margn: no such key; did you mean 'fp8\.margin'"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"fp8\.margn: no such key; did you mean 'fp8\.margin'"
+    ):
         resume_rules.refuse_changes(small(FP8), small(FP8), ["fp8.margn"])
-    resume_rules.refuse_changes(small(FP8), small(FP8, "fp8.margin=1"), ["trainer.plugins.fp8.margin"])
+    resume_rules.refuse_changes(
+        small(FP8), small(FP8, "fp8.margin=1"), ["trainer.plugins.fp8.margin"]
+    )
     resume_rules.refuse_changes(small(FP8), small(FP8, "model.recompute_granularity=full"), [])
     with pytest.raises(fp8cfg.ConfigError, match="start a new run"):
-        resume_rules.refuse_changes(small(FP8), small(FP8, "trainer.global_batch_size=16"), ["trainer.global_batch_size"])
+        resume_rules.refuse_changes(
+            small(FP8), small(FP8, "trainer.global_batch_size=16"), ["trainer.global_batch_size"]
+        )
 
 
 def test_the_run_folder_says_what_runs_after_a_change(tmp_path: Path) -> None:
     assert launch(1, *WORDS, f"log.dir={tmp_path}").returncode == 0
     folder = next(tmp_path.iterdir())
-    done = launch(1, "resume", str(folder), "trainer.max_steps=10", "fp8.margin=1", "--allow", "fp8.margin")
+    done = launch(
+        1, "resume", str(folder), "trainer.max_steps=10", "fp8.margin=1", "--allow", "fp8.margin"
+    )
     assert done.returncode == 0, done.stderr
     assert "changed: fp8.margin" in done.stdout
     now = fp8cfg.from_yaml(folder / "recipe.yaml")
     assert now.fp8.margin == 1 and now.trainer.max_steps == 10
 
 
-def test_what_is_edited_in_a_run_folder_is_said_and_the_checkpoint_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_edited_in_a_run_folder_is_said_and_the_checkpoint_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*SMALL, "model.num_layers=1", "trainer.max_steps=2", f"log.dir={tmp_path}"]) == 0
-    folder, = tmp_path.iterdir()
+    (folder,) = tmp_path.iterdir()
     file = folder / "recipe.yaml"
     file.write_text(file.read_text().replace("lr: 0.003", "lr: 0.004"))
     assert fp8cfg.from_yaml(file).optim.lr == 0.004
     capsys.readouterr()
     assert main(["resume", str(folder), "trainer.micro_batch_size=3"]) == 2
-    assert capsys.readouterr().err.startswith("error: trainer.micro_batch_size=3: trainer.global_batch_size=8, with which this run was started, would ")
-    assert main(["resume", str(folder), "trainer.max_steps=3", "--allow", "optim.lr", "--allow", "trainer", "-cd", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.startswith(
+        "error: trainer.micro_batch_size=3: trainer.global_batch_size=8, with which this run was started, would "
+    )
+    assert (
+        main(
+            [
+                "resume",
+                str(folder),
+                "trainer.max_steps=3",
+                "--allow",
+                "optim.lr",
+                "--allow",
+                "trainer",
+                "-cd",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr()
-    assert said.err == (f"note: --config-dir {tmp_path}: changes nothing, no word chooses what it has; the recipe is the run's own\n"
-                        "note: --allow optim.lr: allows nothing, no such key has changed\n")
-    edited, = (line for line in said.out.splitlines() if line.endswith("in recipe.yaml is not that of the checkpoint, which holds; give it as a "
-                                                                       "word to change it"))
+    assert said.err == (
+        f"note: --config-dir {tmp_path}: changes nothing, no word chooses what it has; the recipe is the run's own\n"
+        "note: --allow optim.lr: allows nothing, no such key has changed\n"
+    )
+    (edited,) = (
+        line
+        for line in said.out.splitlines()
+        if line.endswith(
+            "in recipe.yaml is not that of the checkpoint, which holds; give it as a "
+            "word to change it"
+        )
+    )
     assert edited.startswith("optim.lr") and fp8cfg.from_yaml(file).optim.lr == 0.003

@@ -16,7 +16,12 @@ from fp8cfg.training.checkpoint.checkpoint import load, save
 def draw() -> list[float]:
     """An odd number of gaussians, so that the spare one that python and numpy keep matters."""
     words = [random.random(), random.gauss(0, 1), float(np.random.randn()), float(np.random.rand())]
-    return words + torch.randn(5).tolist() + torch.rand(700).tolist() + [random.getrandbits(700) % 2.0**50]
+    return (
+        words
+        + torch.randn(5).tolist()
+        + torch.rand(700).tolist()
+        + [random.getrandbits(700) % 2.0**50]
+    )
 
 
 def test_bitwise_through_a_checkpoint(tmp_path: Path) -> None:
@@ -53,7 +58,9 @@ def test_parts_that_do_not_belong_together() -> None:
 
 def test_devices_that_are_not_here_are_told() -> None:
     tensors, state = rng.capture()
-    assert rng.restore(tensors | {"cuda.99": torch.zeros(16, dtype=torch.uint8)}, state) == ["cuda.99"]
+    assert rng.restore(tensors | {"cuda.99": torch.zeros(16, dtype=torch.uint8)}, state) == [
+        "cuda.99"
+    ]
 
 
 @pytest.mark.gpu

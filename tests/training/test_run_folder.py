@@ -48,13 +48,20 @@ def test_a_name_that_is_taken(tmp_path: Path) -> None:
 def test_explicit_folder(tmp_path: Path) -> None:
     folder = tmp_path / "mine" / "deep"
     create(tmp_path, folder=folder).close()
-    assert sorted(p.name for p in folder.iterdir()) == ["checkpoints", "environment.json", "recipe.yaml", "run.lock"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "checkpoints",
+        "environment.json",
+        "recipe.yaml",
+        "run.lock",
+    ]
     with pytest.raises(RunFolderError, match="already holds a run"):
         create(tmp_path, folder=folder)
     assert RunFolder.open(folder, lock=False).recipe.exists()
 
 
-def test_a_run_that_was_faster_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_faster_keeps_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that begins and ends between the look into the folder and its lock."""
     recipe = tmp_path / "recipe.yaml"
 
@@ -87,16 +94,22 @@ def test_not_a_run_folder(tmp_path: Path, part: str) -> None:
 
 def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=f"^{tmp_path}/file is not a run folder: it is a file$"):
+    with pytest.raises(
+        RunFolderError, match=f"^{tmp_path}/file is not a run folder: it is a file$"
+    ):
         RunFolder.open(tmp_path / "file")
 
 
 def test_lock_in_one_process(tmp_path: Path) -> None:
     run = create(tmp_path)
-    with pytest.raises(RunFolderInUse, match=f"pid {os.getpid()} on {socket.gethostname()}") as caught:
+    with pytest.raises(
+        RunFolderInUse, match=f"pid {os.getpid()} on {socket.gethostname()}"
+    ) as caught:
         RunFolder.open(run.path)
     assert caught.value.exit_code == 6 and "\n" not in str(caught.value)
-    RunFolder.open(run.path, lock=False).close()  # a reader neither needs the lock nor takes it away
+    RunFolder.open(
+        run.path, lock=False
+    ).close()  # a reader neither needs the lock nor takes it away
     with pytest.raises(RunFolderInUse):
         RunFolder.open(run.path)
     run.close()
@@ -179,14 +192,30 @@ def test_space(tmp_path: Path) -> None:
         preflight(tmp_path / "none")
     (path,) = tmp_path.iterdir()
     assert not [p for p in path.iterdir() if p.name.startswith(".probe")]
-    create(tmp_path, folder=path).close()  # the lock was released, and a folder without a recipe can be used
+    create(
+        tmp_path, folder=path
+    ).close()  # the lock was released, and a folder without a recipe can be used
 
 
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = {"NVTE_FRAMEWORK", "NVTE_FLASH_ATTN", "TORCH_LOGS", "TORCHINDUCTOR_MAX_AUTOTUNE", "OMP_NUM_THREADS"}
+    shown = {
+        "NVTE_FRAMEWORK",
+        "NVTE_FLASH_ATTN",
+        "TORCH_LOGS",
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "OMP_NUM_THREADS",
+    }
     for name in shown:
         monkeypatch.setenv(name, "shown")
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "FP8CFG_DSN", "TORCH_AUTH", "TORCHX_PASS", "NVTE_X", "OMP_NUM_THREADS_X"):
+    for name in (
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "FP8CFG_DSN",
+        "TORCH_AUTH",
+        "TORCHX_PASS",
+        "NVTE_X",
+        "OMP_NUM_THREADS_X",
+    ):
         monkeypatch.setenv(name, "hidden")
     monkeypatch.setattr(environment, "_code", lambda: {"commit": "abc", "dirty": True})
     with create(tmp_path) as run:
@@ -195,7 +224,13 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.environment.stat().st_mode & 0o777 == 0o600
     assert "hidden" not in json.dumps(said)
     assert {"torch", "numpy", "safetensors"} <= said["packages"].keys()
-    assert said["python"] and said["cpu"] and said["os"] and said["command"] and said["code"]["commit"] == "abc"
+    assert (
+        said["python"]
+        and said["cpu"]
+        and said["os"]
+        and said["command"]
+        and said["code"]["commit"] == "abc"
+    )
 
 
 def test_code_in_a_work_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,9 @@ from tests.support.small import SMALL, small
 # saves
 
 
-def test_a_save_that_fails_is_said_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, said = checkpoint.save, list[str]()
 
     def save(root: Any, step: int, *rest: Any) -> Path:
@@ -41,12 +43,17 @@ def test_a_save_that_fails_is_said_and_tried_again(tmp_path: Path, monkeypatch: 
     folder = fit(tmp_path, "checkpoint.every_n_steps=1", "checkpoint.keep=9", say=said.append)
     assert saved(folder.path) == ["step-00000001", "step-00000004"]
     assert [s for s in said if "cannot save" in s] == [
-        f"cannot save step {n} in x: not enough space; older checkpoints stay, and the next save tries again" for n in (2, 3)]
+        f"cannot save step {n} in x: not enough space; older checkpoints stay, and the next save tries again"
+        for n in (2, 3)
+    ]
 
 
-def test_the_last_save_ends_the_run_where_it_fails_but_not_an_old_one_that_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_save_ends_the_run_where_it_fails_but_not_an_old_one_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     for error in (CheckpointError, OldCheckpointStays):
+
         def save(*_: Any, kind: type[CheckpointError] = error) -> Path:
             raise kind("so it is")
 
@@ -59,15 +66,34 @@ def test_the_last_save_ends_the_run_where_it_fails_but_not_an_old_one_that_stays
     assert "so it is" in said
 
 
-@pytest.mark.parametrize("words", [(), ("precision=fp32", "optim.name=sgd"), ("precision=bf16_fp8",), ("precision=bf16_fp8", "opt_level=O2")])
-def test_a_disk_too_small_for_one_checkpoint_is_said_before_the_first_step(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = small(*WORDS, *words, "trainer.max_steps=1", "optim.warmup_steps=1", "trainer.val_check_interval=0")
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("precision=fp32", "optim.name=sgd"),
+        ("precision=bf16_fp8",),
+        ("precision=bf16_fp8", "opt_level=O2"),
+    ],
+)
+def test_a_disk_too_small_for_one_checkpoint_is_said_before_the_first_step(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small(
+        *WORDS,
+        *words,
+        "trainer.max_steps=1",
+        "optim.warmup_steps=1",
+        "trainer.val_check_interval=0",
+    )
     job, free = fp8cfg.build(recipe), [10**9]
     need = job_tensors.checkpoint_bytes(job, World()) + checkpoint.RESERVE
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free[0]))
     with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
         free[0] = need - 1
-        with pytest.raises(RunFolderNotWritable, match=f"not enough space for one checkpoint: needs {need} bytes, {need - 1} are free") as e:
+        with pytest.raises(
+            RunFolderNotWritable,
+            match=f"not enough space for one checkpoint: needs {need} bytes, {need - 1} are free",
+        ) as e:
             fp8cfg.fit(job, folder, say=lambda _: None)
         assert e.value.exit_code == 5 and job.optimizer.steps == 0
         free[0] = 10**9
@@ -77,29 +103,60 @@ def test_a_disk_too_small_for_one_checkpoint_is_said_before_the_first_step(words
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(loop.Diverged, match=r"step 1: \d+ of \d+ weights are not finite, the first is \S+; they are not saved"):
-        fit(tmp_path, "precision=fp32", "optim.lr=1e38", "optim.min_lr=1e38", "trainer.max_steps=1", "optim.warmup_steps=0")
+    with pytest.raises(
+        loop.Diverged,
+        match=r"step 1: \d+ of \d+ weights are not finite, the first is \S+; they are not saved",
+    ):
+        fit(
+            tmp_path,
+            "precision=fp32",
+            "optim.lr=1e38",
+            "optim.min_lr=1e38",
+            "trainer.max_steps=1",
+            "optim.warmup_steps=0",
+        )
     assert saved(next(tmp_path.iterdir())) == []
 
 
-def test_no_checkpoint_goes_while_steps_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_checkpoint_goes_while_steps_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps 3 to 6 are skipped: their weights are those of step 2, which may be the ones that overflow."""
+
     def train_step(job: fp8cfg.Job, batches: Any, step: int, world: World) -> Step:
         stepped = step < 2 or step > 5
         job.optimizer.steps += stepped
         return Step(1.0, 0.1, 1.0 if stepped else float("inf"), stepped)
 
     monkeypatch.setattr(step_sequence, "train_step", train_step)
-    monkeypatch.setattr(fp8cfg.Job, "prove", lambda _: type("Seen", (), {"data": lambda self: {}})())
+    monkeypatch.setattr(
+        fp8cfg.Job, "prove", lambda _: type("Seen", (), {"data": lambda self: {}})()
+    )
     seen = dict[int, list[str]]()
-    recipe = small(*WORDS, "precision=fp16", "trainer.max_steps=8", "checkpoint.every_n_steps=1", "trainer.val_check_interval=1")
+    recipe = small(
+        *WORDS,
+        "precision=fp16",
+        "trainer.max_steps=8",
+        "checkpoint.every_n_steps=1",
+        "trainer.val_check_interval=1",
+    )
     with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
+
         def say(text: str) -> None:
             if "validation" in text:
                 seen[int(text.split()[1].rstrip(":"))] = [name[-1] for name in saved(folder.path)]
 
         fp8cfg.fit(fp8cfg.build(recipe), folder, say=say)
-    assert [seen[n] for n in range(1, 9)] == [[], ["1"], ["1", "2"], ["1", "2"], ["1", "2"], ["1", "2"], ["1", "2"], ["2", "7"]]
+    assert [seen[n] for n in range(1, 9)] == [
+        [],
+        ["1"],
+        ["1", "2"],
+        ["1", "2"],
+        ["1", "2"],
+        ["1", "2"],
+        ["1", "2"],
+        ["2", "7"],
+    ]
 
 
 # signals
@@ -121,9 +178,18 @@ def test_a_signal_inside_an_evaluation_is_heeded_between_its_batches(tmp_path: P
             fp8cfg.fit(job, folder, say=lambda _: None)
         assert len(passes) == 3 and saved(folder.path) == ["step-00000002"]
         again = fp8cfg.build(recipe)
-        fp8cfg.fit(again, folder, checkpoint.load(folder.checkpoints / "step-00000002"), say=lambda _: None)
+        fp8cfg.fit(
+            again, folder, checkpoint.load(folder.checkpoints / "step-00000002"), say=lambda _: None
+        )
         lines = read(folder.metrics)
-    assert [(line["step"], "val_loss" in line) for line in lines] == [(1, False), (2, False), (2, True), (3, False), (4, False), (4, True)]
+    assert [(line["step"], "val_loss" in line) for line in lines] == [
+        (1, False),
+        (2, False),
+        (2, True),
+        (3, False),
+        (4, False),
+        (4, True),
+    ]
 
 
 def test_a_signal_before_the_first_step_is_heeded_there(tmp_path: Path) -> None:
@@ -134,8 +200,9 @@ def test_a_signal_before_the_first_step_is_heeded_there(tmp_path: Path) -> None:
     assert e.value.exit_code == 75 and saved(next(tmp_path.iterdir())) == []
 
 
-def test_a_command_that_was_told_to_stop_before_its_first_step_ends_with_75(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_was_told_to_stop_before_its_first_step_ends_with_75(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from fp8cfg.report import run_header
 
     monkeypatch.setattr(run_header, "body", lambda *_: os.kill(os.getpid(), signal.SIGHUP) or "")

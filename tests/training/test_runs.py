@@ -22,7 +22,12 @@ from fp8cfg.training.run_folder import RunFolder, RunFolderError
 from tests.support.small import small, small_words
 from tests.support.traced import TRACE
 
-WORDS = ("precision=bf16_fp8", "trainer.max_steps=4", "trainer.val_check_interval=2", "checkpoint.every_n_steps=2")
+WORDS = (
+    "precision=bf16_fp8",
+    "trainer.max_steps=4",
+    "trainer.val_check_interval=2",
+    "checkpoint.every_n_steps=2",
+)
 
 
 class Heard(fp8cfg.Callback):
@@ -43,7 +48,10 @@ class Heard(fp8cfg.Callback):
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("time", "seconds")} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in ("time", "seconds")}
+        for line in lines
+    ]
 
 
 def files(folder: Path) -> set[str]:
@@ -51,7 +59,9 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, fp8cfg.Recipe, Heard, list[str]]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, fp8cfg.Recipe, Heard, list[str]]:
     """A run from Python: its folder, which is named by log.dir, its recipe, what callbacks heard and what it said."""
     recipe = fp8cfg.compose([f"log.dir={tmp_path_factory.mktemp('python')}"], base=small(*WORDS))
     heard, said = Heard(), list[str]()
@@ -77,7 +87,15 @@ def test_callbacks_are_called_in_the_order_of_the_run(trained: Any) -> None:
     folder, _, heard, _ = trained
     losses = {r["step"]: r["loss"] for r in rows(folder) if "loss" in r}
     assert [call[:2] for call in heard.calls] == [
-        ("step", 1), ("step", 2), ("evaluation", 2), ("save", 2), ("step", 3), ("step", 4), ("evaluation", 4), ("save", 4)]
+        ("step", 1),
+        ("step", 2),
+        ("evaluation", 2),
+        ("save", 2),
+        ("step", 3),
+        ("step", 4),
+        ("evaluation", 4),
+        ("save", 4),
+    ]
     assert {call[1]: call[2] for call in heard.calls if call[0] == "step"} == losses
     assert all(call[2] for call in heard.calls if call[0] == "save")
 
@@ -88,21 +106,34 @@ def test_an_error_of_a_callback_ends_the_run(tmp_path: Path) -> None:
             raise OSError("no uploads today")
 
     with pytest.raises(Exception, match="no uploads today"):
-        fp8cfg.fit(fp8cfg.build(small("trainer.max_steps=2", "checkpoint.every_n_steps=1", "optim.warmup_steps=1")), tmp_path / "run",
-                   say=lambda _: None, callbacks=[Stops()])
+        fp8cfg.fit(
+            fp8cfg.build(
+                small("trainer.max_steps=2", "checkpoint.every_n_steps=1", "optim.warmup_steps=1")
+            ),
+            tmp_path / "run",
+            say=lambda _: None,
+            callbacks=[Stops()],
+        )
     assert [f.name for f in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000001"]
 
 
-def test_a_folder_of_ones_own_is_resumed_by_either_door(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_ones_own_is_resumed_by_either_door(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, recipe, _, _ = trained
-    job = fp8cfg.build(fp8cfg.compose(["trainer.max_steps=2", "optim.lr_decay_style=constant"], base=recipe))
+    job = fp8cfg.build(
+        fp8cfg.compose(["trainer.max_steps=2", "optim.lr_decay_style=constant"], base=recipe)
+    )
     run = fp8cfg.fit(job, tmp_path / "mine", say=lambda _: None)
     assert run.folder == tmp_path / "mine" and run.steps == 2
     with pytest.raises(RunFolderError, match="already holds a run; go on with it"):
         fp8cfg.fit(job, tmp_path / "mine")
     said: list[str] = []
     again = fp8cfg.resume(tmp_path / "mine", ["trainer.max_steps=3"], say=said.append)
-    assert said[:2] == [f"resuming {tmp_path / 'mine'} from step-00000002", "changed: trainer.max_steps"]
+    assert said[:2] == [
+        f"resuming {tmp_path / 'mine'} from step-00000002",
+        "changed: trainer.max_steps",
+    ]
     assert (again.steps, again.folder) == (3, tmp_path / "mine")
     assert main(["resume", str(tmp_path / "mine"), "trainer.max_steps=4"]) == 0
     assert [r["step"] for r in rows(tmp_path / "mine") if "loss" in r] == [1, 2, 3, 4]
@@ -115,14 +146,27 @@ def test_resume_refuses_what_is_another_run(trained: Any, tmp_path: Path) -> Non
         fp8cfg.resume(folder, ["fp8.margin=1"], say=lambda _: None)
     with pytest.raises(RunFolderError, match="is not a run folder"):
         fp8cfg.resume(tmp_path / "nothing")
-    for word, said in (("trainer.max_steps=3", "trainer.max_steps=3: 4 steps are done; write trainer.max_steps=4 or more"),
-                       ("log.folder=elsewhere", f"log.folder=elsewhere: a run is resumed in its own folder, {folder}; drop it"),
-                       ("log.dir=elsewhere", f"log.dir=elsewhere: a run is resumed in its own folder, {folder}; drop it")):
+    for word, said in (
+        (
+            "trainer.max_steps=3",
+            "trainer.max_steps=3: 4 steps are done; write trainer.max_steps=4 or more",
+        ),
+        (
+            "log.folder=elsewhere",
+            f"log.folder=elsewhere: a run is resumed in its own folder, {folder}; drop it",
+        ),
+        (
+            "log.dir=elsewhere",
+            f"log.dir=elsewhere: a run is resumed in its own folder, {folder}; drop it",
+        ),
+    ):
         with pytest.raises(fp8cfg.ConfigError, match=re.escape(said)):
             fp8cfg.resume(folder, [word], say=lambda _: None)
     assert fp8cfg.resume(folder, [f"log.folder={folder}"], say=lambda _: None).steps == 4
     before = (folder / "recipe.yaml").read_text()
-    assert fp8cfg.resume(folder, ["trainer.max_steps=4", "optim.lr=1"], say=lambda _: None).steps == 4, "nothing left to do"
+    assert (
+        fp8cfg.resume(folder, ["trainer.max_steps=4", "optim.lr=1"], say=lambda _: None).steps == 4
+    ), "nothing left to do"
     assert main(["resume", str(folder), "optim.lr=1"]) == 0
     assert (folder / "recipe.yaml").read_text() == before, "no step has run with what was changed"
 
@@ -143,11 +187,25 @@ def test_what_was_edited_in_a_graph_is_in_the_run_folder_and_runs_again(
 def test_the_exported_script_leaves_a_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", "--python", *small_words("trainer.max_steps=1", "optim.warmup_steps=1", "precision=bf16_fp8")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                "--python",
+                *small_words("trainer.max_steps=1", "optim.warmup_steps=1", "precision=bf16_fp8"),
+            ]
+        )
+        == 0
+    )
     monkeypatch.chdir(tmp_path)
     exec(compile(capsys.readouterr().out, "script.py", "exec"), {"__name__": "__main__"})
     (folder,) = (tmp_path / "runs").iterdir()
-    assert {f.name for f in folder.iterdir()} >= {"recipe.yaml", "metrics.jsonl", "coverage.json", "checkpoints"}
+    assert {f.name for f in folder.iterdir()} >= {
+        "recipe.yaml",
+        "metrics.jsonl",
+        "coverage.json",
+        "checkpoints",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +214,10 @@ def job() -> fp8cfg.Job:
 
 
 def test_fit_wants_a_job() -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"fit: expected a Job, got Recipe; fp8cfg\.build\(recipe\) gives one"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"fit: expected a Job, got Recipe; fp8cfg\.build\(recipe\) gives one",
+    ):
         fp8cfg.fit(small())  # type: ignore[arg-type]
 
 
@@ -172,34 +233,61 @@ class Spoils(fp8cfg.Callback):
 
 
 def test_what_delayed_scaling_clips_is_counted_and_said_once(tmp_path: Path) -> None:
-    job, said = fp8cfg.build(small("precision=bf16_fp8", "fp8.margin=4", "trainer.max_steps=4")), list[str]()
+    job, said = (
+        fp8cfg.build(small("precision=bf16_fp8", "fp8.margin=4", "trainer.max_steps=4")),
+        list[str](),
+    )
     fp8cfg.fit(job, tmp_path / "run", say=said.append, callbacks=[Spoils(job, 2)])
     steps = [row for row in rows(tmp_path / "run") if "loss" in row]
     counts = [(row["fp8_clipped"], row["fp8_infinite"]) for row in steps]
-    assert counts == [(0, 0), (0, 0), (3, 0), (0, 0)], "input, weight and grad_output of the layer, until its scales move again"
+    assert counts == [(0, 0), (0, 0), (3, 0), (0, 0)], (
+        "input, weight and grad_output of the layer, until its scales move again"
+    )
     assert [row["fp8_clipped_values"] > 1000 for row in steps] == [False, False, True, False]
     assert {row["fp8_infinite_values"] for row in steps} == {0}
     (line,) = [" ".join(s.split()) for s in said if "clipped" in s]
-    assert line.startswith("warning: step 3: layers.1.mlp.linear_fc1 ") and "times what its delayed scale holds" in line
+    assert (
+        line.startswith("warning: step 3: layers.1.mlp.linear_fc1 ")
+        and "times what its delayed scale holds" in line
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["precision=bf16_fp8", "precision=bf16_fp8 fp8.params=false trainer.micro_batch_size=2 model.recompute_granularity=full"])
-def test_compiled_runs_count_the_values_that_eager_ones_do(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "precision=bf16_fp8",
+        "precision=bf16_fp8 fp8.params=false trainer.micro_batch_size=2 model.recompute_granularity=full",
+    ],
+)
+def test_compiled_runs_count_the_values_that_eager_ones_do(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over the microbatches of a step, and where a backward pass computes layers again."""
     monkeypatch.setattr(Job, "compiler", lambda job: TRACE)
     counts = []
     for how in ("off", "on"):
-        job = fp8cfg.build(small(*words.split(), "fp8.margin=4", "trainer.max_steps=4", f"trainer.compile={how}"))
+        job = fp8cfg.build(
+            small(*words.split(), "fp8.margin=4", "trainer.max_steps=4", f"trainer.compile={how}")
+        )
         fp8cfg.fit(job, tmp_path / how, say=lambda line: None, callbacks=[Spoils(job, 2)])
         steps = [row for row in rows(tmp_path / how) if "loss" in row]
         counts.append([(row["fp8_clipped_values"], row["fp8_infinite_values"]) for row in steps])
         assert job.compiled == (how == "on")
-    assert counts[0] == counts[1] and [clipped > 1000 for clipped, _ in counts[0]] == [False, False, True, False]
+    assert counts[0] == counts[1] and [clipped > 1000 for clipped, _ in counts[0]] == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_infinite_values_are_counted_and_said_once_without_delayed_scaling(tmp_path: Path) -> None:
-    job, said, passes = fp8cfg.build(small("precision=bf16_fp8_current", "trainer.max_steps=4")), list[str](), iter(range(9))
+    job, said, passes = (
+        fp8cfg.build(small("precision=bf16_fp8_current", "trainer.max_steps=4")),
+        list[str](),
+        iter(range(9)),
+    )
 
     def spoil(layer: Any, inputs: tuple[Any, ...]) -> None:
         if next(passes) in (1, 2):
@@ -207,10 +295,16 @@ def test_infinite_values_are_counted_and_said_once_without_delayed_scaling(tmp_p
 
     job.model.get_submodule("layers.1.mlp.linear_fc1").register_forward_pre_hook(spoil)
     fp8cfg.fit(job, tmp_path / "run", say=said.append)
-    counts = [(row["fp8_clipped"], row["fp8_infinite"], row["fp8_infinite_values"]) for row in rows(tmp_path / "run") if "loss" in row]
+    counts = [
+        (row["fp8_clipped"], row["fp8_infinite"], row["fp8_infinite_values"])
+        for row in rows(tmp_path / "run")
+        if "loss" in row
+    ]
     assert counts == [(0, 0, 0), (0, 1, 1), (0, 1, 1), (0, 0, 0)], "one pass a step"
     (line,) = [" ".join(s.split()) for s in said if "infinite values" in s]
-    assert line.startswith("warning: step 2: layers.1.mlp.linear_fc1 input had infinite values, which FP8 makes finite under most scalings (1 tensors)")
+    assert line.startswith(
+        "warning: step 2: layers.1.mlp.linear_fc1 input had infinite values, which FP8 makes finite under most scalings (1 tensors)"
+    )
 
 
 def test_infinite_values_of_any_rank_are_counted() -> None:
@@ -218,39 +312,68 @@ def test_infinite_values_of_any_rank_are_counted() -> None:
         def largest(self, value: torch.Tensor) -> torch.Tensor:
             return torch.maximum(value, torch.tensor([0.0, torch.inf, 3.0]))
 
-    found = overflow_of(over_ranks(RangesUsed(torch.tensor([2.0, 0.0, 0.5]), ["a input", "a weight", "a grad_output"]), Others()))
+    found = overflow_of(
+        over_ranks(
+            RangesUsed(torch.tensor([2.0, 0.0, 0.5]), ["a input", "a weight", "a grad_output"]),
+            Others(),
+        )
+    )
     assert found == Overflow(2, 1, torch.inf, "a weight") and over_ranks(None, Others()) is None
 
 
 def test_values_are_counted_where_layers_count_them() -> None:
     job = fp8cfg.build(small("precision=bf16_fp8"))
-    assert overflow_watch.values_of(job) is not None and overflow_watch.values_of(fp8cfg.build(small("precision=bf16"))) is None
+    assert (
+        overflow_watch.values_of(job) is not None
+        and overflow_watch.values_of(fp8cfg.build(small("precision=bf16"))) is None
+    )
     job.compiled = True
     assert overflow_watch.values_of(job) is not None
 
 
-@pytest.mark.parametrize(("words", "asked"), [("", False), ("fp8.reduce_amax=false", True), ("precision=bf16_fp8_current", True)])
-def test_ranks_that_shared_their_amaxes_are_not_asked_again(words: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [("", False), ("fp8.reduce_amax=false", True), ("precision=bf16_fp8_current", True)],
+)
+def test_ranks_that_shared_their_amaxes_are_not_asked_again(
+    words: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     every = World(0, 2)
     monkeypatch.setattr(overflow_watch, "same_layers", lambda prepared: every)
     job = fp8cfg.build(small("precision=bf16_fp8", *words.split()))
     assert (overflow_watch.with_own_amaxes(job) is every) == asked
 
 
-@pytest.mark.parametrize(("words", "line"), [
-    ({"folder": 3}, "folder: expected a path, got 3"), ({"folder": ""}, "folder: expected a path, got ''"), ({"folder": "a\0b"}, "folder: expected a path"),
-    ({"callbacks": 3}, "callbacks: expected a list, got int"), ({"callbacks": [print]}, "callbacks: expected objects of a class below fp8cfg.Callback, got <built-in"),
-    ({"callbacks": [fp8cfg.Callback]}, r"write Callback\(\)$"),
-])
-def test_arguments_of_other_kinds_are_refused_before_a_step(trained: Any, words: dict[str, Any], line: str, job: fp8cfg.Job) -> None:
-    for call in (lambda **w: fp8cfg.fit(job, **w), lambda folder=trained[0], **w: fp8cfg.resume(folder, **w)):
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ({"folder": 3}, "folder: expected a path, got 3"),
+        ({"folder": ""}, "folder: expected a path, got ''"),
+        ({"folder": "a\0b"}, "folder: expected a path"),
+        ({"callbacks": 3}, "callbacks: expected a list, got int"),
+        (
+            {"callbacks": [print]},
+            "callbacks: expected objects of a class below fp8cfg.Callback, got <built-in",
+        ),
+        ({"callbacks": [fp8cfg.Callback]}, r"write Callback\(\)$"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused_before_a_step(
+    trained: Any, words: dict[str, Any], line: str, job: fp8cfg.Job
+) -> None:
+    for call in (
+        lambda **w: fp8cfg.fit(job, **w),
+        lambda folder=trained[0], **w: fp8cfg.resume(folder, **w),
+    ):
         with pytest.raises(fp8cfg.ConfigError, match=line):
             call(**words)
 
 
 @pytest.mark.parametrize("allow", ["optim.lr", [3]])
 def test_keys_to_allow_are_a_list(trained: Any, allow: Any) -> None:
-    with pytest.raises(fp8cfg.ConfigError, match=r"^allow: expected a list of keys, as in allow=\['optim\.lr'\]$"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"^allow: expected a list of keys, as in allow=\['optim\.lr'\]$"
+    ):
         fp8cfg.resume(trained[0], ["optim.lr=1e-4"], allow)
     with pytest.raises(RunFolderError, match=r"^x{40}\.\.\.: File name too long$"):
         fp8cfg.resume("x" * 5000)

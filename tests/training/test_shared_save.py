@@ -31,7 +31,12 @@ from fp8cfg.training.checkpoint import (
 from fp8cfg.training.checkpoint.checkpoint import CheckpointError
 from fp8cfg.training.checkpoint.host_copies import HostCopies
 from fp8cfg.training.checkpoint.load_by_layer import load_by_layer
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, read_manifest, verify
+from fp8cfg.training.checkpoint.manifest import (
+    DamagedCheckpoint,
+    NoUsableCheckpoint,
+    read_manifest,
+    verify,
+)
 from fp8cfg.training.checkpoint.tensor_box import TensorBox, to_write
 from fp8cfg.training.data import run_data
 from fp8cfg.training.distributed.world import World
@@ -42,10 +47,29 @@ from tests.support import sharded_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 
-WORDS = ("precision=bf16_fp8", "fp8.params=false", "storage.weight=fp32", "model.share_embeddings_and_output_weights=true")
-TENSOR = "trainer.strategy.tensor_model_parallel_size=2 trainer.devices=2 trainer.micro_batch_size=8"
-LAYOUTS = {"fsdp": "storage.shard=fsdp", "tensor": TENSOR, "zero1": "storage.shard=zero1", "none": "storage.shard=none"}
-GOES_ON = [("fsdp", "tensor"), ("tensor", "zero1"), ("zero1", "fsdp"), ("one", "tensor"), ("one", "fsdp"), ("tensor", "tensor")]
+WORDS = (
+    "precision=bf16_fp8",
+    "fp8.params=false",
+    "storage.weight=fp32",
+    "model.share_embeddings_and_output_weights=true",
+)
+TENSOR = (
+    "trainer.strategy.tensor_model_parallel_size=2 trainer.devices=2 trainer.micro_batch_size=8"
+)
+LAYOUTS = {
+    "fsdp": "storage.shard=fsdp",
+    "tensor": TENSOR,
+    "zero1": "storage.shard=zero1",
+    "none": "storage.shard=none",
+}
+GOES_ON = [
+    ("fsdp", "tensor"),
+    ("tensor", "zero1"),
+    ("zero1", "fsdp"),
+    ("one", "tensor"),
+    ("one", "fsdp"),
+    ("tensor", "tensor"),
+]
 STEP = "step-00000001"
 
 
@@ -73,7 +97,9 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         sharded_checkpoints.saved(job, world, folder / layout, 1)
         found[layout] = sharded_checkpoints.whole(job, world)
     for before, now in GOES_ON:
-        found[f"{before} {now}"] = sharded_checkpoints.whole(loaded(job_of(now), folder / before, world), world)
+        found[f"{before} {now}"] = sharded_checkpoints.whole(
+            loaded(job_of(now), folder / before, world), world
+        )
     job = job_of("fsdp")
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
@@ -98,7 +124,9 @@ def full(*_: Any) -> None:
 def damage(folder: Path, world: World) -> Path:
     """A checkpoint in which a byte of what the second rank wrote is another."""
     if world.first:
-        sharded_checkpoints.saved(fp8cfg.build(small("precision=fp32")), World(), folder / "damaged", 1)
+        sharded_checkpoints.saved(
+            fp8cfg.build(small("precision=fp32")), World(), folder / "damaged", 1
+        )
         file = folder / "damaged" / STEP / "model.safetensors"
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
@@ -115,23 +143,37 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 
 
 def same(found: dict[str, dict[str, Tensor]], want: dict[str, dict[str, Tensor]]) -> bool:
-    assert {group: sorted(named) for group, named in found.items()} == {group: sorted(want[group]) for group in found}
-    return all(torch.equal(t, want[group][name]) and t.dtype == want[group][name].dtype for group, named in found.items() for name, t in named.items())
+    assert {group: sorted(named) for group, named in found.items()} == {
+        group: sorted(want[group]) for group in found
+    }
+    return all(
+        torch.equal(t, want[group][name]) and t.dtype == want[group][name].dtype
+        for group, named in found.items()
+        for name, t in named.items()
+    )
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tensor", "zero1"])
-def test_shares_of_two_ranks_make_the_whole(layout: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_shares_of_two_ranks_make_the_whole(
+    layout: str, two: tuple[Path, list[dict[str, Any]]]
+) -> None:
     folder, ranks = two
     path = folder / layout / STEP
     manifest = verify(path)
     assert manifest.world_size == 2 and not list((folder / layout).glob("*.tmp-*"))
-    written = {rank: sum(entry.size for name, entry in manifest.files.items() if f"/rank-{rank:05d}-" in name) for rank in (0, 1)}
+    written = {
+        rank: sum(
+            entry.size for name, entry in manifest.files.items() if f"/rank-{rank:05d}-" in name
+        )
+        for rank in (0, 1)
+    }
     assert 0.75 < written[0] / written[1] < 1.33, "each rank writes about half"
     tensors, _ = checkpoint.load(path)
     assert same(ranks[0][layout], tensors) and same(ranks[1][layout], tensors)
     assert tensors["model"]["output_layer.weight"] is tensors["model"]["embedding.weight"]
     assert sum(entry.size for entry in manifest.files.values()) < 1.1 * sum(
-        entry.size for entry in read_manifest(folder / "one" / STEP).files.values()), "nothing is written twice"
+        entry.size for entry in read_manifest(folder / "one" / STEP).files.values()
+    ), "nothing is written twice"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -139,13 +181,21 @@ def test_shares_of_two_ranks_make_the_whole(layout: str, two: tuple[Path, list[d
 def test_torchs_reader_reads_them(layout: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
     for group in ("model", "optimizer"):
         want = two[1][0][layout][group]
-        state = {name: torch.zeros_like(t) for name, t in want.items() if name != "output_layer.weight"}  # another name of the embedding
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(two[0] / layout / STEP / group)), no_dist=True)
+        state = {
+            name: torch.zeros_like(t) for name, t in want.items() if name != "output_layer.weight"
+        }  # another name of the embedding
+        dcp.load(
+            state,
+            storage_reader=HuggingFaceStorageReader(str(two[0] / layout / STEP / group)),
+            no_dist=True,
+        )
         assert all(torch.equal(t, want[name]) for name, t in state.items())
 
 
 @pytest.mark.parametrize(("before", "now"), GOES_ON)
-def test_another_layout_goes_on_with_the_same_state(before: str, now: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_another_layout_goes_on_with_the_same_state(
+    before: str, now: str, two: tuple[Path, list[dict[str, Any]]]
+) -> None:
     folder, ranks = two
     want, _ = checkpoint.load(folder / before / STEP)
     for rank in ranks:
@@ -153,40 +203,58 @@ def test_another_layout_goes_on_with_the_same_state(before: str, now: str, two: 
 
 
 @pytest.mark.parametrize("before", ["fsdp", "tensor", "zero1"])
-def test_one_rank_goes_on_with_the_same_state(before: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_one_rank_goes_on_with_the_same_state(
+    before: str, two: tuple[Path, list[dict[str, Any]]]
+) -> None:
     job = loaded(job_of("none"), two[0] / before, World())
     assert same(sharded_checkpoints.whole(job, World()), two[1][0][before])
 
 
-def test_what_one_rank_cannot_write_is_saved_by_none(two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_what_one_rank_cannot_write_is_saved_by_none(
+    two: tuple[Path, list[dict[str, Any]]],
+) -> None:
     folder, ranks = two
-    assert [rank["full"] for rank in ranks] == [f"cannot save step 1 in {folder / 'full'}: rank 1: [Errno 28] No space left on device"] * 2
+    assert [rank["full"] for rank in ranks] == [
+        f"cannot save step 1 in {folder / 'full'}: rank 1: [Errno 28] No space left on device"
+    ] * 2
     assert not list((folder / "full").iterdir())
 
 
-def test_what_one_rank_finds_damaged_no_rank_goes_on_with(two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_what_one_rank_finds_damaged_no_rank_goes_on_with(
+    two: tuple[Path, list[dict[str, Any]]],
+) -> None:
     assert "model.safetensors: its sha256 is not the one in the manifest" in two[1][0]["damaged"]
     assert "damaged" in two[1][1]["damaged"]
 
 
-def test_ranks_that_read_unlike_checkpoints_do_not_go_on(two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_ranks_that_read_unlike_checkpoints_do_not_go_on(
+    two: tuple[Path, list[dict[str, Any]]],
+) -> None:
     """As where one sees another file system, or passed over the newest by itself: they trained, and the first ended well."""
     said = "rank 0 would go on from step 4 and rank 1 from step 2 of another checkpoint; "
     assert all(rank["unlike"].startswith(said) for rank in two[1])
 
 
-def test_a_rank_reads_what_it_keeps_alone(two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_what_it_keeps_alone(
+    two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors, _ = checkpoint.load_named(RunFiles.at(two[0] / "fsdp"), STEP)
     name, read = "layers.0.mlp.linear_fc1.weight", list[int]()
     real = group_reader._part
-    monkeypatch.setattr(group_reader, "_part", lambda *args: (part := real(*args), read.append(part.numel()))[0])
+    monkeypatch.setattr(
+        group_reader, "_part", lambda *args: (part := real(*args), read.append(part.numel()))[0]
+    )
     shape = tensors["model"].shape(name)
-    part = tensors["model"].read(name, (shape[0] // 2 - 2, 1), (4, 3))  # over the border between two ranks' rows
-    assert torch.equal(part, tensors["model"][name][shape[0] // 2 - 2: shape[0] // 2 + 2, 1:4])
+    part = tensors["model"].read(
+        name, (shape[0] // 2 - 2, 1), (4, 3)
+    )  # over the border between two ranks' rows
+    assert torch.equal(part, tensors["model"][name][shape[0] // 2 - 2 : shape[0] // 2 + 2, 1:4])
     assert read[:2] == [6, 6]
 
 
-def test_a_model_is_loaded_a_layer_at_a_time(two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_loaded_a_layer_at_a_time(
+    two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What `export hf`, `sample` and `evaluate` do."""
     tensors, _ = checkpoint.load_named(RunFiles.at(two[0] / "tensor"), STEP)
     model, real = job_of("none").model, saved_tensors.SavedTensors.read
@@ -196,40 +264,80 @@ def test_a_model_is_loaded_a_layer_at_a_time(two: tuple[Path, list[dict[str, Any
     def read(group: Any, name: str, *place: Any) -> Tensor:
         t = real(group, name, *place)
         alive.append((name, weakref.ref(t)))
-        there = {".".join(n.split(".")[:2]) for n, ref in alive if ref() is not None and n.startswith("layers.")}
+        there = {
+            ".".join(n.split(".")[:2])
+            for n, ref in alive
+            if ref() is not None and n.startswith("layers.")
+        }
         together.add(" ".join(sorted(there)))
         return t
 
     monkeypatch.setattr(saved_tensors.SavedTensors, "read", read)
     load_by_layer(model, tensors)
     assert together == {"", "layers.0", "layers.1"}
-    assert all(torch.equal(p, two[1][0]["tensor"]["model"][name]) for name, p in model.named_parameters())
-    with pytest.raises(RuntimeError, match=r"1 tensors are missing, the first is layers\.1\.mlp\.linear_fc2\.weight"):
-        load_by_layer(model, {"model": {k: t for k, t in tensors["model"].items() if k != "layers.1.mlp.linear_fc2.weight"}})
+    assert all(
+        torch.equal(p, two[1][0]["tensor"]["model"][name]) for name, p in model.named_parameters()
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"1 tensors are missing, the first is layers\.1\.mlp\.linear_fc2\.weight",
+    ):
+        load_by_layer(
+            model,
+            {
+                "model": {
+                    k: t
+                    for k, t in tensors["model"].items()
+                    if k != "layers.1.mlp.linear_fc2.weight"
+                }
+            },
+        )
     with pytest.raises(RuntimeError, match="1 tensors are unexpected, the first is other"):
         load_by_layer(model, {"model": {**tensors["model"], "other": torch.zeros(1)}})
 
 
 def test_copies_are_written_once_and_shared_out() -> None:
-    made = [[TensorBox(f"{n}", (n,), (0,), torch.zeros(n), copy, 3) for n in (8, 5, 4, 3, 1)] for copy in range(3)]
+    made = [
+        [TensorBox(f"{n}", (n,), (0,), torch.zeros(n), copy, 3) for n in (8, 5, 4, 3, 1)]
+        for copy in range(3)
+    ]
     kept = [[box.name for box in to_write({"g": boxes})["g"]] for boxes in made]
-    assert sorted(name for names in kept for name in names) == ["1", "3", "4", "5", "8"] and all(kept)
+    assert sorted(name for names in kept for name in names) == ["1", "3", "4", "5", "8"] and all(
+        kept
+    )
 
 
 def test_as_many_copies_along_either_axis_of_a_mesh_are_written_once() -> None:
     """Of two by two ranks, scales that data ranks share, and norms that tensor ranks share."""
     kept = []
     for data, tensor in product(range(2), repeat=2):
-        scales = [TensorBox(f"scales {n} of {tensor}", (n,), (0,), torch.zeros(n), data, 2, ("data",)) for n in (8, 3)]
-        norms = [TensorBox(f"norm {n} of {data}", (n,), (0,), torch.zeros(n), tensor, 2, ("tensor",)) for n in (6, 5, 1)]
+        scales = [
+            TensorBox(f"scales {n} of {tensor}", (n,), (0,), torch.zeros(n), data, 2, ("data",))
+            for n in (8, 3)
+        ]
+        norms = [
+            TensorBox(f"norm {n} of {data}", (n,), (0,), torch.zeros(n), tensor, 2, ("tensor",))
+            for n in (6, 5, 1)
+        ]
         kept += [box.name for box in to_write({"g": [*norms, *scales]})["g"]]
     assert len(kept) == len(set(kept)) == 10
 
 
 def test_copies_in_the_host_s_memory_are_those_of_one_save_and_take_no_more_for_the_next() -> None:
     said, tied = list[str](), torch.arange(6.0)
-    tensors = [tied, tied, torch.arange(12).view(3, 4).t(), torch.ones(5, dtype=torch.bool), torch.tensor(2.5), torch.zeros(0, 3), torch.randn(3).to(torch.float8_e4m3fn)]
-    groups = {"g": [TensorBox(f"{n}", tuple(t.shape), (0,) * t.dim(), t) for n, t in enumerate(tensors)], "none": []}
+    tensors = [
+        tied,
+        tied,
+        torch.arange(12).view(3, 4).t(),
+        torch.ones(5, dtype=torch.bool),
+        torch.tensor(2.5),
+        torch.zeros(0, 3),
+        torch.randn(3).to(torch.float8_e4m3fn),
+    ]
+    groups = {
+        "g": [TensorBox(f"{n}", tuple(t.shape), (0,) * t.dim(), t) for n, t in enumerate(tensors)],
+        "none": [],
+    }
     want = [t.clone() for t in tensors]
     copies = HostCopies(said.append)
     for _ in range(2):
@@ -237,11 +345,23 @@ def test_copies_in_the_host_s_memory_are_those_of_one_save_and_take_no_more_for_
         copies.wait()
         tied.fill_(9)  # a step
         for box, t in zip(found["g"], want, strict=True):
-            assert box.tensor.dtype == t.dtype and box.tensor.is_contiguous() and torch.equal(box.tensor.float(), t.float())
+            assert (
+                box.tensor.dtype == t.dtype
+                and box.tensor.is_contiguous()
+                and torch.equal(box.tensor.float(), t.float())
+            )
         assert found["g"][0].tensor is found["g"][1].tensor and found["none"] == [] == said
         starts = [box.tensor.data_ptr() for box in found["g"] if box.tensor.numel()]
         tied.copy_(want[0])
-    assert starts == [box.tensor.data_ptr() for box in copies.of({"g": groups["g"][:6]})["g"] if box.tensor.numel()] + starts[-1:]
+    assert (
+        starts
+        == [
+            box.tensor.data_ptr()
+            for box in copies.of({"g": groups["g"][:6]})["g"]
+            if box.tensor.numel()
+        ]
+        + starts[-1:]
+    )
 
 
 def test_boxes_of_gate_and_up_are_apart() -> None:
@@ -255,9 +375,20 @@ def test_boxes_of_gate_and_up_are_apart() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["shard:4", "manifest", "rename", "renamed"])
-def test_a_rank_that_is_killed_leaves_the_newest_whole_checkpoint(point: str, tmp_path: Path) -> None:
-    words = small_words(*WORDS, "storage.shard=fsdp", "trainer.max_steps=2", "checkpoint.every_n_steps=1", "trainer.micro_batch_size=4",
-                        f"log.folder={tmp_path / 'run'}", "optim.warmup_steps=0", "trainer.val_check_interval=0", "trainer.compile=off")
+def test_a_rank_that_is_killed_leaves_the_newest_whole_checkpoint(
+    point: str, tmp_path: Path
+) -> None:
+    words = small_words(
+        *WORDS,
+        "storage.shard=fsdp",
+        "trainer.max_steps=2",
+        "checkpoint.every_n_steps=1",
+        "trainer.micro_batch_size=4",
+        f"log.folder={tmp_path / 'run'}",
+        "optim.warmup_steps=0",
+        "trainer.val_check_interval=0",
+        "trainer.compile=off",
+    )
     assert launch(2, *words, FP8CFG_FAILPOINT=point).returncode
     found = step_folders.newest(tmp_path / "run" / "checkpoints", print)
     assert (found is not None) == (point == "renamed")

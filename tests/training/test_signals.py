@@ -39,7 +39,9 @@ def test_handlers_come_back() -> None:
 def test_handler_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopSignals()
     with monkeypatch.context() as patch:
-        patch.setattr(signal, "signal", lambda *_: None)  # what signal.signal returns for a handler set in C
+        patch.setattr(
+            signal, "signal", lambda *_: None
+        )  # what signal.signal returns for a handler set in C
         stop.__enter__()
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -88,7 +90,9 @@ with StopSignals() as stop:
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, None])
 def test_in_a_process(first: signal.Signals, second: signal.Signals | None) -> None:
     command = [sys.executable, "-c", CHILD, "obey" if second is None else "hang"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         child.send_signal(first)
@@ -101,7 +105,12 @@ def test_in_a_process(first: signal.Signals, second: signal.Signals | None) -> N
 
 def test_in_a_process_of_others_the_end_is_theirs() -> None:
     """What is to be done at its end is done, and it ends as a signal of the keyboard ends it."""
-    with subprocess.Popen([sys.executable, "-c", CHILD, "theirs"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, "theirs"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as child:
         assert child.stdout is not None
         for line in ("ready\n", "asked\n"):
             assert child.stdout.readline() == line
@@ -131,15 +140,21 @@ def test_a_second_signal_goes_to_the_handler_that_was_there(theirs: list[int]) -
                 os.kill(os.getpid(), number)
 
 
-def test_a_command_in_a_process_of_others_returns(theirs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_in_a_process_of_others_returns(
+    theirs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its exit code, as after a key that interrupts; what it had open is closed."""
+
     def interrupted(*_: object) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(step_sequence, "train_step", interrupted)
     before = signal.getsignal(signal.SIGTERM)
-    assert main([*SMALL, f"log.folder={tmp_path}/run"]) == 130 and signal.getsignal(signal.SIGTERM) is before
+    assert (
+        main([*SMALL, f"log.folder={tmp_path}/run"]) == 130
+        and signal.getsignal(signal.SIGTERM) is before
+    )
     RunFolder.open(tmp_path / "run").close()
 
 

@@ -17,7 +17,14 @@ from tests.support.small import small, steps
 
 
 def test_fp16_scales_the_loss_skips_overflows_and_trains() -> None:
-    job = fp8cfg.build(small("precision=fp16", "precision.initial_loss_scale=4194304", "trainer.max_steps=40", "precision.hysteresis=1"))
+    job = fp8cfg.build(
+        small(
+            "precision=fp16",
+            "precision.initial_loss_scale=4194304",
+            "trainer.max_steps=40",
+            "precision.hysteresis=1",
+        )
+    )
     taken = list(steps(job, 40))
     assert not taken[0].stepped and job.loss_scaler.scale < 2.0**22
     assert sum(s.stepped for s in taken) > 20 and taken[-1].loss < taken[0].loss - 0.5
@@ -37,12 +44,28 @@ def test_a_run_whose_gradients_are_not_finite_stops_with_its_weights(tmp_path: P
 
 def test_an_overflow_that_never_ends_stops_the_run() -> None:
     with pytest.raises(loop.Diverged, match="100 steps in a row"):
-        loop.train(fp8cfg.build(small("precision=fp16", "precision.loss_scale=1e30", "trainer.max_steps=200",
-                                      "trainer.val_check_interval=0")), say=lambda _: None)
+        loop.train(
+            fp8cfg.build(
+                small(
+                    "precision=fp16",
+                    "precision.loss_scale=1e30",
+                    "trainer.max_steps=200",
+                    "trainer.val_check_interval=0",
+                )
+            ),
+            say=lambda _: None,
+        )
 
 
 def test_skipped_steps_do_not_use_up_the_warm_up() -> None:
-    job = fp8cfg.build(small("precision=fp16", "precision.initial_loss_scale=16777216", "trainer.max_steps=24", "optim.warmup_steps=5"))
+    job = fp8cfg.build(
+        small(
+            "precision=fp16",
+            "precision.initial_loss_scale=16777216",
+            "trainer.max_steps=24",
+            "optim.warmup_steps=5",
+        )
+    )
     taken = list(steps(job, 24))
     first = next(i for i, s in enumerate(taken) if s.stepped)
     assert first > 3 and taken[first].lr == job.schedule.lr_at(0)
@@ -59,8 +82,11 @@ def test_skips_are_said_and_a_run_of_skips_alone_is_not_done(tmp_path: Path) -> 
         fp8cfg.resume(tmp_path / "run", say=lambda _: None)
 
 
-def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Too few skipped steps in a row to end it before its last one; a skipped last step with a finite loss is none of those."""
+
     def train_step(job: fp8cfg.Job, batches: Any, step: int, world: World) -> Step:
         stepped = step < 2
         job.optimizer.steps += stepped
@@ -69,7 +95,10 @@ def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(monkeypatch
     monkeypatch.setattr(step_sequence, "train_step", train_step)
     monkeypatch.setattr(loop.StepRecord, "_prove", lambda _: None)
     recipe, last_loss = small("precision=fp16", "trainer.val_check_interval=0"), math.nan
-    with pytest.raises(loop.Diverged, match=r"step 6: the training loss is nan, all steps from 3 on were skipped; lower optim.lr") as e:
+    with pytest.raises(
+        loop.Diverged,
+        match=r"step 6: the training loss is nan, all steps from 3 on were skipped; lower optim.lr",
+    ) as e:
         loop.train(fp8cfg.build(recipe), say=lambda _: None)
     assert e.value.exit_code == 1
     last_loss = 2.0

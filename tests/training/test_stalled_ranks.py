@@ -36,14 +36,23 @@ def test_error_that_another_one_was_raised_from() -> None:
         except RuntimeError as e:
             raise RuntimeError("[Stage 1] failed to run forward") from e
 
-    for why in (f"{GLOO} Timed out waiting 3000ms for send operation to complete", CLOSED, "Application timeout caused pair closure"):
+    for why in (
+        f"{GLOO} Timed out waiting 3000ms for send operation to complete",
+        CLOSED,
+        "Application timeout caused pair closure",
+    ):
         assert str(stalled_ranks.broken(failed(lambda why=why: stage(why)))) == why  # type: ignore[misc]
-    for why in ("a matrix of 3 rows", "tokens of the data server: Connection refused", "CUDA error: the launch timed out and was terminated"):
+    for why in (
+        "a matrix of 3 rows",
+        "tokens of the data server: Connection refused",
+        "CUDA error: the launch timed out and was terminated",
+    ):
         assert stalled_ranks.broken(failed(lambda why=why: stage(why))) is None  # type: ignore[misc]
 
 
 def test_error_that_was_raised_while_another_one_was_handled(two: dist.TCPStore) -> None:
     """Is itself; torch's own classes are known without the words of gloo."""
+
     def handles() -> None:
         try:
             raise RuntimeError(CLOSED)
@@ -61,16 +70,24 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
     watch = stalled_ranks.StallWatch(Timeout(start=0.4, step=0.4), Strategy())
     try:
         assert watch.diagnosis(RuntimeError("a matrix of 3 rows")) is None
-        assert watch.diagnosis(RuntimeError("CUDA error: the launch timed out and was terminated")) is None
+        assert (
+            watch.diagnosis(RuntimeError("CUDA error: the launch timed out and was terminated"))
+            is None
+        )
         assert not watch.beats._reads.check([heartbeat._WAITED])
-        assert str(watch.diagnosis(late)) == (f"step 1: a collective ({GLOO} Timed out waiting 400ms) was not done in 0.4 s (trainer.timeout.start): "
-                                              f"rank 1 {SILENT}")
+        assert str(watch.diagnosis(late)) == (
+            f"step 1: a collective ({GLOO} Timed out waiting 400ms) was not done in 0.4 s (trainer.timeout.start): "
+            f"rank 1 {SILENT}"
+        )
         until(lambda: bool(watch.beats.heard), "no beat")
         store = watch.beats._reads
         assert watch.beats._found(store) == f"rank 1 {SILENT}"
         store.set(heartbeat._FOUND, "rank 3 is silent")
-        assert re.fullmatch(r"step 1: a collective \(.* Connection closed by peer .* \.\.\.\) was broken off by a rank that had waited 0\.4 s "
-                            r"\(trainer\.timeout\.start\): rank 3 is silent", str(watch.diagnosis(closed)))
+        assert re.fullmatch(
+            r"step 1: a collective \(.* Connection closed by peer .* \.\.\.\) was broken off by a rank that had waited 0\.4 s "
+            r"\(trainer\.timeout\.start\): rank 3 is silent",
+            str(watch.diagnosis(closed)),
+        )
         store.delete_key(heartbeat._WAITED)
         monkeypatch.setattr(heartbeat, "_UNSAID", 0.1)
         assert watch.diagnosis(closed) is None  # another rank has ended for a reason of its own
@@ -80,13 +97,19 @@ def test_what_the_store_says(two: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(heartbeat.Heartbeat, "patience", 0.1)
         assert watch.beats.others() == f"rank 1 {SILENT}"  # heard by the heartbeat
         watch.beats.heard.clear()
-        assert watch.beats.others() == "rank 0, which holds the store, is silent: stopped, or gone with the machine"
+        assert (
+            watch.beats.others()
+            == "rank 0, which holds the store, is silent: stopped, or gone with the machine"
+        )
         monkeypatch.setattr(watch.beats, "_reads", Failing(dist.DistNetworkError("Broken pipe")))
         monkeypatch.setattr(heartbeat.Heartbeat, "patience", 60)
         assert watch.beats.silent([1]) == "rank 0, which held the store, has ended"
         monkeypatch.setattr(heartbeat.Heartbeat, "patience", 0.1)
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        assert watch.beats.others() == "the launcher's agent, which holds the store, is silent: stopped, or gone with the machine"
+        assert (
+            watch.beats.others()
+            == "the launcher's agent, which holds the store, is silent: stopped, or gone with the machine"
+        )
     finally:
         watch.close()
 
@@ -99,7 +122,12 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
     monkeypatch.setattr(stalled_ranks, "_set_timeout", lambda *_: None)
     watch = stalled_ranks.StallWatch(Timeout(start=60, step=0.8), Strategy())
     try:
-        other, count, beating, asked = watch.beats._reads.clone(), itertools.count(), threading.Event(), list[int]()
+        other, count, beating, asked = (
+            watch.beats._reads.clone(),
+            itertools.count(),
+            threading.Event(),
+            list[int](),
+        )
         read, silent = watch.beats._read, watch.beats.silent
 
         def beats_and_read(ranks: Any) -> dict[int, str]:
@@ -130,7 +158,9 @@ def test_silent_ranks_are_named_before_the_watchdog_of_nccl_ends_the_process(
         watch.waits("step", 8)
         assert said(beats=False) == ""
         watch._began[0] -= 100  # the oldest step that may be under way
-        assert said(beats=True) == "" and re.fullmatch(warning.replace(r"\d+ s", r"1\d\d s"), said(beats=False))
+        assert said(beats=True) == "" and re.fullmatch(
+            warning.replace(r"\d+ s", r"1\d\d s"), said(beats=False)
+        )
     finally:
         watch.close()
 
@@ -143,7 +173,9 @@ def test_not_all_ranks_come(monkeypatch: pytest.MonkeyPatch) -> None:
         world._start_group("gloo", Timeout(start=1))
 
 
-def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each at once, before any of them ends: torchrun ends all others then."""
     lines: list[tuple[float, str]] = []
 
@@ -151,8 +183,13 @@ def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(monkeypatc
         raise RankStalled("rank 2 is silent")
 
     monkeypatch.setattr(__main__, "_run", stalled)
-    monkeypatch.setattr(time, "sleep", lambda seconds: lines.append((seconds, capsys.readouterr().err)))
-    for rank, said in {"0": "error: rank 2 is silent\n", "3": "rank 3: error: rank 2 is silent\n"}.items():
+    monkeypatch.setattr(
+        time, "sleep", lambda seconds: lines.append((seconds, capsys.readouterr().err))
+    )
+    for rank, said in {
+        "0": "error: rank 2 is silent\n",
+        "3": "rank 3: error: rank 2 is silent\n",
+    }.items():
         monkeypatch.setenv("RANK", rank)
         assert __main__.main([]) == 1 and [line for line in lines if line[0]] == [(5, said)]
         lines.clear()

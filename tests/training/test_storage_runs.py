@@ -40,8 +40,12 @@ def float32_losses() -> list[float]:
 def test_a_row_trains_beside_float32(row: str) -> None:
     job, done = trained(row)
     assert all(s.stepped for s in done) and job.prove()
-    assert [s.loss for s in done] == pytest.approx(float32_losses(), abs=0.02 if "nvfp4" in row else 0.005)
-    assert isinstance(job.optimizer, LowBitTraining) == (row not in ("FP16 AMP", "TE", "FP8 weights outside of FP8"))
+    assert [s.loss for s in done] == pytest.approx(
+        float32_losses(), abs=0.02 if "nvfp4" in row else 0.005
+    )
+    assert isinstance(job.optimizer, LowBitTraining) == (
+        row not in ("FP16 AMP", "TE", "FP8 weights outside of FP8")
+    )
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -50,10 +54,24 @@ def test_stored_bytes_are_those_of_the_chart(row: str) -> None:
     job, _ = trained(row)
     held = {**memory_measurement.stored(job), "gradients": memory_measurement.gradients(job)}
     shapes = {name: p.numel() for name, p in job.model.named_parameters()}
-    for kind, names in (("weights", ["weight"]), ("masters", ["master_weight"]), ("gradients", ["weight_grad"]), ("moments", ["exp_avg", "exp_avg_sq"])):
-        planned = sum(n * CODEC[job.prepared.columns[name][column]] for name, n in shapes.items() for column in names)
-        assert sum(t.nbytes for t in held[kind] if t.dim()) == pytest.approx(planned, rel=2e-3 if "block" in row else 0), kind
-    assert chart.row(job.recipe) == {"gemm": chart.row(job.recipe)["gemm"], **job.prepared.columns["layers.0.mlp.linear_fc1.weight"]}
+    for kind, names in (
+        ("weights", ["weight"]),
+        ("masters", ["master_weight"]),
+        ("gradients", ["weight_grad"]),
+        ("moments", ["exp_avg", "exp_avg_sq"]),
+    ):
+        planned = sum(
+            n * CODEC[job.prepared.columns[name][column]]
+            for name, n in shapes.items()
+            for column in names
+        )
+        assert sum(t.nbytes for t in held[kind] if t.dim()) == pytest.approx(
+            planned, rel=2e-3 if "block" in row else 0
+        ), kind
+    assert chart.row(job.recipe) == {
+        "gemm": chart.row(job.recipe)["gemm"],
+        **job.prepared.columns["layers.0.mlp.linear_fc1.weight"],
+    }
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.startswith("O")])
@@ -64,10 +82,18 @@ def test_stored_gradients_are_freed(row: str) -> None:
         assert (p.grad is None) == stored == (p in job.optimizer.stored_grads), name
         if stored:
             data, scale_inv = job.optimizer.stored_grads[p]
-            assert data.dtype == torch.float8_e4m3fn and data.abs().to(torch.float32).max() > 0 and scale_inv.isfinite()
+            assert (
+                data.dtype == torch.float8_e4m3fn
+                and data.abs().to(torch.float32).max() > 0
+                and scale_inv.isfinite()
+            )
 
 
-@pytest.mark.parametrize("more", [(), ("precision.fp8.enabled=true", "fp8.high_precision_at_start=1")], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "more",
+    [(), ("precision.fp8.enabled=true", "fp8.high_precision_at_start=1")],
+    ids=["bf16", "fp8"],
+)
 def test_biases_are_float32_beside_weights_without_masters(more: tuple[str, ...]) -> None:
     job = fp8cfg.build(small("precision=bf16_adamw_fp8", "recipe=qwen2_tiny", *more))
     want = [s.loss for s in steps(fp8cfg.build(small("precision=bf16", "recipe=qwen2_tiny")), 3)]
@@ -83,8 +109,13 @@ def test_tied_weights_stay_tied(row: str, output: str) -> None:
     job = fp8cfg.build(small(*words(row), *fp8, "model.share_embeddings_and_output_weights=true"))
     start = job.model.embedding.weight.detach().clone()
     assert [s.stepped for s in steps(job, 2)] == [True, True]
-    assert job.model.output_layer.weight is job.model.embedding.weight and job.model.embedding.weight.dtype == torch.float32
-    assert "output_layer.weight" not in job.optimizer.names.values() and not torch.equal(start, job.model.embedding.weight)
+    assert (
+        job.model.output_layer.weight is job.model.embedding.weight
+        and job.model.embedding.weight.dtype == torch.float32
+    )
+    assert "output_layer.weight" not in job.optimizer.names.values() and not torch.equal(
+        start, job.model.embedding.weight
+    )
 
 
 class Foreign(nn.Module):
@@ -103,17 +134,34 @@ class Foreign(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), targets.flatten())
 
 
-@pytest.mark.filterwarnings("ignore:only .* ran in FP8:RuntimeWarning")  # the head is as large as the rest
-@pytest.mark.parametrize("row", ["O2, fp32", "O2, bf16", "O2, delayed", "O3, delayed", "O3, current", "bf16 moments"])
+@pytest.mark.filterwarnings(
+    "ignore:only .* ran in FP8:RuntimeWarning"
+)  # the head is as large as the rest
+@pytest.mark.parametrize(
+    "row", ["O2, fp32", "O2, bf16", "O2, delayed", "O3, delayed", "O3, current", "bf16 moments"]
+)
 def test_frozen_weights_of_a_given_model_stay_and_have_no_state(row: str) -> None:
     model = Foreign()
     job = fp8cfg.build(small(*words(row)), model)
-    frozen = {k: t.clone() for k, t in stored_state_dict(job.model).items() if k.startswith("up.") and "amax" not in k and k != "up.fp8_scale"}
+    frozen = {
+        k: t.clone()
+        for k, t in stored_state_dict(job.model).items()
+        if k.startswith("up.") and "amax" not in k and k != "up.fp8_scale"
+    }
     losses = [s.loss for s in steps(job, 6)]
     assert losses[-1] < losses[0] and job.model is model
-    assert equal(frozen, {k: stored_state_dict(job.model)[k] for k in frozen}) and not model.up.weight.requires_grad and not model.up.bias.requires_grad
-    assert not any(name.startswith("up.") for name in [*job.optimizer.names.values(), *job.optimizer.state_tensors()])
-    assert model.up.weight.grad is None and model.up.weight not in getattr(job.optimizer, "stored_grads", {})
+    assert (
+        equal(frozen, {k: stored_state_dict(job.model)[k] for k in frozen})
+        and not model.up.weight.requires_grad
+        and not model.up.bias.requires_grad
+    )
+    assert not any(
+        name.startswith("up.")
+        for name in [*job.optimizer.names.values(), *job.optimizer.state_tensors()]
+    )
+    assert model.up.weight.grad is None and model.up.weight not in getattr(
+        job.optimizer, "stored_grads", {}
+    )
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -124,14 +172,28 @@ def test_resumed_bits_are_those_of_the_run_that_went_on(row: str, tmp_path: Path
     job = fp8cfg.build(small(*words(row)))
     assert job_state.restore(job, *checkpoint.load(path), run_data(job.recipe)[0]) == 2
     assert list(steps(job, 3, first=2)) == done[2:]
-    assert equal(everything(job), everything(want)) and job.optimizer.state_json() == want.optimizer.state_json()
+    assert (
+        equal(everything(job), everything(want))
+        and job.optimizer.state_json() == want.optimizer.state_json()
+    )
 
 
 @pytest.mark.slow
 def test_compiled_losses_are_the_eager_ones() -> None:
     """Compiled sums round differently, and FP8 passes that on: losses are equal to 1e-3."""
-    job, eager = (fp8cfg.build(small(*words("O2, delayed"), "model.num_layers=1", "trainer.micro_batch_size=4")) for _ in range(2))
+    job, eager = (
+        fp8cfg.build(
+            small(*words("O2, delayed"), "model.num_layers=1", "trainer.micro_batch_size=4")
+        )
+        for _ in range(2)
+    )
     job.compile_model()
-    job.optimizer.compiled = False  # tests/optim/test_low_bit_memory.py holds its bits against the eager ones
-    assert [s.loss for s in steps(job, 3)] == pytest.approx([s.loss for s in steps(eager, 3)], abs=1e-3)
-    assert len(job.optimizer.stored_grads) == 5 and all(p.grad is None for p in job.optimizer.stored_grads)
+    job.optimizer.compiled = (
+        False  # tests/optim/test_low_bit_memory.py holds its bits against the eager ones
+    )
+    assert [s.loss for s in steps(job, 3)] == pytest.approx(
+        [s.loss for s in steps(eager, 3)], abs=1e-3
+    )
+    assert len(job.optimizer.stored_grads) == 5 and all(
+        p.grad is None for p in job.optimizer.stored_grads
+    )

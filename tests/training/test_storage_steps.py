@@ -14,7 +14,16 @@ from fp8cfg.training.data import run_data
 from tests.support.small import small, steps
 from tests.support.storage_rows import bits, equal, everything, words
 
-FEW = ("O1, fp32", "O2, delayed", "O3, delayed", "O2, fp16", "O3, mxfp8", "O3, bf16", "bf16 weights without masters", "gradients in blocks")
+FEW = (
+    "O1, fp32",
+    "O2, delayed",
+    "O3, delayed",
+    "O2, fp16",
+    "O3, mxfp8",
+    "O3, bf16",
+    "bf16 weights without masters",
+    "gradients in blocks",
+)
 
 
 def one_backward(job: Job, step: int = 0) -> None:
@@ -28,21 +37,35 @@ def one_backward(job: Job, step: int = 0) -> None:
 def test_gradients_are_added_up_and_then_rounded_once(micro: int) -> None:
     """The bits of one rounding of what a run with float32 gradients adds up."""
     common = [*words("O2, delayed"), f"trainer.micro_batch_size={micro}"]
-    job, wide = fp8cfg.build(small(*common)), fp8cfg.build(small(*common, "storage.weight_grad=fp32"))
+    job, wide = (
+        fp8cfg.build(small(*common)),
+        fp8cfg.build(small(*common, "storage.weight_grad=fp32")),
+    )
     list(steps(job, 1)), list(steps(wide, 1))
     theirs = {name: p.grad for name, p in wide.model.named_parameters()}
     assert len(job.optimizer.stored_grads) == 9
     for p, stored in job.optimizer.stored_grads.items():
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(stored, codec("fp8").encode(theirs[job.optimizer.names[p]]), strict=True))
+        assert all(
+            torch.equal(bits(a), bits(b))
+            for a, b in zip(
+                stored, codec("fp8").encode(theirs[job.optimizer.names[p]]), strict=True
+            )
+        )
 
 
 def test_clipping_is_that_of_the_decoded_gradients() -> None:
     job = fp8cfg.build(small(*words("O2, delayed"), "trainer.gradient_clip_val=0.01"))
-    other = fp8cfg.build(small(*words("O2, delayed"), "trainer.gradient_clip_val=0", "storage.weight_grad=fp32"))
+    other = fp8cfg.build(
+        small(*words("O2, delayed"), "trainer.gradient_clip_val=0", "storage.weight_grad=fp32")
+    )
     one_backward(job)
     job.optimizer.store_grads()
     for p, q in zip(job.model.parameters(), other.model.parameters(), strict=True):
-        q.grad = codec("fp8").decode(job.optimizer.stored_grads[p]) if p in job.optimizer.stored_grads else p.grad.clone()
+        q.grad = (
+            codec("fp8").decode(job.optimizer.stored_grads[p])
+            if p in job.optimizer.stored_grads
+            else p.grad.clone()
+        )
     norm = nn.utils.clip_grad_norm_(other.model.parameters(), 0.01)
     with other.autocast(enabled=False):  # a step without a pass in FP8, on purpose
         assert job.optimizer.step() and other.optimizer.step()
@@ -50,7 +73,9 @@ def test_clipping_is_that_of_the_decoded_gradients() -> None:
     theirs = other.optimizer.state_tensors()
     for name, t in job.optimizer.state_tensors().items():
         apart = (t.float() - theirs[name].float()).abs().max()
-        assert apart <= t.float().abs().max() * (2**-3 if t.dtype.itemsize == 1 else 1e-3), "at most the next FP8 code"
+        assert apart <= t.float().abs().max() * (2**-3 if t.dtype.itemsize == 1 else 1e-3), (
+            "at most the next FP8 code"
+        )
     for p, q in zip(job.model.parameters(), other.model.parameters(), strict=True):
         assert torch.allclose(plain(p).float(), plain(q).float(), rtol=2**-10, atol=1e-7)
 
@@ -73,7 +98,14 @@ def test_a_loss_scale_changes_no_bit_of_a_clipped_step() -> None:
     """A power of two, which FP8 gradients carry in their scales."""
     found = []
     for scale in (1, 1024):
-        job = fp8cfg.build(small("precision=fp16", "opt_level=O2", f"precision.loss_scale={scale}", "trainer.gradient_clip_val=0.01"))
+        job = fp8cfg.build(
+            small(
+                "precision=fp16",
+                "opt_level=O2",
+                f"precision.loss_scale={scale}",
+                "trainer.gradient_clip_val=0.01",
+            )
+        )
         for i, p in enumerate(job.model.parameters()):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) * scale
         assert job.optimizer.step() and job.optimizer.grad_norm > 1
@@ -83,7 +115,9 @@ def test_a_loss_scale_changes_no_bit_of_a_clipped_step() -> None:
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("row", FEW)
-def test_a_gradient_that_is_not_finite_skips_the_step_and_changes_nothing(row: str, bad: float) -> None:
+def test_a_gradient_that_is_not_finite_skips_the_step_and_changes_nothing(
+    row: str, bad: float
+) -> None:
     job = fp8cfg.build(small(*words(row), *(["precision.hysteresis=1"] if "fp16" in row else [])))
     list(steps(job, 2))
     job.optimizer.zero_grad()
@@ -95,14 +129,27 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_changes_nothing(row: s
     assert job.optimizer.step() is False and job.optimizer.steps == 2
     after = everything(job)
     histories = [k for k in after if "amax_history" in k]
-    assert equal({k: t for k, t in after.items() if k not in histories}, {k: t for k, t in before.items() if k not in histories})
-    assert {k: v for k, v in job.optimizer.state_json().items() if k != "loss_scale"} == {k: v for k, v in json.items() if k != "loss_scale"}
+    assert equal(
+        {k: t for k, t in after.items() if k not in histories},
+        {k: t for k, t in before.items() if k not in histories},
+    )
+    assert {k: v for k, v in job.optimizer.state_json().items() if k != "loss_scale"} == {
+        k: v for k, v in json.items() if k != "loss_scale"
+    }
     assert scale is None or job.loss_scaler.scale == scale / 2
     assert next(steps(job, 1, first=2)).stepped
 
 
 def test_a_loss_scale_that_is_too_large_skips_steps_until_it_fits() -> None:
-    job = fp8cfg.build(small("precision=fp16", "opt_level=O2", "optim.lr=1e-3", "precision.initial_loss_scale=1048576", "precision.hysteresis=1"))
+    job = fp8cfg.build(
+        small(
+            "precision=fp16",
+            "opt_level=O2",
+            "optim.lr=1e-3",
+            "precision.initial_loss_scale=1048576",
+            "precision.hysteresis=1",
+        )
+    )
     before, done = everything(job), []
     for step in steps(job, 4):
         done.append((step.stepped, job.loss_scaler.scale))

@@ -24,7 +24,10 @@ from tests.support.ranks import launch
 from tests.support.small import PACKED, SMALL, small
 
 EXACT = ("precision=fp32", "trainer.gradient_clip_val=0", "trainer.micro_batch_size=4")
-TEXT = [[f"{shard} {row} " + "of some words " * (row * 5 % 17) for row in range(9)] for shard in range(3)]
+TEXT = [
+    [f"{shard} {row} " + "of some words " * (row * 5 % 17) for row in range(9)]
+    for shard in range(3)
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +37,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "shards").mkdir()
     for number, rows in enumerate(TEXT):
         lines = "\n".join(json.dumps({"body": text}) for text in rows).encode()
-        (root / "shards" / f"{number}.jsonl{'.gz' if number == 1 else ''}").write_bytes(gzip.compress(lines) if number == 1 else lines)
-    (root / "val.jsonl").write_text("\n".join(json.dumps({"body": f"another {n} " * 30}) for n in range(40)))
+        (root / "shards" / f"{number}.jsonl{'.gz' if number == 1 else ''}").write_bytes(
+            gzip.compress(lines) if number == 1 else lines
+        )
+    (root / "val.jsonl").write_text(
+        "\n".join(json.dumps({"body": f"another {n} " * 30}) for n in range(40))
+    )
     return root
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    return ["data=jsonl", f"data.path={folder}/shards", "data.streaming=true", "data.text_key=body", f"data.validation_path={folder}/val.jsonl",
-            "model.seq_length=64", *PACKED, *more]
+    return [
+        "data=jsonl",
+        f"data.path={folder}/shards",
+        "data.streaming=true",
+        "data.text_key=body",
+        f"data.validation_path={folder}/val.jsonl",
+        "model.seq_length=64",
+        *PACKED,
+        *more,
+    ]
 
 
 def stream(folder: Path, *more: str) -> fp8cfg.Recipe:
@@ -49,11 +64,15 @@ def stream(folder: Path, *more: str) -> fp8cfg.Recipe:
 
 
 def losses(run: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in metrics.read(run / "metrics.jsonl") if "loss" in line}
+    return {
+        line["step"]: line["loss"] for line in metrics.read(run / "metrics.jsonl") if "loss" in line
+    }
 
 
 def saved(run: Path, step: int) -> dict[str, object]:
-    found: dict[str, object] = json.loads((run / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())["data"]
+    found: dict[str, object] = json.loads(
+        (run / "checkpoints" / f"step-{step:08d}" / "state.json").read_text()
+    )["data"]
     return found
 
 
@@ -62,7 +81,9 @@ def whole(folder: Path) -> Path:
     """A run of six steps without an interruption."""
     recipe = stream(folder, *EXACT, f"log.folder={folder}/whole", "log.resume=auto")
     assert fp8cfg.fit(fp8cfg.build(recipe), say=lambda _: None).val_loss
-    assert saved(folder / "whole", 6)["stream"]["epoch"] == 1, "the end of the data is inside of the run"
+    assert saved(folder / "whole", 6)["stream"]["epoch"] == 1, (
+        "the end of the data is inside of the run"
+    )
     return folder / "whole"
 
 
@@ -95,7 +116,11 @@ def test_a_killed_run_is_resumed_on_another_number_of_ranks_and_run_again(
     capsys.readouterr()
     assert main(["rerun", str(whole), f"log.dir={tmp_path}/again"]) == 0
     out = capsys.readouterr().out
-    assert "training loss: equal bit for bit" in out and "validation loss: equal" in out and "changed: data" not in out
+    assert (
+        "training loss: equal bit for bit" in out
+        and "validation loss: equal" in out
+        and "changed: data" not in out
+    )
 
 
 def test_a_wrong_row_ends_a_run_with_its_place_and_is_mended(
@@ -105,8 +130,17 @@ def test_a_wrong_row_ends_a_run_with_its_place_and_is_mended(
     file = tmp_path / "rows.jsonl"
     good = [json.dumps({"text": f"{row} " + "word " * 40}) for row in range(40)]
     file.write_text("\n".join([*good[:30], "{", *good[31:]]))
-    line = [*SMALL, "data=jsonl", f"data.path={file}", "data.streaming=true", f"log.folder={tmp_path}/run", "log.resume=auto", "precision=bf16",
-            "trainer.max_steps=30", "checkpoint.every_n_steps=5"]
+    line = [
+        *SMALL,
+        "data=jsonl",
+        f"data.path={file}",
+        "data.streaming=true",
+        f"log.folder={tmp_path}/run",
+        "log.resume=auto",
+        "precision=bf16",
+        "trainer.max_steps=30",
+        "checkpoint.every_n_steps=5",
+    ]
     line = [word for word in line if not word.startswith(("trainer.val", "trainer.limit"))]
     assert main(line) == 2
     assert re.search(r"error: data=jsonl: .*rows.jsonl:31: not JSON", capsys.readouterr().err)
@@ -114,14 +148,26 @@ def test_a_wrong_row_ends_a_run_with_its_place_and_is_mended(
     assert done >= 10
     file.write_text("\n".join(good))
     assert main(line) == 0 and max(losses(tmp_path / "run")) == 30 > done
-    assert main([*line, "data.streaming=false"]) == 2 and "data.streaming=false: this run was started with true; start a new run" in capsys.readouterr().err
+    assert (
+        main([*line, "data.streaming=false"]) == 2
+        and "data.streaming=false: this run was started with true; start a new run"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_stream_has_the_documents_of_its_files(folder: Path) -> None:
     batches, validation = run_data(stream(folder))
     tokens, targets, documents = batches.batch(0)
-    assert bytes(tokens[0, :4].tolist()) == b"0 0 " and ((targets == -100) == (tokens == 256)).all() and (documents > 0).any()
-    assert validation is not None and validation.masked and len(validation.read(validation.spread(1))) == 3
+    assert (
+        bytes(tokens[0, :4].tolist()) == b"0 0 "
+        and ((targets == -100) == (tokens == 256)).all()
+        and (documents > 0).any()
+    )
+    assert (
+        validation is not None
+        and validation.masked
+        and len(validation.read(validation.spread(1))) == 3
+    )
     assert batches.remark.startswith(f"stream of 3 files of {folder}/shards, ")
     parts = [run_data(stream(folder))[0].batch(0, rank, 2)[0] for rank in range(2)]
     assert torch.equal(torch.cat(parts), tokens)
@@ -131,36 +177,78 @@ def test_what_validates_is_not_held_out_of_what_trains(folder: Path) -> None:
     plain = [word for word in words(folder) if word != "data.streaming=true"]
     batches, validation = run_data(small(*plain))
     everything = run_data(small(*[word for word in plain if "validation_path" not in word]))[0]
-    assert len(batches.samples.tokens) == sum(len(text) + 1 for shard in TEXT for text in shard) > len(everything.samples.tokens)
+    assert (
+        len(batches.samples.tokens)
+        == sum(len(text) + 1 for shard in TEXT for text in shard)
+        > len(everything.samples.tokens)
+    )
     assert validation.sha256 == samples_of(small(*plain), f"{folder}/val.jsonl").sha256
-    with pytest.raises(fp8cfg.ConfigError, match=r"data=jsonl: validation_path: .*0.jsonl is a file of data.path too; name those by a pattern"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"data=jsonl: validation_path: .*0.jsonl is a file of data.path too; name those by a pattern",
+    ):
         run_data(small(*plain, f"data.validation_path={folder}/shards/0.jsonl"))
-    with pytest.raises(fp8cfg.ConfigError, match=r"data=jsonl: validation_path: .*none.jsonl: no such file"):
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"data=jsonl: validation_path: .*none.jsonl: no such file"
+    ):
         run_data(small(*plain, f"data.validation_path={folder}/none.jsonl"))
-    resume_rules.refuse_changes(stream(folder), stream(folder, "data.validation_path=elsewhere.jsonl"), [])
+    resume_rules.refuse_changes(
+        stream(folder), stream(folder, "data.validation_path=elsewhere.jsonl"), []
+    )
 
 
-def test_without_a_file_to_validate_on_nothing_is_validated(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_file_to_validate_on_nothing_is_validated(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     quiet = [word for word in words(folder) if "validation" not in word]
     own = [word for word in SMALL if not word.startswith(("trainer.val", "trainer.limit"))]
     recipe = fp8cfg.compose([*own, *quiet])
     assert recipe.trainer.val_check_interval == 0
-    assert "trainer.val_check_interval 50 -> 0: what the recipe says gives way to data.streaming=true" in caplog.text
-    with pytest.raises(fp8cfg.ConfigError, match=r"nothing of a stream is held out; name text with --data FILE"):
+    assert (
+        "trainer.val_check_interval 50 -> 0: what the recipe says gives way to data.streaming=true"
+        in caplog.text
+    )
+    with pytest.raises(
+        fp8cfg.ConfigError, match=r"nothing of a stream is held out; name text with --data FILE"
+    ):
         held_out(recipe)
     assert len(samples_of(recipe, f"{folder}/val.jsonl"))
-    with pytest.raises(fp8cfg.ConfigError, match=r"trainer.val_check_interval=3: nothing of a stream is held out; write data.validation_path, or 0"):
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=r"trainer.val_check_interval=3: nothing of a stream is held out; write data.validation_path, or 0",
+    ):
         fp8cfg.compose([*own, *quiet, "trainer.val_check_interval=3"])
 
 
-@pytest.mark.parametrize(("said", "line"), [
-    ("data=stdlib data.streaming=true", "data.streaming=true: has no effect with data=stdlib; what is streamed is jsonl or parquet"),
-    ("data=chat data.path=x data.streaming=true", "data.streaming=true: has no effect with data=chat"),
-    ("data=jsonl data.streaming=true data.mixture=[{path: a, weight: 1}]", "data.streaming=true: there is one stream, and data.mixture has several parts"),
-    ("data=tiny data.validation_path=x", "data.validation_path=x: has no effect with data=tiny, which holds out its own end"),
-    ("data=text data.path=x data.validation_path=y data.validation_fraction=0.1", "data.validation_fraction=0.1: has no effect beside data.validation_path"),
-    ("data=jsonl data.path=x data.streaming=true data.validation_fraction=0.1 trainer.val_check_interval=0", "data.validation_fraction=0.1: has no effect with data.streaming=true"),
-])
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (
+            "data=stdlib data.streaming=true",
+            "data.streaming=true: has no effect with data=stdlib; what is streamed is jsonl or parquet",
+        ),
+        (
+            "data=chat data.path=x data.streaming=true",
+            "data.streaming=true: has no effect with data=chat",
+        ),
+        (
+            "data=jsonl data.streaming=true data.mixture=[{path: a, weight: 1}]",
+            "data.streaming=true: there is one stream, and data.mixture has several parts",
+        ),
+        (
+            "data=tiny data.validation_path=x",
+            "data.validation_path=x: has no effect with data=tiny, which holds out its own end",
+        ),
+        (
+            "data=text data.path=x data.validation_path=y data.validation_fraction=0.1",
+            "data.validation_fraction=0.1: has no effect beside data.validation_path",
+        ),
+        (
+            "data=jsonl data.path=x data.streaming=true data.validation_fraction=0.1 trainer.val_check_interval=0",
+            "data.validation_fraction=0.1: has no effect with data.streaming=true",
+        ),
+    ],
+)
 def test_what_contradicts_is_refused(said: str, line: str) -> None:
     own = [word for word in SMALL if not word.startswith(("trainer.val", "trainer.limit", "data="))]
     with pytest.raises(fp8cfg.ConfigError) as caught:

@@ -28,7 +28,9 @@ from tests.support.traced import trace_model
 from tests.support.whole_tensors import WHOLE, shard_word, without_fsdp2
 
 ROWS = {
-    "fp32": "precision=fp32", "bf16": "precision=bf16", "fp16": "precision=fp16 precision.initial_loss_scale=65536 storage.weight_grad=fp32 storage.comm=fp32",
+    "fp32": "precision=fp32",
+    "bf16": "precision=bf16",
+    "fp16": "precision=fp16 precision.initial_loss_scale=65536 storage.weight_grad=fp32 storage.comm=fp32",
     "FP8 weights": "precision=bf16_fp8 model.share_embeddings_and_output_weights=true fp8.output_layer=true",
     "current": "precision=bf16_fp8_current fp8.params=true fp8.keep_transpose_cache=true fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
     "blocks": "precision=bf16_fp8_block fp8.params=true fp8.keep_transpose_cache=true fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
@@ -38,60 +40,149 @@ ROWS = {
     "moments by tensor": "precision=bf16_fp8_te_fused_adam",
     "moments in blocks": "precision=bf16 storage.exp_avg=fp8_expand storage.exp_avg_sq=fp8_block model.hidden_size=256",
     "cut blocks": "precision=bf16_fp8_current_coat",
-    "bf16 sums": "precision=bf16 storage.comm=bf16", "bf16 gradients": "precision=bf16 storage.weight_grad=bf16",
-    "gradients by tensor": "precision=bf16_fp8 storage.weight_grad=fp8 model.share_embeddings_and_output_weights=true fp8.output_layer=true", "gradients in blocks": "precision=fp32 storage.weight_grad=fp8_block model.hidden_size=256",
-    "weights in FP8": "precision=bf16 storage.weight=fp8 model.share_embeddings_and_output_weights=true", "weights in fp16": "precision=bf16 storage.weight=fp16 storage.weight_grad=bf16",
+    "bf16 sums": "precision=bf16 storage.comm=bf16",
+    "bf16 gradients": "precision=bf16 storage.weight_grad=bf16",
+    "gradients by tensor": "precision=bf16_fp8 storage.weight_grad=fp8 model.share_embeddings_and_output_weights=true fp8.output_layer=true",
+    "gradients in blocks": "precision=fp32 storage.weight_grad=fp8_block model.hidden_size=256",
+    "weights in FP8": "precision=bf16 storage.weight=fp8 model.share_embeddings_and_output_weights=true",
+    "weights in fp16": "precision=bf16 storage.weight=fp16 storage.weight_grad=bf16",
     "fp16 beside FP8": "precision=bf16_mxfp8 fp8.params=false storage.weight=fp16_scaled fp8.high_precision_at_start=0 fp8.high_precision_at_end=0",
     "momentum": "precision=bf16 optim.name=sgd optim.momentum=0.9 optim.lr=0.1",
-    "float32 weights": "precision=bf16_fp8_amp model.share_embeddings_and_output_weights=true", "fp16 AMP": "precision=fp16_amp precision.initial_loss_scale=65536",
+    "float32 weights": "precision=bf16_fp8_amp model.share_embeddings_and_output_weights=true",
+    "fp16 AMP": "precision=fp16_amp precision.initial_loss_scale=65536",
 }
 CUT, NORMS = "cut blocks", 3 * 64
 """A row whose shards of norms are parts of blocks, and the elements of these."""
 SHARDS = ("none", "zero1", "zero2")
-ONE = ("fp32", "bf16", "FP8 weights", "blocks", "MX", "moments in blocks", "cut blocks", "bf16 sums", "bf16 gradients", "gradients by tensor", "weights in FP8", "momentum", "float32 weights")
+ONE = (
+    "fp32",
+    "bf16",
+    "FP8 weights",
+    "blocks",
+    "MX",
+    "moments in blocks",
+    "cut blocks",
+    "bf16 sums",
+    "bf16 gradients",
+    "gradients by tensor",
+    "weights in FP8",
+    "momentum",
+    "float32 weights",
+)
 """Rows with a run of none."""
 ONCE = ("fp16 beside FP8", "current", "rows", "nvfp4", "moments by tensor", "momentum", "fp16 AMP")
 """Rows without a run of zero2, which is zero1 but for when gradients are summed: their weights and moments see nothing of that."""
-RUNS = [(row, shard) for row in ROWS for shard in (WHOLE, *SHARDS) if (shard != "zero2" or row not in ONCE) and (shard != "none" or row in ONE)]
-RESUMED = [("fp32", "zero1", "none"), ("FP8 weights", "none", "zero1"), ("FP8 weights", "zero2", "none"), ("momentum", "zero1", "zero2"), ("bf16", "none", "zero2"), ("current", "zero1", "zero1"), ("MX", "none", "zero1"), ("blocks", "zero2", "none"),
-           ("moments by tensor", "zero1", "none"), ("moments in blocks", "none", "zero2"), ("cut blocks", "none", "zero1"), ("cut blocks", "zero1", "none"), ("gradients in blocks", "zero2", "none"), ("weights in FP8", "none", "zero1"), ("weights in FP8", "zero2", "none"), ("weights in fp16", "zero1", "none"), ("fp16 beside FP8", WHOLE, "zero1"), ("float32 weights", "zero1", "none"), ("float32 weights", "none", "zero2")]
-MEASURED = ("precision=bf16 storage.shard=none model.seq_length=128 trainer.global_batch_size=4", "precision=bf16 storage.shard=none storage.comm=bf16 model.seq_length=32", "precision=bf16 storage.shard=none storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored model.seq_length=32", "precision=fp16 precision.initial_loss_scale=128 storage.shard=zero1 model.num_layers=2 model.seq_length=32", "precision=bf16 storage.comm=bf16 storage.shard=zero1", "precision=bf16 storage.weight_grad=bf16 storage.shard=zero1", "precision=bf16_fp8_te_fused_adam storage.shard=zero1", "precision=bf16_fp8_current_coat storage.shard=zero2", "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1", "precision=bf16 storage.weight=fp8 storage.shard=zero1 trainer.micro_batch_size=8", "precision=bf16_fp8 storage.weight_grad=fp8 storage.shard=zero2", "precision=bf16 storage.weight_grad=fp8_block storage.shard=zero1", "precision=bf16_fp8 fp8.keep_transpose_cache=true storage.shard=zero1", "precision=bf16 storage.shard=zero2", "precision=fp32 storage.shard=zero1", "precision=fp16_amp precision.initial_loss_scale=128 storage.shard=zero1",
-            "precision=bf16 storage.weight=fp16 storage.shard=zero1 model.num_layers=1 model.seq_length=256 trainer.global_batch_size=4",
-            "precision=bf16 storage.shard=zero2 trainer.global_batch_size=8", "precision=bf16 storage.shard=zero2 storage.comm=bf16 model.seq_length=32",
-            "precision=bf16 storage.shard=zero1 model.num_layers=2 model.seq_length=64 trainer.micro_batch_size=1 trainer.global_batch_size=4")
+RUNS = [
+    (row, shard)
+    for row in ROWS
+    for shard in (WHOLE, *SHARDS)
+    if (shard != "zero2" or row not in ONCE) and (shard != "none" or row in ONE)
+]
+RESUMED = [
+    ("fp32", "zero1", "none"),
+    ("FP8 weights", "none", "zero1"),
+    ("FP8 weights", "zero2", "none"),
+    ("momentum", "zero1", "zero2"),
+    ("bf16", "none", "zero2"),
+    ("current", "zero1", "zero1"),
+    ("MX", "none", "zero1"),
+    ("blocks", "zero2", "none"),
+    ("moments by tensor", "zero1", "none"),
+    ("moments in blocks", "none", "zero2"),
+    ("cut blocks", "none", "zero1"),
+    ("cut blocks", "zero1", "none"),
+    ("gradients in blocks", "zero2", "none"),
+    ("weights in FP8", "none", "zero1"),
+    ("weights in FP8", "zero2", "none"),
+    ("weights in fp16", "zero1", "none"),
+    ("fp16 beside FP8", WHOLE, "zero1"),
+    ("float32 weights", "zero1", "none"),
+    ("float32 weights", "none", "zero2"),
+]
+MEASURED = (
+    "precision=bf16 storage.shard=none model.seq_length=128 trainer.global_batch_size=4",
+    "precision=bf16 storage.shard=none storage.comm=bf16 model.seq_length=32",
+    "precision=bf16 storage.shard=none storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored model.seq_length=32",
+    "precision=fp16 precision.initial_loss_scale=128 storage.shard=zero1 model.num_layers=2 model.seq_length=32",
+    "precision=bf16 storage.comm=bf16 storage.shard=zero1",
+    "precision=bf16 storage.weight_grad=bf16 storage.shard=zero1",
+    "precision=bf16_fp8_te_fused_adam storage.shard=zero1",
+    "precision=bf16_fp8_current_coat storage.shard=zero2",
+    "precision=bf16_mxfp8 fp8.params=true storage.shard=zero1",
+    "precision=bf16 storage.weight=fp8 storage.shard=zero1 trainer.micro_batch_size=8",
+    "precision=bf16_fp8 storage.weight_grad=fp8 storage.shard=zero2",
+    "precision=bf16 storage.weight_grad=fp8_block storage.shard=zero1",
+    "precision=bf16_fp8 fp8.keep_transpose_cache=true storage.shard=zero1",
+    "precision=bf16 storage.shard=zero2",
+    "precision=fp32 storage.shard=zero1",
+    "precision=fp16_amp precision.initial_loss_scale=128 storage.shard=zero1",
+    "precision=bf16 storage.weight=fp16 storage.shard=zero1 model.num_layers=1 model.seq_length=256 trainer.global_batch_size=4",
+    "precision=bf16 storage.shard=zero2 trainer.global_batch_size=8",
+    "precision=bf16 storage.shard=zero2 storage.comm=bf16 model.seq_length=32",
+    "precision=bf16 storage.shard=zero1 model.num_layers=2 model.seq_length=64 trainer.micro_batch_size=1 trainer.global_batch_size=4",
+)
 """The last four are of one pass, whose peak is in the forward pass; of two; and of few tokens, where the sum of a layer's gradients is
 the peak."""
 SAVED, STEPS = 1, 3
 """Steps of a run before it is saved, and in all."""
-NOT_CLIPPED = "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
+NOT_CLIPPED = (
+    "trainer.gradient_clip_val=0"  # norms are added up in another order, and nothing else is
+)
 
 
 def job_of(*words: str) -> Job:
-    return fp8cfg.build(small(*" ".join(words).split(), "model.num_layers=1", "model.ffn_hidden_size=112", "optim.warmup_steps=0", NOT_CLIPPED))
+    return fp8cfg.build(
+        small(
+            *" ".join(words).split(),
+            "model.num_layers=1",
+            "model.ffn_hidden_size=112",
+            "optim.warmup_steps=0",
+            NOT_CLIPPED,
+        )
+    )
 
 
 def sharded(row: str, shard: str) -> Job:
     with without_fsdp2(shard == WHOLE):
-        return job_of(ROWS[row], shard_word(shard), "trainer.micro_batch_size=2")  # two microbatches
+        return job_of(
+            ROWS[row], shard_word(shard), "trainer.micro_batch_size=2"
+        )  # two microbatches
 
 
 def tiny(words: str) -> Recipe:
     """llama_tiny with `words`; of half its layers and fewer tokens, where the peak is that of its state."""
     less = ("model.num_layers=2", "model.seq_length=128", "trainer.micro_batch_size=2")
-    return fp8cfg.compose(["recipe=llama_tiny", "data=tiny", *(w for w in less if w.split("=")[0] not in words), *words.split()])
+    return fp8cfg.compose(
+        [
+            "recipe=llama_tiny",
+            "data=tiny",
+            *(w for w in less if w.split("=")[0] not in words),
+            *words.split(),
+        ]
+    )
 
 
 def broken_off(shard: str, world: World) -> list[list[float]]:
     """Two steps after errors in the first: before all passes, in the midst of the first, and in the second microbatch; and one of a
     loop written by hand after another in the second microbatch, and after the last one, beside those of a job without errors."""
     job = job_of("precision=fp32", f"storage.shard={shard}", "trainer.micro_batch_size=2")
-    for module, passes in ((job.model, 0), (job.model.final_layernorm, 0), (job.model.final_layernorm, 1)):
+    for module, passes in (
+        (job.model, 0),
+        (job.model.final_layernorm, 0),
+        (job.model.final_layernorm, 1),
+    ):
         breaks_off(job, world, module, passes)
-    losses, unbroken = run(job, world, 0, 2), job_of("precision=fp32", f"storage.shard={shard}", "trainer.micro_batch_size=2")
+    losses, unbroken = (
+        run(job, world, 0, 2),
+        job_of("precision=fp32", f"storage.shard={shard}", "trainer.micro_batch_size=2"),
+    )
     breaks_off(job, world, job.model.final_layernorm, 1)
     run(unbroken, world, 0, 2)
     losses += [by_hand(job, world), by_hand(unbroken, world)]
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):  # when all passes are done
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ZeroDivisionError),
+    ):  # when all passes are done
         patch.setattr("fp8cfg.training.train_step.sum_gradients", lambda *_: 1 // 0)
         run(job, world, 0, 1)
     return [*losses, by_hand(job, world), by_hand(unbroken, world)]
@@ -123,7 +214,10 @@ def by_hand(job: Job, world: World) -> list[float]:
 
 def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
     batches, _ = run_data(job.recipe)
-    return [[s.loss, s.grad_norm] for s in (train_step(job, batches, step, world) for step in range(first, last))]
+    return [
+        [s.loss, s.grad_norm]
+        for s in (train_step(job, batches, step, world) for step in range(first, last))
+    ]
 
 
 def nbytes(tensors: list[Tensor]) -> int:
@@ -140,18 +234,43 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
         world.traffic.clear()
         losses += run(job, world, SAVED, SAVED + 1)
         sent = dict(world.traffic.messages)
-        validation = evaluate(job, validation_batches(job.recipe, run_data(job.recipe)[1], world), world)
+        validation = evaluate(
+            job, validation_batches(job.recipe, run_data(job.recipe)[1], world), world
+        )
         losses += run(job, world, SAVED + 1, STEPS)
         if job.recipe.fp8.enabled:
             job.prove()
-        kept = {kind: nbytes(tensors) for kind, tensors in (*memory_measurement.stored(job).items(), ("gradients", memory_measurement.gradients(job)))}
-        found[f"{row} {shard}"] = {"losses": losses, "validation": validation, "kept": kept, "state": sharded_checkpoints.whole(job, world), "messages": sent,
-                                   "json": job.optimizer.state_json(), "fsdp2": job.prepared.fsdp2, "bytes": checkpoint_bytes(job, world),
-                                   "elements": sum(p.numel() for p in job.model.parameters())}
+        kept = {
+            kind: nbytes(tensors)
+            for kind, tensors in (
+                *memory_measurement.stored(job).items(),
+                ("gradients", memory_measurement.gradients(job)),
+            )
+        }
+        found[f"{row} {shard}"] = {
+            "losses": losses,
+            "validation": validation,
+            "kept": kept,
+            "state": sharded_checkpoints.whole(job, world),
+            "messages": sent,
+            "json": job.optimizer.state_json(),
+            "fsdp2": job.prepared.fsdp2,
+            "bytes": checkpoint_bytes(job, world),
+            "elements": sum(p.numel() for p in job.model.parameters()),
+        }
     for row, before, now in RESUMED:
-        job = rank_runs.resumed(job_of(ROWS[row], f"storage.shard={now}", "trainer.micro_batch_size=2"), folder / f"{row} {before}", SAVED)
+        job = rank_runs.resumed(
+            job_of(ROWS[row], f"storage.shard={now}", "trainer.micro_batch_size=2"),
+            folder / f"{row} {before}",
+            SAVED,
+        )
         found[f"{row} {before} {now}"] = run(job, world, SAVED, STEPS)
-    eager, compiled = (job_of("precision=bf16_fp8 fp8.include=['*linear_fc2'] storage.shard=zero1 trainer.micro_batch_size=2") for _ in range(2))
+    eager, compiled = (
+        job_of(
+            "precision=bf16_fp8 fp8.include=['*linear_fc2'] storage.shard=zero1 trainer.micro_batch_size=2"
+        )
+        for _ in range(2)
+    )
     trace_model(compiled)
     found["compiled"] = [run(job, world, 0, 2) for job in (eager, compiled)]
     with pytest.MonkeyPatch.context() as patch:
@@ -160,10 +279,18 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     for shard in SHARDS:
         found[f"broken off {shard}"] = broken_off(shard, world)
     for grad in ("auto", "fp8"):
-        job = job_of(f"precision=fp16 precision.initial_loss_scale=1e30 precision.hysteresis=1 storage.weight_grad={grad}", "trainer.micro_batch_size=2", "storage.shard=zero1")
+        job = job_of(
+            f"precision=fp16 precision.initial_loss_scale=1e30 precision.hysteresis=1 storage.weight_grad={grad}",
+            "trainer.micro_batch_size=2",
+            "storage.shard=zero1",
+        )
         before = local(job.model.final_layernorm.weight).clone()
         skipped = train_step(job, run_data(job.recipe)[0], 0, world)
-        found[f"skipped {grad}"] = [skipped.stepped, torch.equal(before, local(job.model.final_layernorm.weight)), job.loss_scaler.scale]
+        found[f"skipped {grad}"] = [
+            skipped.stepped,
+            torch.equal(before, local(job.model.final_layernorm.weight)),
+            job.loss_scaler.scale,
+        ]
     return found
 
 
@@ -176,8 +303,14 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 def same(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> list[str]:
     """Names of what differs."""
     names = {(group, name) for found in (a, b) for group in found for name in found[group]}
-    return [f"{group} {name}" for group, name in sorted(names) if name not in a[group] or name not in b[group]
-            or a[group][name].dtype != b[group][name].dtype or not torch.equal(sharded_bits(a[group][name]), sharded_bits(b[group][name]))]
+    return [
+        f"{group} {name}"
+        for group, name in sorted(names)
+        if name not in a[group]
+        or name not in b[group]
+        or a[group][name].dtype != b[group][name].dtype
+        or not torch.equal(sharded_bits(a[group][name]), sharded_bits(b[group][name]))
+    ]
 
 
 def sharded_bits(t: Tensor) -> Tensor:
@@ -186,31 +319,61 @@ def sharded_bits(t: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "shard"), [run for run in RUNS if run[1] != WHOLE])
-def test_a_sharded_run_has_the_bits_of_the_unsharded_one(row: str, shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_sharded_run_has_the_bits_of_the_unsharded_one(
+    row: str, shard: str, two: tuple[Path, list[dict[str, Any]]]
+) -> None:
     whole = two[1][0][f"{row} {WHOLE}"]
     for found in (rank[f"{row} {shard}"] for rank in two[1]):
         assert found["fsdp2"] and not whole["fsdp2"]
-        if row == CUT and shard != "none":  # moments of norms, whose shards are no whole blocks, are float32
-            assert [loss for loss, _ in found["losses"]] == pytest.approx([loss for loss, _ in whole["losses"]], rel=1e-5)
-            assert {name: t["codecs"]["exp_avg"] == "fp32" for name, t in found["json"]["state"].items()} == {name: "norm" in name for name in found["json"]["state"]}
+        if (
+            row == CUT and shard != "none"
+        ):  # moments of norms, whose shards are no whole blocks, are float32
+            assert [loss for loss, _ in found["losses"]] == pytest.approx(
+                [loss for loss, _ in whole["losses"]], rel=1e-5
+            )
+            assert {
+                name: t["codecs"]["exp_avg"] == "fp32" for name, t in found["json"]["state"].items()
+            } == {name: "norm" in name for name in found["json"]["state"]}
             continue
         if shard != "zero2":  # which sums over ranks before it does over microbatches
-            assert [loss for loss, _ in found["losses"]] == [loss for loss, _ in whole["losses"]] and found["validation"] == whole["validation"]
-            assert same(found["state"], whole["state"]) == [], "a checkpoint of the sharded run is that of the unsharded one"
-        assert [x for both in found["losses"] for x in both] == pytest.approx([x for both in whole["losses"] for x in both], rel=1e-3 if shard == "zero2" and row in ("bf16 sums", "bf16 gradients", "weights in fp16") else 2e-5 if shard == "zero2" else 1e-6)
+            assert [loss for loss, _ in found["losses"]] == [
+                loss for loss, _ in whole["losses"]
+            ] and found["validation"] == whole["validation"]
+            assert same(found["state"], whole["state"]) == [], (
+                "a checkpoint of the sharded run is that of the unsharded one"
+            )
+        assert [x for both in found["losses"] for x in both] == pytest.approx(
+            [x for both in whole["losses"] for x in both],
+            rel=1e-3
+            if shard == "zero2" and row in ("bf16 sums", "bf16 gradients", "weights in fp16")
+            else 2e-5
+            if shard == "zero2"
+            else 1e-6,
+        )
         assert found["json"] == whole["json"] and found["bytes"] == whole["bytes"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "shard"), [run for run in RUNS if run[1] in ("zero1", "zero2")])
-def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_rank_keeps_half_of_masters_moments_and_gradients(
+    row: str, shard: str, two: tuple[Path, list[dict[str, Any]]]
+) -> None:
     whole = two[1][0][f"{row} {WHOLE}"]
     first, second = (found[f"{row} {shard}"]["kept"] for found in two[1])
-    assert first["masters"] + first["weights"] + second["masters"] + second["weights"] == 4 * whole["elements"]
+    assert (
+        first["masters"] + first["weights"] + second["masters"] + second["weights"]
+        == 4 * whole["elements"]
+    )
     wide = NORMS * (8 - 2 * (1 + 8 / 128)) if row == CUT else 0
-    assert first["moments"] + second["moments"] == pytest.approx(whole["kept"]["moments"] + wide, abs=256)  # both have the scales of whole tensors
+    assert first["moments"] + second["moments"] == pytest.approx(
+        whole["kept"]["moments"] + wide, abs=256
+    )  # both have the scales of whole tensors
     if row.startswith("gradients"):
-        assert first["gradients"] + second["gradients"] == pytest.approx(whole["kept"]["gradients"], abs=256) and whole["kept"]["gradients"] < 2.5 * whole["elements"]
+        assert (
+            first["gradients"] + second["gradients"]
+            == pytest.approx(whole["kept"]["gradients"], abs=256)
+            and whole["kept"]["gradients"] < 2.5 * whole["elements"]
+        )
     else:
         assert first["gradients"] + second["gradients"] == 4 * whole["elements"]
     assert abs(first["moments"] - second["moments"]) < 0.02 * first["moments"]
@@ -219,10 +382,16 @@ def test_a_rank_keeps_half_of_masters_moments_and_gradients(row: str, shard: str
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ONE)
 def test_one_shard_is_kept_whole(row: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
-    whole, *every = two[1][0][f"{row} {WHOLE}"]["kept"], *(found[f"{row} none"]["kept"] for found in two[1])
+    whole, *every = (
+        two[1][0][f"{row} {WHOLE}"]["kept"],
+        *(found[f"{row} none"]["kept"] for found in two[1]),
+    )
     for kept in every:
         assert kept["masters"] == 4 * two[1][0][f"{row} none"]["elements"] and not kept["weights"]
-        assert [kept["moments"], kept["gradients"]] == [whole["moments"], kept["masters"] if row == "bf16 gradients" else whole["gradients"]]
+        assert [kept["moments"], kept["gradients"]] == [
+            whole["moments"],
+            kept["masters"] if row == "bf16 gradients" else whole["gradients"],
+        ]
 
 
 @pytest.mark.slow
@@ -234,10 +403,15 @@ def test_compiled_layers_give_the_eager_bits(two: tuple[Path, list[dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", SHARDS)
-def test_a_step_drops_what_one_before_it_left_that_was_broken_off(shard: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_step_drops_what_one_before_it_left_that_was_broken_off(
+    shard: str, two: tuple[Path, list[dict[str, Any]]]
+) -> None:
     for found in two[1]:
         *losses, second, unbroken, last, whole = found[f"broken off {shard}"]
-        assert losses == found[f"fp32 {shard}"]["losses"][:2] and [second, last] == [unbroken, whole]
+        assert losses == found[f"fp32 {shard}"]["losses"][:2] and [second, last] == [
+            unbroken,
+            whole,
+        ]
 
 
 @pytest.mark.slow
@@ -255,10 +429,14 @@ def test_the_plan_is_what_is_measured(words: str, two: tuple[Path, list[dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("row", "before", "now"), RESUMED)
-def test_two_ranks_resume_sharded_like_before_or_not(row: str, before: str, now: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_two_ranks_resume_sharded_like_before_or_not(
+    row: str, before: str, now: str, two: tuple[Path, list[dict[str, Any]]]
+) -> None:
     whole, resumed = two[1][0][f"{row} {before}"], two[1][0][f"{row} {before} {now}"]
     assert resumed == two[1][1][f"{row} {before} {now}"]
-    assert [loss for loss, _ in resumed] == pytest.approx([loss for loss, _ in whole["losses"][SAVED:]], rel=2e-5)
+    assert [loss for loss, _ in resumed] == pytest.approx(
+        [loss for loss, _ in whole["losses"][SAVED:]], rel=2e-5
+    )
 
 
 @pytest.mark.slow
@@ -272,7 +450,9 @@ def test_weights_are_gathered_once_a_step(two: tuple[Path, list[dict[str, Any]]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grad", ["auto", "fp8"])
-def test_a_gradient_that_is_not_finite_skips_the_step(grad: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_a_gradient_that_is_not_finite_skips_the_step(
+    grad: str, two: tuple[Path, list[dict[str, Any]]]
+) -> None:
     for found in two[1]:
         stepped, unchanged, scale = found[f"skipped {grad}"]
         assert not stepped and unchanged and scale < 1e30

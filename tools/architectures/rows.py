@@ -21,8 +21,11 @@ from tools.libraries.operators import without_operators
 
 ENDS = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 PRECISIONS = {
-    "bf16": ["precision=bf16_mixed"], "delayed": ["precision=bf16_fp8"], "block": ["precision=bf16_fp8_block", ENDS],
-    "torchao": ["precision=bf16_fp8_current", "backend=torchao", "fp8.params=false", ENDS]}
+    "bf16": ["precision=bf16_mixed"],
+    "delayed": ["precision=bf16_fp8"],
+    "block": ["precision=bf16_fp8_block", ENDS],
+    "torchao": ["precision=bf16_fp8_current", "backend=torchao", "fp8.params=false", ENDS],
+}
 STEPS, WITHIN = 6, 0.1
 NAMES = [*language.TRANSFORMERS, *other.OTHER]
 REFUSED = {"nn_lstm": "LSTM is no linear layer"}
@@ -38,9 +41,17 @@ class Trained(NamedTuple):
 
 
 def recipe(precision: str) -> fp8cfg.Recipe:
-    return fp8cfg.compose([
-        *PRECISIONS[precision], "optim.lr=2e-3", "optim.lr_decay_style=constant", "optim.warmup_steps=0", "optim.weight_decay=0",
-        f"trainer.max_steps={STEPS}", "trainer.accelerator=cpu"])
+    return fp8cfg.compose(
+        [
+            *PRECISIONS[precision],
+            "optim.lr=2e-3",
+            "optim.lr_decay_style=constant",
+            "optim.warmup_steps=0",
+            "optim.weight_decay=0",
+            f"trainer.max_steps={STEPS}",
+            "trainer.accelerator=cpu",
+        ]
+    )
 
 
 def trained(name: str, precision: str) -> Trained:
@@ -76,7 +87,10 @@ def row(name: str) -> tuple[bool, str]:
     shares = " ".join(f"{ran.share:8.1%}" for ran in fp8.values())
     losses = " ".join(f"{ran.losses[-1]:8.4f}" for ran in (plain, *fp8.values()))
     lines = [f"{shares}   {plain.losses[0]:8.4f} -> {losses}{''.join(wrong)}"]
-    lines += [f"{'':25}left out: {share:.1%}, {count} of {reason}" for reason, count, share in fp8["delayed"].left_out]
+    lines += [
+        f"{'':25}left out: {share:.1%}, {count} of {reason}"
+        for reason, count, share in fp8["delayed"].left_out
+    ]
     return name not in REFUSED and not any(wrong), "\n".join(lines)
 
 
@@ -86,7 +100,9 @@ def _wrong(plain: Trained, precision: str, ran: Trained) -> str:
     if ran.share <= 0:
         return f"  FAILED, {precision}: nothing ran in FP8"
     gap = abs(ran.losses[-1] - plain.losses[-1]) / max(plain.losses[0], 1e-3)
-    return "" if gap < WITHIN else f"  FAILED, {precision}: {gap:.1%} of the first loss away from bf16"
+    return (
+        "" if gap < WITHIN else f"  FAILED, {precision}: {gap:.1%} of the first loss away from bf16"
+    )
 
 
 def main(names: Sequence[str]) -> int:
@@ -94,13 +110,19 @@ def main(names: Sequence[str]) -> int:
     torch.set_num_threads(1)
     without_operators()
     all_right = True
-    print(f"{'architecture':<24} {'delayed':>8} {'block':>8} {'torchao':>8}   loss, first -> {'bf16':>5} {'delayed':>8} {'block':>8} {'torchao':>8}")
+    print(
+        f"{'architecture':<24} {'delayed':>8} {'block':>8} {'torchao':>8}   loss, first -> {'bf16':>5} {'delayed':>8} {'block':>8} {'torchao':>8}"
+    )
     for name in names or NAMES:
         began = time.perf_counter()
         right, lines = row(name)
         all_right &= right
         first, _, rest = lines.partition("\n")
-        print(f"{name:<24} {first}  ({time.perf_counter() - began:.1f} s)" + (f"\n{rest}" if rest else ""), flush=True)
+        print(
+            f"{name:<24} {first}  ({time.perf_counter() - began:.1f} s)"
+            + (f"\n{rest}" if rest else ""),
+            flush=True,
+        )
     return 0 if all_right else 1
 
 

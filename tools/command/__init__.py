@@ -19,7 +19,9 @@ def recipes(rows: Iterable[list[str]], ranks: int = 1) -> list[fp8cfg.Recipe]:
         fp8cfg.lower(recipe, find_hardware(recipe.trainer.accelerator))
         batch, per_pass = recipe.trainer.global_batch_size, recipe.trainer.micro_batch_size * ranks
         if batch % per_pass:
-            raise fp8cfg.ConfigError(f"trainer.global_batch_size={batch}: {ranks} ranks take a multiple of {per_pass}")
+            raise fp8cfg.ConfigError(
+                f"trainer.global_batch_size={batch}: {ranks} ranks take a multiple of {per_pass}"
+            )
     return found
 
 

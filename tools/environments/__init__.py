@@ -17,8 +17,18 @@ def made(folder: Path, index_url: str | None, libraries: Sequence[str]) -> str:
     the requirements `libraries`; made where it is not there. Raises CalledProcessError."""
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    commands = [[*pip, *(["--index-url", index_url] if index_url else []), TORCH],
-                [*pip, "-c", str(ROOT / "constraints.txt"), TORCH, *libraries, "transformers", *requirements()]]
+    commands = [
+        [*pip, *(["--index-url", index_url] if index_url else []), TORCH],
+        [
+            *pip,
+            "-c",
+            str(ROOT / "constraints.txt"),
+            TORCH,
+            *libraries,
+            "transformers",
+            *requirements(),
+        ],
+    ]
     if not Path(python).exists():
         commands.insert(0, [sys.executable, "-m", "venv", str(folder)])
     for command in commands:
@@ -30,5 +40,7 @@ def requirements() -> list[str]:
     """Ours, but for torch."""
     import tomllib
 
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "dependencies"
+    ]
     return [line for line in listed if re.split(r"[^\w.-]", line)[0] != "torch"]

@@ -18,7 +18,16 @@ from fp8cfg.backends.te import engine
 from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
-from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linears, seed_rounding, update_scales
+from fp8cfg.numerics import (
+    E2M1,
+    E4M3,
+    FP8Linear,
+    Region,
+    Scaling,
+    fp8_linears,
+    seed_rounding,
+    update_scales,
+)
 from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT
 from fp8cfg.optim.groups import param_groups
@@ -35,14 +44,32 @@ Parts = dict[str, Callable[[], object]]
 TOKENS, IN_FEATURES, OUT_FEATURES = 15872, 4096, 16384
 """The linear layer of Transformer Engine's published benchmark."""
 SCALINGS = {
-    "bf16": None, "delayed": Scaling(), "current": Scaling("current"), "row": Scaling("current", granularity="row", power_2_scales=True),
+    "bf16": None,
+    "delayed": Scaling(),
+    "current": Scaling("current"),
+    "row": Scaling("current", granularity="row", power_2_scales=True),
     "block": Scaling("block", backward=E4M3, power_2_scales=True, weights_2d=True),
-}  # fmt: skip
-BLACKWELL = {"mxfp8": Scaling("mxfp8", backward=E4M3), "nvfp4": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True)}
+}
+BLACKWELL = {
+    "mxfp8": Scaling("mxfp8", backward=E4M3),
+    "nvfp4": Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True),
+}
 """Counted where the fake GPU claims compute capability 10.0, which does not multiply with scales of 128."""
-STEP = ("recipe=llama_tiny", "trainer.accelerator=cuda", "trainer.devices=1", "data=tiny", "trainer.max_steps=8", "optim.warmup_steps=0",
-        "optim.constant_steps=0")  # fmt: skip
-COLUMNS = {"weight": "bf16", "weight_grad": "fp32", "exp_avg": "fp8_block", "exp_avg_sq": "fp8_block"}
+STEP = (
+    "recipe=llama_tiny",
+    "trainer.accelerator=cuda",
+    "trainer.devices=1",
+    "data=tiny",
+    "trainer.max_steps=8",
+    "optim.warmup_steps=0",
+    "optim.constant_steps=0",
+)
+COLUMNS = {
+    "weight": "bf16",
+    "weight_grad": "fp32",
+    "exp_avg": "fp8_block",
+    "exp_avg_sq": "fp8_block",
+}
 
 
 def converted(model: nn.Module, scaling: str, fp8_params: bool) -> nn.Module:
@@ -51,7 +78,9 @@ def converted(model: nn.Module, scaling: str, fp8_params: bool) -> nn.Module:
         return model
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            layer = FP8Linear.from_linear(module, made, Region(active=True), product="scaled_mm", fp8_params=fp8_params)
+            layer = FP8Linear.from_linear(
+                module, made, Region(active=True), product="scaled_mm", fp8_params=fp8_params
+            )
             layer.set_weight_grad_dtype(torch.bfloat16)
             seed_rounding(layer, 1)
             if not name:
@@ -77,14 +106,24 @@ def passes(model: nn.Module, x: Tensor, dy: Tensor, *rest: Tensor) -> Parts:
         model.zero_grad()
         outputs[:] = [model(x, *rest)]
 
-    return {"forward": forward, "backward": lambda: outputs.pop().backward(dy), "update": lambda: update_scales(layers)}
+    return {
+        "forward": forward,
+        "backward": lambda: outputs.pop().backward(dy),
+        "update": lambda: update_scales(layers),
+    }
 
 
 def big_linear(scaling: str, fp8_params: bool) -> nn.Module:
-    return converted(nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, device="cuda", dtype=torch.bfloat16), scaling, fp8_params)
+    return converted(
+        nn.Linear(IN_FEATURES, OUT_FEATURES, bias=False, device="cuda", dtype=torch.bfloat16),
+        scaling,
+        fp8_params,
+    )
 
 
-def linear(scaling: str, fp8_params: bool = False, compile: bool = False, shared: bool = False) -> Parts:
+def linear(
+    scaling: str, fp8_params: bool = False, compile: bool = False, shared: bool = False
+) -> Parts:
     """`shared`: its weight and gradient are split over tensor-parallel ranks, of which there is one here."""
     layer = big_linear(scaling, fp8_params)
     if shared:
@@ -92,7 +131,10 @@ def linear(scaling: str, fp8_params: bool = False, compile: bool = False, shared
         layer.amax_group = AmaxGroup(((WEIGHT, 0), (GRAD_OUTPUT, 1)), dist.group.WORLD.group_name)
     if compile:
         compiled(layer)
-    x, dy = (torch.zeros(TOKENS, n, device="cuda", dtype=torch.bfloat16) for n in (IN_FEATURES, OUT_FEATURES))
+    x, dy = (
+        torch.zeros(TOKENS, n, device="cuda", dtype=torch.bfloat16)
+        for n in (IN_FEATURES, OUT_FEATURES)
+    )
     return passes(layer, x, dy)
 
 
@@ -102,10 +144,20 @@ def te_linear(scaling: str) -> Parts:
     from transformer_engine.common import recipe
 
     _forget_te()
-    layer = te.Linear(IN_FEATURES, OUT_FEATURES, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    made = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "block": recipe.Float8BlockScaling,
-            "mxfp8": recipe.MXFP8BlockScaling, "nvfp4": recipe.NVFP4BlockScaling}[scaling]()  # fmt: skip
-    x, dy = (torch.zeros(TOKENS, n, device="cuda", dtype=torch.bfloat16) for n in (IN_FEATURES, OUT_FEATURES))
+    layer = te.Linear(
+        IN_FEATURES, OUT_FEATURES, bias=False, params_dtype=torch.bfloat16, device="cuda"
+    )
+    made = {
+        "delayed": recipe.DelayedScaling,
+        "current": recipe.Float8CurrentScaling,
+        "block": recipe.Float8BlockScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+        "nvfp4": recipe.NVFP4BlockScaling,
+    }[scaling]()
+    x, dy = (
+        torch.zeros(TOKENS, n, device="cuda", dtype=torch.bfloat16)
+        for n in (IN_FEATURES, OUT_FEATURES)
+    )
     outputs = list[Tensor]()
     x.requires_grad_()
 
@@ -141,8 +193,13 @@ def layer_8b(scaling: str, compile: bool = False) -> Parts:
     layer = converted(TransformerLayer(config).to("cuda", torch.bfloat16), scaling, False)
     if compile:
         compiled(layer)
-    x, dy = (torch.zeros(1, config.seq_length, config.hidden_size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return passes(layer, x, dy, *rotary_tables(config, torch.arange(config.seq_length, device="cuda")))
+    x, dy = (
+        torch.zeros(1, config.seq_length, config.hidden_size, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    return passes(
+        layer, x, dy, *rotary_tables(config, torch.arange(config.seq_length, device="cuda"))
+    )
 
 
 def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
@@ -151,13 +208,19 @@ def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
     if ranks > 1:
         _start_group()
     _forget_te()
-    native = [] if "precision=bf16" in words or any(w.startswith("backend=") for w in words) else ["backend=native"]
+    native = (
+        []
+        if "precision=bf16" in words or any(w.startswith("backend=") for w in words)
+        else ["backend=native"]
+    )
     job = fp8cfg.build(fp8cfg.compose([*STEP, *words, *native]))
     if compile:
         job.compile_model()
     batches, _ = run_data(job.recipe)
     launched_step.refuse_without_targets = lambda *_: None  # counts of targets have no values here
-    steps = StepSequence(job, batches, World(0, ranks), None, lambda done: None, may_launch_ahead(job)).__enter__()
+    steps = StepSequence(
+        job, batches, World(0, ranks), None, lambda done: None, may_launch_ahead(job)
+    ).__enter__()
     return {"step": lambda: steps.take(job.optimizer.steps, settled=False)}
 
 
@@ -172,11 +235,19 @@ def optimizer(name: str, parameters: int, compile: bool = False) -> Parts:
     """A step of AdamW, fused or low-bit, over so many matrices of 4096 x 1024."""
     model = nn.Module()
     for i in range(parameters):
-        setattr(model, f"w{i}", nn.Parameter(torch.zeros(4096, 1024, device="cuda", dtype=torch.bfloat16)))
+        setattr(
+            model,
+            f"w{i}",
+            nn.Parameter(torch.zeros(4096, 1024, device="cuda", dtype=torch.bfloat16)),
+        )
     made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     if name == "low-bit":
-        made = LowBitTrainingAdamW([{**g, "columns": named_columns(**COLUMNS)} for g in param_groups(model, 0.1)], lr=1e-3, clip_grad=1.0,
-                                   compiled=compile)  # fmt: skip
+        made = LowBitTrainingAdamW(
+            [{**g, "columns": named_columns(**COLUMNS)} for g in param_groups(model, 0.1)],
+            lr=1e-3,
+            clip_grad=1.0,
+            compiled=compile,
+        )
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     return {"step": made.step}

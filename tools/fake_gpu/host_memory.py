@@ -21,7 +21,12 @@ def in_host_memory(t: Tensor) -> Tensor:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     alias = torch.empty(0, dtype=t.dtype)
-    alias.set_(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), t.storage_offset(), t.shape, t.stride())
+    alias.set_(
+        torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(),
+        t.storage_offset(),
+        t.shape,
+        t.stride(),
+    )
     alias = alias.conj() if t.is_conj() else alias
     return torch._neg_view(alias) if t.is_neg() else alias
 
@@ -54,5 +59,7 @@ def seeded(leaves: list[Any]) -> Iterator[None]:
     given = [x for x in leaves if isinstance(x, torch.Generator) and x.device.type == "cuda"]
     state = (given or torch.cuda.default_generators)[0].get_state().numpy().tobytes()
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(hashlib.blake2b(state, digest_size=7).digest()))
+        torch.default_generator.manual_seed(
+            int.from_bytes(hashlib.blake2b(state, digest_size=7).digest())
+        )
         yield

@@ -41,7 +41,11 @@ def resources(ptx: str, shared: int = 0) -> Resources:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        done = subprocess.run([ptxas, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"], capture_output=True, text=True)
+        done = subprocess.run(
+            [ptxas, "-v", f"--gpu-name={target[1]}", file.name, "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+        )
     if done.returncode:
         raise RuntimeError(done.stderr)
     spilled = sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
@@ -60,76 +64,213 @@ def compiled() -> dict[str, Any]:
     seen, counts = torch.zeros((), device="cuda"), torch.zeros(4, device="cuda")
     for delayed in (True, False):
         for dtype in (torch.bfloat16, torch.float32):
-            t, parts = torch.zeros(256, 512, device="cuda", dtype=dtype), torch.empty(triton_kernels.PARTS, device="cuda")
+            t, parts = (
+                torch.zeros(256, 512, device="cuda", dtype=dtype),
+                torch.empty(triton_kernels.PARTS, device="cuda"),
+            )
             name = f"{AMAXES} {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')}"
-            found[name] = triton_kernels.amaxes_of_parts(t, parts, torch.ones(3, device="cuda") if delayed else None)
+            found[name] = triton_kernels.amaxes_of_parts(
+                t, parts, torch.ones(3, device="cuda") if delayed else None
+            )
             name = f"{COUNT} {'of one scale' if delayed else 'of tiles'} {str(dtype).removeprefix('torch.')}"
-            found[name] = triton_kernels.count(t, seen, torch.ones((), device="cuda") if delayed else None, counts, E4M3.reach)
+            found[name] = triton_kernels.count(
+                t, seen, torch.ones((), device="cuda") if delayed else None, counts, E4M3.reach
+            )
     for delayed in (True, False):
         for fmt, dtype in ((E4M3, torch.bfloat16), (E4M3, torch.float32), (E5M2, torch.bfloat16)):
             t = torch.zeros(256, 512, device="cuda", dtype=dtype)
-            scales, history = torch.ones(3, device="cuda") if delayed else None, torch.zeros(4, 3, device="cuda")
-            data, transposed = torch.empty_like(t, dtype=fmt.dtype), torch.empty(512, 256, device="cuda", dtype=fmt.dtype)
+            scales, history = (
+                torch.ones(3, device="cuda") if delayed else None,
+                torch.zeros(4, 3, device="cuda"),
+            )
+            data, transposed = (
+                torch.empty_like(t, dtype=fmt.dtype),
+                torch.empty(512, 256, device="cuda", dtype=fmt.dtype),
+            )
             name = f"cast {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')} to {fmt.name}, transposed"
-            found[name] = triton_kernels.cast(t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"),
-                                              counts=counts, reach=fmt.reach)
+            found[name] = triton_kernels.cast(
+                t,
+                scales,
+                history,
+                0,
+                fmt.max,
+                fmt.max,
+                False,
+                data,
+                transposed,
+                torch.empty((), device="cuda"),
+                counts=counts,
+                reach=fmt.reach,
+            )
             if fmt is E4M3:  # with the amax of all tensor-parallel ranks
                 found[f"{name}, amax given"] = triton_kernels.cast(
-                    t, scales, history, 0, fmt.max, fmt.max, False, data, transposed, torch.empty((), device="cuda"), torch.ones(1, device="cuda"),
-                    counts, fmt.reach)
+                    t,
+                    scales,
+                    history,
+                    0,
+                    fmt.max,
+                    fmt.max,
+                    False,
+                    data,
+                    transposed,
+                    torch.empty((), device="cuda"),
+                    torch.ones(1, device="cuda"),
+                    counts,
+                    fmt.reach,
+                )
     for square in (False, True):
         for dtype in (torch.bfloat16, torch.float32):
             t = torch.zeros(256, 512, device="cuda", dtype=dtype)
-            data, transposed = torch.empty_like(t, dtype=E4M3.dtype), torch.empty(512, 256, device="cuda", dtype=E4M3.dtype)
+            data, transposed = (
+                torch.empty_like(t, dtype=E4M3.dtype),
+                torch.empty(512, 256, device="cuda", dtype=E4M3.dtype),
+            )
             scales, other = (torch.empty(n, 4, device="cuda") for n in (256, 512))
             name = f"cast_blocks {'128x128' if square else '1x128 and 128x1'} {str(dtype).removeprefix('torch.')}"
-            found[name] = triton_block_kernel.cast_blocks(t, 1e38, E4M3.max, True, square, data, scales, transposed, other, seen=seen, counts=counts)
+            found[name] = triton_block_kernel.cast_blocks(
+                t,
+                1e38,
+                E4M3.max,
+                True,
+                square,
+                data,
+                scales,
+                transposed,
+                other,
+                seen=seen,
+                counts=counts,
+            )
             if not square:
                 across = torch.empty(2, 512, device="cuda")
-                found[f"cast_blocks 1x128 and 128x1 stored {str(dtype).removeprefix('torch.')}"] = triton_block_kernel.cast_blocks(
-                    t, 1e38, E4M3.max, True, False, data, scales, torch.empty_like(data), across, transpose=False, seen=seen, counts=counts)
+                found[f"cast_blocks 1x128 and 128x1 stored {str(dtype).removeprefix('torch.')}"] = (
+                    triton_block_kernel.cast_blocks(
+                        t,
+                        1e38,
+                        E4M3.max,
+                        True,
+                        False,
+                        data,
+                        scales,
+                        torch.empty_like(data),
+                        across,
+                        transpose=False,
+                        seen=seen,
+                        counts=counts,
+                    )
+                )
     for dtype in (torch.bfloat16, torch.float32):
-        t, kind = torch.zeros(256, 512, device="cuda", dtype=dtype), str(dtype).removeprefix("torch.")
-        data, transposed = torch.empty_like(t, dtype=E4M3.dtype), torch.empty(512, 256, device="cuda", dtype=E4M3.dtype)
+        t, kind = (
+            torch.zeros(256, 512, device="cuda", dtype=dtype),
+            str(dtype).removeprefix("torch."),
+        )
+        data, transposed = (
+            torch.empty_like(t, dtype=E4M3.dtype),
+            torch.empty(512, 256, device="cuda", dtype=E4M3.dtype),
+        )
         for square in (False, True):
-            scales, other = (torch.empty(2 * 4 * 512, device="cuda", dtype=torch.uint8) for _ in range(2))
+            scales, other = (
+                torch.empty(2 * 4 * 512, device="cuda", dtype=torch.uint8) for _ in range(2)
+            )
             name = f"cast_blocks MX {'32x32' if square else '1x32 and 32x1'} {kind}"
             found[name] = triton_block_kernel.cast_blocks(
-                t, 0.0, E4M3.max, False, square, data, scales, transposed, other, mx=32, seen=seen, counts=counts)
-        room = [torch.empty(n, device="cuda", dtype=torch.uint8) for n in (256 * 256, 2 * 8 * 512, 512 * 128, 4 * 4 * 512)]
-        random = torch.zeros(2, device="cuda", dtype=torch.int32), torch.zeros((), device="cuda", dtype=torch.int32)
-        for name, across, draws in (("1x16", (None, None), None), ("1x16 at random", (None, None), random), ("16x16", room[2:], None)):
+                t,
+                0.0,
+                E4M3.max,
+                False,
+                square,
+                data,
+                scales,
+                transposed,
+                other,
+                mx=32,
+                seen=seen,
+                counts=counts,
+            )
+        room = [
+            torch.empty(n, device="cuda", dtype=torch.uint8)
+            for n in (256 * 256, 2 * 8 * 512, 512 * 128, 4 * 4 * 512)
+        ]
+        random = (
+            torch.zeros(2, device="cuda", dtype=torch.int32),
+            torch.zeros((), device="cuda", dtype=torch.int32),
+        )
+        for name, across, draws in (
+            ("1x16", (None, None), None),
+            ("1x16 at random", (None, None), random),
+            ("16x16", room[2:], None),
+        ):
             found[f"{FOUR_BITS} {name} {kind}"] = triton_block_kernel.cast_four_bits(
-                t, *room[:2], *across, torch.empty((), device="cuda"), draws, 1, seen, counts=counts)
-        held = [torch.empty(shape, device="cuda", dtype=torch.uint8) for shape in ((256, 512), (256, 32), (256, 512), (16, 512))]
-        for name, into in (("1x16 and 16x1 stored", held), ("16x16 stored", [held[0], torch.empty_like(held[3][:, :32]), None, None])):
+                t, *room[:2], *across, torch.empty((), device="cuda"), draws, 1, seen, counts=counts
+            )
+        held = [
+            torch.empty(shape, device="cuda", dtype=torch.uint8)
+            for shape in ((256, 512), (256, 32), (256, 512), (16, 512))
+        ]
+        for name, into in (
+            ("1x16 and 16x1 stored", held),
+            ("16x16 stored", [held[0], torch.empty_like(held[3][:, :32]), None, None]),
+        ):
             found[f"{FOUR_BITS} {name} {kind}"] = triton_block_kernel.cast_four_bits(
-                t, *into, torch.empty((), device="cuda"), seen=seen, counts=counts, transpose=False)
+                t, *into, torch.empty((), device="cuda"), seen=seen, counts=counts, transpose=False
+            )
         one, other = (torch.empty(n, 1, device="cuda") for n in (256, 512))
         found[f"cast_rows rows and columns {kind}"] = triton_row_kernel.cast_rows(
-            t, E4M3.max, True, data, one, transposed, other, seen=seen, counts=counts)
+            t, E4M3.max, True, data, one, transposed, other, seen=seen, counts=counts
+        )
         for axis, n in ((1, 256), (0, 512)):  # of all tensor-parallel ranks
             amaxes, which = torch.empty(n, device="cuda"), "amaxes" if axis else "amaxes_t"
-            found[f"cast_rows rows and columns {kind}, {which} given"] = triton_row_kernel.cast_rows(
-                t, E4M3.max, True, data, one, transposed, other, seen=seen, counts=counts, **{which: amaxes})
+            found[f"cast_rows rows and columns {kind}, {which} given"] = (
+                triton_row_kernel.cast_rows(
+                    t,
+                    E4M3.max,
+                    True,
+                    data,
+                    one,
+                    transposed,
+                    other,
+                    seen=seen,
+                    counts=counts,
+                    **{which: amaxes},
+                )
+            )
         # As a weight is stored: nothing is transposed, scales of MX are bytes.
         again, across = torch.empty_like(data), torch.empty(1, 512, device="cuda")
-        scales, other = (torch.empty(s, device="cuda", dtype=torch.uint8) for s in ((256, 16), (8, 512)))
+        scales, other = (
+            torch.empty(s, device="cuda", dtype=torch.uint8) for s in ((256, 16), (8, 512))
+        )
         found[f"cast_blocks MX stored {kind}"] = triton_block_kernel.cast_blocks(
-            t, 0.0, E4M3.max, False, False, data, scales, again, other, mx=32, transpose=False, seen=seen, counts=counts)
+            t,
+            0.0,
+            E4M3.max,
+            False,
+            False,
+            data,
+            scales,
+            again,
+            other,
+            mx=32,
+            transpose=False,
+            seen=seen,
+            counts=counts,
+        )
         found[f"cast_rows stored {kind}"] = triton_row_kernel.cast_rows(
-            t, E4M3.max, True, data, one, again, across, transpose=False, seen=seen, counts=counts)
+            t, E4M3.max, True, data, one, again, across, transpose=False, seen=seen, counts=counts
+        )
     return found
 
 
 def main() -> int:
-    print(f"{'kernel':48}{'target':>9}{'registers':>11}{'spilled':>9}{'shared':>8}{'warps':>7}{'an SM':>7}")
+    print(
+        f"{'kernel':48}{'target':>9}{'registers':>11}{'spilled':>9}{'shared':>8}{'warps':>7}{'an SM':>7}"
+    )
     wrong = 0
     for name, kernel in compiled().items():
         found = resources(kernel.asm["ptx"], kernel.metadata.shared)
         target = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE)
-        print(f"{name:48}{target[1] if target else '':>9}{found.registers:11}{found.spilled:9}{found.shared:8}"
-              f"{kernel.metadata.num_warps:7}{resident_warps(found.registers, kernel.metadata.num_warps):7}")
+        print(
+            f"{name:48}{target[1] if target else '':>9}{found.registers:11}{found.spilled:9}{found.shared:8}"
+            f"{kernel.metadata.num_warps:7}{resident_warps(found.registers, kernel.metadata.num_warps):7}"
+        )
         wrong += found.spilled > 0
     return bool(wrong)
 

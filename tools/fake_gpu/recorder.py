@@ -62,7 +62,9 @@ def readable(line: str) -> str:
     demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
     demangle.restype = ctypes.c_char_p
     name = demangle(line[2:].encode(), None, None, None) or line[2:].encode()
-    return "K " + re.sub(r"at::native::|^void |\(anonymous namespace\)::|std::|at::detail::", "", name.decode())
+    return "K " + re.sub(
+        r"at::native::|^void |\(anonymous namespace\)::|std::|at::detail::", "", name.decode()
+    )
 
 
 def is_fake() -> bool:
@@ -106,7 +108,7 @@ def _place() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if "/fp8cfg/" in file:
-            return f"{file[file.rindex('/fp8cfg/') + 1:]}:{frame.f_lineno}"
+            return f"{file[file.rindex('/fp8cfg/') + 1 :]}:{frame.f_lineno}"
         if innermost == "?" and not file.startswith("<"):
             innermost = f"{file.rpartition('site-packages/')[2]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]

@@ -40,9 +40,17 @@ def over(case: str, found: Counts, ceilings: dict[str, Counts]) -> list[str]:
     go as Python collects them."""
     if case not in ceilings:
         return [f"{case}: no ceiling is recorded; run it with --record"]
-    lines = [f"{case}: {found[name]} {name}, {most} are allowed" for name in FIGURES if found[name] > (most := ceilings[case][name])]
+    lines = [
+        f"{case}: {found[name]} {name}, {most} are allowed"
+        for name in FIGURES
+        if found[name] > (most := ceilings[case][name])
+    ]
     peak, most = found[PEAK], ceilings[case][PEAK]
-    return lines + ([f"{case}: {peak:.3f} GiB of peak, {most:.3f} are allowed"] if peak > 1.01 * most + 2**-8 else [])
+    return lines + (
+        [f"{case}: {peak:.3f} GiB of peak, {most:.3f} are allowed"]
+        if peak > 1.01 * most + 2**-8
+        else []
+    )
 
 
 def read(path: Path = CEILINGS) -> dict[str, Counts]:
@@ -50,9 +58,16 @@ def read(path: Path = CEILINGS) -> dict[str, Counts]:
 
 
 def write(ceilings: dict[str, Counts], path: Path = CEILINGS) -> None:
-    lines = ["# The most launches, copies, waits and GiB of peak of each case of tools/fake_gpu/table.py, on torch 2.11; --record writes them."]
+    lines = [
+        "# The most launches, copies, waits and GiB of peak of each case of tools/fake_gpu/table.py, on torch 2.11; --record writes them."
+    ]
     for case, found in ceilings.items():
-        lines += ["", f'["{case}"]', *(f"{name} = {found[name]}" for name in FIGURES), f"{PEAK} = {found[PEAK]:.4f}"]
+        lines += [
+            "",
+            f'["{case}"]',
+            *(f"{name} = {found[name]}" for name in FIGURES),
+            f"{PEAK} = {found[PEAK]:.4f}",
+        ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -66,7 +81,9 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
     if blackwell:
         for how in ("eager", "compiled"):
             for scaling in cases.BLACKWELL:
-                found[f"linear {scaling} {how}"] = partial(cases.linear, scaling, False, how == "compiled")
+                found[f"linear {scaling} {how}"] = partial(
+                    cases.linear, scaling, False, how == "compiled"
+                )
         for scaling in cases.BLACKWELL:
             found[f"set_weight {scaling} eager"] = partial(cases.set_weight, scaling)
         found["step bf16_mxfp8 eager"] = partial(cases.step, "precision=bf16_mxfp8")
@@ -75,7 +92,9 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
         ran = "compiled" if how else "eager"
         for scaling in cases.SCALINGS:
             for held in (False, True) if scaling != "bf16" else (False,):
-                found[f"linear {scaling}{' FP8 weight' * held} {ran}"] = partial(cases.linear, scaling, held, how)
+                found[f"linear {scaling}{' FP8 weight' * held} {ran}"] = partial(
+                    cases.linear, scaling, held, how
+                )
         for scaling in [] if how else [name for name, made in cases.SCALINGS.items() if made]:
             found[f"set_weight {scaling} eager"] = partial(cases.set_weight, scaling)
         for scaling in ("bf16", "delayed", "block"):
@@ -85,36 +104,75 @@ def every_case(blackwell: bool) -> dict[str, Callable[[], dict[str, Callable[[],
     for preset in ("bf16", "bf16_fp8", "bf16_fp8_current"):
         found[f"step {preset} eager"] = partial(cases.step, f"precision={preset}")
     found["step fp16_fp8 eager"] = partial(cases.step, "precision=fp16_fp8")
-    found["step fsdp bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp")
-    found["step fsdp fp16_fp8 eager"] = partial(cases.step, "precision=fp16_fp8", "storage.shard=fsdp")
-    found["step fsdp SGD bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp", "optim.name=sgd")
+    found["step fsdp bf16_fp8 eager"] = partial(
+        cases.step, "precision=bf16_fp8", "storage.shard=fsdp"
+    )
+    found["step fsdp fp16_fp8 eager"] = partial(
+        cases.step, "precision=fp16_fp8", "storage.shard=fsdp"
+    )
+    found["step fsdp SGD bf16_fp8 eager"] = partial(
+        cases.step, "precision=bf16_fp8", "storage.shard=fsdp", "optim.name=sgd"
+    )
     moments = "storage.exp_avg=fp8", "storage.exp_avg_sq=fp16_scaled"
-    found["step fsdp moments bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "storage.shard=fsdp", *moments)
-    found["step fp16_fp8 SGD interval eager"] = partial(cases.step, "precision=fp16_fp8", "fp8.interval=2", "optim.name=sgd")
+    found["step fsdp moments bf16_fp8 eager"] = partial(
+        cases.step, "precision=bf16_fp8", "storage.shard=fsdp", *moments
+    )
+    found["step fp16_fp8 SGD interval eager"] = partial(
+        cases.step, "precision=fp16_fp8", "fp8.interval=2", "optim.name=sgd"
+    )
     for how in ("eager", "compiled"):  # once there are ranks
-        found[f"linear current amax group {how}"] = partial(cases.linear, "current", compile=how == "compiled", shared=True)
+        found[f"linear current amax group {how}"] = partial(
+            cases.linear, "current", compile=how == "compiled", shared=True
+        )
     masked = "precision=bf16_fp8", "trainer.micro_batch_size=8", "data.eod_mask_loss=true"
     found["step 2 ranks masked bf16_fp8 eager"] = partial(cases.step, *masked, ranks=2)
-    for name, words in {"block": ("bf16_fp8_block", "fp8.format=e4m3"), "row": ("bf16_fp8_current", "fp8.granularity=row")}.items():
+    for name, words in {
+        "block": ("bf16_fp8_block", "fp8.format=e4m3"),
+        "row": ("bf16_fp8_current", "fp8.granularity=row"),
+    }.items():
         precision, *keys = words
-        found[f"step {name} FP8 weights eager"] = partial(cases.step, f"precision={precision}", *keys, "fp8.params=true")
+        found[f"step {name} FP8 weights eager"] = partial(
+            cases.step, f"precision={precision}", *keys, "fp8.params=true"
+        )
     for level in ("O1", "O2", "O3"):
-        found[f"step {level} bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", f"opt_level={level}")
-    found["step bf16_fp8_current_coat eager"] = partial(cases.step, "precision=bf16_fp8_current_coat")
+        found[f"step {level} bf16_fp8 eager"] = partial(
+            cases.step, "precision=bf16_fp8", f"opt_level={level}"
+        )
+    found["step bf16_fp8_current_coat eager"] = partial(
+        cases.step, "precision=bf16_fp8_current_coat"
+    )
     selective = "model.recompute_granularity=selective"
     found["step bf16_fp8 compiled"] = partial(cases.step, "precision=bf16_fp8", compile=True)
-    found["step bf16_fp8 selective compiled"] = partial(cases.step, "precision=bf16_fp8", selective, compile=True)
-    found["step bf16_fp8 BF16 weights eager"] = partial(cases.step, "precision=bf16_fp8", "fp8.params=false")
+    found["step bf16_fp8 selective compiled"] = partial(
+        cases.step, "precision=bf16_fp8", selective, compile=True
+    )
+    found["step bf16_fp8 BF16 weights eager"] = partial(
+        cases.step, "precision=bf16_fp8", "fp8.params=false"
+    )
     held, kept = "fp8.params=false", "fp8.keep_transpose_cache=true"
-    accumulating = "precision=bf16_fp8", "trainer.global_batch_size=32", "trainer.micro_batch_size=8"
-    found["step bf16_fp8 BF16 weights 4 microbatches eager"] = partial(cases.step, *accumulating, held)
+    accumulating = (
+        "precision=bf16_fp8",
+        "trainer.global_batch_size=32",
+        "trainer.micro_batch_size=8",
+    )
+    found["step bf16_fp8 BF16 weights 4 microbatches eager"] = partial(
+        cases.step, *accumulating, held
+    )
     for how in (False, True):
         ran = f"4 microbatches {'compiled' if how else 'eager'}"
         found[f"step bf16_fp8 {ran}"] = partial(cases.step, *accumulating, compile=how)
-        found[f"step bf16_fp8 transposes kept {ran}"] = partial(cases.step, *accumulating, kept, compile=how)
-    found["step bf16_fp8 BF16 weights full eager"] = partial(cases.step, "precision=bf16_fp8", held, "model.recompute_granularity=full")
-    found["step emulated bf16_fp8 eager"] = partial(cases.step, "precision=bf16_fp8", "fp8.emulate=true")
-    found["step emulated bf16_mxfp8 compiled"] = partial(cases.step, "precision=bf16_mxfp8", "fp8.emulate=true", compile=True)
+        found[f"step bf16_fp8 transposes kept {ran}"] = partial(
+            cases.step, *accumulating, kept, compile=how
+        )
+    found["step bf16_fp8 BF16 weights full eager"] = partial(
+        cases.step, "precision=bf16_fp8", held, "model.recompute_granularity=full"
+    )
+    found["step emulated bf16_fp8 eager"] = partial(
+        cases.step, "precision=bf16_fp8", "fp8.emulate=true"
+    )
+    found["step emulated bf16_mxfp8 compiled"] = partial(
+        cases.step, "precision=bf16_mxfp8", "fp8.emulate=true", compile=True
+    )
     found["fused AdamW 4 eager"] = partial(cases.optimizer, "fused", 4)
     found["save bf16_fp8 eager"] = cases.host_copies
     return found | te_cases(("delayed", "current", "block"))
@@ -132,14 +190,20 @@ def te_cases(scalings: tuple[str, ...]) -> dict[str, Callable[[], dict[str, Call
         words = f"precision={PRESETS[scaling]}", "backend=te"
         found[f"te linear {scaling} eager"] = partial(cases.te_linear, scaling)
         for held in (False, True):
-            found[f"te step {scaling}{' FP8 weights' * held} eager"] = partial(cases.step, *words, f"fp8.params={held}")
-        found[f"te step {scaling} 4 microbatches eager"] = partial(cases.step, *words, "trainer.global_batch_size=32", "trainer.micro_batch_size=8")
+            found[f"te step {scaling}{' FP8 weights' * held} eager"] = partial(
+                cases.step, *words, f"fp8.params={held}"
+            )
+        found[f"te step {scaling} 4 microbatches eager"] = partial(
+            cases.step, *words, "trainer.global_batch_size=32", "trainer.micro_batch_size=8"
+        )
         if scaling in ("delayed", "current"):
             found[f"te step {scaling} O2 eager"] = partial(cases.step, *words, "opt_level=O2")
     return found
 
 
-def measured(parts: dict[str, Callable[[], object]], places: str) -> tuple[dict[str, Requests], float]:
+def measured(
+    parts: dict[str, Callable[[], object]], places: str
+) -> tuple[dict[str, Requests], float]:
     """What a third time asks for, part by part, and the peak of memory above what was held before it, GiB."""
     import torch
 
@@ -156,14 +220,27 @@ def measured(parts: dict[str, Callable[[], object]], places: str) -> tuple[dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="cases that have all of these words in their names")
-    parser.add_argument("--places", default="S", metavar="KINDS", help="requests whose lines are printed: C copies, S waits (default), K, T, G launches, M memsets")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="cases that have all of these words in their names"
+    )
+    parser.add_argument(
+        "--places",
+        default="S",
+        metavar="KINDS",
+        help="requests whose lines are printed: C copies, S waits (default), K, T, G launches, M memsets",
+    )
     parser.add_argument("--names", action="store_true", help="every request by name")
-    parser.add_argument("--record", action="store_true", help="write the counts down as the ceilings")
+    parser.add_argument(
+        "--record", action="store_true", help="write the counts down as the ceilings"
+    )
     args = parser.parse_args()
     if not is_fake():
-        parser.error("this is not the fake GPU: make one by tools/fake_gpu/setup.sh, and source its env.sh")
+        parser.error(
+            "this is not the fake GPU: make one by tools/fake_gpu/setup.sh, and source its env.sh"
+        )
     import torch
 
     from fp8cfg.backends.te.rules import unavailable
@@ -171,14 +248,24 @@ def main() -> int:
 
     without_proof()
     ceilings, wrong = read(), []
-    print(f"{'case':34}{'forward':>9}{'backward':>9}{'update':>8}{'launches':>10}{'copies':>8}{'waits':>7}{'+GiB':>7}", flush=True)
+    print(
+        f"{'case':34}{'forward':>9}{'backward':>9}{'update':>8}{'launches':>10}{'copies':>8}{'waits':>7}{'+GiB':>7}",
+        flush=True,
+    )
     for case, make in every_case(torch.cuda.get_device_capability() >= (10, 0)).items():
-        if not all(word in case.split() for word in args.words) or (case.startswith("te ") and unavailable()):
+        if not all(word in case.split() for word in args.words) or (
+            case.startswith("te ") and unavailable()
+        ):
             continue
         requests, peak = measured(make(), args.places)
         found = {**counts(requests), PEAK: peak}
         cells = [found.get(name, "") for name in ("forward", "backward", "update", *FIGURES)]
-        print(f"{case:34}" + "".join(str(c).rjust(w) for c, w in zip(cells, (9, 9, 8, 10, 8, 7), strict=True)) + f"{peak:7.2f}", flush=True)
+        print(
+            f"{case:34}"
+            + "".join(str(c).rjust(w) for c, w in zip(cells, (9, 9, 8, 10, 8, 7), strict=True))
+            + f"{peak:7.2f}",
+            flush=True,
+        )
         every = sum(requests.values(), Requests())
         for (what, place), times in every.places.most_common():
             print(f"{times:9} x {what[:60]} from {place}")

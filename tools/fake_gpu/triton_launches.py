@@ -44,10 +44,14 @@ def computed() -> Iterator[None]:
     def refuse(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(_launching, "inside", 0):
             name = kernel.fn.__name__
-            raise NotImplementedError(f"Triton kernel {name}: no values, write its launcher's (tools/fake_gpu/triton_values.py)")
+            raise NotImplementedError(
+                f"Triton kernel {name}: no values, write its launcher's (tools/fake_gpu/triton_values.py)"
+            )
         return run(kernel, *args, **kwargs)
 
-    def with_values(launch: Callable[..., Any], stand_in: Callable[..., None]) -> Callable[..., Any]:
+    def with_values(
+        launch: Callable[..., Any], stand_in: Callable[..., None]
+    ) -> Callable[..., Any]:
         @functools.wraps(launch)
         def launched(*args: Any, **kwargs: Any) -> Any:
             _launching.inside = getattr(_launching, "inside", 0) + 1

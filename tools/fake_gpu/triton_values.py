@@ -21,7 +21,9 @@ PARTS, BLOCK = 1024, 4096
 """Programs of `amaxes_of_parts` at most, and elements that each reads at a time (numerics/triton_kernels.py)."""
 
 
-def amaxes_of_parts(t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False) -> None:
+def amaxes_of_parts(
+    t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False
+) -> None:
     if scales is not None and scales[role] != 0:
         return
     a, count = t.flatten().float().abs(), min(PARTS, -(-t.numel() // BLOCK))
@@ -102,10 +104,19 @@ def cast_blocks(
     seen: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> None:
-    width, scaling = mx or 128, Scaling("mxfp8", backward=E4M3) if mx else Scaling("block", power_2_scales=power_2)
+    width, scaling = (
+        mx or 128,
+        Scaling("mxfp8", backward=E4M3) if mx else Scaling("block", power_2_scales=power_2),
+    )
     for q, to, across in ((data, scale_inv, False), (data_t, scale_inv_t, True)):
         if q is not None and to is not None:
-            _store(_tiles(t, width, square, across, BY_DTYPE[q.dtype], scaling), q, to, across, transpose)
+            _store(
+                _tiles(t, width, square, across, BY_DTYPE[q.dtype], scaling),
+                q,
+                to,
+                across,
+                transpose,
+            )
     _infinite(t, seen, counts)
 
 

@@ -15,14 +15,22 @@ Attended = tuple[Tensor, Tensor]
 """Output, of the dtype of the queries, and logsumexp, float32 [B, heads, T]."""
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, dropout: float, causal: int, scale: float | None) -> Tensor:
+def _scores(
+    q: Tensor, k: Tensor, bias: Tensor | None, dropout: float, causal: int, scale: float | None
+) -> Tensor:
     """Scores [B, heads, T, S], masked; `causal` 1 lets the first query see the first key, 2 the last one the last. Raises
     NotImplementedError for dropout, which no recipe has: its mask would be made of a GPU's random numbers."""
     if dropout:
         raise NotImplementedError("dropout of attention")
-    scores = q.float() @ _by_head(k, q).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (
+        q.float() @ _by_head(k, q).float().mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    )
     if bias is not None:
-        scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias.float()
+        scores = (
+            scores.masked_fill(~bias, -torch.inf)
+            if bias.dtype == torch.bool
+            else scores + bias.float()
+        )
     if causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril(
             scores.shape[-1] - scores.shape[-2] if causal == 2 else 0
@@ -35,7 +43,15 @@ def _by_head(k: Tensor, q: Tensor) -> Tensor:
     return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, causal: int, scale: float | None) -> Attended:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    causal: int,
+    scale: float | None,
+) -> Attended:
     scores = _scores(q, k, bias, dropout, causal, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp().nan_to_num(0.0)  # a query that sees no key
@@ -55,7 +71,11 @@ def attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and of the bias, the last in float32 [B, heads, T, S]."""
-    weights = (_scores(q, k, bias, dropout, causal, scale) - lse[..., : q.shape[-2], None].float()).exp().nan_to_num(0.0)
+    weights = (
+        (_scores(q, k, bias, dropout, causal, scale) - lse[..., : q.shape[-2], None].float())
+        .exp()
+        .nan_to_num(0.0)
+    )
     do, factor = grad.float(), q.shape[-1] ** -0.5 if scale is None else scale
     ds = weights * (do @ _by_head(v, q).float().mT - (do * out.float()).sum(-1, keepdim=True))
     dk, dv = (ds.mT @ q.float() * factor, weights.mT @ do)
@@ -74,7 +94,16 @@ def flash(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Flash attention, whose causal queries are the last of the keys (FlashAttention 2.1)."""
-    return *attention(q, k, v, None, dropout_p, 2 * is_causal, scale), None, None, q.shape[2], k.shape[2], None, None, None
+    return (
+        *attention(q, k, v, None, dropout_p, 2 * is_causal, scale),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        None,
+        None,
+        None,
+    )
 
 
 def flash_backward(
@@ -155,7 +184,14 @@ def by_tokens(
     _refuse_lengths(cum_q, seqlen_k, window_size)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out, lse = attention(q, k, v, bias, dropout_p, custom_mask_type, scale)
-    return out.transpose(1, 2), _padded(lse) if compute_log_sumexp else None, None, None, q.shape[2], k.shape[2]
+    return (
+        out.transpose(1, 2),
+        _padded(lse) if compute_log_sumexp else None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+    )
 
 
 def by_tokens_backward(
@@ -182,7 +218,9 @@ def by_tokens_backward(
     """`_efficient_attention_backward`."""
     _refuse_lengths(cum_q, more.get("window_size"))
     grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
-    *made, ds = attention_backward(grad, q, k, v, bias, out, lse, dropout_p, custom_mask_type, scale)
+    *made, ds = attention_backward(
+        grad, q, k, v, bias, out, lse, dropout_p, custom_mask_type, scale
+    )
     return *(t.transpose(1, 2) for t in made), ds.sum_to_size(bias.shape).to(
         bias.dtype
     ) if bias is not None and bias_requires_grad else None

@@ -9,20 +9,34 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     over = tuple(range(-len(shape), 0))
-    rstd = (x.float().square().mean(over, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+    rstd = (
+        x.float().square().mean(over, keepdim=True)
+        + (torch.finfo(x.dtype).eps if eps is None else eps)
+    ).rsqrt()
     y = x.float() * rstd
     return (y if weight is None else y * weight.float()).to(x.dtype), rstd
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, wanted: Sequence[bool]
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    wanted: Sequence[bool],
 ) -> tuple[Any, Any]:
     over, normed = tuple(range(-len(shape), 0)), x.float() * rstd
     g = grad.float() if weight is None else grad.float() * weight.float()
     dx = rstd * (g - normed * (g * normed).mean(over, keepdim=True))
-    dw = (grad.float() * normed).sum(tuple(range(x.dim() - len(shape)))) if weight is not None else None
+    dw = (
+        (grad.float() * normed).sum(tuple(range(x.dim() - len(shape))))
+        if weight is not None
+        else None
+    )
     return dx.to(x.dtype) if wanted[0] else None, dw.to(weight.dtype) if wanted[
         1
     ] and dw is not None and weight is not None else None
@@ -32,7 +46,9 @@ def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and rstd are float32 on a GPU."""
-    made = torch.ops.aten.native_layer_norm(x.float(), shape, *(t if t is None else t.float() for t in (weight, bias)), eps)
+    made = torch.ops.aten.native_layer_norm(
+        x.float(), shape, *(t if t is None else t.float() for t in (weight, bias)), eps
+    )
     return made[0].to(x.dtype), made[1], made[2]
 
 
@@ -47,7 +63,9 @@ def layer_norm_backward(
     wanted: Sequence[bool],
 ) -> tuple[Any, ...]:
     wide = [t if t is None else t.float() for t in (weight, bias)]
-    made = torch.ops.aten.native_layer_norm_backward(grad.float(), x.float(), shape, mean, rstd, *wide, wanted)
+    made = torch.ops.aten.native_layer_norm_backward(
+        grad.float(), x.float(), shape, mean, rstd, *wide, wanted
+    )
     return tuple(
         t.to(like.dtype) if asked and like is not None else None
         for t, like, asked in zip(made, (x, weight, bias), wanted, strict=True)

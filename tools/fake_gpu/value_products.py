@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], device="cpu")
+E2M1 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
+    device="cpu",
+)
 TILES = {
     ScalingType.BlockWise1x16: 16,
     ScalingType.BlockWise1x32: 32,
@@ -26,7 +29,9 @@ def product_in(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return (a.float() @ b.float()).to(dtype)
 
 
-def sum_with_product(c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def sum_with_product(
+    c: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
     return (beta * c.float() + alpha * (a.float() @ b.float())).to(dtype)
 
 
@@ -41,7 +46,11 @@ def scaled_mm(
     use_fast_accum: bool = False,
 ) -> Tensor:
     """`torch._scaled_mm` with scales [] or [1], or of rows, [M, 1] and [1, N]."""
-    if scale_a.numel() not in (1, len(a)) or scale_b.numel() not in (1, b.shape[1]) or scale_result is not None:
+    if (
+        scale_a.numel() not in (1, len(a))
+        or scale_b.numel() not in (1, b.shape[1])
+        or scale_result is not None
+    ):
         raise NotImplementedError("_scaled_mm with scales of blocks")
     return _rounded((a.float() @ b.float()) * (scale_a * scale_b), bias, out_dtype or a.dtype)
 
@@ -70,11 +79,15 @@ def _rounded(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-def _dequantized(t: Tensor, scales: Sequence[Tensor], recipes: Sequence[int], swizzles: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _dequantized(
+    t: Tensor, scales: Sequence[Tensor], recipes: Sequence[int], swizzles: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """`t` [R, K] in float32, times the scales that vary along K, and those that do not, [R, 1] or [1, 1]."""
     four = t.dtype == torch.float4_e2m1fn_x2
     values, over = unpacked(t.view(torch.uint8)) if four else t.float(), torch.ones(1, 1)
-    for scale, recipe, swizzle in zip(scales, recipes, [*swizzles] or [0] * len(scales), strict=True):
+    for scale, recipe, swizzle in zip(
+        scales, recipes, [*swizzles] or [0] * len(scales), strict=True
+    ):
         of = ScalingType(recipe)
         if of in (ScalingType.TensorWise, ScalingType.RowWise):
             over = over * scale.float().reshape(-1, 1)
@@ -102,7 +115,11 @@ def in_rows(scales: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def grouped_mm(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`torch._grouped_mm`: groups are rows of `a` and matrices of `b`, columns of `a` alone, of both, or matrices of both."""
     dtype, ends = out_dtype or a.dtype, [] if offs is None else offs.tolist()
@@ -112,7 +129,9 @@ def grouped_mm(
     if a.dim() == b.dim() == 2:
         return torch.stack([a[:, i:j].float() @ b[i:j].float() for i, j in parts]).to(dtype)
     if b.dim() == 2:
-        return torch.cat([a[g].float() @ b[:, i:j].float() for g, (i, j) in enumerate(parts)], 1).to(dtype)
+        return torch.cat(
+            [a[g].float() @ b[:, i:j].float() for g, (i, j) in enumerate(parts)], 1
+        ).to(dtype)
     y = torch.zeros(len(a), b.shape[2], dtype=dtype)
     for g, (i, j) in enumerate(parts):
         y[i:j] = a[i:j].float() @ b[g].float()

@@ -37,7 +37,16 @@ from tools.fake_gpu.recorder import is_fake
 
 HANDLERS = value_attention.HANDLERS | value_handlers.HANDLERS | value_products.HANDLERS
 """What computes an operation on CPU tensors in the place of its CPU kernel, by name and overload."""
-LEFT = {"record_stream", "set_", "resize_", "resize_as_", "_resize_output_", "_pin_memory", "is_pinned", "_local_scalar_dense"}
+LEFT = {
+    "record_stream",
+    "set_",
+    "resize_",
+    "resize_as_",
+    "_resize_output_",
+    "_pin_memory",
+    "is_pinned",
+    "_local_scalar_dense",
+}
 """Operations that move small numbers alone, or none."""
 _Op = Any  # torch has no types of operators that mypy could follow
 
@@ -56,20 +65,31 @@ def _kind(op: _Op) -> str:
         return "left"
     if "empty" in name.split("_"):
         return "allocation"
-    return "of any size" if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(op.tags) else "computed"
+    return (
+        "of any size"
+        if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(op.tags)
+        else "computed"
+    )
 
 
 class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode of one thread, and of autograd's threads that work for it."""
 
-    def __torch_dispatch__(self, op: _Op, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: _Op, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return op(*args, **kwargs)  # torch asks this mode before its own of tensors without memory
+            return op(
+                *args, **kwargs
+            )  # torch asks this mode before its own of tensors without memory
         if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
             return NotImplemented  # a subclass takes itself apart
         leaves = tree_leaves((args, kwargs))
-        if not any(x.is_cuda if isinstance(x, Tensor) else isinstance(x, torch.device) and x.type == "cuda" for x in leaves):
+        if not any(
+            x.is_cuda if isinstance(x, Tensor) else isinstance(x, torch.device) and x.type == "cuda"
+            for x in leaves
+        ):
             return op(*args, **kwargs)
         kind = _kind(op)
         if kind == "body":  # is made of operations and of Triton's kernels
@@ -90,7 +110,10 @@ class Computed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             if kind == "of any size" and (op._schema.name != "aten::index" or masks):
                 device = next(x.device for x in leaves if isinstance(x, Tensor) and x.is_cuda)
-                return tree_map(lambda x: sent(x, device) if isinstance(x, Tensor) else x, _compute(op, args, kwargs))
+                return tree_map(
+                    lambda x: sent(x, device) if isinstance(x, Tensor) else x,
+                    _compute(op, args, kwargs),
+                )
             return _asked_and_computed(op, args, kwargs)
 
 
@@ -106,7 +129,10 @@ def _asked_and_computed(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     made = _compute(op, args, kwargs)
     if len(op._schema.returns) == 1:
         return _with_values(op, 0, found, made)
-    several = [_with_values(op, i, *pair) for i, pair in enumerate(zip(found or (), made or (), strict=True))]
+    several = [
+        _with_values(op, i, *pair)
+        for i, pair in enumerate(zip(found or (), made or (), strict=True))
+    ]
     return tuple(several) if several else found
 
 
@@ -121,7 +147,9 @@ def _compute(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.no_grad():
             return compute(*given, **named)
     except NotImplementedError as e:
-        raise NotImplementedError(f"{op}: no values, write a handler of it (tools/fake_gpu/value_handlers.py): {e}") from e
+        raise NotImplementedError(
+            f"{op}: no values, write a handler of it (tools/fake_gpu/value_handlers.py): {e}"
+        ) from e
 
 
 def _with_values(op: _Op, i: int, found: Any, made: Any) -> Any:
@@ -135,7 +163,9 @@ def _with_values(op: _Op, i: int, found: Any, made: Any) -> Any:
         return made
     if made is not None:
         if made.shape != found.shape or made.dtype != found.dtype:
-            raise TypeError(f"{op}: {tuple(found.shape)} {found.dtype} on the fake GPU, {tuple(made.shape)} {made.dtype} computed")
+            raise TypeError(
+                f"{op}: {tuple(found.shape)} {found.dtype} on the fake GPU, {tuple(made.shape)} {made.dtype} computed"
+            )
         in_host_memory(found).copy_(made)
     return found
 
@@ -143,13 +173,17 @@ def _with_values(op: _Op, i: int, found: Any, made: Any) -> Any:
 def _written(op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     of = op._schema.arguments
     names = {a.name for a in of if a.alias_info is not None and a.alias_info.is_write}
-    return [x for a, x in zip(of, args, strict=False) if a.name in names] + [x for name, x in kwargs.items() if name in names]
+    return [x for a, x in zip(of, args, strict=False) if a.name in names] + [
+        x for name, x in kwargs.items() if name in names
+    ]
 
 
 _FSDP: dict[str, Any] = {  # of torch 2.15: one in C++, and one that does nothing on a GPU
-    "chunk_cat_mixed_dtype": lambda several, *of, out: _fsdp_collectives.chunk_cat([t.to(out.dtype) for t in several], *of, out=out),
+    "chunk_cat_mixed_dtype": lambda several, *of, out: _fsdp_collectives.chunk_cat(
+        [t.to(out.dtype) for t in several], *of, out=out
+    ),
     "record_grad_output_stream": lambda *_: None,
-}  # fmt: skip
+}
 
 
 def _body(op: _Op) -> Any:
@@ -158,7 +192,9 @@ def _body(op: _Op) -> Any:
         name = op._schema.name.partition("::")[2]
         if name in _FSDP:
             return _FSDP[name]
-        return getattr(_fsdp_collectives, {"all_gather_copy_in": "all_gather_copy_in_cuda"}.get(name, name))
+        return getattr(
+            _fsdp_collectives, {"all_gather_copy_in": "all_gather_copy_in_cuda"}.get(name, name)
+        )
     of = torch._library.custom_ops.OPDEFS[op._schema.name]
     return of._backend_fns.get("cuda", of._init_fn)
 
@@ -167,7 +203,9 @@ def _body(op: _Op) -> Any:
 def computed() -> Iterator[None]:
     """Values in this block, also in the threads that are started in it."""
     if not is_fake():
-        raise RuntimeError("values are computed on the fake GPU alone: source env.sh of tools/fake_gpu/setup.sh")
+        raise RuntimeError(
+            "values are computed on the fake GPU alone: source env.sh of tools/fake_gpu/setup.sh"
+        )
     torch.compiler.set_stance("force_eager")
     with ExitStack() as stack:
         # A new thread has no modes, and torch leaves all of them to print a tensor.

@@ -30,7 +30,12 @@ from tools.gpu_rows.shapes import WORDS
 from tools.gpu_rows.stopwatch import OptimizerTime
 from tools.gpu_rows.worker import NotRun
 
-TRAINER = ["optim.lr=1e-30", "optim.warmup_steps=0", "trainer.devices=1", "trainer.gradient_clip_val=0"]  # weights stay as they are
+TRAINER = [
+    "optim.lr=1e-30",
+    "optim.warmup_steps=0",
+    "trainer.devices=1",
+    "trainer.gradient_clip_val=0",
+]  # weights stay as they are
 
 
 Estimate = Callable[[estimate.Device, str], float]
@@ -43,7 +48,9 @@ class Runner:
     step: Callable[[], object]
     found: Callable[[], Found]
     planned: int = 0  # bytes, of a model
-    optimizer: Callable[[], float] | None = None  # seconds of its optimizer in the last pass, once the device has made it
+    optimizer: Callable[[], float] | None = (
+        None  # seconds of its optimizer in the last pass, once the device has made it
+    )
 
 
 class OneLayer(nn.Module):
@@ -62,13 +69,32 @@ class ModuleCase:
     """Forward and backward passes of one module in BF16; `estimate` gives those of a contender their estimated seconds."""
 
     def __init__(
-        self, args: argparse.Namespace, module: nn.Module, x: Tensor, dy: Tensor, rest: tuple[Tensor, ...], flops: float,
+        self,
+        args: argparse.Namespace,
+        module: nn.Module,
+        x: Tensor,
+        dy: Tensor,
+        rest: tuple[Tensor, ...],
+        flops: float,
         estimate: Estimate,
     ) -> None:
-        self.args, self.x, self.dy, self.rest, self.flops, self.estimate = args, x, dy, rest, flops, estimate
+        self.args, self.x, self.dy, self.rest, self.flops, self.estimate = (
+            args,
+            x,
+            dy,
+            rest,
+            flops,
+            estimate,
+        )
         self.module = module.to(args.device, torch.bfloat16)
         self.tokens = x.numel() // x.shape[-1]
-        exact = self._runner(copy.deepcopy(self.module).float(), self.x.float(), self.dy.float(), nullcontext, lambda: None)
+        exact = self._runner(
+            copy.deepcopy(self.module).float(),
+            self.x.float(),
+            self.dy.float(),
+            nullcontext,
+            lambda: None,
+        )
         exact.step()
         self.want = exact.found()
 
@@ -79,8 +105,14 @@ class ModuleCase:
             compile_layers(model, contender, self.args)
         return self._runner(model, self.x.clone(), self.dy, context, after)
 
-    def _runner(self, model: nn.Module, x: Tensor, dy: Tensor, context: Callable[[], AbstractContextManager[object]],
-                after: Callable[[], None]) -> Runner:  # fmt: skip
+    def _runner(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        dy: Tensor,
+        context: Callable[[], AbstractContextManager[object]],
+        after: Callable[[], None],
+    ) -> Runner:
         x.requires_grad_()
         outputs: list[Tensor] = []
 
@@ -109,16 +141,25 @@ class ModelCase:
         self.tokens = t.global_batch_size * m.seq_length
         self.flops = self.tokens * flops_per_token(recipe)
         self.estimate: Estimate = lambda device, scaling: sum(
-            estimate.step(device, scaling, fp8cfg.compose([*self.words, *WORDS[scaling]])).values())
+            estimate.step(device, scaling, fp8cfg.compose([*self.words, *WORDS[scaling]])).values()
+        )
         row = np.random.default_rng(0).integers(0, m.vocab_size, 4 * self.tokens)
-        self.batches = Batches(Windows(row, m.seq_length, m.vocab_size), t.seed, t.global_batch_size)
+        self.batches = Batches(
+            Windows(row, m.seq_length, m.vocab_size), t.seed, t.global_batch_size
+        )
         exact = self._runner(self._build("precision=fp32", "model.recompute_granularity=full"))
         exact.step()
-        self.want = {"dw": [g.cpu() for g in exact.found()["dw"]]}  # two whole models stand on the GPU beside them
+        self.want = {
+            "dw": [g.cpu() for g in exact.found()["dw"]]
+        }  # two whole models stand on the GPU beside them
 
     def runner(self, contender: Contender) -> Runner:
         ours = contender.backend in ("native", "te")  # named, for auto takes native last
-        job = self._build(*WORDS[contender.scaling], f"backend={contender.backend}") if ours else self._build(*WORDS["bf16"])
+        job = (
+            self._build(*WORDS[contender.scaling], f"backend={contender.backend}")
+            if ours
+            else self._build(*WORDS["bf16"])
+        )
         if not ours:
             context, _ = convert(job.model, contender)
 
@@ -139,9 +180,15 @@ class ModelCase:
         return fp8cfg.build(recipe)
 
     def _runner(self, job: fp8cfg.Job) -> Runner:
-        planned = sum(size for kind, size in memory(job.recipe, self.args.device).items() if kind != "to start")
+        planned = sum(
+            size
+            for kind, size in memory(job.recipe, self.args.device).items()
+            if kind != "to start"
+        )
         taken = OptimizerTime(job.optimizer, self.args.device)
-        steps = StepSequence(job, self.batches, World(), None, lambda done: None, may_launch_ahead(job)).__enter__()
+        steps = StepSequence(
+            job, self.batches, World(), None, lambda done: None, may_launch_ahead(job)
+        ).__enter__()
 
         def found() -> Found:
             return {"dw": [p.grad for p in job.optimizer.names]}
@@ -151,25 +198,44 @@ class ModelCase:
 
 def flops_per_token(recipe: fp8cfg.Recipe, output_layer: bool = True) -> float:
     linears = [p for p in plan(recipe) if output_layer or p.name != "output_layer"]
-    return planned_flops(recipe, linears).attention_flops + sum(6.0 * p.in_features * p.out_features for p in linears)
+    return planned_flops(recipe, linears).attention_flops + sum(
+        6.0 * p.in_features * p.out_features for p in linears
+    )
 
 
 def linear_case(args: argparse.Namespace, shape: tuple[int, int, int]) -> ModuleCase:
     tokens, hidden, ffn = shape
     module = OneLayer(nn.Linear(hidden, ffn, bias=False))
-    x, dy = (torch.randn(tokens, n, device=args.device, dtype=torch.bfloat16) for n in (hidden, ffn))
-    return ModuleCase(args, module, x, dy, (), 6.0 * tokens * hidden * ffn, lambda device, scaling: estimate.linear(device, scaling, *shape))
+    x, dy = (
+        torch.randn(tokens, n, device=args.device, dtype=torch.bfloat16) for n in (hidden, ffn)
+    )
+    return ModuleCase(
+        args,
+        module,
+        x,
+        dy,
+        (),
+        6.0 * tokens * hidden * ffn,
+        lambda device, scaling: estimate.linear(device, scaling, *shape),
+    )
 
 
 def block_case(args: argparse.Namespace, words: list[str]) -> ModuleCase:
     recipe = fp8cfg.compose([*words, "model.num_layers=1"])
     config = transformer_config(recipe)
-    x, dy = (torch.randn(1, config.seq_length, config.hidden_size, device=args.device, dtype=torch.bfloat16) for _ in range(2))
+    x, dy = (
+        torch.randn(
+            1, config.seq_length, config.hidden_size, device=args.device, dtype=torch.bfloat16
+        )
+        for _ in range(2)
+    )
     rotary = rotary_tables(config, torch.arange(config.seq_length, device=x.device))
     flops = flops_per_token(recipe, output_layer=False) * config.seq_length
 
     def seconds(device: estimate.Device, scaling: str) -> float:
-        planned = fp8cfg.compose([*words, "model.num_layers=1", "trainer.micro_batch_size=1", *WORDS[scaling]])
+        planned = fp8cfg.compose(
+            [*words, "model.num_layers=1", "trainer.micro_batch_size=1", *WORDS[scaling]]
+        )
         return sum(estimate.layers(device, scaling, planned, output_layer=False).values())
 
     return ModuleCase(args, OneLayer(TransformerLayer(config)), x, dy, rotary, flops, seconds)

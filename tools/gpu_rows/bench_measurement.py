@@ -46,7 +46,11 @@ def timed(step: Callable[[], object], device: str) -> float:
 
 
 def measure(
-    case: ModuleCase | ModelCase, contender: Contender, base: Runner | None, device: str, proof: bool = True
+    case: ModuleCase | ModelCase,
+    contender: Contender,
+    base: Runner | None,
+    device: str,
+    proof: bool = True,
 ) -> tuple[Runner, list[str]]:
     """Builds and times `contender` in turns with `base`; the cells of its row. Raises ArithmeticError where `proof` is wanted and what it
     computes is wrong."""
@@ -70,7 +74,16 @@ def measure(
     planned = f"{runner.planned / 2**30:.1f}" if runner.planned else "-"
     ratio = f"{other / took:.2f}" if base or contender.backend == "torch" else "-"
     stepped = f"{statistics.median(optimizer) * 1e3:.2f}" if optimizer else "-"
-    return runner, [f"{took * 1e3:.2f}", estimated(case, contender, device), stepped, *rates, peak, planned, ratio, f"{wrong:.1e}"]
+    return runner, [
+        f"{took * 1e3:.2f}",
+        estimated(case, contender, device),
+        stepped,
+        *rates,
+        peak,
+        planned,
+        ratio,
+        f"{wrong:.1e}",
+    ]
 
 
 def estimated(case: ModuleCase | ModelCase, contender: Contender, device: str) -> str:
@@ -80,7 +93,9 @@ def estimated(case: ModuleCase | ModelCase, contender: Contender, device: str) -
     return f"{case.estimate(found, scaling) * 1e3:.2f}" if found and scaling in OF_PEAK else "-"
 
 
-def computed(case: ModuleCase | ModelCase, contender: Contender, runner: Runner, proof: bool) -> float:
+def computed(
+    case: ModuleCase | ModelCase, contender: Contender, runner: Runner, proof: bool
+) -> float:
     """The error of what `runner` computed last, which may be any without `proof`."""
     wrong = error(runner.found(), case.want)
     return right(wrong, contender.scaling) if proof else wrong
@@ -111,7 +126,9 @@ def start(args: argparse.Namespace, name: str) -> Make:
                 break
             except Exception as e:  # its own row says it
                 print(failure(e), file=sys.stderr)
-        runner, cells = measure(case, contender, bases[0] if bases else None, args.device, not args.no_proof)
+        runner, cells = measure(
+            case, contender, bases[0] if bases else None, args.device, not args.no_proof
+        )
         if not bases and contender.backend == "torch":
             bases.append(runner)
         del runner
@@ -139,6 +156,12 @@ def probe(args: argparse.Namespace, scaling: str) -> str:
     alone = ["backend=native", "trainer.devices=1", f"trainer.accelerator={args.device}"]
     job = fp8cfg.build(fp8cfg.compose([*SHAPES[True]["1b"], *WORDS[scaling], *alone]))
     if args.compiler != "inductor":  # else as a run is compiled, with the options of the job
-        job.compiler = lambda: partial(torch.compile, fullgraph=True, dynamic=False, backend=args.compiler)  # type: ignore[method-assign]
+        job.compiler = lambda: partial(
+            torch.compile, fullgraph=True, dynamic=False, backend=args.compiler
+        )  # type: ignore[method-assign]
     apart = compare(job) or 0.0
-    return "compiled, and not compared with eager code" if args.no_proof else f"compiled gradients are the eager ones, {apart:.2%} apart at most"
+    return (
+        "compiled, and not compared with eager code"
+        if args.no_proof
+        else f"compiled gradients are the eager ones, {apart:.2%} apart at most"
+    )

@@ -16,7 +16,12 @@ class ByteCounts:
     def compare(self, what: str, ours: Tensor | None, theirs: Tensor | None, where: str) -> None:
         """Count the bytes of `ours` and `theirs`, as `what` they are. Two NaN are equal: those that hardware makes have no sign.
         Raises ArithmeticError where they are not of one shape and dtype."""
-        if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        if (
+            ours is None
+            or theirs is None
+            or ours.shape != theirs.shape
+            or ours.dtype != theirs.dtype
+        ):
             found = [None if t is None else (*t.shape, t.dtype) for t in (ours, theirs)]
             raise ArithmeticError(f"{what} of {where} are {found[0]}, not {found[1]}")
         a, b = (t.detach().cpu().reshape(-1) for t in (ours, theirs))
@@ -31,7 +36,13 @@ class ByteCounts:
 
     def verdict(self) -> str:
         """The counts in one line. Raises ArithmeticError, with the same words, where bytes differ."""
-        text = ", ".join(f"{wrong} of {every} bytes of {what}" for what, (wrong, every) in self._counts.items()) + " differ"
+        text = (
+            ", ".join(
+                f"{wrong} of {every} bytes of {what}"
+                for what, (wrong, every) in self._counts.items()
+            )
+            + " differ"
+        )
         if self._first:
             raise ArithmeticError(text + self._first)
         return text

@@ -21,12 +21,27 @@ FP4 = {"b200": 9e15}
 """FLOPs a second of dense products in NVFP4, as its datasheet says; HGX B200's an eighth of the eight."""
 OF_BANDWIDTH = 0.85
 """Share of the bandwidth that a large elementwise kernel reaches."""
-OF_PEAK = {"bf16": 0.7, "delayed": 0.7, "current": 0.7, "row": 0.7, "block": 0.6, "mxfp8": 0.7, "nvfp4": 0.7}
+OF_PEAK = {
+    "bf16": 0.7,
+    "delayed": 0.7,
+    "current": 0.7,
+    "row": 0.7,
+    "block": 0.6,
+    "mxfp8": 0.7,
+    "nvfp4": 0.7,
+}
 """Share of the dense peak that a large product reaches; with scales of 128 less, whose partial sums are promoted to float32."""
 OF_PEAK_ATTENTION = 0.5
 """Share of the BF16 peak that flash attention reaches, forward and backward together."""
-QUANTIZED = {"bf16": 0.0, "delayed": 2 + 2, "current": 2 + 2 + 2, "row": 2 + 2 + 2 + 2, "block": 2 + 2 + 2 * 4 / 128, "mxfp8": 2 + 2 + 2 * 1 / 32,
-             "nvfp4": (2 + 2 + 2 * 9 / 16) / 3 + (2 * (2 + 2 + 9 / 16) + 8) * 2 / 3}
+QUANTIZED = {
+    "bf16": 0.0,
+    "delayed": 2 + 2,
+    "current": 2 + 2 + 2,
+    "row": 2 + 2 + 2 + 2,
+    "block": 2 + 2 + 2 * 4 / 128,
+    "mxfp8": 2 + 2 + 2 * 1 / 32,
+    "nvfp4": (2 + 2 + 2 * 9 / 16) / 3 + (2 * (2 + 2 + 9 / 16) + 8) * 2 / 3,
+}
 """Bytes moved per BF16 element to have it quantized for both directions: read, and written row-major and transposed; read once more
 for the amax of the moment. Scales of rows are made out of the cache, those of columns read all once for the amax and once for the
 cast. NVFP4 reads a tensor for its amax and to be quantized, and writes half a byte and a sixteenth of a scale for each direction: a
@@ -50,7 +65,9 @@ class Device:
     def of(cls, name: str) -> Device:
         """The GPU of that name in fp8cfg's table. Raises KeyError where its bandwidth is not known."""
         gpu: GPU = named(name)
-        return cls(gpu.bf16 * 1e12, (gpu.fp8 or 0) * 1e12, BANDWIDTH[gpu.name], FP4.get(gpu.name, 0.0))
+        return cls(
+            gpu.bf16 * 1e12, (gpu.fp8 or 0) * 1e12, BANDWIDTH[gpu.name], FP4.get(gpu.name, 0.0)
+        )
 
     def moved(self, count: float) -> float:
         """Seconds in which so many bytes are read or written."""
@@ -58,34 +75,56 @@ class Device:
 
     def product(self, scaling: str, m: int, n: int, k: int) -> float:
         """Seconds of [m, k] @ [k, n] with an output in BF16."""
-        peak, element = {"bf16": (self.bf16, 2.0), "nvfp4": (self.fp4, 0.5)}.get(scaling, (self.fp8, 1.0))
-        return max(2.0 * m * n * k / (peak * OF_PEAK[scaling]), self.moved(element * (m * k + k * n) + 2 * m * n))
+        peak, element = {"bf16": (self.bf16, 2.0), "nvfp4": (self.fp4, 0.5)}.get(
+            scaling, (self.fp8, 1.0)
+        )
+        return max(
+            2.0 * m * n * k / (peak * OF_PEAK[scaling]),
+            self.moved(element * (m * k + k * n) + 2 * m * n),
+        )
 
 
 def linear(device: Device, scaling: str, tokens: int, in_features: int, out_features: int) -> float:
     """Seconds of the forward and backward pass of a linear layer with BF16 weights, quantization included."""
     t, k, n = tokens, in_features, out_features
-    products = device.product(scaling, t, n, k) + device.product(scaling, t, k, n) + device.product(scaling, n, k, t)
+    products = (
+        device.product(scaling, t, n, k)
+        + device.product(scaling, t, k, n)
+        + device.product(scaling, n, k, t)
+    )
     return products + device.moved(QUANTIZED[scaling] * (t * k + k * n + t * n))
 
 
-def layers(device: Device, scaling: str, recipe: Recipe, output_layer: bool = True) -> dict[str, float]:
+def layers(
+    device: Device, scaling: str, recipe: Recipe, output_layer: bool = True
+) -> dict[str, float]:
     """Seconds of forward and backward passes over one microbatch of `recipe`, by what takes them; `scaling` is that of layers that
     its plan has in FP8."""
     m, config = recipe.model, transformer_config(recipe)
     tokens = recipe.trainer.micro_batch_size * m.seq_length
     linears = [p for p in plan(recipe) if output_layer or p.name != "output_layer"]
-    products = sum(linear(device, scaling if p.fp8 else "bf16", tokens, p.in_features, p.out_features) for p in linears)
-    attention = tokens * planned(recipe, linears).attention_flops / (device.bf16 * OF_PEAK_ATTENTION)
+    products = sum(
+        linear(device, scaling if p.fp8 else "bf16", tokens, p.in_features, p.out_features)
+        for p in linears
+    )
+    attention = (
+        tokens * planned(recipe, linears).attention_flops / (device.bf16 * OF_PEAK_ATTENTION)
+    )
     # Forward: two norms, two residual sums, rotation of queries and keys, SwiGLU; backward twice as much, and what is repeated in it.
     norms, swiglu = 2 * 4 * m.hidden_size, 2 * 3 * m.ffn_hidden_size
     forward = norms + swiglu + 2 * (6 * m.hidden_size + 2 * (config.query_size + config.key_size))
     again = {"none": 0, "selective": norms + swiglu, "full": forward}[m.recompute_granularity]
-    found = {"linear layers": products, "attention": attention, "elementwise": device.moved((3 * forward + again) * tokens * m.num_layers)}
+    found = {
+        "linear layers": products,
+        "attention": attention,
+        "elementwise": device.moved((3 * forward + again) * tokens * m.num_layers),
+    }
     if m.recompute_granularity == "full":
         inside = [p for p in linears if p.name != "output_layer"]
         found["recomputed products"] = attention / 3 + sum(
-            device.product(scaling if p.fp8 else "bf16", tokens, p.out_features, p.in_features) for p in inside)
+            device.product(scaling if p.fp8 else "bf16", tokens, p.out_features, p.in_features)
+            for p in inside
+        )
     return found | ({"loss": device.moved(LOGIT * tokens * m.vocab_size)} if output_layer else {})
 
 
@@ -99,11 +138,19 @@ def step(device: Device, scaling: str, recipe: Recipe) -> dict[str, float]:
     """Seconds of an optimizer step of `recipe` on one GPU, by what takes them."""
     passes = recipe.trainer.global_batch_size // recipe.trainer.micro_batch_size
     found = {what: seconds * passes for what, seconds in layers(device, scaling, recipe).items()}
-    return found | {"optimizer": device.moved(PARAMETER * parameter_counts(transformer_config(recipe))["total"])}
+    return found | {
+        "optimizer": device.moved(PARAMETER * parameter_counts(transformer_config(recipe))["total"])
+    }
 
 
 def device_called(name: str) -> Device | None:
     """The device of which CUDA says this name, such as "NVIDIA H200"; None of one whose bandwidth is not known, and of a part of one."""
     words = name.lower().replace("-", " ").split()
-    found = [gpu for gpu in BANDWIDTH if gpu.partition("-")[0] in words and ("pcie" in gpu) == ("pcie" in words) and "mig" not in words]
+    found = [
+        gpu
+        for gpu in BANDWIDTH
+        if gpu.partition("-")[0] in words
+        and ("pcie" in gpu) == ("pcie" in words)
+        and "mig" not in words
+    ]
     return Device.of(found[0]) if found else None

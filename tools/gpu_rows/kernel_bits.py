@@ -26,15 +26,40 @@ from fp8cfg.numerics.stochastic_rounding import Random
 from tools.gpu_rows.byte_counts import ByteCounts
 
 SCALINGS = {
-    "delayed": {"": Scaling(margin=1, amax_history_len=4), "as TE starts": Scaling(first_step="te", amax_history_len=4)},
+    "delayed": {
+        "": Scaling(margin=1, amax_history_len=4),
+        "as TE starts": Scaling(first_step="te", amax_history_len=4),
+    },
     "current": {"": Scaling("current"), "by powers of 2": Scaling("current", power_2_scales=True)},
-    "row": {"": Scaling("current", granularity="row"), "by powers of 2": Scaling("current", granularity="row", power_2_scales=True)},
-    "block": {"": Scaling("block", weights_2d=True), "by powers of 2": Scaling("block", weights_2d=True, power_2_scales=True),
-              "1x128 weights": Scaling("block", power_2_scales=True)},
-    "mxfp8": {"": Scaling("mxfp8", backward=E4M3), "32x32 weights": Scaling("mxfp8", backward=E4M3, weights_2d=True)},
-    "nvfp4": {name: Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True, hadamard=hadamard, stochastic=stochastic)
-              for name, hadamard, stochastic in (("", False, False), ("at random", False, True), ("transformed", True, True))},
-}  # fmt: skip
+    "row": {
+        "": Scaling("current", granularity="row"),
+        "by powers of 2": Scaling("current", granularity="row", power_2_scales=True),
+    },
+    "block": {
+        "": Scaling("block", weights_2d=True),
+        "by powers of 2": Scaling("block", weights_2d=True, power_2_scales=True),
+        "1x128 weights": Scaling("block", power_2_scales=True),
+    },
+    "mxfp8": {
+        "": Scaling("mxfp8", backward=E4M3),
+        "32x32 weights": Scaling("mxfp8", backward=E4M3, weights_2d=True),
+    },
+    "nvfp4": {
+        name: Scaling(
+            "nvfp4",
+            forward=E2M1,
+            backward=E2M1,
+            weights_2d=True,
+            hadamard=hadamard,
+            stochastic=stochastic,
+        )
+        for name, hadamard, stochastic in (
+            ("", False, False),
+            ("at random", False, True),
+            ("transformed", True, True),
+        )
+    },
+}
 """Variants of each scaling by name. Gradients are E5M2 but under MX."""
 RANDOM = (12345, -678901), 3
 """The key of random numbers, and the count of draws."""
@@ -47,7 +72,9 @@ def refused(device: str) -> str:
         return "a CPU runs plain code"
     if not fused.TRITON:
         return "Triton is not installed"
-    least = "the conversion to float8 needs compute capability " + ".".join(map(str, fused_store.LEAST))
+    least = "the conversion to float8 needs compute capability " + ".".join(
+        map(str, fused_store.LEAST)
+    )
     return "" if torch.cuda.get_device_capability() >= fused_store.LEAST else least
 
 
@@ -63,19 +90,37 @@ def matrices() -> Iterator[tuple[str, Tensor]]:
         odd, infinite = x.clone(), x.clone()
         odd.view(-1)[::7] = torch.nan
         infinite.view(-1)[-1] = -torch.inf
-        made = {"normal": x, "spread": spread, "small": spread * 1e-20, "subnormal": x * 1e-40, "zeros": x * 0, "NaN": odd, "infinite": infinite}
-        yield from ((f"{name} {str(dtype).removeprefix('torch.')} {shape[0]} x {shape[1]}", t.to(dtype)) for name, t in made.items())
+        made = {
+            "normal": x,
+            "spread": spread,
+            "small": spread * 1e-20,
+            "subnormal": x * 1e-40,
+            "zeros": x * 0,
+            "NaN": odd,
+            "infinite": infinite,
+        }
+        yield from (
+            (f"{name} {str(dtype).removeprefix('torch.')} {shape[0]} x {shape[1]}", t.to(dtype))
+            for name, t in made.items()
+        )
 
 
 def by_kernels(
-    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None, history: Tensor | None = None, lane: int = 1
+    t: Tensor,
+    role: int,
+    scaling: Scaling,
+    scales: Tensor | None = None,
+    history: Tensor | None = None,
+    lane: int = 1,
 ) -> Operand:
     """The operand of `t`, `other` included, as it is made on a GPU; amaxes go into `history`. What is rounded at random is so for
     products that contract dimension `lane` of the tensor."""
     if scaling.tile(role, 1) is None:
         return fused.quantize_fused(t, role, scaling, scales, history, record=True, both=True)
     if scaling.layout.scale == "e4m3":
-        return quantize_four_bits_fused(t, role == WEIGHT, draw_of(scaling, role, lane, t.device), history, role)
+        return quantize_four_bits_fused(
+            t, role == WEIGHT, draw_of(scaling, role, lane, t.device), history, role
+        )
     return fused.quantize_tiles_fused(t, role, scaling, 1, True, history)
 
 
@@ -86,19 +131,30 @@ def draw_of(scaling: Scaling, role: int, lane: int, device: torch.device) -> Ran
 
 
 def plainly(
-    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None = None, history: Tensor | None = None, lane: int = 1
+    t: Tensor,
+    role: int,
+    scaling: Scaling,
+    scales: Tensor | None = None,
+    history: Tensor | None = None,
+    lane: int = 1,
 ) -> Operand:
     """The same in plain torch code."""
     fmt, tiles = scaling.format_of(role), [scaling.tile(role, axis) for axis in (1, 0)]
     if tiles[0] is None or tiles[1] is None:
-        made = quantize(t, scale_now(t, role, scaling, scales, history, record=True), fmt, fmt.dtype)
+        made = quantize(
+            t, scale_now(t, role, scaling, scales, history, record=True), fmt, fmt.dtype
+        )
         return made._replace(other=made.t())
     record = None if history is None else history[0, role]
     whole = first_level_of(amax := amax_or_nan(t)) if scaling.layout.scale == "e4m3" else None
     if whole is not None and record is not None:
         record_amax(record, amax)
     random, record = draw_of(scaling, role, lane, t.device), None if whole is not None else record
-    along, across = (quantize_tiles(t, tile, fmt, scaling, fmt.dtype, whole, random, record) for tile in tiles if tile)
+    along, across = (
+        quantize_tiles(t, tile, fmt, scaling, fmt.dtype, whole, random, record)
+        for tile in tiles
+        if tile
+    )
     return along._replace(other=across.t())
 
 
@@ -107,7 +163,9 @@ def kernel_bits(name: str, device: str = "cuda") -> ByteCounts:
     counts = ByteCounts()
     for variant, scaling in SCALINGS[name].items():
         for matrix, t in matrices():
-            if scaling.layout.scale == "e4m3":  # beside NaN the scale of the tensor is NaN, and codes of NaN are any
+            if (
+                scaling.layout.scale == "e4m3"
+            ):  # beside NaN the scale of the tensor is NaN, and codes of NaN are any
                 t = t.nan_to_num(0.0, torch.inf, -torch.inf)
             where, given = f"{matrix}, {name} scaling{f' {variant}' * bool(variant)}", t.to(device)
             for scales, history in states(scaling):
@@ -134,7 +192,9 @@ def states(scaling: Scaling) -> Iterator[tuple[Tensor | None, Tensor]]:
         yield torch.full((3,), scale), history
 
 
-def _transformed(counts: ByteCounts, scaling: Scaling, t: Tensor, device: str, history: Tensor, where: str) -> None:
+def _transformed(
+    counts: ByteCounts, scaling: Scaling, t: Tensor, device: str, history: Tensor, where: str
+) -> None:
     """Both operands of wgrad under NVFP4: of the transform, which is a product of torch's and rounds as that does, one result."""
     form = hadamard(t.t()).nan_to_num(0.0, torch.inf, -torch.inf)
     for role in (INPUT, GRAD_OUTPUT):
@@ -142,11 +202,21 @@ def _transformed(counts: ByteCounts, scaling: Scaling, t: Tensor, device: str, h
 
 
 def _operand(
-    counts: ByteCounts, scaling: Scaling, role: int, t: Tensor, given: Tensor, scales: Tensor | None, history: Tensor, where: str,
+    counts: ByteCounts,
+    scaling: Scaling,
+    role: int,
+    t: Tensor,
+    given: Tensor,
+    scales: Tensor | None,
+    history: Tensor,
+    where: str,
     lane: int = 1,
 ) -> None:
     kept, there, after = history.to(given.device, copy=True), _on(given, scales), history.clone()
-    got, want = by_kernels(given, role, scaling, there, kept, lane), plainly(t, role, scaling, scales, after, lane)
+    got, want = (
+        by_kernels(given, role, scaling, there, kept, lane),
+        plainly(t, role, scaling, scales, after, lane),
+    )
     sides = [(got, *_as(got, want)), *([(got.t(), *_as(got.t(), want.t()))] if got.other else [])]
     for what, (ours, data, _) in zip(("data", "transposes"), sides, strict=False):
         counts.compare(what, ours.data, data, where)
@@ -165,35 +235,69 @@ def _as(ours: Operand, theirs: Operand) -> tuple[Tensor, Tensor | None]:
     return data.view(ours.data.dtype)[:, : ours.data.shape[1]], scale_inv
 
 
-def _stored(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, scales: Tensor | None, history: Tensor, where: str) -> None:
+def _stored(
+    counts: ByteCounts,
+    scaling: Scaling,
+    t: Tensor,
+    given: Tensor,
+    scales: Tensor | None,
+    history: Tensor,
+    where: str,
+) -> None:
     """A weight as fp8.params stores it."""
     kept, after = history.to(given.device, copy=True), history.clone()
-    scale = scale_now(t, WEIGHT, scaling, scales, after, record=True) if scaling.tile(WEIGHT, 1) is None else None
-    got, want = fused_store.store_recorded(given, scaling, _on(given, scales), kept, None), store(t, scaling, scale, after[0, WEIGHT])
+    scale = (
+        scale_now(t, WEIGHT, scaling, scales, after, record=True)
+        if scaling.tile(WEIGHT, 1) is None
+        else None
+    )
+    got, want = (
+        fused_store.store_recorded(given, scaling, _on(given, scales), kept, None),
+        store(t, scaling, scale, after[0, WEIGHT]),
+    )
     for field, theirs in want._asdict().items():
         if theirs is not None:
-            counts.compare("scales" if "scale" in field else "data", getattr(got, field), theirs, where)
+            counts.compare(
+                "scales" if "scale" in field else "data", getattr(got, field), theirs, where
+            )
     counts.compare("amaxes", kept, _recorded(scaling, WEIGHT, t, history, after), where)
 
 
-def _known_scales(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, where: str) -> None:
+def _known_scales(
+    counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, where: str
+) -> None:
     """Rows of a weight under its scale, and amaxes alone."""
     for scale in (torch.tensor(1.0), torch.tensor(0.37)):
-        got, want = fused_store.store_scaled(given, scaling, scale.to(given.device)), store(t, scaling, scale)
+        got, want = (
+            fused_store.store_scaled(given, scaling, scale.to(given.device)),
+            store(t, scaling, scale),
+        )
         counts.compare("data", got.data, want.data, f"{where}, scale {scale}")
         counts.compare("scales", got.scale_inv, want.scale_inv, where)
     amax = amax_of(t).abs()  # on a CPU that of zeros may be -0
-    counts.compare("amaxes", fused_store.amaxes_of([given, given]).abs(), torch.stack([amax, amax]), where)
+    counts.compare(
+        "amaxes", fused_store.amaxes_of([given, given]).abs(), torch.stack([amax, amax]), where
+    )
     for unset in (True, False) if scaling.layout.history else ():
         scales = torch.full((3,), 0.0 if unset else 2.0, device=given.device)
-        counts.compare("amaxes", fused.amax_where_unset(given, scales, WEIGHT), amax.view(1) if unset else torch.zeros(1), where)
+        counts.compare(
+            "amaxes",
+            fused.amax_where_unset(given, scales, WEIGHT),
+            amax.view(1) if unset else torch.zeros(1),
+            where,
+        )
 
 
-def _one_dimension(counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, where: str) -> None:
+def _one_dimension(
+    counts: ByteCounts, scaling: Scaling, t: Tensor, given: Tensor, where: str
+) -> None:
     """What only one product contracts."""
     want = plainly(t, INPUT, scaling)
     for axis in (1, 0):
-        got, theirs = fused.quantize_tiles_fused(given, INPUT, scaling, axis, False, None), want if axis else want.t().t()
+        got, theirs = (
+            fused.quantize_tiles_fused(given, INPUT, scaling, axis, False, None),
+            want if axis else want.t().t(),
+        )
         along, beside = (got, theirs) if axis else (got.t(), theirs.t())
         data, scale_inv = _as(along, beside)
         counts.compare("data", along.data, data, f"{where}, dimension {axis} alone")

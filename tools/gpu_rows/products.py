@@ -33,14 +33,25 @@ def products(name: str, device: str = "cuda", proof: bool = True) -> str:
     """The relative rms error of each product under the scaling of that name, weight gradients in both dtypes that they come in; without
     `proof` they have none. Raises ArithmeticError, which says of each product that is refused or wrong what is."""
     generator, scaling = torch.Generator(device).manual_seed(0), EVERY[name]
-    x, w, dy = (torch.randn(shape, device=device, generator=generator).bfloat16() for shape in ((256, 512), (384, 512), (256, 384)))
+    x, w, dy = (
+        torch.randn(shape, device=device, generator=generator).bfloat16()
+        for shape in ((256, 512), (384, 512), (256, 384))
+    )
     tensors = ((x, INPUT), (w, WEIGHT), (dy, GRAD_OUTPUT))
-    (a, across_a), (b, across_b), (g, across_g) = (operands(t, role, scaling) for t, role in tensors)
+    (a, across_a), (b, across_b), (g, across_g) = (
+        operands(t, role, scaling) for t, role in tensors
+    )
     of_wgrad = WGRAD, across_g.t(), across_a.t(), dy.t() @ x
-    cases = {"fprop": (FPROP, a, b, x @ w.t(), torch.bfloat16), "dgrad": (DGRAD, g, across_b.t(), dy @ w, torch.bfloat16),
-             "wgrad": (*of_wgrad, torch.bfloat16), "wgrad in float32": (*of_wgrad, torch.float32)}
+    cases = {
+        "fprop": (FPROP, a, b, x @ w.t(), torch.bfloat16),
+        "dgrad": (DGRAD, g, across_b.t(), dy @ w, torch.bfloat16),
+        "wgrad": (*of_wgrad, torch.bfloat16),
+        "wgrad in float32": (*of_wgrad, torch.float32),
+    }
     for m, k, n in LARGE.get(name, ()):
-        x, w = (torch.randn(rows, k, device=device, generator=generator).bfloat16() for rows in (m, n))
+        x, w = (
+            torch.randn(rows, k, device=device, generator=generator).bfloat16() for rows in (m, n)
+        )
         a, b = (operands(t, role, scaling)[0] for t, role in ((x, INPUT), (w, WEIGHT)))
         cases[f"{m} x {k} x {n}"] = FPROP, a, b, x @ w.t(), torch.bfloat16
     found, wrong = [], []
@@ -48,11 +59,15 @@ def products(name: str, device: str = "cuda", proof: bool = True) -> str:
         what = f"{case} {one.kind} x {other.kind}"
         try:
             got = gemm(one, other, out, None, slot).float()
-            apart = ((got - want.float()).norm() / want.float().norm()).item() if proof else 0.0  # .item() waits for the GPU
+            apart = (
+                ((got - want.float()).norm() / want.float().norm()).item() if proof else 0.0
+            )  # .item() waits for the GPU
         except Exception as e:  # the others are multiplied too
             wrong.append(f"{what} {failure(e)[:120]}")
             continue
-        (found if apart < APART.get(name, APART_FP8) else wrong).append(f"{what} {apart:.1%}" if proof else what)
+        (found if apart < APART.get(name, APART_FP8) else wrong).append(
+            f"{what} {apart:.1%}" if proof else what
+        )
     if wrong:
         raise ArithmeticError("; ".join(wrong + found))
     return ", ".join(found) + (" apart" if proof else " ran")

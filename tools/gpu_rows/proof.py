@@ -28,7 +28,9 @@ def without_proof() -> None:
     compiled_gradients.TOLERANCE.update(cpu=math.inf, cuda=math.inf)
     job.Job._observed = lambda made: {}  # type: ignore[method-assign]
     job.prove_engagement = ran  # which takes the same, and raises nothing
-    launched_step.refuse_without_targets = lambda job, step: None  # counts of targets have no values there
+    launched_step.refuse_without_targets = lambda job, step: (
+        None
+    )  # counts of targets have no values there
     steady_signs()
 
 
@@ -37,7 +39,9 @@ def steady_signs() -> None:
     a number that its quantizer takes for 32 bits (2.20, pytorch/tensor/nvfp4_tensor.py), and that of the fake GPU may have more."""
     if not unavailable():
         signs: Any = importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
-        signs.get_random_sign_mask_for_rht = lambda with_random_sign_mask, device: int(with_random_sign_mask)
+        signs.get_random_sign_mask_for_rht = lambda with_random_sign_mask, device: int(
+            with_random_sign_mask
+        )
 
 
 def draw_weights_on(device: str) -> None:

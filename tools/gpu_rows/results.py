@@ -51,16 +51,34 @@ class Results:
     def row(self, name: str, row: Row) -> None:
         """Remember what became of the row called `name`; its details are in the file alone."""
         if row.details:
-            self._append(textwrap.indent("\n".join(row.details.splitlines()[-LINES:]), "    | ", lambda _: True))
+            self._append(
+                textwrap.indent(
+                    "\n".join(row.details.splitlines()[-LINES:]), "    | ", lambda _: True
+                )
+            )
         said = row.cells[0] if len(row.cells) == 1 else ""
         state, _, why = said.partition(": ")
-        found = "STOPPED" if row.stopped else "FAILED" if row.failed else "not run" if state == "not run" else "passed"
+        found = (
+            "STOPPED"
+            if row.stopped
+            else "FAILED"
+            if row.failed
+            else "not run"
+            if state == "not run"
+            else "passed"
+        )
         self.verdicts.append(Verdict(name, found, "" if found == "passed" else why))
 
     def goal(self, name: str, measured: float, goal: float, estimated: float = 0.0) -> None:
         """Remember whether the ratio `measured` reaches the `goal`; beside it stands what was `estimated`, where that is not 0."""
         beside = f", estimated {estimated:.2f}x" if estimated else ""
-        self.verdicts.append(Verdict(f"goal {name}", "met" if measured >= goal else "MISSED", f"{measured:.2f}x of {goal:.2f}x{beside}"))
+        self.verdicts.append(
+            Verdict(
+                f"goal {name}",
+                "met" if measured >= goal else "MISSED",
+                f"{measured:.2f}x of {goal:.2f}x{beside}",
+            )
+        )
 
     def summary(self) -> str:
         """Every row by what became of it, those of one reason together, what wants attention first."""
@@ -69,7 +87,10 @@ class Results:
             groups.setdefault((one.state, one.why), []).append(one.row)
         counts = [(state, sum(v.state == state for v in self.verdicts)) for state in STATES]
         lines = ["", "summary: " + ", ".join(f"{n} {state}" for state, n in counts if n)]
-        lines += [wrapped(f"{', '.join(rows)}{f': {why}' if why else ''}", f"{state:8}", " " * 10) for (state, why), rows in groups.items()]
+        lines += [
+            wrapped(f"{', '.join(rows)}{f': {why}' if why else ''}", f"{state:8}", " " * 10)
+            for (state, why), rows in groups.items()
+        ]
         return "\n".join(lines)
 
     def verdict(self) -> int:
@@ -103,7 +124,11 @@ def machine(device: str) -> str:
     import torch
 
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread, FP8 emulated"
-    return f"{where}; " + ", ".join(f"{name} {found}" for name in ("torch", "triton", "transformer-engine", "torchao") if (found := version(name)))
+    return f"{where}; " + ", ".join(
+        f"{name} {found}"
+        for name in ("torch", "triton", "transformer-engine", "torchao")
+        if (found := version(name))
+    )
 
 
 def version(package: str) -> str:

@@ -15,10 +15,16 @@ PIECE = 1 << 26
 
 def error(found: Found, want: Found) -> float:
     """The largest relative rms error of any of the groups of tensors."""
+
     def of(name: str) -> float:
-        pieces = (zip(*(t.reshape(-1).split(PIECE) for t in pair), strict=True) for pair in zip(found[name], want[name], strict=True))
+        pieces = (
+            zip(*(t.reshape(-1).split(PIECE) for t in pair), strict=True)
+            for pair in zip(found[name], want[name], strict=True)
+        )
         pairs = ((a.float(), b.to(a.device)) for pair in pieces for a, b in pair)
-        wrong, every = torch.stack([torch.stack([(a - b).square().sum(), b.square().sum()]) for a, b in pairs]).sum(0)
+        wrong, every = torch.stack(
+            [torch.stack([(a - b).square().sum(), b.square().sum()]) for a, b in pairs]
+        ).sum(0)
         return (wrong / every).sqrt().item()
 
     errors = [of(name) for name in want]
@@ -36,5 +42,7 @@ def right(wrong: float, scaling: str) -> float:
     """The error `wrong` of a row under `scaling`. Raises ArithmeticError where that is more than its limit, or no number."""
     limit = LIMITS.get(scaling, LIMIT_FP8)
     if not wrong <= limit:
-        raise ArithmeticError(f"error {wrong:.1e}, beside a float32 run, is above {limit:g}, the limit of {scaling}: its speed means nothing")
+        raise ArithmeticError(
+            f"error {wrong:.1e}, beside a float32 run, is above {limit:g}, the limit of {scaling}: its speed means nothing"
+        )
     return wrong

@@ -25,7 +25,9 @@ def te_bits(scaling: str, device: str = "cuda") -> ByteCounts:
     counts = ByteCounts()
     for x in matrices(device):
         for fmt in (E2M1,) if scaling == "nvfp4" else (E4M3, E5M2):
-            SCALINGS[scaling](counts, x, fmt, f"{x.dtype} of amax {amax_of(x).item():.3g} in {fmt.name}")
+            SCALINGS[scaling](
+                counts, x, fmt, f"{x.dtype} of amax {amax_of(x).item():.3g} in {fmt.name}"
+            )
     return counts
 
 
@@ -35,7 +37,11 @@ def matrices(device: str) -> list[Tensor]:
     x = torch.randn(512, 768, device=device, generator=g)
     spread = x * torch.exp(4 * torch.randn(x.shape, device=device, generator=g))
     spread[:128, :128] = 0
-    return [t.to(dtype) for t in (x, spread, spread * 1e-20) for dtype in (torch.bfloat16, torch.float32)]
+    return [
+        t.to(dtype)
+        for t in (x, spread, spread * 1e-20)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
 
 
 def _library(fmt: Format) -> tuple[Any, Any]:
@@ -46,7 +52,9 @@ def _library(fmt: Format) -> tuple[Any, Any]:
 
 def _delayed(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     te, kind = _library(fmt)
-    scales = (scale_from_amax(amax_of(x), fmt) * 1.5).repeat(3)  # some saturate, as under a scale of the past
+    scales = (scale_from_amax(amax_of(x), fmt) * 1.5).repeat(
+        3
+    )  # some saturate, as under a scale of the past
     amax, history = torch.zeros(1, device=x.device), torch.zeros(1, 3, device=x.device)
     theirs = te.Float8Quantizer(scales[:1].clone(), amax, kind)(x)
     _one_scale(counts, x, Scaling(forward=fmt), theirs, where, scales, history)
@@ -55,10 +63,18 @@ def _delayed(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
 
 def _current(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     te, kind = _library(fmt)
-    _one_scale(counts, x, Scaling("current", forward=fmt), te.Float8CurrentScalingQuantizer(kind, x.device)(x), where)
+    _one_scale(
+        counts,
+        x,
+        Scaling("current", forward=fmt),
+        te.Float8CurrentScalingQuantizer(kind, x.device)(x),
+        where,
+    )
 
 
-def _one_scale(counts: ByteCounts, x: Tensor, scaling: Scaling, theirs: Any, where: str, *state: Tensor) -> None:
+def _one_scale(
+    counts: ByteCounts, x: Tensor, scaling: Scaling, theirs: Any, where: str, *state: Tensor
+) -> None:
     ours = _made(x, INPUT, scaling, *state)
     counts.compare("data", ours.data.view(torch.uint8), theirs._data, where)
     counts.compare("scales", ours.scale_inv.view(1), theirs._scale_inv.view(1), where)
@@ -72,22 +88,37 @@ def _block(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
     for power_2 in (True,) if HAS["block"].multiplied_as_mxfp8(capability) else (True, False):
         scaling = Scaling("block", forward=fmt, power_2_scales=power_2, weights_2d=True)
-        lines, squares = (te.Float8BlockQuantizer(kind, rowwise=True, columnwise=True, force_pow_2_scales=power_2, block_scaling_dim=d)(x) for d in (1, 2))
+        lines, squares = (
+            te.Float8BlockQuantizer(
+                kind, rowwise=True, columnwise=True, force_pow_2_scales=power_2, block_scaling_dim=d
+            )(x)
+            for d in (1, 2)
+        )
         made, tiles = _made(x, INPUT, scaling), _made(x, WEIGHT, scaling)
         counts.compare("data", made.data.view(bytes_), lines._rowwise_data, where)
         counts.compare("scales", made.scale_inv.t(), lines._rowwise_scale_inv[:, :r], where)
         counts.compare("transposes", made.t().data.view(bytes_), lines._columnwise_data, where)
         counts.compare("scales", made.t().scale_inv.t(), lines._columnwise_scale_inv[:, :c], where)
         counts.compare("data", tiles.data.view(bytes_), squares._rowwise_data, f"{where}, 128x128")
-        counts.compare("scales", tiles.scale_inv, squares._rowwise_scale_inv[:, : c // 128], f"{where}, 128x128")
+        counts.compare(
+            "scales",
+            tiles.scale_inv,
+            squares._rowwise_scale_inv[:, : c // 128],
+            f"{where}, 128x128",
+        )
 
 
 def _mxfp8(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     te, kind = _library(fmt)
-    theirs, made = te.MXFP8Quantizer(kind, rowwise=True, columnwise=True)(x), _made(x, INPUT, Scaling("mxfp8", forward=fmt))
+    theirs, made = (
+        te.MXFP8Quantizer(kind, rowwise=True, columnwise=True)(x),
+        _made(x, INPUT, Scaling("mxfp8", forward=fmt)),
+    )
     counts.compare("data", made.data.view(torch.uint8), theirs._rowwise_data, where)
     _e8m0(counts, made.scale_inv, theirs._rowwise_scale_inv, where)
-    counts.compare("transposes", made.t().data.t().view(torch.uint8), theirs._columnwise_data, where)
+    counts.compare(
+        "transposes", made.t().data.t().view(torch.uint8), theirs._columnwise_data, where
+    )
     _e8m0(counts, made.t().scale_inv, theirs._columnwise_scale_inv.t(), where)
 
 
@@ -95,13 +126,21 @@ def _nvfp4(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     import transformer_engine.pytorch as te
 
     for square in (False, True):
-        scaling = Scaling("nvfp4", forward=fmt, backward=fmt, weights_2d=True, hadamard=False, stochastic=False)
+        scaling = Scaling(
+            "nvfp4", forward=fmt, backward=fmt, weights_2d=True, hadamard=False, stochastic=False
+        )
         theirs = te.NVFP4Quantizer(rowwise=True, columnwise=True, with_2d_quantization=square)(x)
-        role, at, history = WEIGHT if square else INPUT, f"{where}{', 16x16' * square}", torch.zeros(1, 3, device=x.device)
+        role, at, history = (
+            WEIGHT if square else INPUT,
+            f"{where}{', 16x16' * square}",
+            torch.zeros(1, 3, device=x.device),
+        )
         made = _made(x, role, scaling, None, history)
         across = made.t() if square else _made(x.t().contiguous(), role, scaling)
-        for what, ours, data, scale_inv in (("data", made, theirs._rowwise_data, theirs._rowwise_scale_inv),
-                                            ("transposes", across, theirs._columnwise_data, theirs._columnwise_scale_inv)):
+        for what, ours, data, scale_inv in (
+            ("data", made, theirs._rowwise_data, theirs._rowwise_scale_inv),
+            ("transposes", across, theirs._columnwise_data, theirs._columnwise_scale_inv),
+        ):
             codes, scales = laid_out(ours)
             counts.compare(what, codes, data, at)
             counts.compare("scales", scales, swizzled(scale_inv.view(torch.uint8).contiguous()), at)
@@ -111,11 +150,22 @@ def _nvfp4(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
 def _e8m0(counts: ByteCounts, ours: Tensor, theirs: Tensor, where: str) -> None:
     """Scales of MX, those of kernels as products read them."""
     kernels = ours.dim() == 1
-    counts.compare("scales", ours if kernels else e8m0_bytes(ours), swizzled(theirs.contiguous()) if kernels else theirs, where)
+    counts.compare(
+        "scales",
+        ours if kernels else e8m0_bytes(ours),
+        swizzled(theirs.contiguous()) if kernels else theirs,
+        where,
+    )
 
 
 def _made(x: Tensor, *how: Any) -> Any:
     return (by_kernels if x.is_cuda else plainly)(x, *how)
 
 
-SCALINGS = {"delayed": _delayed, "current": _current, "block": _block, "mxfp8": _mxfp8, "nvfp4": _nvfp4}
+SCALINGS = {
+    "delayed": _delayed,
+    "current": _current,
+    "block": _block,
+    "mxfp8": _mxfp8,
+    "nvfp4": _nvfp4,
+}

@@ -73,10 +73,19 @@ class Worker:
             said = self._said()
             self.end()
             last = said.strip().splitlines()[-1][:200] if said.strip() else ""
-            return Row([f"failed: died with exit code {self._code} {last}".rstrip()], failed=True, details=said)
+            return Row(
+                [f"failed: died with exit code {self._code} {last}".rstrip()],
+                failed=True,
+                details=said,
+            )
         where = self._where()
         self.end()
-        return Row([f"stopped: over its time budget of {seconds:.3g} s"], failed=True, stopped=True, details=where)
+        return Row(
+            [f"stopped: over its time budget of {seconds:.3g} s"],
+            failed=True,
+            stopped=True,
+            details=where,
+        )
 
     def row_in_time(self, what: object, budget: float, left: float, why: str) -> Row:
         """The row of `what`, whose budget is of so many seconds, where all together have so many `left`; `why` is said where these do
@@ -84,7 +93,9 @@ class Worker:
         if left <= 0:
             return Row([f"not run: {why}"])
         found = self.row(what, min(budget, left))
-        return found._replace(cells=[f"stopped: {why}"]) if found.stopped and left < budget else found
+        return (
+            found._replace(cells=[f"stopped: {why}"]) if found.stopped and left < budget else found
+        )
 
     def end(self) -> None:
         """End the process, whatever it is at."""
@@ -99,7 +110,9 @@ class Worker:
     def _begin(self) -> None:
         self._log = tempfile.NamedTemporaryFile()  # noqa: SIM115, closed by end()
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_work, args=(theirs, self._log.name, self._start, self._arguments))  # type: ignore[attr-defined]
+        self._process = self._context.Process(
+            target=_work, args=(theirs, self._log.name, self._start, self._arguments)
+        )  # type: ignore[attr-defined]
         self._process.start()
         theirs.close()
 
@@ -165,6 +178,11 @@ def failure(e: BaseException, heard: str = "") -> str:
     text = " ".join(str(e).split())
     if isinstance(e, subprocess.CalledProcessError):  # Triton's C compiler, say
         errors = [line for line in heard.splitlines() if "error" in line] or heard.splitlines()[-1:]
-        text = " ".join([f"{e.cmd if isinstance(e.cmd, str) else e.cmd[0]} ended with {e.returncode}", *errors[:1]])
+        text = " ".join(
+            [
+                f"{e.cmd if isinstance(e.cmd, str) else e.cmd[0]} ended with {e.returncode}",
+                *errors[:1],
+            ]
+        )
     ours = type(e).__module__.startswith("fp8cfg.") or isinstance(e, ArithmeticError)
     return f"failed: {text if ours else f'{type(e).__name__}: {text}'}"[:300]

@@ -8,7 +8,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg, _uninstall_threaded_pg
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
 
 from fp8cfg.training.distributed.traffic import Traffic
 from fp8cfg.training.distributed.world import World
@@ -37,7 +41,9 @@ def on_threads(ranks: int, work: Callable[[World], Found]) -> list[Found]:
         with ThreadPoolExecutor(ranks) as pool:
             every = [pool.submit(one, rank) for rank in range(ranks)]
         errors = [error for each in every if (error := each.exception())]
-        for error in sorted(errors, key=lambda e: isinstance(e, SystemExit)):  # those of ranks that were ended last
+        for error in sorted(
+            errors, key=lambda e: isinstance(e, SystemExit)
+        ):  # those of ranks that were ended last
             raise error
         return [each.result() for each in every]
     finally:

@@ -2,4 +2,6 @@
 
 import os
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of a fake group torch warns that it has no backend for hooks
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # of a fake group torch warns that it has no backend for hooks

@@ -35,27 +35,53 @@ class Cell:
         """The recipe; the fewest microbatches of a step are one, or with a pipeline as many as it has stages. That is also the batch
         that is raised where the layout asks for it."""
         nodes, devices = machines(self.ranks)
-        words = [f"recipe={self.recipe}", f"precision={self.precision}", f"trainer.num_nodes={nodes}", f"trainer.devices={devices}",
-                 *self.words]
+        words = [
+            f"recipe={self.recipe}",
+            f"precision={self.precision}",
+            f"trainer.num_nodes={nodes}",
+            f"trainer.devices={devices}",
+            *self.words,
+        ]
         recipe = fp8cfg.compose([*words, f"trainer.global_batch_size={MANY}"])
         strategy, sizes = recipe.trainer.strategy, axis_sizes(recipe.trainer.strategy, self.ranks)
         samples = recipe.trainer.micro_batch_size * sizes["dp_replicate"] * sizes["dp_shard"]
         fewest = strategy.pipeline_model_parallel_size
-        return fp8cfg.compose([*words, f"trainer.global_batch_size={samples * fewest * self.accumulate}"])
+        return fp8cfg.compose(
+            [*words, f"trainer.global_batch_size={samples * fewest * self.accumulate}"]
+        )
 
     @property
     def places(self) -> dict[str, int]:
         """The first, a middle and the last rank."""
-        return {name: rank for rank, name in {0: "first", self.ranks - 1: "last", self.ranks // 2: "middle"}.items()}
+        return {
+            name: rank
+            for rank, name in {
+                0: "first",
+                self.ranks - 1: "last",
+                self.ranks // 2: "middle",
+            }.items()
+        }
 
 
 def every(names: Iterable[str] = ()) -> list[Cell]:
     """All large recipes, those for more than one GPU, or these of them, on as many GPUs as they are meant for, and `OTHERS`; of
     recipes that differ in their name alone the short one; and `SPLIT_SCALES`."""
     made = {name: make() for name, make in recipe_registry.recipes().items() if name != "from_hf"}
-    distinct = {recipe.model_copy(update={"name": "any"}).model_dump_json(): name for name, recipe in made.items()}
-    meant = [(name, made[name].trainer.num_nodes * made[name].trainer.devices) for name in distinct.values()]
+    distinct = {
+        recipe.model_copy(update={"name": "any"}).model_dump_json(): name
+        for name, recipe in made.items()
+    }
+    meant = [
+        (name, made[name].trainer.num_nodes * made[name].trainer.devices)
+        for name in distinct.values()
+    ]
     wanted, chosen = {*names}, [(name, ranks) for name, ranks in (*meant, *OTHERS) if ranks > 1]
-    kinds = [(name, ranks, kind) for name, ranks in chosen for kind in ((p, ()) for p in PRECISIONS)]
+    kinds = [
+        (name, ranks, kind) for name, ranks in chosen for kind in ((p, ()) for p in PRECISIONS)
+    ]
     kinds += [(*OTHERS[0], kind) for kind in SPLIT_SCALES]
-    return [Cell(name, precision, ranks, words) for name, ranks, (precision, words) in kinds if name in (wanted or {name})]
+    return [
+        Cell(name, precision, ranks, words)
+        for name, ranks, (precision, words) in kinds
+        if name in (wanted or {name})
+    ]

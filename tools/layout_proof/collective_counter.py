@@ -16,10 +16,28 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.parallel.mesh import coordinates
 
-AXES = {"dp_replicate": "replicate", "dp_shard": "data", "cp": "context", "tp": "tensor", "pp": "pipeline"}
-HOW = {"allreduce_": "all-reduce", "all_reduce": "all-reduce", "all_reduce_": "all-reduce", "_allgather_base_": "all-gather",
-       "all_gather_into_tensor": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter",
-       "alltoall_base_": "all-to-all", "send": "send", "recv_": "", "wait_tensor": "", "_wrap_tensor_autograd": "", "barrier": ""}
+AXES = {
+    "dp_replicate": "replicate",
+    "dp_shard": "data",
+    "cp": "context",
+    "tp": "tensor",
+    "pp": "pipeline",
+}
+HOW = {
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "send": "send",
+    "recv_": "",
+    "wait_tensor": "",
+    "_wrap_tensor_autograd": "",
+    "barrier": "",
+}
 """Torch's operators, and what they are called here; nothing of what does not send."""
 
 
@@ -54,7 +72,9 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, name: str, how: str, args: Any) -> None:
         group = next(g for a in args if (g := _group(a)) is not None)
-        tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
+        tensors = [
+            t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)
+        ]
         key, ranks = (self._axis(group), how), group.size()
         if ranks == 1:
             return
@@ -66,9 +86,15 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if group.group_name not in self._names:
             every = dist.get_process_group_ranks(group)
             places = [coordinates(self._strategy, rank, dist.get_world_size()) for rank in every]
-            varying = [said for axis, said in AXES.items() if len({place[axis] for place in places}) > 1]
-            if len(varying) > 1 and "replicate" in varying:  # several groups together are data-parallel ranks
-                varying = [*dict.fromkeys("data" if said == "replicate" else said for said in varying)]
+            varying = [
+                said for axis, said in AXES.items() if len({place[axis] for place in places}) > 1
+            ]
+            if (
+                len(varying) > 1 and "replicate" in varying
+            ):  # several groups together are data-parallel ranks
+                varying = [
+                    *dict.fromkeys("data" if said == "replicate" else said for said in varying)
+                ]
             self._names[group.group_name] = " x ".join(varying)
         return self._names[group.group_name]
 
@@ -80,7 +106,9 @@ def _group(argument: Any) -> dist.ProcessGroup | None:
     if isinstance(argument, str) and argument not in ("sum", "max", "avg"):
         return _resolve_process_group(argument)
     try:
-        return dist.ProcessGroup.unbox(argument) if type(argument).__name__ == "ScriptObject" else None
+        return (
+            dist.ProcessGroup.unbox(argument) if type(argument).__name__ == "ScriptObject" else None
+        )
     except RuntimeError:  # another object, such as the kind of a reduction
         return None
 
@@ -96,5 +124,8 @@ def _sent(name: str, how: str, tensors: list[Tensor], args: Any, ranks: int, ran
         return (ranks - 1) * min(sizes)
     if how == "reduce-scatter":
         return max(sizes) * (ranks - 1) // ranks
-    whole, splits = args[1], args[4]  # of an all-to-all: output, input, group, output splits, input splits
+    whole, splits = (
+        args[1],
+        args[4],
+    )  # of an all-to-all: output, input, group, output splits, input splits
     return int(whole.nbytes - splits[rank] * whole.element_size())

@@ -76,17 +76,36 @@ def _compared(cell: Cell, place: str, rank: int, count: bool) -> Compared:
         job = stepped(recipe, counter)
         held = stored(job) | {"gradients": gradients(job)}
         built = {kind: sum(local(t).nbytes for t in held[kind]) for kind in KINDS}
-        if job.prepared.fsdp2 and not held["weights"]:  # which are there from the first pass of a step to its last
+        if (
+            job.prepared.fsdp2 and not held["weights"]
+        ):  # which are there from the first pass of a step to its last
             built["weights"] = gathered_bytes(job.model)
     seconds = time.process_time() - began
-    part = stage_parts(found.recipe, cell.ranks)[coordinates(recipe.trainer.strategy, rank, cell.ranks)["pp"]]
+    part = stage_parts(found.recipe, cell.ranks)[
+        coordinates(recipe.trainer.strategy, rank, cell.ranks)["pp"]
+    ]
     linears = linears_of(found.recipe, part)
     shard = _shard(recipe, rank, cell.ranks, part)
-    each, widest = (persistent(found.recipe, part, linears, job.choice.backend, one) for one in (shard, None))
-    compared = Compared(cell, _layout(recipe, cell.ranks, found.shard), place, rank, built, _chosen(each), _chosen(widest), seconds)
+    each, widest = (
+        persistent(found.recipe, part, linears, job.choice.backend, one) for one in (shard, None)
+    )
+    compared = Compared(
+        cell,
+        _layout(recipe, cell.ranks, found.shard),
+        place,
+        rank,
+        built,
+        _chosen(each),
+        _chosen(widest),
+        seconds,
+    )
     if counter is None:
         return compared
-    return replace(compared, sent=counter.found, planned_sent=planned_sent(found.recipe, part, job.choice.backend, shard))
+    return replace(
+        compared,
+        sent=counter.found,
+        planned_sent=planned_sent(found.recipe, part, job.choice.backend, shard),
+    )
 
 
 def planned_sent(recipe: Recipe, part: Part, backend: str, rank: int) -> dict[Key, Sent]:
@@ -100,7 +119,12 @@ def planned_sent(recipe: Recipe, part: Part, backend: str, rank: int) -> dict[Ke
 
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of all weights as FSDP2 gathers them; of those in FP8 with the scales of tiles, and the other matrix where there is one."""
-    return sum(t.nbytes for p in gathered_weights(model) for t in getattr(p, "stored", (p,)) if t is not None and t.dim())
+    return sum(
+        t.nbytes
+        for p in gathered_weights(model)
+        for t in getattr(p, "stored", (p,))
+        if t is not None and t.dim()
+    )
 
 
 def _chosen(kinds: dict[str, Any]) -> dict[str, int]:
@@ -111,7 +135,9 @@ def _shard(recipe: Recipe, rank: int, ranks: int, part: Part) -> int:
     """The number of `rank` among those that storage.shard splits state over."""
     strategy = recipe.trainer.strategy
     sizes, place = axis_sizes(strategy, ranks), coordinates(strategy, rank, ranks)
-    number = (place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"]) * sizes["cp"] + place["cp"]
+    number = (place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"]) * sizes["cp"] + place[
+        "cp"
+    ]
     return number % part.shards
 
 

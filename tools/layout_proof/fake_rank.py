@@ -21,7 +21,11 @@ import torch.distributed._tools.fake_collectives  # shapes of collectives on the
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 
 from fp8cfg import builder
 from fp8cfg.backends import first_pass
@@ -52,7 +56,9 @@ class WithoutNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # what a DTensor does with the tensors inside of it is seen
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
+            return (
+                1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
+            )
         if (device := kwargs.get("device")) is not None and device.type == "cpu":
             kwargs = {**kwargs, "device": META}
         return self._shapes.run(func, args, kwargs)
@@ -73,8 +79,14 @@ class NoBatches:
 
     def batch(self, *_: int) -> tuple[Tensor, ...]:
         """A microbatch: tokens, targets, and documents where they are told apart."""
-        tokens, targets = (torch.empty(self._shape, dtype=torch.long, device=META) for _ in range(2))
-        return (tokens, targets, torch.empty(self._shape, dtype=torch.int32, device=META)) if self._documents else (tokens, targets)
+        tokens, targets = (
+            torch.empty(self._shape, dtype=torch.long, device=META) for _ in range(2)
+        )
+        return (
+            (tokens, targets, torch.empty(self._shape, dtype=torch.int32, device=META))
+            if self._documents
+            else (tokens, targets)
+        )
 
 
 @contextmanager
@@ -82,7 +94,10 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
     """This process as `rank` of `ranks`, whose jobs have no memory. ZeRO's messages to owners are cut to their size where it is these
     `messages` that are looked at: to a thousand ranks they are tens of thousands."""
     environment = {"WORLD_SIZE": str(ranks), "RANK": str(rank)}
-    no_autocast = {"autocast": lambda *_, **__: nullcontext(), "is_autocast_enabled": lambda *_: False}
+    no_autocast = {
+        "autocast": lambda *_, **__: nullcontext(),
+        "is_autocast_enabled": lambda *_: False,
+    }
     with ExitStack() as modes, mock.patch.dict(os.environ, environment):
         to_empty = Transformer.to_empty
 
@@ -92,22 +107,29 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
             return to_empty(model, device=META, recurse=recurse)
 
         for target, name, instead in (
-                (Transformer, "to_empty", without_memory), (builder, "first_weights", lambda *_: lambda model: None),
-                (fsdp, "fsdp_mesh", _with_numbers(fsdp.fsdp_mesh)), (machine, "free_memory", lambda device: MUCH), (first_pass, "check", lambda model: False),
-                (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
-                (import_module("torch.optim.adam"), "_device_dtype_check_for_fused", lambda *_: None),
-                *((torch, name, instead) for name, instead in no_autocast.items()),
-                *((module, "CHUNK", MUCH) for module in (codecs, quantize, allreduce_steps)),
-                (shards, "MESSAGE", shards.MESSAGE if messages else MUCH)):
+            (Transformer, "to_empty", without_memory),
+            (builder, "first_weights", lambda *_: lambda model: None),
+            (fsdp, "fsdp_mesh", _with_numbers(fsdp.fsdp_mesh)),
+            (machine, "free_memory", lambda device: MUCH),
+            (first_pass, "check", lambda model: False),
+            (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
+            (import_module("torch.optim.adam"), "_device_dtype_check_for_fused", lambda *_: None),
+            *((torch, name, instead) for name, instead in no_autocast.items()),
+            *((module, "CHUNK", MUCH) for module in (codecs, quantize, allreduce_steps)),
+            (shards, "MESSAGE", shards.MESSAGE if messages else MUCH),
+        ):
             modes.enter_context(mock.patch.object(target, name, instead))
         SENT.clear()
-        dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=ranks
+        )
         modes.callback(dist.destroy_process_group)
         yield
 
 
 def _with_numbers(made: Callable[..., Any]) -> Callable[..., Any]:
     """`made`, as without the modes above: adapters are split once the model has its memory."""
+
     def real(*args: Any) -> Any:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return made(*args)

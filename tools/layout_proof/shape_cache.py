@@ -24,7 +24,11 @@ class ShapeCache:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` gives for these arguments."""
-        kind = self._kinds.get(func) if func in self._kinds else self._kinds.setdefault(func, _kind(func))
+        kind = (
+            self._kinds.get(func)
+            if func in self._kinds
+            else self._kinds.setdefault(func, _kind(func))
+        )
         if kind is None:
             return func(*args, **kwargs)
         try:
@@ -33,7 +37,13 @@ class ShapeCache:
             return func(*args, **kwargs)
         if key not in self._found:
             result = func(*args, **kwargs)
-            remembered = _outputs(result) if kind == MADE else _written(result, args) if _key(func, args, kwargs) == key else None
+            remembered = (
+                _outputs(result)
+                if kind == MADE
+                else _written(result, args)
+                if _key(func, args, kwargs) == key
+                else None
+            )
             if remembered is not None:
                 self._found[key] = remembered
             return result
@@ -46,12 +56,23 @@ class ShapeCache:
 def _kind(func: Any) -> str | None:
     """Whether all outputs of `func` are new tensors, or it writes into its arguments and leaves their shapes; None for others."""
     schema = func._schema
-    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags or not any("Tensor" in str(a.type) for a in schema.arguments):
+    if (
+        func.namespace != "aten"
+        or torch.Tag.inplace_view in func.tags
+        or not any("Tensor" in str(a.type) for a in schema.arguments)
+    ):
         return None
     if all(one.alias_info is None for one in (*schema.arguments, *schema.returns)):
         return MADE
-    writes = all(one.alias_info is None or one.alias_info.is_write for one in (*schema.arguments, *schema.returns))
-    return WRITTEN if writes and not any(a.kwarg_only and a.alias_info for a in schema.arguments) else None
+    writes = all(
+        one.alias_info is None or one.alias_info.is_write
+        for one in (*schema.arguments, *schema.returns)
+    )
+    return (
+        WRITTEN
+        if writes and not any(a.kwarg_only and a.alias_info for a in schema.arguments)
+        else None
+    )
 
 
 class _Numbers(Exception):
@@ -77,7 +98,11 @@ def _outputs(result: Any) -> tuple[Any, ...] | None:
     """The forms of the tensor, or of the tensors, that came out."""
     if isinstance(result, Tensor) and result.is_meta:
         return _form(result)  # type: ignore[no-any-return]
-    if isinstance(result, (list, tuple)) and result and all(isinstance(one, Tensor) and one.is_meta for one in result):
+    if (
+        isinstance(result, (list, tuple))
+        and result
+        and all(isinstance(one, Tensor) and one.is_meta for one in result)
+    ):
         return tuple(map(_form, result))
     return None
 

@@ -27,21 +27,32 @@ VOCABULARY, LENGTH = 128, 32
 @functools.cache
 def tokens() -> Tensor:
     """Rows of a text, as bytes."""
-    text = (Path(fp8cfg.__file__).parent / "data/tiny.txt").read_bytes()[:STEPS * 8 * LENGTH]
+    text = (Path(fp8cfg.__file__).parent / "data/tiny.txt").read_bytes()[: STEPS * 8 * LENGTH]
     return torch.tensor([min(b, VOCABULARY - 1) for b in text]).view(-1, LENGTH)
 
 
 def rows(step: int) -> Tensor:
-    return tokens()[step * 8:(step + 1) * 8]
+    return tokens()[step * 8 : (step + 1) * 8]
 
 
 def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, use_cache=False,
-        initializer_range=0.05, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            use_cache=False,
+            initializer_range=0.05,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
 
 
 def trl(way: str) -> Trained:
@@ -52,26 +63,53 @@ def trl(way: str) -> Trained:
     from trl import SFTConfig, SFTTrainer
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", bos_token="<s>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", bos_token="<s>"
+    )
     model, given, arguments = llama(), dict[str, Any](), dict[str, Any]()
     fp8 = fp8cfg.convert_model(model, recipe()) if way == "converted" else None
     job = fp8cfg.build(recipe(), model=model) if way == "built" else None
     if fp8 or job:
         fp8cfg.apply_fp8_autowrap(model, recipe())
     if job:
-        given = {"optimizers": (job.optimizer, job.scheduler()), "callbacks": [job.trainer_callback()]}
+        given = {
+            "optimizers": (job.optimizer, job.scheduler()),
+            "callbacks": [job.trainer_callback()],
+        }
     else:
-        arguments = {"learning_rate": LR, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": CLIP, "lr_scheduler_type": "constant"}
+        arguments = {
+            "learning_rate": LR,
+            "adam_beta2": 0.95,
+            "adam_epsilon": 1e-8,
+            "max_grad_norm": CLIP,
+            "lr_scheduler_type": "constant",
+        }
     with tempfile.TemporaryDirectory() as folder:
         loop = SFTTrainer(
-            model=model, processing_class=tokenizer, train_dataset=Dataset.from_dict({"input_ids": tokens().tolist()}), **given,
+            model=model,
+            processing_class=tokenizer,
+            train_dataset=Dataset.from_dict({"input_ids": tokens().tolist()}),
+            **given,
             args=SFTConfig(
-                output_dir=folder, max_steps=STEPS, per_device_train_batch_size=8, use_cpu=True, report_to="none", disable_tqdm=True,
-                logging_steps=1, save_strategy="no", gradient_checkpointing=False, train_sampling_strategy="sequential", **arguments))
+                output_dir=folder,
+                max_steps=STEPS,
+                per_device_train_batch_size=8,
+                use_cpu=True,
+                report_to="none",
+                disable_tqdm=True,
+                logging_steps=1,
+                save_strategy="no",
+                gradient_checkpointing=False,
+                train_sampling_strategy="sequential",
+                **arguments,
+            ),
+        )
         loop.train()
     for proof in filter(None, (fp8, job)):
         proof.prove()
-    return looked_at([line["loss"] for line in loop.state.log_history if "loss" in line], loop.model)
+    return looked_at(
+        [line["loss"] for line in loop.state.log_history if "loss" in line], loop.model
+    )
 
 
 def _peft(way: str, after: bool) -> Trained:
@@ -111,7 +149,11 @@ def x_transformers(way: str) -> Trained:
     from x_transformers import Decoder, TransformerWrapper
 
     torch.manual_seed(7)
-    model = TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=LENGTH, attn_layers=Decoder(dim=32, depth=2, heads=2, attn_dim_head=16))
+    model = TransformerWrapper(
+        num_tokens=VOCABULARY,
+        max_seq_len=LENGTH,
+        attn_layers=Decoder(dim=32, depth=2, heads=2, attn_dim_head=16),
+    )
 
     def loss(model: nn.Module, step: int) -> Tensor:
         return F.cross_entropy(model(rows(step)[:, :-1]).flatten(0, 1), rows(step)[:, 1:].flatten())
@@ -124,8 +166,20 @@ def timm(way: str) -> Trained:
     import timm as library
 
     torch.manual_seed(7)
-    return train(way, library.create_model(
-        "vit_tiny_patch16_224", pretrained=False, img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=16), _images)
+    return train(
+        way,
+        library.create_model(
+            "vit_tiny_patch16_224",
+            pretrained=False,
+            img_size=32,
+            patch_size=8,
+            embed_dim=32,
+            depth=2,
+            num_heads=2,
+            num_classes=16,
+        ),
+        _images,
+    )
 
 
 def torchvision(way: str) -> Trained:
@@ -133,13 +187,27 @@ def torchvision(way: str) -> Trained:
     from torchvision.models import VisionTransformer
 
     torch.manual_seed(7)
-    return train(way, VisionTransformer(
-        image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=16), _images)
+    return train(
+        way,
+        VisionTransformer(
+            image_size=32,
+            patch_size=8,
+            num_layers=2,
+            num_heads=2,
+            hidden_dim=32,
+            mlp_dim=64,
+            num_classes=16,
+        ),
+        _images,
+    )
 
 
 def _images(model: nn.Module, step: int) -> Tensor:
     made = torch.Generator().manual_seed(step % 2)
-    images, labels = torch.randn(16, 3, 32, 32, generator=made), torch.randint(16, (16,), generator=made)
+    images, labels = (
+        torch.randn(16, 3, 32, 32, generator=made),
+        torch.randint(16, (16,), generator=made),
+    )
     dtype = next(p.dtype for p in model.parameters())
     return F.cross_entropy(model(images.to(dtype)).float(), labels)
 
@@ -161,7 +229,14 @@ def main(name: str, way: str) -> int:
     script, head, _, within = CASES[name]
     try:
         print("RESULT " + compared(script("plain"), script(way), head, within))
-    except (AssertionError, RuntimeError, ValueError, TypeError, AttributeError, fp8cfg.NotFP8Error) as e:
+    except (
+        AssertionError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        fp8cfg.NotFP8Error,
+    ) as e:
         print(f"RESULT FAILED, {type(e).__name__}: " + str(e).partition("\n")[0])
         return 1
     return 0

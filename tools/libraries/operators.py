@@ -19,4 +19,6 @@ def without_operators() -> None:
     if folder and torch.version.cuda is None and any(folder.glob("libcudart*")):
         _OPERATORS.append(library.Library("torchvision", "DEF"))  # which end with it
         for name in ("nms", "qnms"):
-            _OPERATORS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            _OPERATORS[0].define(
+                f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )

@@ -27,13 +27,30 @@ class Trained(NamedTuple):
 
 def recipe() -> fp8cfg.Recipe:
     """bf16_fp8 with the optimizer of the plain script."""
-    return fp8cfg.compose([
-        "precision=bf16_fp8", f"optim.lr={LR}", "optim.lr_decay_style=constant", "optim.warmup_steps=0", "optim.weight_decay=0",
-        "optim.betas=[0.9,0.95]", "optim.eps=1e-8", f"trainer.max_steps={STEPS}", f"trainer.gradient_clip_val={CLIP}", "trainer.accelerator=cpu"])
+    return fp8cfg.compose(
+        [
+            "precision=bf16_fp8",
+            f"optim.lr={LR}",
+            "optim.lr_decay_style=constant",
+            "optim.warmup_steps=0",
+            "optim.weight_decay=0",
+            "optim.betas=[0.9,0.95]",
+            "optim.eps=1e-8",
+            f"trainer.max_steps={STEPS}",
+            f"trainer.gradient_clip_val={CLIP}",
+            "trainer.accelerator=cpu",
+        ]
+    )
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=LR,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+    )
 
 
 def train(way: str, model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> Trained:
@@ -68,10 +85,16 @@ def compared(plain: Trained, ours: Trained, head: str, within: float = 0.01) -> 
     """The row of the table. Raises AssertionError, with the reason, where losses differ by more than `within` in the last steps, the
     head ran in FP8, or the weights do not load into the plain model."""
     gap = max(abs(a - b) for a, b in zip(plain.losses[-5:], ours.losses[-5:], strict=True))
-    assert plain.losses[-1] < plain.losses[0], f"the plain script does not learn: {plain.losses[0]:.4f}, {plain.losses[-1]:.4f}"
+    assert plain.losses[-1] < plain.losses[0], (
+        f"the plain script does not learn: {plain.losses[0]:.4f}, {plain.losses[-1]:.4f}"
+    )
     assert ours.layers, "no layer ran in FP8"
-    assert not head or any(head in name for name in ours.left_out), f"the output layer {head} is in FP8; left out: {ours.left_out}"
-    assert gap < within, f"losses differ by {gap:.4f}: {plain.losses[-1]:.4f} plain, {ours.losses[-1]:.4f} here"
+    assert not head or any(head in name for name in ours.left_out), (
+        f"the output layer {head} is in FP8; left out: {ours.left_out}"
+    )
+    assert gap < within, (
+        f"losses differ by {gap:.4f}: {plain.losses[-1]:.4f} plain, {ours.losses[-1]:.4f} here"
+    )
     reader = copy.deepcopy(plain.model)
     reader.load_state_dict(ours.model.state_dict(), strict=True)
     ours.model.load_state_dict(reader.state_dict(), strict=True)

@@ -13,9 +13,16 @@ from fp8cfg.report.value_text import kind, shown
 from tools.reference.markdown import code, table
 
 UNITS = {
-    r"\boptimizer steps?\b|\bsteps of\b|\boverflowing steps\b": "optimizer steps", r"^samples\b": "samples", r"\btokens\b": "tokens",
-    r"^GPUs\b|^machines\b": "", r"^transformer layers\b": "layers", r"\bshare of\b": "share, 0 to 1", r"\bglobal batches\b": "batches",
-    r"^checkpoints\b|^newest checkpoints\b": "checkpoints", r"\bdivided by 2\^margin\b": "powers of two"}
+    r"\boptimizer steps?\b|\bsteps of\b|\boverflowing steps\b": "optimizer steps",
+    r"^samples\b": "samples",
+    r"\btokens\b": "tokens",
+    r"^GPUs\b|^machines\b": "",
+    r"^transformer layers\b": "layers",
+    r"\bshare of\b": "share, 0 to 1",
+    r"\bglobal batches\b": "batches",
+    r"^checkpoints\b|^newest checkpoints\b": "checkpoints",
+    r"\bdivided by 2\^margin\b": "powers of two",
+}
 """Words of a description that say what a number counts, the first that is found."""
 SOURCE = re.compile(r"\bDefault .*?\((?!\d+x\d+)([^()]*)\)")
 PLAIN_DEFAULT = re.compile(r"\s*Default [^\s:;]+( \([^()]*\))?\.?$")
@@ -23,14 +30,28 @@ PLAIN_DEFAULT = re.compile(r"\s*Default [^\s:;]+( \([^()]*\))?\.?$")
 
 
 def page() -> str:
-    head = ("# Keys\n\nEvery key of a recipe. `fp8cfg explain KEY` says the same of one key, with its effect under a recipe and every "
-            "layer that set it. Short names stand for full ones: " + ", ".join(f"`{a}` for `{b}`" for a, b in ALIASES.items()) + ". "
-            "The source is that of the default, a project or a paper; fp8cfg where it is its own choice.\n")
+    head = (
+        "# Keys\n\nEvery key of a recipe. `fp8cfg explain KEY` says the same of one key, with its effect under a recipe and every "
+        "layer that set it. Short names stand for full ones: "
+        + ", ".join(f"`{a}` for `{b}`" for a, b in ALIASES.items())
+        + ". "
+        "The source is that of the default, a project or a paper; fp8cfg where it is its own choice.\n"
+    )
     parts = [head]
     for node in ["", *(key for key in fields() if is_node(key))]:
-        if rows := [_row(key) for key in fields() if key.rpartition(".")[0] == node and not is_node(key)]:
-            about = " ".join((fields()[node].description or "").split()) if node else "The recipe itself."
-            parts.append(f"## {short(node) or 'top level'}\n\n{about}\n\n" + table(["key", "type", "default", "unit", "meaning", "source"], rows) + "\n")
+        if rows := [
+            _row(key) for key in fields() if key.rpartition(".")[0] == node and not is_node(key)
+        ]:
+            about = (
+                " ".join((fields()[node].description or "").split())
+                if node
+                else "The recipe itself."
+            )
+            parts.append(
+                f"## {short(node) or 'top level'}\n\n{about}\n\n"
+                + table(["key", "type", "default", "unit", "meaning", "source"], rows)
+                + "\n"
+            )
     return "\n".join(parts)
 
 
@@ -40,7 +61,14 @@ def _row(key: str) -> list[str]:
     node, _, leaf = key.rpartition(".")
     if short(node) == "fp8" and leaf in ONLY_UNDER:
         meaning += f" Only under `fp8.scaling` {' or '.join(ONLY_UNDER[leaf])}."
-    return [code(short(key)), kind(schema), code(shown(schema["default"])), unit(schema, meaning), _code_free(meaning), _code_free(source)]
+    return [
+        code(short(key)),
+        kind(schema),
+        code(shown(schema["default"])),
+        unit(schema, meaning),
+        _code_free(meaning),
+        _code_free(source),
+    ]
 
 
 def described(text: str) -> tuple[str, str]:
@@ -54,7 +82,9 @@ def unit(schema: dict[str, Any], meaning: str) -> str:
     kinds = {one.get("type") for one in schema.get("anyOf", [schema])}
     if not kinds & {"integer", "number"}:
         return ""
-    return next((name for words, name in UNITS.items() if re.search(words, meaning, re.IGNORECASE)), "")
+    return next(
+        (name for words, name in UNITS.items() if re.search(words, meaning, re.IGNORECASE)), ""
+    )
 
 
 def _code_free(text: str) -> str:

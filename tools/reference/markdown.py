@@ -39,4 +39,7 @@ def plain(docstring: str) -> str:
 
 
 def _escaped(line: str) -> str:
-    return "`".join(part if i % 2 else re.sub(r"(?<!\\)([*_<])", r"\\\1", part) for i, part in enumerate(line.split("`")))
+    return "`".join(
+        part if i % 2 else re.sub(r"(?<!\\)([*_<])", r"\\\1", part)
+        for i, part in enumerate(line.split("`"))
+    )

@@ -11,20 +11,33 @@ from tools.reference.markdown import code, table
 
 
 def page() -> str:
-    return "\n\n".join([
-        "# Recipes and presets",
-        "What `recipe=`, `precision=`, `data=` and `task=` choose from; `fp8cfg list` prints the same, and `--config-dir FOLDER` adds files of "
-        "yours. A precision preset replaces everything about precision; its Python function has the name that NeMo or "
-        "Megatron-Bridge gives it, where they have one.",
-        "## recipe", table(["name", "what it is"], [[code(e.name), e.about] for e in entries("recipe", None)]),
-        "## precision", table(["name", "Python", "what it is", "sets"], [_precision(e.name, e.about) for e in entries("precision", None)]),
-        "## data", table(["name", "what it is"], [[code(e.name), e.about] for e in entries("data", None)]),
-        "## task", table(["name", "what it is"], [[code(e.name), e.about] for e in entries("task", None)]),
-    ])
+    return "\n\n".join(
+        [
+            "# Recipes and presets",
+            "What `recipe=`, `precision=`, `data=` and `task=` choose from; `fp8cfg list` prints the same, and `--config-dir FOLDER` adds files of "
+            "yours. A precision preset replaces everything about precision; its Python function has the name that NeMo or "
+            "Megatron-Bridge gives it, where they have one.",
+            "## recipe",
+            table(
+                ["name", "what it is"], [[code(e.name), e.about] for e in entries("recipe", None)]
+            ),
+            "## precision",
+            table(
+                ["name", "Python", "what it is", "sets"],
+                [_precision(e.name, e.about) for e in entries("precision", None)],
+            ),
+            "## data",
+            table(["name", "what it is"], [[code(e.name), e.about] for e in entries("data", None)]),
+            "## task",
+            table(["name", "what it is"], [[code(e.name), e.about] for e in entries("task", None)]),
+        ]
+    )
 
 
 def _precision(name: str, about: str) -> list[str]:
-    functions = ", ".join(code(f) for f, preset in FUNCTIONS.items() if preset == name and f != name) or code(name)
+    functions = ", ".join(
+        code(f) for f, preset in FUNCTIONS.items() if preset == name and f != name
+    ) or code(name)
     recipe = Recipe()
     before = flat(recipe)
     recipe.precision = precision_preset(name)

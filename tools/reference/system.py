@@ -20,8 +20,13 @@ OWN = {
     "FP8CFG_FAILPOINT": "tests alone: the process kills itself at a named point of saving a checkpoint",
 }
 """Variables that fp8cfg itself reads; no key of a recipe is taken from the environment."""
-FIXED = {0: ["done"], 1: ["a bug: a traceback is printed"], 2: ["an unknown word, key or file"], 5: ["a disk is full"],
-         130: ["interrupted from the keyboard"]}
+FIXED = {
+    0: ["done"],
+    1: ["a bug: a traceback is printed"],
+    2: ["an unknown word, key or file"],
+    5: ["a disk is full"],
+    130: ["interrupted from the keyboard"],
+}
 """Codes, or cases of one, that no class of errors has."""
 
 
@@ -30,13 +35,20 @@ def exit_codes() -> str:
     for cls in _errors():
         if cls is not Fp8cfgError:
             said = " ".join((inspect.getdoc(cls) or "").split("\n\n")[0].split())
-            found.setdefault(cls.exit_code, []).append(f"`{cls.__name__}`: {plain(_without_code(said))}")
+            found.setdefault(cls.exit_code, []).append(
+                f"`{cls.__name__}`: {plain(_without_code(said))}"
+            )
     rows = [[str(number), "<br>".join(lines)] for number, lines in sorted(found.items())]
-    return "\n\n".join([
-        "# Exit codes", "What `fp8cfg` ends with. Errors are lines on standard error, each with the key, what is wrong and the nearest "
-        "valid thing, without a traceback.", table(["code", "when"], rows),
-        "torchrun ends with 1 whatever its ranks ended with; the lines above its own report say what it was. A sweep ends with the "
-        "largest code of its runs. 75 is EX_TEMPFAIL: a scheduler may requeue the command."])
+    return "\n\n".join(
+        [
+            "# Exit codes",
+            "What `fp8cfg` ends with. Errors are lines on standard error, each with the key, what is wrong and the nearest "
+            "valid thing, without a traceback.",
+            table(["code", "when"], rows),
+            "torchrun ends with 1 whatever its ranks ended with; the lines above its own report say what it was. A sweep ends with the "
+            "largest code of its runs. 75 is EX_TEMPFAIL: a scheduler may requeue the command.",
+        ]
+    )
 
 
 def _errors() -> list[type[Fp8cfgError]]:
@@ -53,18 +65,29 @@ def _errors() -> list[type[Fp8cfgError]]:
 
 def _ours(cls: type) -> bool:
     """Whether `cls` is what its module calls so; pytest makes subclasses of errors with their names."""
-    return cls.__module__.startswith("fp8cfg.") and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    return (
+        cls.__module__.startswith("fp8cfg.")
+        and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    )
 
 
 def _without_code(text: str) -> str:
-    return ". ".join(part for part in text.rstrip(".").split(". ") if not part.startswith("Exit code"))
+    return ". ".join(
+        part for part in text.rstrip(".").split(". ") if not part.startswith("Exit code")
+    )
 
 
 def environment() -> str:
-    return "\n\n".join([
-        "# Environment variables", "No value of a recipe is taken from the environment.",
-        "## Read by fp8cfg", table(["variable", "what for"], [[code(k), v] for k, v in OWN.items()]),
-        "## Of libraries, and what they change", "`fp8cfg doctor` prints those that are set. A run records every `NVTE_*`, `FP8CFG_*` and "
-        "`TORCH*` variable and `OMP_NUM_THREADS` in `environment.json`, save those whose names sound secret. Under `backend=te` an `NVTE_*` "
-        "variable that contradicts the recipe is refused.",
-        table(["variable", "effect"], [[code(k), v] for k, v in VARIABLES.items()])])
+    return "\n\n".join(
+        [
+            "# Environment variables",
+            "No value of a recipe is taken from the environment.",
+            "## Read by fp8cfg",
+            table(["variable", "what for"], [[code(k), v] for k, v in OWN.items()]),
+            "## Of libraries, and what they change",
+            "`fp8cfg doctor` prints those that are set. A run records every `NVTE_*`, `FP8CFG_*` and "
+            "`TORCH*` variable and `OMP_NUM_THREADS` in `environment.json`, save those whose names sound secret. Under `backend=te` an `NVTE_*` "
+            "variable that contradicts the recipe is refused.",
+            table(["variable", "effect"], [[code(k), v] for k, v in VARIABLES.items()]),
+        ]
+    )

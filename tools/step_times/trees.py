@@ -23,7 +23,11 @@ def tree(name: str, into: Path) -> Path:
     """The folder of that name where it has fp8cfg in it; of a revision its files, written `into` a folder. Raises NoTreeError."""
     if Path(name, "fp8cfg", "__init__.py").is_file():
         return Path(name).resolve()
-    made = subprocess.run(["git", "-C", str(ROOT), "archive", name, "fp8cfg", "conf", "recipes"], capture_output=True, check=False)
+    made = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", name, "fp8cfg", "conf", "recipes"],
+        capture_output=True,
+        check=False,
+    )
     if made.returncode:
         raise NoTreeError(f"{name}: neither a folder with fp8cfg in it nor a revision of {ROOT}")
     with tarfile.open(fileobj=io.BytesIO(made.stdout)) as files:
@@ -36,9 +40,20 @@ class Worker:
     RuntimeError where it has ended."""
 
     def __init__(self, root: Path, threads: int) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
-        self.process = subprocess.Popen([sys.executable, str(WORKER), str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                        cwd=root, env=environment)  # fmt: skip
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(root),
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONWARNINGS": "ignore",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env=environment,
+        )
 
     def ask(self, **request: object) -> dict[str, Any]:
         assert self.process.stdin and self.process.stdout
@@ -46,7 +61,9 @@ class Worker:
             print(json.dumps(request), file=self.process.stdin, flush=True)
             found: dict[str, Any] = json.loads(self.process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError):
-            raise RuntimeError(f"a worker ended with exit code {self.process.wait()} at {request}") from None
+            raise RuntimeError(
+                f"a worker ended with exit code {self.process.wait()} at {request}"
+            ) from None
         return found
 
     def end(self) -> None:

@@ -47,7 +47,11 @@ def step(name: str) -> dict[str, Any]:
 def profile(name: str) -> dict[str, Any]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         STEPS[name]()
-    return {"table": found.key_averages().table(sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=48)}
+    return {
+        "table": found.key_averages().table(
+            sort_by="self_cpu_time_total", row_limit=12, max_name_column_width=48
+        )
+    }
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,13 @@
 from fp8cfg.config.backend_capabilities import Capabilities
 
 CAPABILITIES = Capabilities(
-    priority=40, own_state=True, level="O2", level_pow2=True, compiles=False,
-    adam_weight_decay="MS-AMP leaves it out of the moments that it stores; write optim.name=adamw, optim.weight_decay=0, or "
-                      "backend=native opt_level=O2")
+    priority=40,
+    own_state=True,
+    level="O2",
+    level_pow2=True,
+    compiles=False,
+    adam_weight_decay=(
+        "MS-AMP leaves it out of the moments that it stores; write optim.name=adamw,"
+        " optim.weight_decay=0, or backend=native opt_level=O2"
+    ),
+)

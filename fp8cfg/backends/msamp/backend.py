@@ -36,27 +36,47 @@ if TYPE_CHECKING:
     from fp8cfg.backends.prepared_model import PreparedModel
     from fp8cfg.optim import LossScaler
 
-_WANTED = {"weight": ("kFloat16", 1), "input": ("kFloat8E4M3", 16), "wgrad": ("kFloat8E4M3", 1), "ograd": ("kFloat8E5M2", 16)}
+_WANTED = {
+    "weight": ("kFloat16", 1),
+    "input": ("kFloat8E4M3", 16),
+    "wgrad": ("kFloat8E4M3", 1),
+    "ograd": ("kFloat8E5M2", 16),
+}
 """Format and window of each meta of a layer; the recipe says the same, or `msamp_rules` has refused it."""
 
 
 def convert(
-    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
+    model: nn.Module,
+    fp8: FP8,
+    plan: Sequence[PlannedLinear],
+    region: Region,
+    product: str,
+    compute: torch.dtype = torch.bfloat16,
     fp8_gather: bool = False,
 ) -> None:
     """See `protocol.Backend`; weights become MS-AMP's own parameters. Raises ConfigError for tied weights, which MS-AMP would
     untie, for several ranks, and on a GPU that MS-AMP does not take for an H100."""
     names = [planned.name for planned in plan if planned.fp8]
     tied = shared_weights(model)
-    refuse_if([f"backend=msamp: MS-AMP would untie the weight of {name}, which another module has too; write fp8.exclude=[{name}], "
-               "or fp8.output_layer=false where that is it" for name in names if model.get_submodule(name).weight in tied])
+    refuse_if(
+        [
+            f"backend=msamp: MS-AMP would untie the weight of {name}, which another module has too;"
+            f" write fp8.exclude=[{name}], or fp8.output_layer=false where that is it"
+            for name in names
+            if model.get_submodule(name).weight in tied
+        ]
+    )
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError("backend=msamp: several ranks need its NCCL, through DeepSpeed: see `fp8cfg export deepspeed`; write "
-                          "backend=native, or run one process")
+        raise ConfigError(
+            "backend=msamp: several ranks need its NCCL, through DeepSpeed: see `fp8cfg export"
+            " deepspeed`; write backend=native, or run one process"
+        )
     device = import_module("msamp.common.utils").Device
     if not device.is_fp8_supported():
-        raise ConfigError("backend=msamp: MS-AMP multiplies in FP8 where the GPU's name has H100 in it, and this one's has not; "
-                          "write backend=native")
+        raise ConfigError(
+            "backend=msamp: MS-AMP multiplies in FP8 where the GPU's name has H100 in it, and this"
+            " one's has not; write backend=native"
+        )
     package = import_module("msamp.nn")
     watch_products(import_module("msamp.operators.gemm").Gemm, device)
     linears = [model.get_submodule(name) for name in names]
@@ -67,31 +87,53 @@ def convert(
         layer.bias = old.bias
         layer.weight.requires_grad = old.weight.requires_grad  # MS-AMP's are all trained
         metas = {"weight": layer.weight.meta, **layer.scaling_metas}
-        same("FP8Linear", _WANTED, {key: (meta.qtype.name, meta.window_size) for key, meta in metas.items()})
+        same(
+            "FP8Linear",
+            _WANTED,
+            {key: (meta.qtype.name, meta.window_size) for key, meta in metas.items()},
+        )
         layer.watch(region, compute)
         replaced(model, name, layer)
 
 
 def optimizer(
-    prepared: PreparedModel, precision: Precision, optim: Optim, clip_grad: float, loss_scaler: LossScaler | None
+    prepared: PreparedModel,
+    precision: Precision,
+    optim: Optim,
+    clip_grad: float,
+    loss_scaler: LossScaler | None,
 ) -> MSAMPOptimizer:
     """LBAdamW or LBAdam over the parameters of `prepared.model`, with the moments of the level. It is built directly:
-    msamp.initialize takes an AdamW of torch 2.7 and later for an Adam, and chokes on its new defaults."""
+    msamp.initialize takes an AdamW of torch 2.7 and later for an Adam, and chokes on its new defaults.
+    """
     from fp8cfg.backends.msamp.optimizer import MSAMPOptimizer
 
     package = import_module("msamp.optim")
     cls = package.LBAdamW if optim.name == "adamw" else package.LBAdam
-    moments = (torch.uint8, torch.float16) if level(precision) == "O2" else (torch.float32, torch.float32)
+    moments = (
+        (torch.uint8, torch.float16) if level(precision) == "O2" else (torch.float32, torch.float32)
+    )
 
     def build(groups: list[dict[str, Any]]) -> Any:
-        return cls(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, exp_avg_dtype=moments[0], exp_avg_sq_dtype=moments[1])
+        return cls(
+            groups,
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            exp_avg_dtype=moments[0],
+            exp_avg_sq_dtype=moments[1],
+        )
 
     prepared.masters.clear()
     return MSAMPOptimizer(prepared.model, build, optim.weight_decay, clip_grad, loss_scaler)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, WatchedLinear]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, WatchedLinear))
+    return (
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, WatchedLinear)
+    )
 
 
 def autocast(model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
@@ -131,4 +173,6 @@ def after_skip(model: nn.Module) -> None:
 def plain(layer: nn.Module) -> nn.Linear | None:
     if not isinstance(layer, WatchedLinear):
         return None
-    return linear_with(nn.Parameter(layer.weight.float(), requires_grad=layer.weight.requires_grad), layer.bias)
+    return linear_with(
+        nn.Parameter(layer.weight.float(), requires_grad=layer.weight.requires_grad), layer.bias
+    )

@@ -44,10 +44,15 @@ class WatchedLinear(StoredWeight):
         count(self, x)
         if not self.region.applies():
             if trains and self.weight.requires_grad:
-                raise RuntimeError("backend=msamp: layers train inside of the autocast context; evaluate under torch.no_grad()")
+                raise RuntimeError(
+                    "backend=msamp: layers train inside of the autocast context; evaluate under"
+                    " torch.no_grad()"
+                )
             if trains and self.training:
                 self.ran["fprop"] = HIGH_PRECISION
-            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+            return F.linear(
+                x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+            )
         for meta in self.scaling_metas.values():
             _LAYERS[id(meta)] = self
         amax = self.scaling_metas["input"].amax
@@ -70,15 +75,25 @@ class WatchedLinear(StoredWeight):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         stored = in_stored_form()
-        destination[f"{prefix}weight"] = self.weight.value.detach() if stored else self.saved(self.weight.float().to(self.read_as))
+        destination[f"{prefix}weight"] = (
+            self.weight.value.detach()
+            if stored
+            else self.saved(self.weight.float().to(self.read_as))
+        )
         if self.bias is not None:
             destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
         if stored:
             destination.update({prefix + name: tensor for name, tensor in self.state()})
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
         bias = {} if self.bias is None else {"bias": self.bias}
         own = {"weight": self.weight.value, **bias, **dict(self.state())}
@@ -86,10 +101,14 @@ class WatchedLinear(StoredWeight):
             own = {"weight": self.weight, **bias}
             self._forget(state_dict.get(f"{prefix}weight"))
         missing_keys += [prefix + name for name in own if prefix + name not in state_dict]
-        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k.removeprefix(prefix) not in own]
+        unexpected_keys += [
+            k for k in state_dict if k.startswith(prefix) and k.removeprefix(prefix) not in own
+        ]
         with torch.no_grad():
             for name, tensor in own.items():
-                if (saved := state_dict.get(prefix + name)) is not None and tensor is not self.weight:
+                if (
+                    saved := state_dict.get(prefix + name)
+                ) is not None and tensor is not self.weight:
                     tensor.copy_(saved)
 
     @torch.no_grad()
@@ -97,13 +116,21 @@ class WatchedLinear(StoredWeight):
         """Store a `weight` in high precision; of those before it no amax is kept."""
         if weight is None:
             return
-        self.weight.copy_(weight.to(self.weight.value.device).float().cast(self.weight.meta.qtype))  # type: ignore[attr-defined]
+        float32 = weight.to(self.weight.value.device).float()
+        self.weight.copy_(float32.cast(self.weight.meta.qtype))  # type: ignore[attr-defined]
         for meta in self.scaling_metas.values():
-            meta.amax.zero_(), meta.amax_counter.zero_(), meta.scale.fill_(1.0), meta.scale_inv.fill_(1.0)
+            (
+                meta.amax.zero_(),
+                meta.amax_counter.zero_(),
+                meta.scale.fill_(1.0),
+                meta.scale_inv.fill_(1.0),
+            )
 
 
 def _refuse_averages(*args: Any) -> NoReturn:
-    raise RuntimeError(f"this weight is stored with a scale by MS-AMP, and no average can be kept in it; {INSTEAD}")
+    raise RuntimeError(
+        f"this weight is stored with a scale by MS-AMP, and no average can be kept in it; {INSTEAD}"
+    )
 
 
 @functools.cache
@@ -117,7 +144,9 @@ def watch_products(gemm: Any, device: Any) -> None:
     MS-AMP finds no FP8 on `device`, it multiplies in high precision, and the products are recorded as such.
     """
     multiply = gemm.fp8_gemm
-    if hasattr(multiply, "records"):  # patched by an earlier conversion: the function is one for the whole process
+    if hasattr(
+        multiply, "records"
+    ):  # patched by an earlier conversion: the function is one for the whole process
         return
 
     def fp8_gemm(mat_a: Any, mat_b: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,18 +35,35 @@ class MSAMPOptimizer(torch.optim.Optimizer):
     deferred: None = None
 
     def __init__(
-        self, model: nn.Module, build: Callable[[list[dict[str, Any]]], Any], weight_decay: float, clip_grad: float,
+        self,
+        model: nn.Module,
+        build: Callable[[list[dict[str, Any]]], Any],
+        weight_decay: float,
+        clip_grad: float,
         loss_scaler: LossScaler | None,
     ) -> None:
         self._scaling = import_module("msamp.common.tensor").ScalingTensor
         self._clip = import_module("msamp.nn").clip_grad_norm_
-        self.names: dict[Any, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        wrong = [f"{name} is {p.dtype}: MS-AMP never updates it, its own parameters and float32 ones alone"
-                 for p, name in self.names.items() if not isinstance(p, self._scaling) and p.dtype != torch.float32]
+        self.names: dict[Any, str] = {
+            p: name for name, p in model.named_parameters() if p.requires_grad
+        }
+        wrong = [
+            f"{name} is {p.dtype}: MS-AMP never updates it, its own parameters and float32 ones"
+            " alone"
+            for p, name in self.names.items()
+            if not isinstance(p, self._scaling) and p.dtype != torch.float32
+        ]
         if wrong:
             raise BackendError("; ".join(wrong))
-        decayed = [p for p in self.names if len(p.shape) > 1], [p for p in self.names if len(p.shape) <= 1]
-        groups = [{"params": params, "weight_decay": w} for params, w in zip(decayed, (weight_decay, 0.0), strict=True) if params]
+        decayed = (
+            [p for p in self.names if len(p.shape) > 1],
+            [p for p in self.names if len(p.shape) <= 1],
+        )
+        groups = [
+            {"params": params, "weight_decay": w}
+            for params, w in zip(decayed, (weight_decay, 0.0), strict=True)
+            if params
+        ]
         self.inner = build(groups)
         super().__init__(self.inner.param_groups, {})
         self.clip_grad, self.loss_scaler = clip_grad, loss_scaler
@@ -72,7 +89,9 @@ class MSAMPOptimizer(torch.optim.Optimizer):
                 grad.mul_(1.0 / self.loss_scaler.scale)
         norm = self._clip(list(self.names), self.clip_grad)
         amaxes = [grad.meta.amax[0] for grad in grads if isinstance(grad, self._scaling)]
-        read = torch.stack([norm, *amaxes]).cpu()  # together: each by itself would wait for the device
+        read = torch.stack(
+            [norm, *amaxes]
+        ).cpu()  # together: each by itself would wait for the device
         self.grad_norm, finite = read[0].item(), bool(read.isfinite().all())
         if self.loss_scaler is not None:
             self.loss_scaler.update(found_inf=not finite)
@@ -102,8 +121,15 @@ class MSAMPOptimizer(torch.optim.Optimizer):
             for moment in MOMENTS:
                 kept = self.inner.state[p][moment]
                 if isinstance(kept, self._scaling):
-                    value = kept.value.view(torch.float8_e4m3fn) if kept.value.dtype == torch.uint8 else kept.value
-                    found |= {f"{name}.{moment}": value, f"{name}.{moment}.scale_inv": kept.meta.scale_inv}
+                    value = (
+                        kept.value.view(torch.float8_e4m3fn)
+                        if kept.value.dtype == torch.uint8
+                        else kept.value
+                    )
+                    found |= {
+                        f"{name}.{moment}": value,
+                        f"{name}.{moment}.scale_inv": kept.meta.scale_inv,
+                    }
                 else:
                     found[f"{name}.{moment}"] = kept
         return found
@@ -112,7 +138,12 @@ class MSAMPOptimizer(torch.optim.Optimizer):
         """The rest of the state, for JSON. The learning rate is a schedule's."""
         counts = {name: int(self.inner.state[p]["step"]) for p, name in self.names.items()}
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
-        return {"optimizer": type(self.inner).__name__, "state": counts, "steps": self.steps, "loss_scale": scale}
+        return {
+            "optimizer": type(self.inner).__name__,
+            "state": counts,
+            "steps": self.steps,
+            "loss_scale": scale,
+        }
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
@@ -122,9 +153,15 @@ class MSAMPOptimizer(torch.optim.Optimizer):
 
         mine = self.state_tensors()
         if json.get("optimizer") != type(self.inner).__name__:
-            raise ValueError(f"the saved state is of {json.get('optimizer')}, this optimizer is {type(self.inner).__name__}")
+            raise ValueError(
+                f"the saved state is of {json.get('optimizer')}, this optimizer is"
+                f" {type(self.inner).__name__}"
+            )
         if (json["loss_scale"] is None) != (self.loss_scaler is None):
-            raise ValueError("optimizer state: the loss must be scaled by both the saved run and this one, or by neither")
+            raise ValueError(
+                "optimizer state: the loss must be scaled by both the saved run and this one, or by"
+                " neither"
+            )
         check_names("parameters", json["state"].keys(), set(self.names.values()))
         check_tensors(tensors, mine)
         for name, tensor in mine.items():
@@ -132,7 +169,9 @@ class MSAMPOptimizer(torch.optim.Optimizer):
         for p, name in self.names.items():
             state = self.inner.state[p]
             state["step"] = int(json["state"][name])
-            for kept in (state[moment] for moment in MOMENTS if isinstance(state[moment], self._scaling)):
+            for kept in (
+                state[moment] for moment in MOMENTS if isinstance(state[moment], self._scaling)
+            ):
                 kept.meta.scale = kept.meta.scale_inv.reciprocal()
         self.steps = int(json["steps"])
         if self.loss_scaler is not None:
@@ -144,7 +183,11 @@ class MSAMPOptimizer(torch.optim.Optimizer):
         from fp8cfg.optim.named_state import carried
 
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {"tensors": self.state_tensors(), "json": self.state_json(), "param_groups": groups} | carried(self.fp8_state)
+        return {
+            "tensors": self.state_tensors(),
+            "json": self.state_json(),
+            "param_groups": groups,
+        } | carried(self.fp8_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`; raises ValueError as `load_state` does."""
@@ -159,5 +202,7 @@ class MSAMPOptimizer(torch.optim.Optimizer):
         qtypes = import_module("msamp.common.dtype").Dtypes.dtype_to_qtype
         dtypes = (self.inner.exp_avg_dtype, self.inner.exp_avg_sq_dtype)
         zeros: Any = [torch.zeros(p.shape, dtype=torch.float32, device=p.device) for _ in MOMENTS]
-        return {moment: zero if dtype == torch.float32 else zero.cast(qtypes[dtype])
-                for moment, zero, dtype in zip(MOMENTS, zeros, dtypes, strict=True)}
+        return {
+            moment: zero if dtype == torch.float32 else zero.cast(qtypes[dtype])
+            for moment, zero, dtype in zip(MOMENTS, zeros, dtypes, strict=True)
+        }

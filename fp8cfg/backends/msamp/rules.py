@@ -19,7 +19,14 @@ from fp8cfg.config.value_text import spelled
 
 LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
 """Where MS-AMP loads its communication from, and nowhere else (msamp/operators/dist_op/dist_op.py)."""
-PARTS = ("msamp_adamw", "msamp_arithmetic", "msamp_quantize", "transformer_engine_extensions", "deepspeed", "colorlog")
+PARTS = (
+    "msamp_adamw",
+    "msamp_arithmetic",
+    "msamp_quantize",
+    "transformer_engine_extensions",
+    "deepspeed",
+    "colorlog",
+)
 """What `import msamp` imports: its own compiled parts, that of Transformer Engine before 1.9, and two packages."""
 H100 = (9, 0)
 SCALINGS = ("delayed",)
@@ -41,21 +48,33 @@ _KEYS: dict[str, tuple[object, str]] = {
 def unavailable() -> str:
     if find_spec("msamp") is None:
         return "msamp is not installed, and on no index (github.com/Azure/MS-AMP)"
-    missing = [name for name in PARTS if find_spec(name) is None] + ([] if LIBRARY.is_file() else [str(LIBRARY)])
+    missing = [name for name in PARTS if find_spec(name) is None] + (
+        [] if LIBRARY.is_file() else [str(LIBRARY)]
+    )
     return f"msamp is installed without {', '.join(missing)}, which it loads" if missing else ""
 
 
 def instead(precision: Precision) -> str:
     """The override words for the native backend with the storage of MS-AMP, its power-of-two scales included."""
     own = precision.model_copy(update={"backend": "msamp"})
-    pow2 = [f"storage.{column}=fp8_pow2" for column, codec in of_level(own).items() if codec == "fp8_pow2"]
-    shard = ["storage.shard=zero1"] if level(own) == "O3" and precision.storage.shard in ("auto", "none") else []
+    pow2 = [
+        f"storage.{column}=fp8_pow2"
+        for column, codec in of_level(own).items()
+        if codec == "fp8_pow2"
+    ]
+    shard = (
+        ["storage.shard=zero1"]
+        if level(own) == "O3" and precision.storage.shard in ("auto", "none")
+        else []
+    )
     return " ".join(["backend=native", f"opt_level={level(own)}", *pow2, *shard])
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
     if level(precision) is None:
-        return ["opt_level=null: MS-AMP stores state by a level; write opt_level=O2, or backend=native"]
+        return [
+            "opt_level=null: MS-AMP stores state by a level; write opt_level=O2, or backend=native"
+        ]
     return [*_keys(precision.fp8), *_storage(precision), *_hardware_lacks(precision, hardware)]
 
 
@@ -82,13 +101,35 @@ def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
 def _keys(f: FP8) -> Sequence[str]:
     """A line for each key whose value MS-AMP does not support."""
     if f.scaling not in SCALINGS:
-        return [f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native"]
-    lines = [Refusal(f"fp8.{key}={spelled(value)}: MS-AMP {why}; write fp8.{key}={spelled(want)}, or backend=native",
-                     [(f"fp8.{key}", want)], ["backend"])
-             for key, (want, why) in _KEYS.items() if (value := getattr(f, key)) not in (want, "auto")]
-    kept = [gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(f.override_linear_precision, gemm)]
-    return [*lines, *(Refusal(f"fp8.override_linear_precision.{gemm}=true: MS-AMP multiplies all three in FP8; drop it, or write "
-                              "backend=native", [(f"fp8.override_linear_precision.{gemm}", False)], ["backend"]) for gemm in kept)]
+        return [
+            f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed,"
+            " or backend=native"
+        ]
+    lines = [
+        Refusal(
+            f"fp8.{key}={spelled(value)}: MS-AMP {why}; write fp8.{key}={spelled(want)}, or"
+            " backend=native",
+            [(f"fp8.{key}", want)],
+            ["backend"],
+        )
+        for key, (want, why) in _KEYS.items()
+        if (value := getattr(f, key)) not in (want, "auto")
+    ]
+    kept = [
+        gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(f.override_linear_precision, gemm)
+    ]
+    return [
+        *lines,
+        *(
+            Refusal(
+                f"fp8.override_linear_precision.{gemm}=true: MS-AMP multiplies all three in FP8;"
+                " drop it, or write backend=native",
+                [(f"fp8.override_linear_precision.{gemm}", False)],
+                ["backend"],
+            )
+            for gemm in kept
+        ),
+    ]
 
 
 def _storage(p: Precision) -> list[str]:
@@ -99,22 +140,46 @@ def _storage(p: Precision) -> list[str]:
         return [f"opt_level=O3: MS-AMP has it {export}; write opt_level=O2, or {instead(p)}"]
     words = f"backend=native opt_level={level(p)}"
     # Where the backend is not named, columns left on auto are the native backend's, and it is these that the recipe says.
-    said = resolved(p) if p.backend == "auto" else {column: getattr(s, column) for column in COLUMNS}
+    said = (
+        resolved(p) if p.backend == "auto" else {column: getattr(s, column) for column in COLUMNS}
+    )
     cure = "write that" if p.backend == "auto" else "drop it"
     why = f"MS-AMP's {level(p)} has"
-    lines: list[str] = [Refusal(f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {words}",
-                                [(f"storage.{column}", "auto")], ["opt_level", "backend"])
-                        for column in COLUMNS if said[column] not in ("auto", has[column])]
+    lines: list[str] = [
+        Refusal(
+            f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {words}",
+            [(f"storage.{column}", "auto")],
+            ["opt_level", "backend"],
+        )
+        for column in COLUMNS
+        if said[column] not in ("auto", has[column])
+    ]
     if s.accumulate != "stored":
-        lines.append(Refusal(
-            f"storage.accumulate={s.accumulate}: MS-AMP adds each microbatch to gradients that are stored in FP8; write "
-            f"storage.accumulate=stored, or {words}", [("storage.accumulate", "stored")], ["backend"]))
+        lines.append(
+            Refusal(
+                f"storage.accumulate={s.accumulate}: MS-AMP adds each microbatch to gradients that"
+                f" are stored in FP8; write storage.accumulate=stored, or {words}",
+                [("storage.accumulate", "stored")],
+                ["backend"],
+            )
+        )
     if s.rounding != "nearest":
-        lines.append(Refusal(f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write {words}",
-                             [("storage.rounding", "nearest")], ["backend"]))
+        lines.append(
+            Refusal(
+                f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write"
+                f" {words}",
+                [("storage.rounding", "nearest")],
+                ["backend"],
+            )
+        )
     if s.shard not in ("auto", "none"):
-        lines.append(Refusal(f"storage.shard={s.shard}: MS-AMP shards {export}; drop it, or write {words}",
-                             [("storage.shard", "none")], ["backend"]))
+        lines.append(
+            Refusal(
+                f"storage.shard={s.shard}: MS-AMP shards {export}; drop it, or write {words}",
+                [("storage.shard", "none")],
+                ["backend"],
+            )
+        )
     return lines
 
 
@@ -123,6 +188,8 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
         return [f"backend=msamp: MS-AMP runs on CUDA alone, this is a CPU; write {instead(p)}"]
     if hardware.capability != H100:
         has = ".".join(map(str, hardware.capability or ("unknown",)))
-        return [f"backend=msamp: this GPU has compute capability {has}, MS-AMP multiplies in FP8 on an H100 alone; write "
-                f"{instead(p)}"]
+        return [
+            f"backend=msamp: this GPU has compute capability {has}, MS-AMP multiplies in FP8 on an"
+            f" H100 alone; write {instead(p)}"
+        ]
     return []

@@ -3,5 +3,15 @@
 from fp8cfg.config.backend_capabilities import Capabilities
 
 CAPABILITIES = Capabilities(
-    priority=10, statistics=True, counts_values=True, moves_scales=True, skips_on_device=True, fully_shards=True,
-    fp8_gather="params", tensor_parallel=True, pipeline_parallel=True, weight_workspace=True, adapters=True)
+    priority=10,
+    statistics=True,
+    counts_values=True,
+    moves_scales=True,
+    skips_on_device=True,
+    fully_shards=True,
+    fp8_gather="params",
+    tensor_parallel=True,
+    pipeline_parallel=True,
+    weight_workspace=True,
+    adapters=True,
+)

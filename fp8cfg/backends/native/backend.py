@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8cfg.backends.gemm_plan import ATTENTION_GEMMS, GEMMS, HIGH_PRECISION, PlannedLinear, plan_attention
+from fp8cfg.backends.gemm_plan import (
+    ATTENTION_GEMMS,
+    GEMMS,
+    HIGH_PRECISION,
+    PlannedLinear,
+    plan_attention,
+)
 from fp8cfg.backends.module_swap import linear_with, replaced
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
@@ -29,15 +35,29 @@ def scaling_of(fp8: FP8) -> Scaling:
     """The Scaling that the `fp8` node describes."""
     forward, backward = (_FORMATS[name] for name in SCALINGS[fp8.scaling].operands(fp8.format))
     return Scaling(
-        kind=fp8.scaling, forward=forward, backward=backward, margin=fp8.margin,
-        interval=fp8.interval, amax_history_len=fp8.amax_history_len, amax_compute_algo=fp8.amax_compute_algo,
-        first_step="te" if fp8.first_step == "te" else "in_time", granularity=fp8.granularity,
-        power_2_scales=power_2_scales(fp8), weights_2d=weights_2d(fp8),
-        hadamard=fp8.random_hadamard_transform, stochastic=fp8.stochastic_rounding)
+        kind=fp8.scaling,
+        forward=forward,
+        backward=backward,
+        margin=fp8.margin,
+        interval=fp8.interval,
+        amax_history_len=fp8.amax_history_len,
+        amax_compute_algo=fp8.amax_compute_algo,
+        first_step="te" if fp8.first_step == "te" else "in_time",
+        granularity=fp8.granularity,
+        power_2_scales=power_2_scales(fp8),
+        weights_2d=weights_2d(fp8),
+        hadamard=fp8.random_hadamard_transform,
+        stochastic=fp8.stochastic_rounding,
+    )
 
 
 def convert(
-    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
+    model: nn.Module,
+    fp8: FP8,
+    plan: Sequence[PlannedLinear],
+    region: Region,
+    product: str,
+    compute: torch.dtype = torch.bfloat16,
     fp8_gather: bool = False,
 ) -> None:
     """Replace, in place, the linear layers of `model` that `plan` has in FP8, and with them attention. Weights keep their
@@ -53,14 +73,20 @@ def convert(
         assert isinstance(linear, nn.Linear)
         high = tuple(g is None for g in planned.gemms)
         layer = FP8Linear.from_linear(
-            linear, scaling, region, high_precision=(high[0], high[1], high[2]), product=product,  # type: ignore[arg-type]
-            fp8_params=fp8.params and linear.weight not in shared, read_as=compute if fp8.params else None)
+            linear,
+            scaling,
+            region,
+            high_precision=(high[0], high[1], high[2]),
+            product=product,  # type: ignore[arg-type]
+            fp8_params=fp8.params and linear.weight not in shared,
+            read_as=compute if fp8.params else None,
+        )
         layer.keeps_transpose = fp8.keep_transpose_cache
         replaced(model, planned.name, layer)
         if fp8_gather and linear.weight not in shared:
             layer.shard_in_fp8()
     if fp8_gather:
-        model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))
     if fp8.dot_product_attention:
         _convert_attention(model, fp8, scaling, region)
 
@@ -86,8 +112,12 @@ def observed(model: nn.Module) -> Observed:
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Layer):
             ran = [decode(code) for code in layer.gemms_ran.tolist()]
-            kinds = [r and (HIGH_PRECISION if r.how == "high_precision" else (r.a, r.b)) for r in ran]
-            out[name] = dict(zip(GEMMS if isinstance(layer, FP8Linear) else ATTENTION_GEMMS, kinds, strict=True))
+            kinds = [
+                r and (HIGH_PRECISION if r.how == "high_precision" else (r.a, r.b)) for r in ran
+            ]
+            out[name] = dict(
+                zip(GEMMS if isinstance(layer, FP8Linear) else ATTENTION_GEMMS, kinds, strict=True)
+            )
     return out
 
 
@@ -101,7 +131,9 @@ def record(model: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any) -> None:
+def optimizer(
+    prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any
+) -> None:
     return None
 
 
@@ -115,15 +147,25 @@ def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
-    return {weight: layer.set_weight for weight, layer in float8_weights(model).items() if weight.requires_grad}
+    return {
+        weight: layer.set_weight
+        for weight, layer in float8_weights(model).items()
+        if weight.requires_grad
+    }
 
 
 def after_step(
-    model: nn.Module, group: dist.ProcessGroup | None, step: int, skip: Tensor | None = None, late: Tensor | None = None
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    step: int,
+    skip: Tensor | None = None,
+    late: Tensor | None = None,
 ) -> None:
     say_scales_anew(fp8_layers(model))
     update_scales(fp8_layers(model), group=group, step=step, skip=skip, late=late)
-    refresh_shards(layer for layer in fp8_linears(model) if layer.parameter.requires_grad)  # a frozen weight stays as it is
+    refresh_shards(
+        layer for layer in fp8_linears(model) if layer.parameter.requires_grad
+    )  # a frozen weight stays as it is
 
 
 def after_skip(model: nn.Module) -> None:
@@ -135,5 +177,7 @@ def plain(layer: nn.Module) -> nn.Linear | None:
         return None
     if layer.held:
         weight = layer.dequantized_weight(torch.float32)
-        return linear_with(nn.Parameter(weight, requires_grad=layer.parameter.requires_grad), layer.bias)
+        return linear_with(
+            nn.Parameter(weight, requires_grad=layer.parameter.requires_grad), layer.bias
+        )
     return linear_with(layer.parameter, layer.bias)

@@ -26,11 +26,19 @@ def unavailable() -> str:
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
     f, lines, scaling = precision.fp8, [], SCALINGS[precision.fp8.scaling]
     if f.dot_product_attention and scaling.block and "dot_product_attention" in scaling.attention:
-        lines.append(f"fp8.dot_product_attention=true: the native backend has none under fp8.scaling={f.scaling}, where cuDNN "
-                     "quantizes the softmax by rules of its own; drop it, or write fp8.scaling=current")
+        lines.append(
+            "fp8.dot_product_attention=true: the native backend has none under"
+            f" fp8.scaling={f.scaling}, where cuDNN quantizes the softmax by rules of its own; drop"
+            " it, or write fp8.scaling=current"
+        )
     if f.multi_head_attention:
-        lines.append("fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te; drop it")
-    return lines or ([] if product(precision, hardware)[0] == "emulate" else _hardware_lacks(precision, hardware))
+        lines.append(
+            "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te;"
+            " drop it"
+        )
+    return lines or (
+        [] if product(precision, hardware)[0] == "emulate" else _hardware_lacks(precision, hardware)
+    )
 
 
 def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
@@ -70,34 +78,57 @@ def no_units(precision: Precision, hardware: Hardware) -> list[str]:
     """The refusal of a GPU without FP8 units, if it has none."""
     if (hardware.capability or (0, 0)) >= FP8_CAPABILITY:
         return []
-    return [f"fp8.enabled=true: {found(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or precision=bf16"]
+    return [
+        f"fp8.enabled=true: {found(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or"
+        " precision=bf16"
+    ]
 
 
 def found(hardware: Hardware) -> str:
     """A description of the GPU, for refusals."""
-    return f"this GPU has compute capability {'.'.join(map(str, hardware.capability or ('unknown',)))}"
+    return (
+        f"this GPU has compute capability {'.'.join(map(str, hardware.capability or ('unknown',)))}"
+    )
 
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     """The refusal of a scaling that the GPU cannot multiply, naming what it can, if there is anything."""
-    capability, name, scaling = hardware.capability or (0, 0), p.fp8.scaling, SCALINGS[p.fp8.scaling]
+    capability, name, scaling = (
+        hardware.capability or (0, 0),
+        p.fp8.scaling,
+        SCALINGS[p.fp8.scaling],
+    )
     preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
     if lines := no_units(p, hardware):
         return lines
     if scaling.least is None:
-        return [f"fp8.scaling={name}: the native backend multiplies it by emulation alone, and {found(hardware)}; {EMULATE}, "
-                f"or precision={preset}"]
+        return [
+            f"fp8.scaling={name}: the native backend multiplies it by emulation alone, and"
+            f" {found(hardware)}; {EMULATE}, or precision={preset}"
+        ]
     if capability < scaling.least or (scaling.below and capability >= scaling.below):
-        return [f"fp8.scaling={name}: {found(hardware)}, {name} scaling needs {needed(scaling.least)}; {EMULATE}, or "
-                f"precision={preset}"]
+        return [
+            f"fp8.scaling={name}: {found(hardware)}, {name} scaling needs {needed(scaling.least)};"
+            f" {EMULATE}, or precision={preset}"
+        ]
     if (hardware.cuda or (0, 0)) < scaling.cuda:
-        version, needs = (".".join(map(str, of)) for of in (hardware.cuda or ("unknown",), scaling.cuda))
-        return [f"fp8.scaling={name}: torch has CUDA {version}, {name} scaling needs {needs}; {EMULATE}, or precision={preset}"]
+        version, needs = (
+            ".".join(map(str, of)) for of in (hardware.cuda or ("unknown",), scaling.cuda)
+        )
+        return [
+            f"fp8.scaling={name}: torch has CUDA {version}, {name} scaling needs {needs};"
+            f" {EMULATE}, or precision={preset}"
+        ]
     kept = p.fp8.override_linear_precision
     if p.fp8.format not in scaling.multiplied and not (kept.dgrad and kept.wgrad):
         takes = scaling.multiplied[0]
-        return [f"fp8.format={p.fp8.format}: torch multiplies fp8.scaling={name} in {takes.upper()} alone, gradients too; write "
-                f"fp8.format={takes}, or {EMULATE.removeprefix('write ')}"]
+        return [
+            f"fp8.format={p.fp8.format}: torch multiplies fp8.scaling={name} in {takes.upper()}"
+            f" alone, gradients too; write fp8.format={takes}, or {EMULATE.removeprefix('write ')}"
+        ]
     if p.fp8.dot_product_attention:
-        return [f"fp8.dot_product_attention=true: the native backend has it by emulation alone; {EMULATE}, or drop it"]
+        return [
+            "fp8.dot_product_attention=true: the native backend has it by emulation alone;"
+            f" {EMULATE}, or drop it"
+        ]
     return []

@@ -3,5 +3,12 @@
 from fp8cfg.config.backend_capabilities import Capabilities
 
 CAPABILITIES = Capabilities(
-    priority=30, skips_on_device=True, fully_shards=True, compiles=False, norms=True, zero_fp8_weights=False, keeps_cast=True,
-    layer_modules=("transformer_engine", "fp8cfg.backends.te.layers"))
+    priority=30,
+    skips_on_device=True,
+    fully_shards=True,
+    compiles=False,
+    norms=True,
+    zero_fp8_weights=False,
+    keeps_cast=True,
+    layer_modules=("transformer_engine", "fp8cfg.backends.te.layers"),
+)

@@ -20,14 +20,20 @@ BROKEN: dict[str, tuple[Version, ...]] = {"mxfp8": ((9, 23, 0), (9, 23, 1))}
 
 def attention_lacks(scaling: str, capability: tuple[int, int], cudnn: Version | None) -> list[str]:
     """The requirement of FP8 attention that a GPU, or cuDNN where its version is known, does not meet."""
-    key = f"fp8.dot_product_attention=true: this GPU has compute capability {dotted(capability)}, cuDNN's FP8 attention"
+    key = (
+        f"fp8.dot_product_attention=true: this GPU has compute capability {dotted(capability)},"
+        " cuDNN's FP8 attention"
+    )
     least = CAPABILITY.get(scaling, HOPPER)
     if capability < HOPPER:
         return [f"{key} needs 9.0 (Hopper); drop it"]
     if capability >= BELOW:
         return [f"{key} needs one below {dotted(BELOW)}; drop it"]
     if capability < least:
-        return [f"{key} needs {needed(least)} under fp8.scaling={scaling}; write fp8.scaling=delayed, or drop it"]
+        return [
+            f"{key} needs {needed(least)} under fp8.scaling={scaling}; write fp8.scaling=delayed,"
+            " or drop it"
+        ]
     return [] if cudnn is None else _cudnn_lacks(scaling, cudnn)
 
 
@@ -36,8 +42,11 @@ def _cudnn_lacks(scaling: str, version: Version) -> list[str]:
     if version >= least and not broken:
         return []
     wanted = f"another than {dotted(version)}" if broken else f"{dotted(least)} or later"
-    return [f"fp8.dot_product_attention=true: cuDNN is {dotted(version)}, Transformer Engine needs {wanted} for FP8 attention "
-            f"under fp8.scaling={scaling}; install it, or drop fp8.dot_product_attention"]
+    return [
+        f"fp8.dot_product_attention=true: cuDNN is {dotted(version)}, Transformer Engine needs"
+        f" {wanted} for FP8 attention under fp8.scaling={scaling}; install it, or drop"
+        " fp8.dot_product_attention"
+    ]
 
 
 def attention_misfit(head_dim: int, capability: tuple[int, int]) -> str:

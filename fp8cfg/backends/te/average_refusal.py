@@ -22,7 +22,8 @@ _LAYERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def refuse_averages(layer: nn.Module) -> None:
     """Let arithmetic with the weight of `layer`, one of Transformer Engine's quantized tensors, and `copy_` of values in high
-    precision to it raise RuntimeError. `quantize_`, `dequantize` and copies of quantized tensors go on."""
+    precision to it raise RuntimeError. `quantize_`, `dequantize` and copies of quantized tensors go on.
+    """
     _LAYERS.add(layer)
     cls: Any = type(layer._parameters["weight"])
     dispatch = cls.__torch_dispatch__.__func__
@@ -31,10 +32,18 @@ def refuse_averages(layer: nn.Module) -> None:
 
     def refusing(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
-        read = _tensors(args) if is_arithmetic(name) else args[:1] if name == "copy_" and codes_of(args[1]) is None else ()
+        read = (
+            _tensors(args)
+            if is_arithmetic(name)
+            else args[:1]
+            if name == "copy_" and codes_of(args[1]) is None
+            else ()
+        )
         if any(map(_is_held, read)):
-            raise RuntimeError(f"{name}: this weight is stored in FP8 by Transformer Engine, and a small step rounds back to where "
-                               f"it began; {INSTEAD}")
+            raise RuntimeError(
+                f"{name}: this weight is stored in FP8 by Transformer Engine, and a small step"
+                f" rounds back to where it began; {INSTEAD}"
+            )
         return dispatch(cls, func, types, args, kwargs)
 
     refusing.refuses = True  # type: ignore[attr-defined]
@@ -43,7 +52,13 @@ def refuse_averages(layer: nn.Module) -> None:
 
 def _tensors(args: Any) -> Iterator[Tensor]:
     for arg in args:
-        yield from _tensors(arg) if isinstance(arg, list | tuple) else [arg] if isinstance(arg, Tensor) else []
+        yield from (
+            _tensors(arg)
+            if isinstance(arg, list | tuple)
+            else [arg]
+            if isinstance(arg, Tensor)
+            else []
+        )
 
 
 def _is_held(tensor: Tensor) -> bool:

@@ -43,12 +43,18 @@ from fp8cfg.numerics.stored_form import say_scales_anew
 
 
 def convert(
-    model: nn.Module, fp8: FP8, plan: Sequence[PlannedLinear], region: Region, product: str, compute: torch.dtype = torch.bfloat16,
+    model: nn.Module,
+    fp8: FP8,
+    plan: Sequence[PlannedLinear],
+    region: Region,
+    product: str,
+    compute: torch.dtype = torch.bfloat16,
     fp8_gather: bool = False,
 ) -> None:
     """See `protocol.Backend`. Norms become Transformer Engine's too, and layers of this project's Transformer are fused. Weights
     that are held in FP8 stand for weights in `compute`, the dtype of the activations. Raises ConfigError for NVTE_* variables that
-    contradict `fp8`, and for heads that FP8 attention has no kernel for. `region` is not asked: use `autocast`."""
+    contradict `fp8`, and for heads that FP8 attention has no kernel for. `region` is not asked: use `autocast`.
+    """
     refuse_if([*contradictions(fp8, os.environ), *te_attention.misfits(model, fp8)])
     te = importlib.import_module("transformer_engine.pytorch")
     kept = {module for name, module in model.named_modules() if excluded(name, fp8)}
@@ -63,8 +69,18 @@ def convert(
     te_fusion.fuse(model, make)
     for layer in _layers(model).values():
         if not hasattr(layer, "place"):
-            held = {name: (layer, name) for name in ("weight", "bias") if getattr(layer, name) is not None}
-            make("Linear", [layer], (layer.in_features, layer.out_features), held, bias=layer.bias is not None)
+            held = {
+                name: (layer, name)
+                for name in ("weight", "bias")
+                if getattr(layer, name) is not None
+            }
+            make(
+                "Linear",
+                [layer],
+                (layer.in_features, layer.out_features),
+                held,
+                bias=layer.bias is not None,
+            )
     for name, module in list(model.named_modules()):
         if module not in kept and (norm := _norm(module, te)):
             replaced(model, name, TENorm(module, norm))
@@ -77,14 +93,25 @@ def _norm(module: nn.Module, te: Any) -> Any | None:
     """
     from fp8cfg.models.norms import LayerNorm, RMSNorm
 
-    kind = {RMSNorm: "RMSNorm", LayerNorm: "LayerNorm", nn.RMSNorm: "RMSNorm", nn.LayerNorm: "LayerNorm"}.get(type(module))
+    kind = {
+        RMSNorm: "RMSNorm",
+        LayerNorm: "LayerNorm",
+        nn.RMSNorm: "RMSNorm",
+        nn.LayerNorm: "LayerNorm",
+    }.get(type(module))
     weight, eps = getattr(module, "weight", None), getattr(module, "eps", None)
     if kind is None or weight is None or eps is None or weight.dtype == torch.float64:
         return None
     if kind == "LayerNorm" and module.bias is None:
         return None
     centered = bool(getattr(module, "zero_centered", False))
-    made = getattr(te, kind)(tuple(weight.shape), eps=eps, zero_centered_gamma=centered, dtype=weight.dtype, device="meta")
+    made = getattr(te, kind)(
+        tuple(weight.shape),
+        eps=eps,
+        zero_centered_gamma=centered,
+        dtype=weight.dtype,
+        device="meta",
+    )
     check(made, {"eps": eps, "zero_centered_gamma": centered})
     return made
 
@@ -94,7 +121,11 @@ def _layers(model: nn.Module) -> dict[str, TELinear]:
 
 
 def _watched(model: nn.Module) -> dict[str, TELinear | TEAttention]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, TELinear | TEAttention)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, TELinear | TEAttention)
+    }
 
 
 def _engines(model: nn.Module) -> list[Engine]:
@@ -110,7 +141,11 @@ def autocast(model: nn.Module, enabled: bool = True) -> Iterator[None]:
         yield
         return
     te = importlib.import_module("transformer_engine.pytorch")
-    histories = [] if torch.is_grad_enabled() else [h for layer in watched for h in layer.forward_histories()]
+    histories = (
+        []
+        if torch.is_grad_enabled()
+        else [h for layer in watched for h in layer.forward_histories()]
+    )
     kept = [history[0].clone() for history in histories]
     with entered(te, enabled, watched[0].recipe):
         yield
@@ -132,7 +167,9 @@ def record(model: nn.Module) -> dict[str, Any]:
     return {"te_modules": described(model), **({"te_attention": kernel} if kernel else {})}
 
 
-def optimizer(prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any) -> None:
+def optimizer(
+    prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any
+) -> None:
     return None
 
 
@@ -148,9 +185,12 @@ def cache_weights(model: nn.Module, on: bool = True) -> None:
         engine.caches, engine.weights_moved = on, True
 
 
-def after_step(model: nn.Module, group: dist.ProcessGroup | None, step: int, skip: Tensor | None = None) -> None:
+def after_step(
+    model: nn.Module, group: dist.ProcessGroup | None, step: int, skip: Tensor | None = None
+) -> None:
     """Mark cached weights as stale. Transformer Engine has moved its scales itself, over the group that `autocast` gave it, in a
-    step that is skipped too: a weight that is held under a delayed scale would be another if it were written again."""
+    step that is skipped too: a weight that is held under a delayed scale would be another if it were written again.
+    """
     layers = _layers(model).values()
     say_scales_anew(layers)
     _settle(model, made=True)
@@ -181,5 +221,7 @@ def plain(layer: nn.Module) -> nn.Module | None:
         return None
     if not layer.fp8_params:
         return linear_with(layer.weight, layer.bias)
-    weight = nn.Parameter(layer.dequantized_weight(layer.weight.dtype), requires_grad=layer.weight.requires_grad)
+    weight = nn.Parameter(
+        layer.dequantized_weight(layer.weight.dtype), requires_grad=layer.weight.requires_grad
+    )
     return linear_with(weight, layer.bias)

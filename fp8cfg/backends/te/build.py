@@ -22,39 +22,78 @@ class Maker:
     stand for weights in `dtype`. `kept` are the norms that stay as they are.
     """
 
-    def __init__(self, te: Any, recipe: Any, fp8_params: bool, shared: set[nn.Parameter], dtype: torch.dtype,
-                 kept: Collection[nn.Module] = ()) -> None:  # fmt: skip
-        self.te, self.recipe, self.fp8_params, self.shared, self.dtype, self.kept = te, recipe, fp8_params, shared, dtype, kept
+    def __init__(
+        self,
+        te: Any,
+        recipe: Any,
+        fp8_params: bool,
+        shared: set[nn.Parameter],
+        dtype: torch.dtype,
+        kept: Collection[nn.Module] = (),
+    ) -> None:
+        self.te, self.recipe, self.fp8_params, self.shared, self.dtype, self.kept = (
+            te,
+            recipe,
+            fp8_params,
+            shared,
+            dtype,
+            kept,
+        )
 
-    def __call__(self, kind: str, linears: Sequence[TELinear], sizes: tuple[int, int], parameters: Parameters, bias: bool = False,
-                 **options: Any) -> None:  # fmt: skip
+    def __call__(
+        self,
+        kind: str,
+        linears: Sequence[TELinear],
+        sizes: tuple[int, int],
+        parameters: Parameters,
+        bias: bool = False,
+        **options: Any,
+    ) -> None:
         """The engine of `linears`, of the Transformer Engine class `kind`."""
         module = self.built(kind, linears, sizes, bias=bias, **options)
         self.engine(module, linears, parameters, options, bias)
 
-    def built(self, kind: str, linears: Sequence[TELinear], sizes: tuple[int, ...], **options: Any) -> Any:
+    def built(
+        self, kind: str, linears: Sequence[TELinear], sizes: tuple[int, ...], **options: Any
+    ) -> Any:
         """A module of the Transformer Engine class `kind` that fits the weights of `linears`; it allocates no memory of its own."""
         dtype = self.dtype if self._quantizes(linears) else linears[0].weight.dtype
         with self._init(linears):
             return getattr(self.te, kind)(*sizes, params_dtype=dtype, device="meta", **options)
 
-    def engine(self, module: Any, linears: Sequence[TELinear], parameters: Parameters, options: Mapping[str, Any],
-               bias: bool = False) -> None:  # fmt: skip
+    def engine(
+        self,
+        module: Any,
+        linears: Sequence[TELinear],
+        parameters: Parameters,
+        options: Mapping[str, Any],
+        bias: bool = False,
+    ) -> None:
         """The engine of `linears` that `module` is, whose state is made now. Raises BackendError where it has other Parameters or
         other `options` than those asked for."""
-        shapes = {name: tuple(getattr(owner, attribute).shape) for name, (owner, attribute) in parameters.items()}
+        shapes = {
+            name: tuple(getattr(owner, attribute).shape)
+            for name, (owner, attribute) in parameters.items()
+        }
         theirs = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         same(type(module).__name__, shapes, theirs)
-        check(module, {"use_bias": bias, "parallel_mode": None, "zero_centered_gamma": False, **options},
-              optional=("parallel_mode", "zero_centered_gamma"))
+        check(
+            module,
+            {"use_bias": bias, "parallel_mode": None, "zero_centered_gamma": False, **options},
+            optional=("parallel_mode", "zero_centered_gamma"),
+        )
         quantized = self._quantizes(linears)
-        if self.recipe.delayed() and not quantized:  # made now, so that a state dict always has scales and histories
+        if (
+            self.recipe.delayed() and not quantized
+        ):  # made now, so that a state dict always has scales and histories
             with self._init(linears):
                 module.fp8_meta |= {"recipe": self.recipe, "num_gemms": len(linears)}
                 module.init_fp8_meta_tensors(self.recipe)
         for n, linear in enumerate(linears):
             if quantized:
-                linear.weight = _quantized(linear.weight, module.quantizers["scaling_fwd"][3 * n + 1], self.dtype)
+                linear.weight = _quantized(
+                    linear.weight, module.quantizers["scaling_fwd"][3 * n + 1], self.dtype
+                )
                 refuse_averages(linear)
         Engine(module, self.recipe, linears, parameters)
 
@@ -70,9 +109,15 @@ class Maker:
 def check(module: Any, wanted: Mapping[str, Any], optional: Collection[str] = ()) -> None:
     """Raise BackendError where a field of `module`, such as "self_attention.qkv_format", is not as `wanted`. It may lack one that
     is `optional`."""
-    found = {name: functools.reduce(lambda at, part: getattr(at, part, _LACKS), name.split("."), module) for name in wanted}
-    same(type(module).__name__, {n: v for n, v in wanted.items() if n not in optional or found[n] is not _LACKS},
-         {n: v for n, v in found.items() if v is not _LACKS})
+    found = {
+        name: functools.reduce(lambda at, part: getattr(at, part, _LACKS), name.split("."), module)
+        for name in wanted
+    }
+    same(
+        type(module).__name__,
+        {n: v for n, v in wanted.items() if n not in optional or found[n] is not _LACKS},
+        {n: v for n, v in found.items() if v is not _LACKS},
+    )
 
 
 def _quantized(weight: nn.Parameter, quantizer: Any, dtype: torch.dtype) -> nn.Parameter:

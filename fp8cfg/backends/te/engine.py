@@ -24,31 +24,47 @@ Parameters = Mapping[str, tuple[nn.Module, str]]
 class Engine:
     """A Transformer Engine module of any class that computes with the Parameters of the model's layers.
 
-    `linears` are the layers whose products `module` multiplies, in its order; `ranges` is the overflow.RangeWatch that has them."""
+    `linears` are the layers whose products `module` multiplies, in its order; `ranges` is the overflow.RangeWatch that has them.
+    """
 
     ranges: Any = None
 
-    def __init__(self, module: Any, recipe: Any, linears: Sequence[TELinear], parameters: Parameters) -> None:
-        self.module, self.recipe, self.linears, self.parameters = module, recipe, tuple(linears), dict(parameters)
+    def __init__(
+        self, module: Any, recipe: Any, linears: Sequence[TELinear], parameters: Parameters
+    ) -> None:
+        self.module, self.recipe, self.linears, self.parameters = (
+            module,
+            recipe,
+            tuple(linears),
+            dict(parameters),
+        )
         self.caches, self.weights_moved = False, True
         for n, linear in enumerate(self.linears):
             linear.place = (self, n)
         self.share()
         module.register_forward_pre_hook(self._before, with_kwargs=True)
-        module.register_forward_hook(self._after, always_call=True)  # recomputation stops by an exception
+        module.register_forward_hook(
+            self._after, always_call=True
+        )  # recomputation stops by an exception
 
     def share(self, decoded: bool = False) -> None:
         """Give `module` the Parameters that the model has now, as they are stored, or of weights what a pass multiplies, `decoded`
         anew."""
         for name, (owner, attribute) in self.parameters.items():
-            parameter = _multiplied(owner) if decoded and attribute == "weight" else owner._parameters[attribute]
+            parameter = (
+                _multiplied(owner)
+                if decoded and attribute == "weight"
+                else owner._parameters[attribute]
+            )
             if parameter is not getattr(self.module, name):
                 self.module._parameters[name] = parameter  # setattr would refuse what is decoded
 
     def __call__(self, x: Tensor) -> Tensor:
         return _output(self.module(x))
 
-    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _before(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.share(decoded=True)
         return args, kwargs | {"is_first_microbatch": self._first_microbatch()}
 
@@ -80,7 +96,7 @@ class Engine:
             if y.requires_grad:
                 products = {"dgrad": kinds} if x.requires_grad or n else {}
                 products |= {"wgrad": kinds} if linear.parameter.requires_grad else {}
-                y.register_hook(partial(_note, linear.ran, products))  # type: ignore[no-untyped-call]
+                y.register_hook(partial(_note, linear.ran, products))
 
 
 def _multiplied(owner: nn.Module) -> Tensor:
@@ -88,7 +104,9 @@ def _multiplied(owner: nn.Module) -> Tensor:
     Transformer Engine's LayerNormMLP dequantizes weights of one scale alone, others end in its product (2.20,
     module/layernorm_mlp.py)."""
     weight = operand(owner)
-    return weight.dequantize() if is_quantized(weight) and not manager().is_fp8_enabled() else weight
+    return (
+        weight.dequantize() if is_quantized(weight) and not manager().is_fp8_enabled() else weight
+    )
 
 
 def manager() -> Any:
@@ -103,7 +121,12 @@ def _output(made: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 def listened(module: nn.Module) -> bool:
     """Whether the inputs and outputs of `module` are observed, which fusion would skip: hooks, or a replaced `forward`."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return any(hooks) or own_forward(module)
 
 
@@ -123,7 +146,9 @@ def kind(quantizer: Any) -> str:
 
 def entered(te: Any, enabled: bool, recipe: Any) -> Any:
     """Transformer Engine's context: `autocast`, or what it was called before 2.9."""
-    reduces = getattr(recipe, "reduce_amax", False) and dist.is_available() and dist.is_initialized()
+    reduces = (
+        getattr(recipe, "reduce_amax", False) and dist.is_available() and dist.is_initialized()
+    )
     group = dist.group.WORLD if reduces else None
     if hasattr(te, "autocast"):
         return te.autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)

@@ -37,10 +37,16 @@ def fuse(model: nn.Module, make: Maker) -> None:
             for linear in layer.modules():
                 if isinstance(linear, TELinear):
                     linear.obstacle = obstacle
-            if layer.placement == "post" or layer.selective:  # no norm stands before a product, or it is computed again
+            if (
+                layer.placement == "post" or layer.selective
+            ):  # no norm stands before a product, or it is computed again
                 continue
             _fuse_norm(f"{at}input_layernorm", model, layer.self_attention.linear_qkv, make)
-            if whole_mlp and layer.config.activation == "swiglu" and layer.pre_mlp_layernorm.weight.requires_grad:
+            if (
+                whole_mlp
+                and layer.config.activation == "swiglu"
+                and layer.pre_mlp_layernorm.weight.requires_grad
+            ):
                 _fuse_mlp(at, model, layer, make)
             else:
                 _fuse_norm(f"{at}pre_mlp_layernorm", model, layer.mlp.linear_fc1, make)
@@ -51,8 +57,14 @@ def _fuse_norm(name: str, model: nn.Module, linear: Any, make: Maker) -> None:
     norm: Any = model.get_submodule(name)
     if norm not in make.kept and _fusable(norm, linear):
         held = TENorm(norm, None)
-        make("LayerNormLinear", [linear], (linear.in_features, linear.out_features),
-             {"layer_norm_weight": (held, "weight"), "weight": (linear, "weight")}, eps=norm.eps, normalization="RMSNorm")
+        make(
+            "LayerNormLinear",
+            [linear],
+            (linear.in_features, linear.out_features),
+            {"layer_norm_weight": (held, "weight"), "weight": (linear, "weight")},
+            eps=norm.eps,
+            normalization="RMSNorm",
+        )
         replaced(model, name, held)
 
 
@@ -60,9 +72,19 @@ def _fuse_mlp(at: str, model: nn.Module, layer: Any, make: Maker) -> None:
     fc1, fc2, norm = layer.mlp.linear_fc1, layer.mlp.linear_fc2, layer.pre_mlp_layernorm
     if norm not in make.kept and _fusable(norm, fc1, fc2):
         held = TENorm(norm, None)
-        make("LayerNormMLP", [fc1, fc2], (fc1.in_features, fc2.in_features),
-             {"layer_norm_weight": (held, "weight"), "fc1_weight": (fc1, "weight"), "fc2_weight": (fc2, "weight")},
-             eps=norm.eps, normalization="RMSNorm", activation="swiglu")
+        make(
+            "LayerNormMLP",
+            [fc1, fc2],
+            (fc1.in_features, fc2.in_features),
+            {
+                "layer_norm_weight": (held, "weight"),
+                "fc1_weight": (fc1, "weight"),
+                "fc2_weight": (fc2, "weight"),
+            },
+            eps=norm.eps,
+            normalization="RMSNorm",
+            activation="swiglu",
+        )
         replaced(model, f"{at}pre_mlp_layernorm", held)
         replaced(model, f"{at}mlp", TEMLP(layer.mlp, fc1, fc2))
 
@@ -71,4 +93,6 @@ def _fusable(norm: Any, *linears: nn.Module) -> bool:
     """Whether one module can compute all of them: all in FP8, and no hook observes what passes between them."""
     if norm.kind != "RMSNorm" or norm.zero_centered:
         return False
-    return all(isinstance(m, TELinear) and m.bias is None for m in linears) and not any(map(listened, (norm, *linears)))
+    return all(isinstance(m, TELinear) and m.bias is None for m in linears) and not any(
+        map(listened, (norm, *linears))
+    )

@@ -73,7 +73,10 @@ class TELinear(StoredWeight):
     def set_weight(self, master: Tensor) -> None:
         """Quantizes `master` [out, in], float32, into the weight. Raises TypeError where that is in high precision."""
         if not self.fp8_params:
-            raise TypeError("set_weight writes quantized weights; this layer has a high-precision one: assign to it")
+            raise TypeError(
+                "set_weight writes quantized weights; this layer has a high-precision one: assign"
+                " to it"
+            )
         weight: Any = self.weight
         skip, self.skip = self.skip, None
         if skip is None:
@@ -81,12 +84,16 @@ class TELinear(StoredWeight):
             return
         stale = weight._transpose_invalid
         weight.quantize_(master, noop_flag=skip)
-        if stale:  # a kernel that does nothing leaves it as it was, and it is marked as made (2.20, csrc/quantizer.cpp)
+        # a kernel that does nothing leaves it as it was, and it is marked as made (2.20,
+        # csrc/quantizer.cpp)
+        if stale:
             weight._transpose_invalid = True
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """The dequantized weight [out, in] in `dtype`."""
-        return self.weight.dequantize(dtype=dtype) if self.fp8_params else self.weight.to(dtype)  # type: ignore[call-arg]
+        if self.fp8_params:
+            return self.weight.dequantize(dtype=dtype)  # type: ignore[call-arg]
+        return self.weight.to(dtype)
 
     @property
     def recipe(self) -> Any:
@@ -107,11 +114,13 @@ class TELinear(StoredWeight):
         that they may have (seen with torch 2.13)."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        weights = {layer.parameter: layer.parameter.grad for layer in self.place[0].linears}  # its engine's, which is copied along
+        weights = {
+            layer.parameter: layer.parameter.grad for layer in self.place[0].linears
+        }  # its engine's, which is copied along
         try:
             for weight in weights:
                 weight.grad = None
-            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+            made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         finally:
             for weight, gradient in weights.items():
                 weight.grad = gradient
@@ -126,22 +135,38 @@ class TELinear(StoredWeight):
     def _columns(self) -> Columns:
         return columns_of(self.place[0].module, self.place[1]) if self.recipe.delayed() else []
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not in_stored_form():
             if self.fp8_params:
-                destination[prefix + "weight"] = self.saved(self.dequantized_weight(self.weight.dtype).detach())
+                destination[prefix + "weight"] = self.saved(
+                    self.dequantized_weight(self.weight.dtype).detach()
+                )
             return
         state = quantized_tensors(self.weight) if self.fp8_params else {}
         if columns := self._columns():
             state |= column_tensors(columns)
         destination.update({prefix + name: tensor for name, tensor in state.items()})
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, metadata: Any, strict: bool, missing: list[str],
-                              unexpected: list[str], errors: list[str]) -> None:  # fmt: skip
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Tensor],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         self.place[0].weights_moved = True
-        theirs = [name for name in state_dict if name.startswith(prefix + "fp8_") and name[len(prefix):] not in self._buffers]
-        saved = {name[len(prefix):]: state_dict.pop(name) for name in theirs}
+        theirs = [
+            name
+            for name in state_dict
+            if name.startswith(prefix + "fp8_") and name[len(prefix) :] not in self._buffers
+        ]
+        saved = {name[len(prefix) :]: state_dict.pop(name) for name in theirs}
         vars(self)[ANEW] = bool(self._columns()) and HISTORY not in saved
         try:
             load_columns(self._columns(), saved)
@@ -150,12 +175,16 @@ class TELinear(StoredWeight):
                 load_quantized(self.weight, {"weight": state_dict.pop(prefix + "weight"), **beside})
                 # What is in the weight already stands in for what was loaded.
                 held = self._parameters.pop("weight")
-                super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+                super()._load_from_state_dict(
+                    state_dict, prefix, metadata, strict, missing, unexpected, errors
+                )
                 self._parameters = {"weight": held, **self._parameters}
                 return
         except ValueError as e:
             errors.append(f"{prefix[:-1]}: {e}")
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, missing, unexpected, errors
+        )
 
 
 class TENorm(nn.Module):
@@ -175,10 +204,14 @@ class TENorm(nn.Module):
         if module is None:
             return x
         for name in ("weight", "bias"):
-            if (parameter := getattr(self, name)) is not None and getattr(module, name) is not parameter:
+            if (parameter := getattr(self, name)) is not None and getattr(
+                module, name
+            ) is not parameter:
                 setattr(module, name, parameter)
         y: Tensor = module(x)
-        return y.to(x.dtype)  # Transformer Engine's has the dtype of its weight, which may be stored in a wider one
+        return y.to(
+            x.dtype
+        )  # Transformer Engine's has the dtype of its weight, which may be stored in a wider one
 
     @property
     def read_by_product(self) -> bool:
@@ -195,7 +228,11 @@ class TENorm(nn.Module):
 
     def extra_repr(self) -> str:
         module = self._beside[1]
-        where = "in front of the product that follows" if module is None else f"te.{type(module).__name__}"
+        where = (
+            "in front of the product that follows"
+            if module is None
+            else f"te.{type(module).__name__}"
+        )
         return f"{len(self.weight)}, {where}"
 
 

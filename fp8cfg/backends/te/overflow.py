@@ -41,10 +41,15 @@ class RangeWatch:
         """Note what a pass used, before its histories are rolled."""
         side = "scaling_fwd" if forward else "scaling_bwd"
         states = [engine.module.fp8_meta[side] for engine in self._engines]
-        amaxes, scales = torch.cat([state.amax_history[0] for state in states]), torch.cat([state.scale for state in states])
+        amaxes, scales = (
+            torch.cat([state.amax_history[0] for state in states]),
+            torch.cat([state.scale for state in states]),
+        )
         reach = _FORMATS[kind(self._engines[0].module.quantizers[side][0])].reach
         used = range_used(amaxes, scales, torch.tensor(reach, dtype=torch.float32))
-        self._used[forward] = torch.maximum(used, self._used[forward]) if forward in self._used else used
+        self._used[forward] = (
+            torch.maximum(used, self._used[forward]) if forward in self._used else used
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """None: a copied layer or model is not watched, and brings none of the other layers along."""

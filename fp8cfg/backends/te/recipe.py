@@ -21,10 +21,20 @@ def recipe_of(fp8: FP8) -> Any:
     """The Transformer Engine recipe for `fp8`. Raises BackendError where the constructed object differs in any field."""
     te = importlib.import_module("transformer_engine.common.recipe")
     cls = getattr(te, SCALINGS[fp8.scaling].te)
-    wanted = {name: value for name, value in fields(fp8).items() if hasattr(cls, name) or LATER.get(name, ...) != value}
-    given = {name: value for name, value in wanted.items() if not name.startswith(("fp8_quant", "fp4_quant"))}
+    wanted = {
+        name: value
+        for name, value in fields(fp8).items()
+        if hasattr(cls, name) or LATER.get(name, ...) != value
+    }
+    given = {
+        name: value
+        for name, value in wanted.items()
+        if not name.startswith(("fp8_quant", "fp4_quant"))
+    }
     built = cls(**{name: _made(te, name, value) for name, value in given.items()})
-    for tensor in TENSORS:  # current and block scaling: the constructor drops these, and layers read these alone
+    for tensor in (
+        TENSORS
+    ):  # current and block scaling: the constructor drops these, and layers read these alone
         name = f"fp8_quant_{tensor}"
         if name in wanted:
             setattr(built, name, te.QParams(**wanted[name]))
@@ -34,7 +44,11 @@ def recipe_of(fp8: FP8) -> Any:
 
 def check(built: Any, wanted: Mapping[str, Any]) -> None:
     """Raise BackendError with the field, what was wanted and what `built` has, for each that differs."""
-    same(type(built).__name__, wanted, {name: _read(getattr(built, name)) for name in wanted if hasattr(built, name)})
+    same(
+        type(built).__name__,
+        wanted,
+        {name: _read(getattr(built, name)) for name in wanted if hasattr(built, name)},
+    )
 
 
 def fields(fp8: FP8) -> Fields:
@@ -44,12 +58,23 @@ def fields(fp8: FP8) -> Fields:
     override = "high_precision" if high_precision_backward(fp8) else None
     attention = {"fp8_dpa": fp8.dot_product_attention, "fp8_mha": fp8.multi_head_attention}
     common = {"fp8_format": fp8.format.upper(), **attention, "backward_override": override}
-    return common | {"delayed": _delayed, "current": _current, "block": _block, "mxfp8": _mxfp8, "nvfp4": _nvfp4}[fp8.scaling](fp8)
+    return common | {
+        "delayed": _delayed,
+        "current": _current,
+        "block": _block,
+        "mxfp8": _mxfp8,
+        "nvfp4": _nvfp4,
+    }[fp8.scaling](fp8)
 
 
 def _delayed(fp8: FP8) -> Fields:
-    return {"margin": fp8.margin, "amax_history_len": fp8.amax_history_len, "amax_compute_algo": fp8.amax_compute_algo,
-            "scaling_factor_compute_algo": None, "reduce_amax": fp8.reduce_amax}
+    return {
+        "margin": fp8.margin,
+        "amax_history_len": fp8.amax_history_len,
+        "amax_compute_algo": fp8.amax_compute_algo,
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": fp8.reduce_amax,
+    }
 
 
 def _current(fp8: FP8) -> Fields:
@@ -59,8 +84,14 @@ def _current(fp8: FP8) -> Fields:
 
 def _block(fp8: FP8) -> Fields:
     power_2 = power_2_scales(fp8)
-    return {"use_f32_scales": not power_2, "x_block_scaling_dim": 1, "w_block_scaling_dim": 2 if weights_2d(fp8) else 1,
-            "grad_block_scaling_dim": 1, **_products(fprop=True), **_tensors(power_2)}
+    return {
+        "use_f32_scales": not power_2,
+        "x_block_scaling_dim": 1,
+        "w_block_scaling_dim": 2 if weights_2d(fp8) else 1,
+        "grad_block_scaling_dim": 1,
+        **_products(fprop=True),
+        **_tensors(power_2),
+    }
 
 
 def _mxfp8(fp8: FP8) -> Fields:
@@ -71,18 +102,30 @@ def _nvfp4(fp8: FP8) -> Fields:
     quantized: Fields = {
         "fp4_quant_fwd_inp": _qparams(random_hadamard_transform=fp8.random_hadamard_transform),
         "fp4_quant_fwd_weight": _qparams(fp4_2d_quantization=weights_2d(fp8)),
-        "fp4_quant_bwd_grad": _qparams(random_hadamard_transform=fp8.random_hadamard_transform,
-                                       stochastic_rounding=fp8.stochastic_rounding),
+        "fp4_quant_bwd_grad": _qparams(
+            random_hadamard_transform=fp8.random_hadamard_transform,
+            stochastic_rounding=fp8.stochastic_rounding,
+        ),
     }
-    return {"disable_rht": not fp8.random_hadamard_transform, "disable_stochastic_rounding": not fp8.stochastic_rounding,
-            "disable_2d_quantization": not weights_2d(fp8), "fp4_format": "E2M1", "row_scaled_activation": False,
-            "nvfp4_4over6": "none", "nvfp4_4over6_e4m3_use_256": "all", "nvfp4_4over6_err_mode": "MAE", **quantized}
+    return {
+        "disable_rht": not fp8.random_hadamard_transform,
+        "disable_stochastic_rounding": not fp8.stochastic_rounding,
+        "disable_2d_quantization": not weights_2d(fp8),
+        "fp4_format": "E2M1",
+        "row_scaled_activation": False,
+        "nvfp4_4over6": "none",
+        "nvfp4_4over6_e4m3_use_256": "all",
+        "nvfp4_4over6_err_mode": "MAE",
+        **quantized,
+    }
 
 
 def _products(fprop: bool) -> Fields:
     """Accumulation of each GEMM, split accumulator or not: without it fprop is faster and less exact."""
-    return {f"fp8_gemm_{gemm}": {"use_split_accumulator": split}
-            for gemm, split in (("fprop", fprop), ("dgrad", True), ("wgrad", True))}
+    return {
+        f"fp8_gemm_{gemm}": {"use_split_accumulator": split}
+        for gemm, split in (("fprop", fprop), ("dgrad", True), ("wgrad", True))
+    }
 
 
 def _tensors(power_2: bool) -> Fields:
@@ -90,8 +133,13 @@ def _tensors(power_2: bool) -> Fields:
 
 
 def _qparams(**changed: bool) -> Fields:
-    return {"power_2_scale": False, "amax_epsilon": 0.0, "random_hadamard_transform": False, "stochastic_rounding": False,
-            "fp4_2d_quantization": False} | changed
+    return {
+        "power_2_scale": False,
+        "amax_epsilon": 0.0,
+        "random_hadamard_transform": False,
+        "stochastic_rounding": False,
+        "fp4_2d_quantization": False,
+    } | changed
 
 
 def _made(te: Any, name: str, value: Any) -> Any:
@@ -110,6 +158,12 @@ def _read(value: Any) -> Any:
     return value
 
 
-LATER: Fields = {"backward_override": None, "row_scaled_activation": False, "nvfp4_4over6": "none",
-                 "nvfp4_4over6_e4m3_use_256": "all", "nvfp4_4over6_err_mode": "MAE", "enable_2d_quantization": False}
+LATER: Fields = {
+    "backward_override": None,
+    "row_scaled_activation": False,
+    "nvfp4_4over6": "none",
+    "nvfp4_4over6_e4m3_use_256": "all",
+    "nvfp4_4over6_err_mode": "MAE",
+    "enable_2d_quantization": False,
+}
 """Fields that came after 2.8; a class that lacks one does what is said here."""

@@ -47,8 +47,10 @@ class Has:
 
 
 HAS = {
-    "delayed": Has(backward_override=False), "current": Has(),
-    "block": Has(least=HOPPER, cuda=(12, 9), as_mxfp8=BLACKWELL), "mxfp8": Has(32, least=BLACKWELL, below=(12, 0)),
+    "delayed": Has(backward_override=False),
+    "current": Has(),
+    "block": Has(least=HOPPER, cuda=(12, 9), as_mxfp8=BLACKWELL),
+    "mxfp8": Has(32, least=BLACKWELL, below=(12, 0)),
     "nvfp4": Has(32, least=BLACKWELL),
 }
 """By the name of the scaling; what is not here is refused."""
@@ -62,15 +64,24 @@ def unavailable() -> str:
     if version is None:
         return "transformer-engine has no version, its installation is not complete"
     if _numbers(version) < MINIMUM:
-        return f"transformer-engine {version} is installed, at least {'.'.join(map(str, MINIMUM))} is needed"
+        return (
+            f"transformer-engine {version} is installed, at least {'.'.join(map(str, MINIMUM))} is"
+            " needed"
+        )
     if not _extension(Path(spec.origin).parent):
-        return f"transformer-engine {version} has no compiled part for torch here; pip install transformer-engine[pytorch]"
+        return (
+            f"transformer-engine {version} has no compiled part for torch here; pip install"
+            " transformer-engine[pytorch]"
+        )
     return ""
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
     if precision.fp8.scaling not in HAS:
-        return [f"fp8.scaling={precision.fp8.scaling}: Transformer Engine has {', '.join(HAS)} alone; write backend=native"]
+        return [
+            f"fp8.scaling={precision.fp8.scaling}: Transformer Engine has {', '.join(HAS)} alone;"
+            " write backend=native"
+        ]
     return [*_keys(precision), *_hardware_lacks(precision, hardware)]
 
 
@@ -93,12 +104,19 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
 def against_sharding(precision: Precision) -> list[str]:
     shard, lines = precision.storage.shard, list[str]()
     if shard not in ("auto", "none") and fp8_weights(precision):
-        lines.append(Refusal(
-            f"storage.shard={shard}: Transformer Engine's FP8 weights are not handed round; write backend=native, or "
-            "storage.weight=fp16_scaled with fp8.params=false", [("fp8.params", False)], ["storage.shard", "backend"]))
+        lines.append(
+            Refusal(
+                f"storage.shard={shard}: Transformer Engine's FP8 weights are not handed round;"
+                " write backend=native, or storage.weight=fp16_scaled with fp8.params=false",
+                [("fp8.params", False)],
+                ["storage.shard", "backend"],
+            )
+        )
     if shard == "fsdp":
-        lines.append("storage.shard=fsdp: not in this version with Transformer Engine's layers; write backend=torchao or native, "
-                     "or storage.shard=zero2")
+        lines.append(
+            "storage.shard=fsdp: not in this version with Transformer Engine's layers; write"
+            " backend=torchao or native, or storage.shard=zero2"
+        )
     return lines
 
 
@@ -118,41 +136,91 @@ def high_precision_backward(fp8: FP8) -> bool:
 
 def _keys(p: Precision) -> list[str]:
     """A line for each key that Transformer Engine does not support."""
-    f, o, lines, scaling = p.fp8, p.fp8.override_linear_precision, list[str](), SCALINGS[p.fp8.scaling]
+    f, o, lines, scaling = (
+        p.fp8,
+        p.fp8.override_linear_precision,
+        list[str](),
+        SCALINGS[p.fp8.scaling],
+    )
     if scaling.history and f.interval != 1:
-        lines.append(Refusal(f"fp8.interval={f.interval}: Transformer Engine moves scales in every step, since 2.3 its recipe has "
-                             "no interval; write 1, or backend=native", [("fp8.interval", 1)], ["backend"]))
+        lines.append(
+            Refusal(
+                f"fp8.interval={f.interval}: Transformer Engine moves scales in every step, since"
+                " 2.3 its recipe has no interval; write 1, or backend=native",
+                [("fp8.interval", 1)],
+                ["backend"],
+            )
+        )
     if scaling.history and f.first_step == "in_time":
-        lines.append(Refusal(f"fp8.first_step={f.first_step}: Transformer Engine begins with scale 1; write fp8.first_step=te, or "
-                             "backend=native", [("fp8.first_step", "te")], ["backend"]))
+        lines.append(
+            Refusal(
+                f"fp8.first_step={f.first_step}: Transformer Engine begins with scale 1; write"
+                " fp8.first_step=te, or backend=native",
+                [("fp8.first_step", "te")],
+                ["backend"],
+            )
+        )
     if f.tp_only_amax_red:
-        lines.append(Refusal("fp8.tp_only_amax_red=true: its layers reduce amaxes over all ranks here, or none; write false, "
-                             "fp8.reduce_amax=false, or backend=native", [("fp8.tp_only_amax_red", False)], ["backend"]))
+        lines.append(
+            Refusal(
+                "fp8.tp_only_amax_red=true: its layers reduce amaxes over all ranks here, or none;"
+                " write false, fp8.reduce_amax=false, or backend=native",
+                [("fp8.tp_only_amax_red", False)],
+                ["backend"],
+            )
+        )
     if per_row(f):
-        lines.append(f"fp8.granularity={f.granularity}: Transformer Engine has one scale for a tensor under fp8.scaling=current; "
-                     "write tensor, fp8.scaling=block, or backend=torchao")
+        lines.append(
+            f"fp8.granularity={f.granularity}: Transformer Engine has one scale for a tensor under"
+            " fp8.scaling=current; write tensor, fp8.scaling=block, or backend=torchao"
+        )
     kept = [g for g in ("fprop", "dgrad", "wgrad") if getattr(o, g)]
     if kept and not high_precision_backward(f):
-        lines.append(f"fp8.override_linear_precision.{kept[0]}=true: since 2.0 Transformer Engine keeps dgrad and wgrad in high "
-                     "precision together or neither, and fprop never; set dgrad and wgrad, or write backend=native")
+        lines.append(
+            f"fp8.override_linear_precision.{kept[0]}=true: since 2.0 Transformer Engine keeps"
+            " dgrad and wgrad in high precision together or neither, and fprop never; set dgrad"
+            " and wgrad, or write backend=native"
+        )
     if high_precision_backward(f) and not HAS[f.scaling].backward_override:
-        lines.append("fp8.override_linear_precision.dgrad=true: Transformer Engine has no backward_override under "
-                     f"fp8.scaling={f.scaling}; write fp8.scaling=current, or backend=native")
+        lines.append(
+            "fp8.override_linear_precision.dgrad=true: Transformer Engine has no backward_override"
+            f" under fp8.scaling={f.scaling}; write fp8.scaling=current, or backend=native"
+        )
     if f.multi_head_attention:
-        lines.append(Refusal("fp8.multi_head_attention=true: rotary positions stand between the projections and attention, and "
-                             "Transformer Engine turns them in high precision; drop it and keep fp8.dot_product_attention=true",
-                             [("fp8.multi_head_attention", False)], ["backend"]))
+        lines.append(
+            Refusal(
+                "fp8.multi_head_attention=true: rotary positions stand between the projections and"
+                " attention, and Transformer Engine turns them in high precision; drop it and keep"
+                " fp8.dot_product_attention=true",
+                [("fp8.multi_head_attention", False)],
+                ["backend"],
+            )
+        )
     if f.emulate:
-        lines.append(Refusal("fp8.emulate=true: Transformer Engine multiplies on the GPU's FP8 units alone; write backend=native",
-                             [("fp8.emulate", False)], ["backend"]))
+        lines.append(
+            Refusal(
+                "fp8.emulate=true: Transformer Engine multiplies on the GPU's FP8 units alone;"
+                " write backend=native",
+                [("fp8.emulate", False)],
+                ["backend"],
+            )
+        )
     if transforms(f) and p.compute != "bf16":
-        lines.append(f"precision.compute={p.compute}: under fp8.scaling={f.scaling} Transformer Engine's Hadamard transform takes "
-                     "bf16 alone; write precision=bf16_nvfp4, fp8.random_hadamard_transform=false, or backend=native")
+        lines.append(
+            f"precision.compute={p.compute}: under fp8.scaling={f.scaling} Transformer Engine's"
+            " Hadamard transform takes bf16 alone; write precision=bf16_nvfp4,"
+            " fp8.random_hadamard_transform=false, or backend=native"
+        )
     if f.params and p.compute == "fp32":
-        lines.append(Refusal(
-            f"{said_of_fp8_weights(p)}: Transformer Engine's FP8 weights would pass for float32 ones, which get no master "
-            "copy; write fp8.params=false, precision.compute=bf16, or backend=native", [("fp8.params", False)],
-            ["precision.compute", "backend"]))
+        lines.append(
+            Refusal(
+                f"{said_of_fp8_weights(p)}: Transformer Engine's FP8 weights would pass for float32"
+                " ones, which get no master copy; write fp8.params=false, precision.compute=bf16,"
+                " or backend=native",
+                [("fp8.params", False)],
+                ["precision.compute", "backend"],
+            )
+        )
     return lines
 
 
@@ -161,26 +229,44 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     scaling, needs = p.fp8.scaling, HAS[p.fp8.scaling]
     capability, cuda = hardware.capability or (0, 0), hardware.cuda or (0, 0)
     if hardware.device != "cuda":
-        return ["backend=te: Transformer Engine runs on CUDA alone, this is a CPU; write backend=native"]
+        return [
+            "backend=te: Transformer Engine runs on CUDA alone, this is a CPU; write backend=native"
+        ]
     has = f"this GPU has compute capability {dotted(hardware.capability)}"
     if capability < FP8_CAPABILITY:
-        return [f"fp8.enabled=true: {has}, Transformer Engine needs 8.9 (Ada) for FP8; write precision=bf16"]
+        return [
+            f"fp8.enabled=true: {has}, Transformer Engine needs 8.9 (Ada) for FP8; write"
+            " precision=bf16"
+        ]
     lines = []
     if capability < HOPPER and cuda < ADA_CUDA:
-        lines.append(f"fp8.enabled=true: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs 12.1 on Ada")
+        lines.append(
+            f"fp8.enabled=true: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs"
+            " 12.1 on Ada"
+        )
     if capability < HOPPER and hardware.cublaslt and hardware.cublaslt < ADA_CUBLASLT:
-        lines.append(f"fp8.enabled=true: cuBLASLt is {dotted(hardware.cublaslt)}, Transformer Engine needs 12.1.3 on Ada")
+        lines.append(
+            f"fp8.enabled=true: cuBLASLt is {dotted(hardware.cublaslt)}, Transformer Engine needs"
+            " 12.1.3 on Ada"
+        )
     if capability < needs.least or (needs.below and capability >= needs.below):
         least = needed(needs.least)
         if needs.below:
             least = least.replace(" ", f" to below {dotted(needs.below)} ")
-        lines.append(f"fp8.scaling={scaling}: {has}, Transformer Engine needs {least}; write fp8.scaling=current")
+        lines.append(
+            f"fp8.scaling={scaling}: {has}, Transformer Engine needs {least}; write"
+            " fp8.scaling=current"
+        )
     if cuda < needs.cuda:
-        lines.append(f"fp8.scaling={scaling}: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs "
-                     f"{dotted(needs.cuda)}; write fp8.scaling=current")
+        lines.append(
+            f"fp8.scaling={scaling}: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine"
+            f" needs {dotted(needs.cuda)}; write fp8.scaling=current"
+        )
     if needs.multiplied_as_mxfp8(capability) and p.fp8.use_power_2_scales is False:
-        lines.append(f"fp8.use_power_2_scales=false: {has}, where Transformer Engine multiplies {scaling} scaling as MXFP8, whose "
-                     "scales are powers of two; write true or null")
+        lines.append(
+            f"fp8.use_power_2_scales=false: {has}, where Transformer Engine multiplies {scaling}"
+            " scaling as MXFP8, whose scales are powers of two; write true or null"
+        )
     if p.fp8.dot_product_attention:
         lines += attention_lacks(scaling, capability, hardware.cudnn)
     return lines
@@ -189,7 +275,9 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
 def _extension(package: Path) -> bool:
     """Whether the compiled extension is where Transformer Engine looks for it (common/__init__.py)."""
     folders = (package.parent, package, package / "wheel_lib")
-    return any(folder.is_dir() and any(folder.glob("transformer_engine_torch*.so")) for folder in folders)
+    return any(
+        folder.is_dir() and any(folder.glob("transformer_engine_torch*.so")) for folder in folders
+    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

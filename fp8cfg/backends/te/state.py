@@ -21,19 +21,30 @@ from fp8cfg.numerics.scaling import WEIGHT, Scaling
 SCALE, HISTORY = "fp8_scale", "fp8_amax_history"
 ROWS_SCALE_INV, ROWS_AMAX = "fp8_weight_rowwise_scale_inv", "fp8_weight_rowwise_amax"
 _ROWS_AND_COLUMNS = {
-    "weight": "_rowwise_data", ROWS_SCALE_INV: "_rowwise_scale_inv",
-    "fp8_weight_columnwise": "_columnwise_data", "fp8_weight_columnwise_scale_inv": "_columnwise_scale_inv",
+    "weight": "_rowwise_data",
+    ROWS_SCALE_INV: "_rowwise_scale_inv",
+    "fp8_weight_columnwise": "_columnwise_data",
+    "fp8_weight_columnwise_scale_inv": "_columnwise_scale_inv",
 }
 _FIELDS = {
     "Float8Tensor": {"weight": "_data", "fp8_weight_scale_inv": "_scale_inv"},
-    "Float8BlockwiseQTensor": _ROWS_AND_COLUMNS, "MXFP8Tensor": _ROWS_AND_COLUMNS,
-    "NVFP4Tensor": _ROWS_AND_COLUMNS | {
-        ROWS_AMAX: "_amax_rowwise", "fp8_weight_columnwise_amax": "_amax_columnwise"},
+    "Float8BlockwiseQTensor": _ROWS_AND_COLUMNS,
+    "MXFP8Tensor": _ROWS_AND_COLUMNS,
+    "NVFP4Tensor": (
+        _ROWS_AND_COLUMNS
+        | {
+            ROWS_AMAX: "_amax_rowwise",
+            "fp8_weight_columnwise_amax": "_amax_columnwise",
+        }
+    ),
 }
 """Classes of Transformer Engine's quantized tensors: our name -> the attribute that holds the bytes."""
 
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], dtype=torch.float32)
+_E2M1 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0],
+    dtype=torch.float32,
+)
 """The values of its sixteen codes."""
 
 
@@ -43,7 +54,8 @@ Columns = Sequence[tuple[Any, int]]
 
 def columns_of(module: Any, gemm: int) -> Columns:
     """Input, weight and grad_output of product number `gemm` of a genuine Transformer Engine module. Its buffers have three
-    columns for each product forward (input, weight, output) and two backward (grad_output, grad_input)."""
+    columns for each product forward (input, weight, output) and two backward (grad_output, grad_input).
+    """
     forward, backward = module.fp8_meta["scaling_fwd"], module.fp8_meta["scaling_bwd"]
     return [(forward, 3 * gemm), (forward, 3 * gemm + 1), (backward, 2 * gemm)]
 
@@ -63,9 +75,14 @@ def load_columns(columns: Columns, saved: Mapping[str, Tensor]) -> None:
         return
     own = column_tensors(columns)
     fresh = {SCALE: torch.ones_like(own[SCALE]), HISTORY: torch.zeros_like(own[HISTORY])}
-    scale, history = (saved.get(name, fresh[name]).to(own[name].device) for name in (SCALE, HISTORY))
+    scale, history = (
+        saved.get(name, fresh[name]).to(own[name].device) for name in (SCALE, HISTORY)
+    )
     if scale.shape != own[SCALE].shape or history.shape[1:] != own[HISTORY].shape[1:]:
-        raise ValueError(f"{SCALE} {list(scale.shape)} and {HISTORY} {list(history.shape)} are of another kind of layer")
+        raise ValueError(
+            f"{SCALE} {list(scale.shape)} and {HISTORY} {list(history.shape)} are of another kind"
+            " of layer"
+        )
     history = fit_history(history, own[HISTORY])
     for n, (state, i) in enumerate(columns):
         state.scale[i] = torch.where(scale[n] == 0, 1.0, scale[n])
@@ -104,21 +121,33 @@ def load_quantized(weight: Any, saved: Mapping[str, Tensor]) -> None:
         for name, field in _FIELDS[_base(weight)].items():
             if name in saved:
                 held = getattr(weight, field)
-                held.copy_(saved[name].view(torch.uint8) if held.dtype == torch.uint8 else saved[name])
+                held.copy_(
+                    saved[name].view(torch.uint8) if held.dtype == torch.uint8 else saved[name]
+                )
         if _base(weight) == "Float8Tensor":
             weight._transpose, weight._transpose_invalid = None, True  # of the codes before
-    elif given.shape == weight.shape and given.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    elif given.shape == weight.shape and given.dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    ):
         weight.quantize_(given.to(weight.device))
     else:
-        raise ValueError(f"a weight {given.dtype} {list(given.shape)} with {sorted(saved)} is of another scaling")
+        raise ValueError(
+            f"a weight {given.dtype} {list(given.shape)} with {sorted(saved)} is of another scaling"
+        )
 
 
 def as_native(codes: Tensor, scale_inv: Tensor, amax: Tensor | None, scaling: Scaling) -> Stored:
     """The `weight` that `quantized_tensors` gave, with the scales of its rows and nvfp4's amax, as native stores it. Transformer
-    Engine pads scales, has those of 1x128 blocks transposed, and two E2M1 codes in a byte, the first in its low bits."""
+    Engine pads scales, has those of 1x128 blocks transposed, and two E2M1 codes in a byte, the first in its low bits.
+    """
     if amax is not None:
         pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
-        codes, scale_inv = _E2M1.to(E4M3.dtype).view(torch.uint8)[pairs.int()].view(E4M3.dtype), scale_inv.view(E4M3.dtype)
+        codes, scale_inv = (
+            _E2M1.to(E4M3.dtype).view(torch.uint8)[pairs.int()].view(E4M3.dtype),
+            scale_inv.view(E4M3.dtype),
+        )
         amax = amax.reshape(()).float() / (E2M1.max * E4M3.max)
     (rows, columns), tile = codes.shape, scaling.tile(WEIGHT, 1)
     assert tile is not None, "one scale for the whole is stored as native stores it"

@@ -2,5 +2,12 @@
 
 from fp8cfg.config.backend_capabilities import Capabilities
 
-CAPABILITIES = Capabilities(priority=20, skips_on_device=True, fully_shards=True, fp8_gather="cast", pipeline_parallel=True,
-                            requantizes=True, layer_modules=("torchao.float8",))
+CAPABILITIES = Capabilities(
+    priority=20,
+    skips_on_device=True,
+    fully_shards=True,
+    fp8_gather="cast",
+    pipeline_parallel=True,
+    requantizes=True,
+    layer_modules=("torchao.float8",),
+)

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear, mx_mm
-from torchao.prototype.mx_formats.config import MXFP8Dim0CastKernelChoice, MXFP8Dim1CastKernelChoice, ScaleCalculationMode
+from torchao.prototype.mx_formats.config import (
+    MXFP8Dim0CastKernelChoice,
+    MXFP8Dim1CastKernelChoice,
+    ScaleCalculationMode,
+)
 from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
 from fp8cfg.backends.protocol import same
@@ -23,25 +27,41 @@ _BLOCK = 32
 
 
 class TorchaoMXLinear(WatchedLinear, MXFP8Linear):  # type: ignore[misc]
-    """torchao's MXFP8Linear with an autocast region and a record; its arguments are those of torchao's `_to_mxfp8_then_scaled_mm`.
-    """
+    """torchao's MXFP8Linear with an autocast region and a record; its arguments are those of torchao's `_to_mxfp8_then_scaled_mm`."""
 
     def multiply(self, x: Tensor) -> Tensor:
         tokens = x.shape[:-1].numel()
         if tokens % _BLOCK and torch.is_grad_enabled() and not self.wgrad_with_hp:
-            raise ConfigError(f"backend=torchao: a layer got {tokens} tokens, its MXFP8 needs a multiple of {_BLOCK}; write "
-                              "backend=native, or give the model another batch size or length")
+            raise ConfigError(
+                f"backend=torchao: a layer got {tokens} tokens, its MXFP8 needs a multiple of"
+                f" {_BLOCK}; write backend=native, or give the model another batch size or length"
+            )
         y: Tensor = _mm.apply(
-            self.gemms_ran, x, operand(self), _E4M3, _E4M3, _E4M3, _BLOCK, self.kernel_preference, MXFP8Dim0CastKernelChoice.TRITON,
-            MXFP8Dim1CastKernelChoice.CUDA, self.scale_calculation_mode, self.wgrad_with_hp)
+            self.gemms_ran,
+            x,
+            operand(self),
+            _E4M3,
+            _E4M3,
+            _E4M3,
+            _BLOCK,
+            self.kernel_preference,
+            MXFP8Dim0CastKernelChoice.TRITON,
+            MXFP8Dim1CastKernelChoice.CUDA,
+            self.scale_calculation_mode,
+            self.wgrad_with_hp,
+        )
         return y
 
 
 def maker(fp8: FP8, product: str) -> Callable[[nn.Linear], WatchedLinear]:
     """The function that builds the MXFP8 layer of an nn.Linear, all fields read back. Raises BackendError where one differs."""
     wanted: dict[str, Any] = {
-        "kernel_preference": KernelPreference.EMULATED if product == "emulate" else KernelPreference.AUTO,
-        "scale_calculation_mode": ScaleCalculationMode.RCEIL, "wgrad_with_hp": fp8.override_linear_precision.wgrad}
+        "kernel_preference": (
+            KernelPreference.EMULATED if product == "emulate" else KernelPreference.AUTO
+        ),
+        "scale_calculation_mode": ScaleCalculationMode.RCEIL,
+        "wgrad_with_hp": fp8.override_linear_precision.wgrad,
+    }
 
     def make(linear: nn.Linear) -> WatchedLinear:
         n, k = linear.weight.shape

@@ -14,7 +14,11 @@ from fp8cfg.numerics import Region
 from fp8cfg.numerics.decoded_weight import operand
 
 KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_PAIRS: list[Kinds] = [None, HIGH_PRECISION, *((a, b) for a in KINDS.values() for b in KINDS.values())]
+_PAIRS: list[Kinds] = [
+    None,
+    HIGH_PRECISION,
+    *((a, b) for a in KINDS.values() for b in KINDS.values()),
+]
 
 
 def decode(code: int) -> Kinds:
@@ -80,7 +84,7 @@ def watched(function: type[torch.autograd.Function]) -> Any:
             products.record(ctx.ran, 1)
             return None, *inputs
 
-    return torch._dynamo.allow_in_graph(Watched)  # type: ignore[no-untyped-call]
+    return torch._dynamo.allow_in_graph(Watched)
 
 
 class WatchedLinear(nn.Linear):
@@ -95,12 +99,18 @@ class WatchedLinear(nn.Linear):
     def watch(self, region: Region) -> None:
         """Attach the region and the record to the layer."""
         self.region = region
-        self.register_buffer("gemms_ran", torch.zeros(3, dtype=torch.int32, device=self.weight.device), persistent=False)
+        self.register_buffer(
+            "gemms_ran",
+            torch.zeros(3, dtype=torch.int32, device=self.weight.device),
+            persistent=False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.region.applies():
             if torch.is_grad_enabled() and self.training:
-                for slot, runs in enumerate((True, x.requires_grad, self._parameters["weight"].requires_grad)):
+                for slot, runs in enumerate(
+                    (True, x.requires_grad, self._parameters["weight"].requires_grad)
+                ):
                     if runs:
                         self.gemms_ran[slot].fill_(_PAIRS.index(HIGH_PRECISION))
             return F.linear(x, self.high_precision_weight, self.bias)

@@ -33,13 +33,17 @@ def unavailable() -> str:
     if version is None:
         return "torchao has no version, its installation is not complete"
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    return "" if release >= LEAST else f"torchao {version} is older than {'.'.join(map(str, LEAST))}"
+    return (
+        "" if release >= LEAST else f"torchao {version} is older than {'.'.join(map(str, LEAST))}"
+    )
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[str]:
     lines = [*_not_there(precision), *(_mxfp8(precision) if blocks(precision.fp8) else ())]
     emulates = product(precision, hardware)[0] == "emulate"
-    return lines or ([] if emulates else no_units(precision, hardware) or _hardware_lacks(precision, hardware))
+    return lines or (
+        [] if emulates else no_units(precision, hardware) or _hardware_lacks(precision, hardware)
+    )
 
 
 def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
@@ -59,7 +63,9 @@ def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
 
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
-    return 1 if product == "emulate" and not blocks(fp8) else _multiple(fp8)  # wgrad contracts tokens
+    return (
+        1 if product == "emulate" and not blocks(fp8) else _multiple(fp8)
+    )  # wgrad contracts tokens
 
 
 def against_sharding(precision: Precision) -> list[str]:
@@ -83,38 +89,83 @@ def _not_there(p: Precision) -> list[str]:
     preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
     if not SCALINGS[f.scaling].torchao:
         those = " and ".join(name for name, scaling in SCALINGS.items() if scaling.torchao)
-        lines.append(f"fp8.scaling={f.scaling}: torchao has {those} alone; write backend=native, or precision={preset}")
+        lines.append(
+            f"fp8.scaling={f.scaling}: torchao has {those} alone; write backend=native, or"
+            f" precision={preset}"
+        )
     if f.params:
         said = said_of_fp8_weights(p)
-        cure = "fp8.params=false" if said == "fp8.params=true" else "opt_level=O2" if level(p) else "storage.weight=fp16_scaled"
-        lines.append(Refusal(f"{said}: torchao does not multiply weights that are held in FP8; write backend=native, or {cure}",
-                             [("fp8.params", False)] if said == "fp8.params=true" else [], ["backend"]))
-    lines += [Refusal(f"fp8.{key}=true: torchao leaves attention as it is; write backend=native, or drop it",
-                      [(f"fp8.{key}", False)], ["backend"])
-              for key in ("dot_product_attention", "multi_head_attention") if getattr(f, key)]
+        cure = (
+            "fp8.params=false"
+            if said == "fp8.params=true"
+            else "opt_level=O2"
+            if level(p)
+            else "storage.weight=fp16_scaled"
+        )
+        lines.append(
+            Refusal(
+                f"{said}: torchao does not multiply weights that are held in FP8; write"
+                f" backend=native, or {cure}",
+                [("fp8.params", False)] if said == "fp8.params=true" else [],
+                ["backend"],
+            )
+        )
+    lines += [
+        Refusal(
+            f"fp8.{key}=true: torchao leaves attention as it is; write backend=native, or drop it",
+            [(f"fp8.{key}", False)],
+            ["backend"],
+        )
+        for key in ("dot_product_attention", "multi_head_attention")
+        if getattr(f, key)
+    ]
     return lines
 
 
 def _mxfp8(p: Precision) -> list[str]:
     f, high = p.fp8, p.fp8.override_linear_precision
-    lines = [Refusal(f"fp8.override_linear_precision.{gemm}=true: torchao's MXFP8Linear keeps wgrad alone in high precision; write "
-                     "backend=native, or drop it", [(f"fp8.override_linear_precision.{gemm}", False)], ["backend"])
-             for gemm in ("fprop", "dgrad") if getattr(high, gemm)]
+    lines = [
+        Refusal(
+            f"fp8.override_linear_precision.{gemm}=true: torchao's MXFP8Linear keeps wgrad alone in"
+            " high precision; write backend=native, or drop it",
+            [(f"fp8.override_linear_precision.{gemm}", False)],
+            ["backend"],
+        )
+        for gemm in ("fprop", "dgrad")
+        if getattr(high, gemm)
+    ]
     if weights_2d(f):
-        lines.append(Refusal("fp8.enable_2d_quantization=true: torchao scales weights along rows; write backend=native, or drop it",
-                             [("fp8.enable_2d_quantization", False)], ["backend"]))
+        lines.append(
+            Refusal(
+                "fp8.enable_2d_quantization=true: torchao scales weights along rows; write"
+                " backend=native, or drop it",
+                [("fp8.enable_2d_quantization", False)],
+                ["backend"],
+            )
+        )
     if p.compute == "fp16":
-        lines.append(Refusal("precision.compute=fp16: torchao quantizes bf16 and fp32 to MXFP8; write backend=native, or bf16",
-                             [("precision.compute", "bf16")], ["backend"]))
+        lines.append(
+            Refusal(
+                "precision.compute=fp16: torchao quantizes bf16 and fp32 to MXFP8; write"
+                " backend=native, or bf16",
+                [("precision.compute", "bf16")],
+                ["backend"],
+            )
+        )
     return list(lines)
 
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
     capability = hardware.capability or (0, 0)
     if blocks(p.fp8) and not MX_CAPABILITY <= capability < (12, 0):
-        return [f"fp8.scaling={p.fp8.scaling}: {found(hardware)}, torchao's MXFP8 needs 10.0 (Blackwell); {EMULATE}, or precision="
-                f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"]
+        return [
+            f"fp8.scaling={p.fp8.scaling}: {found(hardware)}, torchao's MXFP8 needs 10.0"
+            f" (Blackwell); {EMULATE}, or"
+            f" precision={p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
+        ]
     if per_row(p.fp8) and p.compute != "bf16":
-        return [f"fp8.granularity=row: torch's product with scales of rows gives bf16, not precision.compute={p.compute}; write "
-                "backend=native, or precision.compute=bf16"]
+        return [
+            "fp8.granularity=row: torch's product with scales of rows gives bf16, not"
+            f" precision.compute={p.compute}; write backend=native, or precision.compute=bf16"
+        ]
     return []

@@ -10,9 +10,12 @@ from fp8cfg.scalings import SCALINGS
 
 _OUTPUT = {"fp8.output_layer": True}
 BACKENDS: dict[str, dict[str, Any]] = {
-    "te": {"backend": "te", **_OUTPUT}, "ao": {"backend": "torchao", "fp8.scaling": "current"},
-    "msamp": {"backend": "msamp", **_OUTPUT}, "transformer_engine": {"backend": "te", **_OUTPUT},
-    "torchao": {"backend": "torchao", "fp8.scaling": "current"}, "ms-amp": {"backend": "msamp", **_OUTPUT},
+    "te": {"backend": "te", **_OUTPUT},
+    "ao": {"backend": "torchao", "fp8.scaling": "current"},
+    "msamp": {"backend": "msamp", **_OUTPUT},
+    "transformer_engine": {"backend": "te", **_OUTPUT},
+    "torchao": {"backend": "torchao", "fp8.scaling": "current"},
+    "ms-amp": {"backend": "msamp", **_OUTPUT},
 }
 """Accelerate's TE and MS-AMP convert every linear layer, the output layer too; its torchao leaves the first and the last one."""
 LEVELS = {"o1": "O1", "o2": "O2"}
@@ -21,7 +24,9 @@ LEVELS = {"o1": "O1", "o2": "O2"}
 def _level(value: Any) -> dict[str, Any]:
     """Raises ValueError for another one; of O3, which Accelerate does not have, with what to write."""
     if str(value).lower() == "o3":
-        raise ValueError("Accelerate has O1 and O2 alone; O3 is here: leave it out there, and add opt_level=O3")
+        raise ValueError(
+            "Accelerate has O1 and O2 alone; O3 is here: leave it out there, and add opt_level=O3"
+        )
     return {"opt_level": one_of(value, LEVELS)}
 
 
@@ -57,7 +62,10 @@ def override(value: Any) -> dict[str, Any]:
     if len(parts) != 3:
         raise ValueError("expected three of true and false, for fprop, dgrad and wgrad")
     gemms = ("fprop", "dgrad", "wgrad")
-    return {f"fp8.override_linear_precision.{gemm}": boolean(part) for gemm, part in zip(gemms, parts, strict=True)}
+    return {
+        f"fp8.override_linear_precision.{gemm}": boolean(part)
+        for gemm, part in zip(gemms, parts, strict=True)
+    }
 
 
 def overridden(ours: Values) -> list[bool]:
@@ -87,13 +95,18 @@ def differs_under_deepspeed(ours: Values) -> list[str]:
 
 def first_layer_runs(said: str) -> str:
     """The line on what Accelerate's own filter leaves out, where `said` has torchao."""
-    return f"{said}: {FIRST_LAYER}; here it runs in FP8, and `fp8cfg plan` lists layers for fp8.exclude"
+    return (
+        f"{said}: {FIRST_LAYER}; here it runs in FP8, and `fp8cfg plan` lists layers for"
+        " fp8.exclude"
+    )
 
 
 def differs_under_torchao() -> list[str]:
     """Lines for recipes that torchao runs under Accelerate."""
-    return [f"fp8.scaling=current: is written, but {FIRST_LAYER}; a filter of your own says otherwise "
-            "(AORecipeKwargs.module_filter_func)"]
+    return [
+        f"fp8.scaling=current: is written, but {FIRST_LAYER}; a filter of your own says otherwise "
+        "(AORecipeKwargs.module_filter_func)"
+    ]
 
 
 HANDLER = (
@@ -101,13 +114,26 @@ HANDLER = (
     same("margin", "fp8.margin", integer, te_delayed),
     same("interval", "fp8.interval", integer, te_delayed),
     same("amax_history_len", "fp8.amax_history_len", integer, te_delayed),
-    option("amax_compute_algo", "fp8.amax_compute_algo", {"max": "max", "most_recent": "most_recent"}, te_delayed),
+    option(
+        "amax_compute_algo",
+        "fp8.amax_compute_algo",
+        {"max": "max", "most_recent": "most_recent"},
+        te_delayed,
+    ),
     Entry("override_linear_precision", override, overridden, te),
     same("use_autocast_during_eval", "fp8.use_autocast_during_eval", boolean, te),
-    Entry("use_mxfp8_block_scaling", lambda value: {"fp8.scaling": "mxfp8"} if boolean(value) else {},
-          lambda ours: ours["fp8.scaling"] == "mxfp8" or SILENT, te),
-    Entry("opt_level", _level,
-          lambda ours: ours["opt_level"] if ours["opt_level"] in LEVELS.values() else SILENT, lambda ours: engine(ours) == "MSAMP"),
+    Entry(
+        "use_mxfp8_block_scaling",
+        lambda value: {"fp8.scaling": "mxfp8"} if boolean(value) else {},
+        lambda ours: ours["fp8.scaling"] == "mxfp8" or SILENT,
+        te,
+    ),
+    Entry(
+        "opt_level",
+        _level,
+        lambda ours: ours["opt_level"] if ours["opt_level"] in LEVELS.values() else SILENT,
+        lambda ours: engine(ours) == "MSAMP",
+    ),
 )
 """What fp8_config, and the handler objects, say besides the backend."""
 
@@ -117,17 +143,29 @@ def without_effect(theirs: dict[str, Any], under: str = "") -> list[str]:
     word = str(theirs.get(f"{under}backend", "")).strip().lower()
     ours = BACKENDS.get(word, {}).get("backend")
     levels = [f"{under}opt_level"]
-    kept = {"te": [f"{under}{e.theirs}" for e in HANDLER if e.theirs != "opt_level"], "msamp": levels, "torchao": []}
+    kept = {
+        "te": [f"{under}{e.theirs}" for e in HANDLER if e.theirs != "opt_level"],
+        "msamp": levels,
+        "torchao": [],
+    }
     if ours is None:
         return []
-    idle = [key for e in HANDLER if (key := f"{under}{e.theirs}") in theirs and key not in kept[ours]]
-    return [f"{shown(key, theirs.pop(key))}: has no effect with backend={word.upper()}" for key in idle]
+    idle = [
+        key for e in HANDLER if (key := f"{under}{e.theirs}") in theirs and key not in kept[ours]
+    ]
+    return [
+        f"{shown(key, theirs.pop(key))}: has no effect with backend={word.upper()}" for key in idle
+    ]
 
 
 _GONE = "Transformer Engine 2 knows it no more and drops it without a word"
 DOUBTS = {
-    "fp8.amax_compute_algo": "Accelerate drops most_recent on the way to Transformer Engine, which takes max",
+    "fp8.amax_compute_algo": (
+        "Accelerate drops most_recent on the way to Transformer Engine, which takes max"
+    ),
     "fp8.interval": _GONE,
-    **dict.fromkeys((f"fp8.override_linear_precision.{gemm}" for gemm in ("fprop", "dgrad", "wgrad")), _GONE),
+    **dict.fromkeys(
+        (f"fp8.override_linear_precision.{gemm}" for gemm in ("fprop", "dgrad", "wgrad")), _GONE
+    ),
 }
 """What Accelerate says and does not carry out."""

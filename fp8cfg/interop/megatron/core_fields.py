@@ -8,10 +8,25 @@ from typing import Any
 
 from fp8cfg.config.errors import refuse_if
 from fp8cfg.interop.key_table import SILENT, Entry, Unsaid, Values, delayed, runs_fp8
-from fp8cfg.interop.value_spellings import boolean, integer, inverse, is_on, number, one_of, option, same, shown, write_only
+from fp8cfg.interop.value_spellings import (
+    boolean,
+    integer,
+    inverse,
+    is_on,
+    number,
+    one_of,
+    option,
+    same,
+    shown,
+    write_only,
+)
 from fp8cfg.scalings import SCALINGS
 
-_FP8 = {scaling.megatron: name for name, scaling in SCALINGS.items() if scaling.megatron and scaling.bits == 8}
+_FP8 = {
+    scaling.megatron: name
+    for name, scaling in SCALINGS.items()
+    if scaling.megatron and scaling.bits == 8
+}
 """Their fp8_recipe, and our scaling."""
 OFF = (None, False, "", "none", "None", "null")
 
@@ -41,15 +56,30 @@ def fp16(ours: Values) -> bool:
 
 def _ends(ours: Values) -> bool:
     """Of recipes with layers in high precision, as far as Megatron takes them: not under delayed scaling."""
-    return runs_fp8(ours) and not delayed(ours) and bool(ours["fp8.high_precision_at_start"] or ours["fp8.high_precision_at_end"])
+    return (
+        runs_fp8(ours)
+        and not delayed(ours)
+        and bool(ours["fp8.high_precision_at_start"] or ours["fp8.high_precision_at_end"])
+    )
 
 
 def _on(value: Any) -> dict[str, Any]:
-    return {} if value in OFF else {"fp8.enabled": True, "fp8.format": one_of(value, {"hybrid": "hybrid", "e4m3": "e4m3"})}
+    return (
+        {}
+        if value in OFF
+        else {
+            "fp8.enabled": True,
+            "fp8.format": one_of(value, {"hybrid": "hybrid", "e4m3": "e4m3"}),
+        }
+    )
 
 
 def _fp4_on(value: Any) -> dict[str, Any]:
-    return {} if value in OFF else {"fp8.enabled": True, "fp8.scaling": one_of(value, {"e2m1": "nvfp4"})}
+    return (
+        {}
+        if value in OFF
+        else {"fp8.enabled": True, "fp8.scaling": one_of(value, {"e2m1": "nvfp4"})}
+    )
 
 
 def _optional(value: Any) -> float | None:
@@ -65,7 +95,12 @@ def fields(fp8_field: str = "fp8", fp4_field: str = "fp4") -> tuple[Entry, ...]:
         Entry("fp4_recipe", lambda value: one_of(value, {"nvfp4": {}}), lambda ours: "nvfp4", fp4),
         same("fp8_margin", "fp8.margin", integer, delayed),
         same("fp8_amax_history_len", "fp8.amax_history_len", integer, delayed),
-        option("fp8_amax_compute_algo", "fp8.amax_compute_algo", {"max": "max", "most_recent": "most_recent"}, delayed),
+        option(
+            "fp8_amax_compute_algo",
+            "fp8.amax_compute_algo",
+            {"max": "max", "most_recent": "most_recent"},
+            delayed,
+        ),
         same("tp_only_amax_red", "fp8.tp_only_amax_red", boolean, delayed),
         same("fp8_dot_product_attention", "fp8.dot_product_attention", boolean, fp8),
         same("fp8_multi_head_attention", "fp8.multi_head_attention", boolean, fp8),
@@ -78,17 +113,27 @@ def fields(fp8_field: str = "fp8", fp4_field: str = "fp4") -> tuple[Entry, ...]:
 
 
 WGRAD = inverse("fp8_wgrad", "fp8.override_linear_precision.wgrad", delayed)
-REUSE = write_only("reuse_grad_buf_for_mxfp8_param_ag", lambda _: True,
-                   lambda ours: runs_fp8(ours) and ours["fp8.scaling"] == "mxfp8" and ours["fp8.params"])
+REUSE = write_only(
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    lambda _: True,
+    lambda ours: runs_fp8(ours) and ours["fp8.scaling"] == "mxfp8" and ours["fp8.params"],
+)
 DYNAMIC = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def loss_scaling(prefix: str = "") -> tuple[Entry, ...]:
     """Loss scaling under fp16, where its fields begin with `prefix`."""
     return (
-        Entry(f"{prefix}loss_scale", lambda value: {"precision.loss_scale": _optional(value)},
-              lambda ours: ours["precision.loss_scale"] or SILENT, fp16),
-        *(Entry(f"{prefix}{name}", partial(_dynamic, name), itemgetter(f"precision.{name}"), fp16) for name in DYNAMIC),
+        Entry(
+            f"{prefix}loss_scale",
+            lambda value: {"precision.loss_scale": _optional(value)},
+            lambda ours: ours["precision.loss_scale"] or SILENT,
+            fp16,
+        ),
+        *(
+            Entry(f"{prefix}{name}", partial(_dynamic, name), itemgetter(f"precision.{name}"), fp16)
+            for name in DYNAMIC
+        ),
     )
 
 
@@ -106,7 +151,9 @@ def _in_fp32(ours: Values) -> Any:
     return {"fp32": True, ours["precision.compute"]: False}.get(ours["storage.comm"], SILENT)
 
 
-REDUCED = Entry("grad_reduce_in_fp32", _reduced, _in_fp32, lambda ours: ours["precision.compute"] != "fp32")
+REDUCED = Entry(
+    "grad_reduce_in_fp32", _reduced, _in_fp32, lambda ours: ours["precision.compute"] != "fp32"
+)
 
 
 def reduction(theirs: dict[str, Any], compute: str) -> None:
@@ -120,16 +167,23 @@ def reduction(theirs: dict[str, Any], compute: str) -> None:
         theirs["grad_reduce_in_fp32"] = "fp32" if in_fp32 else compute
 
 
-def refuse_both(theirs: Values, named: str | None = None, fp8_field: str = "fp8", fp4_field: str = "fp4") -> None:
+def refuse_both(
+    theirs: Values, named: str | None = None, fp8_field: str = "fp8", fp4_field: str = "fp4"
+) -> None:
     """Raise ConfigError where bf16 and fp16 are both on, of which one may be `named` and no switch, or FP8 and FP4."""
     halves = [dtype for dtype in ("bf16", "fp16") if dtype == named or is_on(theirs.get(dtype))]
     narrow = [field for field in (fp8_field, fp4_field) if theirs.get(field) not in OFF]
-    refuse_if([f"{' and '.join(two)} are both on; drop one" for two in (halves, narrow) if len(two) == 2])
+    refuse_if(
+        [f"{' and '.join(two)} are both on; drop one" for two in (halves, narrow) if len(two) == 2]
+    )
 
 
-def what_is_on(theirs: dict[str, Any], spared: tuple[int, int], fp4_field: str = "fp4") -> list[str]:
+def what_is_on(
+    theirs: dict[str, Any], spared: tuple[int, int], fp4_field: str = "fp4"
+) -> list[str]:
     """Take out the fields of layers at the ends, unless first_last_layers_bf16 is on, and of FP4 or FP8 where the other runs.
-    A line for each that somebody set; `spared` is what the layers at the ends are where nobody did."""
+    A line for each that somebody set; `spared` is what the layers at the ends are where nobody did.
+    """
     lines, ends = [], ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     if not is_on(theirs.get("first_last_layers_bf16")):
         for key, unset in zip(ends, spared, strict=True):
@@ -143,23 +197,51 @@ def what_is_on(theirs: dict[str, Any], spared: tuple[int, int], fp4_field: str =
     return lines
 
 
-_DTYPE = Unsaid("follows from precision.compute",
-                (None, True, False, *(at + name for at in ("", "torch.") for name in ("float32", "bfloat16", "float16", "half"))))
+_DTYPE = Unsaid(
+    "follows from precision.compute",
+    (
+        None,
+        True,
+        False,
+        *(
+            at + name
+            for at in ("", "torch.")
+            for name in ("float32", "bfloat16", "float16", "half")
+        ),
+    ),
+)
 UNSAID = {
-    **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype", "autocast_enabled"), _DTYPE),
+    **dict.fromkeys(
+        ("params_dtype", "pipeline_dtype", "autocast_dtype", "autocast_enabled"), _DTYPE
+    ),
     "fp8_interval": Unsaid("Megatron ignores it", (1,)),
-    "reuse_grad_buf_for_mxfp8_param_ag": Unsaid("a buffer of Megatron's distributed optimizer", (True, False)),
-    "keep_fp8_transpose_cache": Unsaid("of Megatron-FSDP, which gathers weights for each pass; backend=native has "
-                                       "fp8.keep_transpose_cache where they stay", (False,)),
-    **dict.fromkeys(("fp8_quantizer_factory", "fp4_quantizer_factory"), Unsaid("a recipe cannot name code to run", OFF)),
+    "reuse_grad_buf_for_mxfp8_param_ag": Unsaid(
+        "a buffer of Megatron's distributed optimizer", (True, False)
+    ),
+    "keep_fp8_transpose_cache": Unsaid(
+        "of Megatron-FSDP, which gathers weights for each pass; backend=native has "
+        "fp8.keep_transpose_cache where they stay",
+        (False,),
+    ),
+    **dict.fromkeys(
+        ("fp8_quantizer_factory", "fp4_quantizer_factory"),
+        Unsaid("a recipe cannot name code to run", OFF),
+    ),
 }
 WHY = {
-    "fp8.interval": "Megatron ignores fp8_interval", "fp8.amax_history_len": "means something there under delayed scaling alone",
+    "fp8.interval": "Megatron ignores fp8_interval",
+    "fp8.amax_history_len": "means something there under delayed scaling alone",
     "fp8.override_linear_precision.wgrad": "fp8_wgrad does nothing there but under delayed scaling",
     "fp8.high_precision_at_start": "Megatron refuses first_last_layers_bf16 under delayed scaling",
     "fp8.high_precision_at_end": "Megatron refuses first_last_layers_bf16 under delayed scaling",
     "backend": "Megatron multiplies with Transformer Engine",
-    "fp8.keep_transpose_cache": "Transformer Engine keeps them, but for those that Megatron-FSDP gathers",
+    "fp8.keep_transpose_cache": (
+        "Transformer Engine keeps them, but for those that Megatron-FSDP gathers"
+    ),
 }
-DOUBTS = {"fp8.override_linear_precision.wgrad": "Transformer Engine 2 knows it no more and drops it without a word"}
+DOUBTS = {
+    "fp8.override_linear_precision.wgrad": (
+        "Transformer Engine 2 knows it no more and drops it without a word"
+    )
+}
 """What they say and Transformer Engine does not carry out."""

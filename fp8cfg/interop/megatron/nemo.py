@@ -24,16 +24,28 @@ from fp8cfg.interop.megatron.core_fields import (
 from fp8cfg.interop.value_spellings import boolean, is_on, one_of, read_only
 
 _PRECISIONS = {
-    "bf16-mixed": "bf16", "bf16": "bf16", "fp16-mixed": "fp16", "fp16": "fp16", "16-mixed": "fp16", "16": "fp16",
-    "fp32": "fp32", "32": "fp32", "32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16",
+    "bf16-mixed": "bf16",
+    "bf16": "bf16",
+    "fp16-mixed": "fp16",
+    "fp16": "fp16",
+    "16-mixed": "fp16",
+    "16": "fp16",
+    "fp32": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "bf16-true": "bf16",
+    "16-true": "fp16",
 }
 _WORDS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
 
 
 def _computes(dtype: str) -> Entry:
     """The switch of a compute dtype."""
-    return Entry(dtype, lambda value: {"precision.compute": dtype} if boolean(value) else {},
-                 lambda ours: ours["precision.compute"] == dtype or SILENT)
+    return Entry(
+        dtype,
+        lambda value: {"precision.compute": dtype} if boolean(value) else {},
+        lambda ours: ours["precision.compute"] == dtype or SILENT,
+    )
 
 
 def compute_of(theirs: Values) -> str:
@@ -51,17 +63,46 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
     return lines
 
 
-_SPELLINGS = {"fp8_param": "fp8_param_gather", "fp8_params": "fp8_param_gather", "fp4_param": "fp4_param_gather"}
+_SPELLINGS = {
+    "fp8_param": "fp8_param_gather",
+    "fp8_params": "fp8_param_gather",
+    "fp4_param": "fp4_param_gather",
+}
 _SHARED = (*fields(), WGRAD, REDUCED, REUSE)
-_DEFAULTS = {"fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent", "grad_reduce_in_fp32": True}
+_DEFAULTS = {
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "grad_reduce_in_fp32": True,
+}
 _SWITCHES = tuple(map(_computes, ("fp32", "fp16", "bf16")))
 NEMO = Dialect(
     "NeMo",
-    (*(read_only(e.theirs, e.read) for e in _SWITCHES),
-     Entry("precision", lambda value: {} if value in OFF else {"precision.compute": one_of(value, _PRECISIONS)},
-           lambda ours: _WORDS[ours["precision.compute"]]), *_SHARED, *loss_scaling("fp16_")),
-    {**_SPELLINGS, **{k: f"fp16_{k}" for k in ("loss_scale", *DYNAMIC)}}, _DEFAULTS,
-    {**UNSAID, "device": Unsaid("trainer.accelerator says it", ("cuda",))}, _prepare, refuse, why=WHY, doubts=DOUBTS)
+    (
+        *(read_only(e.theirs, e.read) for e in _SWITCHES),
+        Entry(
+            "precision",
+            lambda value: {} if value in OFF else {"precision.compute": one_of(value, _PRECISIONS)},
+            lambda ours: _WORDS[ours["precision.compute"]],
+        ),
+        *_SHARED,
+        *loss_scaling("fp16_"),
+    ),
+    {**_SPELLINGS, **{k: f"fp16_{k}" for k in ("loss_scale", *DYNAMIC)}},
+    _DEFAULTS,
+    {**UNSAID, "device": Unsaid("trainer.accelerator says it", ("cuda",))},
+    _prepare,
+    refuse,
+    why=WHY,
+    doubts=DOUBTS,
+)
 BRIDGE = Dialect(
-    "Megatron-Bridge", (*_SWITCHES, *_SHARED, *loss_scaling()), _SPELLINGS, {**_DEFAULTS, "fp8_recipe": "tensorwise"}, UNSAID,
-    _prepare, refuse, why=WHY, doubts=DOUBTS)
+    "Megatron-Bridge",
+    (*_SWITCHES, *_SHARED, *loss_scaling()),
+    _SPELLINGS,
+    {**_DEFAULTS, "fp8_recipe": "tensorwise"},
+    UNSAID,
+    _prepare,
+    refuse,
+    why=WHY,
+    doubts=DOUBTS,
+)

@@ -17,10 +17,15 @@ def task(tree: ast.AST) -> str | None:
     for a scheme that is not in this version."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and last(node.func) == "finetune_recipe":
-            given = next((ast.unparse(k.value) for k in node.keywords if k.arg == "peft_scheme"), "'lora'")
+            given = next(
+                (ast.unparse(k.value) for k in node.keywords if k.arg == "peft_scheme"), "'lora'"
+            )
             scheme = given.strip("'").lower()
             if scheme not in ("lora", "none"):
-                raise ConfigError(f"peft_scheme={scheme}: not in this version; give the task as a word, task=lora or task=sft")
+                raise ConfigError(
+                    f"peft_scheme={scheme}: not in this version; give the task as a word, task=lora"
+                    " or task=sft"
+                )
             return "sft" if scheme == "none" else "lora"
     return None
 
@@ -33,7 +38,8 @@ def lora(tree: ast.AST) -> tuple[dict[str, Any], tuple[str, ...]]:
             if not (isinstance(target, ast.Attribute) and last(target.value) == "peft"):
                 continue
             try:
-                found[_FIELDS[target.attr]] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+                value = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+                found[_FIELDS[target.attr]] = value
             except (KeyError, ValueError):
                 left.append(f"{ast.unparse(node)}: {_LEFT}")
     return found, tuple(left)

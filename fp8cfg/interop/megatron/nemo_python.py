@@ -32,15 +32,30 @@ def precision(text: str, function: str = "") -> Said:
         presets = {"bf16_mixed": None}  # of default_finetune_trainer
     if len(presets) + len(objects) != 1:
         found = [*presets, *(_class(node) for node in objects)]
-        several = f"says {len(found)} precisions, {', '.join(found)}; name the function that has the one, as FILE.py:NAME"
-        raise ConfigError(several if found else "says no precision, such as plugins=bf16_with_fp8_mixed()")
+        several = (
+            f"says {len(found)} precisions, {', '.join(found)}; name the function that has the one,"
+            " as FILE.py:NAME"
+        )
+        raise ConfigError(
+            several if found else "says no precision, such as plugins=bf16_with_fp8_mixed()"
+        )
     beside = [*_later(tree), *_with_plugins(tree)]
-    later = left + tuple(f"{line}: not read; give it as a word, as in fp8.margin=1" for line in beside)
+    later = left + tuple(
+        f"{line}: not read; give it as a word, as in fp8.margin=1" for line in beside
+    )
     if presets:
         return Said({}, later, preset=next(iter(presets)), task=asked, lora=values)
-    call = ast.unparse(objects[0]).replace(f"Config({_class(objects[0])}, ", f"{_class(objects[0])}(")
-    fields = call_in(call[call.index(_class(objects[0])):], _CLASSES, "plugin of NeMo")
-    return Said({k: v for k, v in fields.items() if k != "class"}, later, task=asked, lora=values, called=True)
+    call = ast.unparse(objects[0]).replace(
+        f"Config({_class(objects[0])}, ", f"{_class(objects[0])}("
+    )
+    fields = call_in(call[call.index(_class(objects[0])) :], _CLASSES, "plugin of NeMo")
+    return Said(
+        {k: v for k, v in fields.items() if k != "class"},
+        later,
+        task=asked,
+        lora=values,
+        called=True,
+    )
 
 
 def _preset(node: ast.AST) -> str:
@@ -55,24 +70,43 @@ def _preset(node: ast.AST) -> str:
 
 def _class(node: ast.Call) -> str:
     """The plugin's class that `node` calls, or configures as run.Config does."""
-    names = [last(node.func), *([last(node.args[0])] if node.args and last(node.func) in ("Config", "Partial") else [])]
+    names = [
+        last(node.func),
+        *([last(node.args[0])] if node.args and last(node.func) in ("Config", "Partial") else []),
+    ]
     return next((name for name in names if name in _CLASSES), "")
 
 
 def _later(tree: ast.AST) -> list[str]:
     """The statements that set a field of the plugin."""
-    return [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Assign)
-            for target in node.targets if isinstance(target, ast.Attribute) and last(target.value) == "plugins"]
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and last(target.value) == "plugins"
+    ]
 
 
 def _with_plugins(tree: ast.AST) -> list[str]:
     """What a trainer is given with `plugins` that may be FP8's: fields by its names, and mappings, of which nothing is known."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and any(k.arg == "plugins" for k in node.keywords)]
-    return [ast.unparse(k) for call in calls for k in call.keywords if k.arg is None or k.arg.startswith("fp8")]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and any(k.arg == "plugins" for k in node.keywords)
+    ]
+    return [
+        ast.unparse(k)
+        for call in calls
+        for k in call.keywords
+        if k.arg is None or k.arg.startswith("fp8")
+    ]
 
 
 def _function(tree: ast.AST, name: str) -> ast.AST:
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    found = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
     if not found:
         raise ConfigError(f"{name}: no such function in it")
     return found[0]

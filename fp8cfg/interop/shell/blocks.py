@@ -8,7 +8,13 @@ from fp8cfg.interop.shell.fields import Branch, Condition
 from fp8cfg.interop.shell.variables import Variables
 from fp8cfg.interop.shell.words import Word
 
-_COMPARE = {"=": str.__eq__, "==": str.__eq__, "!=": str.__ne__, "-eq": str.__eq__, "-ne": str.__ne__}
+_COMPARE = {
+    "=": str.__eq__,
+    "==": str.__eq__,
+    "!=": str.__ne__,
+    "-eq": str.__eq__,
+    "-ne": str.__ne__,
+}
 
 
 @dataclass
@@ -77,13 +83,21 @@ class Blocks:
             block.truth = None if truth is not False else False
         else:
             block.truth = truth
-        block.decided = True if block.decided is True or block.truth is True else None if block.truth is None else block.decided
+        block.decided = (
+            True
+            if block.decided is True or block.truth is True
+            else None
+            if block.truth is None
+            else block.decided
+        )
 
     def under(self) -> tuple[Branch, ...] | None:
         """The undecided branches around this place; None where it is never reached."""
         if any(block.truth is False for block in self.open):
             return None
-        return tuple(Branch(b.condition, b.condition.branches) for b in self.open if b.truth is None)
+        return tuple(
+            Branch(b.condition, b.condition.branches) for b in self.open if b.truth is None
+        )
 
 
 def truth(words: list[Word], variables: Variables) -> bool | None:

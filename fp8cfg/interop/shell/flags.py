@@ -15,7 +15,9 @@ from fp8cfg.interop.shell.script import commands
 PRECISION = ("fp8", "fp4", "no_fp8")
 """What the names of flags of precision begin with."""
 _FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
-_SEVERAL = re.compile(r"[@*]|\+.*--|ARGS|OPTS|OPTIONS|FLAGS|PARAMS|EXTRA", re.DOTALL | re.IGNORECASE)
+_SEVERAL = re.compile(
+    r"[@*]|\+.*--|ARGS|OPTS|OPTIONS|FLAGS|PARAMS|EXTRA", re.DOTALL | re.IGNORECASE
+)
 """Expansions that stand for several words, by what is in them or by their name."""
 
 
@@ -50,15 +52,23 @@ def found(text: str, matters: Callable[[str], bool]) -> tuple[dict[str, Any], li
     for command in words:
         here, loose = _flags(command)
         if any(matters(flag.name) for flag in here):
-            problems += [(word.line, f"{word.text}: {word.unknown}; write what it stands for") for word in loose]
+            problems += [
+                (word.line, f"{word.text}: {word.unknown}; write what it stands for")
+                for word in loose
+            ]
         for flag in here:
             if matters(flag.name) and (problem := _unknown(flag, here)):
                 problems.append((flag.word.line, problem))
             elif flags.get(flag.name, flag.said) != flag.said:
-                lines.append(f"{flag.shown}: given as {flags[flag.name]} and as {flag.said}; the last is read")
+                lines.append(
+                    f"{flag.shown}: given as {flags[flag.name]} and as {flag.said}; the last is"
+                    " read"
+                )
             flags[flag.name] = flag.said
     several = "\n" in text.strip()
-    refuse_if([f"line {line}: {problem}" if several else problem for line, problem in sorted(problems)])
+    refuse_if(
+        [f"line {line}: {problem}" if several else problem for line, problem in sorted(problems)]
+    )
     return flags, lines
 
 
@@ -74,14 +84,20 @@ def _flags(command: list[Field]) -> tuple[list[_Flag], list[Field]]:
             name, eq, _ = head.partition("=")
             value: Field | None = _after(word, len(name) + 1) if eq else None
             after = command[i + 1] if i + 1 < len(command) else None
-            if not eq and after and not _FLAG.match(after.text) and not (after.unknown and _SEVERAL.search(after.text)):
+            if (
+                not eq
+                and after
+                and not _FLAG.match(after.text)
+                and not (after.unknown and _SEVERAL.search(after.text))
+            ):
                 value = after
             here.append(_Flag(name[2:].replace("-", "_"), word, value))
             values = not eq
         elif not word.unknown:
             values = False
         elif (i > program and not values | bool(head and not head.startswith("-"))) or (
-                i > program and _SEVERAL.search(word.text) and not head):
+            i > program and _SEVERAL.search(word.text) and not head
+        ):
             loose.append(word)
     return here, loose
 
@@ -97,15 +113,27 @@ def _unknown(flag: _Flag, here: list[_Flag]) -> str:
     if flag.value and flag.value.unknown:
         return f"{flag.shown} {flag.value.text}: {flag.value.unknown}; write what it stands for"
     equal = [each.word for each in here if (each.name, each.said) == (flag.name, flag.said)]
-    gone = [lost for lost in flag.word.lost if not any(set(w.under) <= set(lost) and lost not in w.lost for w in equal)]
+    gone = [
+        lost
+        for lost in flag.word.lost
+        if not any(set(w.under) <= set(lost) and lost not in w.lost for w in equal)
+    ]
     if gone:
-        return f"{flag.shown}: is replaced in a condition that the script does not decide ({where(gone[0][0])}); leave it in or out"
+        return (
+            f"{flag.shown}: is replaced in a condition that the script does not decide"
+            f" ({where(gone[0][0])}); leave it in or out"
+        )
     if any(not w.under for w in equal):
         return ""
     alike = {branch for w in equal for branch in w.under}
     for branch in flag.word.under:
-        if not branch.of.otherwise or any(Branch(branch.of, n + 1) not in alike for n in range(branch.of.branches)):
-            return f"{flag.shown}: stands in a condition that the script does not decide ({where(branch)}); leave it in or out"
+        if not branch.of.otherwise or any(
+            Branch(branch.of, n + 1) not in alike for n in range(branch.of.branches)
+        ):
+            return (
+                f"{flag.shown}: stands in a condition that the script does not decide"
+                f" ({where(branch)}); leave it in or out"
+            )
     return ""
 
 
@@ -119,7 +147,10 @@ def takes(dialect: Dialect, flags: dict[str, Any]) -> tuple[dict[str, Any], list
             mine[flag] = value
         else:
             rest.append(flag)
-    said = f"{', '.join(rest[:12])}{' and others' if len(rest) > 12 else ''}: not about precision or shape, not read"
+    said = (
+        f"{', '.join(rest[:12])}{' and others' if len(rest) > 12 else ''}: not about precision or"
+        " shape, not read"
+    )
     return mine, [said] if rest else []
 
 

@@ -21,7 +21,13 @@ def commands(text: str) -> list[list[Field]]:
     text that no shell takes."""
     script = _Script()
     script.run(tokens(text))
-    return [*script.commands, *([f for each in variable.fields for f in split(each)] for variable in script.variables.left())]
+    return [
+        *script.commands,
+        *(
+            [f for each in variable.fields for f in split(each)]
+            for variable in script.variables.left()
+        ),
+    ]
 
 
 class _Script:
@@ -39,7 +45,9 @@ class _Script:
             if isinstance(token, Word):
                 words += [] if skip else [token]
                 skip = False
-            elif token.text[0] in "<>" or token.text.startswith("&>"):  # what follows is a file, and a digit before is no word
+            elif token.text[0] in "<>" or token.text.startswith(
+                "&>"
+            ):  # what follows is a file, and a digit before is no word
                 if words and words[-1].plain.isdecimal():
                     words.pop()
                 skip = True
@@ -51,7 +59,9 @@ class _Script:
                     self._statement(words, joined)
                 elif pattern:
                     self.blocks.branch(None)
-                    self.blocks.open[-1].condition.otherwise |= bool(words) and words[0].plain == "*"
+                    self.blocks.open[-1].condition.otherwise |= (
+                        bool(words) and words[0].plain == "*"
+                    )
                 words, joined, skip = [], token.text, False
 
     def _statement(self, words: list[Word], joined: str) -> None:
@@ -61,7 +71,9 @@ class _Script:
         testing = self.blocks.open[-1] if self.blocks.innermost == "testing" else None
         if not words or testing:
             if testing:
-                testing.test += words if not testing.test else [*words, *words]  # two commands: not a test that can be decided
+                testing.test += (
+                    words if not testing.test else [*words, *words]
+                )  # two commands: not a test that can be decided
             return
         under = self.blocks.under()
         if under is None:
@@ -87,4 +99,8 @@ class _Script:
         if rest := words[assigned:]:
             fields = [f for word in rest for f in self.variables.expanded(word, under)]
             self.commands.append([f for each in fields for f in split(each)])
-            self.last = truth(rest, self.variables) if rest[0].plain in ("[", "[[", "true", "false", "!") else True
+            self.last = (
+                truth(rest, self.variables)
+                if rest[0].plain in ("[", "[[", "true", "false", "!")
+                else True
+            )

@@ -9,7 +9,9 @@ from fp8cfg.interop.shell.fields import FLAGS, Branch, Field, Piece, split, unkn
 from fp8cfg.interop.shell.words import Part, Word, tokens
 
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=")
-_EXPANSION = re.compile(r"\$(?:(\w+|[@*])|\{(\w+|[@*])(?:\[[@*]\])?(?:(:?[-=+?])(.*))?\})", re.DOTALL)
+_EXPANSION = re.compile(
+    r"\$(?:(\w+|[@*])|\{(\w+|[@*])(?:\[[@*]\])?(?:(:?[-=+?])(.*))?\})", re.DOTALL
+)
 _MAX_EXPANSION = 4 * 1024 * 1024
 """Characters that the variables of a script may come to: A=$A$A doubles with each line."""
 
@@ -33,19 +35,26 @@ class Variables:
 
     def left(self) -> list[Variable]:
         """Those that were never used, in their order."""
-        return sorted((v for v in (*self.named.values(), *self.overwritten) if not v.used), key=lambda v: v.line)
+        return sorted(
+            (v for v in (*self.named.values(), *self.overwritten) if not v.used),
+            key=lambda v: v.line,
+        )
 
     def assign(self, word: Word, under: tuple[Branch, ...]) -> bool:
         """Carry an assignment out; False where `word` is none."""
         first = word.parts[0] if word.parts else None
-        found = _ASSIGNMENT.match(first.text) if first and not first.expands and not first.quoted else None
+        found = (
+            _ASSIGNMENT.match(first.text)
+            if first and not first.expands and not first.quoted
+            else None
+        )
         if not first or not found:
             return False
         name, more = found.groups()
         if word.array is not None:
             fields = [f for each in word.array for f in self.expanded(each, under)]
         else:
-            value = Word((Part(first.text[found.end():], False, True), *word.parts[1:]), word.line)
+            value = Word((Part(first.text[found.end() :], False, True), *word.parts[1:]), word.line)
             fields = [self.whole(value, under)]
         before = self.named.get(name)
         if before and more:
@@ -92,19 +101,39 @@ class Variables:
         """The words that `word` expands to."""
         if len(word.parts) == 1 and word.parts[0].expands:
             part = word.parts[0]
-            return [piece for each in self.expansion(part.text, word.line, under)
-                    for piece in (split(each, True) if not part.quoted else [each])]
+            return [
+                piece
+                for each in self.expansion(part.text, word.line, under)
+                for piece in (split(each, True) if not part.quoted else [each])
+            ]
         return [self.whole(word, under)]
 
     def expansion(self, text: str, line: int, under: tuple[Branch, ...]) -> list[Field]:
         """What an expansion stands for; a single unknown piece where that is not known."""
         found = _EXPANSION.fullmatch(text)
         if not found:
-            return [unknown(text, line, "the output of a command" if text.startswith(("$(", "`")) else
-                             "no expansion that is read here", under)]
+            return [
+                unknown(
+                    text,
+                    line,
+                    (
+                        "the output of a command"
+                        if text.startswith(("$(", "`"))
+                        else "no expansion that is read here"
+                    ),
+                    under,
+                )
+            ]
         name, op, word = found[1] or found[2], found[3] or "", found[4] or ""
         if not name.isidentifier():
-            return [unknown(text, line, f"{'arguments' if name in '@*' else 'an argument'} of the script", under)]
+            return [
+                unknown(
+                    text,
+                    line,
+                    f"{'arguments' if name in '@*' else 'an argument'} of the script",
+                    under,
+                )
+            ]
         variable = self.named.get(name)
         if variable is None:
             return [unknown(text, line, f"{name} is not set in the script", under)]
@@ -114,17 +143,37 @@ class Variables:
         if self.expanded_to > _MAX_EXPANSION:
             raise ValueError("its variables expand to too much text")
         reason = _reason(name, variable)
-        conditional = any(f.under or f.lost for f in fields) and not any(FLAGS.search(f.text) for f in fields)
+        conditional = any(f.under or f.lost for f in fields) and not any(
+            FLAGS.search(f.text) for f in fields
+        )
         if reason and (op or conditional):
             return [unknown(text, line, reason, under)]
         empty = not any(f.text for f in fields)
         if op[-1:] == "+":
-            return [] if empty else [f for each in tokens(word, line) if isinstance(each, Word) for f in self.expanded(each, under)]
+            return (
+                []
+                if empty
+                else [
+                    f
+                    for each in tokens(word, line)
+                    if isinstance(each, Word)
+                    for f in self.expanded(each, under)
+                ]
+            )
         if op and empty:
-            return [f for each in tokens(word, line) if isinstance(each, Word) for f in self.expanded(each, under)]
+            return [
+                f
+                for each in tokens(word, line)
+                if isinstance(each, Word)
+                for f in self.expanded(each, under)
+            ]
         if len(fields) == 1 and len(fields[0].pieces) == 1 and reason:
             return [unknown(text, line, reason, tuple(dict.fromkeys((*under, *fields[0].under))))]
-        return [] if empty else [replace(f, under=tuple(dict.fromkeys((*under, *f.under)))) for f in fields]
+        return (
+            []
+            if empty
+            else [replace(f, under=tuple(dict.fromkeys((*under, *f.under)))) for f in fields]
+        )
 
 
 def _reason(name: str, variable: Variable) -> str:
@@ -134,6 +183,13 @@ def _reason(name: str, variable: Variable) -> str:
             return f"{name} is set in a condition ({where(branches[0])})"
         if each.unknown:
             what = next(piece.text for piece in each.pieces if piece.unknown)
-            why = "which the environment may set" if each.unknown.startswith(f"{name} is ") else each.unknown
-            return f"{name} is {what if len(what) <= 40 else what[:37] + '...'} (line {variable.line}), {why}"
+            why = (
+                "which the environment may set"
+                if each.unknown.startswith(f"{name} is ")
+                else each.unknown
+            )
+            return (
+                f"{name} is {what if len(what) <= 40 else what[:37] + '...'} (line"
+                f" {variable.line}), {why}"
+            )
     return ""

@@ -32,7 +32,11 @@ class Word:
     @property
     def plain(self) -> str:
         """The text of a word without quotes and expansions, which a keyword is; empty for any other."""
-        return self.parts[0].text if len(self.parts) == 1 and self.parts[0][1:] == (False, False) else ""
+        return (
+            self.parts[0].text
+            if len(self.parts) == 1 and self.parts[0][1:] == (False, False)
+            else ""
+        )
 
     @property
     def text(self) -> str:
@@ -60,7 +64,7 @@ class _Reader:
         """What stands before the operator `closing`, which is passed; with none, everything."""
         found: list[Word | Operator] = []
         while self.at < len(self.text):
-            rest = self.text[self.at:self.at + 2]
+            rest = self.text[self.at : self.at + 2]
             if rest[0] in _SPACE or rest == "\\\n":
                 self.at += 2 if rest == "\\\n" else 1
             elif rest[0] == "#":
@@ -82,7 +86,11 @@ class _Reader:
     def _word(self) -> Word:
         """The word that begins here; after `name=(`, the array that it assigns."""
         parts, begin = list[Part](), self.at
-        while self.at < len(self.text) and self.text[self.at] not in _SPACE + _ENDS and not self.text.startswith("\\\n", self.at):
+        while (
+            self.at < len(self.text)
+            and self.text[self.at] not in _SPACE + _ENDS
+            and not self.text.startswith("\\\n", self.at)
+        ):
             sign = self.text[self.at]
             if sign == "'":
                 parts.append(Part(self._quoted(), False, True))
@@ -90,14 +98,18 @@ class _Reader:
                 self.at += 1
                 parts += self._double()
             elif sign in "$`" and (end := self._expansion()) > self.at + 1:
-                parts.append(Part(self.text[self.at:end], True, False))
+                parts.append(Part(self.text[self.at : end], True, False))
                 self.at = end
             else:
                 parts.append(Part(self._escaped(), False, False))
         word = Word(_joined(parts), self._line(begin))
-        if self.text[self.at:self.at + 1] == "(" and _ASSIGNS.fullmatch(word.plain):
+        if self.text[self.at : self.at + 1] == "(" and _ASSIGNS.fullmatch(word.plain):
             self.at += 1
-            return Word(word.parts, word.line, tuple(each for each in self.until(")") if isinstance(each, Word)))
+            return Word(
+                word.parts,
+                word.line,
+                tuple(each for each in self.until(")") if isinstance(each, Word)),
+            )
         return word
 
     def _quoted(self) -> str:
@@ -109,11 +121,11 @@ class _Reader:
 
     def _double(self) -> list[Part]:
         parts = [Part("", False, True)]
-        while self.text[self.at:self.at + 1] != '"':
+        while self.text[self.at : self.at + 1] != '"':
             if self.at >= len(self.text):
                 raise ValueError("No closing quotation")
             if self.text[self.at] in "$`" and (end := self._expansion()) > self.at + 1:
-                parts.append(Part(self.text[self.at:end], True, True))
+                parts.append(Part(self.text[self.at : end], True, True))
                 self.at = end
             else:
                 parts.append(Part(self._escaped(), False, True))
@@ -135,7 +147,7 @@ class _Reader:
             return self._closed(self.text.find("`", self.at + 1))
         if name := _NAME.match(self.text, self.at):
             return name.end()
-        opening = self.text[self.at + 1:self.at + 2]
+        opening = self.text[self.at + 1 : self.at + 2]
         if opening not in _CLOSING:
             return self.at + 1
         depth, at = 0, self.at + 1

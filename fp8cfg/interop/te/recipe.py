@@ -43,10 +43,16 @@ def _backward(ours: Values) -> Any:
 def _prepare(theirs: dict[str, Any]) -> list[str]:
     """The parameters of quantizers are what holds, whatever the switches beside them say."""
     block = theirs.get("class") == CLASSES["block"]
-    switches = {"power_2_scale": ("use_f32_scales", True) if block else ("use_power_2_scales", False)}
+    switches = {
+        "power_2_scale": ("use_f32_scales", True) if block else ("use_power_2_scales", False)
+    }
     silent = theirs.pop("printed", False) and theirs.get("class") == CLASSES["delayed"]
-    notes = ["amax_compute_algo: a DelayedScaling does not print it; taken to be max"] if silent else []
-    for name, (switch, off) in (switches | {name: (switch, True) for name, switch in SWITCHES.items()}).items():
+    notes = (
+        ["amax_compute_algo: a DelayedScaling does not print it; taken to be max"] if silent else []
+    )
+    for name, (switch, off) in (
+        switches | {name: (switch, True) for name, switch in SWITCHES.items()}
+    ).items():
         is_so = theirs.pop(name, None)
         if is_so is None:
             continue
@@ -60,41 +66,88 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
 
 def _refuse(ours: Values) -> list[str]:
     if ours["fp8.enabled"] and ours["fp8.scaling"] not in CLASSES:
-        return [f"fp8.scaling={ours['fp8.scaling']}: Transformer Engine has no such scaling; it has {', '.join(CLASSES)}"]
-    return [] if ours["fp8.enabled"] else ["fp8.enabled=False: a recipe of Transformer Engine is for FP8; write precision=bf16_fp8"]
+        return [
+            f"fp8.scaling={ours['fp8.scaling']}: Transformer Engine has no such scaling; it has"
+            f" {', '.join(CLASSES)}"
+        ]
+    return (
+        []
+        if ours["fp8.enabled"]
+        else [
+            "fp8.enabled=False: a recipe of Transformer Engine is for FP8; write precision=bf16_fp8"
+        ]
+    )
 
 
 _KERNELS: dict[str, tuple[Any, ...]] = {
-    "fp8_gemm_fprop": (), "fp8_gemm_dgrad": (), "fp8_gemm_wgrad": (), "scaling_factor_compute_algo": (None,),
-    "amax_epsilon": (0.0,), "fp4_format": ("E2M1",), "row_scaled_activation": (False,), "nvfp4_4over6": ("none",),
-    "nvfp4_4over6_e4m3_use_256": ("all",), "nvfp4_4over6_err_mode": ("MAE",)}
+    "fp8_gemm_fprop": (),
+    "fp8_gemm_dgrad": (),
+    "fp8_gemm_wgrad": (),
+    "scaling_factor_compute_algo": (None,),
+    "amax_epsilon": (0.0,),
+    "fp4_format": ("E2M1",),
+    "row_scaled_activation": (False,),
+    "nvfp4_4over6": ("none",),
+    "nvfp4_4over6_e4m3_use_256": ("all",),
+    "nvfp4_4over6_err_mode": ("MAE",),
+}
 """How its kernels accumulate and round, which no key here says, and the usual values."""
 _TILES = Unsaid("inputs and gradients have tiles of 1x128", (1, "1"))
 TE = Dialect(
     "Transformer Engine",
-    (Entry("class", _class, lambda ours: CLASSES[ours["fp8.scaling"]]),
-     Entry("fp8_format", lambda value: {"fp8.format": one_of(value, {"hybrid": "hybrid", "e4m3": "e4m3"})},
-           lambda ours: ours["fp8.format"].upper()),
-     same("margin", "fp8.margin", integer, delayed), same("amax_history_len", "fp8.amax_history_len", integer, delayed),
-     Entry("amax_compute_algo", _algo, lambda ours: ours["fp8.amax_compute_algo"], delayed),
-     same("reduce_amax", "fp8.reduce_amax", boolean, delayed),
-     same("fp8_dpa", "fp8.dot_product_attention", boolean, _under(*_ATTENTION)),
-     same("fp8_mha", "fp8.multi_head_attention", boolean, _under(*_ATTENTION)),
-     same("use_power_2_scales", "fp8.use_power_2_scales", boolean, _under("current")),
-     inverse("use_f32_scales", "fp8.use_power_2_scales", _under("block")),
-     same("enable_2d_quantization", "fp8.enable_2d_quantization", boolean, _under("mxfp8")),
-     Entry("w_block_scaling_dim", lambda value: {"fp8.enable_2d_quantization": one_of(value, {"2": True, "1": False})},
-           lambda ours: 1 + ours["fp8.enable_2d_quantization"], _under("block")),
-     inverse("disable_2d_quantization", "fp8.enable_2d_quantization", _under("nvfp4")),
-     inverse("disable_rht", "fp8.random_hadamard_transform", _under("nvfp4")),
-     inverse("disable_stochastic_rounding", "fp8.stochastic_rounding", _under("nvfp4")),
-     Entry("backward_override", lambda value: one_of(value, _BACKWARD), _backward, _under(*_OVERRIDES)),
-     read_only("interval", lambda value: {"fp8.interval": integer(value)}), read_only("override_linear_precision", override)),
+    (
+        Entry("class", _class, lambda ours: CLASSES[ours["fp8.scaling"]]),
+        Entry(
+            "fp8_format",
+            lambda value: {"fp8.format": one_of(value, {"hybrid": "hybrid", "e4m3": "e4m3"})},
+            lambda ours: ours["fp8.format"].upper(),
+        ),
+        same("margin", "fp8.margin", integer, delayed),
+        same("amax_history_len", "fp8.amax_history_len", integer, delayed),
+        Entry("amax_compute_algo", _algo, lambda ours: ours["fp8.amax_compute_algo"], delayed),
+        same("reduce_amax", "fp8.reduce_amax", boolean, delayed),
+        same("fp8_dpa", "fp8.dot_product_attention", boolean, _under(*_ATTENTION)),
+        same("fp8_mha", "fp8.multi_head_attention", boolean, _under(*_ATTENTION)),
+        same("use_power_2_scales", "fp8.use_power_2_scales", boolean, _under("current")),
+        inverse("use_f32_scales", "fp8.use_power_2_scales", _under("block")),
+        same("enable_2d_quantization", "fp8.enable_2d_quantization", boolean, _under("mxfp8")),
+        Entry(
+            "w_block_scaling_dim",
+            lambda value: {"fp8.enable_2d_quantization": one_of(value, {"2": True, "1": False})},
+            lambda ours: 1 + ours["fp8.enable_2d_quantization"],
+            _under("block"),
+        ),
+        inverse("disable_2d_quantization", "fp8.enable_2d_quantization", _under("nvfp4")),
+        inverse("disable_rht", "fp8.random_hadamard_transform", _under("nvfp4")),
+        inverse("disable_stochastic_rounding", "fp8.stochastic_rounding", _under("nvfp4")),
+        Entry(
+            "backward_override",
+            lambda value: one_of(value, _BACKWARD),
+            _backward,
+            _under(*_OVERRIDES),
+        ),
+        read_only("interval", lambda value: {"fp8.interval": integer(value)}),
+        read_only("override_linear_precision", override),
+    ),
     {"recipe_type": "class", "format": "fp8_format"},
-    unsaid={**dict.fromkeys(("x_block_scaling_dim", "grad_block_scaling_dim"), _TILES),
-            **{k: Unsaid("how its kernels accumulate and round; not of a recipe here", usual) for k, usual in _KERNELS.items()}},
-    prepare=_prepare, refuse=_refuse,
-    why={"fp8.params": "te.quantized_model_init says it, not the recipe", "precision.compute": "the model's own dtype says it",
-         "fp8.interval": "Transformer Engine moves scales at every step since 2.0", "storage.": "not of its recipe",
-         **dict.fromkeys((f"{_KEPT}fprop", f"{_KEPT}dgrad", f"{_KEPT}wgrad"),
-                         "it has backward_override alone, for dgrad and wgrad together, and not under delayed scaling")})
+    unsaid={
+        **dict.fromkeys(("x_block_scaling_dim", "grad_block_scaling_dim"), _TILES),
+        **{
+            k: Unsaid("how its kernels accumulate and round; not of a recipe here", usual)
+            for k, usual in _KERNELS.items()
+        },
+    },
+    prepare=_prepare,
+    refuse=_refuse,
+    why={
+        "fp8.params": "te.quantized_model_init says it, not the recipe",
+        "precision.compute": "the model's own dtype says it",
+        "fp8.interval": "Transformer Engine moves scales at every step since 2.0",
+        "storage.": "not of its recipe",
+        **dict.fromkeys(
+            (f"{_KEPT}fprop", f"{_KEPT}dgrad", f"{_KEPT}wgrad"),
+            "it has backward_override alone, for dgrad and wgrad together, and not under delayed"
+            " scaling",
+        ),
+    },
+)

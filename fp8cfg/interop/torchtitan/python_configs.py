@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fp8cfg.config.errors import ConfigError, nearest, refuse_if, suggest
 from fp8cfg.interop.python_calls import last, short
@@ -24,7 +24,8 @@ _PRECISION = re.compile("quant|convert|float8|fp8|precision")
 
 def configuration(text: str, name: str = "") -> Said:
     """What the function `name` says, or the only one of the file; of a file without functions its statements. Raises ConfigError,
-    with a line for each thing of it that is no literal, where there is no such function or `name` is wanting."""
+    with a line for each thing of it that is no literal, where there is no such function or `name` is wanting.
+    """
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
@@ -35,20 +36,31 @@ def configuration(text: str, name: str = "") -> Said:
     if name and name not in found:
         raise ConfigError(f"{name}: no such configuration in it{suggest(name, found)}")
     if not name and len(found) > 1:
-        shown = ", ".join(found[:12]) + (f" and {len(found) - 12} others" if len(found) > 12 else "")
-        raise ConfigError(f"has {len(found)} configurations; name one, as in FILE.py:{found[0]}; they are {shown}")
+        shown = ", ".join(found[:12]) + (
+            f" and {len(found) - 12} others" if len(found) > 12 else ""
+        )
+        raise ConfigError(
+            f"has {len(found)} configurations; name one, as in FILE.py:{found[0]}; they are {shown}"
+        )
     try:
         settings = reader.function(name or found[0]) if found else reader.body(module.body, {})
     except RecursionError:
         raise ConfigError("nested too deeply") from None
-    refuse_if(reader.fields.problems or ([] if settings else ["no configuration of torchtitan's, which is a Trainer.Config(...)"]))
+    refuse_if(
+        reader.fields.problems
+        or (
+            [] if settings else ["no configuration of torchtitan's, which is a Trainer.Config(...)"]
+        )
+    )
     assert settings is not None
     return settings.by_key()
 
 
 class _Reader:
     def __init__(self, module: ast.Module) -> None:
-        self.functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+        self.functions = {
+            node.name: node for node in module.body if isinstance(node, ast.FunctionDef)
+        }
         self.fields = FieldReader(constants(module.body), frozenset(self.functions))
         self.made: dict[str, Settings | None] = {}
         self.open: list[str] = []
@@ -56,8 +68,12 @@ class _Reader:
     @functools.cached_property
     def configurations(self) -> list[str]:
         """The functions that return a configuration."""
-        return [name for name, node in self.functions.items()
-                if not name.startswith("_") and (_annotated(node) or any(is_config(each) for each in ast.walk(node)))]
+        return [
+            name
+            for name, node in self.functions.items()
+            if not name.startswith("_")
+            and (_annotated(node) or any(is_config(each) for each in ast.walk(node)))
+        ]
 
     def function(self, name: str) -> Settings | None:
         """What a function of the file returns; each is read once."""
@@ -79,20 +95,33 @@ class _Reader:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for target in targets:
-                    if isinstance(target, ast.Name) and (settings := self.settings(node.value, names, made)):
+                    if isinstance(target, ast.Name) and (
+                        settings := self.settings(node.value, names, made)
+                    ):
                         final = made[target.id] = settings
                     elif isinstance(target, ast.Attribute):
                         self.assign(target, node.value, names, made)
             elif isinstance(node, ast.Return) and node.value:
                 settings = self.settings(node.value, names, made)
                 if settings is None:
-                    self.fields.refuse(node, f"{short(node.value)}: not read; expected a configuration of this file")
+                    self.fields.refuse(
+                        node,
+                        f"{short(node.value)}: not read; expected a configuration of this file",
+                    )
                 return settings or final
-            elif isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try)) and any(map(_relevant, ast.walk(node))):
-                self.fields.refuse(node, f"{short(node).splitlines()[0]} what stands below is not decided here; write it without")
+            elif isinstance(node, (ast.If, ast.For, ast.While, ast.With, ast.Try)) and any(
+                map(_relevant, ast.walk(node))
+            ):
+                self.fields.refuse(
+                    node,
+                    f"{short(node).splitlines()[0]} what stands below is not decided here; write it"
+                    " without",
+                )
         return final
 
-    def settings(self, node: ast.expr, names: dict[str, ast.expr], made: dict[str, Settings]) -> Settings | None:
+    def settings(
+        self, node: ast.expr, names: dict[str, ast.expr], made: dict[str, Settings]
+    ) -> Settings | None:
         """The configuration that an expression is; None for one that is none."""
         if isinstance(node, ast.Name):
             return made.get(node.id)
@@ -114,7 +143,13 @@ class _Reader:
                 self.other(word.arg, word)
         return found
 
-    def assign(self, target: ast.Attribute, value: ast.expr, names: dict[str, ast.expr], made: dict[str, Settings]) -> None:
+    def assign(
+        self,
+        target: ast.Attribute,
+        value: ast.expr,
+        names: dict[str, ast.expr],
+        made: dict[str, Settings],
+    ) -> None:
         """A statement such as config.model_spec = model_registry(...)."""
         parts = ast.unparse(target).split(".")
         if parts[1] not in _RELEVANT:
@@ -125,7 +160,6 @@ class _Reader:
             self.fields.field(made[parts[0]], parts[1], value, names)
         elif parts[1] == "training" and parts[2] in TRAINING:
             self.fields.take(made[parts[0]].training, parts[2], value, names)
-
 
     def other(self, name: str, *nodes: ast.AST) -> None:
         """A field that is not about precision, unless its name or what it is given says that it is."""
@@ -141,5 +175,10 @@ def _annotated(node: ast.FunctionDef) -> bool:
 
 def _relevant(node: ast.AST) -> bool:
     """Whether a node has to do with precision."""
-    test: Callable[[str], bool] = lambda name: name in (*_RELEVANT[:2], *TRAINING) or name.endswith("Converter")  # noqa: E731
-    return (isinstance(node, ast.Attribute) and test(node.attr)) or (isinstance(node, ast.Name) and test(node.id))
+
+    def test(name: str) -> bool:
+        return name in (*_RELEVANT[:2], *TRAINING) or name.endswith("Converter")
+
+    return (isinstance(node, ast.Attribute) and test(node.attr)) or (
+        isinstance(node, ast.Name) and test(node.id)
+    )

@@ -11,8 +11,12 @@ from fp8cfg.interop.python_calls import last, literal, short
 from fp8cfg.interop.python_constants import resolved
 from fp8cfg.interop.source_files import Said
 
-CONVERTERS = {"Float8LinearConverter": "quantize.linear.float8", "MXLinearConverter": "quantize.linear.mx",
-               "MXFP8LinearConverter": "quantize.linear.mx", "MXFP8Converter": "quantize.linear.mx"}
+CONVERTERS = {
+    "Float8LinearConverter": "quantize.linear.float8",
+    "MXLinearConverter": "quantize.linear.mx",
+    "MXFP8LinearConverter": "quantize.linear.mx",
+    "MXFP8Converter": "quantize.linear.mx",
+}
 _NOT_HERE = ("NVFP4LinearConverter",)
 TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
 _IGNORED = ("model_compile_enabled",)
@@ -38,15 +42,29 @@ class Settings:
         for name, values in self.converters:
             if name in CONVERTERS:
                 data |= {f"{CONVERTERS[name]}.{key}": value for key, value in values.items()}
-        refuse_if([f"{name}: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is Transformer Engine's"
-                   for name, _ in self.converters if name in _NOT_HERE])
-        lost = tuple(f"{name}: has no counterpart here" for name, _ in self.converters if name not in CONVERTERS)
+        refuse_if(
+            [
+                f"{name}: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is Transformer"
+                " Engine's"
+                for name, _ in self.converters
+                if name in _NOT_HERE
+            ]
+        )
+        lost = tuple(
+            f"{name}: has no counterpart here"
+            for name, _ in self.converters
+            if name not in CONVERTERS
+        )
         return Said(data, lost, called=True)
 
 
 def is_config(node: ast.AST) -> bool:
     """Whether `node` is a call such as Trainer.Config(...)."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "Config"
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "Config"
+    )
 
 
 class FieldReader:
@@ -59,7 +77,9 @@ class FieldReader:
         self.constants, self.functions = constants, functions
         self.problems: list[str] = []
 
-    def field(self, settings: Settings, name: str, value: ast.expr, names: dict[str, ast.expr]) -> None:
+    def field(
+        self, settings: Settings, name: str, value: ast.expr, names: dict[str, ast.expr]
+    ) -> None:
         """One field of a configuration."""
         value = resolved(value, {**self.constants, **names})
         if name == "training" and isinstance(value, ast.Call):
@@ -72,29 +92,45 @@ class FieldReader:
         elif name != "training":
             settings.converters = self.converters(value, names)
 
-    def converters(self, value: ast.expr, names: dict[str, ast.expr]) -> list[tuple[str, dict[str, Any]]]:
+    def converters(
+        self, value: ast.expr, names: dict[str, ast.expr]
+    ) -> list[tuple[str, dict[str, Any]]]:
         """The converters in a call of model_registry or ModelConvertersContainer.Config."""
         words = value.keywords if isinstance(value, ast.Call) else []
         given = next((word.value for word in words if word.arg == "converters"), None)
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self.functions:
-            self.refuse(value, f"{value.func.id}(): not read; write model_registry(...) with its converters")
+        if (
+            isinstance(value, ast.Call)
+            and isinstance(value.func, ast.Name)
+            and value.func.id in self.functions
+        ):
+            self.refuse(
+                value, f"{value.func.id}(): not read; write model_registry(...) with its converters"
+            )
         if given is None:
             return []
         listed = resolved(given, {**self.constants, **names})
         if not isinstance(listed, (ast.List, ast.Tuple)):
             self.refuse(given, f"converters: expected a list, not {short(given)}")
             return []
-        usual = "tensorwise" if last(getattr(value.func, "value", value)) == "ModelConvertersContainer" else "rowwise"  # type: ignore[attr-defined]
+        function: Any = value.func  # type: ignore[attr-defined]
+        owner = last(getattr(function, "value", value))
+        usual = "tensorwise" if owner == "ModelConvertersContainer" else "rowwise"
         found = []
         for each in listed.elts:
             each = resolved(each, {**self.constants, **names})
             if not is_config(each):
-                self.refuse(each, f"converters: expected calls such as Float8LinearConverter.Config(), not {short(each)}")
+                self.refuse(
+                    each,
+                    "converters: expected calls such as Float8LinearConverter.Config(), not"
+                    f" {short(each)}",
+                )
                 continue
             found.append(self.converter(each, usual, names))  # type: ignore[arg-type]
         return found
 
-    def converter(self, call: ast.Call, usual: str, names: dict[str, ast.expr]) -> tuple[str, dict[str, Any]]:
+    def converter(
+        self, call: ast.Call, usual: str, names: dict[str, ast.expr]
+    ) -> tuple[str, dict[str, Any]]:
         """A converter's class and its fields. `usual` is Float8LinearConverter's recipe_name where none is given: rowwise since it
         is one of model_registry's converters (#3127), tensorwise before."""
         name = last(call.func.value)  # type: ignore[attr-defined]
@@ -103,12 +139,16 @@ class FieldReader:
             values["filter_fqns"] = []
         for word in call.keywords if name in CONVERTERS else ():
             if word.arg is None:
-                self.refuse(call, f"{name}.Config(**{short(word.value)}): not read; write its fields out")
+                self.refuse(
+                    call, f"{name}.Config(**{short(word.value)}): not read; write its fields out"
+                )
             elif word.arg not in _IGNORED:
                 self.take(values, word.arg, word.value, names)
         return name, values
 
-    def take(self, into: dict[str, Any], key: str, value: ast.expr, names: dict[str, ast.expr]) -> None:
+    def take(
+        self, into: dict[str, Any], key: str, value: ast.expr, names: dict[str, ast.expr]
+    ) -> None:
         """Put a literal into a table; None is as if it were not given."""
         try:
             made = literal(resolved(value, {**self.constants, **names}))

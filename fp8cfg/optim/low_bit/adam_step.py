@@ -32,7 +32,8 @@ ROW = 4096
 
 class Slot(NamedTuple):
     """The stored tensors of one parameter, all flat. `source` is the master, or the weight where there is none; `weight` is the
-    weight where there is a master; `copy`, the parameter where it is neither of them, receives the values of the weight."""
+    weight where there is a master; `copy`, the parameter where it is neither of them, receives the values of the weight.
+    """
 
     source: Stored
     weight: Stored | None
@@ -60,7 +61,17 @@ def hyper(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> li
     reads has a tenth: what gradients are multiplied by."""
     decay, (b1, b2) = group["weight_decay"], group["betas"]
     decay = 1 - lr * decay if decoupled else decay
-    return [decay, b1, 1 - b1, b2, 1 - b2, lr / (1 - b1**step), math.sqrt(1 - b2**step), group["eps"], float(step)]
+    return [
+        decay,
+        b1,
+        1 - b1,
+        b2,
+        1 - b2,
+        lr / (1 - b1**step),
+        math.sqrt(1 - b2**step),
+        group["eps"],
+        float(step),
+    ]
 
 
 def key_of_step(key: Tensor | None, hyper: Tensor) -> Tensor | None:
@@ -92,16 +103,23 @@ def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Moved
 
 def find_amaxes(columns: Columns, values: Moved) -> Tensor:
     """The amaxes of weight and moments for scales of whole tensors, [3]; 0 for a column without such a scale."""
-    return torch.stack([largest(x) if wanted else x.new_zeros(()) for x, wanted in zip(values, columns.amaxes, strict=True)])
+    return torch.stack(
+        [
+            largest(x) if wanted else x.new_zeros(())
+            for x, wanted in zip(values, columns.amaxes, strict=True)
+        ]
+    )
 
 
 def scales_from(columns: Columns, amaxes: Tensor) -> Scales:
     """The new scales of a tensor from its amaxes, [3], or of several, [3, tensors]. A weight and its master share the amax, which
     is that of the master's value before rounding."""
-    return Scales(*[
-        codec.scale_inv(amaxes[what]) if codec is not None and codec.per_tensor else None
-        for codec, what in zip(columns.written, (0, 0, 1, 2), strict=True)
-    ])  # fmt: skip
+    return Scales(
+        *[
+            codec.scale_inv(amaxes[what]) if codec is not None and codec.per_tensor else None
+            for codec, what in zip(columns.written, (0, 0, 1, 2), strict=True)
+        ]
+    )
 
 
 def find_row_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> list[Tensor]:
@@ -119,14 +137,22 @@ def scales_of_all(columns: Columns, decoupled: bool, amaxes: Tensor) -> Tensor:
     Scales, each at the beginning of 16 bytes, for compiled code copies what lies elsewhere."""
     found = iter(amaxes.unbind(1))
     each = [next(found) if wanted else amaxes.new_zeros(len(amaxes)) for wanted in columns.amaxes]
-    scales = [each[0] if scale is None else scale for scale in scales_from(columns, torch.stack(each))]
+    scales = [
+        each[0] if scale is None else scale for scale in scales_from(columns, torch.stack(each))
+    ]
     return F.pad(torch.stack(scales, 1)[:, :, None], (0, 3))
 
 
 def store_step(
-    columns: Columns, slot: Slot, values: Moved, key: Tensor | None, new: Scales, skip: Tensor | None,
-    start: Start = 0, last: bool = True,
-) -> None:  # fmt: skip
+    columns: Columns,
+    slot: Slot,
+    values: Moved,
+    key: Tensor | None,
+    new: Scales,
+    skip: Tensor | None,
+    start: Start = 0,
+    last: bool = True,
+) -> None:
     """Write the result of the step, unless `skip`, a bool [], is true; `start` is the first element of this piece in its tensor.
     The scales of whole tensors are written with the `last` piece, since the old ones are needed until then.
     """
@@ -143,28 +169,53 @@ def store_step(
     if slot.copy is not None:
         write(slot.copy, c.weight.decode(_rescaled(weight, scale)), skip)
     if last:
-        for stored, scale in zip((slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True):
+        for stored, scale in zip(
+            (slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True
+        ):
             if stored is not None and scale is not None:
                 write(stored[1], scale, skip)
 
 
 def store_whole(
-    columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor, key: Tensor | None, new: Scales, skip: Tensor | None,
+    columns: Columns,
+    decoupled: bool,
+    slot: Slot,
+    hyper: Tensor,
+    key: Tensor | None,
+    new: Scales,
+    skip: Tensor | None,
     first: Start = 0,
 ) -> None:
     """`store_step` of a tensor in one piece, whose own key is `key`, but for the scales of the whole tensor; of a shard that begins
     with element `first` of the whole."""
-    store_step(columns, slot, moved(columns, decoupled, slot, hyper), key_of_step(key, hyper), new, skip, first, last=False)
+    store_step(
+        columns,
+        slot,
+        moved(columns, decoupled, slot, hyper),
+        key_of_step(key, hyper),
+        new,
+        skip,
+        first,
+        last=False,
+    )
 
 
-def find_row_amaxes_of_several(columns: Columns, decoupled: bool, slots: Sequence[Slot], hyper: Tensor) -> list[list[Tensor]]:
+def find_row_amaxes_of_several(
+    columns: Columns, decoupled: bool, slots: Sequence[Slot], hyper: Tensor
+) -> list[list[Tensor]]:
     """`find_row_amaxes` of each slot."""
     return [find_row_amaxes(columns, decoupled, slot, hyper) for slot in slots]
 
 
 def store_several(
-    columns: Columns, decoupled: bool, slots: Sequence[Slot], hyper: Tensor, keys: Sequence[Tensor | None], new: Sequence[Scales],
-    skip: Tensor | None, firsts: Sequence[Start] | None = None,
+    columns: Columns,
+    decoupled: bool,
+    slots: Sequence[Slot],
+    hyper: Tensor,
+    keys: Sequence[Tensor | None],
+    new: Sequence[Scales],
+    skip: Tensor | None,
+    firsts: Sequence[Start] | None = None,
 ) -> None:
     """`store_whole` of each slot."""
     for slot, key, scales, first in zip(slots, keys, new, firsts or [0] * len(slots), strict=True):
@@ -173,7 +224,8 @@ def store_several(
 
 def _as_written(stored: Stored) -> Stored:
     """`stored` by its strides: a tensor to Inductor, which else would trace all that it was computed from anew for each use, for
-    minutes after two stochastic roundings. Blocks read it twice, for their scales too: it would be kept in memory."""
+    minutes after two stochastic roundings. Blocks read it twice, for their scales too: it would be kept in memory.
+    """
     data = stored[0]
     return (data.as_strided(data.shape, data.stride()), *stored[1:])
 

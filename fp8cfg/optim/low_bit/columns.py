@@ -31,7 +31,12 @@ class Columns(NamedTuple):
     @property
     def written(self) -> tuple[Codec | None, ...]:
         """The codecs that a step writes, in the order of `Slot`; None for the weight where it is the source."""
-        return (self.source, None if self.master is None else self.weight, self.exp_avg, self.exp_avg_sq)
+        return (
+            self.source,
+            None if self.master is None else self.weight,
+            self.exp_avg,
+            self.exp_avg_sq,
+        )
 
     @property
     def stochastic(self) -> bool:
@@ -41,7 +46,9 @@ class Columns(NamedTuple):
     @property
     def amaxes(self) -> tuple[bool, ...]:
         """Whether scales of whole tensors need the amax of the weight, which its master shares, and of each moment."""
-        source, weight, *moments = (codec is not None and codec.per_tensor for codec in self.written)
+        source, weight, *moments = (
+            codec is not None and codec.per_tensor for codec in self.written
+        )
         return (source or weight, *moments)
 
     @property
@@ -61,9 +68,13 @@ class Columns(NamedTuple):
 
 
 def named_columns(
-    weight: str = "fp32", master_weight: str = "none", weight_grad: str = "fp32", exp_avg: str = "fp32", exp_avg_sq: str = "fp32",
+    weight: str = "fp32",
+    master_weight: str = "none",
+    weight_grad: str = "fp32",
+    exp_avg: str = "fp32",
+    exp_avg_sq: str = "fp32",
     rounding: Rounding = "nearest",
-) -> Columns:  # fmt: skip
+) -> Columns:
     """The columns by the names that the storage keys take. `rounding` is that of weights and masters. Gradients without a scale
     stay where autograd puts them. Raises ValueError for an unknown name."""
 
@@ -72,5 +83,9 @@ def named_columns(
 
     grad = codec(weight_grad)
     return Columns(
-        updated(weight), None if master_weight == "none" else updated(master_weight), None if grad.scaling == "none" else grad,
-        codec(exp_avg), codec(exp_avg_sq, second_moment=True))  # fmt: skip
+        updated(weight),
+        None if master_weight == "none" else updated(master_weight),
+        None if grad.scaling == "none" else grad,
+        codec(exp_avg),
+        codec(exp_avg_sq, second_moment=True),
+    )

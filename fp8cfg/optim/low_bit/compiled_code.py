@@ -21,8 +21,13 @@ LEAST_COMPILED = 64
 that of `hyper` or of a key for the same one, and would compile for each anew."""
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # round where the code says so
-    "eager_numerics.division_rounding": True,  # and as eager code does: Triton's own division is an approximation
-    **dict.fromkeys(("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"), 1 << 20),
+    "eager_numerics.division_rounding": (
+        True
+    ),  # and as eager code does: Triton's own division is an approximation
+    **dict.fromkeys(
+        ("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"),
+        1 << 20,
+    ),
 }
 """Inductor's options. Large thresholds: compute again rather than keep a float32 copy of a tensor."""
 TOGETHER = 4
@@ -30,7 +35,11 @@ TOGETHER = 4
 Options = tuple[tuple[str, int], ...]
 REDUCED: Options = (("combo_kernels", True), ("combo_kernels_autotune", 1))
 """Options of reductions of several tensors. Without Inductor's heuristics for reductions a program would take 1024 rows."""
-STORED: Options = (("combo_kernels", True), ("combo_kernels_autotune", 0), ("combo_kernels_pointwise_only", True))
+STORED: Options = (
+    ("combo_kernels", True),
+    ("combo_kernels_autotune", 0),
+    ("combo_kernels_pointwise_only", True),
+)
 """Options of code that writes several tensors: to try it out would copy them. Reductions that are combined and not tried out would
 take 1024 rows of 256 elements a program, 1024 numbers a thread: code that LLVM optimizes for minutes."""
 _CONSTANTS: dict[str, tuple[Any, ...]] = {}
@@ -61,9 +70,12 @@ def launch_groups(kinds: Sequence[Hashable], most: int) -> Iterator[list[int]]:
 
 
 @functools.cache
-def compiled_code(function: Callable[..., Any], *constants: Any, more: Options = ()) -> Callable[..., Any]:
+def compiled_code(
+    function: Callable[..., Any], *constants: Any, more: Options = ()
+) -> Callable[..., Any]:
     """`function`, whose first arguments are `constants`, such as columns of codecs, compiled; it takes the other arguments. With
-    `more` options the first of these is a list of several tensors, and each length has code of its own."""
+    `more` options the first of these is a list of several tensors, and each length has code of its own.
+    """
     if not more:
         return _compiled(function, constants, ())
     of_length = functools.cache(lambda length: _compiled(function, constants, more))
@@ -76,12 +88,16 @@ def compiled_code(function: Callable[..., Any], *constants: Any, more: Options =
     return run_of_any_sizes
 
 
-def _compiled(function: Callable[..., Any], constants: tuple[Any, ...], more: Options) -> Callable[..., Any]:
+def _compiled(
+    function: Callable[..., Any], constants: tuple[Any, ...], more: Options
+) -> Callable[..., Any]:
     name = f"{function.__name__}_{len(_CONSTANTS)}"
     _CONSTANTS[name] = constants
 
     def run(*args: Any) -> Any:
-        return function(*_CONSTANTS[name], *args)  # Dynamo takes the numbers in a global for constants, not those in a closure
+        return function(
+            *_CONSTANTS[name], *args
+        )  # Dynamo takes the numbers in a global for constants, not those in a closure
 
     # Dynamo counts recompilations by code object and stops at eight, and these would all share one. Seen with torch 2.13, whose
     # isolate_recompiles ends it once no older torch is supported.

@@ -19,7 +19,14 @@ from torch.nn import functional as F
 
 from fp8cfg.numerics.codecs import Codec, Stored, spans
 from fp8cfg.optim.low_bit.adam_step import ROW
-from fp8cfg.optim.low_bit.compiled_code import REDUCED, compiled_code, compiles, in_one_piece, launch_groups, together
+from fp8cfg.optim.low_bit.compiled_code import (
+    REDUCED,
+    compiled_code,
+    compiles,
+    in_one_piece,
+    launch_groups,
+    together,
+)
 from fp8cfg.optim.low_bit.shards import local
 
 WAITING = 1 << 26
@@ -31,7 +38,9 @@ class StoredGradients:
     rounding, `names` what errors call it. Where parameters are parts `largest` is the elementwise maximum over the ranks that have
     the others, and `groups` has for each those whose gradients are stored with its own."""
 
-    def __init__(self, names: Mapping[nn.Parameter, str], key: Callable[[nn.Parameter, str], Tensor]) -> None:
+    def __init__(
+        self, names: Mapping[nn.Parameter, str], key: Callable[[nn.Parameter, str], Tensor]
+    ) -> None:
         self.codecs: dict[nn.Parameter, Codec] = {}
         self.stored: dict[nn.Parameter, Stored] = {}
         self.spent = False
@@ -57,11 +66,16 @@ class StoredGradients:
             self.clear()
         for p in params:
             if p in self.stored and p not in add:
-                raise RuntimeError(f"the gradient of {self._names[p]} was stored before a backward pass; zero_grad comes first")
+                raise RuntimeError(
+                    f"the gradient of {self._names[p]} was stored before a backward pass; zero_grad"
+                    " comes first"
+                )
             if p in self.stored:
                 self._gradient(p).add_(self.codecs[p].decode(self.stored[p]))
         scales = self._scales_of_whole([p for p in params if self.codecs[p].per_tensor])
-        for group in launch_groups([self._kind(p) for p in params], together(params[0].device) if params else 1):
+        for group in launch_groups(
+            [self._kind(p) for p in params], together(params[0].device) if params else 1
+        ):
             self._store_group([params[i] for i in group], scales)
 
     def _scales_of_whole(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
@@ -70,9 +84,16 @@ class StoredGradients:
         if self.largest is None or not params:
             return {}
         shards = [self._gradient(p) for p in params]
-        found = torch.stack([torch.linalg.vector_norm(g, math.inf) if g.numel() else g.new_zeros(()) for g in shards])
+        found = torch.stack(
+            [
+                torch.linalg.vector_norm(g, math.inf) if g.numel() else g.new_zeros(())
+                for g in shards
+            ]
+        )
         known = self.largest(torch.where(found.isfinite(), found, math.inf))
-        scales = torch.stack([self.codecs[p].scale_inv(each) for p, each in zip(params, known.unbind(), strict=True)])
+        scales = torch.stack(
+            [self.codecs[p].scale_inv(each) for p, each in zip(params, known.unbind(), strict=True)]
+        )
         aligned = F.pad(scales[:, None], (0, 3))[:, 0]  # what is not compiled code copies
         return dict(zip(params, aligned.unbind(), strict=True))
 
@@ -85,21 +106,31 @@ class StoredGradients:
         """What gradients that are stored together have in common. Without a scale of the whole tensor one launch stores each."""
         codec = self.codecs[p]
         gradient = self._gradient(p)
-        return codec if codec.per_tensor else p, gradient.dtype, in_one_piece(gradient.numel(), codec.block or 1)
+        return (
+            codec if codec.per_tensor else p,
+            gradient.dtype,
+            in_one_piece(gradient.numel(), codec.block or 1),
+        )
 
-    def _store_group(self, params: Sequence[nn.Parameter], scales: Mapping[nn.Parameter, Tensor]) -> None:
+    def _store_group(
+        self, params: Sequence[nn.Parameter], scales: Mapping[nn.Parameter, Tensor]
+    ) -> None:
         codec, values, keys = self.codecs[params[0]], list[Tensor](), list[Tensor | None]()
         for p in params:
             values.append(self._gradient(p))
             keys.append(self._key(p, "grad") if codec.rounding == "stochastic" else None)
-        for p, stored in zip(params, _encoded(codec, values, keys, [scales.get(p) for p in params]), strict=True):
+        for p, stored in zip(
+            params, _encoded(codec, values, keys, [scales.get(p) for p in params]), strict=True
+        ):
             self.stored[p], p.grad = stored, None
 
     @contextmanager
     def storing(self, add: bool) -> Iterator[None]:
         """Context manager for backward passes: gradients are stored soon after they are complete, and at its end; with `add` each
         at once, or with those that it was summed with, added to the gradient stored there."""
-        here: set[nn.Parameter] = set()  # reentrant checkpointing of a shared layer brings a gradient in parts
+        here: set[nn.Parameter] = (
+            set()
+        )  # reentrant checkpointing of a shared layer brings a gradient in parts
         waiting: dict[nn.Parameter, None] = {}
 
         def arrived(p: Tensor) -> None:
@@ -108,7 +139,11 @@ class StoredGradients:
             if p in self.groups:
                 full = waiting.keys() >= self.groups[p]
             else:
-                full = len(waiting) >= together(p.device) or sum(each.numel() for each in waiting) > WAITING or add
+                full = (
+                    len(waiting) >= together(p.device)
+                    or sum(each.numel() for each in waiting) > WAITING
+                    or add
+                )
             if full or not self.codecs[p].per_tensor:
                 store()
 
@@ -119,11 +154,19 @@ class StoredGradients:
             waiting.clear()
 
         def alone(p: Tensor) -> None:
-            if p.grad is not None and local(p.grad).untyped_storage().nbytes() > local(p.grad).nbytes:
-                p.grad = p.grad.clone()  # else a norm's shard keeps the memory of all that FSDP2 has summed it with
+            if (
+                p.grad is not None
+                and local(p.grad).untyped_storage().nbytes() > local(p.grad).nbytes
+            ):
+                p.grad = (
+                    p.grad.clone()
+                )  # else a norm's shard keeps the memory of all that FSDP2 has summed it with
 
         watched = self._names if self.codecs else ()  # where none is stored that memory stays
-        handles = [p.register_post_accumulate_grad_hook(arrived if p in self.codecs else alone) for p in watched]  # type: ignore[no-untyped-call]
+        handles = [
+            p.register_post_accumulate_grad_hook(arrived if p in self.codecs else alone)
+            for p in watched
+        ]
         try:
             yield
             store()
@@ -138,14 +181,20 @@ class StoredGradients:
 
 
 def _encoded(
-    codec: Codec, values: Sequence[Tensor], keys: Sequence[Tensor | None], scales: Sequence[Tensor | None]
+    codec: Codec,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor | None],
+    scales: Sequence[Tensor | None],
 ) -> list[Stored]:
     """`values`, of one float dtype, in `codec`, by the `scales` of whole tensors of which they are parts: on a GPU together, by
     compiled code, else each a piece at a time."""
     if all(compiles(x.device) and in_one_piece(x.numel(), codec.block or 1) for x in values):
         encode = compiled_code(_encode, codec, more=REDUCED if codec.per_tensor else ())
         made = encode([_flat(x.contiguous(), codec) for x in values], keys, scales)
-        return [(data.view(x.shape), *scale_inv) for x, (data, *scale_inv) in zip(values, made, strict=True)]
+        return [
+            (data.view(x.shape), *scale_inv)
+            for x, (data, *scale_inv) in zip(values, made, strict=True)
+        ]
     found = [codec.zeros(x.shape, x.device) for x in values]
     for x, stored, key, scale_inv in zip(values, found, keys, scales, strict=True):
         codec.store(x, stored, key, scale_inv)
@@ -153,9 +202,15 @@ def _encoded(
 
 
 def _encode(
-    codec: Codec, values: Sequence[Tensor], keys: Sequence[Tensor | None], scales: Sequence[Tensor | None]
+    codec: Codec,
+    values: Sequence[Tensor],
+    keys: Sequence[Tensor | None],
+    scales: Sequence[Tensor | None],
 ) -> list[Stored]:
-    return [codec.encode(x.float(), key, scale_inv) for x, key, scale_inv in zip(values, keys, scales, strict=True)]
+    return [
+        codec.encode(x.float(), key, scale_inv)
+        for x, key, scale_inv in zip(values, keys, scales, strict=True)
+    ]
 
 
 def _flat(data: Tensor, codec: Codec) -> Tensor:
@@ -167,7 +222,11 @@ def norms(codecs: Sequence[Codec], stored: Sequence[Stored]) -> list[Tensor]:
     """The 2-norms of stored tensors, float32 []. On a GPU they are taken together, in few launches: of those with scales the norms
     of rows first, by compiled code."""
     pairs = list(zip(codecs, stored, strict=True))
-    rows = {i: each[0] for i, (codec, each) in enumerate(pairs) if codec.scaling == "none" and each[0].is_cuda and each[0].numel()}
+    rows = {
+        i: each[0]
+        for i, (codec, each) in enumerate(pairs)
+        if codec.scaling == "none" and each[0].is_cuda and each[0].numel()
+    }
     scaled = [i for i, (codec, each) in enumerate(pairs) if _in_one(codec, each)]
     kinds = [(codecs[i], stored[i][0].dtype, stored[i][0].numel() % ROW == 0) for i in scaled]
     for group in launch_groups(kinds, together(stored[0][0].device) if stored else 1):
@@ -182,17 +241,33 @@ def norms(codecs: Sequence[Codec], stored: Sequence[Stored]) -> list[Tensor]:
 def _in_one(codec: Codec, stored: Stored) -> bool:
     """Whether compiled code takes the norms of rows of a stored tensor."""
     data = stored[0]
-    return codec.scaling != "none" and compiles(data.device) and in_one_piece(data.numel(), codec.block or 1)
+    return (
+        codec.scaling != "none"
+        and compiles(data.device)
+        and in_one_piece(data.numel(), codec.block or 1)
+    )
 
 
 def row_norms(codec: Codec, stored: Sequence[Stored]) -> list[Tensor]:
     """The 2-norms, float32 [rows], of rows of ROW elements of each stored tensor, where these divide it, else of the whole."""
     values = [codec.decode(each) for each in stored]
-    return [torch.linalg.vector_norm(x.reshape(-1, ROW) if x.numel() % ROW == 0 else x.reshape(1, -1), dim=1) for x in values]
+    return [
+        torch.linalg.vector_norm(
+            x.reshape(-1, ROW) if x.numel() % ROW == 0 else x.reshape(1, -1), dim=1
+        )
+        for x in values
+    ]
 
 
 def norm(codec: Codec, stored: Stored) -> Tensor:
     """The 2-norm of a stored tensor, float32 []; decoded a piece at a time."""
     data = stored[0]
-    parts = [torch.linalg.vector_norm(codec.decode(codec.part(stored, a, b))) for a, b in spans(data.numel(), data.device)]
-    return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros((), dtype=torch.float32, device=data.device)
+    parts = [
+        torch.linalg.vector_norm(codec.decode(codec.part(stored, a, b)))
+        for a, b in spans(data.numel(), data.device)
+    ]
+    return (
+        torch.linalg.vector_norm(torch.stack(parts))
+        if parts
+        else torch.zeros((), dtype=torch.float32, device=data.device)
+    )

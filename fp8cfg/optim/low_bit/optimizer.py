@@ -19,7 +19,13 @@ from fp8cfg.optim.low_bit.columns import Columns
 from fp8cfg.optim.low_bit.gradients import StoredGradients
 from fp8cfg.optim.low_bit.shards import FLOAT32, first_element, local
 from fp8cfg.optim.low_bit.state import STORED, check_parameter, fresh_state, slot_of
-from fp8cfg.optim.low_bit.state_dict import check_state, collect_json, collect_tensors, recoded, restore
+from fp8cfg.optim.low_bit.state_dict import (
+    check_state,
+    collect_json,
+    collect_tensors,
+    recoded,
+    restore,
+)
 from fp8cfg.optim.low_bit.tensor_groups import Work, adam_step, amaxes_of_steps
 from fp8cfg.optim.mixed_precision import Named, named_parameters
 from fp8cfg.optim.named_state import NamedOptimizer
@@ -78,7 +84,16 @@ class LowBitOptimizer(NamedOptimizer):
         self.parts: Mapping[nn.Parameter, Strided] = {}
         self.whole: Collection[Columns] = ()
         self._originals = originals or {}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "columns": columns})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "columns": columns,
+            },
+        )
         self._originals = {}
 
     @torch.no_grad()
@@ -101,7 +116,9 @@ class LowBitOptimizer(NamedOptimizer):
             self.gradients.codecs[p] = columns.grad
         held, here = self._held(p), local(p.detach())
         value = self._originals.get(p, columns.weight.decode(held) if held else here)
-        state = fresh_state(here, columns, value, self._key(p, "start"), () if p in self.writers else held)
+        state = fresh_state(
+            here, columns, value, self._key(p, "start"), () if p in self.writers else held
+        )
         codecs = {column: str(getattr(columns, column)) for column in STORED if column in state}
         self.state[p] = {**(state if self.owns(p) else {}), "step": 0, "codecs": codecs}
         if self.state[p].keys() & {"master", "weight"}:
@@ -132,10 +149,20 @@ class LowBitOptimizer(NamedOptimizer):
             for columns, works in each:
                 adam_step(columns, self.decoupled, works, self.compiled)
             return
-        known = [amaxes_of_steps(c, self.decoupled, works, self.compiled) for c, works in each if c.per_tensor and works]
+        known = [
+            amaxes_of_steps(c, self.decoupled, works, self.compiled)
+            for c, works in each
+            if c.per_tensor and works
+        ]
         left = iter(self.largest(torch.cat(known)).unbind() if known else ())
         for columns, works in each:
-            adam_step(columns, self.decoupled, works, self.compiled, [next(left) if columns.per_tensor else None for _ in works])
+            adam_step(
+                columns,
+                self.decoupled,
+                works,
+                self.compiled,
+                [next(left) if columns.per_tensor else None for _ in works],
+            )
 
     def _works(self, group: dict[str, Any]) -> list[Work]:
         """The pending steps of the parameters of a group that have a gradient; increments their step counts."""
@@ -154,11 +181,16 @@ class LowBitOptimizer(NamedOptimizer):
                     slot = slot_of(local(p), state, grad, self._held(p), p in self.writers)
                     before = state["step"] - int(deferred is not None and deferred.waits_for(p))
                     factors = factors_of(state["step"], before, p.device)
-                    key, first = self._step_key(p) if random else None, first_element(p, self.parts.get(p))
+                    key, first = (
+                        self._step_key(p) if random else None,
+                        first_element(p, self.parts.get(p)),
+                    )
                     works.append(Work(slot, factors, key, skip, first))
         return works
 
-    def _factors(self, group: dict[str, Any], step: int, if_skipped: int, device: torch.device) -> Tensor:
+    def _factors(
+        self, group: dict[str, Any], step: int, if_skipped: int, device: torch.device
+    ) -> Tensor:
         """The factors of a step on the device, float32 [10]; where a step that is not settled may be skipped those of either."""
         lr = group["lr"]
         made, skipped = lr_after(lr, made=True), lr_after(lr, made=False)
@@ -166,7 +198,12 @@ class LowBitOptimizer(NamedOptimizer):
         if self.deferred is None or not isinstance(self.grad_factor, Tensor):
             return sent(torch.tensor([*values, self.grad_factor], dtype=torch.float32), device)
         if (step, made) == (if_skipped, skipped):
-            return torch.cat([sent(torch.tensor(values, dtype=torch.float32), device), self.grad_factor.float().view(1)])
+            return torch.cat(
+                [
+                    sent(torch.tensor(values, dtype=torch.float32), device),
+                    self.grad_factor.float().view(1),
+                ]
+            )
         others = hyper(group, self.decoupled, if_skipped, skipped)
         return torch.cat([self.deferred.choose(values, others), self.grad_factor.float().view(1)])
 
@@ -210,8 +247,14 @@ class LowBitOptimizer(NamedOptimizer):
 
     def _entries(self) -> dict[str, Any]:
         found = collect_json(self.names, self.state)
-        return {name: {**entry, "codecs": {"master": "fp32", **entry["codecs"]}} if name in self.masters_of else entry
-                for name, entry in found.items()}
+        return {
+            name: (
+                {**entry, "codecs": {"master": "fp32", **entry["codecs"]}}
+                if name in self.masters_of
+                else entry
+            )
+            for name, entry in found.items()
+        }
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
@@ -223,10 +266,16 @@ class LowBitOptimizer(NamedOptimizer):
         """
         mine = self.state_tensors()
         elsewhere = {f"{name}." for p, name in self.names.items() if not self.owns(p)}
-        tensors = {k: t for k, t in tensors.items() if k in mine or not any(k.startswith(prefix) for prefix in elsewhere)}
+        tensors = {
+            k: t
+            for k, t in tensors.items()
+            if k in mine or not any(k.startswith(prefix) for prefix in elsewhere)
+        }
         if "state" in json:
             columns = {*self.columns.values(), *self.whole}
-            tensors, json = recoded(self.names, columns, tensors, json, self._entries(), self._key, self.parts)
+            tensors, json = recoded(
+                self.names, columns, tensors, json, self._entries(), self._key, self.parts
+            )
         check_state(tensors, mine, json, self.state_json())
         restore(self.names, self.state, self.columns, tensors, json["state"])
         self.seed = int(json["seed"])
@@ -237,7 +286,9 @@ class LowBitOptimizer(NamedOptimizer):
         return self.held[p]() if p in self.held else None
 
     def _key(self, p: nn.Parameter, what: str) -> Tensor:
-        return sent(random_key(self.seed, self.names[p], what, self.state[p].get("step", 0)), p.device)
+        return sent(
+            random_key(self.seed, self.names[p], what, self.state[p].get("step", 0)), p.device
+        )
 
     def _step_key(self, p: nn.Parameter) -> Tensor:
         """The key of all steps of a parameter, on its device; that of one is made there."""

@@ -54,16 +54,23 @@ def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
 
 def columns_of_shard(columns: Columns, p: Tensor, part: Strided | None) -> Columns:
     """`columns` for the state of this rank's shard of `p`, a `part` of a tensor where tensor parallelism splits that: moments and
-    gradients in blocks are float32 where cuts would go through these. A shard of FSDP2 is its own master."""
+    gradients in blocks are float32 where cuts would go through these. A shard of FSDP2 is its own master.
+    """
     if by_rows := hasattr(p, "placements"):
         columns = columns._replace(weight=FLOAT32.weight, master=None)
 
     def cut(block: int) -> bool:
-        return bool(part and part.run % block) or (by_rows and not fits(p.shape, _split(p)[1], block))
+        return bool(part and part.run % block) or (
+            by_rows and not fits(p.shape, _split(p)[1], block)
+        )
 
     if columns.grad is not None and columns.grad.block and cut(columns.grad.block):
         columns = columns._replace(grad=None)
-    kept = {m: FLOAT32.exp_avg for m in ("exp_avg", "exp_avg_sq") if (block := getattr(columns, m).block) and cut(block)}
+    kept = {
+        m: FLOAT32.exp_avg
+        for m in ("exp_avg", "exp_avg_sq")
+        if (block := getattr(columns, m).block) and cut(block)
+    }
     return columns._replace(**kept)
 
 
@@ -75,8 +82,14 @@ def of_shards(part: Tensor, p: Tensor, data: bool) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     mesh, ranks, _ = _split(p)
-    whole = torch.empty(p.shape if data else (part.shape[0] * ranks, *part.shape[1:]), dtype=part.dtype, device="meta")
-    return DTensor.from_local(part, mesh, p.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    whole = torch.empty(
+        p.shape if data else (part.shape[0] * ranks, *part.shape[1:]),
+        dtype=part.dtype,
+        device="meta",
+    )
+    return DTensor.from_local(
+        part, mesh, p.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def decoded_part(codec: Codec, data: Tensor, scales: Tensor, first: Start) -> Tensor:

@@ -33,14 +33,22 @@ def collect_json(names: Names, state: State) -> dict[str, Any]:
 
 
 def recoded(
-    names: Names, columns: Collection[Columns], tensors: Mapping[str, Tensor], json: Mapping[str, Any],
-    mine: Mapping[str, Any], key: Callable[[nn.Parameter, str], Tensor], parts: Mapping[nn.Parameter, Strided],
+    names: Names,
+    columns: Collection[Columns],
+    tensors: Mapping[str, Tensor],
+    json: Mapping[str, Any],
+    mine: Mapping[str, Any],
+    key: Callable[[nn.Parameter, str], Tensor],
+    parts: Mapping[nn.Parameter, Strided],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Saved state with the moments of a parameter in this layout's codec, where one layout has them in blocks and the other in
     float32, since its shards would cut these; `columns` are those of tensors here, of whole ones too, `mine` is this optimizer's
     own JSON, and `parts` are parameters that are parts of tensors. A float32 weight is called its own master, or a float32 master
     the weight, as here. Other differences are left."""
-    tensors, entries = dict(tensors), {name: {**entry, "codecs": {**entry["codecs"]}} for name, entry in json["state"].items()}
+    tensors, entries = (
+        dict(tensors),
+        {name: {**entry, "codecs": {**entry["codecs"]}} for name, entry in json["state"].items()},
+    )
     for name in entries.keys() & mine.keys():
         there, here = (each[name]["codecs"].get("master") for each in (entries, mine))
         if {there, here} == {None, "fp32"}:
@@ -57,7 +65,10 @@ def recoded(
             if there in codecs and here == "fp32":
                 first = first_element(p, parts.get(p))
                 tensors[data] = of_shards(
-                    decoded_part(codecs[there], local(tensors[data]), tensors.pop(scales), first), p, data=True)
+                    decoded_part(codecs[there], local(tensors[data]), tensors.pop(scales), first),
+                    p,
+                    data=True,
+                )
             elif there == "fp32" and here in codecs:
                 made = codecs[here].encode(local(tensors[data]).float(), key(p, column))
                 tensors[data], tensors[scales] = (of_shards(t, p, data=t is made[0]) for t in made)
@@ -68,7 +79,11 @@ def recoded(
 
 
 def restore(
-    names: Names, state: State, columns: Mapping[nn.Parameter, Columns], tensors: Mapping[str, Tensor], json: Mapping[str, Any]
+    names: Names,
+    state: State,
+    columns: Mapping[nn.Parameter, Columns],
+    tensors: Mapping[str, Tensor],
+    json: Mapping[str, Any],
 ) -> None:
     """Copy in what `collect_tensors` and `collect_json` gave; working copies of stored weights are rewritten."""
     for name, tensor in collect_tensors(names, state).items():
@@ -80,18 +95,26 @@ def restore(
 
 
 def check_state(
-    tensors: Mapping[str, Tensor], like: Mapping[str, Tensor], json: Mapping[str, Any], mine: Mapping[str, Any]
+    tensors: Mapping[str, Tensor],
+    like: Mapping[str, Tensor],
+    json: Mapping[str, Any],
+    mine: Mapping[str, Any],
 ) -> None:
     """Raise ValueError where saved state, `tensors` and `json`, does not fit an optimizer whose own is `like` and `mine`."""
     if json.keys() != mine.keys():
         raise ValueError(f"optimizer state: the JSON has {sorted(json)}, expected {sorted(mine)}")
     if json["optimizer"] != mine["optimizer"]:
-        raise ValueError(f"the saved state is of {json['optimizer']}, this optimizer is {mine['optimizer']}")
+        raise ValueError(
+            f"the saved state is of {json['optimizer']}, this optimizer is {mine['optimizer']}"
+        )
     check_names("parameters", json["state"].keys(), mine["state"].keys())
     for name, expected in mine["state"].items():
         saved = json["state"][name]["codecs"]
         if saved != expected["codecs"]:
-            raise ValueError(f"optimizer state: {name} is stored as {_said(saved)}, expected {_said(expected['codecs'])}")
+            raise ValueError(
+                f"optimizer state: {name} is stored as {_said(saved)}, expected"
+                f" {_said(expected['codecs'])}"
+            )
     check_tensors(tensors, like)
 
 

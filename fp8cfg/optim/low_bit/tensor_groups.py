@@ -33,7 +33,15 @@ from fp8cfg.optim.low_bit.adam_step import (
     store_step,
 )
 from fp8cfg.optim.low_bit.columns import Columns
-from fp8cfg.optim.low_bit.compiled_code import REDUCED, STORED, compiled_code, compiles, in_one_piece, launch_groups, together
+from fp8cfg.optim.low_bit.compiled_code import (
+    REDUCED,
+    STORED,
+    compiled_code,
+    compiles,
+    in_one_piece,
+    launch_groups,
+    together,
+)
 
 
 class Work(NamedTuple):
@@ -50,7 +58,11 @@ class Work(NamedTuple):
 
 @torch.no_grad()
 def adam_step(
-    columns: Columns, decoupled: bool, works: Iterable[Work], compiled: bool = False, amaxes: Iterable[Tensor | None] = repeat(None)
+    columns: Columns,
+    decoupled: bool,
+    works: Iterable[Work],
+    compiled: bool = False,
+    amaxes: Iterable[Tensor | None] = repeat(None),
 ) -> None:
     """Step every tensor of `works`, in place. Compiled code gives the same bits on a CPU; on a GPU a compiler contracts products
     and sums, which changes the last bit of a float32 before it is rounded. `amaxes` are those of whole tensors of which works are
@@ -60,26 +72,46 @@ def adam_step(
         for work, of_whole in zip(works, amaxes):  # noqa: B905  # of works alone there is an end
             if _in_one(columns, work, compiled):
                 in_one.append((work, of_whole))
-            elif work.slot.source[0].numel() or of_whole is not None:  # an empty shard has the scales of the whole too
+            elif (
+                work.slot.source[0].numel() or of_whole is not None
+            ):  # an empty shard has the scales of the whole too
                 _step_in_pieces(columns, decoupled, work, of_whole)
         _step_compiled(columns, decoupled, in_one)
 
 
 @torch.no_grad()
-def amaxes_of_steps(columns: Columns, decoupled: bool, works: Sequence[Work], compiled: bool = False) -> Tensor:
+def amaxes_of_steps(
+    columns: Columns, decoupled: bool, works: Sequence[Work], compiled: bool = False
+) -> Tensor:
     """The amaxes [works, 3] of weight and moments that steps are about to store; 0 for a column without a scale for the whole
     tensor."""
     with _dtypes_may_mix():
         in_one = [work for work in works if _in_one(columns, work, compiled)]
         left = iter(_amaxes_compiled(columns, decoupled, in_one).unbind() if in_one else ())
-        return torch.stack([next(left) if _in_one(columns, work, compiled) else _amaxes_in_pieces(columns, decoupled, work)[0]
-                            for work in works])  # fmt: skip
+        return torch.stack(
+            [
+                (
+                    next(left)
+                    if _in_one(columns, work, compiled)
+                    else _amaxes_in_pieces(columns, decoupled, work)[0]
+                )
+                for work in works
+            ]
+        )
 
 
 def _amaxes_compiled(columns: Columns, decoupled: bool, works: Sequence[Work]) -> Tensor:
     slots = [_in_blocks(work.slot, columns.block) for work in works]
-    found = iter(_wanted_amaxes(columns, decoupled, slots, works, _groups(columns, works)).unbind(1))
-    return torch.stack([next(found) if wanted else works[0].hyper.new_zeros(len(works)) for wanted in columns.amaxes], 1)
+    found = iter(
+        _wanted_amaxes(columns, decoupled, slots, works, _groups(columns, works)).unbind(1)
+    )
+    return torch.stack(
+        [
+            next(found) if wanted else works[0].hyper.new_zeros(len(works))
+            for wanted in columns.amaxes
+        ],
+        1,
+    )
 
 
 def _amaxes_in_pieces(columns: Columns, decoupled: bool, work: Work) -> tuple[Tensor, Moved | None]:
@@ -103,7 +135,9 @@ def _dtypes_may_mix() -> Iterator[None]:
 
 def _in_one(columns: Columns, work: Work, compiled: bool) -> bool:
     """Whether compiled code steps the tensor."""
-    return (compiled or compiles(work.hyper.device)) and in_one_piece(work.slot.source[0].numel(), columns.block)
+    return (compiled or compiles(work.hyper.device)) and in_one_piece(
+        work.slot.source[0].numel(), columns.block
+    )
 
 
 def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Tensor | None) -> None:
@@ -115,28 +149,64 @@ def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Ten
             of_whole, values = _amaxes_in_pieces(columns, decoupled, work)
         scales = scales_from(columns, of_whole)
     key = key_of_step(key, hyper)
-    for a, b in reversed([*spans(count, device)] or [(0, 0)]):  # from the last piece on, whose values are there
+    for a, b in reversed(
+        [*spans(count, device)] or [(0, 0)]
+    ):  # from the last piece on, whose values are there
         part = _part(columns, slot, a, b)
-        store_step(columns, part, values or moved(columns, decoupled, part, hyper), key, scales, skip, further(first, a), a == 0)
+        store_step(
+            columns,
+            part,
+            values or moved(columns, decoupled, part, hyper),
+            key,
+            scales,
+            skip,
+            further(first, a),
+            a == 0,
+        )
         values = None
 
 
-def _step_compiled(columns: Columns, decoupled: bool, works: Sequence[tuple[Work, Tensor | None]]) -> None:
+def _step_compiled(
+    columns: Columns, decoupled: bool, works: Sequence[tuple[Work, Tensor | None]]
+) -> None:
     slots = [_in_blocks(work.slot, columns.block) for work, _ in works]
     groups = _groups(columns, [work for work, _ in works])
-    scales = _scales(columns, decoupled, slots, works, groups) if columns.per_tensor and works else [Scales()] * len(works)
+    scales = (
+        _scales(columns, decoupled, slots, works, groups)
+        if columns.per_tensor and works
+        else [Scales()] * len(works)
+    )
     for group in _stored_together(columns, groups):
         store = compiled_code(store_several, columns, decoupled, more=STORED)
         of = [works[i][0] for i in group]
         firsts = ([work.first for work in of],) if of[0].first else ()
-        store([slots[i] for i in group], of[0].hyper, [work.key for work in of], [scales[i] for i in group], of[0].skip, *firsts)
-    pairs = [(stored[1], scale) for slot, new in zip(slots, scales, strict=True)
-             for stored, scale in zip((slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True)
-             if stored is not None and scale is not None]  # fmt: skip
+        store(
+            [slots[i] for i in group],
+            of[0].hyper,
+            [work.key for work in of],
+            [scales[i] for i in group],
+            of[0].skip,
+            *firsts,
+        )
+    pairs = [
+        (stored[1], scale)
+        for slot, new in zip(slots, scales, strict=True)
+        for stored, scale in zip(
+            (slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True
+        )
+        if stored is not None and scale is not None
+    ]
     if pairs:
         old, made = (list(each) for each in zip(*pairs, strict=True))
         skip = works[0][0].skip  # of the step, and so of each tensor
-        torch._foreach_copy_(old, made if skip is None else list(torch.where(skip, torch.stack(old), torch.stack(made)).unbind()))
+        torch._foreach_copy_(
+            old,
+            (
+                made
+                if skip is None
+                else list(torch.where(skip, torch.stack(old), torch.stack(made)).unbind())
+            ),
+        )
 
 
 def _groups(columns: Columns, works: Sequence[Work]) -> list[list[int]]:
@@ -144,9 +214,13 @@ def _groups(columns: Columns, works: Sequence[Work]) -> list[list[int]]:
     a scale for the whole need one launch each alone, and are compiled sooner so."""
     most = together(works[0].hyper.device) if works and columns.per_tensor else 1
     sizes = [work.slot.source[0].numel() for work in works]
-    order = sorted(range(len(works)), key=sizes.__getitem__)  # Inductor takes the first ones' sizes for typical
-    kinds = [(id(work.hyper), type(work.first), bool(work.first), size % ROW == 0, *_dtypes(work.slot))
-             for work, size in ((works[i], sizes[i]) for i in order)]  # fmt: skip
+    order = sorted(
+        range(len(works)), key=sizes.__getitem__
+    )  # Inductor takes the first ones' sizes for typical
+    kinds = [
+        (id(work.hyper), type(work.first), bool(work.first), size % ROW == 0, *_dtypes(work.slot))
+        for work, size in ((works[i], sizes[i]) for i in order)
+    ]
     return [[order[place] for place in group] for group in launch_groups(kinds, most)]
 
 
@@ -156,11 +230,18 @@ def _stored_together(columns: Columns, groups: list[list[int]]) -> list[list[int
 
 
 def _dtypes(slot: Slot) -> list[Hashable]:
-    return [x.dtype if isinstance(x, Tensor) else None if x is None else tuple(t.dtype for t in x) for x in slot]
+    return [
+        x.dtype if isinstance(x, Tensor) else None if x is None else tuple(t.dtype for t in x)
+        for x in slot
+    ]
 
 
 def _scales(
-    columns: Columns, decoupled: bool, slots: Sequence[Slot], works: Sequence[tuple[Work, Tensor | None]], groups: list[list[int]]
+    columns: Columns,
+    decoupled: bool,
+    slots: Sequence[Slot],
+    works: Sequence[tuple[Work, Tensor | None]],
+    groups: list[list[int]],
 ) -> list[Scales]:
     """The new scales of each tensor, for all together, of amaxes that are known, or of those that are found."""
     named = (*Scales._fields,)
@@ -170,17 +251,32 @@ def _scales(
     else:
         amaxes = _wanted_amaxes(columns, decoupled, slots, [work for work, _ in works], groups)
     made = compiled_code(scales_of_all, columns, decoupled)(amaxes)
-    there = [name for name, codec in zip(named, columns.written, strict=True) if codec is not None and codec.per_tensor]
-    return [Scales(**{name: each[named.index(name), 0] for name in there}) for each in made.unbind()]
+    there = [
+        name
+        for name, codec in zip(named, columns.written, strict=True)
+        if codec is not None and codec.per_tensor
+    ]
+    return [
+        Scales(**{name: each[named.index(name), 0] for name in there}) for each in made.unbind()
+    ]
 
 
 def _wanted_amaxes(
-    columns: Columns, decoupled: bool, slots: Sequence[Slot], works: Sequence[Work], groups: list[list[int]]
+    columns: Columns,
+    decoupled: bool,
+    slots: Sequence[Slot],
+    works: Sequence[Work],
+    groups: list[list[int]],
 ) -> Tensor:
     """The amaxes [works, amaxes] that are wanted, of those of rows."""
     find = compiled_code(find_row_amaxes_of_several, columns, decoupled, more=REDUCED)
-    found = {i: rows for group in groups
-             for i, rows in zip(group, find([slots[i] for i in group], works[group[0]].hyper), strict=True)}  # fmt: skip
+    found = {
+        i: rows
+        for group in groups
+        for i, rows in zip(
+            group, find([slots[i] for i in group], works[group[0]].hyper), strict=True
+        )
+    }
     rows = [row for i in range(len(works)) for row in found[i]]
     return torch.stack(torch._foreach_norm(rows, math.inf)).view(len(works), -1)
 
@@ -189,13 +285,21 @@ def _part(c: Columns, slot: Slot, start: int, stop: int) -> Slot:
     weight = None if slot.weight is None else c.weight.part(slot.weight, start, stop)
     copy = None if slot.copy is None else slot.copy[start:stop]
     return Slot(
-        c.source.part(slot.source, start, stop), weight, c.exp_avg.part(slot.exp_avg, start, stop),
-        c.exp_avg_sq.part(slot.exp_avg_sq, start, stop), copy, c.read.part(slot.grad, start, stop))  # fmt: skip
+        c.source.part(slot.source, start, stop),
+        weight,
+        c.exp_avg.part(slot.exp_avg, start, stop),
+        c.exp_avg_sq.part(slot.exp_avg_sq, start, stop),
+        copy,
+        c.read.part(slot.grad, start, stop),
+    )
 
 
 def _in_blocks(slot: Slot, block: int) -> Slot:
     """The data as [blocks, block]: in a flat tensor a compiler cannot tell which elements share a scale."""
     if block == 1:
         return slot
-    rows: list[Any] = [x.view(-1, block) if isinstance(x, Tensor) else x and (x[0].view(-1, block), *x[1:]) for x in slot]
+    rows: list[Any] = [
+        x.view(-1, block) if isinstance(x, Tensor) else x and (x[0].view(-1, block), *x[1:])
+        for x in slot
+    ]
     return Slot(*rows)

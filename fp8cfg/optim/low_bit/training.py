@@ -31,10 +31,17 @@ class LowBitTraining(LowBitOptimizer):
     `on_step` is called after the update and before weights in FP8 are written, `on_skip` where gradients were not finite.
 
     Where state is sharded, `on_written` is called once weights are written, to hand them round; `sum_norms` adds up the
-    norms of all gradients over the ranks where each has those of its own alone, an empty gradient standing for the others."""
+    norms of all gradients over the ranks where each has those of its own alone, an empty gradient standing for the others.
+    """
 
-    def __init__(self, *args: Any, loss_scaler: LossScaler | None = None, clip_grad: float = 0.0,
-                 adds_stored: bool = False, **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *args: Any,
+        loss_scaler: LossScaler | None = None,
+        clip_grad: float = 0.0,
+        adds_stored: bool = False,
+        **options: Any,
+    ) -> None:
         self.loss_scaler, self.clip_grad = loss_scaler, clip_grad
         self.grad_norm, self.steps, self._made = 0.0, 0, False
         self.on_step: list[Callable[[], None]] = []
@@ -71,7 +78,12 @@ class LowBitTraining(LowBitOptimizer):
         """Whether weights are written in a step that the host takes for made. What the device skips writes them again as they are,
         once they are those of their masters; until a step was made they are of values that these were rounded from, and the host
         waits where a loss scale lets the run go on."""
-        self._made = self._made or self.deferred is None or self.loss_scaler is None or not self.deferred.skip
+        self._made = (
+            self._made
+            or self.deferred is None
+            or self.loss_scaler is None
+            or not self.deferred.skip
+        )
         return self._made
 
     @torch.no_grad()
@@ -85,7 +97,11 @@ class LowBitTraining(LowBitOptimizer):
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """The float32 values of the masters of parameters that are written from one; made anew."""
-        return {p: self.columns[p].source.decode(self.state[p]["master"]) for p in self.writers if self.owns(p)}
+        return {
+            p: self.columns[p].source.decode(self.state[p]["master"])
+            for p in self.writers
+            if self.owns(p)
+        }
 
     def state_json(self) -> dict[str, Any]:
         """The rest of the state, for JSON; step counts, loss scale and codecs among it."""
@@ -95,7 +111,10 @@ class LowBitTraining(LowBitOptimizer):
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
         """As `LowBitOptimizer.load_state`; raises ValueError also for a loss scale on one side alone."""
         if (json.get("loss_scale") is None) != (self.loss_scaler is None):
-            raise ValueError("optimizer state: the loss must be scaled by both the saved run and this one, or by neither")
+            raise ValueError(
+                "optimizer state: the loss must be scaled by both the saved run and this one, or by"
+                " neither"
+            )
         super().load_state(tensors, json)
         self.steps = int(json["steps"])
         if self.loss_scaler is not None:
@@ -112,8 +131,17 @@ class LowBitTraining(LowBitOptimizer):
         true where the device is to know it alone."""
         found = [(p, grad) for p in self.columns if (grad := self.gradients.of(p)) is not None]
         here = [(p, grad) for p, grad in found if grad]
-        known = dict(zip((p for p, _ in here), norms([self.columns[p].read for p, _ in here], [g for _, g in here]), strict=True))
-        each = {p: known[p] if p in known else torch.zeros((), dtype=torch.float32, device=p.device) for p, _ in found}
+        known = dict(
+            zip(
+                (p for p, _ in here),
+                norms([self.columns[p].read for p, _ in here], [g for _, g in here]),
+                strict=True,
+            )
+        )
+        each = {
+            p: known[p] if p in known else torch.zeros((), dtype=torch.float32, device=p.device)
+            for p, _ in found
+        }
         total = self.norm_over_ranks(partial(self._norm_of, each))
         factor = taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0, torch.float64)
         if self.deferred is not None:
@@ -122,19 +150,26 @@ class LowBitTraining(LowBitOptimizer):
             self.deferred.decide(norm, [p for p, _ in found])
             return True
         norm = (total.cpu().double() * factor).float()
-        self.grad_factor, self.grad_norm = (_clipping(norm.double(), self.clip_grad) * factor).item(), norm.item()
+        self.grad_factor, self.grad_norm = (
+            (_clipping(norm.double(), self.clip_grad) * factor).item(),
+            norm.item(),
+        )
         finite = math.isfinite(self.grad_norm)
         if self.loss_scaler is not None:
             self.loss_scaler.update(found_inf=not finite)
         return finite
 
-    def _norm_of(self, each: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]) -> Tensor:
+    def _norm_of(
+        self, each: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]
+    ) -> Tensor:
         """The norm of the gradients of `params`, of those that have one, from `each`."""
         norms = [each[p] for p in params if p in each]
         if not norms:
             return torch.zeros((), dtype=torch.float32, device=next(iter(self.columns)).device)
         stacked = torch.stack(norms)
-        total: Tensor = torch.linalg.vector_norm(self.sum_norms(stacked) if self.sum_norms else stacked)
+        total: Tensor = torch.linalg.vector_norm(
+            self.sum_norms(stacked) if self.sum_norms else stacked
+        )
         return total
 
 

@@ -77,7 +77,9 @@ class Axis(NamedTuple):
 def same_parameters(part: Part) -> Axis:
     """The ranks with the same parameters as `part`, or of these the ranks that split them."""
     axes = {"data": part.data // part.groups, "context": part.context}
-    return Axis(" x ".join(axis for axis, ranks in axes.items() if ranks > 1) or "data", part.shards)
+    return Axis(
+        " x ".join(axis for axis, ranks in axes.items() if ranks > 1) or "data", part.shards
+    )
 
 
 def over_shards(recipe: Recipe, part: Part) -> Axis:

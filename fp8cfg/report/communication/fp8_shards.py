@@ -9,7 +9,8 @@ from fp8cfg.scalings import SCALE_BYTES, SCALINGS, Tile
 
 def gathered_bytes(fp8: FP8, shape: tuple[int, ...], ranks: int, part_of_rows: bool = False) -> int:
     """Bytes that a rank gives of a weight of `shape` [out, in]: its rows, for dgrad once more where that reads other scales, and
-    the scales of tiles that it alone has. With `part_of_rows` other ranks have the other columns of a weight."""
+    the scales of tiles that it alone has. With `part_of_rows` other ranks have the other columns of a weight.
+    """
     (rows, columns), sent, scale = shape, 0, SCALE_BYTES[SCALINGS[fp8.scaling].scale]
     for tile in _tiles(fp8):
         sent += shard_rows(rows, ranks) * columns
@@ -18,7 +19,9 @@ def gathered_bytes(fp8: FP8, shape: tuple[int, ...], ranks: int, part_of_rows: b
     return sent
 
 
-def amaxes_of_cut_tiles(fp8: FP8, shape: tuple[int, ...], ranks: int, part_of_rows: bool = False) -> int:
+def amaxes_of_cut_tiles(
+    fp8: FP8, shape: tuple[int, ...], ranks: int, part_of_rows: bool = False
+) -> int:
     """The amaxes of a weight of `shape` [out, in] that are the largest over its shards: of all of it, and of tiles of which several
     ranks have parts."""
     (rows, columns), numbers = shape, int(SCALINGS[fp8.scaling].two_levels)
@@ -32,7 +35,9 @@ def amaxes_of_cut_tiles(fp8: FP8, shape: tuple[int, ...], ranks: int, part_of_ro
 
 def _tiles(fp8: FP8) -> list[Tile | None]:
     """The tiles of each matrix of a weight."""
-    each = [SCALINGS[fp8.scaling].tile(axis, fp8.granularity, square=weights_2d(fp8)) for axis in (1, 0)]
+    each = [
+        SCALINGS[fp8.scaling].tile(axis, fp8.granularity, square=weights_2d(fp8)) for axis in (1, 0)
+    ]
     return each[:1] if each[0] == each[1] else each
 
 

@@ -17,7 +17,9 @@ from fp8cfg.report.memory.operands import CODEC
 from fp8cfg.report.memory.shards import parameter_columns, shard_rows, trained_shapes
 
 
-def sent_elements(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> dict[str, dict[str, int]]:
+def sent_elements(
+    recipe: Recipe, part: Part, linears: list[PlannedLinear]
+) -> dict[str, dict[str, int]]:
     """Elements of each trained parameter, by the codec in which its gradient is sent and its name."""
     shapes, found = trained_shapes(recipe, part), dict[str, dict[str, int]]()
     for name, columns in parameter_columns(recipe, linears, shapes).items():
@@ -25,7 +27,9 @@ def sent_elements(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> d
     return found
 
 
-def summed(recipe: Recipe, part: Part, linears: list[PlannedLinear], rank: int | None) -> Iterator[Collective]:
+def summed(
+    recipe: Recipe, part: Part, linears: list[PlannedLinear], rank: int | None
+) -> Iterator[Collective]:
     """Sums on every rank: an all-reduce; of FP8 in two hops, as training/distributed/quantized_allreduce.py has it."""
     axis = same_parameters(part)
     for comm, elements in sent_elements(recipe, part, linears).items():
@@ -43,18 +47,31 @@ def summed(recipe: Recipe, part: Part, linears: list[PlannedLinear], rank: int |
             yield from axis.all_reduce("scales", NUMBER * len(elements))
 
 
-def shared_gradients(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> Iterator[Collective]:
+def shared_gradients(
+    recipe: Recipe, part: Part, backend: str, rank: int | None = None
+) -> Iterator[Collective]:
     """The gradients of parameters that all ranks which share matrices have, of their own tokens or heads, in one float32 sum; and
     of a tied embedding over the stages that have it."""
     heads = ("q_layernorm", "k_layernorm")
     sharded = by_fsdp2(recipe, part.shards, backend)
     ranks = shard_degree(recipe, part) if sharded else 1
-    own = [prod((shard_rows(shape[0], ranks, (rank or 0) % ranks), *shape[1:]))
-           for name, shape in local_shapes(recipe, part).items()
-           if split_dimension(recipe, name) is None and (part.sequence_parallel or name.split(".")[-2] in heads)]
-    yield from Axis("tensor", part.tensor).all_reduce("gradients", NUMBER * sum(own), count=bool(own))
+    own = [
+        prod((shard_rows(shape[0], ranks, (rank or 0) % ranks), *shape[1:]))
+        for name, shape in local_shapes(recipe, part).items()
+        if split_dimension(recipe, name) is None
+        and (part.sequence_parallel or name.split(".")[-2] in heads)
+    ]
+    yield from Axis("tensor", part.tensor).all_reduce(
+        "gradients", NUMBER * sum(own), count=bool(own)
+    )
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
-    if stages > 1 and recipe.model.share_embeddings_and_output_weights and (part.embedding or part.output):
+    if (
+        stages > 1
+        and recipe.model.share_embeddings_and_output_weights
+        and (part.embedding or part.output)
+    ):
         rows, width = local_shapes(recipe, part)["embedding.weight"]
         each = NUMBER if sharded else CODEC[others(recipe.precision)["weight_grad"]]
-        yield from Axis("pipeline", stages).send("gradients", int(shard_rows(rows, ranks, (rank or 0) % ranks) * width * each))
+        yield from Axis("pipeline", stages).send(
+            "gradients", int(shard_rows(rows, ranks, (rank or 0) % ranks) * width * each)
+        )

@@ -18,12 +18,18 @@ from fp8cfg.report.memory.shards import owner_of, parameter_columns, trained_sha
 from fp8cfg.scalings import SCALE_BYTES, SCALINGS
 
 
-def summed_on_owners(recipe: Recipe, part: Part, linears: list[PlannedLinear], rank: int | None) -> Iterator[Collective]:
+def summed_on_owners(
+    recipe: Recipe, part: Part, linears: list[PlannedLinear], rank: int | None
+) -> Iterator[Collective]:
     """Sums on the owner of each tensor alone."""
     axis, (owner, _) = same_parameters(part), owner_of(recipe, part, linears)
     for comm, elements in sent_elements(recipe, part, linears).items():
         loads = _loads(elements, owner)
-        own = min(loads.get(one, 0) for one in range(axis.ranks)) if rank is None else loads.get(rank, 0)
+        own = (
+            min(loads.get(one, 0) for one in range(axis.ranks))
+            if rank is None
+            else loads.get(rank, 0)
+        )
         others = int((sum(loads.values()) - own) * CODEC[comm])
         yield from axis.all_to_all("gradients", others, _rounds(loads, axis.ranks))
         if comm in SCALED:
@@ -38,9 +44,16 @@ def handed_round(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> It
     columns = parameter_columns(recipe, linears, shapes)
     held = fp8_weights(recipe.precision)
     fp8 = {name for p in linears if held and p.fp8 and (name := f"{p.name}.weight") in shapes}
-    stored = {name: int(prod(shape) * CODEC[columns[name]["weight"]] + (_beside(recipe, shape) if name in fp8 else 0))
-              for name, shape in shapes.items()}
-    scales = {name: NUMBER for name in shapes if name not in fp8 and columns[name]["weight"] in SCALED}  # one for all of a weight
+    stored = {
+        name: int(
+            prod(shape) * CODEC[columns[name]["weight"]]
+            + (_beside(recipe, shape) if name in fp8 else 0)
+        )
+        for name, shape in shapes.items()
+    }
+    scales = {
+        name: NUMBER for name in shapes if name not in fp8 and columns[name]["weight"] in SCALED
+    }  # one for all of a weight
     for what, loads in (("weights", _loads(stored, owner)), ("scales", _loads(scales, owner))):
         if loads:
             yield from axis.all_gather_in(what, max(loads.values()), _rounds(loads, axis.ranks))

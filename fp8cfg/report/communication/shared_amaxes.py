@@ -10,14 +10,22 @@ from fp8cfg.config.fp8 import FP8, per_row, transforms
 from fp8cfg.report.memory.layout import ROW
 from fp8cfg.scalings import SCALINGS
 
-OPERANDS = {"input": {"fprop": 1, "wgrad": 0}, "weight": {"fprop": 1, "dgrad": 0}, "grad_output": {"dgrad": 1, "wgrad": 0}}
+OPERANDS = {
+    "input": {"fprop": 1, "wgrad": 0},
+    "weight": {"fprop": 1, "dgrad": 0},
+    "grad_output": {"dgrad": 1, "wgrad": 0},
+}
 """The operands of a linear layer: the products that read each, and which dimension these contract."""
 
 
 def operand_split(linear: PlannedLinear, operand: str) -> int | None:
     """The dimension of an `operand` of `linear`, a row- or column-parallel layer, that tensor-parallel ranks split."""
     row = linear.name.endswith(ROW)
-    return {"input": 1 if row else None, "weight": 1 if row else 0, "grad_output": None if row else 1}[operand]
+    return {
+        "input": 1 if row else None,
+        "weight": 1 if row else 0,
+        "grad_output": None if row else 1,
+    }[operand]
 
 
 def of_operand(fp8: FP8, linear: PlannedLinear, operand: str, tokens: int = 0) -> int:

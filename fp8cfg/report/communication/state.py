@@ -16,7 +16,12 @@ from fp8cfg.report.memory.layout import Part
 
 
 def data_axis(
-    recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, passes: int, rank: int | None = None
+    recipe: Recipe,
+    part: Part,
+    linears: list[PlannedLinear],
+    backend: str,
+    passes: int,
+    rank: int | None = None,
 ) -> Iterator[Collective]:
     """Gradients and weights over the ranks with the same parameters, of which this is number `rank`, by default one that sends
     most, in a step of so many `passes`."""

@@ -73,29 +73,55 @@ class Activations:
 
 
 def activations(
-    recipe: Recipe, device: str, part: Part, linears: Sequence[PlannedLinear], grads: float, backend: str,
+    recipe: Recipe,
+    device: str,
+    part: Part,
+    linears: Sequence[PlannedLinear],
+    grads: float,
+    backend: str,
     sharded: ShardedPass | SinglePass | None = None,
 ) -> Activations:
     """The bytes for `part`, whose linear layers are `linears` and multiplied by `backend`, on `device` ("cpu" or "cuda"); a
-    gradient has `grads` bytes. Under FSDP2 passes are `sharded`, as they are said to be where a step is one alone."""
+    gradient has `grads` bytes. Under FSDP2 passes are `sharded`, as they are said to be where a step is one alone.
+    """
     model = LinearBytes(recipe, device, part, grads, backend, sharded.fresh if sharded else 0)
     attends = {int(p.name.split(".")[1]) for p in attention_plan(recipe) if p.fp8_share}
     kinds: dict[Hashable, _Layer] = {}  # of layers that are alike one is looked at
-    layers = [kinds.get(key) or kinds.setdefault(key, _Layer(model, linears[4 * i:4 * i + 4], n, n in attends))
-              for i, n in enumerate(part.layers)
-              for key in [(n in attends, model.window(n), *((p.gemms, model.beside[p.name]) for p in linears[4 * i:4 * i + 4]))]]
+    layers = [
+        kinds.get(key)
+        or kinds.setdefault(key, _Layer(model, linears[4 * i : 4 * i + 4], n, n in attends))
+        for i, n in enumerate(part.layers)
+        for key in [
+            (
+                n in attends,
+                model.window(n),
+                *((p.gemms, model.beside[p.name]) for p in linears[4 * i : 4 * i + 4]),
+            )
+        ]
+    ]
     recompute = recipe.model.recompute_granularity == "full"
     masks = model.masks(n for n in part.layers if n not in attends)
     alone = recipe.model.recompute_granularity == "none" and model.c < 4
-    received = part.chunks - part.embedding if alone else 0  # else the first layer of a chunk keeps it
+    received = (
+        part.chunks - part.embedding if alone else 0
+    )  # else the first layer of a chunk keeps it
     ends = (received + part.chunks - part.output) / part.chunks * model.c * model.d
     each = sum(model.c * model.d if recompute else layer.kept for layer in layers) + ends
     streams = 4 * part.chunks if part.chunks > 1 else 2 - part.embedding - part.output
-    kept = (each * model.tokens + masks) * part.in_flight + streams * model.c * model.d * model.tokens
+    kept = (
+        each * model.tokens + masks
+    ) * part.in_flight + streams * model.c * model.d * model.tokens
     head = _Head(model, linears[-1]) if part.output else None
-    final, _, forward, logits = (head.kept * model.tokens, *logit_bytes(model)) if head else (0.0, 0, 0, 0)
-    copies = (head.copies if head else 0) + (0 if recompute else sum(layer.copies for layer in layers))
-    kept_weights = sum(model.workspace(p) + model.cast(p) for p in (linears if part.output else linears[:4 * len(layers)]))
+    final, _, forward, logits = (
+        (head.kept * model.tokens, *logit_bytes(model)) if head else (0.0, 0, 0, 0)
+    )
+    copies = (head.copies if head else 0) + (
+        0 if recompute else sum(layer.copies for layer in layers)
+    )
+    kept_weights = sum(
+        model.workspace(p) + model.cast(p)
+        for p in (linears if part.output else linears[: 4 * len(layers)])
+    )
     first = sharded.start if sharded else 0
     moments = [(logits, first), *((m, first) for m in (head.moments() if head else ()))]
     earlier = kept * (1 - 1 / part.in_flight)  # are back before the pass that sums
@@ -110,24 +136,39 @@ def activations(
         moments.append((forward + stream, sharded.received if sharded else 0))
     if sharded:
         moments.append((-gone - others, sharded.summing(len(layers))))
-    widest, whole = max(((m + beside, beside) for m, beside in moments))
+    widest, whole = max((m + beside, beside) for m, beside in moments)
     whole = max(0, min(whole, widest - logits))  # the rest is in place of logits
-    return Activations(int(kept + final), int(logits), int(copies + kept_weights), int(widest - logits - whole), int(whole))
+    return Activations(
+        int(kept + final),
+        int(logits),
+        int(copies + kept_weights),
+        int(widest - logits - whole),
+        int(whole),
+    )
 
 
 def _of_layers(
-    model: LinearBytes, layers: Sequence[_Layer], gone: float, recompute: bool, sharded: ShardedPass | SinglePass | None,
+    model: LinearBytes,
+    layers: Sequence[_Layer],
+    gone: float,
+    recompute: bool,
+    sharded: ShardedPass | SinglePass | None,
     others: float,
 ) -> Iterator[tuple[float, float]]:
     """Bytes beyond those that were kept, at the moments of the layers' backward passes, and of whole weights and gradients beside
-    them: the last layer's first, after which what it kept is `gone` too. After its sum those of `others` in flight are."""
+    them: the last layer's first, after which what it kept is `gone` too. After its sum those of `others` in flight are.
+    """
     widest: dict[Hashable, float] = {}
     for number, layer in enumerate(reversed(layers)):
         if layer.kind not in widest:
             again = layer.bytes - model.shared * model.tokens if recompute else 0
-            widest[layer.kind] = again + max(*layer.moments(), *(layer.repeated() if recompute else ()))
+            widest[layer.kind] = again + max(
+                *layer.moments(), *(layer.repeated() if recompute else ())
+            )
         yield widest[layer.kind] - gone, sharded.back(number) if sharded else 0
-        gone += (model.c * model.d * model.tokens if recompute else layer.bytes) + (0 if number else others)
+        gone += (model.c * model.d * model.tokens if recompute else layer.bytes) + (
+            0 if number else others
+        )
         if sharded:  # beside the gradient of the residual stream
             yield model.c * model.d * model.tokens - gone, sharded.summing(number)
 
@@ -135,7 +176,9 @@ def _of_layers(
 class _Layer:
     """One Transformer layer: bytes for a token that it keeps, bytes of its weights' copies, and its backward pass."""
 
-    def __init__(self, b: LinearBytes, linears: Sequence[PlannedLinear], number: int, attends: bool) -> None:
+    def __init__(
+        self, b: LinearBytes, linears: Sequence[PlannedLinear], number: int, attends: bool
+    ) -> None:
         self.b, self.attends = b, attends  # in FP8
         qkv, proj, self.fc1, self.fc2 = linears
         self.kind = attends, b.scores(number), *(p.gemms for p in linears)
@@ -147,12 +190,21 @@ class _Layer:
             attention += b.e * b.q if b.keeps_quantized(proj) else 0
         elif not attends:
             rotated = b.q + b.k if b.recipe.model.position_embedding_type == "rope" else 0
-            attention = b.c * (2 * b.q + 2 * b.k + rotated) + b.scores(number) + (b.e * b.q if b.keeps_quantized(proj) else 0)
+            attention = (
+                b.c * (2 * b.q + 2 * b.k + rotated)
+                + b.scores(number)
+                + (b.e * b.q if b.keeps_quantized(proj) else 0)
+            )
             if b.masked(number):
                 explicit = b.scores(number) + (b.c * b.q if b.keeps_quantized(proj) else 0)
         attention += b.input(qkv, b.wide)
-        self.inner = b.c * (b.fc1 + b.f if b.fc1 > b.f else b.f)  # kept between the MLP's two products
-        self.again, self.explicit = dropped(b, qkv, self.fc1, self.fc2, self.inner, explicit), explicit
+        self.inner = b.c * (
+            b.fc1 + b.f if b.fc1 > b.f else b.f
+        )  # kept between the MLP's two products
+        self.again, self.explicit = (
+            dropped(b, qkv, self.fc1, self.fc2, self.inner, explicit),
+            explicit,
+        )
         self.kept = b.norms + attention + self.fc1_in + self.inner + self.fc2_in - self.again.total
         if all("dgrad" in p.left_out and not b.beside[p.name] for p in linears):
             self.kept = 0.0  # before the first adapter there is no graph
@@ -161,18 +213,33 @@ class _Layer:
 
     def moments(self) -> Iterator[float]:
         """Bytes beyond what the layer keeps, at the moments that can be the widest of its backward pass, first to last. What
-        is used up is given back: fc2's input, then all of the MLP; what is made again stays until its own backward pass."""
-        b, residual, again = self.b, self.b.c * self.b.d, self.again  # the gradient of the residual stream
+        is used up is given back: fc2's input, then all of the MLP; what is made again stays until its own backward pass.
+        """
+        b, residual, again = (
+            self.b,
+            self.b.c * self.b.d,
+            self.again,
+        )  # the gradient of the residual stream
         incoming = b.c * b.wide if b.gathers else 0.0  # that of outputs, gathered
         made = again.activation if again.fc2 else 0.0
         if b.requantizes:
             yield b.tokens * (residual + incoming + made) + b.again(self.fc2, b.wide, b.f)
         else:
             _, quantized = b.incoming(self.fc2, b.wide)
-            yield b.tokens * (residual + incoming + made) + b.multiplying(self.fc2, 1, b.f) + quantized
-            yield b.tokens * (residual + incoming + made + b.c * b.f) + quantized + b.gradient(self.fc2, made=True)
+            yield (
+                b.tokens * (residual + incoming + made)
+                + b.multiplying(self.fc2, 1, b.f)
+                + quantized
+            )
+            yield (
+                b.tokens * (residual + incoming + made + b.c * b.f)
+                + quantized
+                + b.gradient(self.fc2, made=True)
+            )
         used = self.fc2_in - again.fc2 - again.activation
-        there = residual + b.c * b.f - self.fc2_in + again.fc2 + (again.activation if again.fc2 else 0)
+        there = (
+            residual + b.c * b.f - self.fc2_in + again.fc2 + (again.activation if again.fc2 else 0)
+        )
         yield b.tokens * there + b.gradient(self.fc2, made=False)
         fresh = b.fresh(self.fc2)
         # SwiGLU: of its product, of silu and of up; the first twice where a graph that was made again is gone through
@@ -180,7 +247,11 @@ class _Layer:
         used = self.inner + self.fc2_in - again.activation
         made = again.norm if again.fc1 else 0.0
         if b.requantizes:
-            yield fresh + b.tokens * (residual + b.c * b.fc1 - used + made) + b.again(self.fc1, b.fc1, b.wide)
+            yield (
+                fresh
+                + b.tokens * (residual + b.c * b.fc1 - used + made)
+                + b.again(self.fc1, b.fc1, b.wide)
+            )
         else:
             making, quantized = b.incoming(self.fc1, b.fc1)
             yield fresh + b.tokens * (residual + b.c * b.fc1 - used + made) + making
@@ -204,10 +275,15 @@ class _Layer:
         """As moments, of the layer's forward pass where that is repeated: while the weights of the MLP are quantized, beside the
         residual stream, its gradient and what was quantized already."""
         b, residual = self.b, 2 * self.b.c * self.b.d
-        normed, gated = (b.c * width if b.keeps_quantized(p) else 0 for p, width in ((self.fc1, b.wide), (self.fc2, b.f)))
+        normed, gated = (
+            b.c * width if b.keeps_quantized(p) else 0
+            for p, width in ((self.fc1, b.wide), (self.fc2, b.f))
+        )
         yield b.tokens * (residual + normed + gated) + b.quantizing(self.fc2)
         yield b.tokens * (residual - b.c * b.d) + b.multiplying(self.fc2, 0, b.wide)
-        ahead = b.tokens * (residual - self.inner - self.fc2_in) - b.copy(self.fc2)  # nothing of fc2 is there yet
+        ahead = b.tokens * (residual - self.inner - self.fc2_in) - b.copy(
+            self.fc2
+        )  # nothing of fc2 is there yet
         yield ahead + b.tokens * normed + b.quantizing(self.fc1)
         yield ahead + b.multiplying(self.fc1, 0, b.fc1)
 
@@ -228,6 +304,10 @@ class _Head:
         else:
             making, quantized = b.incoming(self.linear, b.v)
             yield b.tokens * b.c * b.v + making
-            yield b.tokens * (b.c * b.v + b.c * b.wide) + quantized + b.gradient(self.linear, made=True)
+            yield (
+                b.tokens * (b.c * b.v + b.c * b.wide)
+                + quantized
+                + b.gradient(self.linear, made=True)
+            )
         yield b.tokens * (b.c * b.wide - self.input) + b.gradient(self.linear, made=False)
         yield b.fresh(self.linear) + b.tokens * (b.norm_backward - self.input)

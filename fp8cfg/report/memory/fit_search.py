@@ -60,7 +60,8 @@ class Fit:
 
 class Way(NamedTuple):
     """One combination to try. `layout` is an index of the search's layouts; `shard` None leaves storage.shard as the recipe has it,
-    and is a codec to write otherwise. Where it is `cured`, what the layout's refusals say is written."""
+    and is a codec to write otherwise. Where it is `cured`, what the layout's refusals say is written.
+    """
 
     layout: int
     shard: str | None
@@ -100,12 +101,20 @@ class Search:
 
     def _cheapest(self) -> Iterator[Fit]:
         level = self.recipe.precision.opt_level
-        kept = Way(0, None, level, self._recompute[0], next(iter(self._micro(0)), 0), self._transposes[0])
+        kept = Way(
+            0, None, level, self._recompute[0], next(iter(self._micro(0)), 0), self._transposes[0]
+        )
         own, taken = self._shard(0, level), set[int]()  # taken: places of what the first changes
         for way in sorted(self._ways(), key=self._cost):
             stays = way._replace(shard=None) if way.shard == own else way
-            changes = {i for i, (new, old) in enumerate(zip(stays, kept, strict=True)) if new != old}
-            if not changes & taken and (found := self._fit(way)) and (self.takes is None or self.takes(found.recipe)):
+            changes = {
+                i for i, (new, old) in enumerate(zip(stays, kept, strict=True)) if new != old
+            }
+            if (
+                not changes & taken
+                and (found := self._fit(way))
+                and (self.takes is None or self.takes(found.recipe))
+            ):
                 yield found
                 if taken or not changes:
                     return
@@ -118,21 +127,44 @@ class Search:
         levels = [own] if self.also else [o for o in LEVEL if o is None or LEVEL[o] >= LEVEL[own]]
         for layout in range(len(self._layouts)):
             for level in levels:
-                stronger = [s for s in SHARD if SHARD[s] > SHARD[self._shard(layout, level)] and self._sharers(layout) > 1]
+                stronger = [
+                    s
+                    for s in SHARD
+                    if SHARD[s] > SHARD[self._shard(layout, level)] and self._sharers(layout) > 1
+                ]
                 for shard in (None, *stronger):
                     micro = self._micro(layout)
-                    for cured in (False, True) if self._cures[layout] and level == own else (False,):
-                        if micro and self._fit(Way(layout, shard, level, self._recompute[-1], micro[-1], False, cured)):
-                            yield from (Way(layout, shard, level, r, m, t, cured)
-                                        for r in self._recompute for m in micro for t in self._transposes)
+                    for cured in (
+                        (False, True) if self._cures[layout] and level == own else (False,)
+                    ):
+                        if micro and self._fit(
+                            Way(layout, shard, level, self._recompute[-1], micro[-1], False, cured)
+                        ):
+                            yield from (
+                                Way(layout, shard, level, r, m, t, cured)
+                                for r in self._recompute
+                                for m in micro
+                                for t in self._transposes
+                            )
 
     def _cost(self, way: Way) -> float:
         shard = way.shard or self._shard(way.layout, way.level)
         staged = shard == "fsdp" and self._layouts[way.layout].pipeline_model_parallel_size > 1
         leveled = abs(LEVEL[way.level] - LEVEL[self.recipe.precision.opt_level])
-        halved, made = self._micro(way.layout).index(way.micro), way.transposes != self._transposes[0]
-        return (LAYOUT * way.layout + CURED * way.cured + SHARD[shard] + STAGED * staged + leveled + RECOMPUTE[way.recompute]
-                + HALVED * halved + TRANSPOSED * made)
+        halved, made = (
+            self._micro(way.layout).index(way.micro),
+            way.transposes != self._transposes[0],
+        )
+        return (
+            LAYOUT * way.layout
+            + CURED * way.cured
+            + SHARD[shard]
+            + STAGED * staged
+            + leveled
+            + RECOMPUTE[way.recompute]
+            + HALVED * halved
+            + TRANSPOSED * made
+        )
 
     @cached_property
     def _layouts(self) -> list[Strategy]:
@@ -143,7 +175,11 @@ class Search:
         """What recomputes no less than the recipe does."""
         own = self.recipe.model.recompute_granularity
         offered = get_args(Model.model_fields["recompute_granularity"].annotation)
-        return [name for name in sorted(offered, key=lambda name: RECOMPUTE[name]) if RECOMPUTE[name] >= RECOMPUTE[own]]
+        return [
+            name
+            for name in sorted(offered, key=lambda name: RECOMPUTE[name])
+            if RECOMPUTE[name] >= RECOMPUTE[own]
+        ]
 
     @cached_property
     def _transposes(self) -> list[bool]:
@@ -153,12 +189,25 @@ class Search:
     @cached_property
     def _cures(self) -> list[dict[str, Any]]:
         """For each layout what the lines that refuse it say to write, and the backend that has it where its own does not run."""
-        found = [self.changed({"trainer.micro_batch_size": (self._micro(i) or [1])[-1], **self.also, **_keys(layout)})
-                 for i, layout in enumerate(self._layouts)]
+        found = [
+            self.changed(
+                {
+                    "trainer.micro_batch_size": (self._micro(i) or [1])[-1],
+                    **self.also,
+                    **_keys(layout),
+                }
+            )
+            for i, layout in enumerate(self._layouts)
+        ]
         return [self._cure(recipe) if recipe else {} for recipe in found]
 
     def _cure(self, recipe: Recipe) -> dict[str, Any]:
-        written = {k: v for line in refused(recipe, self.world) if isinstance(line, LayoutRefusal) for k, v in line.write.items()}
+        written = {
+            k: v
+            for line in refused(recipe, self.world)
+            if isinstance(line, LayoutRefusal)
+            for k, v in line.write.items()
+        }
         try:
             self.backend(recipe)
         except ConfigError:
@@ -170,37 +219,58 @@ class Search:
         t, found = self.recipe.trainer, list[int]()
         size = t.micro_batch_size
         while size:
-            found += [size] if t.global_batch_size % (size * self.world // self._layouts[layout].size) == 0 else []
+            found += (
+                [size]
+                if t.global_batch_size % (size * self.world // self._layouts[layout].size) == 0
+                else []
+            )
             size //= 2
         return found
 
     def _sharers(self, layout: int) -> int:
         """Ranks over which storage.shard splits state under a layout."""
-        return self.world // self._layouts[layout].size * self._layouts[layout].context_parallel_size
+        return (
+            self.world // self._layouts[layout].size * self._layouts[layout].context_parallel_size
+        )
 
     def _shard(self, layout: int, level: str | None) -> str:
         """The recipe's storage.shard under a layout and a level, with auto resolved."""
-        return sharding(self.recipe.precision.model_copy(update={"opt_level": level}), self._sharers(layout))
+        return sharding(
+            self.recipe.precision.model_copy(update={"opt_level": level}), self._sharers(layout)
+        )
 
     def _fit(self, way: Way) -> Fit | None:
         layout = self._layouts[way.layout]
-        values = {"storage.shard": self.recipe.storage.shard, "opt_level": way.level, "trainer.micro_batch_size": way.micro,
-                  "model.recompute_granularity": way.recompute, CACHE: way.transposes, **_keys(layout), **self.also}
-        values |= (self._cures[way.layout] if way.cured else {}) | ({"storage.shard": way.shard} if way.shard else {})
+        values = {
+            "storage.shard": self.recipe.storage.shard,
+            "opt_level": way.level,
+            "trainer.micro_batch_size": way.micro,
+            "model.recompute_granularity": way.recompute,
+            CACHE: way.transposes,
+            **_keys(layout),
+            **self.also,
+        }
+        values |= (self._cures[way.layout] if way.cured else {}) | (
+            {"storage.shard": way.shard} if way.shard else {}
+        )
         found = self.changed(values)
         if found is None or found.precision.opt_level != way.level or refused(found, self.world):
             return None
         if found.trainer.global_batch_size != self.recipe.trainer.global_batch_size:
             return None
         left = self.spare(found)
-        return None if left is None or left < 0 else Fit(found, differences(self.recipe, found), left)
+        return (
+            None if left is None or left < 0 else Fit(found, differences(self.recipe, found), left)
+        )
 
     def changed(self, values: Mapping[str, Any]) -> Recipe | None:
         """The recipe with `values`, to which others have given way; None where it is refused."""
         own = flat(self.recipe)
         new = {full(key): value for key, value in values.items() if own[full(key)] != value}
         try:
-            found = settled(assigned(self.recipe, new), {key: Author.USER for key in new if key != full(CACHE)})
+            found = settled(
+                assigned(self.recipe, new), {key: Author.USER for key in new if key != full(CACHE)}
+            )
         except ConfigError:
             return None
         return None if found.problems else found.recipe
@@ -210,7 +280,9 @@ class Search:
         nobody multiplies it, or a pattern of layers matches nothing."""
         try:
             part = widest(recipe, self.device, self.world)
-            if (left := self.free - sum(persistent(recipe, part, linears_of(recipe, part)).values())) < 0:
+            if (
+                left := self.free - sum(persistent(recipe, part, linears_of(recipe, part)).values())
+            ) < 0:
                 return left
             backend = self.backend(recipe)
         except ConfigError:
@@ -220,16 +292,31 @@ class Search:
     def fewer_layers(self) -> Fit | None:
         """The recipe at its leanest with as many layers as fit; None where there is no such number."""
         layout = self._layouts[0]
-        lean = self.changed({"trainer.micro_batch_size": (self._micro(0) or [1])[-1], CACHE: False,
-                             "model.recompute_granularity": self._recompute[-1], **_keys(layout)})
-        each = layout.pipeline_model_parallel_size * layout.chunks  # of as many layers a stage can be made
-        least, most = 0, self.recipe.model.num_layers // each  # fits with `least` of them, does not with `most`: halve the rest
+        lean = self.changed(
+            {
+                "trainer.micro_batch_size": (self._micro(0) or [1])[-1],
+                CACHE: False,
+                "model.recompute_granularity": self._recompute[-1],
+                **_keys(layout),
+            }
+        )
+        each = (
+            layout.pipeline_model_parallel_size * layout.chunks
+        )  # of as many layers a stage can be made
+        least, most = (
+            0,
+            self.recipe.model.num_layers // each,
+        )  # fits with `least` of them, does not with `most`: halve the rest
         while lean and most - least > 1:
             middle = (least + most) // 2
             some = self._of_layers(lean, middle * each)
-            least, most = (middle, most) if some and (self.spare(some) or -1) >= 0 else (least, middle)
+            least, most = (
+                (middle, most) if some and (self.spare(some) or -1) >= 0 else (least, middle)
+            )
         found = self._of_layers(lean, least * each) if lean and least else None
-        return Fit(found, differences(self.recipe, found), self.spare(found) or 0) if found else None
+        return (
+            Fit(found, differences(self.recipe, found), self.spare(found) or 0) if found else None
+        )
 
     def _of_layers(self, lean: Recipe, layers: int) -> Recipe | None:
         some = lean.model_copy(deep=True)
@@ -245,7 +332,9 @@ class Search:
 def differences(before: Recipe, after: Recipe) -> tuple[str, ...]:
     """The words that make `before` into `after`, a key each, the model's first."""
     old = flat(before)
-    return tuple(f"{short(key)}={_word(value)}" for key, value in flat(after).items() if old[key] != value)
+    return tuple(
+        f"{short(key)}={_word(value)}" for key, value in flat(after).items() if old[key] != value
+    )
 
 
 def _keys(layout: Strategy) -> dict[str, Any]:
@@ -253,4 +342,8 @@ def _keys(layout: Strategy) -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(list(value) if isinstance(value, tuple) else value)
+    return (
+        value
+        if isinstance(value, str)
+        else json.dumps(list(value) if isinstance(value, tuple) else value)
+    )

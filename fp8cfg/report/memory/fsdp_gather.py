@@ -25,19 +25,28 @@ def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:
             return "frozen weights are whole on each rank; adapters are gathered once a step"
         if not fp8_weights(p):
             codec = resolved(p)["weight"]
-            return "" if codec == gathered_plain(p) else f"weights of linear layers are gathered in {codec} once a step"
+            return (
+                ""
+                if codec == gathered_plain(p)
+                else f"weights of linear layers are gathered in {codec} once a step"
+            )
         two = ", two matrices of each: dgrad reads other scales" if held_beside(recipe) >= 1 else ""
         return f"weights are gathered in fp8 once a step{two}"
     said = f"weights are split over the ranks and gathered in {gathered(p, backend)}"
     if gathered(p, backend) == "fp8":
-        cast = f", as {backend} casts them, whatever fp8.params is; storage.gather={p.compute} leaves them in that"
+        cast = (
+            f", as {backend} casts them, whatever fp8.params is; storage.gather={p.compute} leaves"
+            " them in that"
+        )
         return wrapped(said + cast * (capabilities(backend).fp8_gather == "cast"), more="  ")
     if not (p.fp8.enabled and p.fp8.params and p.storage.gather == "auto"):
         return said
     return wrapped(f"{said}: {against_fp8_gather(p, backend)[0].partition(';')[0]}", more="  ")
 
 
-def root_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int) -> int:
+def root_bytes(
+    recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int
+) -> int:
     """Of the weights that stay gathered from forward to backward pass: all that are in no layer."""
     return int(_root(recipe, part, linears, parameters) * CODEC[recipe.precision.compute])
 
@@ -45,4 +54,8 @@ def root_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], par
 def _root(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int) -> int:
     """The parameters of embedding, last norm and output layer."""
     matrices = [q.in_features * q.out_features for q in linears if q.name != "output_layer"]
-    return parameters - sum(-(-n // part.tensor) for n in matrices) - len(part.layers) * vectors(recipe, part)
+    return (
+        parameters
+        - sum(-(-n // part.tensor) for n in matrices)
+        - len(part.layers) * vectors(recipe, part)
+    )

@@ -12,7 +12,17 @@ from fp8cfg.config.recipe import Recipe
 from fp8cfg.config.storage import SCALED, columns_of, fp8_weights, gathers_params, others, sharding
 from fp8cfg.layer_plan import adapted, transformer_config
 from fp8cfg.report.memory.layout import Part, keeps_weights, microbatches
-from fp8cfg.report.memory.operands import CODEC, by_kernel, decoded, directions, emulated, operand, product, quantizing, row_scaled
+from fp8cfg.report.memory.operands import (
+    CODEC,
+    by_kernel,
+    decoded,
+    directions,
+    emulated,
+    operand,
+    product,
+    quantizing,
+    row_scaled,
+)
 from fp8cfg.report.memory.torchao_linears import backward
 
 LOOKED_UP = 1 << 18
@@ -23,24 +33,40 @@ class LinearBytes:
     """Those sizes and bytes on one rank, letters as in report/memory/activations.py. Gradients have `grads` bytes an element, and
     those that are not there before the backward pass `fresh`."""
 
-    def __init__(self, recipe: Recipe, device: str, part: Part, grads: float, backend: str, fresh: float = 0) -> None:
+    def __init__(
+        self, recipe: Recipe, device: str, part: Part, grads: float, backend: str, fresh: float = 0
+    ) -> None:
         m, tp = recipe.model, part.tensor
         self.in_fp8 = fp8_weights(recipe.precision) or gathers_params(recipe.precision, backend)
         capabilities = backend_registry.capabilities(backend)
-        self.requantizes, self.keeps_cast, self.context = capabilities.requantizes, capabilities.keeps_cast, part.context
+        self.requantizes, self.keeps_cast, self.context = (
+            capabilities.requantizes,
+            capabilities.keeps_cast,
+            part.context,
+        )
         self.once = keeps_weights(recipe, part, backend)
         self.recipe, self.device, self.grads, self.new, self.tp = recipe, device, grads, fresh, tp
         self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
         self.d = m.hidden_size / (tp if part.sequence_parallel else 1)
-        self.wide = m.hidden_size  # of a token that is an input of a column-parallel layer, gathered where sequences are split
+        # of a token that is an input of a column-parallel layer, gathered where sequences are split
+        self.wide = m.hidden_size
         self.gathers = part.sequence_parallel
-        self.q, self.k = m.num_attention_heads * m.head_dim / tp, -(-m.num_query_groups // tp) * m.head_dim
+        self.q, self.k = (
+            m.num_attention_heads * m.head_dim / tp,
+            -(-m.num_query_groups // tp) * m.head_dim,
+        )
         self.config = config = transformer_config(recipe)
-        self.f, self.fc1, self.v = m.ffn_hidden_size / tp, config.fc1_size / tp, -(-m.vocab_size // tp)
+        self.f, self.fc1, self.v = (
+            m.ffn_hidden_size / tp,
+            config.fc1_size / tp,
+            -(-m.vocab_size // tp),
+        )
         self.tokens = recipe.trainer.micro_batch_size * m.seq_length / part.context
         rms = m.normalization == "RMSNorm"
         parts = 4 if device == "cpu" and rms else 0  # RMSNorm is fused on GPUs alone
-        kept = 0 if recipe.lora.enabled else parts  # the normalized input, for the gradient of its weight
+        kept = (
+            0 if recipe.lora.enabled else parts
+        )  # the normalized input, for the gradient of its weight
         self.norm = 4 * self.d + (4 if rms else 8) + kept * self.d
         self.norms = (2 if m.layernorm_placement == "both" else 1) * 2 * self.norm
         self.head_norms = 0.0
@@ -48,23 +74,36 @@ class LinearBytes:
             heads = 1 if m.qk_layernorm == "hidden" else m.num_attention_heads / tp
             self.head_norms = (4 + kept) * (self.q + self.k) + 8 * heads
             self.norms += self.head_norms
-        self.shared = 4 * self.d if self.c == 4 else 0  # a layer's input is its first norm's float32 input, not a copy of it
-        self.norm_backward = (16 if parts else 8) * self.d  # float32 gradients; on a CPU one for each of its parts
+        self.shared = (
+            4 * self.d if self.c == 4 else 0
+        )  # a layer's input is its first norm's float32 input, not a copy of it
+        self.norm_backward = (
+            16 if parts else 8
+        ) * self.d  # float32 gradients; on a CPU one for each of its parts
         self.softmax = m.num_attention_heads / tp * 4
-        gathered = sharding(recipe.precision, part.shards) == "fsdp"  # by which adapters, too, are in the compute dtype
+        gathered = (
+            sharding(recipe.precision, part.shards) == "fsdp"
+        )  # by which adapters, too, are in the compute dtype
         self.in_compute_dtype = gathered
-        self.adds_stored = (recipe.storage.accumulate == "stored" and microbatches(recipe, part) > 1
-                            and not by_fsdp2(recipe, part.shards, backend))
+        self.adds_stored = (
+            recipe.storage.accumulate == "stored"
+            and microbatches(recipe, part) > 1
+            and not by_fsdp2(recipe, part.shards, backend)
+        )
         self.adapter = self.c if gathered else CODEC[others(recipe.precision)["weight"]]
         self.beside = Counter(projection.module for projection in adapted(recipe))
 
     def scores(self, layer: int) -> float:
         """What attention in high precision keeps beside queries, keys, values and its output."""
         m = self.recipe.model
-        by_head = self.masked(layer) or (self.device == "cuda" and self.c == 4)  # flash attention takes neither
+        by_head = self.masked(layer) or (
+            self.device == "cuda" and self.c == 4
+        )  # flash attention takes neither
         copied = 2 * self.c * (self.q - self.k) if by_head else 0  # of keys and values
         if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype
-            return copied + m.seq_length * m.num_attention_heads / self.tp * (8 + (self.c if self.c < 4 else 0))
+            return copied + m.seq_length * m.num_attention_heads / self.tp * (
+                8 + (self.c if self.c < 4 else 0)
+            )
         return self.softmax + copied
 
     def masked(self, layer: int) -> bool:
@@ -74,12 +113,22 @@ class LinearBytes:
 
     def masks(self, layers: Iterable[int]) -> float:
         """Bytes of the masks of tokens x tokens that stay for the backward pass, one for all of `layers` that have the same, and
-        one for each sample where documents differ. Soft caps keep none, but to compute a layer again."""
+        one for each sample where documents differ. Soft caps keep none, but to compute a layer again.
+        """
         m = self.recipe.model
-        if self.context > 1 or (m.attn_logit_softcapping is not None and m.recompute_granularity == "none"):
+        if self.context > 1 or (
+            m.attn_logit_softcapping is not None and m.recompute_granularity == "none"
+        ):
             return 0
-        samples = self.recipe.trainer.micro_batch_size if self.recipe.data.reset_attention_mask else 1
-        return len({self.window(layer) for layer in layers if self.masked(layer)}) * samples * self.c * m.seq_length**2
+        samples = (
+            self.recipe.trainer.micro_batch_size if self.recipe.data.reset_attention_mask else 1
+        )
+        return (
+            len({self.window(layer) for layer in layers if self.masked(layer)})
+            * samples
+            * self.c
+            * m.seq_length**2
+        )
 
     def window(self, layer: int) -> int | None:
         """The sliding window of that layer, None where it is as long as a sequence."""
@@ -101,7 +150,11 @@ class LinearBytes:
 
     def adapters_keep_input(self, linear: PlannedLinear) -> bool:
         """Whether what adapters of `linear` keep of its input is the input itself: neither cast nor dropped out."""
-        return self.beside.get(linear.name, 0) > 0 and self.adapter == self.c and not self.recipe.lora.dropout
+        return (
+            self.beside.get(linear.name, 0) > 0
+            and self.adapter == self.c
+            and not self.recipe.lora.dropout
+        )
 
     def keeps_quantized(self, linear: PlannedLinear) -> bool:
         """Whether `linear` keeps its input quantized, beside what its input is elsewhere."""
@@ -111,11 +164,17 @@ class LinearBytes:
         """Whether the weight is held or gathered in FP8 alone; a tied output layer's is the embedding's, in high precision."""
         if not (self.in_fp8 and linear.fp8):
             return False
-        return linear.name != "output_layer" or not self.recipe.model.share_embeddings_and_output_weights
+        return (
+            linear.name != "output_layer"
+            or not self.recipe.model.share_embeddings_and_output_weights
+        )
 
     def casts(self, linear: PlannedLinear) -> bool:
         """Whether the weight is stored in another dtype, from which each pass casts it: its gradient is not of that dtype."""
-        p, tied = self.recipe.precision, self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer"
+        p, tied = (
+            self.recipe.precision,
+            self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer",
+        )
         stored = (others(p) if tied else columns_of(p, True, bool(linear.fp8)))["weight"]
         return stored != p.compute and not self.in_compute_dtype and not self.held(linear)
 
@@ -127,7 +186,8 @@ class LinearBytes:
 
     def workspace(self, linear: PlannedLinear) -> float:
         """The quantized weight that is kept for all passes of a step: a matrix for each product that reads it, or one for both that
-        read it by stride, as emulated products do where scales allow; of one that is held in FP8 its transpose alone."""
+        read it by stride, as emulated products do where scales allow; of one that is held in FP8 its transpose alone.
+        """
         if self.held(linear) or not self.once:
             return self.transpose(linear)
         each = sum(map(bool, linear.gemms[:2]))
@@ -136,7 +196,11 @@ class LinearBytes:
 
     def cast(self, linear: PlannedLinear) -> float:
         """The weight that a pass cast or decoded, where the layer keeps it until its backward pass, recomputed or not."""
-        return self.c * self.elements(linear) if self.keeps_cast and linear.fp8 and self.casts(linear) else 0
+        return (
+            self.c * self.elements(linear)
+            if self.keeps_cast and linear.fp8 and self.casts(linear)
+            else 0
+        )
 
     def transpose(self, linear: PlannedLinear) -> float:
         """The transpose that is kept of a weight that is held in FP8, for dgrad: its scales are at hand."""
@@ -151,13 +215,22 @@ class LinearBytes:
 
     def again(self, linear: PlannedLinear, out: float, width: float) -> float:
         """The most that the backward pass of `linear` takes beside what is kept, where that quantizes again."""
-        return backward(self.recipe, self.device, linear, out * self.tokens, self.elements(linear), width * self.tokens)
+        return backward(
+            self.recipe,
+            self.device,
+            linear,
+            out * self.tokens,
+            self.elements(linear),
+            width * self.tokens,
+        )
 
     def quantizing(self, linear: PlannedLinear) -> float:
         """The most that quantizing the weight takes beside what is kept of it."""
         if self.held(linear) or self.requantizes or self.once or not linear.gemms[0]:
             return 0
-        return quantizing(self.recipe, self.device, self.elements(linear), gradient=False) - self.copy(linear)
+        return quantizing(
+            self.recipe, self.device, self.elements(linear), gradient=False
+        ) - self.copy(linear)
 
     def gradient(self, linear: PlannedLinear, made: bool) -> float:
         """The gradient of the weight, all of it: at most while it is `made`, or while it is cast and accumulated."""
@@ -168,19 +241,27 @@ class LinearBytes:
         if not made:
             there = (out + (self.grads if self.grads > out else 0)) * self.elements(linear)
             return max(there, self.grads * self.elements(linear) + self.added(linear))
-        again = held and not self.transpose(linear)  # is decoded for dgrad, and stays beside the gradient
+        again = held and not self.transpose(
+            linear
+        )  # is decoded for dgrad, and stays beside the gradient
         beside = decoded(self.recipe, self.device) * self.elements(linear) if again else 0
         if casts and not linear.gemms[1]:
             beside = self.c * self.elements(linear)
         if not linear.gemms[2]:
             return beside + (self.c + (out if held or casts else 0)) * self.elements(linear)
         channels = linear.in_features + linear.out_features / self.tp
-        return beside + product(self.recipe, self.device, out, self.elements(linear), channels * self.tokens)
+        return beside + product(
+            self.recipe, self.device, out, self.elements(linear), channels * self.tokens
+        )
 
     def added(self, linear: PlannedLinear) -> float:
         """What the gradient of the weight that is stored takes to be decoded, which that of a microbatch is added to: float32, and
         on a CPU the places in a table."""
-        if not self.adds_stored or columns_of(self.recipe.precision, True, bool(linear.fp8))["weight_grad"] not in SCALED:
+        if (
+            not self.adds_stored
+            or columns_of(self.recipe.precision, True, bool(linear.fp8))["weight_grad"]
+            not in SCALED
+        ):
             return 0
         places = min(LOOKED_UP, self.elements(linear)) if self.device == "cpu" else 0
         return 4 * (self.elements(linear) + places)
@@ -195,9 +276,13 @@ class LinearBytes:
         if not linear.gemms[pass_]:
             return self.c * made
         other = linear.in_features * linear.out_features / self.tp / width if width else 0
-        again = pass_ == 1 and self.held(linear) and not self.transpose(linear)  # is decoded for dgrad
+        again = (
+            pass_ == 1 and self.held(linear) and not self.transpose(linear)
+        )  # is decoded for dgrad
         beside = decoded(self.recipe, self.device) * self.elements(linear) if again else 0
-        return beside + product(self.recipe, self.device, self.c, made, self.elements(linear) + other * self.tokens)
+        return beside + product(
+            self.recipe, self.device, self.c, made, self.elements(linear) + other * self.tokens
+        )
 
     def incoming(self, linear: PlannedLinear, width: float) -> tuple[float, float]:
         """The quantized gradient of `linear`'s output, `width` wide: bytes while it is made, and then; 0 where none is."""
@@ -206,6 +291,18 @@ class LinearBytes:
         elements = width * self.tokens
         if by_kernel(self.recipe, self.device):
             made = self.e * elements * (2 if linear.gemms[1] and linear.gemms[2] else 1)
-            return made + quantizing(self.recipe, self.device, elements, gradient=True) - 2 * self.e * elements, made
-        first = (directions(self.recipe) - 1) * self.e * elements if linear.gemms[1] and linear.gemms[2] else 0
-        return first + quantizing(self.recipe, self.device, elements, gradient=True), first + self.e * elements
+            return (
+                made
+                + quantizing(self.recipe, self.device, elements, gradient=True)
+                - 2 * self.e * elements,
+                made,
+            )
+        first = (
+            (directions(self.recipe) - 1) * self.e * elements
+            if linear.gemms[1] and linear.gemms[2]
+            else 0
+        )
+        return (
+            first + quantizing(self.recipe, self.device, elements, gradient=True),
+            first + self.e * elements,
+        )

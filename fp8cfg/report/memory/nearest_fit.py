@@ -31,7 +31,8 @@ def alternatives(
 ) -> list[Fit]:
     """The changes at the least cost with which `recipe` runs on `world` ranks, each with `free` bytes of `device` ("cpu" or
     "cuda"), and the cheapest of another kind, which changes nothing of what the first changes, such as a level where the first
-    recomputes; only those that a run which is gone on with `takes`. One or none where there are no more."""
+    recomputes; only those that a run which is gone on with `takes`. One or none where there are no more.
+    """
     return list(Search(recipe, device, free, world, backend, takes=takes).fits())
 
 
@@ -58,14 +59,27 @@ def offering(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[
 def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
     """Raise ConfigError where the run needs more than `free` bytes, with the nearest words that fit."""
     if line := too_large(recipe, device, free, backend):
-        raise ConfigError(f"{line}; nearest that fit: {' · '.join(nearest(recipe, device, free, lambda _: backend))}")
+        raise ConfigError(
+            f"{line}; nearest that fit:"
+            f" {' · '.join(nearest(recipe, device, free, lambda _: backend))}"
+        )
 
 
-def too_large(recipe: Recipe, device: str, free: int, backend: str | None = None, started: int | None = None) -> str:
+def too_large(
+    recipe: Recipe, device: str, free: int, backend: str | None = None, started: int | None = None
+) -> str:
     """Why `recipe` does not fit into `free` bytes of this machine on the ranks here, or on so many that are `started`; empty where
     it does."""
-    need = sum(memory(recipe, device, widest(recipe, device, started or ranks(), backend), backend).values())
-    return f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}" if need > free else ""
+    need = sum(
+        memory(
+            recipe, device, widest(recipe, device, started or ranks(), backend), backend
+        ).values()
+    )
+    return (
+        f"recipe={recipe.name}: needs {size(need)}, this machine has {size(free)} free on {device}"
+        if need > free
+        else ""
+    )
 
 
 def nearest(recipe: Recipe, device: str, free: int, backend: Backend) -> Iterator[str]:

@@ -10,8 +10,16 @@ from fp8cfg.config.storage import SCALED
 from fp8cfg.scalings import SCALINGS, Tile
 
 CODEC: dict[str, float] = {
-    "none": 0, "fp32": 4, "bf16": 2, "fp16": 2, "fp16_scaled": 2, "fp8": 1,
-    "fp8_pow2": 1, "fp8_block": 1 + 4 / 128, "fp8_expand": 1 + 8 / 128}
+    "none": 0,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp16_scaled": 2,
+    "fp8": 1,
+    "fp8_pow2": 1,
+    "fp8_block": 1 + 4 / 128,
+    "fp8_expand": 1 + 8 / 128,
+}
 """One element in each codec of `storage`, with its share of a block's scale; one for a whole tensor is left out."""
 CODEC_BLOCK = 128
 """Elements that share a scale in the codecs of blocks."""
@@ -95,7 +103,9 @@ def product(recipe: Recipe, device: str, out: float, made: float, read: float) -
     carrier, scaling = operand(recipe, device), SCALINGS[recipe.fp8.scaling]
     copies = 4 * read if device == "cpu" and carrier < 4 else 0
     cast = out if out < 4 else 0
-    after = 12 if per_row(recipe.fp8) else 4 + cast if scaling.block and not scaling.two_levels else 8
+    after = (
+        12 if per_row(recipe.fp8) else 4 + cast if scaling.block and not scaling.two_levels else 8
+    )
     return max(copies + 4 * made, after * made)
 
 
@@ -116,12 +126,17 @@ def quantizing(recipe: Recipe, device: str, elements: float, gradient: bool) -> 
     each = _rounding(recipe, device, gradient)
     if device == "cuda":
         return max(2 * mixed, mixed + each * elements)
-    return max(2 * mixed, mixed + _in_chunks(recipe, elements, each), 8 * elements if 0 in (_tile(recipe.fp8) or ()) else 0)
+    return max(
+        2 * mixed,
+        mixed + _in_chunks(recipe, elements, each),
+        8 * elements if 0 in (_tile(recipe.fp8) or ()) else 0,
+    )
 
 
 def _in_chunks(recipe: Recipe, elements: float, each: float) -> float:
     """The most that a CPU takes to quantize a matrix of `elements` in chunks, `each` bytes an element of one, with the result; of
-    tiles beside what the chunk before became, and float32 scales: of all that were, and of the chunk those to multiply by."""
+    tiles beside what the chunk before became, and float32 scales: of all that were, and of the chunk those to multiply by.
+    """
     result, chunk, tile = operand(recipe, "cpu"), min(CHUNK, elements), _tile(recipe.fp8)
     if tile is None:
         return result * elements + each * chunk
@@ -133,7 +148,8 @@ def _rounding(recipe: Recipe, device: str, gradient: bool) -> float:
     """The most that an element of a matrix takes while it is rounded without a kernel (numerics/formats.py): float32 scaled and cut
     to the range, and its code; a CPU then looks up, beside what was scaled and the code, the place in a table and what stands
     there. Four bits are rounded in steps: scaled, cut, its exponent, step, number of steps, product and that cut again, beside a
-    random number where a `gradient` is rounded stochastically. With scales of tiles what was scaled stays beside it."""
+    random number where a `gradient` is rounded stochastically. With scales of tiles what was scaled stays beside it.
+    """
     apart = 4 if _tile(recipe.fp8) and recipe.precision.compute != "fp32" else 0
     if SCALINGS[recipe.fp8.scaling].two_levels:
         return apart + 7 * 4 + 4 * (gradient and recipe.fp8.stochastic_rounding)

@@ -34,7 +34,14 @@ class Dropped(NamedTuple):
         return self.attention + self.norm + self.activation
 
 
-def dropped(b: LinearBytes, qkv: PlannedLinear, fc1: PlannedLinear, fc2: PlannedLinear, inner: float, explicit: float) -> Dropped:
+def dropped(
+    b: LinearBytes,
+    qkv: PlannedLinear,
+    fc1: PlannedLinear,
+    fc2: PlannedLinear,
+    inner: float,
+    explicit: float,
+) -> Dropped:
     """Of a layer of those products, that keeps `inner` bytes between those of its MLP, and `explicit` ones of attention that is
     recomputed; nothing without selective recomputation."""
     m = b.recipe.model
@@ -45,11 +52,17 @@ def dropped(b: LinearBytes, qkv: PlannedLinear, fc1: PlannedLinear, fc2: Planned
     inputs = [discarded(b, p, b.wide) if before else 0.0 for p in (qkv, fc1)]
     second = discarded(b, fc2, b.f)
     attention = b.head_norms + explicit + before * norm + inputs[0] + 2 * after * norm
-    return Dropped(attention, before * norm + inputs[1], inputs[1], inner - b.c * b.fc1 + second, second)
+    return Dropped(
+        attention, before * norm + inputs[1], inputs[1], inner - b.c * b.fc1 + second, second
+    )
 
 
 def discarded(b: LinearBytes, linear: PlannedLinear, width: float) -> float:
     """The input that `linear` would keep as it is, for its wgrad or for adapters of the same dtype."""
     if "wgrad" in linear.left_out:
-        return b.adapters(linear, width) - b.adapters(linear, 0) if b.adapters_keep_input(linear) else 0.0
+        return (
+            b.adapters(linear, width) - b.adapters(linear, 0)
+            if b.adapters_keep_input(linear)
+            else 0.0
+        )
     return 0.0 if b.keeps_quantized(linear) else b.c * width

@@ -20,7 +20,12 @@ from fp8cfg.config.storage import SCALED, fp8_layers_alone, others, resolved
 from fp8cfg.report.memory.layout import Part, microbatches, shard_degree
 from fp8cfg.report.memory.operands import CODEC, stored_bytes
 from fp8cfg.report.memory.sharded_pass import ShardedPass
-from fp8cfg.report.memory.shards import parameter_columns, stored_gradients, summed_with, trained_shapes
+from fp8cfg.report.memory.shards import (
+    parameter_columns,
+    stored_gradients,
+    summed_with,
+    trained_shapes,
+)
 
 
 class SinglePass:
@@ -31,17 +36,32 @@ class SinglePass:
 
     def __init__(self, recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> None:
         p, shapes, found = recipe.precision, trained_shapes(recipe, part), Counter[str]()
-        columns, stored = parameter_columns(recipe, linears, shapes), stored_gradients(recipe, part, linears, by_rows=False)
-        codecs = {name: each["weight_grad"] if each["weight_grad"] not in SCALED else stored.get(name, "fp32")
-                  for name, each in columns.items()}
+        columns, stored = (
+            parameter_columns(recipe, linears, shapes),
+            stored_gradients(recipe, part, linears, by_rows=False),
+        )
+        codecs = {
+            name: (
+                each["weight_grad"]
+                if each["weight_grad"] not in SCALED
+                else stored.get(name, "fp32")
+            )
+            for name, each in columns.items()
+        }
         sizes = {name: stored_bytes(codecs[name], prod(shape)) for name, shape in shapes.items()}
         for name, count in sizes.items():
             found[summed_with(name)] += count
         kinds = [resolved(p), others(p)] if fp8_layers_alone(p) else [resolved(p)]
         self.fresh = max(CODEC[each["weight_grad"]] for each in kinds)
         """Bytes an element of the gradient of a linear layer, which is not there before the backward pass of its group."""
-        head = [n for name, n in sizes.items() if part.output and name in ("output_layer.weight", "embedding.weight")]
-        self.groups = [found[f"layers.{layer}"] for layer in reversed(part.layers)] + [found[""] - max(head, default=0)]
+        head = [
+            n
+            for name, n in sizes.items()
+            if part.output and name in ("output_layer.weight", "embedding.weight")
+        ]
+        self.groups = [found[f"layers.{layer}"] for layer in reversed(part.layers)] + [
+            found[""] - max(head, default=0)
+        ]
         """Of each layer, the last first, and of all others but the output layer."""
         self.start = self.received = -float(found.total())
         """At the backward pass of the output layer, and before it."""
@@ -58,7 +78,15 @@ class SinglePass:
 class OneShardPass(ShardedPass):
     """The same where every rank has one shard of each gradient, which is as large as the gradient, once it is summed."""
 
-    def __init__(self, recipe: Recipe, device: str, part: Part, linears: list[PlannedLinear], backend: str, each: float) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: str,
+        part: Part,
+        linears: list[PlannedLinear],
+        backend: str,
+        each: float,
+    ) -> None:
         super().__init__(recipe, device, part, linears, backend, each)
         stored, found = stored_gradients(recipe, part, linears), Counter[str]()
         for name, shape in trained_shapes(recipe, part).items():
@@ -80,9 +108,14 @@ def single_pass(
     recipe: Recipe, device: str, part: Part, linears: list[PlannedLinear], backend: str, each: float
 ) -> SinglePass | OneShardPass | None:
     """The gradients of a step of `part`, a whole model, on `device`, where `backend` multiplies and a gradient is made in `each`
-    bytes an element; None where a step has several microbatches, or ranks have shards of gradients."""
+    bytes an element; None where a step has several microbatches, or ranks have shards of gradients.
+    """
     if recipe.trainer.strategy.pipeline_model_parallel_size > 1 or microbatches(recipe, part) > 1:
         return None
     if not by_fsdp2(recipe, part.shards, backend):
         return SinglePass(recipe, part, linears)
-    return OneShardPass(recipe, device, part, linears, backend, each) if shard_degree(recipe, part) == 1 else None
+    return (
+        OneShardPass(recipe, device, part, linears, backend, each)
+        if shard_degree(recipe, part) == 1
+        else None
+    )

@@ -20,15 +20,22 @@ QUANTIZED, BLOCKS = 1.0, 1 + 1 / 32
 """Bytes of an element in float8: with one scale, or one for each row; and with one for each block of 32."""
 
 
-def backward(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: float, x: float) -> float:
+def backward(
+    recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: float, x: float
+) -> float:
     """The most that the backward pass of `linear` takes beside what is kept and the gradient of its output."""
     return max(_moments(recipe, device, linear, g, w, x))
 
 
-def _moments(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: float, x: float) -> Iterator[float]:
+def _moments(
+    recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: float, x: float
+) -> Iterator[float]:
     c, has_blocks = CODEC[recipe.precision.compute], SCALINGS[recipe.fp8.scaling].torchao == "mx"
     e = BLOCKS if has_blocks else QUANTIZED
-    making, multiplying = _making(recipe, device), _emulated if emulated(recipe, device) else _multiplied
+    making, multiplying = (
+        _making(recipe, device),
+        (_emulated if emulated(recipe, device) else _multiplied),
+    )
     _, dgrad, wgrad = linear.gemms
     beside = 0.0
     if dgrad:
@@ -46,10 +53,15 @@ def _moments(recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: fl
 
 def _making(recipe: Recipe, device: str) -> float:
     """Bytes of an element while it is quantized, its float8 among them: scaled and cut to the range in float32; in blocks by
-    torch where products are emulated, its amaxes, quotients and a transposed copy among them, and else by one kernel."""
+    torch where products are emulated, its amaxes, quotients and a transposed copy among them, and else by one kernel.
+    """
     if SCALINGS[recipe.fp8.scaling].torchao != "mx":
         return 4 + 4 + QUANTIZED
-    return (14 if CODEC[recipe.precision.compute] == 2 else 12) + 13 / 32 if emulated(recipe, device) else BLOCKS
+    return (
+        (14 if CODEC[recipe.precision.compute] == 2 else 12) + 13 / 32
+        if emulated(recipe, device)
+        else BLOCKS
+    )
 
 
 def _emulated(c: float, blocks: bool, a: float, b: float, out: float) -> float:

@@ -29,9 +29,12 @@ def parameter(name: str) -> str:
 
 def split(p: Any, shard: TensorShard | None) -> tuple[TensorShard | None, DTensor | None]:
     """How the block scales of `p` are split, which is the part `shard` of a tensor, and, of the other kind, as which parameter of
-    FSDP2. Neither where a cut goes through blocks: this rank has no such scales then, and reads all."""
+    FSDP2. Neither where a cut goes through blocks: this rank has no such scales then, and reads all.
+    """
     by_rows = hasattr(p, "placements")
-    if (shard and shard.run(p.shape) % BLOCK) or (by_rows and not fits(p.shape, p.device_mesh.size(p.device_mesh.ndim - 1), BLOCK)):
+    if (shard and shard.run(p.shape) % BLOCK) or (
+        by_rows and not fits(p.shape, p.device_mesh.size(p.device_mesh.ndim - 1), BLOCK)
+    ):
         return None, None
     return shard, p if by_rows else None
 

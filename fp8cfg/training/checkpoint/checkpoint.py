@@ -23,7 +23,12 @@ from fp8cfg.config.errors import Fp8cfgError
 from fp8cfg.training.checkpoint import loaded, tensor_file
 from fp8cfg.training.checkpoint.failpoint import failpoint
 from fp8cfg.training.checkpoint.loaded import RNG, STATE, LoadedTensors, Tensors
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify, write_manifest
+from fp8cfg.training.checkpoint.manifest import (
+    DamagedCheckpoint,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from fp8cfg.training.checkpoint.saved_tensors import SavedTensors
 from fp8cfg.training.checkpoint.step_folders import FOLDER, damage, free_name, remove_old
 from fp8cfg.training.folder_descriptor import StrangeFile
@@ -45,7 +50,12 @@ class OldCheckpointStays(CheckpointError):
 
 
 def save(
-    root: Path | RunFiles, step: int, tensors: Tensors, state: dict[str, Any], keep: int | None, world_size: int = 1
+    root: Path | RunFiles,
+    step: int,
+    tensors: Tensors,
+    state: dict[str, Any],
+    keep: int | None,
+    world_size: int = 1,
 ) -> Path:
     """Write a checkpoint of `step` under `root`, which is there, and return its folder; keep the newest `keep` (>= 1) that
     verify, or all of them where it is None.
@@ -93,7 +103,9 @@ def save(
         if keep is not None:
             remove_old(files, final, keep)
     except OSError as error:
-        raise OldCheckpointStays(f"{files.path / final} is saved, but an older checkpoint cannot be removed: {error}") from error
+        raise OldCheckpointStays(
+            f"{files.path / final} is saved, but an older checkpoint cannot be removed: {error}"
+        ) from error
     return files.path / final
 
 
@@ -104,7 +116,9 @@ def load(path: Path | RunFiles) -> tuple[dict[str, dict[str, Tensor]], dict[str,
     Raises DamagedCheckpoint, naming the file.
     """
     tensors, state = loaded.read(RunFiles.at(path), verify(path), [])
-    return {group: t.whole() if isinstance(t, SavedTensors) else dict(t) for group, t in tensors.items()}, state
+    return {
+        group: t.whole() if isinstance(t, SavedTensors) else dict(t) for group, t in tensors.items()
+    }, state
 
 
 def load_named(root: RunFiles, name: str, ranks: int = 1) -> tuple[LoadedTensors, dict[str, Any]]:
@@ -112,7 +126,9 @@ def load_named(root: RunFiles, name: str, ranks: int = 1) -> tuple[LoadedTensors
     are asked for. It is verified, but where several `ranks` go on with it, each of which calls this, for the sums of its tensors:
     `check_sums` of these shares them out. Raises DamagedCheckpoint, naming the file."""
     match = FOLDER.fullmatch(name)
-    at_once: Callable[[str], bool] = (lambda file: file in (STATE, f"{RNG}{SUFFIX}")) if ranks > 1 else (lambda file: True)
+    at_once: Callable[[str], bool] = (
+        (lambda file: file in (STATE, f"{RNG}{SUFFIX}")) if ranks > 1 else (lambda file: True)
+    )
     problem = damage(root, name, int(match[1]) if match else -1, at_once)
     if problem:
         raise DamagedCheckpoint(problem)
@@ -131,13 +147,18 @@ def room_for(groups: Iterable[Mapping[str, Tensor]], text: int = 0) -> int:
 def strict_json(state: dict[str, Any]) -> str:
     text = json.dumps(state, allow_nan=False, indent=1)
     if json.loads(text) != state:
-        raise ValueError("state would not come back from JSON as it is: it has tuples, or keys that are not strings")
+        raise ValueError(
+            "state would not come back from JSON as it is: it has tuples, or keys that are not"
+            " strings"
+        )
     return text
 
 
 def make_room(root: RunFiles, needed: int) -> None:
     for left in root.names():
-        if re.fullmatch(r"step-.*\.tmp-.*", left):  # of a process that was killed: this root has one writer
+        if re.fullmatch(
+            r"step-.*\.tmp-.*", left
+        ):  # of a process that was killed: this root has one writer
             root.remove(left, ignore_errors=True)
     if (free := root.free()) < needed:
         raise OSError(f"not enough space: needs {needed} bytes, {free} are free")

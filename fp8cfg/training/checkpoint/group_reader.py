@@ -37,7 +37,8 @@ OF_TORCH = ("DCP_VERSION", "format")
 
 class GroupReader(HuggingFaceStorageReader):
     """DCP storage reader of the `files` of a group in `folder`. Once `read_metadata` was called `tensors` are those that they have,
-    and `also` other names in their headers. Raises DamagedCheckpoint for files that cannot be read or do not make whole tensors."""
+    and `also` other names in their headers. Raises DamagedCheckpoint for files that cannot be read or do not make whole tensors.
+    """
 
     def __init__(self, folder: RunFiles, files: list[str]) -> None:
         super().__init__(path=str(folder.path))
@@ -49,7 +50,10 @@ class GroupReader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         """Sizes, dtypes and parts of all tensors."""
         for file in self._files:
-            with self._refusing(file), safe_open(self._folder.reached / file, framework="pt") as opened:
+            with (
+                self._refusing(file),
+                safe_open(self._folder.reached / file, framework="pt") as opened,
+            ):
                 self._index(file, opened)
         for name, tensor in self.tensors.items():
             tensor.size = self._whole(name, tensor.chunks)
@@ -61,7 +65,10 @@ class GroupReader(HuggingFaceStorageReader):
         for item in plan.items:
             by_file[self._file_of[item.storage_index]].append(item)
         for file, items in by_file.items():
-            with self._refusing(file), safe_open(self._folder.reached / file, framework="pt") as opened:
+            with (
+                self._refusing(file),
+                safe_open(self._folder.reached / file, framework="pt") as opened,
+            ):
                 for item in items:
                     tensor = planner.resolve_tensor(item)
                     planner.commit_tensor(item, tensor.copy_(_part(opened, item)))
@@ -77,9 +84,15 @@ class GroupReader(HuggingFaceStorageReader):
         for name in opened.keys():  # noqa: SIM118, it is no dict
             stored = opened.get_slice(name)
             shape = torch.Size(stored.get_shape())
-            dtype = (stored[:0] if shape else opened.get_tensor(name)).dtype  # by its name safetensors 0.8 knows none of F8_E8M0
-            offsets = torch.Size([0] * len(shape) if places is None else _checked(places[name][OFFSETS], shape))
-            tensor = self.tensors.setdefault(name, TensorStorageMetadata(TensorProperties(dtype), shape, []))
+            dtype = (
+                stored[:0] if shape else opened.get_tensor(name)
+            ).dtype  # by its name safetensors 0.8 knows none of F8_E8M0
+            offsets = torch.Size(
+                [0] * len(shape) if places is None else _checked(places[name][OFFSETS], shape)
+            )
+            tensor = self.tensors.setdefault(
+                name, TensorStorageMetadata(TensorProperties(dtype), shape, [])
+            )
             if tensor.properties.dtype != dtype:
                 raise ValueError(f"{name} has parts of other dtypes")
             chunk = ChunkStorageMetadata(offsets, shape)
@@ -92,10 +105,16 @@ class GroupReader(HuggingFaceStorageReader):
         """The size of the tensor that `chunks` make."""
         if len({len(chunk.sizes) for chunk in chunks}) > 1:
             raise self.damaged(name, "has parts of other dimensions")
-        ends = [[start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
+        ends = [
+            [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            for chunk in chunks
+        ]
         size = torch.Size(map(max, zip(*ends, strict=True)))
         if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
-            raise self.damaged(self._file_of[MetadataIndex(name, chunks[0].offsets)], f"the parts of {name} do not make a whole")
+            raise self.damaged(
+                self._file_of[MetadataIndex(name, chunks[0].offsets)],
+                f"the parts of {name} do not make a whole",
+            )
         return size
 
     @contextmanager
@@ -103,7 +122,16 @@ class GroupReader(HuggingFaceStorageReader):
         """Around the reading of `file`. The sums hold and yet it cannot be read: not written by a save."""
         try:
             yield
-        except (OSError, ValueError, TypeError, KeyError, IndexError, RuntimeError, SafetensorError, StrangeFile) as error:
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            RuntimeError,
+            SafetensorError,
+            StrangeFile,
+        ) as error:
             raise self.damaged(file, f"cannot be read ({error})") from error
 
     def damaged(self, file: str, what: str) -> DamagedCheckpoint:
@@ -116,12 +144,19 @@ def _part(opened: Any, item: ReadItem) -> torch.Tensor:
     if not item.lengths:  # of which safetensors makes no slices
         scalar: torch.Tensor = opened.get_tensor(name)
         return scalar
-    ranges = (slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths, strict=True))
+    ranges = (
+        slice(start, start + size)
+        for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+    )
     part: torch.Tensor = opened.get_slice(name)[tuple(ranges)]
     return part
 
 
 def _checked(offsets: Any, shape: Offsets) -> Offsets:
-    if not isinstance(offsets, list) or len(offsets) != len(shape) or not all(type(n) is int and n >= 0 for n in offsets):
+    if (
+        not isinstance(offsets, list)
+        or len(offsets) != len(shape)
+        or not all(type(n) is int and n >= 0 for n in offsets)
+    ):
         raise ValueError(f"{OFFSETS} must be a place in {len(shape)} dimensions")
     return tuple(offsets)

@@ -30,22 +30,36 @@ class HostCopies:
     def of(self, groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
         """The same boxes with copies of their tensors, which later steps do not change, over those of the call before. They are
         there after `wait`."""
-        tensors = {id(box.tensor): box.tensor.detach() for boxes in groups.values() for box in boxes}
+        tensors = {
+            id(box.tensor): box.tensor.detach() for boxes in groups.values() for box in boxes
+        }
         begin, total = dict[int, int](), 0
         for key, t in tensors.items():
             begin[key], total = total, total + -(-t.nbytes // ALIGNMENT) * ALIGNMENT
         on_gpu = any(t.is_cuda for t in tensors.values())
         if len(self._memory) < total:
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # first, or both were there
+            self._memory = torch.empty(
+                0, dtype=torch.uint8, device="cpu"
+            )  # first, or both were there
             self._memory = torch.empty(total, dtype=torch.uint8, device="cpu")
             if on_gpu:
                 self._pin()
-        copies = {key: self._memory[begin[key]:begin[key] + t.nbytes].view(t.dtype).view(t.shape).copy_(t, non_blocking=True)
-                  for key, t in tensors.items()}
+        copies = {
+            key: (
+                self._memory[begin[key] : begin[key] + t.nbytes]
+                .view(t.dtype)
+                .view(t.shape)
+                .copy_(t, non_blocking=True)
+            )
+            for key, t in tensors.items()
+        }
         if on_gpu:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()
             self._copied.record()
-        return {group: [replace(box, tensor=copies[id(box.tensor)]) for box in boxes] for group, boxes in groups.items()}
+        return {
+            group: [replace(box, tensor=copies[id(box.tensor)]) for box in boxes]
+            for group, boxes in groups.items()
+        }
 
     def wait(self) -> None:
         """Until the copies are made."""
@@ -58,6 +72,11 @@ class HostCopies:
         try:
             pin_memory(start, len(self._memory))
         except RuntimeError as error:
-            self._say(f"the memory that saves are copied to is not pinned, and copies take longer: {error}")
+            self._say(
+                "the memory that saves are copied to is not pinned, and copies take longer:"
+                f" {error}"
+            )
         else:
-            weakref.finalize(self._memory, unpin_memory, start).atexit = False  # CUDA may be gone by then
+            weakref.finalize(
+                self._memory, unpin_memory, start
+            ).atexit = False  # CUDA may be gone by then

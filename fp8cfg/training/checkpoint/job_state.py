@@ -34,15 +34,22 @@ def share(job: Job, batches: Batches, step: int, world: World) -> Share:
         return Share(boxes, {}, {})
     random, random_json = rng.capture()
     state = {
-        "step": step, "data": batches.state(step), "optimizer": optimizer, "rng": random_json,
-        "recipe": listed(job.recipe), "compiled": job.compiled, "backend": job.choice.backend,
+        "step": step,
+        "data": batches.state(step),
+        "optimizer": optimizer,
+        "rng": random_json,
+        "recipe": listed(job.recipe),
+        "compiled": job.compiled,
+        "backend": job.choice.backend,
     }
     if base := reference(job.recipe):
         state["base"] = base
     return Share(boxes, state, random)
 
 
-def collect(job: Job, batches: Batches, step: int) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def collect(
+    job: Job, batches: Batches, step: int
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Tensors by group and the JSON state after `step` optimizer steps, of a job of which this rank has all."""
     whole = share(job, batches, step, World())
     return whole.tensors(), whole.state
@@ -53,32 +60,50 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     interruption, bit for bit. Raises DamagedCheckpoint, and ConfigError where the recipe is another and the tensors do not fit it.
     """
     check(tensors, state)
-    changed = [k for k in changes(Recipe(**state["recipe"]), job.recipe) if not matches(k, (*FREE, *ORIGIN))]
+    changed = [
+        k
+        for k in changes(Recipe(**state["recipe"]), job.recipe)
+        if not matches(k, (*FREE, *ORIGIN))
+    ]
     refuse_other(job.recipe, state.get("base"))
     try:
         # None before a step where parameters are their own masters, nor of plain SGD.
         optimizer = of_this_layout(job, tensors.get("optimizer", {}))
-        otherwise = _restore_model(job, tensors, optimizer, any(matches(k, ["fp8", "storage.weight"]) for k in changed))
+        otherwise = _restore_model(
+            job, tensors, optimizer, any(matches(k, ["fp8", "storage.weight"]) for k in changed)
+        )
         job.optimizer.load_state(optimizer, json_part(job, state["optimizer"]))
         if otherwise:
             job.optimizer.write_parameters()
     except WRONG_CONTENTS as e:
         if changed or job.foreign:
             raise ConfigError(f"the checkpoint does not fit this recipe: {one_line(e)}") from None
-        raise DamagedCheckpoint(f"step {state['step']}: its contents are not those of its recipe: {one_line(e)}") from None
+        raise DamagedCheckpoint(
+            f"step {state['step']}: its contents are not those of its recipe: {one_line(e)}"
+        ) from None
     rng.restore(tensors["rng"], state["rng"])
     return batches.resume(state["data"])
 
 
-def _restore_model(job: Job, tensors: Tensors, optimizer: dict[str, Tensor], otherwise: bool) -> bool:
+def _restore_model(
+    job: Job, tensors: Tensors, optimizer: dict[str, Tensor], otherwise: bool
+) -> bool:
     """Load the model, of which `optimizer` may have the masters, or gets them. Where weights are stored `otherwise` they come from
-    the masters, which is returned, and scales and histories are taken where they still mean something."""
+    the masters, which is returned, and scales and histories are taken where they still mean something.
+    """
     saved = of_this_layout(job, tensors["model"]) | of_this_layout(job, tensors.get("fp8", {}))
     otherwise |= exchange_masters(job, saved, optimizer, otherwise)
     saved = completed(job.recipe, job.model, saved)
     if otherwise:
         own = stored_state_dict(job.model)
-        saved = {**own, **{k: t for k, v in saved.items() if k in own and (t := _as_stored(k, v, own[k])) is not None}}
+        saved = {
+            **own,
+            **{
+                k: t
+                for k, v in saved.items()
+                if k in own and (t := _as_stored(k, v, own[k])) is not None
+            },
+        }
     job.model.load_state_dict(saved)
     return otherwise
 

@@ -34,20 +34,35 @@ def boxes(job: Job, world: World) -> Groups:
     parallelism all ranks call it."""
     layout, names = TensorLayout(job), left_out(job.recipe, job.model)
     # FSDP2's parameters say how they are split; others are to be plain.
-    stored = {k: t for k, t in stored_state_dict(job.model, keep_vars=bool(layout.split)).items() if k not in names}
+    stored = {
+        k: t
+        for k, t in stored_state_dict(job.model, keep_vars=bool(layout.split)).items()
+        if k not in names
+    }
     stored, masters = as_unsharded(job.prepared, stored)
-    each, mine = own_scales(job.recipe.fp8) and world.size > 1, _of_rank(same_layers(job.prepared).rank)
+    each, mine = (
+        own_scales(job.recipe.fp8) and world.size > 1,
+        _of_rank(same_layers(job.prepared).rank),
+    )
     own = {mine + k: stored.pop(k) for k in list(stored) if each and k.rpartition(".")[2] in OWN}
     model = _boxes(layout, stored)
-    optimizer = _boxes(layout, {**masters, **job.optimizer.state_tensors()}, alone=bool(job.prepared.owner))
+    optimizer = _boxes(
+        layout, {**masters, **job.optimizer.state_tensors()}, alone=bool(job.prepared.owner)
+    )
     fp8 = [box for box in model if is_fp8_state(box.name)] + _boxes(layout, own, alone=True)
-    return {"model": [box for box in model if not is_fp8_state(box.name)], "optimizer": optimizer, "fp8": fp8}
+    return {
+        "model": [box for box in model if not is_fp8_state(box.name)],
+        "optimizer": optimizer,
+        "fp8": fp8,
+    }
 
 
 def of_this_layout(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of a group of a checkpoint what this rank keeps, as it keeps it; of other tensors nothing is read."""
     layout = TensorLayout(job)
-    elsewhere = tuple(f"{name}." for name, rank in job.prepared.owner.items() if rank != layout.sharing.rank)
+    elsewhere = tuple(
+        f"{name}." for name, rank in job.prepared.owner.items() if rank != layout.sharing.rank
+    )
     found = {}
     mine = _of_this_rank(saved, same_layers(job.prepared).rank)
     for name, kept in pipeline_stages.parts(job, mine).items():
@@ -55,7 +70,9 @@ def of_this_layout(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if isinstance(saved, SavedTensors):
                 found[name] = layout.part(name, saved.shape(kept), partial(saved.read, kept))
             else:
-                found[name] = layout.part(name, tuple(saved[kept].shape), partial(_cut, saved[kept]))
+                found[name] = layout.part(
+                    name, tuple(saved[kept].shape), partial(_cut, saved[kept])
+                )
     return found
 
 
@@ -64,24 +81,42 @@ def _boxes(layout: TensorLayout, named: Mapping[str, Tensor], alone: bool = Fals
     first: dict[Any, str] = {}
     also: dict[str, list[str]] = {}
     for name, t in named.items():
-        kept = first.setdefault(view_of(local) if (local := layout.local(t)).numel() else name, name)
+        kept = first.setdefault(
+            view_of(local) if (local := layout.local(t)).numel() else name, name
+        )
         also.setdefault(kept, []).append(name)
-    return [replace(box, also=tuple(names[1:])) for kept, names in also.items() for box in layout.boxes(kept, named[kept], alone)]
+    return [
+        replace(box, also=tuple(names[1:]))
+        for kept, names in also.items()
+        for box in layout.boxes(kept, named[kept], alone)
+    ]
 
 
 def checkpoint_bytes(job: Job, world: World) -> int:
     """Bytes of the tensors of a checkpoint, at least; before the first step too, when moments are not there yet. All ranks call
     it."""
-    parts = 1 if job.prepared.tensor_parallel is None else job.prepared.tensor_parallel.size  # vectors are few
+    parts = (
+        1 if job.prepared.tensor_parallel is None else job.prepared.tensor_parallel.size
+    )  # vectors are few
     names = left_out(job.recipe, job.model)
-    model = {id(t): t for k, t in stored_state_dict(job.model, keep_vars=True).items() if k not in names}
+    model = {
+        id(t): t for k, t in stored_state_dict(job.model, keep_vars=True).items() if k not in names
+    }
     state = sum(map(_bytes, job.optimizer.state_tensors().values())) + weight_bytes(job)
     if isinstance(job.optimizer, MixedPrecisionOptimizer) and not job.optimizer.inner.state:
         optim = job.recipe.optim
-        state += sum(map(_bytes, job.optimizer.masters.values())) * (2 if optim.name != "sgd" else int(optim.momentum > 0))
+        state += sum(map(_bytes, job.optimizer.masters.values())) * (
+            2 if optim.name != "sgd" else int(optim.momentum > 0)
+        )
     if job.prepared.owner:  # each rank has the state of its own parameters
-        state = int(sharing(job.prepared).sum(torch.tensor(float(state), dtype=torch.float64, device=job.device)).item())
-    here = torch.tensor(float(sum(map(_bytes, model.values())) + state), dtype=torch.float64, device=job.device)
+        state = int(
+            sharing(job.prepared)
+            .sum(torch.tensor(float(state), dtype=torch.float64, device=job.device))
+            .item()
+        )
+    here = torch.tensor(
+        float(sum(map(_bytes, model.values())) + state), dtype=torch.float64, device=job.device
+    )
     return parts * int(stages(job.prepared).sum(here).item())
 
 

@@ -12,14 +12,25 @@ from fp8cfg.training.checkpoint.loaded import Tensors
 def load_by_layer(model: nn.Module, tensors: Tensors, left_out: Collection[str] = ()) -> None:
     """Load the groups model and fp8 of a checkpoint into `model`, on one rank; what is `left_out` stays as it is. Raises
     RuntimeError for missing and unexpected names and for other shapes, as torch does."""
-    saved = {name: group for group in (tensors["model"], tensors.get("fp8", {})) for name in group if ":" not in name}
+    saved = {
+        name: group
+        for group in (tensors["model"], tensors.get("fp8", {}))
+        for name in group
+        if ":" not in name
+    }
     missing, unexpected = list[str](), set(saved)
     for prefix, part in _parts(model):
-        names = [name for name in saved if name.startswith(prefix) and (prefix or name in _own(part))]
+        names = [
+            name for name in saved if name.startswith(prefix) and (prefix or name in _own(part))
+        ]
         # The dict of what is read is nobody's after the call: two layers are never there at once.
-        wrong = part.load_state_dict({name.removeprefix(prefix): saved[name][name] for name in names}, strict=False)
+        wrong = part.load_state_dict(
+            {name.removeprefix(prefix): saved[name][name] for name in names}, strict=False
+        )
         missing += [prefix + name for name in wrong.missing_keys if prefix or name in _own(part)]
-        unexpected -= {name for name in names if name.removeprefix(prefix) not in wrong.unexpected_keys}
+        unexpected -= {
+            name for name in names if name.removeprefix(prefix) not in wrong.unexpected_keys
+        }
     missing = [name for name in missing if name not in left_out]
     if missing or unexpected:
         problem, names = ("missing", missing) if missing else ("unexpected", sorted(unexpected))
@@ -38,4 +49,10 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _own(module: nn.Module) -> set[str]:
-    return {name for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))}
+    return {
+        name
+        for name, _ in (
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        )
+    }

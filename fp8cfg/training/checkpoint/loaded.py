@@ -8,7 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint, Manifest, NoUsableCheckpoint, check_sums, sum_of
+from fp8cfg.training.checkpoint.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    NoUsableCheckpoint,
+    check_sums,
+    sum_of,
+)
 from fp8cfg.training.checkpoint.saved_tensors import groups
 from fp8cfg.training.distributed.world import World
 from fp8cfg.training.folder_descriptor import StrangeFile
@@ -25,9 +31,17 @@ MAX_STATE = 1 << 30
 class LoadedTensors(dict[str, Mapping[str, Tensor]]):
     """The groups of tensors of a checkpoint. Sums of `unchecked` files are still to be compared with the manifest."""
 
-    def __init__(self, folder: RunFiles, manifest: Manifest, unchecked: list[str], also: Mapping[str, dict[str, str]]) -> None:
+    def __init__(
+        self,
+        folder: RunFiles,
+        manifest: Manifest,
+        unchecked: list[str],
+        also: Mapping[str, dict[str, str]],
+    ) -> None:
         found = groups(folder, also)
-        super().__init__({name: tensors.whole() if name == RNG else tensors for name, tensors in found.items()})
+        super().__init__(
+            {name: tensors.whole() if name == RNG else tensors for name, tensors in found.items()}
+        )
         self._folder, self._manifest, self._unchecked = folder, manifest, unchecked
 
     def check_sums(self, world: World) -> None:
@@ -35,7 +49,7 @@ class LoadedTensors(dict[str, Mapping[str, Tensor]]):
         DamagedCheckpoint on all of them."""
         problem = ""
         try:
-            check_sums(self._folder, self._manifest, self._unchecked[world.rank::world.size])
+            check_sums(self._folder, self._manifest, self._unchecked[world.rank :: world.size])
         except DamagedCheckpoint as e:
             problem = str(e)
         said = [text for text in world.texts(problem) if text.strip()]
@@ -44,7 +58,9 @@ class LoadedTensors(dict[str, Mapping[str, Tensor]]):
         self._unchecked = []
 
 
-def read(folder: RunFiles, manifest: Manifest, unchecked: list[str]) -> tuple[LoadedTensors, dict[str, Any]]:
+def read(
+    folder: RunFiles, manifest: Manifest, unchecked: list[str]
+) -> tuple[LoadedTensors, dict[str, Any]]:
     """The tensors and the state of the checkpoint in `folder`. Raises DamagedCheckpoint, naming the file."""
     try:
         state = json.loads(folder.read(STATE, MAX_STATE), parse_constant=_refuse_constant)
@@ -53,26 +69,36 @@ def read(folder: RunFiles, manifest: Manifest, unchecked: list[str]) -> tuple[Lo
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{folder.path}: {STATE}: not a JSON object")
     if not _names(also := state.get(ALSO, {})):
-        raise DamagedCheckpoint(f"{folder.path}: {STATE}: {ALSO} must map groups to names of tensors")
+        raise DamagedCheckpoint(
+            f"{folder.path}: {STATE}: {ALSO} must map groups to names of tensors"
+        )
     return LoadedTensors(folder, manifest, unchecked, also), state
 
 
 def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
     """Raise NoUsableCheckpoint on all ranks, which all call it, unless they go on from one checkpoint, whose `state` each has read
-    by itself; None is the start. A rank that passed over the newest, or sees another file system, would train another model."""
+    by itself; None is the start. A rank that passed over the newest, or sees another file system, would train another model.
+    """
     if world.size == 1:
         return
-    own = "the start" if state is None else f"step {state['step']}", state and sum_of(json.dumps(state, sort_keys=True).encode())
+    own = (
+        "the start" if state is None else f"step {state['step']}",
+        state and sum_of(json.dumps(state, sort_keys=True).encode()),
+    )
     found = [json.loads(text) for text in world.texts(json.dumps(own))]
     for rank, each in enumerate(found):
         if each != found[0]:
-            raise NoUsableCheckpoint(f"rank 0 would go on from {found[0][0]} and rank {rank} from {each[0]} of another checkpoint; "
-                                     "all must read one run folder, on a file system that they share")
+            raise NoUsableCheckpoint(
+                f"rank 0 would go on from {found[0][0]} and rank {rank} from {each[0]} of another"
+                " checkpoint; all must read one run folder, on a file system that they share"
+            )
 
 
 def _names(also: Any) -> bool:
-    return isinstance(also, dict) and all(isinstance(named, dict) and all(isinstance(name, str) for name in named.values())
-                                          for named in also.values())
+    return isinstance(also, dict) and all(
+        isinstance(named, dict) and all(isinstance(name, str) for name in named.values())
+        for named in also.values()
+    )
 
 
 def _refuse_constant(name: str) -> None:

@@ -76,7 +76,9 @@ def write_manifest(folder: Path | RunFiles, step: int, world_size: int = 1) -> M
     return _written(files, folders, Manifest(step, world_size, entries, _now()))
 
 
-def write_given(folder: RunFiles, step: int, world_size: int, entries: dict[str, FileEntry]) -> Manifest:
+def write_given(
+    folder: RunFiles, step: int, world_size: int, entries: dict[str, FileEntry]
+) -> Manifest:
     """As `write_manifest`, of files that were brought to disk by whoever wrote them and took their sums. Raises DamagedCheckpoint
     where the folder does not have these files, of these lengths."""
     names, folders = _walk(folder)
@@ -100,7 +102,9 @@ def read_manifest(folder: Path | RunFiles) -> Manifest:
     problem = _problem(raw)
     if problem:
         raise _damaged(path, MANIFEST, problem)
-    files = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in raw["files"].items()}
+    files = {
+        name: FileEntry(entry["size"], entry["sha256"]) for name, entry in raw["files"].items()
+    }
     for name in files:
         _check_name(path, name)
     return Manifest(raw["step"], raw["world_size"], files, raw["created"])
@@ -141,7 +145,9 @@ def check_sums(folder: RunFiles, manifest: Manifest, names: Iterable[str]) -> No
 
 def _check_sizes(files: RunFiles, manifest: Manifest, found: set[str]) -> None:
     for name in sorted(manifest.files.keys() ^ found):
-        raise _damaged(files.path, name, "missing" if name in manifest.files else "not listed in the manifest")
+        raise _damaged(
+            files.path, name, "missing" if name in manifest.files else "not listed in the manifest"
+        )
     for name, entry in manifest.files.items():
         try:
             size = files.size(name)
@@ -152,7 +158,9 @@ def _check_sizes(files: RunFiles, manifest: Manifest, found: set[str]) -> None:
 
 
 def _written(files: RunFiles, folders: list[str], manifest: Manifest) -> Manifest:
-    files.replace(MANIFEST, (json.dumps({"schema": SCHEMA, **asdict(manifest)}, indent=1) + "\n").encode())
+    files.replace(
+        MANIFEST, (json.dumps({"schema": SCHEMA, **asdict(manifest)}, indent=1) + "\n").encode()
+    )
     for name in reversed(folders):
         files.folder(name).sync()
     files.sync()
@@ -176,7 +184,9 @@ def _walk(files: RunFiles) -> tuple[set[str], list[str]]:
             if kind == "folder":
                 folders.append(name)
             elif kind != "file":
-                raise _damaged(files.path, name, "neither a regular file nor a folder (a link or a device)")
+                raise _damaged(
+                    files.path, name, "neither a regular file nor a folder (a link or a device)"
+                )
             elif name != MANIFEST:
                 found.add(name)
     return found, folders[1:]
@@ -188,7 +198,11 @@ def _problem(raw: Any) -> str | None:
         return "not a JSON object"
     if raw.get("schema") != SCHEMA:
         return f"its schema is not {SCHEMA}, the one this version reads"
-    if not _is_int(raw.get("step"), 0) or not _is_int(raw.get("world_size"), 1) or not isinstance(raw.get("created"), str):
+    if (
+        not _is_int(raw.get("step"), 0)
+        or not _is_int(raw.get("world_size"), 1)
+        or not isinstance(raw.get("created"), str)
+    ):
         return "step, world_size or created is missing or of the wrong type"
     files = raw.get("files")
     if not isinstance(files, dict) or not files or not all(map(_is_entry, files.values())):
@@ -217,8 +231,14 @@ def _check_name(folder: Path, name: str) -> None:
 def _reason(error: OSError | StrangeFile) -> str:
     if isinstance(error, StrangeFile):
         return "not a regular file"
-    return "missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror or error})"
+    return (
+        "missing"
+        if isinstance(error, FileNotFoundError)
+        else f"cannot be read ({error.strerror or error})"
+    )
 
 
 def _damaged(folder: Path, name: str, what: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{folder}: {name}: {what}" if name.isprintable() else f"{folder}: {name!r}: {what}")
+    return DamagedCheckpoint(
+        f"{folder}: {name}: {what}" if name.isprintable() else f"{folder}: {name!r}: {what}"
+    )

@@ -15,7 +15,11 @@ from fp8cfg.training.distributed.world import stages
 def parts(job: Job, named: Mapping[str, Any]) -> dict[str, Any]:
     """Of what stands under the names of parameters and buffers of the whole model that of this rank's stage."""
     here = job.prepared.pipeline
-    return {name: its for name, its in named.items() if here is None or not elsewhere(job.model, here, name)}  # type: ignore[arg-type]
+    return {
+        name: its
+        for name, its in named.items()
+        if here is None or not elsewhere(job.model, here, name)  # type: ignore[arg-type]
+    }
 
 
 def whole_json(job: Job) -> dict[str, Any]:
@@ -24,7 +28,10 @@ def whole_json(job: Job) -> dict[str, Any]:
     if job.prepared.pipeline is None:
         return own
     every = [json.loads(text) for text in stages(job.prepared).texts(json.dumps(own["state"]))]
-    return {**own, "state": {name: entry for state in reversed(every) for name, entry in state.items()}}
+    return {
+        **own,
+        "state": {name: entry for state in reversed(every) for name, entry in state.items()},
+    }
 
 
 def json_part(job: Job, state: Mapping[str, Any]) -> Mapping[str, Any]:

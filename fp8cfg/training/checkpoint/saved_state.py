@@ -11,7 +11,15 @@ from fp8cfg.training.checkpoint import rng
 from fp8cfg.training.checkpoint.loaded import Tensors
 from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
 
-WRONG_CONTENTS = (KeyError, RuntimeError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError)
+WRONG_CONTENTS = (
+    KeyError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    IndexError,
+)
 """What reading a state raises that is not one of ours."""
 
 
@@ -64,14 +72,18 @@ def check(tensors: Tensors, state: dict[str, Any]) -> None:
         saved = SavedState.model_validate(state, strict=True)
         recipe = Recipe(**state["recipe"])
         if saved.data.samples_seen != saved.step * recipe.trainer.global_batch_size:
-            raise ValueError(f"{saved.data.samples_seen} samples seen are not those of {saved.step} steps")
+            raise ValueError(
+                f"{saved.data.samples_seen} samples seen are not those of {saved.step} steps"
+            )
         if not 0 <= state["optimizer"].get("steps", 0) <= saved.step:
             raise ValueError(f"optimizer.steps is not one of {saved.step} steps")
         name = "rng.safetensors"
         rng.check(tensors["rng"], state["rng"])
     except ValidationError as e:
         first = e.errors()[0]
-        raise DamagedCheckpoint(f"{name}: {'.'.join(map(str, first['loc'])) or 'state'}: {first['msg']}") from None
+        raise DamagedCheckpoint(
+            f"{name}: {'.'.join(map(str, first['loc'])) or 'state'}: {first['msg']}"
+        ) from None
     except WRONG_CONTENTS as e:
         raise DamagedCheckpoint(f"{name}: {one_line(e)}") from None
 
@@ -82,7 +94,10 @@ def another_multiplies(state: dict[str, Any], recipe: Recipe, backend: str) -> s
     before, fp8 = state.get("backend"), state["recipe"]["trainer"]["plugins"]["fp8"]["enabled"]
     if before in (None, backend) or not fp8 or not recipe.fp8.enabled or recipe.backend != "auto":
         return None
-    return f"note: backend=auto: {before} multiplied before, and {backend} does here; losses are not those of before bit for bit"
+    return (
+        f"note: backend=auto: {before} multiplied before, and {backend} does here; losses are not"
+        " those of before bit for bit"
+    )
 
 
 def one_line(error: Exception) -> str:

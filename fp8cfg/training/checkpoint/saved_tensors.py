@@ -45,7 +45,9 @@ class SavedTensors(Mapping[str, Tensor]):
         name = self._also.get(name, name)
         tensor = self._tensors[name]
         part = torch.empty(size, dtype=tensor.properties.dtype)
-        items = create_read_items_for_chunk_list(name, tensor, [ChunkStorageMetadata(torch.Size(offsets), part.shape)])
+        items = create_read_items_for_chunk_list(
+            name, tensor, [ChunkStorageMetadata(torch.Size(offsets), part.shape)]
+        )
         if sum(item.lengths.numel() for item in items) != part.numel():
             raise self._reader.damaged(name, "its parts do not make a whole")
         self._reader.read_data(LoadPlan(items), _Into(part))
@@ -87,7 +89,9 @@ def groups(folder: RunFiles, also: Mapping[str, Mapping[str, str]]) -> dict[str,
         kind = folder.kind(name)
         if kind == "folder":
             inside = folder.folder(name)
-            if files := [file for file in inside.names() if file.endswith(SUFFIX)]:  # none of a group that no rank has
+            if files := [
+                file for file in inside.names() if file.endswith(SUFFIX)
+            ]:  # none of a group that no rank has
                 found[name] = SavedTensors(inside, files, also.get(name, _NONE))
         elif kind == "file" and name.endswith(SUFFIX):
             found[name.removesuffix(SUFFIX)] = SavedTensors(folder, [name])

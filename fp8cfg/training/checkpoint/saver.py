@@ -36,13 +36,26 @@ class Diverged(Fp8cfgError):
 
 class Saver:
     """Writes the checkpoints of `job` to `run`, which the first rank alone has; all ranks make the same calls. `say` gets what did
-    not go as planned, `saved` there the step and the folder of each that is whole. As a context manager it waits for the last."""
+    not go as planned, `saved` there the step and the folder of each that is whole. As a context manager it waits for the last.
+    """
 
     def __init__(
-        self, job: Job, run: RunFolder | None, world: World, batches: Batches, say: Callable[[str], None],
+        self,
+        job: Job,
+        run: RunFolder | None,
+        world: World,
+        batches: Batches,
+        say: Callable[[str], None],
         saved: Callable[[int, Path], None],
     ) -> None:
-        self.job, self.run, self.world, self.batches, self.say, self.saved = job, run, world, batches, say, saved
+        self.job, self.run, self.world, self.batches, self.say, self.saved = (
+            job,
+            run,
+            world,
+            batches,
+            say,
+            saved,
+        )
         self._saves = world.any(run is not None)
         self._saved_at = self._steps_saved = -1
         self._root: RunFiles | None = None
@@ -50,13 +63,20 @@ class Saver:
         self._copies = HostCopies(say)
         # The thread that writes beside steps has a group of its own, on the CPU: collectives of one group have one order.
         self._apart = job.recipe.checkpoint.async_save and self._saves
-        self._writers = replace(world, limits=None, group=_group(job)) if self._apart and world.size > 1 else world
+        self._writers = (
+            replace(world, limits=None, group=_group(job))
+            if self._apart and world.size > 1
+            else world
+        )
 
     def check_room(self) -> None:
         """Raise RunFolderNotWritable where the disk has no space for one checkpoint: better before the first step than after."""
         need, problem = job_tensors.checkpoint_bytes(self.job, self.world) + checkpoint.RESERVE, ""
         if self.run and (free := self.run.files.free()) < need:
-            problem = f"{self.run.path}: not enough space for one checkpoint: needs {need} bytes, {free} are free"
+            problem = (
+                f"{self.run.path}: not enough space for one checkpoint: needs {need} bytes, {free}"
+                " are free"
+            )
         if self.world.any(bool(problem)):
             raise RunFolderNotWritable(problem or "the first rank has no space for one checkpoint")
 
@@ -80,7 +100,9 @@ class Saver:
             self._settled(Written(done, steps, problem=problem), last)
         elif self._apart and not last:
             share = replace(share, boxes=self._copies.of(share.boxes))
-            self._running = BackgroundWrite(partial(self._write, Written(done, steps), share, keep, self._writers))
+            self._running = BackgroundWrite(
+                partial(self._write, Written(done, steps), share, keep, self._writers)
+            )
         else:
             self._settled(self._write(Written(done, steps), share, keep, self.world), last)
 
@@ -93,7 +115,12 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Wait for the save under way; not where this rank or another is lost, which would then not end."""
         if error is None or isinstance(error, Fp8cfgError):
             self.settle(wait=True)
@@ -121,7 +148,9 @@ class Saver:
                 self.run.check_there()
                 self._root = self.run.files.folder(CHECKPOINTS, make=True)
         except OSError as e:
-            problem = CheckpointError(f"cannot save step {done} in {self.run.checkpoints if self.run else ''}: {e}")
+            problem = CheckpointError(
+                f"cannot save step {done} in {self.run.checkpoints if self.run else ''}: {e}"
+            )
         except Fp8cfgError as e:
             problem = e
         if not self.world.any(problem is not None):
@@ -139,7 +168,10 @@ class Saver:
             if world.size > 1:
                 return replace(of, folder=shared_save.save(self._root, of.done, share, keep, world))
             if self._root:
-                return replace(of, folder=checkpoint.save(self._root, of.done, share.tensors(), share.state, keep))
+                return replace(
+                    of,
+                    folder=checkpoint.save(self._root, of.done, share.tensors(), share.state, keep),
+                )
         except OldCheckpointStays as e:
             return replace(of, remark=str(e))
         except CheckpointError as e:
@@ -150,21 +182,33 @@ class Saver:
 def _group(job: Job) -> dist.ProcessGroup | None:
     """A process group of all ranks on the CPU, whose limit is that of saves; all of them call it."""
     limit = timedelta(seconds=job.recipe.trainer.timeout.start)
-    group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=limit, group_desc=APART)
+    group: dist.ProcessGroup | None = dist.new_group(
+        backend="gloo", timeout=limit, group_desc=APART
+    )
     return group
 
 
 def _not_finite(share: Share, done: int, world: World) -> Diverged | None:
     """Why `share` and those of the others are not to be saved: a checkpoint of weights that are not finite, or
     whose masters are not, would take the place of a good one."""
-    weights = share.boxes["model"] + [box for box in share.boxes["optimizer"] if ".master" in box.name]
-    bad = [box.name for box in weights if box.tensor.is_floating_point() and not _finite(box.tensor)]
-    found = [json.loads(text) for text in world.texts(json.dumps([sum(not any(box.offsets) for box in weights), bad]))]
+    weights = share.boxes["model"] + [
+        box for box in share.boxes["optimizer"] if ".master" in box.name
+    ]
+    bad = [
+        box.name for box in weights if box.tensor.is_floating_point() and not _finite(box.tensor)
+    ]
+    found = [
+        json.loads(text)
+        for text in world.texts(json.dumps([sum(not any(box.offsets) for box in weights), bad]))
+    ]
     names = dict.fromkeys(name for _, bad in found for name in bad)
     if not names:
         return None
-    return Diverged(f"step {done}: {len(names)} of {sum(count for count, _ in found)} weights are not finite, the first is "
-                    f"{next(iter(names))}; they are not saved, lower optim.lr or resume from an earlier checkpoint")
+    return Diverged(
+        f"step {done}: {len(names)} of {sum(count for count, _ in found)} weights are not finite,"
+        f" the first is {next(iter(names))}; they are not saved, lower optim.lr or resume from an"
+        " earlier checkpoint"
+    )
 
 
 def _finite(t: Tensor) -> bool:

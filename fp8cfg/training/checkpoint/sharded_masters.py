@@ -23,10 +23,13 @@ PLAIN = (torch.bfloat16, torch.float16)
 """Dtypes that a weight is cast to."""
 
 
-def exchange_masters(job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor], otherwise: bool) -> bool:
+def exchange_masters(
+    job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor], otherwise: bool
+) -> bool:
     """Let what this rank keeps of a checkpoint, in place, have float32 values where `job` has them: in `model` where a parameter is
     its own master, else in `optimizer`; and in both beside plain weights, where these are stored `otherwise` in the checkpoint.
-    Masters of other ranks are left. Whether any master comes from a weight, which is to be made from it."""
+    Masters of other ranks are left. Whether any master comes from a weight, which is to be made from it.
+    """
     own, first, made = job.optimizer.state_tensors(), dict[Tensor, str](), False
     for name, p in job.model.named_parameters(remove_duplicate=False):
         key = f"{first.setdefault(p, name)}.master"

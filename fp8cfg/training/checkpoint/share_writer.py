@@ -18,8 +18,19 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -51,7 +62,9 @@ class ShareWriter(HuggingFaceStorageWriter):
         try:
             self._files = FolderFileSystem(RunFiles.at(self._folder).folder(self._group))
         except FileNotFoundError:
-            raise OSError(f"{self._folder}: not seen here; machines need a file system that they share") from None
+            raise OSError(
+                f"{self._folder}: not seen here; machines need a file system that they share"
+            ) from None
         self.fs = self._files  # type: ignore[assignment]
         return plan
 
@@ -70,9 +83,13 @@ class SharePlanner(DefaultSavePlanner):
 
     def __init__(self, boxes: Sequence[TensorBox]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = {MetadataIndex(part.name, part.offsets): part for box in boxes for part in parts(box)}
+        self._parts = {
+            MetadataIndex(part.name, part.offsets): part for box in boxes for part in parts(box)
+        }
 
-    def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
         """Nothing: boxes are there."""
 
     def create_local_plan(self) -> SavePlan:
@@ -91,8 +108,10 @@ def parts(box: TensorBox, limit: int = LIMIT) -> list[TensorBox]:
     if t.nbytes <= limit or t.dim() == 0:
         return [box]
     rows = max(limit * len(t) // t.nbytes, 1)
-    return [replace(box, offsets=(box.offsets[0] + at, *box.offsets[1:]), tensor=t[at : at + rows])
-            for at in range(0, len(t), rows)]
+    return [
+        replace(box, offsets=(box.offsets[0] + at, *box.offsets[1:]), tensor=t[at : at + rows])
+        for at in range(0, len(t), rows)
+    ]
 
 
 def files_of(items: Sequence[WriteItem], limit: int = LIMIT) -> list[list[WriteItem]]:
@@ -101,7 +120,11 @@ def files_of(items: Sequence[WriteItem], limit: int = LIMIT) -> list[list[WriteI
     held: list[tuple[set[str], int]] = []
     for item in items:
         name, size = item.index.fqn, _bytes(item)
-        fits = (i for i, (taken, there) in enumerate(held) if name not in taken and there + size <= limit)
+        fits = (
+            i
+            for i, (taken, there) in enumerate(held)
+            if name not in taken and there + size <= limit
+        )
         at = next(fits, len(files))
         if at == len(files):
             files.append([])

@@ -47,23 +47,38 @@ class Share:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Tensors by group and name, of a rank that has all of each."""
-        found = {group: {name: box.tensor for box in boxes for name in (box.name, *box.also)}
-                 for group, boxes in self.boxes.items()}
+        found = {
+            group: {name: box.tensor for box in boxes for name in (box.name, *box.also)}
+            for group, boxes in self.boxes.items()
+        }
         return {group: named for group, named in {**found, RNG: self.random}.items() if named}
 
 
-def save(root: Path | RunFiles | None, step: int, share: Share, keep: int | None, world: World) -> Path | None:
+def save(
+    root: Path | RunFiles | None, step: int, share: Share, keep: int | None, world: World
+) -> Path | None:
     """Write a checkpoint of `step` under `root`, which the first rank has and which is there, and return its folder there; keep the
     newest `keep`, of which older ones are known by names and sizes of their files, or all where it is None. All ranks call it.
 
     Raises CheckpointError on all ranks, leaving older checkpoints as they were; OldCheckpointStays on the first.
     """
-    files, staged = RunFiles.at(root) if root is not None else None, f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
+    files, staged = (
+        (RunFiles.at(root) if root is not None else None),
+        f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}",
+    )
     needed = world.sum(tensor(float(share_bytes(share)), dtype=float64, device=world.device)).item()
-    said = json.loads(world.text(json.dumps(_made(files, staged, int(needed), list(share.boxes)) if files else {})))
+    said = json.loads(
+        world.text(
+            json.dumps(_made(files, staged, int(needed), list(share.boxes)) if files else {})
+        )
+    )
     if not said["problem"]:
         written = world.texts(json.dumps(_written(Path(said["folder"]), share, world)))
-        said = json.loads(world.text(json.dumps(_finished(files, staged, step, written, share.state) if files else {})))
+        said = json.loads(
+            world.text(
+                json.dumps(_finished(files, staged, step, written, share.state) if files else {})
+            )
+        )
     if said["problem"]:
         raise CheckpointError(f"cannot save step {step} in {said['root']}: {said['problem']}")
     if files is None:
@@ -74,7 +89,9 @@ def save(root: Path | RunFiles | None, step: int, share: Share, keep: int | None
         if keep is not None:
             remove_old(files, said["name"], keep, sums=False)
     except OSError as error:
-        raise OldCheckpointStays(f"{final} is saved, but an older checkpoint cannot be removed: {error}") from error
+        raise OldCheckpointStays(
+            f"{final} is saved, but an older checkpoint cannot be removed: {error}"
+        ) from error
     return final
 
 
@@ -105,7 +122,9 @@ def _written(folder: Path, share: Share, world: World) -> dict[str, Any]:
     try:
         for group, boxes in share.boxes.items():
             writer = ShareWriter(folder, group, world.rank)
-            dcp_save({}, storage_writer=writer, planner=SharePlanner(boxes), process_group=world.group)
+            dcp_save(
+                {}, storage_writer=writer, planner=SharePlanner(boxes), process_group=world.group
+            )
             entries |= writer.entries
         if share.random:
             data, name = safetensors_bytes(share.random), f"{RNG}{SUFFIX}"
@@ -119,11 +138,16 @@ def _written(folder: Path, share: Share, world: World) -> dict[str, Any]:
         return {"problem": f"rank {rank}: {_reason(error)}"}
     except FAILED as error:
         return {"problem": f"rank {world.rank}: {_reason(error)}"}
-    also = {group: {other: box.name for box in boxes for other in box.also} for group, boxes in share.boxes.items()}
+    also = {
+        group: {other: box.name for box in boxes for other in box.also}
+        for group, boxes in share.boxes.items()
+    }
     return {"files": {name: asdict(entry) for name, entry in entries.items()}, "also": also}
 
 
-def _finished(files: RunFiles, staged: str, step: int, written: list[str], state: dict[str, Any]) -> dict[str, str]:
+def _finished(
+    files: RunFiles, staged: str, step: int, written: list[str], state: dict[str, Any]
+) -> dict[str, str]:
     """On the first rank: the name of the folder, whole and in its place; or why there is none."""
     said = {"root": str(files.path), "problem": "", "name": ""}
     found = [json.loads(text) for text in written]
@@ -131,8 +155,13 @@ def _finished(files: RunFiles, staged: str, step: int, written: list[str], state
     try:
         if problems:
             raise OSError(problems[0])
-        entries = {name: FileEntry(**entry) for each in found for name, entry in each["files"].items()}
-        also = {group: reduce(or_, (each["also"][group] for each in found)) for group in found[0]["also"]}
+        entries = {
+            name: FileEntry(**entry) for each in found for name, entry in each["files"].items()
+        }
+        also = {
+            group: reduce(or_, (each["also"][group] for each in found))
+            for group in found[0]["also"]
+        }
         text = checkpoint.strict_json({**state, ALSO: also}).encode()
         inside = files.folder(staged)
         inside.replace(STATE, text)

@@ -48,10 +48,14 @@ def passed_over(problem: object) -> str:
 
 def none_usable(root: RunFiles) -> NoUsableCheckpoint:
     """The error where there are checkpoints under `root` and none of them can be used."""
-    return NoUsableCheckpoint(f"none of the {len(steps(root))} checkpoints in {root.path} can be used")
+    return NoUsableCheckpoint(
+        f"none of the {len(steps(root))} checkpoints in {root.path} can be used"
+    )
 
 
-def damage(root: RunFiles, name: str, step: int, sums: Callable[[str], bool] = lambda name: True) -> str | None:
+def damage(
+    root: RunFiles, name: str, step: int, sums: Callable[[str], bool] = lambda name: True
+) -> str | None:
     """Why the checkpoint `name`, of `step`, cannot be used, or None; of sums those that `sums` takes by the files' names."""
     try:
         found = verify(root.folder(name), sums).step
@@ -62,7 +66,9 @@ def damage(root: RunFiles, name: str, step: int, sums: Callable[[str], bool] = l
 
 def free_name(root: RunFiles, step: int) -> str:
     """The name of a new checkpoint of `step`."""
-    attempt = max((attempt for other, attempt, _ in _newest_first(root) if other == step), default=0) + 1
+    attempt = (
+        max((attempt for other, attempt, _ in _newest_first(root) if other == step), default=0) + 1
+    )
     return f"step-{step:08d}" + (f".{attempt}" if attempt > 1 else "")
 
 
@@ -87,4 +93,11 @@ def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
 def _newest_first(root: RunFiles) -> list[tuple[int, int, str]]:
     """Step, attempt and name of each checkpoint, by falling step."""
     found = [(name, FOLDER.fullmatch(name)) for name in root.names()]
-    return sorted(((int(m[1]), int(m[2] or 1), name) for name, m in found if m and root.kind(name) == "folder"), reverse=True)
+    return sorted(
+        (
+            (int(m[1]), int(m[2] or 1), name)
+            for name, m in found
+            if m and root.kind(name) == "folder"
+        ),
+        reverse=True,
+    )

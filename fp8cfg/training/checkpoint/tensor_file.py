@@ -23,8 +23,15 @@ def refuse_unstorable(group: str, named: Mapping[str, Tensor]) -> None:
         raise ValueError(f"{group}: safetensors keeps the name __metadata__ for itself")
     for name, tensor in named.items():
         # A wrapper subclass (DTensor, a quantized weight) has no memory of its own and would be stored as no bytes.
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-            raise TypeError(f"{group}: {name}: only plain dense tensors can be stored, not {type(tensor).__name__}")
+        if (
+            type(tensor) not in (Tensor, torch.nn.Parameter)
+            or tensor.layout != torch.strided
+            or tensor.is_meta
+        ):
+            raise TypeError(
+                f"{group}: {name}: only plain dense tensors can be stored, not"
+                f" {type(tensor).__name__}"
+            )
         if tensor.dtype == torch.complex128 or tensor.is_quantized:
             raise TypeError(f"{group}: {name}: safetensors does not store {tensor.dtype}")
 
@@ -70,4 +77,11 @@ def _packed(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
 
 def view_of(tensor: Tensor) -> tuple[Any, ...]:
     """What two tensors that are one and the same have in common."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return (
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

@@ -51,10 +51,16 @@ class TensorLayout:
         self.shards: Mapping[str, TensorShard] = model.shards if self.tensor else {}
         self.sharing: World = sharing(job.prepared)
         self.params: Mapping[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self.split: dict[str, DTensor] = {name: p for name, p in self.params.items() if hasattr(p, "placements")}
-        self.spanning = {f"{name}.{WEIGHT_BUFFERS[field]}" for name, layer in model.named_modules()
-                         if isinstance(layer, FP8Linear) and layer.amax_group for field, axis in ((0, 1), (2, 0))
-                         if layer.amax_group.over(WEIGHT, layer.scaling.tile(WEIGHT, axis))}
+        self.split: dict[str, DTensor] = {
+            name: p for name, p in self.params.items() if hasattr(p, "placements")
+        }
+        self.spanning = {
+            f"{name}.{WEIGHT_BUFFERS[field]}"
+            for name, layer in model.named_modules()
+            if isinstance(layer, FP8Linear) and layer.amax_group
+            for field, axis in ((0, 1), (2, 0))
+            if layer.amax_group.over(WEIGHT, layer.scaling.tile(WEIGHT, axis))
+        }
         """The scales of weights that lie across the ranks that split these: each has them whole."""
 
     def boxes(self, name: str, t: Tensor, alone: bool = False) -> Iterator[TensorBox]:
@@ -68,7 +74,9 @@ class TensorLayout:
         whole = _wider(shape, shard)
         copies = (0, 1, ()) if alone else self._copies(t if split else None, shard)
         for place in self._places(shape, tuple(local.shape), t if split else None, shard):
-            part = local if place.size == tuple(local.shape) else local[slices(place.here, place.size)]
+            part = (
+                local if place.size == tuple(local.shape) else local[slices(place.here, place.size)]
+            )
             yield TensorBox(name, whole, place.whole, part, *copies)
 
     def local(self, t: Tensor) -> Tensor:
@@ -79,7 +87,11 @@ class TensorLayout:
         """What this rank keeps of a tensor whose whole has the shape `whole`, of which `read` gives the part that begins somewhere
         and has some size."""
         shard, like = self._shard_of(name, len(whole)), self._parameter_of(name)
-        if whole and name.endswith(block_scales.SUFFIX) and (p := self.params.get(block_scales.parameter(name))) is not None:
+        if (
+            whole
+            and name.endswith(block_scales.SUFFIX)
+            and (p := self.params.get(block_scales.parameter(name))) is not None
+        ):
             shard, like = block_scales.split(p, shard)
             if shard is not None and shard.dim == 1:
                 shape, (start, size) = (whole[0] // shard.ranks, *whole[1:]), _piece(like, whole)
@@ -101,7 +113,11 @@ class TensorLayout:
         assert self.tensor is not None, "or nothing were split"
         rows = local(self.params[block_scales.parameter(name)]).shape[0]
         part = block_scales.joined(local(t), rows, self.tensor.process_group)
-        return distributed(part, t, (t.shape[0] * shard.ranks, *t.shape[1:])) if hasattr(t, "placements") else part
+        return (
+            distributed(part, t, (t.shape[0] * shard.ranks, *t.shape[1:]))
+            if hasattr(t, "placements")
+            else part
+        )
 
     def _parameter_of(self, name: str) -> DTensor | None:
         """The parameter that FSDP2 split as it splits the tensor `name`, if it splits it; not of scales."""
@@ -114,20 +130,37 @@ class TensorLayout:
         if name.endswith(block_scales.SUFFIX):
             return self.shards.get(block_scales.parameter(name)) if dims else None
         if last in WEIGHT_BUFFERS:
-            return self.shards.get(f"{owner}.weight") if dims == 2 and name not in self.spanning else None
+            return (
+                self.shards.get(f"{owner}.weight")
+                if dims == 2 and name not in self.spanning
+                else None
+            )
         return self.shards.get(name, self.shards.get(owner))
 
-    def _places(self, shape: Offsets, local: Offsets, like: Any, shard: TensorShard | None) -> Iterator[Place]:
+    def _places(
+        self, shape: Offsets, local: Offsets, like: Any, shard: TensorShard | None
+    ) -> Iterator[Place]:
         """Of a tensor of `shape` the places of its part of the shape `local`, split as `like` is, in the whole of `shard`."""
         first = _piece(like, shape)[0]
-        ranges = [[(0, size, start)] for size, start in zip(local, first, strict=True)]  # here, size, in the tensor of `shape`
+        ranges = [
+            [(0, size, start)] for size, start in zip(local, first, strict=True)
+        ]  # here, size, in the tensor of `shape`
         if shard is not None:
             start, size = first[shard.dim], local[shard.dim]
-            cut = [(max(begin, start), min(end, start + size), at - begin) for begin, end, at in shard.boxes(shape[shard.dim])]
-            ranges[shard.dim] = [(begin - start, end - begin, begin + shift) for begin, end, shift in cut]
+            cut = [
+                (max(begin, start), min(end, start + size), at - begin)
+                for begin, end, at in shard.boxes(shape[shard.dim])
+            ]
+            ranges[shard.dim] = [
+                (begin - start, end - begin, begin + shift) for begin, end, shift in cut
+            ]
         for found in product(*ranges):
             if all(size > 0 for _, size, _ in found) or 0 in shape:
-                yield Place(tuple(a for a, _, _ in found), tuple(b for _, _, b in found), tuple(n for _, n, _ in found))
+                yield Place(
+                    tuple(a for a, _, _ in found),
+                    tuple(b for _, _, b in found),
+                    tuple(n for _, n, _ in found),
+                )
 
     def _history(self, name: str, t: Tensor) -> Tensor:
         """Of amax histories the largest of the ranks that share matrices, since a weight's is recorded by part."""
@@ -142,7 +175,11 @@ class TensorLayout:
         axes = [("data", self.sharing.rank, self.sharing.size)]
         if split is not None:
             mesh = split.device_mesh
-            axes = [(f"mesh {i}", mesh.get_local_rank(i), mesh.size(i)) for i, p in enumerate(split.placements) if p.is_replicate()]
+            axes = [
+                (f"mesh {i}", mesh.get_local_rank(i), mesh.size(i))
+                for i, p in enumerate(split.placements)
+                if p.is_replicate()
+            ]
         if shard is None and self.tensor:
             axes.append(("tensor", self.tensor.rank, self.tensor.size))
         copy, copies = 0, 1
@@ -156,11 +193,19 @@ def slices(start: Offsets, size: Offsets) -> tuple[slice, ...]:
 
 
 def _wider(shape: Offsets, shard: TensorShard | None) -> Offsets:
-    return shape if shard is None else tuple(n * shard.ranks if dim == shard.dim else n for dim, n in enumerate(shape))
+    return (
+        shape
+        if shard is None
+        else tuple(n * shard.ranks if dim == shard.dim else n for dim, n in enumerate(shape))
+    )
 
 
 def _narrower(whole: Offsets, shard: TensorShard | None) -> Offsets:
-    return whole if shard is None else tuple(n // shard.ranks if dim == shard.dim else n for dim, n in enumerate(whole))
+    return (
+        whole
+        if shard is None
+        else tuple(n // shard.ranks if dim == shard.dim else n for dim, n in enumerate(whole))
+    )
 
 
 def _piece(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:

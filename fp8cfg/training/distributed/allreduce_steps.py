@@ -44,16 +44,22 @@ def two_hop_all_reduce(stored: Sequence[Stored], c: Codec, world: World) -> None
     for shares, total in sums:
         sent = total.new_zeros(max(map(length, shares)), dtype=c.format.dtype)
         own = shares[world.rank]
-        for ((tensor, _, _), part), (_, codes) in zip(pieces(own, total), pieces(own, sent), strict=True):
+        for ((tensor, _, _), part), (_, codes) in zip(
+            pieces(own, total), pieces(own, sent), strict=True
+        ):
             c.write(part, (codes,), scales[tensor])
-        for share, row in zip(shares, gathered(_bytes(sent), "gradients", world).view(c.format.dtype), strict=True):
+        for share, row in zip(
+            shares, gathered(_bytes(sent), "gradients", world).view(c.format.dtype), strict=True
+        ):
             for (tensor, start, stop), codes in pieces(share, row):
                 datas[tensor][start:stop].copy_(codes)
     for (_, scale_inv), scale in zip(stored, scales, strict=True):
         scale_inv.copy_(scale)
 
 
-def reduce_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World, flats: Sequence[Tensor]) -> None:
+def reduce_to_owners(
+    stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World, flats: Sequence[Tensor]
+) -> None:
     """Sum stored tensors into `flats`, those that this rank owns."""
     shares_of = owned_shares([data.numel() for data, *_ in stored], owners, world.size)
     for shares, total in _first_hop(stored, c, shares_of, world):
@@ -61,11 +67,15 @@ def reduce_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, 
             flats[tensor][start:stop].copy_(part)
 
 
-def reduce_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World) -> None:
+def reduce_stored_to_owners(
+    stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World
+) -> None:
     """Sum stored tensors that have a scale each, in place, those that this rank owns."""
     if not stored:
         return
-    sums = _first_hop(stored, c, owned_shares([data.numel() for data, *_ in stored], owners, world.size), world)
+    sums = _first_hop(
+        stored, c, owned_shares([data.numel() for data, *_ in stored], owners, world.size), world
+    )
     scales = c.scale_inv(_amaxes(sums, world.rank, stored))
     for shares, total in sums:
         for (tensor, start, stop), part in pieces(shares[world.rank], total):
@@ -75,7 +85,9 @@ def reduce_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: 
             scale_inv.copy_(scale)
 
 
-def gather_owned(tensors: Sequence[Tensor], owners: Sequence[int], world: World, kind: Kind) -> None:
+def gather_owned(
+    tensors: Sequence[Tensor], owners: Sequence[int], world: World, kind: Kind
+) -> None:
     """Copy tensors of any dtype from their owners to the other ranks."""
     flats = [_bytes(_flat(t)) for t in tensors]
     for shares in owned_shares([flat.numel() for flat in flats], owners, world.size):
@@ -83,7 +95,9 @@ def gather_owned(tensors: Sequence[Tensor], owners: Sequence[int], world: World,
         for (tensor, start, stop), part in pieces(shares[world.rank], sent):
             part.copy_(flats[tensor][start:stop])
         for owner, row in enumerate(gathered(sent, kind, world)):
-            for (tensor, start, stop), part in pieces(shares[owner] if owner != world.rank else [], row):
+            for (tensor, start, stop), part in pieces(
+                shares[owner] if owner != world.rank else [], row
+            ):
                 flats[tensor][start:stop].copy_(part)
 
 
@@ -98,16 +112,28 @@ def pieces(share: Share, data: Tensor) -> Iterator[tuple[Segment, Tensor]]:
             at += stop - start
 
 
-def _first_hop(stored: Sequence[Stored], c: Codec, rounds: Iterable[list[Share]], world: World) -> Sums:
+def _first_hop(
+    stored: Sequence[Stored], c: Codec, rounds: Iterable[list[Share]], world: World
+) -> Sums:
     """Every rank gets its share of what all have, codes as they are, and adds up what they stand for."""
     scales = None
     if c.scaling != "none" and stored:
         scales = gathered(torch.stack([scale_inv for _, scale_inv in stored]), "scales", world)
     sums = []
     for shares in rounds:
-        sent = torch.cat([_bytes(_flat(stored[tensor][0])[start:stop]) for share in shares for tensor, start, stop in share])
+        sent = torch.cat(
+            [
+                _bytes(_flat(stored[tensor][0])[start:stop])
+                for share in shares
+                for tensor, start, stop in share
+            ]
+        )
         counts = [length(share) * c.format.dtype.itemsize for share in shares]
-        rows = exchanged(sent, counts, "gradients", world).view(c.format.dtype).view(world.size, length(shares[world.rank]))
+        rows = (
+            exchanged(sent, counts, "gradients", world)
+            .view(c.format.dtype)
+            .view(world.size, length(shares[world.rank]))
+        )
         sums.append((shares, _added_up(c, shares[world.rank], scales, rows)))
     return sums
 
@@ -115,7 +141,9 @@ def _first_hop(stored: Sequence[Stored], c: Codec, rounds: Iterable[list[Share]]
 def _added_up(c: Codec, share: Share, scales: Tensor | None, rows: Tensor) -> Tensor:
     """The float32 sum of `rows`, the codes of one share by every rank; `scales` are [ranks, tensors]."""
     total = torch.empty_like(rows[0], dtype=torch.float32)
-    for ((tensor, _, _), codes), (_, out) in zip(pieces(share, rows), pieces(share, total), strict=True):
+    for ((tensor, _, _), codes), (_, out) in zip(
+        pieces(share, rows), pieces(share, total), strict=True
+    ):
         for rank, row in enumerate(codes):
             part = c.decode((row,) if scales is None else (row, scales[rank, tensor]))
             out.copy_(part if rank == 0 else out + part)

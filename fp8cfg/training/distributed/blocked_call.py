@@ -15,11 +15,27 @@ from fp8cfg.numerics import host_copy, waited_collective
 
 PACKAGE = Path(__file__).parents[2]
 _FILES = {distributed_c10d.__file__, _functional_collectives.__file__}
-_PREFIXES = ("all_", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier",
-             "monitored_barrier")
+_PREFIXES = (
+    "all_",
+    "reduce",
+    "broadcast",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "barrier",
+    "monitored_barrier",
+)
 """How the names of public collectives in torch's _FILES begin, and those of no other functions there that wait."""
 _TENSOR = f"{Path(dist.__file__).parent}/tensor/"
-_DTENSOR = {"_reduce_value": "all_reduce", "_reduce_shard_value": "reduce_scatter", "_to_replicate_tensor": "all_gather"}
+_DTENSOR = {
+    "_reduce_value": "all_reduce",
+    "_reduce_shard_value": "reduce_scatter",
+    "_to_replicate_tensor": "all_gather",
+}
 """What methods of a DTensor's placements do: they may wait for it in an operator of the result."""
 
 
@@ -45,8 +61,12 @@ def doing(frame: FrameType | None) -> str:
     for each in _outward(frame):
         if name := _name(each):
             return f"the collective {name}"
-        if (path := each.f_code.co_filename).startswith(f"{PACKAGE}/") and path != host_copy.__file__:
-            return f"fp8cfg/{Path(path).relative_to(PACKAGE)}:{each.f_lineno}, {each.f_code.co_name}"
+        if (path := each.f_code.co_filename).startswith(
+            f"{PACKAGE}/"
+        ) and path != host_copy.__file__:
+            return (
+                f"fp8cfg/{Path(path).relative_to(PACKAGE)}:{each.f_lineno}, {each.f_code.co_name}"
+            )
     return f"{Path(first.f_code.co_filename).name}:{first.f_lineno}" if first else "no Python"
 
 
@@ -82,7 +102,11 @@ def _group(frame: FrameType, named: bool) -> dist.ProcessGroup | None:
     for of in (there.get("group"), getattr(own, "group", None)):
         if isinstance(of, dist.ProcessGroup):
             return of
-        if isinstance(of, str) and (known := next((g for g, name in distributed_c10d._world.pg_names.items() if name == of), None)):
+        if isinstance(of, str) and (
+            known := next(
+                (g for g, name in distributed_c10d._world.pg_names.items() if name == of), None
+            )
+        ):
             return known
     for mesh in (there.get("mesh"), getattr(own, "device_mesh", None)):
         if isinstance(mesh, DeviceMesh) and (axis is not None or mesh.ndim == 1):

@@ -16,7 +16,9 @@ from fp8cfg.training.distributed.traffic import Kind, on_ring
 if TYPE_CHECKING:
     from fp8cfg.training.distributed.world import World
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch >= 2.13 is required
+_all_gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # its name until torch >= 2.13 is required
 
 
 def reduced(data: Tensor, kind: Kind, world: World, largest: bool = False) -> Tensor:

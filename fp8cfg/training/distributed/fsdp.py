@@ -29,7 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from fp8cfg.backends.stored_weights import DTYPES
@@ -66,7 +69,9 @@ class _AllGather(DefaultAllGather):
         super().__init__()
         self.world = world
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any
+    ) -> Any:
         SENT.add("weights", (self.world.size - 1) * input_tensor.nbytes)
         return super().__call__(output_tensor, input_tensor, *rest, **options)
 
@@ -79,9 +84,15 @@ class _ReduceScatter(DefaultReduceScatter):
         super().__init__()
         self.world, self.dtype = world, dtype
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any
+    ) -> Any:
         sent = input_tensor.to(self.dtype)
-        total = output_tensor if sent is input_tensor else torch.empty_like(output_tensor, dtype=self.dtype)
+        total = (
+            output_tensor
+            if sent is input_tensor
+            else torch.empty_like(output_tensor, dtype=self.dtype)
+        )
         SENT.add("gradients", (self.world.size - 1) * total.nbytes)
         work = super().__call__(total, sent, *rest, **options)
         if total is not output_tensor:
@@ -104,7 +115,9 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
     if not dist.is_initialized():
         current()  # which raises where torchrun has started several
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1
+        )
     here: TensorRank | None = model.tensor_parallel
     tensor, chosen = here.size if here else 1, precision.storage.shard
     groups = dist.get_world_size() // (model.stages * tensor) if chosen == "none" else model.groups
@@ -113,32 +126,48 @@ def shard(model: Transformer, precision: Precision, device: str, gradient: torch
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
     once, comm = chosen != "fsdp", DTYPES[resolved(precision)["comm"]]
     kept = gradient if once else comm
-    policy = MixedPrecisionPolicy(DTYPES[gathered_plain(precision)], kept, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        DTYPES[gathered_plain(precision)], kept, cast_forward_inputs=False
+    )
     whole = {p for p in model.parameters() if once and not p.requires_grad}
-    by_column = {p for name, p in model.named_parameters() if by_columns(precision, name, p.shape, worlds[-1].size)}
+    by_column = {
+        p
+        for name, p in model.named_parameters()
+        if by_columns(precision, name, p.shape, worlds[-1].size)
+    }
     for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False if once else None, ignored_params=whole,
-                    shard_placement_fn=lambda p: Shard(int(p in by_column)))
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=False if once else None,
+            ignored_params=whole,
+            shard_placement_fn=lambda p: Shard(int(p in by_column)),
+        )
         if gradient != policy.param_dtype:
             module.register_forward_pre_hook(partial(widen_gradients, gradient))
         if chosen == "none" and comm != gradient:
             module.register_forward_pre_hook(partial(send_in, comm))
         assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(1.0)  # shares of the loss are weighed where it is (Job.backward)
+        module.set_gradient_divide_factor(
+            1.0
+        )  # shares of the loss are weighed where it is (Job.backward)
         module.set_force_sum_reduction_for_comms(True)
         module.set_custom_all_gather(_AllGather(worlds[-1]))
         module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], comm))
-        if kept == torch.float32 and precision.storage.accumulate == "wide":  # in which parts of a group are added up
+        if (
+            kept == torch.float32 and precision.storage.accumulate == "wide"
+        ):  # in which parts of a group are added up
             _ADDING_FLOAT32.add(module)
         for over in worlds[:-1]:
             module.set_all_reduce_hook(partial(_count_sum, over, kept))
         # In the place of torch's bare AssertionError.
         type(module).__deepcopy__ = partialmethod(refuse_copy, chosen)  # type: ignore[attr-defined]
     if chosen in ZERO:  # under fsdp shards are what its users expect
-        model.register_state_dict_pre_hook(partial(refuse_shards, chosen))  # type: ignore[no-untyped-call]
+        model.register_state_dict_pre_hook(partial(refuse_shards, chosen))
     if chosen == "none":
-        model.register_state_dict_post_hook(state_dict_of_one)  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(load_into_one)  # type: ignore[no-untyped-call]
+        model.register_state_dict_post_hook(state_dict_of_one)
+        model.register_load_state_dict_pre_hook(load_into_one)
 
 
 def widen_gradients(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
@@ -168,7 +197,9 @@ def sums(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> No
     """Whether the next backward pass sums gradients into shards, the `last` of a step or `each`; and over groups of ranks, which
     sum once a step, but where the parts of a group are added up in fewer bits than float32."""
     module.set_requires_gradient_sync(last or each, recurse=recurse)
-    module.set_requires_all_reduce(last or (each and module not in _ADDING_FLOAT32), recurse=recurse)
+    module.set_requires_all_reduce(
+        last or (each and module not in _ADDING_FLOAT32), recurse=recurse
+    )
 
 
 def let_go(model: nn.Module) -> None:
@@ -181,10 +212,14 @@ def let_go(model: nn.Module) -> None:
 def attach(optimizer: MixedPrecisionOptimizer | LowBitTraining, prepared: PreparedModel) -> None:
     """Let `optimizer` step the shards of `prepared.model`, and say of which its state is."""
     optimizer.sharded = prepared.shard in ZERO
-    optimizer.masters_of = {name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"}
+    optimizer.masters_of = {
+        name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"
+    }
     if prepared.shard == "none":
         optimizer.one_shard = lambda: refresh_shards(fp8_linears(prepared.model))
-    optimizer.on_written.append(partial(let_go, prepared.model))  # weights that a loop of one's own has gathered meanwhile
+    optimizer.on_written.append(
+        partial(let_go, prepared.model)
+    )  # weights that a loop of one's own has gathered meanwhile
 
 
 def drop(model: nn.Module, shard: str) -> None:
@@ -193,7 +228,9 @@ def drop(model: nn.Module, shard: str) -> None:
     assert isinstance(model, FSDPModule)
     if model._get_fsdp_state()._is_root is None:
         return  # before the first forward pass, which makes what is reset
-    if not hasattr(model, "reset_iter_state"):  # it is torch 2.13's; the branch goes when pyproject.toml asks for that
+    if not hasattr(
+        model, "reset_iter_state"
+    ):  # it is torch 2.13's; the branch goes when pyproject.toml asks for that
         model.register_forward_pre_hook(refuse_after_error, prepend=True)
         return
     model.reset_iter_state()

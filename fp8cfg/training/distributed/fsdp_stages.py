@@ -9,13 +9,20 @@ from itertools import pairwise
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8cfg.training.distributed.fsdp import REDUCED_IN_EACH_PASS, let_go, send_in, sums, widen_gradients
+from fp8cfg.training.distributed.fsdp import (
+    REDUCED_IN_EACH_PASS,
+    let_go,
+    send_in,
+    sums,
+    widen_gradients,
+)
 
 
 class FullyShardedStages:
     """The shards of a pipeline rank's parameters: embedding, last norm and output layer are gathered before the passes of a step,
     for no pass goes through the whole model, and summed in the last one of their chunk, under zero2 and fsdp in each: later passes
-    bring them no gradients, and FSDP2 then sums nothing (torch 2.13). Layers are gathered and summed as without a pipeline."""
+    bring them no gradients, and FSDP2 then sums nothing (torch 2.13). Layers are gathered and summed as without a pipeline.
+    """
 
     def __init__(self, model: nn.Module, shard: str, chunks: Sequence[Sequence[nn.Module]]) -> None:
         assert isinstance(model, FSDPModule)
@@ -31,7 +38,9 @@ class FullyShardedStages:
 
     def begin(self) -> None:
         """Gather what no layer gathers."""
-        self.model.set_reshard_after_backward(False, recurse=self.shard != "fsdp")  # `drop` says otherwise
+        self.model.set_reshard_after_backward(
+            False, recurse=self.shard != "fsdp"
+        )  # `drop` says otherwise
         self.model.unshard()
         for hook in self.model._forward_pre_hooks.values():
             if isinstance(hook, partial) and hook.func in (widen_gradients, send_in):
@@ -44,7 +53,9 @@ class FullyShardedStages:
             assert isinstance(layer, FSDPModule)
             sums(layer, last, self.each)
         sums(self.model, last and layers[0] is self.outer[0], self.each, recurse=False)
-        self.model.set_is_last_backward((first and last) or self.each)  # which ends with nothing on its way
+        self.model.set_is_last_backward(
+            (first and last) or self.each
+        )  # which ends with nothing on its way
 
     def end(self) -> None:
         """Free what was gathered."""

@@ -7,7 +7,7 @@ parameters that each has whole and used on a part of the tokens or heads, as nor
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,12 @@ from fp8cfg.optim.low_bit.training import LowBitTraining
 from fp8cfg.parallel import pipeline
 from fp8cfg.parallel.tensor import TensorRank, partial_gradients
 from fp8cfg.training.distributed.collectives import reduced
-from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks, sum_stored, sum_stored_to_owners, sum_to_owners
+from fp8cfg.training.distributed.quantized_allreduce import (
+    sum_over_ranks,
+    sum_stored,
+    sum_stored_to_owners,
+    sum_to_owners,
+)
 from fp8cfg.training.distributed.world import World, sharing, stages
 
 if TYPE_CHECKING:
@@ -32,8 +37,14 @@ if TYPE_CHECKING:
 def stores_early(prepared: PreparedModel) -> bool:
     """Whether gradients can be encoded into their storage codec as they come: with no rank to sum them with, where the same bytes
     are communicated, or where FSDP2 has summed them by then."""
-    return prepared.fsdp2 or sharing(prepared).size == 1 or all(
-        columns["comm"] == columns["weight_grad"] or columns["weight_grad"] not in SCALED for columns in prepared.columns.values())
+    return (
+        prepared.fsdp2
+        or sharing(prepared).size == 1
+        or all(
+            columns["comm"] == columns["weight_grad"] or columns["weight_grad"] not in SCALED
+            for columns in prepared.columns.values()
+        )
+    )
 
 
 def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -> None:
@@ -82,7 +93,8 @@ def sum_norms(optimizer: Optimizer, prepared: PreparedModel) -> None:
         optimizer.split = {p for p, name in optimizer.names.items() if name in names}
         optimizer.sum_split = tensor_world(prepared).sum
     if prepared.pipeline is not None:
-        optimizer.uncounted = pipeline.counted_elsewhere(prepared.model, prepared.pipeline)  # type: ignore[arg-type]
+        model: Any = prepared.model
+        optimizer.uncounted = pipeline.counted_elsewhere(model, prepared.pipeline)
         optimizer.sum_stages = stages(prepared).sum
 
 
@@ -92,8 +104,14 @@ def _sum_shares(prepared: PreparedModel) -> None:
     for all, in float32, which they are few enough for."""
     gradients = [local(p.grad) for p in partial_gradients(prepared.model) if p.grad is not None]
     if gradients:
-        flat = reduced(torch.cat([g.detach().flatten().float() for g in gradients]), "gradients", tensor_world(prepared))
-        for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        flat = reduced(
+            torch.cat([g.detach().flatten().float() for g in gradients]),
+            "gradients",
+            tensor_world(prepared),
+        )
+        for gradient, total in zip(
+            gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True
+        ):
             gradient.copy_(total.view_as(gradient))
 
 
@@ -108,7 +126,9 @@ def stored_grads(optimizer: Optimizer) -> dict[nn.Parameter, Stored]:
     return optimizer.stored_grads if isinstance(optimizer, LowBitTraining) else {}
 
 
-def _owners(prepared: PreparedModel, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> list[int]:
+def _owners(
+    prepared: PreparedModel, optimizer: Optimizer, params: Sequence[nn.Parameter]
+) -> list[int]:
     return [prepared.owner[optimizer.names[p]] for p in params]
 
 

@@ -42,7 +42,11 @@ class Heartbeat:
 
     def close(self) -> None:
         """End it. Where this rank holds the store, the others may first hear what it has found."""
-        if self.rank == 0 and not _agent_holds_store() and _within(1, lambda: self._found(self._beats), None):
+        if (
+            self.rank == 0
+            and not _agent_holds_store()
+            and _within(1, lambda: self._found(self._beats), None)
+        ):
             self.ended.wait(2 * self.every)
         self.ended.set()
         join(self._thread)
@@ -62,10 +66,15 @@ class Heartbeat:
     def others(self) -> str:
         """What the other ranks do, those first that do not beat; what another rank has found of that, where one has. Within some
         seconds, whatever the store does."""
-        return _within(self.patience, self._told, None) or next(iter(self.heard), None) or _silent_store()
+        return (
+            _within(self.patience, self._told, None)
+            or next(iter(self.heard), None)
+            or _silent_store()
+        )
 
     def silent(self, ranks: Sequence[int]) -> str | None:
         """Which of `ranks` do not beat, or that the store is silent or has ended; None where all of them do."""
+
         def asked() -> str | None:
             try:
                 return _said_of(self._seen(ranks)[0])
@@ -83,7 +92,10 @@ class Heartbeat:
 
     def _beat(self) -> None:
         count = 0
-        with suppress(RuntimeError):  # the store has ended before this rank: each call to it would print a traceback of torch's
+        with suppress(
+            RuntimeError
+            # the store has ended before this rank: each call to it would print a traceback of torch's
+        ):
             while not self.ended.wait(self.every if count else 0):
                 count += 1
                 with suppress(dist.DistStoreError):  # it was late
@@ -100,24 +112,36 @@ class Heartbeat:
     def _told(self) -> str | None:
         try:
             told = self._found(self._reads) or self._all()
-            self._reads.set(_FOUND, told := self._found(self._reads) or told)  # ranks that have found it meanwhile may have left
+            self._reads.set(
+                _FOUND, told := self._found(self._reads) or told
+            )  # ranks that have found it meanwhile may have left
         except RuntimeError:
             return None if self.heard else _silent_store(gone=True)
         return told
 
     def _all(self) -> str:
         silent, there = self._seen([rank for rank in range(self.size) if rank != self.rank])
-        elsewhere = {rank: what for rank, what in there.items() if not what.startswith("the collective")}
-        return _said_of(silent) or "; ".join(f"rank {rank} is in {what}" for rank, what in list((elsewhere or there).items())[:8])
+        elsewhere = {
+            rank: what for rank, what in there.items() if not what.startswith("the collective")
+        }
+        return _said_of(silent) or "; ".join(
+            f"rank {rank} is in {what}" for rank, what in list((elsewhere or there).items())[:8]
+        )
 
     def _seen(self, ranks: Sequence[int]) -> tuple[list[int], dict[int, str]]:
         """Those of `ranks` that do not beat, and what the others do."""
-        all_came = not ranks or self._reads.check([_key(rank) for rank in ranks])  # one request, of thousands of ranks too
-        there = list(ranks) if all_came else [rank for rank in ranks if self._reads.check([_key(rank)])]
+        all_came = not ranks or self._reads.check(
+            [_key(rank) for rank in ranks]
+        )  # one request, of thousands of ranks too
+        there = (
+            list(ranks) if all_came else [rank for rank in ranks if self._reads.check([_key(rank)])]
+        )
         before = self._read(there)
         self.ended.wait(2.5 * self.every)
         after = self._read(there)
-        beating = {rank: after[rank].partition(" ")[2] for rank in there if before[rank] != after[rank]}
+        beating = {
+            rank: after[rank].partition(" ")[2] for rank in there if before[rank] != after[rank]
+        }
         return [rank for rank in ranks if rank not in beating], beating
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -130,7 +154,8 @@ class Heartbeat:
 
 def join(thread: threading.Thread) -> None:
     """Wait for a thread that calls the store, unless that is silent. One that comes back from torch's C++ while Python ends is
-    unwound through it, and C++ ends the process: "terminate called without an active exception", SIGABRT (until CPython 3.14)."""
+    unwound through it, and C++ ends the process: "terminate called without an active exception", SIGABRT (until CPython 3.14).
+    """
     thread.join(_UNSAID)
 
 
@@ -141,6 +166,7 @@ def arrive(store: Any, rank: int) -> None:
 
 def not_arrived(store: Any, size: int) -> str | None:
     """Which of `size` ranks have not arrived in `store`; None where all have, and where it is silent."""
+
     def found() -> list[int]:
         return [rank for rank in range(size) if not store.check([f"fp8cfg/arrived/{rank}"])]
 
@@ -155,11 +181,20 @@ def _agent_holds_store() -> bool:
 
 def _silent_store(gone: bool = False) -> str:
     holder = "the launcher's agent" if _agent_holds_store() else "rank 0"
-    return f"{holder}, which held the store, has ended" if gone else f"{holder}, which holds the store, is silent: {_GONE}"
+    return (
+        f"{holder}, which held the store, has ended"
+        if gone
+        else f"{holder}, which holds the store, is silent: {_GONE}"
+    )
 
 
 def _said_of(silent: Sequence[int]) -> str | None:
-    return f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} silent: {_GONE}, or busy outside of Python" if silent else None
+    return (
+        f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} silent: {_GONE}, or busy outside"
+        " of Python"
+        if silent
+        else None
+    )
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: U) -> T | U:
@@ -181,5 +216,7 @@ def _key(rank: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    shown = ", ".join(map(str, ranks[:16])) + (
+        f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    )
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}"

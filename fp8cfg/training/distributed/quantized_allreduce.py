@@ -73,9 +73,12 @@ def sum_stored(stored: Sequence[Stored], c: Codec, world: World) -> None:
 
 
 @torch.no_grad()
-def sum_to_owners(tensors: Sequence[Tensor], owners: Sequence[int], codec_name: str, world: World) -> None:
+def sum_to_owners(
+    tensors: Sequence[Tensor], owners: Sequence[int], codec_name: str, world: World
+) -> None:
     """Add up tensors over the ranks, each in place on the rank that `owners` names, in one hop for every codec; on the other
-    ranks they keep what they held. Raises ValueError for codecs that gradients cannot be sent in."""
+    ranks they keep what they held. Raises ValueError for codecs that gradients cannot be sent in.
+    """
     c = _gradient_codec(codec_name)
     if world.size > 1:
         flats = [t.detach().reshape(-1) for t in tensors]
@@ -84,7 +87,9 @@ def sum_to_owners(tensors: Sequence[Tensor], owners: Sequence[int], codec_name: 
 
 
 @torch.no_grad()
-def sum_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World) -> None:
+def sum_stored_to_owners(
+    stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World
+) -> None:
     """The same for tensors stored under an FP8 codec with one scale a tensor; an owner gets the bits that `sum_stored` gives to
     all ranks."""
     _check_stored(c)
@@ -95,12 +100,17 @@ def sum_stored_to_owners(stored: Sequence[Stored], owners: Sequence[int], c: Cod
 @torch.no_grad()
 def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: World) -> None:
     """Copy stored tensors, data and scales, from the rank that owns each to all others, in place and bit for bit. Any codec and
-    any dtype will do; `(p.detach(),)` is a parameter that is stored as it is. Data are contiguous."""
+    any dtype will do; `(p.detach(),)` is a parameter that is stored as it is. Data are contiguous.
+    """
     if world.size == 1:
         return
     kinds: tuple[Kind, Kind] = ("weights", "scales")
     for part, kind in enumerate(kinds):
-        chosen = [(entry[part], owner) for entry, owner in zip(stored, owners, strict=True) if len(entry) > part]
+        chosen = [
+            (entry[part], owner)
+            for entry, owner in zip(stored, owners, strict=True)
+            if len(entry) > part
+        ]
         gather_owned([t for t, _ in chosen], [owner for _, owner in chosen], world, kind)
 
 
@@ -112,7 +122,9 @@ def _gradient_codec(name: str) -> Codec:
 
 def _check_stored(c: Codec) -> None:
     if not c.per_tensor or c.format.dtype.itemsize > 1:
-        raise ValueError(f"tensors stored as {c} are not summed as they are; FP8 with one scale a tensor is")
+        raise ValueError(
+            f"tensors stored as {c} are not summed as they are; FP8 with one scale a tensor is"
+        )
 
 
 def _stored(c: Codec, flat: Tensor) -> Stored:

@@ -35,12 +35,17 @@ def even_shares(sizes: Sequence[int], ranks: int) -> Iterator[list[Share]]:
     for start in range(0, row.end, MESSAGE):
         stop = min(start + MESSAGE, row.end)
         part = -(-(stop - start) // ranks)
-        yield [row.cut(min(start + r * part, stop), min(start + (r + 1) * part, stop)) for r in range(ranks)]
+        yield [
+            row.cut(min(start + r * part, stop), min(start + (r + 1) * part, stop))
+            for r in range(ranks)
+        ]
 
 
 def owned_shares(sizes: Sequence[int], owners: Sequence[int], ranks: int) -> Iterator[list[Share]]:
     """For each message the share of every rank, where tensor i is wholly that of rank `owners[i]`."""
-    rows = [_Row(sizes, [i for i, owner in enumerate(owners) if owner == rank]) for rank in range(ranks)]
+    rows = [
+        _Row(sizes, [i for i, owner in enumerate(owners) if owner == rank]) for rank in range(ranks)
+    ]
     part = max(MESSAGE // ranks, 1)
     for start in range(0, max((row.end for row in rows), default=0), part):
         yield [row.cut(min(start, row.end), min(start + part, row.end)) for row in rows]

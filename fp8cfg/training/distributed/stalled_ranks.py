@@ -27,7 +27,9 @@ from fp8cfg.training.distributed.blocked_call import doing, raised_in
 from fp8cfg.training.distributed.heartbeat import Heartbeat, join
 
 Phase = Literal["start", "step"]
-_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # deprecated in torch 2.15
+_set_timeout = (
+    getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+)  # deprecated in torch 2.15
 APART = "checkpoint"
 """The group of what runs beside steps, whose limit stays."""
 _MARKS = ("gloo/transport/", "Application timeout caused pair closure")
@@ -43,7 +45,9 @@ class StallWatch:
         self.timeout, self.strategy, self.phase, self.step = timeout, strategy, "start", 0
         self.beats = Heartbeat(min(5.0, timeout.start / 8, timeout.step / 8))
         self._began = deque([time.monotonic()], maxlen=3)
-        self._warning = threading.Thread(target=self._warn, name="fp8cfg stall warning", daemon=True)
+        self._warning = threading.Thread(
+            target=self._warn, name="fp8cfg stall warning", daemon=True
+        )
         if dist.get_backend() == dist.Backend.NCCL:
             self._warning.start()
 
@@ -69,10 +73,17 @@ class StallWatch:
         elif not self.beats.another_waited():
             return None
         limit = f"{self._limit:g} s (trainer.timeout.{self.phase})"
-        how = f"was not done in {limit}" if late else f"was broken off by a rank that had waited {limit}"
+        how = (
+            f"was not done in {limit}"
+            if late
+            else f"was broken off by a rank that had waited {limit}"
+        )
         where, others = raised_in(of), self.beats.others()
-        axes = where.group and group_axes(self.strategy, dist.get_process_group_ranks(where.group), self.beats.size)
-        what = f"{where}{f' over {axes}' if axes else ''}{'' if where.name else f' ({first_line(of)})'}"
+        axes = where.group and group_axes(
+            self.strategy, dist.get_process_group_ranks(where.group), self.beats.size
+        )
+        over = f" over {axes}" if axes else ""
+        what = f"{where}{over}{'' if where.name else f' ({first_line(of)})'}"
         return RankStalled(f"step {max(self.step, 1)}: {what} {how}: {others}")
 
     def close(self) -> None:
@@ -99,9 +110,16 @@ class StallWatch:
             if self._began[-1] != began or silent == said or self.beats.ended.is_set():
                 continue
             if said := silent:
-                after = f"after {time.monotonic() - first:.0f} s of {self._limit:g} (trainer.timeout.{self.phase})"
-                print(f"rank {self.beats.rank}: warning: step {max(self.step, 1)}: {doing(self.beats.where())}, {after}: {silent}",
-                      file=sys.stderr, flush=True)
+                after = (
+                    f"after {time.monotonic() - first:.0f} s of {self._limit:g}"
+                    f" (trainer.timeout.{self.phase})"
+                )
+                print(
+                    f"rank {self.beats.rank}: warning: step {max(self.step, 1)}:"
+                    f" {doing(self.beats.where())}, {after}: {silent}",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 def broken(error: BaseException) -> RuntimeError | None:
@@ -110,7 +128,9 @@ def broken(error: BaseException) -> RuntimeError | None:
     CUDA, is none."""
     found, each = None, cast("BaseException | None", error)
     while each:
-        if isinstance(each, RuntimeError) and (isinstance(each, dist.DistError) or any(mark in str(each) for mark in _MARKS)):
+        if isinstance(each, RuntimeError) and (
+            isinstance(each, dist.DistError) or any(mark in str(each) for mark in _MARKS)
+        ):
             found = each if _late(each) or "onnection" in str(each) else found
         each = each.__cause__
     return found
@@ -126,7 +146,9 @@ def _late(error: BaseException) -> bool:
 
 
 @contextmanager
-def all_started(timeout: Timeout, not_arrived: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+def all_started(
+    timeout: Timeout, not_arrived: Callable[[], str | None] = lambda: None
+) -> Iterator[None]:
     """Around the start of a process group: raises RankStalled where not all ranks came, with what `not_arrived` says of those."""
     try:
         yield
@@ -134,4 +156,6 @@ def all_started(timeout: Timeout, not_arrived: Callable[[], str | None] = lambda
         if not _late(e):
             raise
         why = not_arrived() or first_line(e)
-        raise RankStalled(f"not all ranks came within {timeout.start:g} s (trainer.timeout.start): {why}") from e
+        raise RankStalled(
+            f"not all ranks came within {timeout.start:g} s (trainer.timeout.start): {why}"
+        ) from e

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -24,11 +24,19 @@ def tensor_parts(prepared: PreparedModel) -> dict[nn.Parameter, Strided]:
     if prepared.tensor_parallel is None:
         return {}
     shards: Mapping[str, TensorShard] = prepared.model.shards  # type: ignore[assignment]
-    return {p: Strided(0, shard.run(p.shape), shard.rank, shard.ranks)
-            for name, p in prepared.model.named_parameters() if (shard := shards.get(name))}
+    return {
+        p: Strided(0, shard.run(p.shape), shard.rank, shard.ranks)
+        for name, p in prepared.model.named_parameters()
+        if (shard := shards.get(name))
+    }
 
 
-def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precision, parts: Mapping[nn.Parameter, Strided]) -> None:
+def attach(
+    optimizer: LowBitTraining,
+    prepared: PreparedModel,
+    precision: Precision,
+    parts: Mapping[nn.Parameter, Strided],
+) -> None:
     """Let `optimizer` step parts of tensors: scales of whole tensors are over all ranks that have these, norms of shards over those
     that have the others; of `parts` gradient_sync.sum_norms adds them up."""
     worlds = [tensor_world(prepared)] if parts else []
@@ -48,12 +56,15 @@ def attach(optimizer: LowBitTraining, prepared: PreparedModel, precision: Precis
         return amaxes
 
     optimizer.largest = optimizer.gradients.largest = largest
-    optimizer.gradients.groups = _layers(prepared.model, optimizer.gradients.codecs)  # type: ignore[arg-type]
+    model: Any = prepared.model
+    optimizer.gradients.groups = _layers(model, optimizer.gradients.codecs)
     optimizer.parts = parts
     optimizer.whole = {columns_of(prepared, precision, name) for name in optimizer.names.values()}
 
 
-def _layers(model: Transformer, chosen: Iterable[nn.Parameter]) -> dict[nn.Parameter, Set[nn.Parameter]]:
+def _layers(
+    model: Transformer, chosen: Iterable[nn.Parameter]
+) -> dict[nn.Parameter, Set[nn.Parameter]]:
     """Of each of `chosen` those of the same layer, or in none, whose gradients FSDP2 sums together."""
     left, groups = {*chosen}, dict[nn.Parameter, Set[nn.Parameter]]()
     for layer in model.layers:

@@ -23,7 +23,8 @@ class StoreConnection:
     ended, and DistStoreError where it is late."""
 
     def __init__(self) -> None:
-        self._store: Any = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # in no stub of torch 2.13
+        default: Any = distributed_c10d._get_default_store()
+        self._store = default.clone()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*given: Any) -> Any:

@@ -37,7 +37,12 @@ class Traffic:
     def __str__(self) -> str:
         """As in `gradients 1.5 MiB in 2 messages, scales 128 B in 1 message`."""
         counts = {kind: f"{n} message{'' if n == 1 else 's'}" for kind, n in self.messages.items()}
-        return ", ".join(f"{kind} {size(count)} in {counts[kind]}" for kind, count in self.bytes.items()) or "nothing"
+        return (
+            ", ".join(
+                f"{kind} {size(count)} in {counts[kind]}" for kind, count in self.bytes.items()
+            )
+            or "nothing"
+        )
 
 
 def on_ring(data: Tensor, ranks: int) -> int:

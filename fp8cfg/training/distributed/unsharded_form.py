@@ -17,7 +17,9 @@ from fp8cfg.numerics.stored_form import stored_state_dict
 from fp8cfg.optim.low_bit.shards import local
 
 
-def as_unsharded(prepared: PreparedModel, stored: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def as_unsharded(
+    prepared: PreparedModel, stored: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """`stored`, the stored form of the model with its Parameters, with weights as the unsharded run has them; and the masters."""
     weights, masters, made = dict(stored), dict[str, Tensor](), dict[str, Tensor]()
     for name, first in narrow(prepared).items():
@@ -30,7 +32,9 @@ def as_unsharded(prepared: PreparedModel, stored: dict[str, Tensor]) -> tuple[di
             split = split_fields(layer.shard_scaling, layer.shard_place)
             for field, buffer, t in zip(Stored._fields[1:], WEIGHT_BUFFERS, beside, strict=True):
                 if t is not None:  # in rows as the weight, or whole on all ranks
-                    weights[f"{owner}.{buffer}"] = distributed(t, p, (split[field], t.shape[1])) if field in split else t
+                    weights[f"{owner}.{buffer}"] = (
+                        distributed(t, p, (split[field], t.shape[1])) if field in split else t
+                    )
         else:
             data = local(p).to(DTYPES[prepared.columns[first]["weight"]])
         if first not in made:  # a tied weight has two names
@@ -44,8 +48,16 @@ def coded_weights(prepared: PreparedModel) -> dict[str, Tensor]:
     scales: by their names in its stored form."""
     stored = stored_state_dict(prepared.model, keep_vars=True)
     weights, _ = as_unsharded(prepared, stored)
-    coded = {name for name, first in narrow(prepared).items() if prepared.columns[first]["weight"] not in DTYPES}
-    return {name: local(t).detach() for name, t in weights.items() if name in coded or name not in stored}
+    coded = {
+        name
+        for name, first in narrow(prepared).items()
+        if prepared.columns[first]["weight"] not in DTYPES
+    }
+    return {
+        name: local(t).detach()
+        for name, t in weights.items()
+        if name in coded or name not in stored
+    }
 
 
 def narrow(prepared: PreparedModel) -> dict[str, str]:
@@ -53,8 +65,11 @@ def narrow(prepared: PreparedModel) -> dict[str, str]:
     if not prepared.fsdp2 or prepared.shard == "fsdp":
         return {}
     first = {p: name for name, p in prepared.model.named_parameters() if p.requires_grad}
-    return {name: first[p] for name, p in prepared.model.named_parameters(remove_duplicate=False)
-            if p in first and prepared.columns[first[p]]["weight"] != "fp32"}
+    return {
+        name: first[p]
+        for name, p in prepared.model.named_parameters(remove_duplicate=False)
+        if p in first and prepared.columns[first[p]]["weight"] != "fp32"
+    }
 
 
 def distributed(local: Tensor, like: Any, shape: tuple[int, ...]) -> Tensor:
@@ -63,4 +78,11 @@ def distributed(local: Tensor, like: Any, shape: tuple[int, ...]) -> Tensor:
 
     whole = torch.empty(shape, dtype=local.dtype, device="meta")
     local = local.contiguous().to(like.device)
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )

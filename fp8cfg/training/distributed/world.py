@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # its functions keep the group that is there when it is imported, and so gloo's threads (torch 2.13)
+
+# its functions keep the group that is there when it is imported, and so gloo's threads (torch 2.13)
+import torch.distributed.nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
@@ -26,7 +28,13 @@ from fp8cfg.config.fp8 import FP8
 from fp8cfg.config.training_nodes import Strategy, Timeout, Trainer
 from fp8cfg.report.memory.layout import ranks
 from fp8cfg.training.distributed import gloo_threads, heartbeat
-from fp8cfg.training.distributed.stalled_ranks import Phase, StallWatch, all_started, broken, first_line
+from fp8cfg.training.distributed.stalled_ranks import (
+    Phase,
+    StallWatch,
+    all_started,
+    broken,
+    first_line,
+)
 from fp8cfg.training.distributed.traffic import Traffic
 
 SENT = Traffic()
@@ -62,10 +70,13 @@ class World:
 
     def largest(self, value: Tensor) -> Tensor:
         """The elementwise maximum over the ranks of numbers that are not negative, or -1, in the dtype of `value`; NaN where a rank
-        has NaN: by the bits of float32, since a maximum of floats may leave NaN out, as gloo's does."""
+        has NaN: by the bits of float32, since a maximum of floats may leave NaN out, as gloo's does.
+        """
         if self.size == 1:
             return value
-        known = value.float().nan_to_num(math.nan, math.inf, -math.inf)  # a NaN without a sign: that of 0 / 0 has one on x86
+        known = value.float().nan_to_num(
+            math.nan, math.inf, -math.inf
+        )  # a NaN without a sign: that of 0 / 0 has one on x86
         dist.all_reduce(known.view(torch.int32), dist.ReduceOp.MAX, group=self.group)
         return known.to(value.dtype)
 
@@ -95,12 +106,16 @@ class World:
         length = torch.tensor(len(value.encode()), dtype=torch.int64, device=self.device)
         lengths = [int(each) for each in self._every(length)]
         found = self._every(self._bytes(value, max(lengths)))
-        return [row[:n].cpu().numpy().tobytes().decode() for row, n in zip(found, lengths, strict=True)]
+        return [
+            row[:n].cpu().numpy().tobytes().decode() for row, n in zip(found, lengths, strict=True)
+        ]
 
     @property
     def device(self) -> torch.device:
         """Where the tensors are that the ranks send."""
-        return torch.device("cuda" if self.size > 1 and dist.get_backend(self.group) == "nccl" else "cpu")
+        return torch.device(
+            "cuda" if self.size > 1 and dist.get_backend(self.group) == "nccl" else "cpu"
+        )
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -117,13 +132,16 @@ class World:
 
     def _bytes(self, value: str, least: int = 0) -> Tensor:
         """The text in at least so many bytes, never in none."""
-        return torch.frombuffer(bytearray(value.encode().ljust(max(1, least))), dtype=torch.uint8).to(self.device)
+        return torch.frombuffer(
+            bytearray(value.encode().ljust(max(1, least))), dtype=torch.uint8
+        ).to(self.device)
 
 
 @contextmanager
 def world(device: str, trainer: Trainer) -> Iterator[World]:
     """The world that torchrun's environment describes (RANK, WORLD_SIZE): gloo for cpu, nccl for cuda, with the limits of
-    `trainer`. Raises RankLost where another rank has ended, and RankStalled where one did not come in time."""
+    `trainer`. Raises RankLost where another rank has ended, and RankStalled where one did not come in time.
+    """
     if ranks() == 1:
         try:
             yield World()
@@ -166,7 +184,9 @@ def _start_group(backend: str, timeout: Timeout) -> None:
     limit = timedelta(seconds=timeout.start)
     if not _MEETING:
         with all_started(timeout):
-            _MEETING.append(next(rendezvous("env://", timeout=limit)))  # one for all: a second may meet the end of the first
+            _MEETING.append(
+                next(rendezvous("env://", timeout=limit))
+            )  # one for all: a second may meet the end of the first
     meeting, rank, size = _MEETING[0]
     store = PrefixStore(f"restart {again}, group {next(_GROUPS)}", meeting)
     with all_started(timeout, partial(heartbeat.not_arrived, store, size)):
@@ -185,8 +205,11 @@ def current() -> World:
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     if ranks() > 1:
-        raise ConfigError(f"WORLD_SIZE={ranks()}: torchrun started {ranks()} ranks, and there is no process group; call "
-                          "torch.distributed.init_process_group() before fp8cfg.build, or train with python -m fp8cfg")
+        raise ConfigError(
+            f"WORLD_SIZE={ranks()}: torchrun started {ranks()} ranks, and there is no process"
+            " group; call torch.distributed.init_process_group() before fp8cfg.build, or train"
+            " with python -m fp8cfg"
+        )
     return World()
 
 
@@ -196,7 +219,9 @@ def sharing(prepared: PreparedModel) -> World:
     if prepared.mesh is None:
         return current()
     mesh: DeviceMesh = prepared.mesh
-    return World(mesh.get_local_rank("shards"), mesh["shards"].size(), group=mesh.get_group("shards"))
+    return World(
+        mesh.get_local_rank("shards"), mesh["shards"].size(), group=mesh.get_group("shards")
+    )
 
 
 def stages(prepared: PreparedModel) -> World:
@@ -208,7 +233,11 @@ def stages(prepared: PreparedModel) -> World:
 def same_layers(prepared: PreparedModel) -> World:
     """The ranks with the same layers as this one: all, or those of its pipeline stage."""
     here = prepared.pipeline
-    return current() if here is None else World(dist.get_rank(here.stage), dist.get_world_size(here.stage), group=here.stage)
+    return (
+        current()
+        if here is None
+        else World(dist.get_rank(here.stage), dist.get_world_size(here.stage), group=here.stage)
+    )
 
 
 def amax_group(prepared: PreparedModel, fp8: FP8) -> dist.ProcessGroup | None:
@@ -225,5 +254,7 @@ def amax_group(prepared: PreparedModel, fp8: FP8) -> dist.ProcessGroup | None:
 def same_samples(strategy: Strategy) -> dist.ProcessGroup | None:
     """The process group of this rank and those that share its layers and its samples, tensor- and context-parallel ones; None where
     it is alone. All ranks call it."""
-    neighbours = strategy.tensor_model_parallel_size * strategy.context_parallel_size  # the fastest axes
-    return dist.new_subgroups(neighbours)[0] if neighbours > 1 else None  # type: ignore[no-untyped-call]
+    neighbours = (
+        strategy.tensor_model_parallel_size * strategy.context_parallel_size
+    )  # the fastest axes
+    return dist.new_subgroups(neighbours)[0] if neighbours > 1 else None

@@ -35,10 +35,14 @@ if TYPE_CHECKING:
     Optimizer = MixedPrecisionOptimizer | LowBitTraining
 
 
-def owner_of(names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: int) -> dict[str, int]:
+def owner_of(
+    names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: int
+) -> dict[str, int]:
     """The rank that owns each parameter, from its elements, its columns and its weight_grad column by name."""
-    sizes = [sharded_bytes(count, columns, codec(gradient) if shard == "zero2" else None)
-             for count, columns, gradient in names.values()]
+    sizes = [
+        sharded_bytes(count, columns, codec(gradient) if shard == "zero2" else None)
+        for count, columns, gradient in names.values()
+    ]
     return dict(zip(names, owners(sizes, ranks), strict=True))
 
 
@@ -52,12 +56,26 @@ def sharded_bytes(count: int, columns: Columns, gradient: Codec | None = None) -
 def owned(prepared: PreparedModel, precision: Precision) -> set[str] | None:
     """Under ZeRO the names of the parameters whose state this rank keeps, and in `prepared` the owner of each; None where every
     rank keeps all."""
-    world = World() if (shard := precision.storage.shard) not in ("zero1", "zero2") else sharing(prepared)
+    world = (
+        World()
+        if (shard := precision.storage.shard) not in ("zero1", "zero2")
+        else sharing(prepared)
+    )
     if world.size == 1 or prepared.fsdp2:
         return None
-    prepared.owner = owner_of({
-        name: (p.numel(), columns_of(prepared, precision, name), prepared.columns[name]["weight_grad"])
-        for name, p in prepared.model.named_parameters() if p.requires_grad}, shard, world.size)
+    prepared.owner = owner_of(
+        {
+            name: (
+                p.numel(),
+                columns_of(prepared, precision, name),
+                prepared.columns[name]["weight_grad"],
+            )
+            for name, p in prepared.model.named_parameters()
+            if p.requires_grad
+        },
+        shard,
+        world.size,
+    )
     return {name for name, rank in prepared.owner.items() if rank == world.rank}
 
 
@@ -67,17 +85,28 @@ def columns_of(prepared: PreparedModel, precision: Precision, name: str) -> Colu
     return named_columns(**codecs, rounding=precision.storage.rounding)
 
 
-def attach(optimizer: Optimizer, model: nn.Module, owner: Mapping[str, int], shard: str, world: World) -> None:
+def attach(
+    optimizer: Optimizer, model: nn.Module, owner: Mapping[str, int], shard: str, world: World
+) -> None:
     """Hook ZeRO into `optimizer`: each step ends by gathering all weights from their owners, and its norm is the global one."""
-    layers = {layer.parameter: layer for layer in fp8_linears(model) if layer.parameter.requires_grad}
+    layers = {
+        layer.parameter: layer for layer in fp8_linears(model) if layer.parameter.requires_grad
+    }
     held = stored_weights.held(model)
 
     @torch.no_grad()
     def hand_round() -> None:
-        entries = [(entry, owner[name]) for p, name in optimizer.names.items()
-                   for entry in ([held[p].in_codec] if p in held else _written(p, layers.get(p)))]
+        entries = [
+            (entry, owner[name])
+            for p, name in optimizer.names.items()
+            for entry in ([held[p].in_codec] if p in held else _written(p, layers.get(p)))
+        ]
         gather_from_owners([entry for entry, _ in entries], [rank for _, rank in entries], world)
-        histories = [layer.fp8_amax_history for layer in layers.values() if layer.fp8_params and layer.fp8_amax_history is not None]
+        histories = [
+            layer.fp8_amax_history
+            for layer in layers.values()
+            if layer.fp8_params and layer.fp8_amax_history is not None
+        ]
         if histories:  # the amax of a weight, which its owner recorded as it wrote it
             amaxes = world.largest(torch.stack([history[0, WEIGHT] for history in histories]))
             for history, amax in zip(histories, amaxes, strict=True):
