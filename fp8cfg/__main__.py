@@ -10,13 +10,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from fp8cfg.cli import VERBS, WORDS
-from fp8cfg.cli.interrupts import ending_imports
+from fp8cfg.cli.output import ending_imports
 
 
 def main(argv: list[str] | None = None, own_process: bool = False) -> int:
     """Run one verb; `train` where none is given. Returns the exit code. In a process of its own a second signal ends it at once; in
     one of others it is theirs."""
-    from fp8cfg.config.exit_codes import flush, said
+    from fp8cfg.schema.errors import flush, said
 
     warnings.showwarning = _warned
     try:
@@ -34,7 +34,7 @@ def _run(argv: list[str], own_process: bool) -> int:
     if argv[:1] == ["help"] or asked & {"-h", "--help"}:
         return _help(argv)
     if asked:
-        from fp8cfg import __version__
+        from fp8cfg.schema.version import __version__
 
         print(f"fp8cfg {__version__}")
         return 0
@@ -62,7 +62,7 @@ def _asked(argv: list[str]) -> set[str]:
 
 def _refuse_environment() -> None:
     """Raise ConfigError where a variable of torchrun's, which is read in many places, is no number."""
-    from fp8cfg.config.errors import refuse_if
+    from fp8cfg.schema.errors import refuse_if
 
     sizes, numbers = ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")
     said = {name: os.environ[name] for name in (*sizes, *numbers) if name in os.environ}
@@ -79,7 +79,7 @@ def _refuse_environment() -> None:
 def _help(argv: list[str]) -> int:
     from fp8cfg.cli.argv import is_recipe_file, no_verb
     from fp8cfg.cli.help import usage
-    from fp8cfg.config.errors import ConfigError
+    from fp8cfg.schema.errors import ConfigError
 
     named = [
         a
@@ -94,8 +94,7 @@ def _help(argv: list[str]) -> int:
 
 def _warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
     """A warning of ours to users as one line, said by the first rank; every other warning as Python prints it."""
-    from fp8cfg.config.errors import PlainWarning
-    from fp8cfg.config.exit_codes import report
+    from fp8cfg.schema.errors import PlainWarning, report
 
     if not issubclass(category, PlainWarning):
         _PLAIN(message, category, *where, **more)

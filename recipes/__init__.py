@@ -6,7 +6,6 @@
 A module of this folder is a family; every function that it registers is here by name. A new family needs its line below.
 """
 
-from fp8cfg.config import recipe_registry
 from fp8cfg.recipes.from_hf import *  # noqa: F403
 from fp8cfg.recipes.gemma import *  # noqa: F403
 from fp8cfg.recipes.gpt import *  # noqa: F403
@@ -15,6 +14,7 @@ from fp8cfg.recipes.mistral import *  # noqa: F403
 from fp8cfg.recipes.nemotron import *  # noqa: F403
 from fp8cfg.recipes.olmo import *  # noqa: F403
 from fp8cfg.recipes.qwen import *  # noqa: F403
+from fp8cfg.schema import recipe_registry
 
 __all__ = recipe_registry.of_package(__name__)
 

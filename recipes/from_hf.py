@@ -5,11 +5,11 @@ Training defaults are NeMo's for full fine-tuning: learning rate 5e-6 with a war
 
 from __future__ import annotations
 
-from fp8cfg.config.hugging_face_folder import shaped
-from fp8cfg.config.presets import precision_preset
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import recipe
-from fp8cfg.config.training_nodes import Optim, Trainer
+from fp8cfg.schema.hugging_face import shaped
+from fp8cfg.schema.presets import precision_preset
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe_registry import recipe
+from fp8cfg.schema.training import Optim, Trainer
 
 
 @recipe

@@ -8,9 +8,9 @@ layouts and batches are those of Gemma 2 of about that size. Gemma 3's vision to
 
 from __future__ import annotations
 
-from fp8cfg.config import hugging_face
-from fp8cfg.config.model import Model, RopeScaling
 from fp8cfg.recipes.pretraining import SHORT, size, tiny
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.model import Model, RopeScaling
 
 GEMMA2 = Model(
     vocab_size=256000,

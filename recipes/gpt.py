@@ -8,10 +8,10 @@ paper's, layouts ours.
 
 from __future__ import annotations
 
-from fp8cfg.config import hugging_face
-from fp8cfg.config.model import Model
-from fp8cfg.config.training_nodes import Optim
 from fp8cfg.recipes.pretraining import size, tiny
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.model import Model
+from fp8cfg.schema.training import Optim
 
 GPT3 = Model(
     vocab_size=50304,

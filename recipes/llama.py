@@ -7,14 +7,14 @@ and llama3_70b's.
 
 from __future__ import annotations
 
-from fp8cfg.config import hugging_face
-from fp8cfg.config.data import Data
-from fp8cfg.config.model import Model, RopeScaling
-from fp8cfg.config.presets import precision_preset
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import recipe
-from fp8cfg.config.training_nodes import Checkpoint, Log, Optim, Trainer
 from fp8cfg.recipes.pretraining import size
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.data import Data
+from fp8cfg.schema.model import Model, RopeScaling
+from fp8cfg.schema.presets import precision_preset
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe_registry import recipe
+from fp8cfg.schema.training import Checkpoint, Log, Optim, Trainer
 
 LLAMA2 = Model(vocab_size=32000, seq_length=4096)
 LLAMA3 = Model(vocab_size=128256, seq_length=8192, rotary_base=5e5)

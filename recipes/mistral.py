@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from fp8cfg.config import hugging_face
-from fp8cfg.config.model import Model
 from fp8cfg.recipes.pretraining import size, tiny
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.model import Model
 
 MISTRAL = Model(vocab_size=32000, seq_length=4096, sliding_window=4096)
 MISTRAL_V03 = Model(vocab_size=32768, seq_length=4096, rotary_base=1e6)

@@ -6,10 +6,10 @@ channels, no biases beside the norms'.
 
 from __future__ import annotations
 
-from fp8cfg.config import hugging_face
-from fp8cfg.config.model import Model
-from fp8cfg.config.training_nodes import Optim
 from fp8cfg.recipes.pretraining import SHORT, size, tiny
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.model import Model
+from fp8cfg.schema.training import Optim
 
 NEMOTRON = Model(
     vocab_size=256000,

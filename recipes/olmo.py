@@ -6,9 +6,9 @@ Norms stand after attention and MLP, and over all queries and all keys. NeMo has
 
 from __future__ import annotations
 
-from fp8cfg.config import hugging_face
-from fp8cfg.config.model import Model
 from fp8cfg.recipes.pretraining import size, tiny
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.model import Model
 
 OLMO2 = Model(
     vocab_size=100352,

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fp8cfg.config.data import Data
-from fp8cfg.config.model import Model
-from fp8cfg.config.presets import precision_preset
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import RecipeFunction, recipe
-from fp8cfg.config.training_nodes import Checkpoint, Log, Optim, Strategy, Trainer
+from fp8cfg.schema.data import Data
+from fp8cfg.schema.model import Model
+from fp8cfg.schema.presets import precision_preset
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe_registry import RecipeFunction, recipe
+from fp8cfg.schema.training import Checkpoint, Log, Optim, Strategy, Trainer
 
 Shape = tuple[int, int, int, int, int, float]
 """Layers, hidden size, FFN size, attention heads, query groups, standard deviation of the first weights."""

@@ -7,9 +7,9 @@ qwen2_500m and qwen2_1p5b untie them. NeMo has no qwen25_3b: its layout is qwen2
 
 from __future__ import annotations
 
-from fp8cfg.config import hugging_face
-from fp8cfg.config.model import Model
 from fp8cfg.recipes.pretraining import SHORT, size, tiny
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.model import Model
 
 QWEN2 = Model(
     vocab_size=152064, seq_length=4096, rotary_base=1e6, layernorm_epsilon=1e-6, add_qkv_bias=True

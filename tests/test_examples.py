@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.backends.native import backend as native
+from fp8cfg.backends.native import backend
 from fp8cfg.training.data import run_data
 from tests.support.ranks import launch
 from tests.support.small import SMALL, losses, small, steps
@@ -126,7 +126,7 @@ def test_a_trainer_that_recomputes_activations_does_so_in_fp8() -> None:
 
 
 def test_a_trainer_that_does_not_run_in_fp8_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "autocast", lambda model, enabled=True: nullcontext())
+    monkeypatch.setattr(backend, "autocast", lambda model, enabled=True: nullcontext())
     with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8"):
         train("transformers_trainer", *DELAYED)
 

@@ -44,9 +44,9 @@ from pathlib import Path
 import torch
 
 import fp8cfg
-from fp8cfg.layer_plan import transformer_config
-from fp8cfg.models.shapes import parameter_counts
-from fp8cfg.report.machine import no_cuda
+from fp8cfg.models.config import parameter_counts
+from fp8cfg.planning.hardware import no_cuda
+from fp8cfg.planning.layer_plan import transformer_config
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -249,7 +249,7 @@ def run(args: argparse.Namespace, results: Results) -> dict[str, list[str]]:
         "forkserver"
     )  # which loads torch once, and never touches the GPU itself
     context.set_forkserver_preload(
-        ["__main__", "tools.bench_gpu", "fiddle", "fp8cfg.composition.hydra_compose"]
+        ["__main__", "tools.bench_gpu", "fiddle", "fp8cfg.composition.merge"]
     )
     results.say(head(args))
     return bench(args, context, results)

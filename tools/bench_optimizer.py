@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from fp8cfg.numerics.codecs import codec
+from fp8cfg.optim.low_bit.adam import LowBitAdamW
 from fp8cfg.optim.low_bit.columns import named_columns
-from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
-from fp8cfg.report.tables import table
+from fp8cfg.schema.tables import table
 
 TORCH = {
     "foreach": {"foreach": True},

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fp8cfg.report.tables import table
+from fp8cfg.schema.tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 HYDRA_APP = """import hydra

@@ -25,7 +25,7 @@ import command
 from step_times.trees import ROOT, NoTreeError, Worker, tree
 
 import fp8cfg
-from fp8cfg.report.tables import table
+from fp8cfg.schema.tables import table
 
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
 PRECISIONS = {

@@ -32,13 +32,13 @@ from pathlib import Path
 import torch
 
 import fp8cfg
-from fp8cfg.backends.backend_choice import against
-from fp8cfg.backends.te import decoder as te_decoder
-from fp8cfg.report.machine import find_hardware, no_cuda
-from fp8cfg.report.tables import wrapped
+from fp8cfg.backends.choice import against
+from fp8cfg.backends.te import attention
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning.hardware import find_hardware, no_cuda
+from fp8cfg.schema.tables import wrapped
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -154,11 +154,11 @@ def train(args: argparse.Namespace, model: str, row: str) -> list[str]:
     """The cells of a row: losses, share in FP8, time, memory. Raises NotFP8Error where it did not run as planned."""
     parts = row.endswith("parts")
     if parts:
-        te_decoder.obstacle = lambda layer, make: (
+        attention.obstacle = lambda layer, make: (
             "asked for"
         )  # in this process, which has no other row
     job = fp8cfg.build(recipe_of(args, model, row))
-    layers = set(te_decoder.described(job.model).values())
+    layers = set(attention.described(job.model).values())
     if row.startswith("te ") and (layers == {"te.TransformerLayer"}) == parts:
         raise ArithmeticError(f"its layers are {sorted(layers)}")
     batches, _ = run_data(job.recipe)
@@ -281,7 +281,7 @@ def run(args: argparse.Namespace, results: Results) -> None:
             "__main__",
             "tools.check_gpu",
             "fiddle",
-            "fp8cfg.composition.hydra_compose",
+            "fp8cfg.composition.merge",
             "fp8cfg.models.transformer",
         ]
     )

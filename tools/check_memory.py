@@ -14,7 +14,7 @@ import argparse
 import command
 import torch
 
-from fp8cfg.report.tables import size, table
+from fp8cfg.schema.tables import size, table
 from fp8cfg.training.memory_measurement import BOUNDS, measure
 
 SIZES = {

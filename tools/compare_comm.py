@@ -26,12 +26,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fp8cfg.numerics.codecs import codec
-from fp8cfg.numerics.exact_float32 import largest, pow2_scale
-from fp8cfg.numerics.formats import E4M3, cast, widen
-from fp8cfg.report.tables import table
-from fp8cfg.training.distributed.quantized_allreduce import sum_over_ranks
-from fp8cfg.training.distributed.traffic import Traffic
-from fp8cfg.training.distributed.world import World
+from fp8cfg.numerics.formats import E4M3, cast, largest, pow2_scale, widen
+from fp8cfg.parallel.process_group import World
+from fp8cfg.parallel.quantized_allreduce import sum_over_ranks
+from fp8cfg.parallel.traffic import Traffic
+from fp8cfg.schema.tables import table
 from tools.gradient_sums.threaded_ranks import on_threads
 
 GRADIENTS = ("independent", "correlated", "heavy-tailed", "cancelling")

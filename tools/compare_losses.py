@@ -34,7 +34,7 @@ import command
 import measure_bytes
 
 import fp8cfg
-from fp8cfg.report.tables import table
+from fp8cfg.schema.tables import table
 
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
 ROWS = {
@@ -68,12 +68,12 @@ def train(words: list[str]) -> Run:
     """The training losses of every step, the last validation loss and the bytes of a parameter of one run."""
     import torch
 
-    from fp8cfg.training.compile_choice import compiles
+    from fp8cfg.parallel.process_group import World
+    from fp8cfg.training.compile import compiles
     from fp8cfg.training.data import run_data, validation_batches
-    from fp8cfg.training.distributed.world import World
     from fp8cfg.training.evaluation import evaluate
     from fp8cfg.training.memory_measurement import by_kind
-    from fp8cfg.training.train_step import train_step
+    from fp8cfg.training.step import train_step
 
     torch.set_num_threads(1)
     began, recipe = time.perf_counter(), fp8cfg.compose(words)

@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fp8cfg
-from fp8cfg.layer_plan import plan
-from fp8cfg.report.tables import size, table, wrapped
+from fp8cfg.planning.layer_plan import plan
+from fp8cfg.schema.tables import size, table, wrapped
 from tools.gpu_rows import estimate
 from tools.gpu_rows.estimate import OF_BANDWIDTH, OF_PEAK, OF_PEAK_ATTENTION, Device
 from tools.gpu_rows.shapes import GOALS, SHAPES, WHOLE, WORDS

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import fp8cfg
-from fp8cfg.config.recipe_registry import recipes
-from fp8cfg.layer_plan import plan, transformer_config
 from fp8cfg.models import parameter_counts
-from fp8cfg.models.hf import to_hf
-from fp8cfg.report.coverage import planned
+from fp8cfg.models.hf_checkpoint import to_hf
+from fp8cfg.planning.coverage import planned
+from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.schema.recipe_registry import recipes
 from tools.command import run
 from tools.families import PUBLISHED, TINY, build, config_of
 

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 import fp8cfg
-from fp8cfg.report import chart
-from fp8cfg.report.tables import table
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning import remarks
+from fp8cfg.schema.tables import table
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
 from fp8cfg.training.memory_measurement import by_kind
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 
 SMALL = [
     "recipe=llama_tiny",
@@ -98,11 +98,11 @@ def on_rank(rank: int, ranks: int, words: list[str], folder: str) -> None:
 
 def charted(recipe: fp8cfg.Recipe, ranks: int) -> float:
     """The chart's bytes of a parameter of a linear layer on each of so many ranks."""
-    columns = chart.row(recipe)
-    split = chart.bytes_per_parameter(
+    columns = remarks.row(recipe)
+    split = remarks.bytes_per_parameter(
         {**dict.fromkeys(columns, "none"), **{k: columns[k] for k in SPLIT[recipe.storage.shard]}}
     )
-    return chart.bytes_per_parameter(columns) - split * (1 - 1 / ranks)
+    return remarks.bytes_per_parameter(columns) - split * (1 - 1 / ranks)
 
 
 def main() -> None:

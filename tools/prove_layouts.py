@@ -17,8 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.report.tables import size
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.tables import size
 from tools.layout_proof import cells
 from tools.layout_proof.collective_counter import Sent
 from tools.layout_proof.comparison import KINDS, Compared, compare

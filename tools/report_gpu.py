@@ -42,7 +42,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fp8cfg.report.machine import no_cuda
+from fp8cfg.planning.hardware import no_cuda
 from tools import bench_gpu, check_gpu
 from tools.gpu_rows.results import Results, writable
 from tools.gpu_rows.worker import Row

@@ -5,7 +5,7 @@ of the tree, and the tests that reach its lines run there, quick ones first, to 
 that found it and the seconds that took, and at the end how many were found and the branch coverage of fp8cfg/.
 
     python tools/seeded_faults.py --quick                      # by the tests of `make test` alone
-    python tools/seeded_faults.py --fault files-not-synced tests/training/test_manifest.py
+    python tools/seeded_faults.py --fault files-not-synced tests/checkpoint/test_manifest.py
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 loads no torch.
 """
 
+from __future__ import annotations
+
 SHIPPED = ("native", "te", "torchao", "msamp")
 """The backends of this version, each a folder, in the order in which they are listed."""
 REFERENCE = "native"

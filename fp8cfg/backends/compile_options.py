@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp8cfg.config.precision import Precision
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.scalings import SCALINGS
 
 
 def compile_options(precision: Precision, device: str) -> dict[str, Any] | None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from fp8cfg.config.errors import ConfigError, refuse_if, suggest
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.schema.errors import ConfigError, refuse_if, suggest
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.scalings import SCALINGS
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")

@@ -1,6 +1,6 @@
 """Backend protocol: rules that need no torch and are asked on any machine about any other, and the code that multiplies.
 
-A backend is a package, a folder here or of another project by entry point (fp8cfg/config/backend_capabilities.py). Its `rules` has
+A backend is a package, a folder here or of another project by entry point (fp8cfg/schema/backends.py). Its `rules` has
 the functions of `Rules` and imports neither torch nor its library; its `backend` has those of `Backend`, and is imported where a
 model is converted.
 """
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fp8cfg.config.errors import NotFP8Error
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.hardware import Hardware as Hardware
-from fp8cfg.config.precision import Precision
+from fp8cfg.schema.backends import Hardware
+from fp8cfg.schema.errors import NotFP8Error
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.precision import Precision
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +23,43 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fp8cfg.backends.gemm_plan import Kinds, PlannedLinear
-    from fp8cfg.backends.prepared_model import PreparedModel
-    from fp8cfg.config.training_nodes import Optim
     from fp8cfg.numerics import Region
     from fp8cfg.optim import LossScaler
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+    from fp8cfg.schema.training import Optim
+
+
+@dataclass
+class PreparedModel:
+    """A model in the recipe's precision, the float32 masters of its parameters by name, the autocast region of its FP8 layers, and
+    the storage columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is
+    sharded by whole tensors, and `shard` is storage.shard, resolved; under `fsdp2` parameters are float32 shards that torch's FSDP2
+    gathers, and their own masters. `tensor_parallel` is this rank's place among those that share each matrix, a
+    parallel.tensor.TensorRank, None where parameters are whole; `pipeline` that among those that share the layers, a
+    parallel.pipeline.PipelineRank, None where this rank has all.
+    """
+
+    model: torch.nn.Module
+    masters: dict[str, Tensor]
+    region: Region
+    device: torch.device
+    columns: dict[str, dict[str, str]] = field(default_factory=dict)
+    owner: dict[str, int] = field(default_factory=dict)
+    shard: str = "none"
+    fsdp2: bool = False
+    tensor_parallel: Any = None
+    pipeline: Any = None
+    # the process group of ranks that share layers and samples, where fp8.tp_only_amax_red asks for
+    # it
+    same_samples: Any = None
+
+    @property
+    def mesh(self) -> Any:
+        """The DeviceMesh of the ranks that share parameters or layers, with the axes shards and tp and, before them, pp; None where
+        every rank has the whole model."""
+        place = self.pipeline or self.tensor_parallel
+        return place.mesh if place is not None else None
+
 
 Observed = dict[str, dict[str, "Kinds"]]
 """What ran: layer name -> product -> kinds of its two operands, HIGH_PRECISION, or None where it did not run."""
@@ -62,7 +95,7 @@ class Rules(Protocol):
     def refusals(self, precision: Precision, hardware: Hardware) -> list[str]:
         """One line for each setting of `precision`, where FP8 is enabled, that the backend cannot run on `hardware`: the key, the
         reason, the nearest valid value. Covers neither the environment nor storage. A line may be a
-        `fp8cfg.config.refusal.Refusal`, which says which value gives way to the backend where the user did not write it.
+        `fp8cfg.schema.refusal.Refusal`, which says which value gives way to the backend where the user did not write it.
         """
 
     def product(self, precision: Precision, hardware: Hardware) -> tuple[str, str]:
@@ -87,13 +120,13 @@ class Rules(Protocol):
 class Backend(Protocol):
     """The code of a backend. Converted models are found by their layers: a backend keeps no state outside of them.
 
-    State is plain tensors alone, in two forms (`fp8cfg.numerics.stored_form`). The model's `state_dict` has the keys of the model
+    State is plain tensors alone, in two forms (`fp8cfg.numerics.stored_state`). The model's `state_dict` has the keys of the model
     before conversion, and usable weights: one that is stored in FP8 is dequantized. The stored form, `stored_state_dict`, is what
     training goes on from: weights as they are stored, FP8 scales and histories under names whose last part begins with `fp8_`.
     `load_state_dict` takes either; without FP8 state scales start anew. Names of parameters stay what they were.
 
     What a library does by itself, and what it has nothing for, is a function that does nothing: the callers ask all backends
-    alike. `fp8cfg.config.backend_capabilities.Capabilities` says the rest.
+    alike. `fp8cfg.schema.backends.Capabilities` says the rest.
     """
 
     def convert(

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.backends.any_model.module_swap import linear_with, replaced
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.backends.module_swap import linear_with, replaced
-from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import SCALED, Columns, columns_of, others
-from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears
-from fp8cfg.numerics import decoded_weight as held_weight
+from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears, weight_storage
 from fp8cfg.numerics.codecs import codec
-from fp8cfg.numerics.decoded_weight import HeldWeight
-from fp8cfg.numerics.gathered_weight import refresh_shards
-from fp8cfg.numerics.low_bit_weight import NarrowWeight
+from fp8cfg.numerics.fsdp_weights import refresh_shards
+from fp8cfg.numerics.weight_storage import HeldWeight, NarrowWeight
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.storage import SCALED, Columns, columns_of, others
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -80,12 +78,12 @@ def hold(
         if isinstance(layer, FP8Linear):
             layer.hold(codec(named["weight"]), DTYPES[precision.compute])
         else:
-            held_weight.hold(layer, codec(named["weight"]), DTYPES[precision.compute])
+            weight_storage.hold(layer, codec(named["weight"]), DTYPES[precision.compute])
     if others(precision)["weight"] != precision.compute:
         for norm in [
             module for module in model.modules() if getattr(module, "read_by_product", False)
         ]:
-            held_weight.hold(norm, codec("fp32"), DTYPES[precision.compute])
+            weight_storage.hold(norm, codec("fp32"), DTYPES[precision.compute])
 
 
 def shard_in_codec(
@@ -118,7 +116,7 @@ def unhold(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for name, layer in list(model.named_modules()):
         if isinstance(layer, HeldWeight):
-            held_weight.unhold(layer, _decoded(layer, dtype))
+            weight_storage.unhold(layer, _decoded(layer, dtype))
         elif isinstance(layer, FP8Linear) and layer.codec:
             replaced(model, name, linear_with(_decoded(layer, dtype), layer.bias))
         for key, hook in list(layer._forward_hooks.items()):

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fp8cfg.cli.help import choices
-from fp8cfg.config.errors import ConfigError, nearest, refuse_if
+from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if
+
+if TYPE_CHECKING:
+    from fp8cfg.composition.precedence import Settled
+    from fp8cfg.planning.fit_search import Fit, Line
+    from fp8cfg.schema.recipe import Recipe
 
 SHORT = {"-cd": "--config-dir"}
 """Hydra's short names of options that every verb with the long one takes."""
@@ -94,7 +101,7 @@ def before_end(argv: list[str]) -> list[str]:
 def _hint(name: str, options: list[str]) -> str:
     """As `suggest`; the dashes, which all have, make no two options alike. Keys and choices are words without dashes here."""
     from fp8cfg.composition.config_groups import GROUPS
-    from fp8cfg.config.recipe import short_keys
+    from fp8cfg.schema.recipe import short_keys
 
     if any(c.isspace() for c in name):
         return "; what is none stands after --"
@@ -110,7 +117,7 @@ def _hint(name: str, options: list[str]) -> str:
 def wrong_words(arguments: Arguments) -> list[str]:
     """The lines of the words that are wrong by themselves, for an error that has other lines already."""
     from fp8cfg.composition.config_groups import Library
-    from fp8cfg.composition.sweep_words import read
+    from fp8cfg.composition.sweep_overrides import read
 
     folder = arguments.options.get("--config-dir")
     try:
@@ -125,8 +132,8 @@ def wrong_words(arguments: Arguments) -> list[str]:
 
 def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
     """The words of `arguments` with `changes`, which stand in the place of those for the same keys."""
-    from fp8cfg.composition.parsed_words import parsed
-    from fp8cfg.config.key_names import full
+    from fp8cfg.composition.overrides import parsed
+    from fp8cfg.schema.keys import full
 
     new = {full(parsed(word)[0]) for word in changes}
     return [
@@ -155,7 +162,7 @@ def is_recipe_file(arg: str) -> bool:
 
 def recipe_path(arg: str) -> Path:
     """The path of the recipe file that `arg` stands for."""
-    from fp8cfg.config.files import STDIN
+    from fp8cfg.schema.safe_files import STDIN
 
     return STDIN if arg == "-" else Path(arg)
 
@@ -202,9 +209,106 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
             "",
         )
         return f"{arg}: is no recipe file; the name of one ends in .yaml or .json{read}"
-    from fp8cfg.composition.malformed_words import malformed
+    from fp8cfg.composition.overrides import malformed
 
     line = malformed(arg)
     if ";" in line or "," in line:
         return line
     return f"{arg or repr(arg)}: no command, recipe file or key=value; fp8cfg --help has them"
+
+
+def composed(
+    words: Sequence[str],
+    config_dir: str | None = None,
+    file: Path | None = None,
+    base: Recipe | None = None,
+) -> Recipe:
+    """As `fp8cfg.compose`."""
+    found = settled(words, config_dir, file, base)
+    refuse_if(found.problems)
+    say(found.notes)
+    return found.recipe
+
+
+def settled(
+    words: Sequence[str],
+    config_dir: str | None = None,
+    file: Path | None = None,
+    base: Recipe | None = None,
+    sweep: bool = False,
+) -> Settled:
+    """As `composed`, or as a job of a `sweep`, with what gave way, and nothing said or refused."""
+    from fp8cfg.composition import precedence
+    from fp8cfg.composition.config_groups import Library
+
+    return precedence.composed(
+        words, Library(Path(config_dir) if config_dir else None), file, base, sweep
+    )
+
+
+def settled_on_ranks(
+    words: Sequence[str],
+    config_dir: str | None = None,
+    file: Path | None = None,
+    base: Recipe | None = None,
+) -> Settled:
+    """As `settled`; of a layout that the recipe's own machines do not have, with those on which a launcher has started ranks."""
+    from fp8cfg.composition import precedence
+    from fp8cfg.composition.config_groups import Library
+
+    return precedence.composed_ranks(
+        words, Library(Path(config_dir) if config_dir else None), file, base
+    )
+
+
+def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
+    """A line where nothing of `config_dir` is read beside the recipe of a run: none of `words`, which are right, names it."""
+    from fp8cfg.composition.config_groups import Library
+    from fp8cfg.composition.overrides import parse
+
+    if config_dir is None:
+        return []
+    library = Library(Path(config_dir))
+    chosen = parse(words, library, has_recipe=True)[0].items()
+    files = [library.file(group, library.stem(group, name)) for group, name in chosen]
+    if any(file.is_relative_to(Path(config_dir).resolve()) for file in files if file):
+        return []
+    return [
+        f"note: --config-dir {config_dir}: changes nothing, no word chooses what it has; the recipe"
+        " is the run's own"
+    ]
+
+
+def say(notes: Iterable[str]) -> None:
+    """Print notes once, whatever the ranks."""
+    for line in notes if os.environ.get("RANK", "0") == "0" else ():
+        print(printable(line), file=sys.stderr)
+
+
+Settle = Callable[[Sequence[str]], "Settled"]
+"""What a verb makes of words."""
+_TIMES = 4
+"""A line is settled at most: as it was found, with the machine, with the batch that comes out otherwise on it, and once more."""
+
+
+def whole_lines(arguments: Arguments, settle: Settle, *verb: str) -> Line:
+    """Makes the line of `arguments` and a fit, by `verb` and its options or training; an empty one where it would be refused, or
+    settle to another recipe than that of the fit."""
+
+    def line(fit: Fit) -> str:
+        words = [*fit.words]
+        for _ in range(_TIMES):
+            typed = settle([word for word in changed_words(arguments, words) if not is_hydra(word)])
+            if not (apart := _apart(typed, fit)):
+                return "" if typed.problems else command_line(arguments, words, *verb)
+            words += apart
+        return ""
+
+    return line
+
+
+def _apart(typed: Settled, fit: Fit) -> tuple[str, ...]:
+    """The words that make what was `typed` into the recipe of `fit`; none of a smoke run, whose size is cut once it is started."""
+    from fp8cfg.planning.fit_search import differences
+
+    return () if fit.recipe.trainer.smoke else differences(typed.recipe, fit.recipe)

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import recipe_file, split, wrong_words
-from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.schema.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ what this version, this machine or its disks do not have.
 
 def run(argv: list[str]) -> int:
     """Check the recipe of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import say
+    from fp8cfg.cli.argv import say
 
     arguments = split(argv, ("--config-dir",), ("--json",))
     as_json = "--json" in arguments.flags
@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
             )
         )
     else:
-        from fp8cfg.report.tables import wrapped
+        from fp8cfg.schema.tables import wrapped
 
         print(wrapped(f"ok: {line}", more="  "))
         say(notes)
@@ -64,12 +64,11 @@ def run(argv: list[str]) -> int:
 
 def _checked(words: list[str], folder: str | None, file: Path | None) -> tuple[str, list[str]]:
     """A line on the recipe, and the notes. Raises ConfigError with every problem."""
-    from fp8cfg.cli.composed import settled
-    from fp8cfg.layer_plan import plan
-    from fp8cfg.report import not_here, remarks
-    from fp8cfg.report.coverage import planned
-    from fp8cfg.report.key_effect import refusals
-    from fp8cfg.report.memory import layout
+    from fp8cfg.cli.argv import settled
+    from fp8cfg.planning import layout, preflight, remarks
+    from fp8cfg.planning.coverage import planned
+    from fp8cfg.planning.layer_plan import plan
+    from fp8cfg.report.key_explanation import refusals
 
     found = settled(words, folder, file)
     recipe = found.recipe
@@ -83,5 +82,5 @@ def _checked(words: list[str], folder: str | None, file: Path | None) -> tuple[s
     count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"
     fp8 = f", FP8 {p.fp8.scaling} in {count}" if p.fp8.enabled else ""
     said = remarks.lines(recipe, layout.shards(recipe, t.num_nodes * t.devices))
-    here = [f"note: {note}" for note in not_here.lines(recipe, folder)]
+    here = [f"note: {note}" for note in preflight.lines(recipe, folder)]
     return f"{recipe.name}, {p.compute}{fp8}", [*found.notes, *said, *here]

@@ -14,11 +14,67 @@ from itertools import pairwise
 from pathlib import Path
 
 from fp8cfg.backends import SHIPPED
-from fp8cfg.cli import GROUPS, VERBS, WORDS, hydra_flags
+from fp8cfg.cli import GROUPS, VERBS, WORDS, hydra
 from fp8cfg.cli.help import choices
-from fp8cfg.cli.shells import SCRIPTS
-from fp8cfg.config.errors import ConfigError, suggest
-from fp8cfg.report.gpus import GPUS
+from fp8cfg.planning.hardware import GPUS
+from fp8cfg.schema.errors import ConfigError, suggest
+
+SCRIPTS = {
+    "bash": (
+        r"""# fp8cfg: add to ~/.bashrc: source <(fp8cfg completion bash)
+_fp8cfg() {
+    # Whole words up to the cursor: bash itself would split them at = and :
+    local line=${COMP_LINE:0:COMP_POINT} words candidate IFS=$' \t\n'
+    read -ra words <<< "$line"
+    [[ $line == *[[:space:]] ]] && words+=("")
+    local current=${words[${#words[@]}-1]} keep=""
+    # What stands before the last = or : is there already, and is not to be given again.
+    [[ $COMP_WORDBREAKS == *=* && $current == *=* ]] && keep=${current%"${current##*=}"}
+    [[ $COMP_WORDBREAKS == *:* && $current == *:* ]] && keep=${current%"${current##*:}"}
+    COMPREPLY=()
+    while IFS= read -r candidate; do
+        COMPREPLY+=("${candidate#"$keep"}")
+    done < <("${words[0]/#\~/$HOME}" completion --words "${words[@]:1}" 2>/dev/null)
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
+}
+complete -o default -F _fp8cfg fp8cfg
+"""
+    ),
+    "zsh": (
+        r"""# fp8cfg: add to ~/.zshrc, after compinit: source <(fp8cfg completion zsh)
+_fp8cfg() {
+    local -a found open
+    local program=${(Q)words[1]/#\~/$HOME}
+    found=("${(@f)$($program completion --words "${(@Q)words[2,CURRENT]}" 2>/dev/null)}")
+    found=(${found:#})
+    if (( ! ${#found} )); then
+        _files
+        return
+    fi
+    open=(${(M)found:#*[=.]})
+    found=(${found:#*[=.]})
+    compadd -Q -S '' -- $open
+    compadd -Q -- $found
+}
+compdef _fp8cfg fp8cfg
+"""
+    ),
+    "fish": (
+        r"""# fp8cfg: add to ~/.config/fish/config.fish: fp8cfg completion fish | source
+function __fp8cfg_words
+    set -l before (commandline -opc)
+    set -l current (commandline -ct)
+    set -l found ($before[1] completion --words $before[2..-1] "$current" 2>/dev/null)
+    if test (count $found) -gt 0
+        printf '%s\n' $found
+    else
+        __fish_complete_path "$current"
+    end
+end
+complete -c fp8cfg -f -a '(__fp8cfg_words)'
+"""
+    ),
+}
 
 USAGE = """
 fp8cfg completion bash|zsh|fish
@@ -32,7 +88,7 @@ values of fp8cfg. To install it, add to ~/.bashrc, ~/.zshrc (after compinit) or
 """
 SHORT = {"precision.backend": "backend", "precision.opt_level": "opt_level"}
 """Keys whose short name is not that of their node with their own."""
-NEXT = {**hydra_flags.CHOICES, "--package": (), "--allow": (), "--gpu": tuple(GPUS)}
+NEXT = {**hydra.CHOICES, "--package": (), "--allow": (), "--gpu": tuple(GPUS)}
 """Options with a value of a few, or, where empty, with a key."""
 
 
@@ -55,7 +111,7 @@ def completions(words: list[str]) -> list[str]:
     named = before[0] if before and before[0] in WORDS else "train"
     verb = VERBS.get(named)  # help is none
     found: Iterable[str]
-    option = hydra_flags.SHORT.get(before[-1], before[-1]) if before else ""
+    option = hydra.SHORT.get(before[-1], before[-1]) if before else ""
     if option == "--config-dir" or (verb and verb.path and len(before) == 1):
         found = ()  # the shell completes files
     elif option in NEXT:
@@ -91,9 +147,9 @@ def _valued(word: str, before: list[str]) -> list[str]:
     folders = [Path(folder, key) for option, folder in pairwise(before) if option == "--config-dir"]
     own = [file.stem for folder in folders for file in folder.glob("*.yaml")]
     if key == SHORT["precision.backend"]:
-        from fp8cfg.config.backend_capabilities import (
-            offered,
-        )  # not above: looking through the installed packages takes a while
+        from fp8cfg.schema.backends import (
+            offered,  # not above: looking through the installed packages takes a while
+        )
 
         own += offered()
     return [
@@ -115,8 +171,7 @@ def keys() -> dict[str, tuple[str, ...]]:
     """Every key by its short name, with the words that its value can be where they are few: options, true, false, null."""
     package = Path(__file__).parents[1]
     trees = [
-        ast.parse(file.read_text(encoding="utf-8"))
-        for file in (*(package / "config").glob("*.py"), package / "scalings.py")
+        ast.parse(file.read_text(encoding="utf-8")) for file in (package / "schema").glob("*.py")
     ]
     classes = {
         c.name: (home, c)

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import is_recipe_file, recipe_path, split
-from fp8cfg.config.errors import ConfigError, NotWritable, printable, refuse_if
-from fp8cfg.config.hub import tokenizer_path
+from fp8cfg.schema.errors import ConfigError, NotWritable, printable, refuse_if
+from fp8cfg.schema.hugging_face import tokenizer_path
 
 if TYPE_CHECKING:
     from fp8cfg.data.tokenizer import Tokenizer
@@ -49,9 +49,9 @@ def run(argv: list[str]) -> int:
             f"{out}: token files are written here, not to an address; write a path, as in"
             " runs/tokens"
         )
-    from fp8cfg.cli.composed import composed
-    from fp8cfg.composition.authors import of_words, written
+    from fp8cfg.cli.argv import composed
     from fp8cfg.composition.config_groups import Library
+    from fp8cfg.composition.precedence import of_words, written
     from fp8cfg.data import DataError
     from fp8cfg.data.prepare import prepare
     from fp8cfg.data.tokenizer import load_tokenizer
@@ -91,8 +91,8 @@ def run(argv: list[str]) -> int:
 
 def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:
     """The line that trains on the files."""
-    from fp8cfg.config.recipe import Recipe
     from fp8cfg.data.tokenizer import padded_vocabulary
+    from fp8cfg.schema.recipe import Recipe
 
     words = [
         "fp8cfg",

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli.argv import Arguments, is_recipe_file, recipe_path, split
-from fp8cfg.cli.run_json import read_object
-from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.cli.run_models import read_object
+from fp8cfg.planning import job_plan
+from fp8cfg.schema.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
-    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg diff A ... -- B ... [--tree] [--json]
@@ -51,15 +52,15 @@ def run(argv: list[str]) -> int:
             problems += e.problems
     refuse_if(problems)
 
-    from fp8cfg.report import differences
+    from fp8cfg.report import run_header
 
     a, b = sides
     if "--tree" in flags:
-        found = {"leaf": differences.pairs(_leaves(a), _leaves(b))}
+        found = {"leaf": run_header.pairs(_leaves(a), _leaves(b))}
     else:
-        found = {"key": differences.keys(a.recipe, b.recipe)}
+        found = {"key": run_header.keys(a.recipe, b.recipe)}
     if a.environment is not None and b.environment is not None:
-        found["version"] = differences.versions(a.environment, b.environment)
+        found["version"] = run_header.versions(a.environment, b.environment)
     if "--json" in flags:
         names = {"key": "keys", "leaf": "leaves", "version": "versions"}
         print(
@@ -68,7 +69,7 @@ def run(argv: list[str]) -> int:
             )
         )
     else:
-        print(differences.text(a.name, b.name, found))
+        print(run_header.text(a.name, b.name, found))
     return 0
 
 
@@ -94,15 +95,15 @@ def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
 
 def _leaves(side: _Side) -> dict[str, Any]:
     """The leaves of the graph of a recipe, which no machine is asked about: other words may run on another one."""
-    from fp8cfg import builder
-    from fp8cfg.report import graph
+    from fp8cfg.building import builder
+    from fp8cfg.planning import graph_text
 
-    return graph.leaves(builder.nodes().graph(builder.job, builder.checked(side.recipe)))
+    return graph_text.leaves(builder.nodes().graph(builder.job, job_plan.checked(side.recipe)))
 
 
 def _side(half: Arguments, config_dir: str | None) -> _Side:
-    from fp8cfg.cli.composed import composed
-    from fp8cfg.report.value_text import shown
+    from fp8cfg.cli.argv import composed
+    from fp8cfg.schema.keys import shown
 
     name = " ".join(map(shown, [*half.plain, *half.words])) or "the default recipe"
     refuse_if(
@@ -117,7 +118,7 @@ def _side(half: Arguments, config_dir: str | None) -> _Side:
     given = recipe_path(half.plain[0]) if half.plain else None
     if given is None or not given.is_dir():
         return _Side(name, composed(half.words, config_dir, given), None)
-    from fp8cfg.training.run_folder import ENVIRONMENT, RunFolder
+    from fp8cfg.run_folder.run_folder import ENVIRONMENT, RunFolder
 
     run = RunFolder.open(given, lock=False)
     recipe = composed(half.words, config_dir, base=run.read_recipe(config_dir))

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fp8cfg.cli.argv import split
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.schema.errors import ConfigError
 
 USAGE = """
 fp8cfg doctor [--json]
@@ -25,7 +25,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"{extra[0]}: doctor looks at the machine, and takes no recipe; fp8cfg plan does"
         )
-    from fp8cfg.report.installation import inventory
+    from fp8cfg.run_folder.environment import inventory
 
     found = inventory()
     print(json.dumps(found, indent=1) if "--json" in arguments.flags else text(found))
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
 
 def text(found: dict[str, Any]) -> str:
     """The inventory for a person, at most 80 columns wide."""
-    from fp8cfg.report.tables import size, table, wrapped
+    from fp8cfg.schema.tables import size, table, wrapped
 
     gpus = [
         f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}"
@@ -74,7 +74,7 @@ def text(found: dict[str, Any]) -> str:
 def _variables(variables: dict[str, dict[str, str]]) -> str:
     if not variables:
         return "environment variables that change results: none is set"
-    from fp8cfg.report.tables import wrapped
+    from fp8cfg.schema.tables import wrapped
 
     lines = [
         wrapped(f"{name}={v['value']}" + (f": {v['effect']}" if v["effect"] else ""), "  ", "    ")
@@ -85,7 +85,7 @@ def _variables(variables: dict[str, dict[str, str]]) -> str:
 
 def _precisions(presets: dict[str, dict[str, str]]) -> str:
     """The table, with reasons numbered under it."""
-    from fp8cfg.report.tables import table, wrapped
+    from fp8cfg.schema.tables import table, wrapped
 
     reasons: list[str] = []
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import split
-from fp8cfg.cli.run_precisions import in_precisions, loaded, whole
-from fp8cfg.config.data import NO_ADDRESS
-from fp8cfg.config.errors import ConfigError, printable
-from fp8cfg.report.tables import table
+from fp8cfg.cli.run_models import in_precisions, loaded, whole
+from fp8cfg.schema.data import NO_ADDRESS
+from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.tables import table
 
 if TYPE_CHECKING:
-    from fp8cfg.config.recipe import Recipe
     from fp8cfg.data import Samples
+    from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg evaluate RUN_FOLDER [--data PATH] [--precision NAME,...] [--step N]
@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"--data {path}: {NO_ADDRESS}")
     limit = whole(arguments, "--samples", 1)
     found = loaded(arguments)
-    from fp8cfg.training.held_out import held_out, held_out_loss
+    from fp8cfg.training.evaluation import held_out, held_out_loss
 
     samples = held_out(found.recipe) if path is None else _samples_of(found.recipe, path)
     if not len(samples):
@@ -77,7 +77,7 @@ def run(argv: list[str]) -> int:
 
 def _samples_of(recipe: Recipe, path: str) -> Samples:
     """All of what is at `path`. Raises ConfigError, which names the option, where the run's data would be named by their key."""
-    from fp8cfg.training.held_out import samples_of
+    from fp8cfg.training.evaluation import samples_of
 
     try:
         return samples_of(recipe, path)

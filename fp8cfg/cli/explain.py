@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from fp8cfg.cli.argv import chooses, is_recipe_file, recipe_file, split
-from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.schema.errors import ConfigError, refuse_if
 
 USAGE = """
 fp8cfg explain KEY [recipe=NAME | FILE.yaml] [key=value ...] [--json]

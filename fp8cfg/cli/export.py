@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments, is_recipe_file, recipe_file, split, wrong_words
-from fp8cfg.cli.output import print_or_write
-from fp8cfg.config.errors import ConfigError, nearest, refuse_if
+from fp8cfg.cli.launch import settings
+from fp8cfg.cli.output import new_folder, print_or_write, refuse_what_is_there
+from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if
 
 if TYPE_CHECKING:
-    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.schema.hugging_face import Family
+    from fp8cfg.schema.recipe import Recipe
+    from fp8cfg.training.trained_model import RunWeights
 
 FORMS = ("--yaml", "--json", "--python")
 SCHEMA = "fp8cfg.schema.json"
@@ -57,7 +60,7 @@ the queue, and goes on with its run folder, log.folder or runs/NAME.
 
 def run(argv: list[str]) -> int:
     """Export the recipe of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import say
+    from fp8cfg.cli.argv import say
     from fp8cfg.composition.provenance import trace
     from fp8cfg.report import recipe_export
 
@@ -65,17 +68,17 @@ def run(argv: list[str]) -> int:
         argv, ("--config-dir", "--output", "--fp8", "--slurm"), (*FORMS, "--full", "--merge")
     )
     if arguments.plain[:1] == ["hf"]:
-        from fp8cfg.cli import export_hf
+        pass
 
-        return export_hf.run(arguments)
+        return run_hf(arguments)
     if arguments.plain[:1] == ["peft"]:
-        from fp8cfg.cli import export_peft
+        pass
 
-        return export_peft.run(arguments)
+        return run_peft(arguments)
     if arguments.plain[:1] == ["slurm"]:
-        from fp8cfg.cli import export_slurm
+        pass
 
-        return export_slurm.run(arguments)
+        return run_slurm(arguments)
     if arguments.one("--slurm"):
         raise ConfigError("--slurm: of export slurm alone")
     if arguments.one("--fp8") or "--merge" in arguments.flags:
@@ -141,3 +144,144 @@ def _of(project: str, recipe: Recipe) -> str:
     for line in () if DOORS[project].remarks else lost:
         print(f"note: {line}", file=sys.stderr)
     return text
+
+
+def run_hf(arguments: Arguments) -> int:
+    """Write the folder that `arguments` name: hf, the run, and where to. Returns the exit code."""
+    if len(arguments.plain) != 3 or arguments.words:
+        raise ConfigError(
+            "export hf: needs a run folder and a new folder, as in: fp8cfg export hf runs/NAME OUT"
+            " --fp8 block"
+        )
+    fp8, out = arguments.one("--fp8"), Path(arguments.plain[2])
+    if fp8 not in (None, "block", "tensor"):
+        raise ConfigError(
+            f"--fp8 {fp8}: not an option; write --fp8 block or --fp8 tensor, or leave it out for"
+            " BF16"
+        )
+    refuse_what_is_there(out)
+    from fp8cfg.schema import hugging_face
+    from fp8cfg.training.trained_model import RunWeights
+
+    found = RunWeights(Path(arguments.plain[1]), print)
+    _refuse_unless_merged(found, arguments)
+    family = hugging_face.of_model(found.recipe.model)
+    with new_folder(out) as made:
+        _write(found, family, made, fp8)
+    what = f"FP8 with {fp8} scales" if fp8 else "BF16"
+    print(
+        f"wrote {printable(str(out))}: {family.architecture}, {what}, the weights of step"
+        f" {found.step}"
+    )
+    return 0
+
+
+def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
+    """Raise ConfigError for adapters without --merge, which has no effect without them."""
+    from fp8cfg.planning.layer_plan import adapted
+
+    merge, named = "--merge" in arguments.flags, arguments.plain[1]
+    if merge and not found.recipe.lora.enabled:
+        raise ConfigError(f"--merge: has no effect, {named} has no adapters; drop it")
+    if found.recipe.lora.enabled and not merge:
+        raise ConfigError(
+            f"{named}: its adapters stand beside weights that were not trained; write --merge to"
+            f" add them to these, or: fp8cfg export peft {named} OUT"
+        )
+    tied = found.recipe.model.share_embeddings_and_output_weights
+    if merge and tied and any(p.module == "output_layer" for p in adapted(found.recipe)):
+        raise ConfigError(
+            "--merge: the output layer has adapters and the embedding, whose weight it has, none;"
+            f" write: fp8cfg export peft {named} OUT"
+        )
+
+
+def _write(found: RunWeights, family: Family, out: Path, fp8: str | None) -> None:
+    from fp8cfg.building.model import hf_layout
+    from fp8cfg.models import hf_export
+    from fp8cfg.planning.layer_plan import transformer_config
+
+    if fp8 and family.conv1d:
+        raise ConfigError(
+            f"--fp8 {fp8}: {family.architecture} multiplies by Conv1D, for which there is no FP8"
+            " layout; write BF16"
+        )
+    planned = {p.name for p in found.plan if p.fp8} or {p.name for p in found.plan}
+    hf_export.write(
+        out,
+        transformer_config(found.recipe),
+        family.write(found.recipe.model),
+        hf_layout(family),
+        found.read,
+        fp8,
+        planned - {"output_layer"},
+    )
+
+
+def run_peft(arguments: Arguments) -> int:
+    """Write the folder that `arguments` name: peft, the run, and where to. Returns the exit code."""
+    if len(arguments.plain) != 3 or arguments.words or arguments.flags or arguments.one("--fp8"):
+        raise ConfigError(
+            "export peft: needs a run folder and a new folder, as in: fp8cfg export peft"
+            " runs/NAME OUT"
+        )
+    run_folder, out = arguments.plain[1], Path(arguments.plain[2])
+    refuse_what_is_there(out)
+    from fp8cfg.models import lora
+    from fp8cfg.models.config import projections
+    from fp8cfg.planning.layer_plan import transformer_config
+    from fp8cfg.schema import hugging_face
+    from fp8cfg.training.trained_model import RunWeights
+
+    found = RunWeights(Path(run_folder), print)
+    node = found.recipe.lora
+    if not node.enabled:
+        raise ConfigError(
+            f"{run_folder}: has no adapters, all weights were trained; write: fp8cfg export hf"
+            f" {run_folder} OUT"
+        )
+    family, every = (
+        hugging_face.of_model(found.recipe.model),
+        projections(transformer_config(found.recipe)),
+    )
+    base, revision = found.recipe.model.weights, None
+    if base and base.startswith(hugging_face.PREFIX):
+        base, revision = hugging_face.split(base)
+    try:
+        with new_folder(out) as made:
+            adapters = {module: found.adapter(module) for module in found.adapted}
+            count = lora.write(
+                made,
+                adapters,
+                every,
+                family.names,
+                node.rank,
+                node.alpha,
+                node.dropout,
+                base,
+                revision,
+            )
+    except ValueError as e:
+        raise ConfigError(f"export peft: {e}") from None
+    print(
+        f"wrote {printable(str(out))}: {count} adapters of rank {node.rank}, of step {found.step},"
+        f" for {family.architecture}"
+    )
+    return 0
+
+
+def run_slurm(arguments: Arguments) -> int:
+    """Print the script for the recipe of `arguments`, or write it to --output. Returns the exit code."""
+    from fp8cfg.cli.argv import composed
+    from fp8cfg.cli.output import print_or_write
+    from fp8cfg.execution.slurm import batch_script
+
+    if arguments.flags:
+        raise ConfigError(
+            f"{sorted(arguments.flags)[0]}: not with slurm, whose scripts have one form"
+        )
+    folder, said = arguments.one("--config-dir"), arguments.plain[1:]
+    recipe = composed(arguments.words, folder, recipe_file(said, ()))
+    words = [*said, *arguments.words, *(["--config-dir", folder] if folder else [])]
+    text = batch_script(recipe, words, settings(arguments.one("--slurm") or "", submitit=False))
+    return print_or_write(text, arguments.one("--output"))

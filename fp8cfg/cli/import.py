@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments, split, wrong_words
-from fp8cfg.config.errors import ConfigError
+from fp8cfg.schema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.schema.recipe import Recipe
 
 FORMS = ("--yaml", "--json", "--python")
 USAGE = """
@@ -46,8 +46,7 @@ def run(argv: list[str]) -> int:
     """Print the recipe that is imported. Returns the exit code."""
     from fp8cfg.cli.output import print_or_write
     from fp8cfg.composition.provenance import trace
-    from fp8cfg.interop.file_writers import comments
-    from fp8cfg.interop.projects import door, from_file, from_words
+    from fp8cfg.interop.projects import comments, door, from_file, from_words
     from fp8cfg.report import recipe_export
 
     cut = argv.index("--") if "--" in argv else len(argv)
@@ -116,8 +115,8 @@ def _split(argv: list[str]) -> Arguments:
 
 def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
     """What is imported with the words on top, checked. The model may be that of a recipe that nobody chose: lines on it say so."""
-    from fp8cfg.cli.composed import composed
-    from fp8cfg.config.files import default_recipe
+    from fp8cfg.cli.argv import composed
+    from fp8cfg.schema.safe_files import default_recipe
 
     words = [word for word in arguments.words if not word.startswith("recipe=")]
     try:

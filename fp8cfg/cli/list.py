@@ -7,9 +7,9 @@ from pathlib import Path
 
 from fp8cfg.cli import GROUPS, help
 from fp8cfg.cli.argv import split
-from fp8cfg.config.errors import ConfigError, printable, refuse_if, suggest
-from fp8cfg.report.tables import wrapped
-from fp8cfg.report.value_text import cut
+from fp8cfg.report.key_explanation import cut
+from fp8cfg.schema.errors import ConfigError, printable, refuse_if, suggest
+from fp8cfg.schema.tables import wrapped
 
 USAGE = """
 fp8cfg list [recipe] [precision] [data] [task] [--config-dir FOLDER] [--json]
@@ -99,7 +99,7 @@ def entries(group: str, folder: Path | None) -> list[Entry]:
     }
     own: dict[str, Entry] = {}
     if folder:
-        from fp8cfg.config.files import NAME
+        from fp8cfg.schema.safe_files import NAME
 
         own = {
             file.stem: Entry(file.stem, _comment(file), file, printable(str(file)))
@@ -131,7 +131,7 @@ def _recipes() -> list[Entry]:
     }
     if not metadata.entry_points(group="fp8cfg.recipes"):
         return list(read.values())
-    from fp8cfg.config.recipe_registry import recipes
+    from fp8cfg.schema.recipe_registry import recipes
 
     return [
         read.get(name)
@@ -151,7 +151,7 @@ def _first(doc: str | None) -> str:
 
 def _comment(file: Path) -> str:
     """The first comment before the data of a YAML file that is for people."""
-    from fp8cfg.config.regular_file import open_regular
+    from fp8cfg.schema.safe_files import open_regular
 
     try:
         with open_regular(file) as lines:

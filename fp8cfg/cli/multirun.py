@@ -4,22 +4,228 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import json
+import math
 import os
+import statistics
+import sys
+import traceback
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.cli import hydra_flags, sweep_results
+from fp8cfg.cli import hydra as hydra_flags
 from fp8cfg.cli.argv import Arguments
-from fp8cfg.cli.sweep_job import job
-from fp8cfg.config.errors import ConfigError, Fp8cfgError, refuse_if
+from fp8cfg.cli.run_models import read_object
+from fp8cfg.run_folder.files import RunFiles
+from fp8cfg.run_folder.run_folder import COVERAGE, METRICS, RunFolder
+from fp8cfg.schema.errors import ConfigError, Fp8cfgError, out_of_memory, printable, refuse_if
+from fp8cfg.schema.tables import fits, table, wrapped
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
     from omegaconf import DictConfig
 
-    from fp8cfg.composition.sweep_words import Sweep
-    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.composition.config_groups import Library
+    from fp8cfg.composition.precedence import Authors
+    from fp8cfg.composition.sweep_overrides import Sweep
+    from fp8cfg.schema.recipe import Recipe
+
+JOB, ALL = "job-{number}.json", "results.json"
+"""Of one job, by its number: jobs that are sent to one folder do not overwrite each other's."""
+Result = dict[str, Any]
+
+
+def write(
+    folder: Path, number: int, overrides: list[str], code: int, error: str, ran: bool
+) -> Result:
+    """Write and return the result of the job in `folder`: how it ended, and what its run folder says where it `ran`."""
+    from fp8cfg.schema.keys import short
+
+    files = RunFiles.at(folder)
+    words = {short(key): value for key, _, value in (o.partition("=") for o in overrides)}
+    result = {
+        "job": number,
+        "overrides": words,
+        "exit_code": code,
+        "error": error or None,
+        **_metrics(files if ran else None),
+        "fp8_share": _share(files) if ran else None,
+        "run_folder": str(folder),
+    }
+    files.replace(JOB.format(number=number), (json.dumps(result, indent=1) + "\n").encode())
+    return result
+
+
+def read(folder: Path) -> list[Result]:
+    """The results of the jobs below `folder`, in the order of their numbers."""
+    files = folder.rglob(JOB.format(number="*"))
+    return sorted(
+        (json.loads(p.read_text(encoding="utf-8")) for p in files), key=lambda r: int(r["job"])
+    )
+
+
+def report(folder: Path, ended: str) -> int:
+    """Print the table of the sweep in `folder`, and why it `ended` early where it did, and write results.json. Returns the
+    largest exit code."""
+    results = read(folder)
+    RunFiles.at(folder).replace(ALL, (json.dumps(results, indent=1) + "\n").encode())
+    print(f"\nsweep folder: {printable(str(folder))}\n{_table(folder, results)}")
+    for r in results:
+        for line in (r["error"] or "").splitlines():
+            print(
+                f"{_name(folder, r)}"
+                f" {'refused' if r['exit_code'] == ConfigError.exit_code else 'failed'}:"
+                f" {printable(line)}"
+            )
+    if ended:
+        sys.stdout.flush()
+        print(f"error: {printable(ended)}", file=sys.stderr)
+    return max([1 if ended else 0, *(int(r["exit_code"]) for r in results)])
+
+
+def _table(folder: Path, results: list[Result]) -> str:
+    """One line a job, with the keys that differ between jobs; these go under the table where it would be too wide."""
+    every = {key: None for r in results for key in r["overrides"]}
+    keys = [k for k in every if len({r["overrides"].get(k) for r in results}) > 1]
+    header = ["folder", *keys, "loss", "val loss", "tokens/s", "FP8", "exit"]
+    rows = [
+        [
+            _name(folder, r),
+            *(r["overrides"].get(k, "") for k in keys),
+            _number(r["training_loss"], ".4f"),
+            _number(r["validation_loss"], ".4f"),
+            _number(r["tokens_per_second"], ",.0f"),
+            _number(r["fp8_share"], ".1%"),
+            str(r["exit_code"]),
+        ]
+        for r in results
+    ]
+    text = table(header, rows, right=range(len(keys) + 1, len(header)))
+    if keys and not fits(header, rows):
+        text = table(
+            ["folder", *header[-5:]], [[row[0], *row[-5:]] for row in rows], right=range(1, 6)
+        )
+        for row in rows:
+            words = " ".join(f"{k}={v}" for k, v in zip(keys, row[1:], strict=False))
+            text += "\n" + wrapped(f"{row[0]}: {words}", more="  ")
+    return text
+
+
+def _name(folder: Path, result: Result) -> str:
+    return printable(os.path.relpath(result["run_folder"], folder))
+
+
+def _number(value: float | str | None, form: str) -> str:
+    return "" if value is None else value if isinstance(value, str) else format(value, form)
+
+
+def _metrics(files: RunFiles | None) -> Result:
+    """The last losses, and the median of tokens per second after the first step, which warms up."""
+    from fp8cfg.training import metrics
+
+    rows: list[Any] = metrics.read(files, METRICS) if files and files.kind(METRICS) else []
+    steps = [r for r in rows if "seconds" in r]
+    pace = [r["tokens"] / r["step"] / r["seconds"] for r in steps[1:] or steps]
+    last = {
+        name: next((r[name] for r in reversed(rows) if name in r), None)
+        for name in ("loss", "val_loss")
+    }
+    return {
+        "training_loss": _json(last["loss"]),
+        "validation_loss": _json(last["val_loss"]),
+        "tokens_per_second": statistics.median(pace) if pace else None,
+    }
+
+
+def _json(value: float | None) -> float | str | None:
+    """JSON has no word for NaN and infinities."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _share(files: RunFiles) -> float | None:
+    if not files.kind(COVERAGE):
+        return None
+    share: float = read_object(files, COVERAGE)["share_of_matmul_flops"]
+    return share
+
+
+def job(authors: Authors, library: Library, config: DictConfig) -> float:
+    """Train, and leave the result in the folder of the job. `authors` are those of the recipe that the words of the job change,
+    of which `library` has the choices. Returns the loss, for sweepers that search. Raises nothing but KeyboardInterrupt, once a
+    signal has stopped it."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    made = list[RunFolder]()
+    words = list(hydra.overrides.task)
+    code, error = _train(
+        OmegaConf.to_container(config, resolve=True), words, (library, authors), folder, made
+    )
+    result = write(folder, hydra.job.num, words, code, error, ran=bool(made))
+    if code in (75, 130):
+        raise KeyboardInterrupt
+    found = [result[k] for k in ("validation_loss", "training_loss") if result[k] is not None]
+    return float(found[0]) if found and code == 0 else float("nan")
+
+
+def _train(
+    values: Any,
+    words: list[str],
+    written: tuple[Library, Authors],
+    folder: Path,
+    made: list[RunFolder],
+) -> tuple[int, str]:
+    """Train the recipe of `values`, composed of `words`, into `folder`, which is put into `made` once it is this job's. Returns
+    the exit code, and the lines of the error."""
+    from fp8cfg.cli.argv import say
+    from fp8cfg.cli.launch_run import launch, sized
+    from fp8cfg.composition import to_yaml
+    from fp8cfg.composition.precedence import of_words, settled
+    from fp8cfg.schema.recipe import Recipe
+
+    def own() -> RunFolder:
+        made.append(RunFolder.create(folder, recipe.name, datetime.now(), to_yaml(recipe), folder))
+        return made[0]
+
+    try:
+        composed = Recipe(**values)
+        found = settled(composed, of_words(words, *written, composed), sweep=True)
+        refuse_if(found.problems)
+        say(found.notes)
+        recipe = sized(found.recipe)
+        return launch(recipe, own, None), ""
+    except Fp8cfgError as e:
+        print(
+            *(f"error: {printable(line)}" for line in str(e).splitlines()),
+            sep="\n",
+            file=sys.stderr,
+        )
+        return e.exit_code, str(e)
+    except KeyboardInterrupt:
+        return 130, "interrupted"
+    except Exception as e:  # a bug, or no memory: the other runs go on
+        if line := out_of_memory(e):
+            print(f"error: {printable(line)}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return 1, line or f"{type(e).__name__}: {e}"
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    """Give back what a run leaves behind in its process, which the next run may share."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
 
 
 class SweepError(Fp8cfgError):
@@ -28,11 +234,10 @@ class SweepError(Fp8cfgError):
 
 def multirun(arguments: Arguments, file: Path | None) -> int:
     """Check every combination, run them, print and write the results. Returns the exit code."""
-    from fp8cfg.composition.authors import of_file
     from fp8cfg.composition.config_groups import Library
-    from fp8cfg.composition.hydra_compose import application
-    from fp8cfg.composition.resolve import recipe_from
-    from fp8cfg.composition.sweep_words import read
+    from fp8cfg.composition.merge import application, recipe_from
+    from fp8cfg.composition.precedence import of_file
+    from fp8cfg.composition.sweep_overrides import read as read_overrides
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
@@ -43,20 +248,20 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     refuse_if([f"{word}: is of a single run; write hydra.sweep.dir=FOLDER" for word in single])
     config_dir = arguments.one("--config-dir")
     library = Library(Path(config_dir) if config_dir else None)
-    plan = read(words, library, recipe_from(file, library) if file else None)
+    plan = read_overrides(words, library, recipe_from(file, library) if file else None)
     recipe = _checked(plan, config_dir, file)
     overrides = ["hydra/job_logging=none", *plan.overrides, *hydra_words, "hydra.mode=MULTIRUN"]
     authors = of_file(file, library.data(file), library) if file else {}
     with application(plan.nodes, hydra_flags.settings(recipe)) as hydra:
         folder = _folder(hydra, overrides, len(plan.combinations))
         ended = _multirun(hydra, folder, overrides, functools.partial(job, authors, library))
-    return sweep_results.report(folder, ended)
+    return report(folder, ended)
 
 
 def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
     """Compose every combination and name those that cannot be; the recipe of the first that can."""
-    from fp8cfg.cli.composed import settled
-    from fp8cfg.composition.sweep_words import refused
+    from fp8cfg.cli.argv import settled
+    from fp8cfg.composition.sweep_overrides import refused
 
     recipes: list[Recipe] = []
 
@@ -95,8 +300,8 @@ def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    from fp8cfg.composition.hydra_compose import NAME
-    from fp8cfg.training.run_folder_errors import RunFolderNotWritable
+    from fp8cfg.composition.merge import NAME
+    from fp8cfg.run_folder.run_folder import RunFolderNotWritable
 
     try:
         config = hydra.compose_config(NAME, overrides, RunMode.MULTIRUN)
@@ -125,8 +330,8 @@ def _multirun(
     hydra: Hydra, folder: Path, overrides: list[str], task: Callable[[DictConfig], float]
 ) -> str:
     """Run the sweep. Returns why it ended early, where it did."""
-    from fp8cfg.composition.hydra_compose import NAME
-    from fp8cfg.composition.quoted_words import quoted
+    from fp8cfg.composition.merge import NAME
+    from fp8cfg.composition.overrides import quoted
 
     try:
         hydra.multirun(NAME, task, [*overrides, f"hydra.sweep.dir={quoted(str(folder))}"])
@@ -136,7 +341,7 @@ def _multirun(
         Exception
     ) as e:  # of any launcher or sweeper: a queue that is not there, a job that was lost
         problem = _problem(e)
-        if sweep_results.read(folder):
+        if read(folder):
             return str(problem)
         with contextlib.suppress(OSError):
             folder.rmdir()

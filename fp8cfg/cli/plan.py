@@ -7,15 +7,15 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import recipe_file, split, wrong_words
-from fp8cfg.config.errors import ConfigError, refuse_if
-from fp8cfg.report.gpus import GPUS, named
+from fp8cfg.planning.hardware import GPUS, named
+from fp8cfg.schema.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fp8cfg.composition.giving_way import Settled
-    from fp8cfg.config.recipe import Recipe
-    from fp8cfg.report.plan_report import Plan
+    from fp8cfg.composition.precedence import Settled
+    from fp8cfg.planning.plan_report import Plan
+    from fp8cfg.schema.recipe import Recipe
 
 USAGE = f"""
 fp8cfg plan [recipe=NAME | FILE.yaml] [key=value ...] [--gpu NAME] [--gpus N]
@@ -72,12 +72,10 @@ def run(argv: list[str]) -> int:
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
-    from fp8cfg.cli.composed import say, settled
-    from fp8cfg.cli.offered_lines import whole_lines
-    from fp8cfg.report.memory.fit_search import Fit
-    from fp8cfg.report.memory.machines import machines
-    from fp8cfg.report.memory.nearest_fit import offering
-    from fp8cfg.run_plan import planned, refuse_hardware
+    from fp8cfg.cli.argv import say, settled, whole_lines
+    from fp8cfg.planning.fit_search import Fit, offering
+    from fp8cfg.planning.layout import machines
+    from fp8cfg.planning.plan_report import planned, refuse_hardware
 
     def settle(words: Sequence[str]) -> Settled:
         return settled(words, folder, file)
@@ -118,7 +116,7 @@ def run(argv: list[str]) -> int:
 
 def _there(recipe: Recipe, ranks: int) -> Recipe:
     """`recipe` on as many machines as so many ranks take."""
-    from fp8cfg.report.memory.machines import machines, placed
+    from fp8cfg.planning.layout import machines, placed
 
     t = recipe.trainer
     return recipe if ranks == t.num_nodes * t.devices else placed(recipe, *machines(ranks))
@@ -131,11 +129,11 @@ def _shown(plan: Plan, output: str = "") -> str:
         return str(plan)
     if plan.choice is None:  # there is no graph of what is not built
         raise ConfigError(plan.refusals)
-    from fp8cfg.builder import lower
-    from fp8cfg.report import graph
+    from fp8cfg.building.builder import lower
+    from fp8cfg.planning import graph_text
 
     lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
-    return {"--tree": graph.tree, "--dot": graph.dot, "--code": graph.code}[output](
+    return {"--tree": graph_text.tree, "--dot": graph_text.dot, "--code": graph_text.code}[output](
         lowered
     ).rstrip()
 

@@ -8,19 +8,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fp8cfg.cli import local_ranks
+from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import split
-from fp8cfg.cli.run_json import read_object
-from fp8cfg.config.errors import ConfigError, printable, refuse_if
-from fp8cfg.config.value_text import spelled
-from fp8cfg.report.tables import wrapped
+from fp8cfg.cli.run_models import read_object
+from fp8cfg.schema.errors import ConfigError, printable, refuse_if
+from fp8cfg.schema.keys import spelled
+from fp8cfg.schema.tables import wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fp8cfg.composition.giving_way import Settled
-    from fp8cfg.config.recipe import Recipe
-    from fp8cfg.training.run_folder import RunFolder
+    from fp8cfg.composition.precedence import Settled
+    from fp8cfg.run_folder.run_folder import RunFolder
+    from fp8cfg.schema.recipe import Recipe
 
 T = TypeVar("T")
 MAX_METRICS = 1 << 30
@@ -39,11 +39,10 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import idle_folder, say, settled_on_ranks
-    from fp8cfg.cli.offered_lines import whole_lines
-    from fp8cfg.cli.run_recipe import launch, sized
+    from fp8cfg.cli.argv import idle_folder, say, settled_on_ranks, whole_lines
+    from fp8cfg.cli.launch_run import launch, sized
     from fp8cfg.composition import to_yaml
-    from fp8cfg.training.run_folder import RECIPE, RunFolder
+    from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
 
     arguments = split(argv, ("--config-dir",))
     if len(arguments.plain) != 1:
@@ -59,7 +58,7 @@ def run(argv: list[str]) -> int:
 
     found, whole_line = settle(arguments.words), whole_lines(arguments, settle, "rerun")
     refuse_if([] if found.layout_alone else found.problems)
-    if (ended := local_ranks.started(found, ["rerun", *argv], whole_line)) is not None:
+    if (ended := launch_run.started(found, ["rerun", *argv], whole_line)) is not None:
         return ended
     say([*found.notes, *idle_folder(arguments.words, arguments.one("--config-dir"))])
     recipe = sized(found.recipe)
@@ -104,10 +103,10 @@ def _compared_or(read: Callable[[], T], what: str, missing: list[str]) -> T | No
 
 def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str]) -> list[str]:
     """What differs from the first run, one line each: keys, environment, data; into `missing` what cannot be compared."""
-    from fp8cfg.training.checkpoint.resume_rules import changes
+    from fp8cfg.checkpoint.resume_rules import changes
+    from fp8cfg.run_folder.environment import differences, environment
+    from fp8cfg.run_folder.run_folder import ENVIRONMENT
     from fp8cfg.training.data import run_data
-    from fp8cfg.training.environment import differences, environment
-    from fp8cfg.training.run_folder import ENVIRONMENT
 
     keys = changes(before, recipe)
     lines = [f"{key}: {spelled(_at(before, key))} -> {spelled(_at(recipe, key))}" for key in keys]
@@ -133,9 +132,9 @@ def _at(recipe: Recipe, key: str) -> Any:
 def _data_digest(first: RunFolder) -> str:
     """sha256 of the data that the first run trained on, from the state of its newest checkpoint. Raises ConfigError where it is
     not recorded."""
-    from fp8cfg.training.checkpoint.loaded import STATE
-    from fp8cfg.training.checkpoint.step_folders import steps
-    from fp8cfg.training.run_folder import CHECKPOINTS
+    from fp8cfg.checkpoint.load import STATE
+    from fp8cfg.checkpoint.manifest import steps
+    from fp8cfg.run_folder.run_folder import CHECKPOINTS
 
     root = first.files.folder(CHECKPOINTS) if first.files.kind(CHECKPOINTS) == "folder" else None
     states = [name for _, name in steps(root) if root.folder(name).kind(STATE)] if root else []
@@ -153,9 +152,9 @@ Losses = dict[str, dict[int, float]]
 
 
 def _losses(folder: RunFolder) -> Losses:
+    from fp8cfg.run_folder.files import StrangeFile
+    from fp8cfg.run_folder.run_folder import METRICS
     from fp8cfg.training import metrics
-    from fp8cfg.training.folder_descriptor import StrangeFile
-    from fp8cfg.training.run_folder import METRICS
 
     try:
         if folder.files.size(METRICS) > MAX_METRICS:

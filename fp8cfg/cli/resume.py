@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli import local_ranks
+from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import split
-from fp8cfg.cli.run_recipe import go_on
-from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.cli.launch_run import go_on
+from fp8cfg.schema.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fp8cfg.composition.giving_way import Settled
-    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.composition.precedence import Settled
+    from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...]
@@ -28,12 +28,11 @@ is refused unless allowed by its key (fp8 or 'fp8.*' for all of a node).
 
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.composed import idle_folder, say, settled_on_ranks
-    from fp8cfg.cli.offered_lines import whole_lines
-    from fp8cfg.config.key_names import short
+    from fp8cfg.checkpoint.resume_rules import allowing_nothing, goes_on, refuse_changes
+    from fp8cfg.cli.argv import idle_folder, say, settled_on_ranks, whole_lines
+    from fp8cfg.run_folder.run_folder import RunFolder
+    from fp8cfg.schema.keys import short
     from fp8cfg.training import runs
-    from fp8cfg.training.checkpoint.resume_rules import allowing_nothing, goes_on, refuse_changes
-    from fp8cfg.training.run_folder import RunFolder
 
     arguments = split(argv, ("--config-dir", "--allow"))
     if len(arguments.plain) != 1:
@@ -66,7 +65,7 @@ def run(argv: list[str]) -> int:
     found = settle(arguments.words)
     refuse_if([] if found.layout_alone else found.problems)
     refuse_changes(before, found.recipe, allow, {short(c.key): c.cause for c in found.changes})
-    code = local_ranks.started(
+    code = launch_run.started(
         found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow)
     )
     return go_on(path, changed, whole_line, allow) if code is None else code

@@ -8,8 +8,8 @@ import unicodedata
 from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments, before_end, split
-from fp8cfg.cli.run_precisions import in_precisions, loaded, whole
-from fp8cfg.config.errors import ConfigError, printable
+from fp8cfg.cli.run_models import in_precisions, loaded, whole
+from fp8cfg.schema.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from fp8cfg.data.tokenizer import Tokenizer
@@ -60,8 +60,7 @@ def run(argv: list[str]) -> int:
     if (names := arguments.one("--precision")) and "," in names:
         raise ConfigError(f"--precision {names}: one at a time; fp8cfg evaluate compares several")
     found = loaded(arguments)
-    from fp8cfg.training.held_out import run_tokenizer
-    from fp8cfg.training.sampling import sample
+    from fp8cfg.training.evaluation import run_tokenizer, sample
 
     tokenizer = run_tokenizer(found, arguments.one("--tokenizer"))
     prompt = _prompt(arguments.plain[1], "--chat" in arguments.flags, tokenizer)

@@ -8,16 +8,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli import hydra_flags, local_ranks
+from fp8cfg.cli import hydra, launch_run
 from fp8cfg.cli.argv import Arguments, is_hydra, recipe_file, split, wrong_words
-from fp8cfg.cli.run_recipe import go_on, is_run, launch, sized
-from fp8cfg.config.errors import ConfigError, refuse_if
+from fp8cfg.cli.launch_run import go_on, is_run, launch, sized
+from fp8cfg.schema.errors import ConfigError, refuse_if
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fp8cfg.composition.giving_way import Settled
-    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.composition.precedence import Settled
+    from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
@@ -47,10 +47,9 @@ are for these flags.
 def run(argv: list[str]) -> int:
     """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
     from fp8cfg.cli import WORDS
-    from fp8cfg.cli.composed import say, settled_on_ranks
-    from fp8cfg.cli.offered_lines import whole_lines
+    from fp8cfg.cli.argv import say, settled_on_ranks, whole_lines
     from fp8cfg.composition import to_yaml
-    from fp8cfg.report import remarks
+    from fp8cfg.planning import remarks
 
     arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
     try:
@@ -62,8 +61,8 @@ def run(argv: list[str]) -> int:
             [arg for before, arg in pairwise(argv) if arg in WORDS and not before.startswith("-")],
             WORDS,
         )
-        arguments = split(hydra_flags.spelled_out(argv), hydra_flags.OPTIONS, hydra_flags.FLAGS)
-        asked = hydra_flags.asked(arguments)
+        arguments = split(hydra.spelled_out(argv), hydra.OPTIONS, hydra.FLAGS)
+        asked = hydra.asked(arguments)
         file = recipe_file(arguments.plain, WORDS)
     except ConfigError as e:
         raise ConfigError(list(dict.fromkeys(e.problems + wrong_words(arguments)))) from None
@@ -72,18 +71,18 @@ def run(argv: list[str]) -> int:
 
         return multirun(arguments, file)
     if asked:
-        return hydra_flags.show(arguments, file)
-    hydra_flags.refuse_idle(arguments)
+        return hydra.show(arguments, file)
+    hydra.refuse_idle(arguments)
 
     def settle(words: Sequence[str]) -> Settled:
         return settled_on_ranks(words, arguments.one("--config-dir"), file)
 
     found = settle([word for word in arguments.words if not is_hydra(word)])
-    exactly = hydra_flags.run_dir(arguments, file, found.changes)
+    exactly = hydra.run_dir(arguments, file, found.changes)
     two = _two_folders(found.recipe, exactly)
     refuse_if([*found.problems, *two] if two or not found.layout_alone else [])
     whole_line = whole_lines(arguments, settle)
-    if (code := local_ranks.started(found, argv, whole_line)) is not None:
+    if (code := launch_run.started(found, argv, whole_line)) is not None:
         return code
     say(found.notes)  # which ranks say that were started here
     recipe, log = sized(found.recipe), found.recipe.log
@@ -93,7 +92,7 @@ def run(argv: list[str]) -> int:
         exactly = Path(log.folder)
         if log.resume == "auto" and is_run(exactly):
             return go_on(exactly, lambda _: recipe, whole_line, anew=True)
-    from fp8cfg.training.run_folder import RunFolder
+    from fp8cfg.run_folder.run_folder import RunFolder
 
     if exactly and os.environ.get("RANK", "0") == "0":  # which alone makes the folder
         RunFolder.refuse_taken(exactly)

@@ -6,16 +6,16 @@ import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fp8cfg.composition.authors import of_file
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.giving_way import Settled
-from fp8cfg.composition.launched_ranks import composed, settled
-from fp8cfg.composition.resolve import recipe_from, recipe_of
-from fp8cfg.composition.yaml_recipe import to_yaml
-from fp8cfg.config.errors import ConfigError, refuse_if
-from fp8cfg.config.files import parse_yaml
-from fp8cfg.config.preset_keys import record
-from fp8cfg.config.recipe import Recipe
+from fp8cfg.composition.merge import recipe_from, recipe_of
+from fp8cfg.composition.precedence import Settled, of_file
+from fp8cfg.composition.precedence import composed_ranks as composed
+from fp8cfg.composition.precedence import settled_ranks as settled
+from fp8cfg.composition.recipe_yaml import to_yaml
+from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.keys import record
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.safe_files import parse_yaml
 
 __all__ = ["compose", "from_yaml", "to_yaml"]
 

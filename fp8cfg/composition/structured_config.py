@@ -13,9 +13,9 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import Recipe
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.node import Node
+from fp8cfg.schema.recipe import Recipe
 
 
 def structured_config(node: Node | None = None) -> Any:

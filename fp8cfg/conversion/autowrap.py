@@ -18,15 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8cfg.backends.exclusions import autowraps, converted, plan_of
-from fp8cfg.config.errors import ConfigError, refuse_if
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.preset_keys import preset_keys
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.value_text import spelled
-from fp8cfg.conversion.convert import no_recipe, prove, strangers
-from fp8cfg.conversion.given_recipe import given_recipe
-from fp8cfg.conversion.preset_values import GIVE_WAY
+from fp8cfg.backends.any_model.conversion_state import autowraps, converted, plan_of
+from fp8cfg.conversion.convert import GIVE_WAY, given_recipe, no_recipe, prove, strangers
+from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.keys import preset_keys, spelled
+from fp8cfg.schema.recipe import Recipe
 
 
 def contextual_fp8_autocast(

@@ -13,6 +13,7 @@ storage is refused: `fp8cfg.build(recipe, model=model)` gives the whole job, wit
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -22,31 +23,120 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.backends import backend_registry, first_pass, flops, linear_stand_ins, stored_weights
-from fp8cfg.backends.autocast_context import AutocastContext
-from fp8cfg.backends.backend_choice import Choice, choose
-from fp8cfg.backends.eligibility import layer_lists, plan_model
-from fp8cfg.backends.exclusions import PLANNED, converted, mark, unmark
+from fp8cfg.backends import registry, stored_weights
+from fp8cfg.backends.any_model import checks, conversion_state, linear_like
+from fp8cfg.backends.any_model.checks import StepWatch
+from fp8cfg.backends.any_model.conversion_state import PLANNED, converted, mark, unmark
+from fp8cfg.backends.any_model.eligibility import beside, layer_lists, plan_model
+from fp8cfg.backends.any_model.linear_like import layout_of
+from fp8cfg.backends.any_model.module_swap import replaced
+from fp8cfg.backends.autocast import AutocastContext
+from fp8cfg.backends.choice import Choice, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
-from fp8cfg.backends.linear_layouts import layout_of
-from fp8cfg.backends.misuse_warnings import StepWatch
-from fp8cfg.backends.module_swap import replaced
-from fp8cfg.backends.observed_gemms import beside
-from fp8cfg.backends.protocol import Hardware
-from fp8cfg.composition.giving_way import fitted
-from fp8cfg.config.errors import ConfigError, NotFP8Error, expect, refuse_if
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.refusal import changed
-from fp8cfg.config.storage import fp8_weights
-from fp8cfg.conversion.given_recipe import given_recipe, of_no_effect
-from fp8cfg.conversion.preset_values import fit_layers, leave_parameters
+from fp8cfg.composition.precedence import Author, fitted, settled
+from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.numerics import Region, seed_rounding
-from fp8cfg.numerics.stored_form import fp8_state_dict, load_fp8_state_dict
-from fp8cfg.report.coverage import Coverage, coverage, of_layers, warn_of_share
-from fp8cfg.report.machine import find_hardware
-from fp8cfg.report.tables import wrapped
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.numerics.stored_state import fp8_state_dict, load_fp8_state_dict
+from fp8cfg.planning.coverage import Coverage, coverage, of_layers, warn_of_share
+from fp8cfg.planning.hardware import find_hardware
+from fp8cfg.schema.backends import Hardware
+from fp8cfg.schema.errors import ConfigError, NotFP8Error, expect, refuse_if
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.keys import full, preset_keys
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.refusal import changed
+from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.schema.storage import fp8_weights
+from fp8cfg.schema.tables import wrapped
+
+_ENDS = ("high_precision_at_start", "high_precision_at_end")
+GIVE_WAY = frozenset({*_ENDS, "params"})
+"""Fields of the `fp8` node that do where a preset wrote them."""
+
+
+def fit_layers(recipe: Recipe, lists: Mapping[str, int]) -> Recipe:
+    """`recipe` for a model with the layer lists `lists` (name -> length), of which model.num_layers is the longest: the preset's
+    layers at both ends leave at least one in FP8, and are none where the model has no list."""
+    may = [name for name in _ENDS if name in preset_keys(recipe.fp8)]
+    if not lists:
+        return _said(
+            recipe,
+            {name: 0 for name in may if getattr(recipe.fp8, name)},
+            "a model without a list of like layers",
+        )
+    authors = dict.fromkeys(flat(recipe), Author.USER) | {
+        full(f"fp8.{name}"): Author.PRESET for name in may
+    }
+    fitting = settled(recipe, authors, tacitly=False).recipe.fp8
+    layers = recipe.model.num_layers
+    return _said(
+        recipe,
+        {name: getattr(fitting, name) for name in may},
+        f"a model of {layers} layer{'s' if layers > 1 else ''}",
+    )
+
+
+def leave_parameters(recipe: Recipe) -> Recipe:
+    """`recipe` for a model whose parameters stay as they are: the preset's fp8.params is off."""
+    return _said(
+        recipe,
+        {"params": False} if "params" in preset_keys(recipe.fp8) else {},
+        "parameters that stay as they are",
+    )
+
+
+def _said(recipe: Recipe, values: Mapping[str, int], to: str) -> Recipe:
+    """A copy of `recipe` with `values` in its `fp8` node, and a line for those that change; they stay the preset's."""
+    changed = {name: value for name, value in values.items() if getattr(recipe.fp8, name) != value}
+    if not changed:
+        return recipe
+    those = ", ".join(
+        f"fp8.{name} {getattr(recipe.fp8, name)} -> {value}" for name, value in changed.items()
+    )
+    logging.getLogger("fp8cfg").warning(f"note: {those}: what the preset says gives way to {to}")
+    recipe = recipe.model_copy(deep=True)
+    recipe.fp8 = changed
+    return recipe
+
+
+def given_recipe(given: Any) -> Any:
+    """The Recipe that `given` means, with a line to the logger for each thing in it that has no counterpart here; `given` itself
+    where it is no such object."""
+    if isinstance(given, Recipe):
+        return given
+    if isinstance(given, Precision):
+        recipe = Recipe()
+        recipe.precision = given
+        return recipe
+    from fp8cfg.interop import from_object
+
+    try:
+        found = from_object(given)
+    except ConfigError as e:
+        if "no object of a project that is known here" in str(e):
+            return given
+        raise
+    for line in found.lost:
+        logging.getLogger("fp8cfg").warning(f"{type(given).__name__}: {line}")
+    return found.recipe
+
+
+def of_no_effect(recipe: Recipe) -> list[str]:
+    """A line for each thing in `recipe` that only its own Transformer has."""
+    lines = []
+    if every := recipe.log.fp8_stats_every_n_steps:
+        lines.append(
+            f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it,"
+            " and call fp8cfg.numerics.statistics.collect(model, run) in your loop"
+        )
+    if recipe.lora.enabled:
+        lines.append(
+            "lora.enabled=true: its adapters stand in the Transformer of a recipe; give a model of"
+            " your own PEFT's, by peft.get_peft_model(model, LoraConfig(...)), and write"
+            " lora.enabled=false"
+        )
+    return lines
 
 
 class Conversion:
@@ -64,10 +154,10 @@ class Conversion:
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
         """A context in which the converted layers multiply in FP8; outside they do in high precision. It may be entered again, also
         inside of itself."""
-        backend = backend_registry.backend(self.choice.backend)
+        backend = registry.backend(self.choice.backend)
 
         def entered() -> AbstractContextManager[None]:
-            first_pass.entered(self.model, enabled)
+            checks.entered(self.model, enabled)
             if (
                 enabled
                 and self._rolls
@@ -86,14 +176,14 @@ class Conversion:
         """Whether there is something for `step` to do."""
         return (
             SCALINGS[self.fp8.scaling].history
-            and backend_registry.capabilities(self.choice.backend).moves_scales
+            and registry.capabilities(self.choice.backend).moves_scales
         )
 
     def step(self) -> None:
         """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales; under other scalings there
         is nothing to roll. Beside `apply_fp8_autowrap`, whose passes roll, it warns and does nothing. Raises NotFP8Error where the
         model was trained and no layer has multiplied in FP8 yet."""
-        if first_pass.check(self.model):
+        if checks.check(self.model):
             warn_of_share(self.model, coverage(self.model))
         state = converted(self.model)
         if state.forward_passes and self._rolls:
@@ -150,7 +240,7 @@ def convert_model(
             " those of fp8cfg"
         )
     choice = choose(recipe.precision, _hardware(model))
-    if backend_registry.capabilities(choice.backend).own_state:
+    if registry.capabilities(choice.backend).own_state:
         raise ConfigError(
             f"backend={choice.backend}: its layers are trained by its own optimizer alone; write"
             " backend=native, or use fp8cfg.build(recipe, model=model)"
@@ -160,19 +250,19 @@ def convert_model(
     whole = (
         holder if isinstance(model, nn.Linear) or layout_of(model) else model
     )  # a root has no place to be replaced in
-    norms = backend_registry.capabilities(choice.backend).norms
-    plan = plan_model(whole, fp8, backend_registry.rules(choice.backend).misfit, linear, norms)
-    shells = linear_stand_ins.to_linear(whole, plan)
+    norms = registry.capabilities(choice.backend).norms
+    plan = plan_model(whole, fp8, registry.rules(choice.backend).misfit, linear, norms)
+    shells = linear_like.to_linear(whole, plan)
     try:
-        backend_registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
+        registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
     except ConfigError:
-        linear_stand_ins.back(whole, shells)
+        linear_like.back(whole, shells)
         raise
-    linear_stand_ins.attach(whole, shells)
+    linear_like.attach(whole, shells)
     seed_rounding(model, recipe.trainer.seed)
     mark(whole, fp8, plan, choice)
-    flops.watch(whole)
-    first_pass.watch(whole)
+    conversion_state.watch(whole)
+    checks.watch(whole)
     return Conversion(holder.model, plan, choice, fp8)
 
 
@@ -189,7 +279,7 @@ def convert_back(model: nn.Module) -> nn.Module:
         )
     holder = nn.Module()
     holder.model = model
-    shells = linear_stand_ins.shells(holder)
+    shells = linear_like.shells(holder)
     held = {layer.parameter for layer in stored_weights.in_codec(model)}
     wide = Counter(
         p.dtype
@@ -199,7 +289,7 @@ def convert_back(model: nn.Module) -> nn.Module:
     dtype = wide.most_common(1)[0][0] if wide else torch.float32
     stored_weights.unhold(holder, dtype)
     for name, layer in list(holder.named_modules()):
-        for backend in backend_registry.used():
+        for backend in registry.used():
             if (plain := backend.plain(layer)) is not None:
                 if isinstance(plain, nn.Linear) and plain.weight is not layer._parameters.get(
                     "weight"
@@ -207,8 +297,8 @@ def convert_back(model: nn.Module) -> nn.Module:
                     plain.weight.data = plain.weight.data.to(dtype)
                 replaced(holder, name, plain)
     unmark(holder)
-    first_pass.unwatch(holder)
-    linear_stand_ins.back(holder, shells)
+    checks.unwatch(holder)
+    linear_like.back(holder, shells)
     return holder.model
 
 
@@ -217,9 +307,7 @@ def has_fp8_layers(model: nn.Module) -> bool:
     only holds its weight in fewer bits cannot."""
     expect("has_fp8_layers", model, nn.Module, "a torch.nn.Module, such as job.model")
     modules = [
-        module
-        for name in backend_registry.names()
-        for module in backend_registry.capabilities(name).layer_modules
+        module for name in registry.names() for module in registry.capabilities(name).layer_modules
     ]
     return any(
         not all(getattr(layer, "high_precision", (False,))) for layer in _ours(model)
@@ -236,7 +324,7 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 
 def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> Coverage:
     """What ran in `model`. Raises NotFP8Error where that is not what was planned, or too little of it is in FP8."""
-    lines = not_engaged(plan, backend_registry.backend(choice.backend).observed(model))
+    lines = not_engaged(plan, registry.backend(choice.backend).observed(model))
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}{more}")
@@ -330,9 +418,7 @@ def _hardware(model: nn.Module) -> Hardware:  # where its parameters are
 def _ours(model: nn.Module) -> list[nn.Module]:
     """The layers that a backend of ours has converted, or that hold their weights in a codec."""
     return [
-        model.get_submodule(name)
-        for backend in backend_registry.used()
-        for name in backend.observed(model)
+        model.get_submodule(name) for backend in registry.used() for name in backend.observed(model)
     ]
 
 

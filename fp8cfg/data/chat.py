@@ -13,15 +13,194 @@ The loss is taken of the assistant's words and of the end token after them; of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from fp8cfg.data import chat_template
 from fp8cfg.data.errors import DataError
-from fp8cfg.data.rows import text_of
-from fp8cfg.data.tokenizer import Tokenizer
+from fp8cfg.data.samples import IGNORED, Rows, epochs, permute
+from fp8cfg.data.sources import MAX_TEXT_BYTES, kind_of, table_rows, text_of
+from fp8cfg.data.tokenizer import Tokenizer, refuse_vocabulary
+
+if TYPE_CHECKING:
+    import jinja2
+
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Marks around generated text: noncharacters, which no text has (Unicode 23.7)."""
+Spans = list[tuple[int, int]]
+
+
+def render(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str]
+) -> tuple[str, Spans]:
+    """The text of a conversation, and where in it the assistant's words stand, [start, stop) in characters.
+
+    They are what the template has in `{% generation %}`; where it has none, what each message of the assistant adds to the text of
+    those before it and the prompt for an answer. DataError for a template that fails, or whose text of a conversation does not
+    begin with that of its first messages.
+    """
+    text = _rendered(template, messages, variables)
+    if BEGIN in text:
+        return _marked(text)
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = _rendered(template, messages[:i], variables, prompt=True) if i else ""
+            after = _rendered(template, messages[: i + 1], variables)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise DataError(
+                    "its chat template writes earlier messages otherwise once later ones follow, so"
+                    " the assistant's words cannot be told apart; put {% generation %} ... {%"
+                    " endgeneration %} around them"
+                )
+            spans.append((len(before), len(after)))
+    return text, spans
+
+
+def prompt(
+    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str]
+) -> str:
+    """The text after which the assistant answers."""
+    return _rendered(template, messages, variables, prompt=True).replace(BEGIN, "").replace(END, "")
+
+
+def _rendered(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str],
+    prompt: bool = False,
+) -> str:
+    import jinja2
+
+    try:
+        return _compiled(template).render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **variables
+        )
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as e:
+        raise DataError(f"its chat template fails: {' '.join(str(e).split())[:160]}") from None
+
+
+def _marked(text: str) -> tuple[str, Spans]:
+    spans, at, begin = [], 0, 0
+    pieces = re.split(f"({BEGIN}|{END})", text)
+    for piece in pieces:
+        if piece == BEGIN:
+            begin = at
+        elif piece == END:
+            spans.append((begin, at))
+        else:
+            at += len(piece)
+    return "".join(piece for piece in pieces if piece not in (BEGIN, END)), spans
+
+
+@cache
+def _compiled(template: str) -> jinja2.Template:
+    import jinja2
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if tuple(map(int, re.findall(r"\d+", jinja2.__version__)[:3])) < (3, 1, 6):
+        raise DataError(
+            "chat templates need jinja2 3.1.6 or newer, whose sandbox holds; there is"
+            f" {jinja2.__version__}"
+        )
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), loopcontrols]
+    )
+    environment.filters["tojson"] = _json
+    environment.globals.update(raise_exception=_raise, dict=_Dict(), namespace=_namespace())
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as e:
+        raise DataError(
+            f"its chat template cannot be read: {' '.join(str(e).split())[:160]}"
+        ) from None
+
+
+def _generation() -> Any:
+    """The Jinja extension of `{% generation %}`."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    return Generation
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+class _Dict:
+    """`dict` without its attributes."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+
+def _namespace() -> Any:
+    """`namespace` without names that begin with an underscore."""
+    from jinja2.exceptions import SecurityError
+    from jinja2.utils import Namespace
+
+    class PlainNamespace(Namespace):
+        def __init__(*args: Any, **values: Any) -> None:
+            self, *given = args
+            attributes = dict(*given, **values)
+            for name in attributes:
+                PlainNamespace.plain(name)
+            Namespace.__init__(self, attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            PlainNamespace.plain(name)
+            Namespace.__setitem__(self, name, value)
+
+        @staticmethod
+        def plain(name: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"a namespace has no {name!r}")
+
+    return PlainNamespace
+
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Token ids, int64 [n], and whether each is to be learned, bool [n]."""
@@ -38,7 +217,7 @@ def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Enco
         if tokenizer.chat_template is None:
             return _plain(said, tokenizer)
         try:
-            text, spans = chat_template.render(tokenizer.chat_template, said, tokenizer.variables)
+            text, spans = render(tokenizer.chat_template, said, tokenizer.variables)
         except DataError as e:
             raise DataError(f"{place}: {e}") from None
         return _learned(text, spans, tokenizer)
@@ -59,7 +238,7 @@ def encode_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -
     """The tokens after which the assistant answers, int64 [n]."""
     if tokenizer.chat_template is not None:
         return tokenizer.encode_spans(
-            chat_template.prompt(tokenizer.chat_template, messages, tokenizer.variables)
+            prompt(tokenizer.chat_template, messages, tokenizer.variables)
         ).ids
     tokens, _ = _plain([*messages, {"role": "assistant", "content": ""}], tokenizer)
     return tokens[:-1]  # the end token of the answer that is to come
@@ -102,6 +281,127 @@ def _messages(place: str, messages: Any) -> list[dict[str, Any]]:
             )
         text_of(at, message, "role")
         content = text_of(at, message, "content")
-        if chat_template.BEGIN in content or chat_template.END in content:
+        if BEGIN in content or END in content:
             raise DataError(f"{at}: has a noncharacter, U+FDD0 or U+FDD1, which text has not")
     return [dict(message) for message in messages]
+
+
+@dataclass(frozen=True, eq=False)
+class Conversations:
+    """The tokens of all conversations, one after the other.
+
+    tokens, learned: int32 and bool [n], whether a loss is taken of a token. starts: where each conversation begins, int64 [c + 1].
+    """
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    starts: np.ndarray
+    seq_length: int
+    pad: int
+    description: str
+
+    @property
+    def masked(self) -> bool:
+        return True
+
+    @cached_property
+    def sha256(self) -> str:
+        digest = hashlib.sha256(f"{self.pad} {len(self)}\n".encode())
+        for part, dtype in (
+            (self.tokens, "<i4"),
+            (self.learned, "u1"),
+            (self.starts - self.starts[0], "<i8"),
+        ):
+            digest.update(part.astype(dtype, copy=False).tobytes())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def drawn(self, cursor: np.ndarray, seed: int) -> np.ndarray:
+        places = np.empty(len(cursor), dtype=np.int64)
+        for epoch, here, index in epochs(cursor, len(self)):
+            places[here] = permute(index, len(self), seed, epoch)
+        return places
+
+    def spread(self, count: int) -> np.ndarray:
+        return np.arange(count) * len(self) // count
+
+    def read(self, places: np.ndarray) -> Rows:
+        tokens = np.full((len(places), self.seq_length), self.pad, dtype=np.int64)
+        targets = np.full_like(tokens, IGNORED)
+        for row, place in enumerate(places.tolist()):
+            start, stop = (int(at - self.starts[0]) for at in self.starts[place : place + 2])
+            ids, length = self.tokens[start:stop], stop - start - 1
+            tokens[row, :length] = ids[:-1]
+            targets[row, :length] = np.where(self.learned[start + 1 : stop], ids[1:], IGNORED)
+        return tokens, targets
+
+    def split(self, validation_fraction: float) -> tuple[Conversations, Conversations]:
+        """The first conversations to train on, the last, `validation_fraction` of them, to validate; at least one of each."""
+        if len(self) < 2:
+            raise DataError(
+                f"{self.description}: one conversation is too few to train and validate on; two are"
+                " the least"
+            )
+        held_out = min(max(1, round(len(self) * validation_fraction)), len(self) - 1)
+        return self._part(0, len(self) - held_out), self._part(len(self) - held_out, len(self))
+
+    def _part(self, first: int, last: int) -> Conversations:
+        starts = self.starts[first : last + 1]
+        inside = slice(int(starts[0]), int(starts[-1]))
+        return replace(
+            self, tokens=self.tokens[inside], learned=self.learned[inside], starts=starts
+        )
+
+
+def load_conversations(
+    path: str, tokenizer: Tokenizer, seq_length: int, vocab_size: int | None = None
+) -> Conversations:
+    """The conversations at `path`, a JSONL or Parquet file, a folder of these, or a saved dataset.
+
+    One that is longer than seq_length + 1 tokens is cut there; one of whose tokens none is left to learn is left out; the
+    description says how many. DataError as `encode_row`, and where no conversation is left.
+    """
+    if vocab_size is not None:
+        refuse_vocabulary(tokenizer, vocab_size)
+    rows, size = table_rows(kind_of(path), path)
+    if size > MAX_TEXT_BYTES:
+        raise DataError(
+            f"{path}: {size / 2**30:.1f} GiB of conversations, more than the"
+            f" {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in memory; give a part of them"
+        )
+    encoded = (encode_row(place, row, tokenizer) for place, row in rows)
+    kept, cut, without = _fitting(encoded, seq_length + 1)
+    if not kept:
+        raise DataError(
+            f"{path}: no conversation in which the assistant's words begin within"
+            f" seq_length={seq_length} tokens"
+        )
+    lengths = np.array([len(ids) for ids, _ in kept], dtype=np.int64)
+    said = [f"{len(kept)} conversations of {path}"]
+    said += [f"{cut} longer than seq_length={seq_length} were cut"] if cut else []
+    said += (
+        [f"{without} without a word of the assistant within it were left out"] if without else []
+    )
+    return Conversations(
+        np.concatenate([ids for ids, _ in kept]).astype(np.int32),
+        np.concatenate([learned for _, learned in kept]),
+        np.append(0, np.cumsum(lengths)),
+        seq_length,
+        tokenizer.pad,
+        ", ".join(said),
+    )
+
+
+def _fitting(conversations: Iterator[Encoded], most: int) -> tuple[list[Encoded], int, int]:
+    """Conversations of at most so many tokens; how many were cut, and how many left out because nothing is learned in them."""
+    kept, cut, without = list[Encoded](), 0, 0
+    for ids, learned in conversations:
+        cut += len(ids) > most
+        ids, learned = ids[:most], learned[:most]
+        if learned[1:].any():  # the first token has none before it that would predict it
+            kept.append((ids, learned))
+        else:
+            without += 1
+    return kept, cut, without

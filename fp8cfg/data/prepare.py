@@ -9,11 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8cfg.data.corpora import documents
-from fp8cfg.data.corpus import encoded
+from fp8cfg.data.corpus import documents, encoded
 from fp8cfg.data.errors import DataError
-from fp8cfg.data.indexed import prefix_of
-from fp8cfg.data.indexed_write import write_indexed
+from fp8cfg.data.indexed import prefix_of, write_indexed
 from fp8cfg.data.tokenizer import Tokenizer
 
 

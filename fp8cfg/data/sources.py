@@ -2,18 +2,129 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
+import gzip
 import hashlib
+import importlib
 import importlib.resources
+import io
+import json
 import os
 import platform
 import stat
 import sysconfig
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fp8cfg.data.errors import DataError, require
+
+SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}
+"""Kinds of tables that are files, and the ends of their names."""
+Row = tuple[str, Mapping[str, Any]]
+"""A row, after the place that an error names."""
+
+
+def file_rows(
+    kind: str, path: Path, first: int = 0, column: str | None = None
+) -> Iterator[tuple[int, Row]]:
+    """The rows of one file from number `first` on, each with its number; of Parquet that `column` alone, where one is named and
+    there. DataError for a file that cannot be read, and a line that is no JSON object."""
+    return _json_lines(path, first) if kind == "jsonl" else _parquet(path, first, column)
+
+
+def library(name: str, path: Path) -> Any:
+    """The package `name`, which `path` is read with. DataError where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise DataError(
+            f"{path}: needs the package {package}; pip install 'fp8cfg[data]', or write it as JSONL"
+        ) from None
+
+
+def _json_lines(path: Path, first: int) -> Iterator[tuple[int, Row]]:
+    with _opened(path) as file:
+        for number, line in enumerate(file):
+            if number >= first and line.strip():
+                place = f"{path}:{number + 1}"
+                yield number, (place, _object(place, line))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file, decompressed."""
+    packed = path.name.rpartition(".")[2].lower()
+    try:
+        if packed == "gz":
+            with gzip.open(path, "rb") as file:
+                yield file
+        elif packed == "zst":
+            with (
+                library("pyarrow", path).input_stream(str(path), compression="zstd") as stream,
+                io.BufferedReader(stream) as file,
+            ):
+                yield file
+        else:
+            with path.open("rb") as file:
+                yield file
+    except (OSError, EOFError, zlib.error) as e:
+        raise DataError(
+            f"{path}: cannot be read"
+            f" ({getattr(e, 'strerror', None) or ' '.join(str(e).split())[:120]})"
+        ) from None
+
+
+def _object(place: str, line: bytes) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.rstrip())
+    except UnicodeDecodeError as e:
+        raise DataError(f"{place}: not UTF-8 (byte {e.start} of the line)") from None
+    except json.JSONDecodeError as e:
+        raise DataError(f"{place}: not JSON ({e.msg}, column {e.colno})") from None
+    except ValueError as e:  # a number with too many digits
+        raise DataError(f"{place}: not JSON ({str(e)[:80]})") from None
+    except RecursionError:
+        raise DataError(f"{place}: JSON that is nested too deep") from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f'{place}: a JSON {type(row).__name__}; each line has an object, such as {{"text":'
+            ' "..."}'
+        )
+    return row
+
+
+def _parquet(path: Path, first: int, column: str | None) -> Iterator[tuple[int, Row]]:
+    parquet = library("pyarrow.parquet", path)
+    try:
+        with parquet.ParquetFile(str(path)) as file:
+            sizes = [
+                file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)
+            ]
+            group = number = 0
+            while group < len(sizes) and number + sizes[group] <= first:
+                number += sizes[group]
+                group += 1
+            columns = [column] if column in file.schema_arrow.names else None
+            for batch in file.iter_batches(
+                1024, row_groups=list(range(group, len(sizes))), columns=columns
+            ):
+                for row in batch.to_pylist():
+                    if number >= first:
+                        yield number, (f"{path}, row {number}", row)
+                    number += 1
+    except DataError:
+        raise
+    except Exception as e:  # pyarrow's own
+        raise DataError(
+            f"{path}: no Parquet file that can be read ({' '.join(str(e).split())[:120]})"
+        ) from None
+
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
 MAX_TEXT_BYTES = 1 << 30  # held in memory as 2 bytes each; more belongs in token files
@@ -182,3 +293,84 @@ def _read_text(path: Path) -> bytes:
             f"{path}: not UTF-8 text (byte {bad} is 0x{raw[bad]:02x}); convert it or take it out"
         )
     return raw
+
+
+TABLES = {
+    "jsonl": "a .jsonl file, a JSON object a line, or a folder of them",
+    "parquet": "a .parquet file, or a folder of them",
+    "dataset": "a folder that Dataset.save_to_disk wrote",
+}
+"""Kinds of tables, and what their path is."""
+
+
+def table_documents(kind: str, path: str, text_key: str) -> Documents:
+    """The column `text_key` of every row, one document each. DataError for rows without it, or where it is no text."""
+    rows, size = table_rows(kind, path)
+    texts = (text for place, row in rows if (text := text_of(place, row, text_key)))
+    return Documents(
+        (text.encode("utf-8", "replace") for text in texts), kind, f"{text_key!r} of {path}", size
+    )
+
+
+def table_rows(kind: str, path: str) -> tuple[Iterator[Row], int]:
+    """The rows of the table at `path`, read as they are asked for, and the bytes of its files."""
+    if kind == "dataset":
+        return _dataset(Path(path)), 0
+    paths, _ = table_files(kind, path)
+    return (row for file in paths for _, row in file_rows(kind, file)), size_of(paths)
+
+
+def table_files(kind: str, path: str) -> tuple[list[Path], int]:
+    """The files of that kind at `path`, and how many links were passed over."""
+    return readable_files(Path(path), SUFFIXES[kind], f".{kind} file")
+
+
+def kind_of(path: str) -> str:
+    """The kind of table that stands at `path`, by the names of its files."""
+    at = Path(path)
+    if not is_pattern(at):
+        require(at)
+    if at.is_dir() and ((at / "dataset_info.json").exists() or (at / "dataset_dict.json").exists()):
+        return "dataset"
+    return (
+        "parquet"
+        if at.suffix == ".parquet" or (at.is_dir() and any(at.rglob("*.parquet")))
+        else "jsonl"
+    )
+
+
+def text_of(place: str, row: Mapping[str, Any], key: str) -> str:
+    """The text in the column `key`."""
+    if key not in row:
+        near = difflib.get_close_matches(key, map(str, row), n=1)
+        raise DataError(
+            f"{place}: has no {key!r}; "
+            + (f"did you mean {near[0]!r}?" if near else f"it has {_names(row)}")
+        )
+    value = row[key]
+    if not isinstance(value, str):
+        raise DataError(f"{place}: {key!r} is {type(value).__name__}, not text")
+    return value
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, list(row)[:8])) or "nothing"
+
+
+def _dataset(path: Path) -> Iterator[Row]:
+    require(path)
+    datasets = library("datasets", path)
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(child.name for child in path.iterdir() if child.is_dir())
+        one = path / (splits or ["train"])[0]
+        raise DataError(
+            f"{path}: holds the splits {', '.join(splits)}; give the folder of one, as in {one}"
+        )
+    try:
+        table = datasets.load_from_disk(str(path))
+    except Exception as e:
+        raise DataError(
+            f"{path}: no folder that Dataset.save_to_disk wrote ({' '.join(str(e).split())[:120]})"
+        ) from None
+    for number, row in enumerate(table):
+        yield f"{path}, row {number}", row

@@ -6,19 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fp8cfg.composition.flatten import nested
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.interop.accelerate import handlers
-from fp8cfg.interop.accelerate.handlers import to_handler
-from fp8cfg.interop.key_table import NotHere, Read, Written
-from fp8cfg.interop.megatron.nemo import BRIDGE, NEMO
+from fp8cfg.composition.recipe_yaml import nested
+from fp8cfg.interop import accelerate, transformer_engine
+from fp8cfg.interop.accelerate import to_handler
+from fp8cfg.interop.key_table import NotHere, Read, Written, flattened
+from fp8cfg.interop.nemo import BRIDGE, NEMO
 from fp8cfg.interop.projects import door, from_file, from_words, to_text
-from fp8cfg.interop.te import objects as te_objects
-from fp8cfg.interop.te.objects import to_te
-from fp8cfg.interop.torchao.float8_config import TORCHAO, confirmed, fields_of
+from fp8cfg.interop.torchao import TORCHAO, confirmed, fields_of
+from fp8cfg.interop.transformer_engine import to_te
 from fp8cfg.interop.translation import read, write
-from fp8cfg.interop.value_spellings import flattened
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.recipe import Recipe
 
 __all__ = [
     "NotHere",
@@ -44,10 +42,10 @@ def from_object(obj: Any, base: Recipe | None = None) -> Read:
     """
     for cls in type(obj).__mro__:
         name = cls.__name__
-        if name in handlers.NAMES:
-            return handlers.from_handler(obj, base)
-        if name in te_objects.NAMES:
-            return te_objects.from_te(obj, base)
+        if name in accelerate.NAMES:
+            return accelerate.from_handler(obj, base)
+        if name in transformer_engine.NAMES:
+            return transformer_engine.from_te(obj, base)
         if name == "Float8LinearConfig":
             return read(TORCHAO, fields_of(obj), base)
         if name in _PLUGINS:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fp8cfg.interop.accelerate.config_file import SHARDS, STAGES
-from fp8cfg.interop.accelerate.fp8_keys import differs_under_deepspeed, held_otherwise
-from fp8cfg.interop.key_table import SILENT, Dialect, Entry, Unsaid, Values, runs_fp8
-from fp8cfg.interop.megatron.core_fields import fp16, refuse_both
-from fp8cfg.interop.value_spellings import (
+from fp8cfg.interop.accelerate import SHARDS, STAGES, differs_under_deepspeed, held_otherwise
+from fp8cfg.interop.key_table import (
+    SILENT,
+    Dialect,
+    Entry,
+    Unsaid,
+    Values,
     boolean,
     integer,
     is_on,
@@ -18,10 +20,12 @@ from fp8cfg.interop.value_spellings import (
     one_of,
     option,
     read_only,
+    runs_fp8,
     same,
     shown,
     switch,
 )
+from fp8cfg.interop.megatron import fp16, refuse_both
 
 _LEVELS = {"o1": "O1", "o2": "O2", "o3": "O3"}
 _NUMBERS = {

@@ -2,28 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json as json_module
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.config import tasks
-from fp8cfg.config.errors import ConfigError, refuse_if, suggest
-from fp8cfg.config.presets import precision_preset
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.interop import file_writers, source_files
-from fp8cfg.interop.accelerate import handlers
-from fp8cfg.interop.accelerate.config_file import ACCELERATE
+from fp8cfg.composition.recipe_yaml import nested as tree
+from fp8cfg.interop import accelerate, nemo, shell_flags, source_files, transformer_engine
+from fp8cfg.interop.accelerate import ACCELERATE
 from fp8cfg.interop.deepspeed import DEEPSPEED
 from fp8cfg.interop.key_table import Dialect, Read, Written
-from fp8cfg.interop.megatron import nemo_python
-from fp8cfg.interop.megatron.nemo import BRIDGE, NEMO
-from fp8cfg.interop.megatron.precision_flags import MEGATRON
-from fp8cfg.interop.te import objects as te_objects
-from fp8cfg.interop.te.recipe import TE
-from fp8cfg.interop.torchtitan.python_configs import configuration
-from fp8cfg.interop.torchtitan.sections import SECTIONS, TORCHTITAN
+from fp8cfg.interop.megatron import MEGATRON
+from fp8cfg.interop.nemo import BRIDGE, NEMO
+from fp8cfg.interop.torchtitan import SECTIONS, TORCHTITAN, configuration
+from fp8cfg.interop.transformer_engine import TE
 from fp8cfg.interop.translation import read, where, write
+from fp8cfg.schema import tasks
+from fp8cfg.schema.errors import ConfigError, refuse_if, suggest
+from fp8cfg.schema.presets import precision_preset
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.safe_files import dump_yaml
+from fp8cfg.schema.version import __version__
+
+
+def comments(lines: Iterable[str]) -> str:
+    """Each line as a comment of at most 80 columns."""
+    wrapped = [
+        textwrap.fill(
+            " ".join(line.split()),
+            80,
+            initial_indent="# ",
+            subsequent_indent="#   ",
+            break_on_hyphens=False,
+        )
+        for line in lines
+    ]
+    return "".join(f"{line}\n" for line in wrapped)
+
+
+def headed(project: str, lost: Iterable[str]) -> str:
+    """The head of a file for `project`: what it cannot say stands first."""
+    said = list(lost)
+    return comments(
+        [
+            f"Exported by fp8cfg {__version__} for {project}.",
+            *(["What it cannot say:"] if said else []),
+            *said,
+        ]
+    )
+
+
+def nested(data: dict[str, Any]) -> dict[str, Any]:
+    """A table by dotted keys as mappings."""
+    return tree(data)
+
+
+def yaml(written: Written) -> str:
+    """A YAML file."""
+    return dump_yaml(nested(written.value))
+
+
+def bridge(written: Written) -> str:
+    """The section of a run's YAML file that Megatron-Bridge reads precision from."""
+    return dump_yaml({"mixed_precision": written.value})
+
+
+def json(written: Written) -> str:
+    """A JSON file."""
+    return json_module.dumps(nested(written.value), indent=2) + "\n"
+
+
+def flags(written: Written) -> str:
+    """An array of a shell, a flag a line."""
+    words = shell_flags.line(written.value)
+    lines = "".join(f"\n    {word}" if word.startswith("--") else f" {word}" for word in words)
+    return f"FP8CFG_ARGS=({lines}\n)\n"
+
+
+def toml(written: Written) -> str:
+    """A TOML file of sections with plain values, as torchtitan read it."""
+    found: dict[str, list[str]] = {}
+    for key, value in written.value.items():
+        section, _, name = key.rpartition(".")
+        found.setdefault(section, []).append(
+            f"{name} = {json_module.dumps(value)}"
+        )  # strings, lists and truth are alike in both
+    until = comments(
+        [
+            "torchtitan reads TOML up to February 2026 (pytorch/torchtitan#2386), and Python"
+            " configurations since."
+        ]
+    )
+    return until + "\n".join(
+        f"[{section}]\n" + "".join(f"{line}\n" for line in lines)
+        for section, lines in found.items()
+    )
+
+
+def te(written: Written) -> str:
+    """Python that makes Transformer Engine's recipe."""
+    return transformer_engine.python_text(written.value)
 
 
 @dataclass(frozen=True)
@@ -43,29 +123,25 @@ class Door:
 
 
 def _te_text(text: str) -> source_files.Said:
-    found = te_objects.from_text(text)
+    found = transformer_engine.from_text(text)
     return source_files.Said(
         found, called="printed" not in found
     )  # by a Transformer Engine that may be newer
 
 
 DOORS = {
-    "accelerate": Door(ACCELERATE, file_writers.yaml, call=handlers.from_call),
-    "deepspeed": Door(DEEPSPEED, file_writers.json, remarks=False),
-    "nemo": Door(
-        NEMO, file_writers.yaml, source_files.plugin, python=nemo_python.precision, presets=True
-    ),
-    "bridge": Door(
-        BRIDGE, file_writers.bridge, source_files.plugin, python=nemo_python.precision, presets=True
-    ),
-    "megatron": Door(MEGATRON, file_writers.flags, text=source_files.shell(MEGATRON)),
+    "accelerate": Door(ACCELERATE, yaml, call=accelerate.from_call),
+    "deepspeed": Door(DEEPSPEED, json, remarks=False),
+    "nemo": Door(NEMO, yaml, source_files.plugin, python=nemo.precision, presets=True),
+    "bridge": Door(BRIDGE, bridge, source_files.plugin, python=nemo.precision, presets=True),
+    "megatron": Door(MEGATRON, flags, text=source_files.shell(MEGATRON)),
     "torchtitan": Door(
         TORCHTITAN,
-        file_writers.toml,
+        toml,
         source_files.sections(SECTIONS, TORCHTITAN),
         python=configuration,
     ),
-    "te": Door(TE, file_writers.te, text=_te_text),
+    "te": Door(TE, te, text=_te_text),
 }
 """Projects by the names that `fp8cfg import` and `fp8cfg export` know."""
 
@@ -147,6 +223,6 @@ def to_text(name: str, recipe: Recipe) -> tuple[str, tuple[str, ...]]:
     comments where it has any. Raises ConfigError for a recipe that cannot be written there."""
     found = door(name)
     written = write(found.dialect, recipe)
-    return (
-        file_writers.headed(found.dialect.name, written.lost) if found.remarks else ""
-    ) + found.write(written), written.lost
+    return (headed(found.dialect.name, written.lost) if found.remarks else "") + found.write(
+        written
+    ), written.lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -11,11 +12,104 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.files import parse_yaml, plain, read_text
-from fp8cfg.interop.key_table import TYPO, Dialect
-from fp8cfg.interop.shell import flags as shell_flags
-from fp8cfg.interop.value_spellings import flattened, printable
+from fp8cfg.interop import shell_flags
+from fp8cfg.interop.key_table import TYPO, Dialect, flattened, printable
+from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
+from fp8cfg.schema.safe_files import parse_yaml, plain, read_text
+
+
+def call_in(
+    text: str, names: tuple[str, ...], kind: str, only: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The values by name of the one call in `text` of a class in `names`, which stands under `class`; those in `only`, where it has
+    any. Raises ConfigError where there is none (with the names that are near to that of a `kind` of class), or more than one, and
+    for each value that is no literal."""
+    try:
+        every = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ConfigError(f"not Python; expected a call such as {names[0]}(margin=1)") from None
+    calls = [node for node in every if last(node.func) in names]
+    if not calls:
+        refuse_if(
+            [
+                f"{called}: not a {kind}; did you mean {near!r}?"
+                for node in every
+                if (near := nearest(called := last(node.func), names))
+            ]
+        )
+    if len(calls) != 1:
+        raise ConfigError(f"{len(calls)} calls; expected one of {', '.join(names)}")
+    spread = [word.value for word in calls[0].keywords if not word.arg]
+    problems = [
+        f"{last(calls[0].func)}(**{text}): {text} is not read; give its values by name"
+        for text in (ast.unparse(value)[:40] for value in spread)
+    ]
+    problems += [f"{last(calls[0].func)}: give its values by name"] if calls[0].args else []
+    values: dict[str, Any] = {"class": last(calls[0].func)}
+    for word in [w for w in calls[0].keywords if not only or w.arg in only] if not problems else ():
+        if word.arg in values:
+            problems.append(f"{word.arg}: stands twice")
+        try:
+            values[str(word.arg)] = literal(word.value)
+        except ValueError:
+            problems.append(f"{word.arg}: expected a literal, not {ast.unparse(word.value)[:40]}")
+    refuse_if(problems)
+    return values
+
+
+def last(node: ast.expr) -> str:
+    """The last name of a dotted one; empty for any other expression."""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
+
+
+def literal(node: ast.expr) -> Any:
+    """A literal, or the last name of a member of an enumeration called Format."""
+    if isinstance(node, ast.Attribute) and last(node.value) == "Format":
+        return node.attr
+    return ast.literal_eval(node)
+
+
+def short(node: ast.AST) -> str:
+    """The source of a node, short enough for a line that names it."""
+    text = ast.unparse(node)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def constants(statements: Sequence[ast.stmt]) -> dict[str, ast.expr]:
+    """Names that are assigned once, with what is assigned."""
+    found: dict[str, ast.expr] = {}
+    twice: set[str] = set()
+    for node in (each for statement in statements for each in ast.walk(statement)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            twice |= {node.id} & found.keys()
+            found.setdefault(node.id, node)
+    for node in statements:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    found[target.id] = node.value
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in twice
+        and not (isinstance(value, ast.Name) and isinstance(value.ctx, ast.Store))
+    }
+
+
+def resolved(node: ast.expr, names: dict[str, ast.expr]) -> ast.expr:
+    """What a name stands for, as far as it is assigned once."""
+    for _ in range(16):
+        if not isinstance(node, ast.Name) or node.id not in names:
+            break
+        node = names[node.id]
+    return node
+
 
 _CODE = re.compile(r"(^\s*(?:- +)?|[{,]\s*)_(target|partial|args|call)_(?=\s*:)", re.MULTILINE)
 

@@ -12,8 +12,8 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.norms import norm
+from fp8cfg.models.recompute import recomputed
 from fp8cfg.models.rotary import apply_rotary
-from fp8cfg.models.selective_recompute import recomputed
 
 
 def hidden_from(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

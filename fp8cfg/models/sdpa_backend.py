@@ -20,7 +20,7 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from fp8cfg.models.attention import CoreAttention, SelfAttention
-from fp8cfg.models.layers import TransformerLayer
+from fp8cfg.models.transformer import TransformerLayer
 
 EXPLICIT = "explicit"
 """Products and a softmax of our own, which a soft cap of scores needs."""

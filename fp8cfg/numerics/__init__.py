@@ -25,13 +25,11 @@ the sources of the other scalings.
 
 from __future__ import annotations
 
-from fp8cfg.numerics.autocast_region import Region
+from fp8cfg.numerics.amax_update import Overflow, discard_amax, overflow, update_scales
+from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast, round_to_grid
-from fp8cfg.numerics.fp8_overflow import Overflow, overflow
-from fp8cfg.numerics.fp8_state_dict import high_precision_state_dict
+from fp8cfg.numerics.fp8_linear import FP8Linear, fp8_linears, seed_rounding
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Ran, decode
-from fp8cfg.numerics.linear import FP8Linear, fp8_linears, seed_rounding
-from fp8cfg.numerics.scale_update import discard_amax, update_scales
 from fp8cfg.numerics.scaling import (
     GRAD_OUTPUT,
     INPUT,
@@ -41,6 +39,7 @@ from fp8cfg.numerics.scaling import (
     roll,
     scale_from_amax,
 )
+from fp8cfg.numerics.state_dict_conversion import high_precision_state_dict
 
 __all__ = [
     "DGRAD",

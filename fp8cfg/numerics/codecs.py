@@ -24,16 +24,128 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8cfg.numerics import range_expansion as expand
-from fp8cfg.numerics.exact_float32 import largest, pow2_scale, reciprocal, square_root
-from fp8cfg.numerics.formats import E4M3, Format, cast, widen
-from fp8cfg.numerics.stochastic_rounding import Start, round_stochastic, uniform
+from fp8cfg.numerics.async_copies import sent
+from fp8cfg.numerics.formats import (
+    E4M3,
+    Format,
+    Start,
+    cast,
+    largest,
+    pow2_scale,
+    reciprocal,
+    round_stochastic,
+    square_root,
+    uniform,
+    widen,
+)
+
+STEPS = 16
+"""k is a multiple of 1 / STEPS."""
+LEAST, MOST = 3, 16 * STEPS
+"""Bounds of k, in steps."""
+
+
+def _below(x: Tensor) -> Tensor:
+    """Float64 `x` as float32, rounded down: y > x and y > _below(x) are the same for every float32 y."""
+    nearest = x.float()
+    return torch.where(
+        nearest.double() > x, nearest.nextafter(torch.full_like(nearest, -math.inf)), nearest
+    )
+
+
+def _keys(values: Tensor, k: Tensor) -> Tensor:
+    """Float32 `values` from 0 to 1, [.., n], of rows whose k, in steps, is `k`, int64 [..], as int64 that ascend with k and, for
+    one k, with values, as the bits of a float32 do, of which 1 has 30. NaN is beyond all of its row.
+    """
+    return k[:, None] * 2**30 + values.view(torch.int32)
+
+
+class _Tables(NamedTuple):
+    """By k, in steps: the values of the 127 codes, over the largest, [.. x 127] and their keys, the keys of where they meet
+    [.. x 126]. And, ascending, the widest range of a block for each k, from MOST down to LEAST."""
+
+    values: Tensor
+    codes: Tensor
+    meets: Tensor
+    ranges: Tensor
+
+
+def _tables() -> _Tables:
+    codes = torch.arange(127, dtype=torch.uint8, device="cpu").view(E4M3.dtype).double() / E4M3.max
+    steps = torch.arange(MOST + 1, device="cpu")
+    roots = STEPS / steps[:, None].double().clamp(min=LEAST)
+    meets = ((codes[1:] + codes[:-1]) / 2) ** roots
+    values = (codes**roots).float()
+    return _Tables(
+        values.flatten(),
+        _keys(values, steps).flatten(),
+        _keys(_below(meets), steps).flatten(),
+        _below((E4M3.max**2 / 2) ** roots[LEAST:, 0].flip(0)),
+    )
+
+
+_TABLES = _tables()
+_ON_GPU: dict[int | None, _Tables] = {}
+"""The tables on each GPU, sent once: compiled code would send them anew for each tensor, and wait each time."""
+
+
+def send_tables(device: torch.device) -> None:
+    """Send the tables to `device`, if it is a GPU that has none yet: before code that uses them there is compiled."""
+    if device.type == "cuda" and device.index not in _ON_GPU:
+        _ON_GPU[device.index] = _Tables(*(sent(table, device) for table in _TABLES))
+
+
+def _on(device: torch.device) -> _Tables:
+    if device.type == "cuda":
+        if not torch.compiler.is_compiling():
+            send_tables(device)
+        return _ON_GPU[device.index]
+    return _Tables(*(table.to(device) for table in _TABLES))
+
+
+def scales(rows: Tensor) -> Tensor:
+    """For each row of float32 `rows` [blocks, block] its largest magnitude and k, float32 [blocks, 2]. The first is NaN where
+    something in the row is not finite."""
+    x = rows.abs()
+    largest, smallest = x.amax(-1), torch.where(x == 0, math.inf, x).amin(-1)
+    narrower = torch.searchsorted(_on(x.device).ranges, largest / smallest)
+    k = (MOST - narrower).clamp(min=LEAST).float() / STEPS
+    return torch.stack(
+        [torch.where(largest < math.inf, largest.clamp(min=2.0**-126), math.nan), k], -1
+    )
+
+
+def encode(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:
+    """The codes, E4M3 [blocks, block], of float32 `rows`: nearest among the powers, as COAT has it, or with the random numbers `u`
+    stochastic among the values themselves. What is not 0 does not become 0."""
+    x, k, tables = rows.abs() / scales[:, :1], _steps(scales), _on(rows.device)
+    if u is None:
+        code = (torch.bucketize(_keys(x, k), tables.meets) - 126 * k[:, None]).clamp(max=126)
+    else:
+        first = 127 * k[:, None]
+        code = (torch.bucketize(_keys(x, k), tables.codes, right=True) - 1 - first).clamp(0, 125)
+        lower, upper = tables.values[first + code], tables.values[first + code + 1]
+        code = code + (u < (x - lower) / (upper - lower))
+    code = torch.where(rows != 0, code.clamp(min=1), code)
+    return torch.where(rows < 0, code + 128, code).to(torch.uint8).view(E4M3.dtype)
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """The float32 values of `codes`, the bytes [blocks, block] that `encode` returned."""
+    code = codes.long()
+    values = _on(codes.device).values[_steps(scales)[:, None] * 127 + (code & 127)]
+    return torch.where(code > 127, -values, values) * scales[:, :1]
+
+
+def _steps(scales: Tensor) -> Tensor:
+    return (scales[:, 1] * STEPS).long()
+
 
 Stored = tuple[Tensor, ...]
 Rounding = Literal["nearest", "stochastic"]
@@ -90,7 +202,7 @@ class Codec:
         """A stored tensor of zeros, with scale 1."""
         data = torch.zeros(shape, dtype=self.format.dtype, device=device)
         if self.expand:
-            expand.send_tables(data.device)
+            send_tables(data.device)
         if self.scaling == "none":
             return (data,)
         scales = (
@@ -115,9 +227,7 @@ class Codec:
         """The float32 values, in the shape of the data, scaled in place; the data itself under fp32."""
         data = stored[0]
         if self.expand:
-            return self._from_rows(
-                expand.decode(self._rows(data.view(torch.uint8)), stored[1]), data
-            )
+            return self._from_rows(decode(self._rows(data.view(torch.uint8)), stored[1]), data)
         v = widen(data, torch.float32) if data.dtype.itemsize == 1 else data.float()
         if self.scaling == "none":
             return v
@@ -180,7 +290,7 @@ class Codec:
 
     def _scales_of_rows(self, x: Tensor) -> Tensor:
         rows = self._rows(square_root(x) if self.root else x)
-        return expand.scales(rows) if self.expand else self.scale_inv(rows.abs().amax(-1))
+        return scales(rows) if self.expand else self.scale_inv(rows.abs().amax(-1))
 
     def _quantize(
         self,
@@ -193,9 +303,7 @@ class Codec:
         if self.expand:
             v = self._rows(x)
             assert scale_inv is not None, "blocks have scales"
-            return self._from_rows(
-                expand.encode(v, scale_inv, self._uniform(v, key, lane, start)), x
-            )
+            return self._from_rows(encode(v, scale_inv, self._uniform(v, key, lane, start)), x)
         v, fmt = square_root(x) if self.root else x, self.format
         if scale_inv is not None:
             v, by = (self._rows(v), scale_inv[:, None]) if self.block else (v, scale_inv)

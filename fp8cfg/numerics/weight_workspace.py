@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from fp8cfg.numerics.gemm import DGRAD, FPROP
-from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.gemm import DGRAD, FPROP, Operand
 from fp8cfg.numerics.scaling import WEIGHT
 
 if TYPE_CHECKING:
-    from fp8cfg.numerics.linear_function import Plan, State
+    from fp8cfg.numerics.fp8_linear import Plan, State
 
 NOTHING: tuple[None, ...] = (None,) * 6
 """The tensors of two operands that are not kept."""

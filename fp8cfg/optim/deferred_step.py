@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.host_copy import sent
+from fp8cfg.numerics.async_copies import sent
 from fp8cfg.optim.loss_scale import LossScaler
 
 

@@ -18,13 +18,136 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.sgd import sgd
 
 from fp8cfg.optim.deferred_step import Either, lr_after, taken, unscale
-from fp8cfg.optim.inner_state import collect_json, collect_tensors, from_low_bit, restore, stepped
 from fp8cfg.optim.loss_scale import LossScaler
-from fp8cfg.optim.masters import make_masters
-from fp8cfg.optim.named_state import NamedOptimizer, hyperparameters
-from fp8cfg.optim.write_guard import WriteGuard
+from fp8cfg.optim.low_bit.columns import local
+from fp8cfg.optim.state_dict import (
+    NamedOptimizer,
+    collect_json,
+    collect_tensors,
+    from_low_bit,
+    hyperparameters,
+    restore,
+    stepped,
+)
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of named parameters: matrices with `weight_decay`, vectors (norms, biases) without, as in Megatron.
+
+    A tied parameter appears once, under its first name; frozen ones do not appear, nor does an empty group.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [(name, p) for name, p in trained if p.dim() > 1]
+    vectors = [(name, p) for name, p in trained if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def make_masters(
+    names: Mapping[nn.Parameter, str], given: Mapping[nn.Parameter, Tensor]
+) -> dict[nn.Parameter, Tensor]:
+    """A float32 master for each parameter of `names`: the given one, the parameter itself if float32, or a copy.
+
+    Raises ValueError for a given master of another shape or dtype or of no parameter here, and for an 8-bit parameter
+    without one: what was rounded away cannot be read back from it.
+    """
+    if given.keys() - names.keys():
+        raise ValueError(
+            f"masters for {len(given.keys() - names.keys())} parameters that are not optimized"
+        )
+    return {
+        p: _checked(name, p, given[p]) if p in given else _own(name, p) for p, name in names.items()
+    }
+
+
+def _checked(name: str, parameter: nn.Parameter, master: Tensor) -> Tensor:
+    if master.dtype != torch.float32 or master.shape != parameter.shape:
+        raise ValueError(
+            f"the master of {name} must be float32 {list(parameter.shape)}, not {master.dtype}"
+            f" {list(master.shape)}"
+        )
+    return master.detach()
+
+
+def _own(name: str, parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype == torch.float32:
+        return parameter
+    if parameter.dtype in (torch.bfloat16, torch.float16):
+        return parameter.detach().float()
+    raise ValueError(f"{name} is {parameter.dtype}: its float32 master must be given")
+
+
+class WriteGuard:
+    """The versions of `params`, torch's counts of writes to them, after the optimizer's last write. The next step of the optimizer
+    would silently undo any later write. `names` is what the error calls them, `since` the event after which they were written.
+    """
+
+    def __init__(
+        self, names: Mapping[nn.Parameter, str], since: str, params: Iterable[nn.Parameter] = ()
+    ) -> None:
+        self._names, self._since = names, since
+        self._versions = {p: p._version for p in params}
+
+    def watch(self, p: nn.Parameter) -> None:
+        """Add a parameter to those that are guarded."""
+        self._versions[p] = p._version
+
+    def remember(self) -> None:
+        """Record the current versions as written by the optimizer."""
+        self._versions = {p: p._version for p in self._versions}
+
+    def check(self) -> None:
+        """Raise RuntimeError if a parameter was written to since `remember`."""
+        written = [self._names[p] for p, version in self._versions.items() if p._version != version]
+        if written:
+            raise RuntimeError(
+                f"{len(written)} parameters, {written[0]} among them, were written after"
+                f" {self._since}; load weights before building the optimizer, or load the"
+                " optimizer's state after them"
+            )
+
+
+class SGD(torch.optim.SGD):
+    """torch.optim.SGD(fused=True) with a momentum that is there before the first step, for DTensors too. Takes no dampening."""
+
+    def __init__(
+        self, params: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update from the gradients; none where the attribute `found_inf`, float32 [], is 1."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            momenta = [self._momentum(p) for p in params] if group["momentum"] else []
+            sgd(
+                [local(p) for p in params],
+                [local(p.grad) for p in params],
+                [local(m) for m in momenta],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                fused=True,
+                found_inf=getattr(self, "found_inf", None),
+            )
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        state = self.state[p]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        made: Tensor = state["momentum_buffer"]
+        return made
+
 
 Named = Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from fp8cfg.optim.schedule import Schedule
+from fp8cfg.optim.lr_schedule import Schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fp8cfg.optim.low_bit.training import LowBitTraining
+    from fp8cfg.optim.low_bit.adam import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from fp8cfg.config.training_nodes import Strategy
+from fp8cfg.schema.training import Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,8 +8,10 @@ names that they have in the whole model, by which weights are drawn and checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -18,10 +20,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8cfg.config.training_nodes import Strategy
-from fp8cfg.models.stages import stage_chunks
+from fp8cfg.models.config import stage_chunks
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.parallel.point_to_point import wait_for
+from fp8cfg.numerics.async_copies import wait
+from fp8cfg.schema.training import Strategy
+
+
+def wait_for(works: Iterable[dist.Work], group: dist.ProcessGroup) -> None:
+    """Wait for sends and receives in `group`. Raises RuntimeError where one takes longer than the group's limit."""
+    for work in works:
+        wait(work, dist.batch_isend_irecv, group, _limit(group))
+
+
+@contextmanager
+def limited(group: dist.ProcessGroup) -> Iterator[None]:
+    """Around passes of torch's schedules, which wait for sends and receives in `group` without a limit of their own."""
+    from torch.distributed.pipelining import schedules
+
+    plain = schedules._wait_batch_p2p
+    schedules._wait_batch_p2p = lambda work: wait_for(work, group)
+    try:
+        yield
+    finally:
+        schedules._wait_batch_p2p = plain
+
+
+def _limit(group: dist.ProcessGroup) -> timedelta | None:
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return None
+    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return limit
+
 
 EMBEDDING = "embedding.weight"
 

@@ -23,9 +23,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.numerics.host_copy import sent
-from fp8cfg.parallel.pipeline import PipelineRank
-from fp8cfg.parallel.point_to_point import limited, wait_for
+from fp8cfg.numerics.async_copies import sent
+from fp8cfg.parallel.pipeline import PipelineRank, limited, wait_for
 
 SENDING = 2
 """Sends that a stage of several on a rank has under way at once."""

@@ -20,21 +20,88 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8cfg.config.training_nodes import Strategy
-from fp8cfg.models.layers import TransformerLayer
-from fp8cfg.models.tensor_shard import TensorShard
-from fp8cfg.models.transformer import Transformer
-from fp8cfg.numerics.amax_group import AmaxGroup
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
-from fp8cfg.parallel import split_norm
-from fp8cfg.parallel import tensor_collectives as collectives
+from fp8cfg.models.cross_entropy import VocabularyPart
+from fp8cfg.models.norms import LayerNorm, RMSNorm
+from fp8cfg.models.transformer import Transformer, TransformerLayer
+from fp8cfg.models.weight_init import TensorShard
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup, largest
+from fp8cfg.parallel import tensor_collectives
 from fp8cfg.parallel.mesh import shard_mesh
-from fp8cfg.parallel.vocabulary import VocabularyEmbedding, vocabulary_part
+from fp8cfg.parallel.tensor_collectives import summed, total
+from fp8cfg.schema.training import Strategy
+
+
+class SplitRMSNorm(RMSNorm):
+    """RMSNorm over the last dimension, of which, as of the weight, each of `ranks` of the process group `group` has an equal
+    part."""
+
+    group: str
+    ranks: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * self._inverse_root(wide) * self.gamma).to(x.dtype)
+
+    def _mean(self, wide: Tensor) -> Tensor:
+        return total(wide.sum(-1, keepdim=True), self.group) / (wide.shape[-1] * self.ranks)
+
+    def _inverse_root(self, wide: Tensor) -> Tensor:
+        return torch.rsqrt(self._mean(wide.square()) + self.eps)
+
+
+class SplitLayerNorm(SplitRMSNorm, LayerNorm):
+    """LayerNorm in the same way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        centered = wide - self._mean(wide)
+        return (centered * self._inverse_root(centered) * self.gamma + self.bias.float()).to(
+            x.dtype
+        )
+
+
+def split(norm: RMSNorm, ranks: int, group: str) -> None:
+    """Let `norm`, whose parameters are this rank's part already, compute as the whole one, in place."""
+    norm.__class__ = SplitLayerNorm if isinstance(norm, LayerNorm) else SplitRMSNorm
+    norm.group, norm.ranks = group, ranks  # type: ignore[assignment]
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Rows `first` to `first` + num_embeddings of an embedding; of other tokens the output is 0: the sum over the ranks is that of
+    the whole embedding."""
+
+    first = 0
+
+    @classmethod
+    def of(cls, weight: nn.Parameter, first: int) -> VocabularyEmbedding:
+        """An embedding of these rows, which is not initialized anew."""
+        rows, width = weight.shape
+        with torch.device("meta"):
+            made = cls(rows, width)
+        made.weight, made.first = weight, first
+        return made
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= self.num_embeddings)
+        return F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
+            elsewhere.unsqueeze(-1), 0.0
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, first={self.first}"
+
+
+def vocabulary_part(first: int, group: str) -> VocabularyPart:
+    """The part of the logits from the entry `first` on, of which the ranks of the process group of that name have the others."""
+    return VocabularyPart(first, partial(largest, group=group), partial(summed, group=group))
+
 
 COLUMN, ROW = ((WEIGHT, 0), (GRAD_OUTPUT, 1)), ((INPUT, 1), (WEIGHT, 1))
 """The tensors of a layer that are split, and in which dimension."""
@@ -71,15 +138,17 @@ class TensorRank:
     def enter(self, x: Tensor) -> Tensor:
         """The input of column-parallel layers: all tokens."""
         return (
-            collectives.gather(x, self.group) if self.sequence else collectives.enter(x, self.group)
+            tensor_collectives.gather(x, self.group)
+            if self.sequence
+            else tensor_collectives.enter(x, self.group)
         )
 
     def leave(self, x: Tensor) -> Tensor:
         """The output of row-parallel layers: its sum over the ranks, under sequence parallelism of this rank's tokens."""
         return (
-            collectives.scatter(x, self.group)
+            tensor_collectives.scatter(x, self.group)
             if self.sequence
-            else collectives.leave(x, self.group)
+            else tensor_collectives.leave(x, self.group)
         )
 
     def tokens(self, of_sequence: Tensor) -> Tensor:
@@ -110,7 +179,7 @@ def split_model(model: Transformer, here: TensorRank) -> None:
         ):
             for name, _ in list(norm.named_parameters()):
                 _keep(norm, name, TensorShard(here.rank, here.size))
-            split_norm.split(norm, here.size, here.group)
+            split(norm, here.size, here.group)
         _column(mlp.linear_fc1, here, pieces=model.config.fc1_size // model.config.ffn_hidden_size)
         _row(mlp.linear_fc2, here)
         for module, last in ((attention, attention.linear_proj), (mlp, mlp.linear_fc2)):
@@ -186,7 +255,9 @@ def _vocabulary(model: Transformer, here: TensorRank) -> None:
     model.output_layer.register_forward_pre_hook(lambda _, args: (here.enter(args[0]), *args[1:]))
     model.vocabulary_part = vocabulary_part(here.rank * rows, here.group)
     model.register_forward_hook(
-        lambda _, args, out: out if out.dim() == 0 else collectives.join(out, here.rank, here.group)
+        lambda _, args, out: (
+            out if out.dim() == 0 else tensor_collectives.join(out, here.rank, here.group)
+        )
     )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
-from fp8cfg.numerics.waited_collective import waited
+from fp8cfg.numerics.async_copies import waited
 
 SEQUENCE = 1
 """The dimension of tokens in [B, T, C]."""

@@ -2,25 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
+from typing import Any
 
-from fp8cfg import __version__
-from fp8cfg.backends.backend_choice import Hardware
-from fp8cfg.composition.flatten import listed
-from fp8cfg.config.errors import NotFP8Error
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import resolved
-from fp8cfg.layer_plan import plan, transformer_config
-from fp8cfg.models.shapes import parameter_shapes
-from fp8cfg.report.before_run import choose_backend
-from fp8cfg.report.coverage import planned
-from fp8cfg.report.memory import layout
-from fp8cfg.report.memory.fsdp_gather import gather_line
-from fp8cfg.report.memory.peak import memory_table
-from fp8cfg.report.plan_text import passed_over
-from fp8cfg.report.tables import amount, wrapped
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.backends.choice import Hardware
+from fp8cfg.composition.recipe_yaml import listed
+from fp8cfg.models.config import parameter_shapes
+from fp8cfg.parallel import sharding
+from fp8cfg.planning import layout
+from fp8cfg.planning.coverage import planned
+from fp8cfg.planning.fsdp_memory import gather_line
+from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.planning.peak_memory import memory_table
+from fp8cfg.planning.plan_report import passed_over
+from fp8cfg.planning.preflight import choose_backend
+from fp8cfg.schema.errors import NotFP8Error
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.keys import shown
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.schema.storage import resolved
+from fp8cfg.schema.tables import amount, fits, table, wrapped
+from fp8cfg.schema.version import __version__
+
+Pairs = dict[str, tuple[Any, Any]]
+
+
+def keys(a: Recipe, b: Recipe) -> Pairs:
+    """The keys that differ, by their short names, with both values."""
+    return a.diff(b)
+
+
+def versions(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
+    """What differs between two environment.json: Python, packages, CUDA, GPUs, and the code's commit."""
+    return pairs(_versions(a), _versions(b))
+
+
+def pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
+    """The keys under which `a` and `b` differ, with both values; None where one of them has no such key."""
+    return {
+        k: (a.get(k), b.get(k)) for k in [*a, *(k for k in b if k not in a)] if a.get(k) != b.get(k)
+    }
+
+
+def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
+    """Both names and a table for each of `parts` (title -> what differs), or that there is no difference. No leaf of a graph is
+    null: there None says that a graph does not have it."""
+    if not any(parts.values()):
+        return "no difference"
+    names = [wrapped(name, f"{side}  ", "   ") for side, name in (("A", name_a), ("B", name_b))]
+    return "\n".join(
+        names + ["\n" + _table(title, found) for title, found in parts.items() if found]
+    )
+
+
+def _table(title: str, found: Pairs) -> str:
+    rows = [
+        [key, *("-" if title == "leaf" and v is None else shown(v) for v in both)]
+        for key, both in found.items()
+    ]
+    header = [title, "A", "B"]
+    if fits(header, rows):
+        return table(header, rows)
+    return "\n".join(
+        [
+            title,
+            *(
+                f"{key}\n{wrapped(a, '  A  ', '     ')}\n{wrapped(b, '  B  ', '     ')}"
+                for key, a, b in rows
+            ),
+        ]
+    )
+
+
+def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
+    packages, code = (
+        {**found} if isinstance(found := environment.get(k), dict) else {}
+        for k in ("packages", "code")
+    )
+    rest = {k: environment.get(k) for k in ("python", "cuda", "gpus")}
+    return {**rest, **packages, "code": code.get("commit"), "code changed": code.get("dirty")}
 
 
 def head(recipe: Recipe) -> str:
@@ -70,7 +132,7 @@ def _fp8(recipe: Recipe) -> dict[str, object]:
 def body(recipe: Recipe, hardware: Hardware) -> str:
     """The planned coverage, the backend that will do it, the memory it takes, and the layout. Raises ConfigError as
     `choose` and `plan` do."""
-    choice, parts = choose_backend(recipe, hardware, layout.ranks()), list[str]()
+    choice, parts = choose_backend(recipe, hardware, sharding.ranks()), list[str]()
     if recipe.fp8.enabled:
         coverage = planned(recipe, plan(recipe, choice.backend))
         least = recipe.fp8.min_coverage
@@ -81,7 +143,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
         backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")
-    gathered = gather_line(recipe, layout.shards(recipe, layout.ranks()), choice.backend)
+    gathered = gather_line(recipe, layout.shards(recipe, sharding.ranks()), choice.backend)
     memory = [memory_table(recipe, hardware.device, backend=choice.backend), gathered]
     parts.append("\n".join(line for line in memory if line))
     parts += [line for line in [_scaled_down(recipe)] if line]
@@ -90,7 +152,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
 
 def _scaled_down(recipe: Recipe) -> str:
     """The line that says how a layout for other machines is run here, or an empty one."""
-    t, here = recipe.trainer, layout.ranks()
+    t, here = recipe.trainer, sharding.ranks()
     meant, s = t.num_nodes * t.devices, t.strategy
     gpus = "1 GPU" if meant == 1 else f"{meant} GPUs"
     if layout.refused(recipe, here) or layout.uneven_batch(recipe, here):

@@ -7,10 +7,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fp8cfg.config.errors import ConfigError, refuse_if
-from fp8cfg.config.hub import PREFIX, tokenizer_path
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.rules import missing_data
 from fp8cfg.data import (
     Batches,
     Corpus,
@@ -21,15 +17,18 @@ from fp8cfg.data import (
     load_corpus,
     split,
 )
-from fp8cfg.data.conversations import Conversations, load_conversations
-from fp8cfg.data.corpora import require_source, source_files
+from fp8cfg.data.chat import Conversations, load_conversations
+from fp8cfg.data.corpus import require_source, source_files
 from fp8cfg.data.errors import require
-from fp8cfg.data.mixture import Mixture
-from fp8cfg.data.shards import Shards
-from fp8cfg.data.stream import Stream, StreamBatches
+from fp8cfg.data.samples import Mixture
+from fp8cfg.data.stream import Shards, Stream, StreamBatches
 from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, refuse_vocabulary
 from fp8cfg.parallel.mesh import batch_share
-from fp8cfg.training.distributed.world import World
+from fp8cfg.parallel.process_group import World
+from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.hugging_face import PREFIX, tokenizer_path
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.rules import missing_data
 
 RunData = tuple[Batches, Samples | None]
 """The training samples and the held-out part; None of a stream without data.validation_path."""

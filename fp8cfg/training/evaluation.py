@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fp8cfg.job import Job
-from fp8cfg.training.device_copy import on_device
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.microbatches import targets_here
-from fp8cfg.training.train_step import pipeline
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint.saver import Diverged
+from fp8cfg.data import IGNORED, DataError, Samples
+from fp8cfg.data.tokenizer import Tokenizer
+from fp8cfg.parallel.process_group import World
+from fp8cfg.schema.data import SHIPPED
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.training.data import all_samples, named_tokenizer, run_data
+from fp8cfg.training.step import on_device, pipeline, targets_here
+from fp8cfg.training.trained_model import RunModel
 
 
 class Stopped(Exception):
@@ -45,7 +54,7 @@ def evaluate(
     finally:
         job.model.train(training)
         if job.prepared.fsdp2:
-            from fp8cfg.training.distributed.fsdp import let_go
+            from fp8cfg.parallel.fsdp import let_go
 
             let_go(job.model)
     if masked:
@@ -80,3 +89,125 @@ def _evaluated_in_stages(
     losses = pipeline(job, world).evaluate(on_device(batch, job.device))
     targets = torch.split(batch[1], job.recipe.trainer.micro_batch_size)
     yield from zip(losses, (float(targets_here(job, each)) for each in targets), strict=False)
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """`loss` is the mean over `targets` tokens, in nats."""
+
+    loss: float
+    targets: int
+
+
+def held_out(recipe: Recipe) -> Samples:
+    """The part of the recipe's own data that it holds out. Raises ConfigError."""
+    found = run_data(recipe)[1]
+    if found is None:
+        raise ConfigError(
+            "data.validation_path=null: nothing of a stream is held out; name text with --data FILE"
+        )
+    return found
+
+
+def samples_of(recipe: Recipe, path: str) -> Samples:
+    """All of what is at `path`, read as the recipe reads its data: of the same kind where data.name is a kind of file. Raises
+    ConfigError for what cannot be read."""
+    changed = recipe.model_copy(deep=True)
+    data: Any = {"mixture": (), "path": path, "streaming": False, "validation_path": None}
+    changed.data = data
+    if recipe.data.name in SHIPPED:
+        changed.data.name = "text"
+    return all_samples(changed)
+
+
+@torch.no_grad()
+def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> HeldOutLoss:
+    """The loss of `run` over `limit` of the samples, spread evenly, by default all of them. Moves no FP8 state. Raises ConfigError
+    for a token outside of the vocabulary."""
+    device, size = next(run.model.parameters()).device, run.recipe.trainer.micro_batch_size
+    places = samples.spread(min(limit or len(samples), len(samples)))
+    total, targets = 0.0, 0
+    try:
+        with run.autocast():
+            for first in range(0, len(places), size):
+                batch = [
+                    torch.from_numpy(np.ascontiguousarray(part))
+                    for part in samples.read(places[first : first + size])
+                ]
+                count = int((batch[1] != IGNORED).sum())
+                total += run.model(*(t.to(device) for t in batch)).item() * count
+                targets += count
+    except DataError as e:
+        raise ConfigError(f"data={run.recipe.data.name}: {e}") from None
+    return HeldOutLoss(total / targets if targets else 0.0, targets)
+
+
+def run_tokenizer(run: RunModel, path: str | None = None) -> Tokenizer:
+    """The tokenizer of a run, from `path` where it has moved. Raises ConfigError where it is gone or is another one, and for a run
+    on token files, which do not say how they were made, without a `path`."""
+    d = run.recipe.data
+    path = path or d.tokenizer
+    if path is None and d.name == "tokens":
+        raise ConfigError(
+            "--tokenizer: the run was trained on token files, which do not say how they were made;"
+            " name a tokenizer.json or its folder, or write --tokenizer bytes"
+        )
+    found = named_tokenizer(None if path == "bytes" else path)
+    if run.tokenizer_sha256 not in (None, found.sha256):
+        raise ConfigError(
+            f"{path or 'bytes'}: not the tokenizer that the run was trained with, whose sha256 is "
+            f"{run.tokenizer_sha256[:16] if run.tokenizer_sha256 else None}..."
+        )
+    if found.size > run.recipe.model.vocab_size:
+        raise ConfigError(
+            f"{path}: has {found.size} tokens, the model of the run {run.recipe.model.vocab_size}"
+        )
+    return found
+
+
+@torch.no_grad()
+def sample(
+    run: RunModel,
+    prompt: Sequence[int],
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    vocabulary: int | None = None,
+) -> Iterator[int]:
+    """`tokens` tokens that follow `prompt`, which has at least one, in the precision of `run`.
+
+    A token is drawn from softmax(logits / temperature), of the `top_k` likeliest alone where that is given; a temperature of 0
+    takes the likeliest. Tokens from `vocabulary` on, rows that pad the embedding, are never drawn. One seed gives one text, on one
+    machine. FP8 state does not move: delayed scaling multiplies by the scales that training left. Raises Diverged for logits that
+    are not finite.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device = next(run.model.parameters()).device
+    text, longest = list(prompt), run.recipe.model.seq_length
+    with run.autocast():
+        for _ in range(tokens):
+            seen = torch.tensor([text[-longest:]], dtype=torch.int64, device=device)
+            logits = run.model(seen)[0, -1].float().cpu()[:vocabulary]
+            _refuse_not_finite(logits, run.step)
+            text.append(_drawn(logits, temperature, top_k, generator))
+            yield text[-1]
+
+
+def _refuse_not_finite(logits: Tensor, step: int) -> None:
+    if bad := int((~logits.isfinite()).sum()):
+        raise Diverged(
+            f"step {step}: {bad} of {len(logits)} logits of the next token are not finite; sample"
+            " an earlier checkpoint with --step"
+        )
+
+
+def _drawn(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    chances = ((logits - logits.max()) / temperature).softmax(-1)
+    return int(torch.multinomial(chances, 1, generator=generator))

@@ -2,39 +2,188 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
 
-from fp8cfg.backends import backend_registry
-from fp8cfg.config.errors import ConfigError, Fp8cfgError
+from fp8cfg.backends import registry
+from fp8cfg.backends.stored_weights import DTYPES
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import job_state
+from fp8cfg.checkpoint.load import LoadedTensors, Tensors, refuse_unlike
+from fp8cfg.checkpoint.saver import Diverged, Saver
 from fp8cfg.data import DataError
-from fp8cfg.job import Job
-from fp8cfg.report.before_run import refuse_layout
-from fp8cfg.report.tables import wrapped
-from fp8cfg.training.callback import Callback
-from fp8cfg.training.checkpoint import job_state, saved_state
-from fp8cfg.training.checkpoint.loaded import LoadedTensors, Tensors, refuse_unlike
-from fp8cfg.training.checkpoint.saver import Diverged, Saver
-from fp8cfg.training.compile_choice import compile_as_chosen
+from fp8cfg.models.sdpa_backend import sdpa_backends
+from fp8cfg.parallel.process_group import World, current, stages
+from fp8cfg.planning.coverage import Coverage, low_share
+from fp8cfg.planning.preflight import refuse_layout
+from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder, RunFolderNotWritable
+from fp8cfg.schema.errors import ConfigError, Fp8cfgError
+from fp8cfg.schema.tables import wrapped
+from fp8cfg.training.compile import compile_as_chosen
 from fp8cfg.training.data import RunData, run_data, validation_batches
-from fp8cfg.training.distributed.world import World, current
 from fp8cfg.training.evaluation import Stopped, evaluate
-from fp8cfg.training.logs import RunLogs
-from fp8cfg.training.metrics import Progress, Value
-from fp8cfg.training.microbatches import microbatches
-from fp8cfg.training.run_folder import RunFolder
-from fp8cfg.training.run_folder_errors import RunFolderNotWritable
+from fp8cfg.training.metrics import Progress, RunLogs, Value
+from fp8cfg.training.overflow_watch import OverflowWatch
 from fp8cfg.training.signals import StopSignals
-from fp8cfg.training.step_record import StepRecord
-from fp8cfg.training.step_sequence import StepSequence, may_launch_ahead
+from fp8cfg.training.step import Step, microbatches
+from fp8cfg.training.step_sequence import Done, StepSequence, may_launch_ahead
+
+
+class Callback:
+    """What a run calls, on the first rank alone: each method does nothing, for a class of your own to say otherwise. An error that
+    one raises ends the run."""
+
+    def step(self, done: int, values: Mapping[str, Value]) -> None:
+        """Optimizer step `done`, the first being 1, is done; `values` are what metrics.jsonl has of it: loss, lr, grad_norm."""
+
+    def evaluation(self, done: int, loss: float) -> None:
+        """The validation loss after `done` steps."""
+
+    def save(self, done: int, folder: Path) -> None:
+        """The checkpoint of step `done` stands in `folder`, whole."""
+
+
+def coverage_record(job: Job, seen: Coverage) -> dict[str, Any]:
+    """The choice of backend of `job`, its coverage that was `seen`, `sdpa_backend` by attention, and the backend's own entries:
+    JSON values. All ranks call it."""
+    backend = registry.backend(job.choice.backend)
+    return {
+        "backend": asdict(job.choice),
+        **seen.data(),
+        "sdpa_backend": attention_kernels(job),
+        **backend.record(job.model),
+    }
+
+
+def attention_kernels(job: Job) -> dict[str, str]:
+    """The SDPA backend of each attention in high precision, by name, over all stages of a pipeline, whose ranks all call it; none
+    of a model that is not the recipe's."""
+    recipe = job.recipe
+    if job.foreign:
+        return {}
+    model, dtype = recipe.model, DTYPES[recipe.precision.compute]
+    batch, apart = recipe.trainer.micro_batch_size, recipe.data.reset_attention_mask
+    own = sdpa_backends(job.model, batch, model.seq_length, dtype, apart)
+    return {
+        name: kernel
+        for text in stages(job.prepared).texts(json.dumps(own))
+        for name, kernel in json.loads(text).items()
+    }
+
+
+_HOW = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
+SKIPS = 100
+"""Skipped steps in a row after which a run is not training and stops."""
+
+
+class StepRecord:
+    """What is said and written of each step of `job`, in order. `loss` is the last one's; `skipped` counts the steps skipped in a
+    row up to it; `proved` is whether a first step was held against the plan; `progress`, once there is one, shows each.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        run: RunFolder | None,
+        world: World,
+        say: Callable[[str], None],
+        callbacks: Sequence[Callback],
+        logs: RunLogs,
+    ) -> None:
+        self._job, self._run, self._world, self._say, self._callbacks = (
+            job,
+            run,
+            world,
+            say,
+            callbacks,
+        )
+        self._logs = logs
+        self.progress: Progress | None = None
+        self._overflows = OverflowWatch(say)
+        self._traffic_said = self.proved = False
+        self.loss: float | None = None
+        self.skipped = 0
+
+    def add(self, of: Done) -> None:
+        """Raises NotFP8Error where the first step did not run as planned, and Diverged."""
+        if not self.proved:
+            self._prove()
+        t, scaler, done, result = (
+            self._job.recipe.trainer,
+            self._job.loss_scaler,
+            of.number,
+            of.step,
+        )
+        self.loss = result.loss
+        tokens = t.global_batch_size * self._job.recipe.model.seq_length
+        values: dict[str, Value] = {
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "stepped": result.stepped,
+            "tokens": done * tokens,
+            "seconds": of.seconds,
+        }
+        if scaler:
+            values["loss_scale"] = scaler.scale
+        values |= self._overflows.values(of.overflow, of.values, done)
+        if self._world.size > 1:
+            values["sent_bytes"], sent = of.sent
+            if (
+                result.stepped and not self._traffic_said
+            ):  # the first that was not skipped, which hands weights round
+                self._traffic_said = True
+                self._say(
+                    fill(f"sent in a step by the first rank: {sent}", 80, subsequent_indent="  ")
+                )
+        self._logs.write(done, values)
+        if self.progress:
+            self.progress.update(done, result.loss, result.lr, tokens / of.seconds)
+        for callback in self._callbacks:
+            callback.step(done, values)
+        self._watch(done, result)
+
+    def _prove(self) -> None:
+        """After the first step: what ran must be what was planned, or the run stops here."""
+        self.proved = True
+        seen = self._job.prove()
+        if self._job.recipe.fp8.enabled:
+            self._say(
+                f"coverage, observed in the first step ({_HOW[self._job.choice.product]})\n{seen}\n"
+            )
+            if not self._job.foreign and (low := low_share(seen)):
+                self._say(wrapped(f"warning: {low}") + "\n")
+        record = coverage_record(self._job, seen)
+        if self._run:
+            self._run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
+
+    def _watch(self, done: int, result: Step) -> None:
+        if self._run:
+            self._run.check_there()
+        if result.stepped and self.skipped:
+            scale = self._job.loss_scaler.scale if self._job.loss_scaler else 1.0
+            self._say(
+                f"step {done}: {self.skipped} steps before it were skipped, gradients overflowed;"
+                f" loss scale {scale:g}"
+            )
+        self.skipped = 0 if result.stepped else self.skipped + 1
+        if not result.stepped and (self._job.loss_scaler is None or self.skipped >= SKIPS):
+            often = f" for {self.skipped} steps in a row" if self.skipped > 1 else ""
+            raise Diverged(
+                f"step {done}: the gradient norm is {result.grad_norm}{often} (loss {result.loss});"
+                " weights are those of the step before, lower optim.lr or resume from an earlier"
+                " checkpoint"
+            )
 
 
 class Interrupted(Fp8cfgError):
@@ -100,7 +249,7 @@ class _Training:
         if self.batches.remark:
             self.say(wrapped(f"data: {self.batches.remark}") + "\n")
         refuse_layout(self.recipe, self.world.size, job.foreign)
-        self.backend = backend_registry.backend(job.choice.backend)
+        self.backend = registry.backend(job.choice.backend)
         if microbatches(job, world) > 1:
             self.backend.cache_weights(job.model)
         if self.recipe.trainer.val_check_interval:
@@ -115,7 +264,7 @@ class _Training:
         if start_from:
             if isinstance(start_from[0], LoadedTensors):
                 start_from[0].check_sums(self.world)
-            saved_state.check(*start_from)
+            job_state.check_saved_state(*start_from)
         compile_as_chosen(self.job, start_from[1] if start_from else None, self.world, self.say)
         first, last = self._load(start_from), self.recipe.trainer.max_steps
         self.world.waits("start", first + 1)  # the groups that the job has made, too
@@ -201,7 +350,7 @@ class _Training:
             if not self.job.foreign:  # whose own layers draw as the seed of their user has it
                 torch.manual_seed(self.recipe.trainer.seed)
             return 0
-        if other := saved_state.another_multiplies(
+        if other := job_state.another_multiplies(
             start_from[1], self.recipe, self.job.choice.backend
         ):
             self.say(other)

@@ -23,21 +23,19 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from fp8cfg.builder import build
-from fp8cfg.config.fsdp_sharding import by_fsdp2
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import sharding
-from fp8cfg.config.weight_workspace import quantizes_once
-from fp8cfg.job import Job
+from fp8cfg.building.builder import build
+from fp8cfg.building.job import Job
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.weight_workspace import weights_kept
-from fp8cfg.optim.low_bit.training import LowBitTraining
-from fp8cfg.report.memory.cross_entropy import logit_bytes
-from fp8cfg.report.memory.fsdp_gather import root_bytes
-from fp8cfg.report.memory.gradient_sums import after_backward
-from fp8cfg.report.memory.layout import ranks, stage_parts, summed_at_the_end
-from fp8cfg.report.memory.linears import LinearBytes
-from fp8cfg.report.memory.peak import (
+from fp8cfg.optim.low_bit.adam import LowBitTraining
+from fp8cfg.parallel.gradient_sync import stored_grads, sum_gradients
+from fp8cfg.parallel.process_group import current
+from fp8cfg.parallel.sharding import ranks
+from fp8cfg.planning.activation_memory import logit_bytes
+from fp8cfg.planning.fsdp_memory import after_backward, root_bytes
+from fp8cfg.planning.layout import quantizes_once, stage_parts, summed_at_the_end
+from fp8cfg.planning.linear_memory import LinearBytes
+from fp8cfg.planning.peak_memory import (
     COMING,
     before_step,
     linears_of,
@@ -46,12 +44,12 @@ from fp8cfg.report.memory.peak import (
     persistent,
     step_bytes,
 )
-from fp8cfg.report.memory.shards import until_stored
-from fp8cfg.report.tables import size, table
-from fp8cfg.training.distributed.gradient_sync import stored_grads, sum_gradients
-from fp8cfg.training.distributed.world import current
-from fp8cfg.training.microbatches import microbatches
-from fp8cfg.training.train_step import pipeline
+from fp8cfg.planning.state_shards import until_stored
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.rules_layout import by_fsdp2
+from fp8cfg.schema.storage import sharding
+from fp8cfg.schema.tables import size, table
+from fp8cfg.training.step import microbatches, pipeline
 
 
 class LiveBytes(TorchDispatchMode):
@@ -138,7 +136,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
 
     def one_pass(live: LiveBytes | None = None, last: bool = True) -> None:
         if job.prepared.fsdp2 and here is None:
-            from fp8cfg.training.distributed.fsdp import microbatch
+            from fp8cfg.parallel.fsdp import microbatch
 
             microbatch(job.model, job.prepared.shard, last)
         with job.autocast():
@@ -197,7 +195,7 @@ def _gathered(job: Job) -> list[Tensor]:
     """The weights that FSDP2 gathers: it frees their memory and keeps the tensors."""
     if not job.prepared.fsdp2:
         return []
-    from fp8cfg.training.distributed.fsdp import gathered_weights
+    from fp8cfg.parallel.fsdp import gathered_weights
 
     return gathered_weights(job.model)
 
@@ -208,7 +206,7 @@ def _partial_sums(job: Job) -> list[Tensor]:
         return []
     from torch.distributed.fsdp import FSDPModule
 
-    from fp8cfg.training.distributed.fsdp import parameter_groups
+    from fp8cfg.parallel.fsdp import parameter_groups
 
     groups = [
         group

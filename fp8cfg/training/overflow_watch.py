@@ -8,15 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8cfg.config.backend_capabilities import capabilities
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
 from fp8cfg.numerics import Overflow
-from fp8cfg.numerics.fp8_overflow import RangesUsed
-from fp8cfg.numerics.fused_quantize import TRITON
-from fp8cfg.numerics.overflowed_values import take_values
-from fp8cfg.report.tables import wrapped
-from fp8cfg.scalings import SCALINGS
-from fp8cfg.training.distributed.world import World, same_layers
+from fp8cfg.numerics.amax_update import RangesUsed
+from fp8cfg.numerics.kernels.launch import TRITON
+from fp8cfg.numerics.overflow_counts import take_values
+from fp8cfg.parallel.process_group import World, same_layers
+from fp8cfg.schema.backends import capabilities
+from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.schema.tables import wrapped
 from fp8cfg.training.metrics import Value
 
 SAID = 2.0

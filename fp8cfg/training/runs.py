@@ -9,24 +9,25 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from fp8cfg.builder import build
+from fp8cfg.building.builder import build
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import job_state, local_save, manifest, resume_rules
+from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.composition import compose, to_yaml
-from fp8cfg.config.errors import ConfigError, printable, refuse_if
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.job import Job
-from fp8cfg.report.memory.fit_search import differences
-from fp8cfg.report.memory.layout import ranks
-from fp8cfg.training.callback import Callback
-from fp8cfg.training.checkpoint import checkpoint, resume_rules, saved_state, step_folders
-from fp8cfg.training.checkpoint.manifest import DamagedCheckpoint
+from fp8cfg.parallel.process_group import World, current
+from fp8cfg.parallel.sharding import ranks
+from fp8cfg.planning.fit_search import differences
+from fp8cfg.planning.smoke import SAVED_AT, STEPS
+from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
+from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import RunData, run_data
-from fp8cfg.training.distributed.world import World, current
-from fp8cfg.training.loop import Loaded, Result, train
+from fp8cfg.training.loop import Callback, Loaded, Result, train
 from fp8cfg.training.metrics import read
-from fp8cfg.training.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -128,18 +129,18 @@ def from_newest(run: RunFolder, go_on: Callable[[str, Loaded | None], T], say: S
     It may raise DamagedCheckpoint before the first step: that one is passed over too. Raises NoUsableCheckpoint.
     """
     root = run.files.folder(CHECKPOINTS)
-    found = step_folders.steps(root)
+    found = manifest.steps(root)
     size = ranks() if ranks() > 1 else current().size
     for _, name in found:
         try:
-            loaded = checkpoint.load_named(root, name, size)
-            saved_state.check(*loaded)
+            loaded = local_save.load_named(root, name, size)
+            job_state.check_saved_state(*loaded)
             return go_on(name, loaded)
         except DamagedCheckpoint as e:
             problem = str(e) if name in str(e) else f"{root.path / name}: {e}"
-            say(step_folders.passed_over(printable(problem)))
+            say(manifest.passed_over(printable(problem)))
     if found:
-        raise step_folders.none_usable(root)
+        raise manifest.none_usable(root)
     return go_on("", None)
 
 
@@ -153,12 +154,12 @@ def newest_recipe(run: RunFolder) -> Recipe:
 
 def _newest_recipe(run: RunFolder) -> Recipe:
     root = run.files.folder(CHECKPOINTS)
-    for _, name in step_folders.steps(root):
+    for _, name in manifest.steps(root):
         try:
-            loaded = checkpoint.load_named(
+            loaded = local_save.load_named(
                 root, name, ranks=2
             )  # one rank would take the sums of all tensors
-            saved_state.check(*loaded)
+            job_state.check_saved_state(*loaded)
             return Recipe(**loaded[1]["recipe"])
         except DamagedCheckpoint:  # whoever goes on says so
             continue
@@ -312,3 +313,54 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
 
 def _nothing(_: str) -> None:
     """What ranks other than the first say."""
+
+
+BOUND = 1e-3
+"""Relative difference of losses over several ranks or on a GPU, whose sums may have another order; on one CPU there is none."""
+
+
+class ResumeDiffers(Fp8cfgError):
+    """A run that was resumed from its checkpoint did not give the losses that it had given before. Exit code 4."""
+
+    exit_code = 4
+
+
+def resume_smoke(
+    recipe: Recipe, folder: Path | None, first: Result, world: World, say: Callable[[str], None]
+) -> None:
+    """Train the last step of `recipe`, a smoke run that ended with `first`, from the checkpoint before it in the run folder, whose
+    path the first rank has. Raises ResumeDiffers where losses are others, and NoUsableCheckpoint.
+    """
+    root = RunFolder.reading(Path(world.text(str(folder or "")))).files.folder(CHECKPOINTS)
+    name = next((name for step, name in manifest.steps(root) if step == SAVED_AT), None)
+    if name is None:
+        raise manifest.none_usable(root)
+    again = train(
+        build(recipe), None, local_save.load_named(root, name, world.size), world, lambda _: None
+    )
+    exact = world.size == 1 and not _on_gpu()
+    for what, old, new in (
+        ("training", first.loss, again.loss),
+        ("validation", first.val_loss, again.val_loss),
+    ):
+        if (
+            old is not None
+            and new is not None
+            and not (old == new if exact else abs(old - new) <= BOUND * abs(old))
+        ):
+            raise ResumeDiffers(
+                f"resume: step {STEPS} from {name} has a {what} loss of {new!r}, and had {old!r}"
+                " before"
+            )
+    same = (
+        "the same losses"
+        if (first.loss, first.val_loss) == (again.loss, again.val_loss)
+        else f"losses within {BOUND:g}"
+    )
+    say(f"resume: step {STEPS} from {name} gave {same}")
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 import fp8cfg
-from fp8cfg.backends import backend_registry
-from fp8cfg.backends.backend_choice import Hardware, choose
+from fp8cfg.backends import registry
+from fp8cfg.backends.choice import Hardware, choose
 from fp8cfg.backends.native import rules as native_rules
 from fp8cfg.backends.te import rules as te_rules
 from fp8cfg.backends.torchao import rules as torchao_rules
-from fp8cfg.config.precision import Precision
+from fp8cfg.schema.precision import Precision
 
 CPU = Hardware("cpu")
 HOPPER, BLACKWELL, AMPERE = (Hardware("cuda", c, (13, 0)) for c in ((9, 0), (10, 0), (8, 0)))
@@ -26,7 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     there = SimpleNamespace(te="", torchao="")
     monkeypatch.setattr(te_rules, "unavailable", lambda: there.te)
     monkeypatch.setattr(torchao_rules, "unavailable", lambda: there.torchao)
-    monkeypatch.setattr(backend_registry, "preference", lambda: ("te", "torchao", "native"))
+    monkeypatch.setattr(registry, "preference", lambda: ("te", "torchao", "native"))
     return there
 
 

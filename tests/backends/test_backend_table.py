@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import nn
 
 import fp8cfg
-from fp8cfg.backends import backend_registry
-from fp8cfg.backends.backend_choice import Choice, against, choose
-from fp8cfg.config.recipe import short_keys
-from fp8cfg.report.machine import find_hardware
+from fp8cfg.backends import registry
+from fp8cfg.backends.choice import Choice, against, choose
+from fp8cfg.parallel import gradient_sync
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning.hardware import find_hardware
+from fp8cfg.schema.recipe import short_keys
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed import gradient_sync
-from fp8cfg.training.distributed.world import World
 from fp8cfg.training.evaluation import evaluate
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 from tests.support import msamp_standin, te_standin, te_table
 from tests.support.backend_cells import ALL, BASE, PLAIN, WHERE, Applied, Refused, refusal
 from tests.support.backend_table import BACKENDS, keys, lines, markdown, text
@@ -55,7 +55,7 @@ class Built:
 
     @property
     def backend(self) -> Any:
-        return backend_registry.backend(self.job.choice.backend)
+        return registry.backend(self.job.choice.backend)
 
     @property
     def converted(self) -> list[str]:
@@ -148,7 +148,7 @@ class Built:
 
     @property
     def owners(self) -> set[int]:
-        with mock.patch("fp8cfg.training.distributed.world.current", lambda: World(0, 2)):
+        with mock.patch("fp8cfg.parallel.process_group.current", lambda: World(0, 2)):
             return set(self.job.prepared.owner.values())
 
     @property
@@ -184,9 +184,9 @@ def at_hand(backend: str, folder: Path) -> Iterator[None]:
         pytest.importorskip("torchao", minversion="0.18")
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if backend in ("te", "msamp"):
-            patch.setattr(backend_registry.rules(backend), "_hardware_lacks", lambda *_: [])
+            patch.setattr(registry.rules(backend), "_hardware_lacks", lambda *_: [])
         if backend == "te":
-            patch.setattr(backend_registry.rules(backend), "unavailable", lambda: "")
+            patch.setattr(registry.rules(backend), "unavailable", lambda: "")
             stack.enter_context(te_standin.transformer_engine())
         if backend == "msamp":
             stack.enter_context(msamp_standin.msamp(folder, patch))

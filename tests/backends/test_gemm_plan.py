@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 import fp8cfg
-from fp8cfg.backends.backend_choice import Hardware, choose
+from fp8cfg.backends.choice import Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
-from fp8cfg.backends.native import rules as native_rules
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.precision import Precision
-from fp8cfg.layer_plan import plan
+from fp8cfg.backends.native import rules
+from fp8cfg.planning.coverage import planned
+from fp8cfg.planning.layer_plan import plan
 from fp8cfg.recipes import llama_8b, llama_tiny
-from fp8cfg.report.coverage import planned
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.precision import Precision
 from tests.support.counting import calls
 
 SHAPES = [
@@ -27,8 +27,7 @@ E4M3, E5M2 = ("e4m3", "e4m3"), ("e5m2", "e4m3")
 
 def plans(**fp8: object) -> dict[str, PlannedLinear]:
     return {
-        p.name: p
-        for p in plan_linears(SHAPES, FP8(enabled=True, **fp8), layers(3), native_rules.misfit)
+        p.name: p for p in plan_linears(SHAPES, FP8(enabled=True, **fp8), layers(3), rules.misfit)
     }
 
 
@@ -224,8 +223,8 @@ def test_a_selector_that_selects_nothing_for_fp8_is_refused(
 
 
 def test_what_fits_is_found_quickly_for_a_deep_model() -> None:
-    from fp8cfg.report.memory.nearest_fit import refuse_if_too_large
-    from fp8cfg.report.memory.peak import memory
+    from fp8cfg.planning.fit_search import refuse_if_too_large
+    from fp8cfg.planning.peak_memory import memory
 
     r = fp8cfg.compose(["model.num_layers=3000", "precision=bf16_fp8"])
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.backends.backend_choice import Hardware, choose
-from fp8cfg.backends.msamp import rules as msamp_rules
-from fp8cfg.config.precision import Precision
+from fp8cfg.backends.choice import Hardware, choose
+from fp8cfg.backends.msamp import rules
+from fp8cfg.schema.precision import Precision
 from tests.support.msamp_standin import WORDS
 from tests.support.small import small
 
@@ -53,17 +53,17 @@ def test_where_it_is_not_installed_the_same_native_row_is_named() -> None:
     ],
 )
 def test_the_native_row_is_a_recipe(level: str, words: str) -> None:
-    assert msamp_rules.instead(precision(opt_level=level)) == words
+    assert rules.instead(precision(opt_level=level)) == words
     small("precision=bf16_fp8", *words.split()).check()
 
 
 def test_parts_that_are_missing_are_named(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert msamp_rules.unavailable() == ""
+    assert rules.unavailable() == ""
     for name in ("msamp_adamw.py", "libmsamp_dist.so"):
         (installed / name).unlink()
     sys.path_importer_cache.clear()
     assert (
-        msamp_rules.unavailable()
+        rules.unavailable()
         == f"msamp is installed without msamp_adamw, {installed}/libmsamp_dist.so, which it loads"
     )
 
@@ -191,18 +191,16 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
     ],
 )
 def test_what_is_refused(change: dict[str, Any], hardware: Hardware, line: str) -> None:
-    found = msamp_rules.refusals(precision(**change), hardware)
+    found = rules.refusals(precision(**change), hardware)
     assert len(found) == 1 and found[0].startswith(line) and "; " in found[0], found
 
 
 def test_what_is_not() -> None:
     assert (
-        msamp_rules.refusals(precision(), H100)
-        == msamp_rules.refusals(precision(opt_level="O1"), H100)
-        == []
+        rules.refusals(precision(), H100) == rules.refusals(precision(opt_level="O1"), H100) == []
     )
     assert (
-        msamp_rules.refusals(
+        rules.refusals(
             precision(
                 storage={
                     "weight": "fp16_scaled",
@@ -215,8 +213,8 @@ def test_what_is_not() -> None:
         == []
     )
     assert (
-        msamp_rules.misfit(precision().fp8, 3, 5) == ""
-        and msamp_rules.tokens_multiple(precision().fp8, "scaled_mm") == 1
+        rules.misfit(precision().fp8, 3, 5) == ""
+        and rules.tokens_multiple(precision().fp8, "scaled_mm") == 1
     )
 
 

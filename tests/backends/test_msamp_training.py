@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import fp8cfg
-from fp8cfg.backends.backend_choice import Choice
+from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.protocol import BackendError
 from fp8cfg.models.weight_init import init_std
-from fp8cfg.numerics.stored_form import stored_state_dict
-from fp8cfg.training.run_weights import RunWeights
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.training.trained_model import RunWeights
 from tests.support import msamp_standin
 from tests.support.msamp_standin import WORDS
 from tests.support.small import small, steps
@@ -86,8 +86,8 @@ def test_losses_are_those_of_ms_amps_own_python(
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_native_row_follows_it(anywhere: None, level: str) -> None:
     """One weight for a few steps on the same gradients: the update and the storage are those of the native row."""
+    from fp8cfg.optim.low_bit.adam import LowBitAdamW
     from fp8cfg.optim.low_bit.columns import named_columns
-    from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 
     made = job(f"opt_level={level}", "trainer.gradient_clip_val=0")
     name = "layers.0.mlp.linear_fc1.weight"
@@ -241,8 +241,8 @@ def test_clipping(anywhere: None) -> None:
 
 
 def test_trap_frozen_weights_stay_frozen(anywhere: None) -> None:
-    from fp8cfg.layer_plan import transformer_config
     from fp8cfg.models.transformer import Transformer
+    from fp8cfg.planning.layer_plan import transformer_config
 
     recipe = small(*WORDS)
     model = Transformer(transformer_config(recipe))
@@ -278,12 +278,12 @@ def test_trap_plain_parameters_in_half_precision_are_refused(anywhere: None) -> 
     made.model.get_submodule("embedding").weight.data = made.model.get_submodule(
         "embedding"
     ).weight.data.bfloat16()
-    from fp8cfg.backends.msamp import backend as msamp
+    from fp8cfg.backends.msamp import backend
 
     with pytest.raises(
         BackendError, match=r"embedding\.weight is torch\.bfloat16: MS-AMP never updates it"
     ):
-        msamp.optimizer(made.prepared, made.recipe.precision, made.recipe.optim, 1.0, None)
+        backend.optimizer(made.prepared, made.recipe.precision, made.recipe.optim, 1.0, None)
 
 
 @pytest.mark.parametrize(("name", "decoupled"), [("adamw", "LBAdamW"), ("adam", "LBAdam")])

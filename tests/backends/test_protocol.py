@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8cfg.backends import SHIPPED, backend_registry, protocol
+from fp8cfg.backends import SHIPPED, protocol, registry
 
 ROOT = Path(__file__).parents[2] / "fp8cfg"
 ELSEWHERE = [
@@ -30,14 +30,14 @@ def takes(function: object) -> list[str]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_backend_has_the_protocol(name: str) -> None:
     """The functions, with the parameters by name; `skip` and `late` where the capabilities say that they are taken."""
-    parts = [(backend_registry.rules(name), protocol.Rules)]
+    parts = [(registry.rules(name), protocol.Rules)]
     if name != "torchao" or find_spec("torchao"):
-        parts.append((backend_registry.backend(name), protocol.Backend))
+        parts.append((registry.backend(name), protocol.Backend))
     for module, kind in parts:
         expected = {f: takes(getattr(kind, f)) for f in functions(kind)}
-        if kind is protocol.Backend and backend_registry.capabilities(name).skips_on_device:
+        if kind is protocol.Backend and registry.capabilities(name).skips_on_device:
             expected["after_step"].append("skip")
-        if kind is protocol.Backend and backend_registry.capabilities(name).moves_scales:
+        if kind is protocol.Backend and registry.capabilities(name).moves_scales:
             expected["after_step"].append("late")
         assert {f: takes(getattr(module, f)) for f in functions(kind)} == expected
 
@@ -49,7 +49,7 @@ def test_no_other_room_names_a_backend(path: Path) -> None:
         if isinstance(node, ast.Compare) and "first_step" not in ast.unparse(node):
             named = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)} & set(SHIPPED)
             assert not named, (
-                f"line {node.lineno}: {ast.unparse(node)}; ask fp8cfg.config.backend_capabilities, or a function of the protocol"
+                f"line {node.lineno}: {ast.unparse(node)}; ask fp8cfg.schema.backends, or a function of the protocol"
             )
         if isinstance(node, ast.ImportFrom) and node.module:
             assert not node.module.startswith(

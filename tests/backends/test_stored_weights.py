@@ -12,7 +12,7 @@ from torch import nn
 import fp8cfg
 from fp8cfg.backends import stored_weights
 from fp8cfg.numerics.codecs import NAMES, codec
-from fp8cfg.numerics.decoded_weight import HeldWeight, hold
+from fp8cfg.numerics.weight_storage import HeldWeight, hold
 from tests.support.small import small, steps
 
 TORCHAO = (

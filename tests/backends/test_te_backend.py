@@ -10,13 +10,13 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.backends.gemm_plan import differences
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.checkpoint import job_state
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.parallel.process_group import World
 from fp8cfg.training import loop
-from fp8cfg.training.checkpoint import job_state
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
 from fp8cfg.training.evaluation import evaluate
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 from tests.support import te_tex
 from tests.support.small import small, steps
 from tests.support.te_cases import CASES, backend

@@ -12,7 +12,7 @@ from torch import nn
 import fp8cfg
 from fp8cfg.backends.gemm_plan import differences
 from fp8cfg.numerics import Region
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support import te_tex
 from tests.support.small import small
 from tests.support.te_cases import CURRENT, DELAYED, backend, grads, restore
@@ -100,7 +100,7 @@ def test_a_copy_of_a_model_is_a_model_of_its_own(scaling: str, te: Any) -> None:
 def test_the_entry_point_that_is_there_gets_recipe_and_group(
     entry: str, reduce_amax: bool, te: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8cfg.backends.te import engine as te_engine
+    from fp8cfg.backends.te import layers
 
     given: list[dict[str, Any]] = []
     genuine, signature = te.autocast, inspect.signature(getattr(te, entry))
@@ -117,8 +117,8 @@ def test_the_entry_point_that_is_there_gets_recipe_and_group(
     monkeypatch.setattr(te, entry, recorded, raising=False)
     if entry == "fp8_autocast":
         monkeypatch.delattr(te, "__getattr__")  # mocks whatever a package of the stand-in lacks
-    monkeypatch.setattr(te_engine.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(type(te_engine.dist.group), "WORLD", property(lambda self: "world"))
+    monkeypatch.setattr(layers.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(type(layers.dist.group), "WORLD", property(lambda self: "world"))
     with backend().autocast(model):
         pass
     group = "amax_reduction_group" if entry == "autocast" else "fp8_group"
@@ -306,7 +306,7 @@ def test_attention_is_asked_for_as_the_recipe_says(
 
 def test_norms_that_are_excluded_stay(te: Any) -> None:
     """Alone, in front of a fused product, and in a Transformer layer, which is not fused then; products are in FP8 all the same."""
-    from fp8cfg.layer_plan import plan
+    from fp8cfg.planning.layer_plan import plan
 
     def names(*patterns: str) -> dict[str, str]:
         model = converted(node({"exclude": patterns}))

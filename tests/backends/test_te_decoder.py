@@ -11,7 +11,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.models.rotary import rotary_tables
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support.te_decoder import BOTH, CURRENT, WHOLE, apart, convert, described, hooked, passed
 from tests.support.te_small import converted, tokens, transformer
 from tests.support.te_table import node
@@ -76,7 +76,7 @@ def test_a_turn_of_more_than_a_circle_is_the_same_turn() -> None:
 def test_angles_are_made_once_for_all_layers_of_a_pass(
     recompute: bool, te: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8cfg.backends.te import decoder
+    from fp8cfg.backends.te import attention
 
     model, made, plain = convert(transformer(), CURRENT), list[torch.Tensor](), torch.atan2
     model.recompute = recompute
@@ -87,7 +87,7 @@ def test_angles_are_made_once_for_all_layers_of_a_pass(
         model(batch, batch).backward()
         assert len(made) == passes
     gc.collect()
-    assert not decoder._ANGLES, "they go with the tables of their pass"
+    assert not attention._ANGLES, "they go with the tables of their pass"
 
 
 @pytest.mark.parametrize("params", [False, True])
@@ -122,7 +122,7 @@ def test_a_layer_keeps_its_own_hooks_names_and_ties_and_comes_back(params: bool,
 
 
 def test_its_state_fits_its_parts(te: Any) -> None:
-    from fp8cfg.backends.te import backend as backend
+    from fp8cfg.backends.te import backend
 
     made, part = converted(node({})), transformer().to(torch.bfloat16)
     hooked(part)
@@ -138,7 +138,7 @@ def test_its_state_fits_its_parts(te: Any) -> None:
 
 
 def test_frozen_layers_at_the_start_run_in_fp8(te: Any) -> None:
-    from fp8cfg.backends.te import backend as backend
+    from fp8cfg.backends.te import backend
 
     model = transformer().to(torch.bfloat16)
     model.embedding.requires_grad_(False), model.layers[0].requires_grad_(False)

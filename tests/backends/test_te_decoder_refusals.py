@@ -11,9 +11,9 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.backends.protocol import BackendError
-from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import Region
+from fp8cfg.planning.layer_plan import transformer_config
 from tests.support.te_decoder import BOTH, CURRENT, convert, described, hooked
 from tests.support.te_small import planned, transformer
 from tests.support.te_table import node
@@ -39,7 +39,7 @@ def test_llama_recipes_have_it_in_every_layer_that_is_in_fp8(
     fp8 = found.fp8.model_copy(update={"params": False})
     with torch.device("meta"):
         model = Transformer(transformer_config(found))
-    from fp8cfg.backends.te import backend as backend
+    from fp8cfg.backends.te import backend
 
     backend.convert(model, fp8, planned(fp8, model), Region(), "scaled_mm")
     assert described(model) == {"layers.1": "te.TransformerLayer"}
@@ -133,7 +133,7 @@ def test_what_stands_in_its_way_is_said(
 
 def test_a_layer_that_is_the_model_itself_has_no_place_to_be_replaced_in(te: Any) -> None:
     from fp8cfg.backends.gemm_plan import PlannedLinear
-    from fp8cfg.backends.te import backend as backend
+    from fp8cfg.backends.te import backend
 
     layer, kinds = transformer().layers[0], (("e4m3", "e4m3"),) * 3
     plan = [

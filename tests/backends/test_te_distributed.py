@@ -8,18 +8,17 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.backends.te import decoder as te_decoder
-from fp8cfg.backends.te import rules as te_rules
+from fp8cfg.backends.te import attention, rules
+from fp8cfg.parallel.process_group import World
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
+from tests.parallel.test_zero_shards import same
 from tests.support import sharded_checkpoints, te_standin
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 from tests.support.te_small import converted, tokens
 from tests.support.te_table import node
 from tests.support.whole_tensors import WHOLE, shard_word, without_fsdp2
-from tests.training.test_zero_shards import same
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +37,7 @@ def scales(world: World) -> dict[str, dict[str, torch.Tensor]]:
     for reduce_amax in (True, False):
         with te_standin.transformer_engine():
             from fp8cfg.backends.te import backend as te
-            from fp8cfg.numerics.stored_form import stored_state_dict
+            from fp8cfg.numerics.stored_state import stored_state_dict
 
             model = converted(node({"reduce_amax": reduce_amax}))
             for step in range(2):
@@ -56,8 +55,8 @@ def sharded(world: World) -> dict[str, Any]:
     """Three steps of two microbatches, and the state after them, of each row and shard."""
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch, te_standin.transformer_engine() as te:
-        patch.setattr(te_rules, "_hardware_lacks", lambda *_: [])
-        patch.setattr(te_rules, "unavailable", lambda: "")
+        patch.setattr(rules, "_hardware_lacks", lambda *_: [])
+        patch.setattr(rules, "unavailable", lambda: "")
         for row, words in ROWS.items():
             for shard in SHARDS:
                 te.FP8GlobalStateManager.reset()
@@ -81,7 +80,7 @@ def sharded(world: World) -> dict[str, Any]:
                     "state": sharded_checkpoints.whole(job, world),
                     "fsdp2": job.prepared.fsdp2,
                     "coverage": str(job.prove()),
-                    "modules": [*te_decoder.described(job.model).values()],
+                    "modules": [*attention.described(job.model).values()],
                 }
     return found
 

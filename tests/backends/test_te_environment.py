@@ -10,7 +10,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.backends.te.attention import chosen_kernel
-from fp8cfg.backends.te.environment import contradictions
+from fp8cfg.backends.te.rules import contradictions
 from fp8cfg.numerics import Region
 from tests.support import te_standin
 from tests.support.te_small import planned, transformer
@@ -110,7 +110,7 @@ def test_a_variable_that_means_nothing_to_the_recipe_is_left_alone(
 
 
 def test_conversion_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.backends.te import backend as te
+    from fp8cfg.backends.te import backend
 
     monkeypatch.setenv("NVTE_UNFUSED_FP8_UPDATE", "1")
     model = transformer()
@@ -118,7 +118,7 @@ def test_conversion_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) ->
         te_standin.transformer_engine(),
         pytest.raises(fp8cfg.ConfigError, match="NVTE_UNFUSED_FP8_UPDATE=1"),
     ):
-        te.convert(model, node({}), planned(node({}), model), Region(), "scaled_mm")
+        backend.convert(model, node({}), planned(node({}), model), Region(), "scaled_mm")
     assert not any(type(m).__module__.startswith("fp8cfg.backends") for m in model.modules())
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from fp8cfg.backends.protocol import Hardware
-from fp8cfg.backends.te import rules as te_rules
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.node import Node
-from fp8cfg.config.precision import Precision
+from fp8cfg.backends.te import rules
 from fp8cfg.numerics import Region
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.node import Node
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.scalings import SCALINGS
 from tests.support import te_standin
 from tests.support.te_small import converted, planned, transformer
 from tests.support.te_table import APPLIED, ELSEWHERE, REFUSED, Applied, Refused, node
@@ -52,14 +52,14 @@ def test_a_key_is_read_back(row: Applied) -> None:
         hopper = fp8.scaling not in ("mxfp8", "nvfp4") and not (
             fp8.scaling == "current" and fp8.dot_product_attention
         )
-        assert te_rules.refusals(Precision(fp8=fp8), H200 if hopper else B200) == []
+        assert rules.refusals(Precision(fp8=fp8), H200 if hopper else B200) == []
         assert row.read(Converted(fp8)) == row.want
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda r: f"{r.key} {r.given}")
 def test_a_key_is_refused(row: Refused) -> None:
     fp8 = node(row.given)
-    lines = te_rules.refusals(
+    lines = rules.refusals(
         Precision(fp8=fp8, compute=row.compute), H200 if fp8.scaling != "nvfp4" else B200
     )
     assert any(
@@ -228,7 +228,7 @@ def test_a_library_that_drops_a_field_is_found(
 def test_hardware_that_cannot_is_refused_before_anything_is_built(
     fp8: dict[str, Any], hardware: Hardware, line: str
 ) -> None:
-    lines = te_rules.refusals(Precision(fp8=node(fp8)), hardware)
+    lines = rules.refusals(Precision(fp8=node(fp8)), hardware)
     assert len(lines) == 1 and line in lines[0], lines
 
 
@@ -248,7 +248,7 @@ def test_the_gates_are_those_of_transformer_engine(
     able = [
         s
         for s in ("delayed", "current", "block", "mxfp8", "nvfp4")
-        if not te_rules.refusals(Precision(fp8=node({"scaling": s, "format": "e4m3"})), hardware)
+        if not rules.refusals(Precision(fp8=node({"scaling": s, "format": "e4m3"})), hardware)
     ]
     assert able == scalings
     with te_standin.transformer_engine():
@@ -280,53 +280,52 @@ def test_the_gates_are_those_of_transformer_engine(
 def test_heads_that_fp8_attention_has_no_kernel_for_are_refused_before_anything_is_built(
     capability: tuple[int, int], head_dim: int, wants: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8cfg.backends.te import attention as te_attention
-    from fp8cfg.config.errors import ConfigError
+    from fp8cfg.backends.te import attention
+    from fp8cfg.schema.errors import ConfigError
 
     model, fp8 = transformer(head_dim=head_dim), node({"dot_product_attention": True})
-    assert te_attention.misfits(model, fp8) == [], "no GPU to ask"
+    assert attention.misfits(model, fp8) == [], "no GPU to ask"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    assert te_attention.misfits(model, node({})) == []
-    lines = te_attention.misfits(model, fp8)
+    assert attention.misfits(model, node({})) == []
+    lines = attention.misfits(model, fp8)
     assert [
         f"heads have {head_dim} channels, cuDNN's FP8 attention trains {wants}" in line
         for line in lines
     ] == ([True] if wants else [])
     if wants:
-        from fp8cfg.backends.te import backend as te
+        from fp8cfg.backends.te import backend
 
         with pytest.raises(ConfigError, match=f"heads have {head_dim} channels"):
-            te.convert(model, fp8, planned(fp8, model), Region(), "scaled_mm")
+            backend.convert(model, fp8, planned(fp8, model), Region(), "scaled_mm")
         assert type(model.layers[0].mlp.linear_fc1).__name__ == "Linear"
 
 
 def test_a_layer_whose_shape_does_not_fit_stays_in_high_precision() -> None:
-    assert te_rules.misfit(node({}), 48, 24) == "out_features=24 is not a multiple of 16"
+    assert rules.misfit(node({}), 48, 24) == "out_features=24 is not a multiple of 16"
     assert (
-        te_rules.misfit(node({"scaling": "mxfp8"}), 48, 64)
-        == "in_features=48 is not a multiple of 32"
+        rules.misfit(node({"scaling": "mxfp8"}), 48, 64) == "in_features=48 is not a multiple of 32"
     )
     assert (
-        te_rules.misfit(node({}), 48, 64) == ""
-        and te_rules.tokens_multiple(node({"scaling": "mxfp8"}), "scaled_mm") == 32
+        rules.misfit(node({}), 48, 64) == ""
+        and rules.tokens_multiple(node({"scaling": "mxfp8"}), "scaled_mm") == 32
     )
 
 
 def test_without_its_compiled_part_it_is_not_available(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(te_rules, "_extension", lambda package: False)
-    assert "no compiled part" in te_rules.unavailable()
-    monkeypatch.setattr(te_rules, "installed_version", lambda _: "2.2.0")
-    assert te_rules.unavailable() == "transformer-engine 2.2.0 is installed, at least 2.8 is needed"
-    monkeypatch.setattr(te_rules.importlib.util, "find_spec", lambda _: None)
-    assert te_rules.unavailable() == "transformer-engine is not installed; pip install fp8cfg[te]"
+    monkeypatch.setattr(rules, "_extension", lambda package: False)
+    assert "no compiled part" in rules.unavailable()
+    monkeypatch.setattr(rules, "installed_version", lambda _: "2.2.0")
+    assert rules.unavailable() == "transformer-engine 2.2.0 is installed, at least 2.8 is needed"
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda _: None)
+    assert rules.unavailable() == "transformer-engine is not installed; pip install fp8cfg[te]"
     monkeypatch.undo()
-    assert not te_rules._extension(tmp_path / "te")
+    assert not rules._extension(tmp_path / "te")
     (tmp_path / "te" / "wheel_lib").mkdir(parents=True)
     (tmp_path / "te" / "wheel_lib" / "transformer_engine_torch.cpython-311.so").touch()
-    assert te_rules._extension(tmp_path / "te")
+    assert rules._extension(tmp_path / "te")
 
 
 def test_the_rules_load_neither_torch_nor_transformer_engine() -> None:

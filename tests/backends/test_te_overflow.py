@@ -10,7 +10,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.numerics import Overflow, overflow
-from fp8cfg.numerics.fp8_overflow import ranges_used
+from fp8cfg.numerics.amax_update import ranges_used
 from tests.support.small import small, steps
 from tests.support.te_cases import CASES, backend
 from tests.support.te_small import converted, tokens

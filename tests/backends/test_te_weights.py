@@ -16,10 +16,10 @@ import fp8cfg
 from fp8cfg.backends.te.state import as_native
 from fp8cfg.numerics.fp8_weights import dequantize
 from fp8cfg.numerics.scaling import Scaling
-from fp8cfg.numerics.stored_form import stored_state_dict
-from fp8cfg.training import run_model
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.training import trained_model
 from fp8cfg.training.loop import train
-from fp8cfg.training.run_weights import RunWeights
+from fp8cfg.training.trained_model import RunWeights
 from tests.support.small import small, steps
 from tests.support.te_cases import CASES, backend
 from tests.support.te_small import converted, tokens
@@ -334,7 +334,7 @@ def test_a_run_of_auto_is_exported_and_gone_on_with_by_who_multiplied(
     job.recipe.precision.backend = "auto"
     fp8cfg.fit(job, folder=run)
     assert RunWeights(run, print).read("layers.0.mlp.linear_fc1.weight")[1] is not None
-    run_model.load(run, said.append, lambda recipe: setattr(recipe.fp8, "exclude", ()))
+    trained_model.load(run, said.append, lambda recipe: setattr(recipe.fp8, "exclude", ()))
     fp8cfg.resume(run, ["fp8.exclude=[]", "trainer.max_steps=2"], ["fp8.exclude"], say=said.append)
     fp8cfg.resume(run, say=said.append)
     assert [line.partition(";")[0] for line in said if "backend" in line] == [

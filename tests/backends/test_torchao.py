@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import fp8cfg
 from fp8cfg.backends.gemm_plan import HIGH_PRECISION, layers, plan_linears
 from fp8cfg.backends.protocol import BackendError
-from fp8cfg.config.fp8 import FP8
 from fp8cfg.numerics import Region
+from fp8cfg.parallel.process_group import World
+from fp8cfg.schema.fp8 import FP8
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
 from fp8cfg.training.evaluation import evaluate
 from tests.support.small import small, steps
 
@@ -24,8 +24,7 @@ pytest.importorskip("torchao", minversion="0.18")
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import CastConfig, ScalingGranularity
 
-from fp8cfg.backends.torchao import backend as torchao
-from fp8cfg.backends.torchao import rules as torchao_rules
+from fp8cfg.backends.torchao import backend, rules
 
 COUNT = 4
 HERE = ("backend=torchao", "fp8.params=false", "trainer.accelerator=cpu")
@@ -189,9 +188,9 @@ def test_mxfp8_equals_torchaos_own_layer() -> None:
 
 @pytest.mark.parametrize(("level", "each"), [("O1", 11), ("O2", 6)])
 def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
-    from fp8cfg.report.memory.layout import whole
-    from fp8cfg.report.memory.peak import parameters
-    from fp8cfg.training.checkpoint import job_state
+    from fp8cfg.checkpoint import job_state
+    from fp8cfg.planning.layout import whole
+    from fp8cfg.planning.peak_memory import parameters
     from fp8cfg.training.memory_measurement import by_kind
 
     job, losses = ours(words := (*TORCHAO, f"opt_level={level}"))
@@ -220,7 +219,7 @@ def test_recomputed_activations_change_nothing(words: tuple[str, ...]) -> None:
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped() -> None:
-    from fp8cfg.training.checkpoint import job_state
+    from fp8cfg.checkpoint import job_state
 
     _, whole = ours(TORCHAO)
     first = fp8cfg.build(small(*TORCHAO))
@@ -235,7 +234,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped() -> None:
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_configuration_is_torchaos_own_by_that_name(name: str) -> None:
     words, config = BY_HAND[name]
-    assert torchao.config_of(small(*words).fp8, "emulate") == on("cpu", config)
+    assert backend.config_of(small(*words).fp8, "emulate") == on("cpu", config)
 
 
 def test_a_configuration_that_says_something_else_is_an_error(
@@ -244,20 +243,20 @@ def test_a_configuration_that_says_something_else_is_an_error(
     def loses_rounding(**fields: Any) -> Float8LinearConfig:
         return Float8LinearConfig(**fields | {"round_scales_to_power_of_2": False})
 
-    monkeypatch.setattr(torchao, "Float8LinearConfig", loses_rounding)
+    monkeypatch.setattr(backend, "Float8LinearConfig", loses_rounding)
     with pytest.raises(
         BackendError,
         match=r"Float8LinearConfig\.round_scales_to_power_of_2: the recipe says True, the library has False",
     ) as e:
-        torchao.config_of(FP8(enabled=True, scaling="current", use_power_2_scales=True), "emulate")
+        backend.config_of(FP8(enabled=True, scaling="current", use_power_2_scales=True), "emulate")
     assert e.value.exit_code == 3
 
 
 def tiny(**fp8: Any) -> tuple[nn.Module, list[Any]]:
     node = FP8(enabled=True, **fp8)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32, bias=False))
-    plan = plan_linears([("0", 64, 64), ("2", 64, 32)], node, layers(1), torchao_rules.misfit)
-    torchao.convert(model, node, plan, Region(), "emulate")
+    plan = plan_linears([("0", 64, 64), ("2", 64, 32)], node, layers(1), rules.misfit)
+    backend.convert(model, node, plan, Region(), "emulate")
     return model, plan
 
 
@@ -288,30 +287,30 @@ def test_what_is_recorded_is_what_was_multiplied(fp8: dict[str, Any], compiler: 
     model, plan = tiny(**fp8)
     run = model if compiler == "none" else torch.compile(model, fullgraph=True, backend=compiler)
     x = torch.randn(32, 64)
-    with torchao.autocast(model):
+    with backend.autocast(model):
         run(x).square().sum().backward()
-    assert torchao.observed(model) == {
+    assert backend.observed(model) == {
         p.name: {g: k or HIGH_PRECISION for g, k in p.products.items()} for p in plan
     }
-    torchao.forget_observed(model)
-    assert not any(kinds for gemms in torchao.observed(model).values() for kinds in gemms.values())
+    backend.forget_observed(model)
+    assert not any(kinds for gemms in backend.observed(model).values() for kinds in gemms.values())
 
 
 def test_outside_of_its_context_a_layer_is_a_linear_layer() -> None:
     model, _ = tiny(scaling="current")
     x = torch.randn(32, 64)
-    plain = nn.Sequential(*(torchao.plain(m) or m for m in model))
-    assert torch.equal(model(x), plain(x)) and not torchao.observed(model)["0"]["fprop"]
-    with torchao.autocast(model):
+    plain = nn.Sequential(*(backend.plain(m) or m for m in model))
+    assert torch.equal(model(x), plain(x)) and not backend.observed(model)["0"]["fprop"]
+    with backend.autocast(model):
         assert not torch.equal(model(x), plain(x))
-        with torchao.autocast(model, enabled=False):
+        with backend.autocast(model, enabled=False):
             assert torch.equal(model(x), plain(x))
 
 
 @pytest.mark.parametrize("wgrad", [False, True])
 def test_under_torchs_autocast(wgrad: bool) -> None:
     model, _ = tiny(scaling="current", override_linear_precision={"wgrad": wgrad})
-    with torchao.autocast(model), torch.autocast("cpu", torch.bfloat16):
+    with backend.autocast(model), torch.autocast("cpu", torch.bfloat16):
         y = model(torch.randn(32, 64))
     y.float().sum().backward()
     assert y.dtype == torch.bfloat16 and model[0].weight.grad.dtype == torch.float32
@@ -321,9 +320,9 @@ def test_evaluation_is_in_high_precision() -> None:
     job = fp8cfg.build(small(*TORCHAO))
     list(steps(job, 1))
     batch: tuple[Tensor, Tensor] = run_data(job.recipe)[0].batch(0, 0, 1, 0, 1)
-    torchao.forget_observed(job.model)
+    backend.forget_observed(job.model)
     evaluate(job, [batch], World())
-    assert not any(gemms["fprop"] for gemms in torchao.observed(job.model).values())
+    assert not any(gemms["fprop"] for gemms in backend.observed(job.model).values())
 
 
 @pytest.mark.slow
@@ -352,18 +351,18 @@ def test_tokens_that_a_model_of_ones_own_gives_it_are_refused_by_one_line() -> N
     model, _ = tiny(scaling="mxfp8", format="e4m3")
     x = torch.randn(2, 15, 64)
     line = r"^backend=torchao: a layer got 30 tokens, its MXFP8 needs a multiple of 32; write backend=native, or give the model another batch"
-    with torchao.autocast(model):
+    with backend.autocast(model):
         with pytest.raises(fp8cfg.ConfigError, match=line):
             model(x).sum().backward()
         with torch.no_grad():
             assert model(x).shape == (2, 15, 32)
     wide, _ = tiny(scaling="mxfp8", format="e4m3", override_linear_precision={"wgrad": True})
-    with torchao.autocast(wide):
+    with backend.autocast(wide):
         wide(x).sum().backward()
 
 
 def test_rows_are_rows() -> None:
-    config = torchao.config_of(FP8(enabled=True, scaling="current", granularity="row"), "scaled_mm")
+    config = backend.config_of(FP8(enabled=True, scaling="current", granularity="row"), "scaled_mm")
     assert (
         config.cast_config_input.scaling_granularity == ScalingGranularity.AXISWISE
         and not config.emulate

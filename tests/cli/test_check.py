@@ -10,7 +10,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.report import not_here
+from fp8cfg.planning import preflight
 from tests.support.verbs import loads, refused, said
 
 Out = pytest.CaptureFixture[str]
@@ -18,7 +18,7 @@ Out = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(not_here, "GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(preflight, "GPUS", tmp_path / "gpus")
 
 
 def notes(capsys: Out, *argv: str) -> list[str]:

@@ -41,7 +41,7 @@ def test_version() -> None:
 NO_CUDA = (
     "No CUDA GPUs are available" if torch.version.cuda else "Torch not compiled with CUDA enabled"
 )
-MISTAKES = [  # what a whole process ends with; tests/config/test_error_texts.py has the words
+MISTAKES = [  # what a whole process ends with; tests/schema/test_error_texts.py has the words
     (["fp8.margn=1"], "error: fp8.margn: no such key; did you mean 'fp8.margin'?"),
     (["--config-dir"], "error: --config-dir: needs a value"),
     (["--config-dir", "nowhere"], "error: --config-dir nowhere: no such folder"),
@@ -163,7 +163,7 @@ def test_a_recipe_file_and_a_folder_of_ones_own_train(tmp_path: Path) -> None:
 def test_run_folders_that_cannot_be_had(tmp_path: Path) -> None:
     assert fp8cfg(*SMALL, "trainer.max_steps=2", f"log.dir={tmp_path / 'runs'}").returncode == 0
     folder = next((tmp_path / "runs").iterdir())
-    from fp8cfg.training.run_folder import RunFolder
+    from fp8cfg.run_folder.run_folder import RunFolder
 
     with RunFolder.open(folder):
         second = fp8cfg("resume", str(folder))
@@ -184,7 +184,7 @@ def test_run_folders_that_cannot_be_had(tmp_path: Path) -> None:
 def test_megatrons_token_files_train(tmp_path: Path) -> None:
     import numpy as np
 
-    from fp8cfg.data.indexed_write import write_indexed
+    from fp8cfg.data.indexed import write_indexed
 
     documents = [np.random.default_rng(i).integers(0, 200, 300) for i in range(20)]
     prefix = write_indexed(tmp_path / "tokens", documents, vocab_size=208)

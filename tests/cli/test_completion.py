@@ -13,10 +13,10 @@ import pytest
 from fp8cfg.__main__ import main
 from fp8cfg.cli import WORDS as VERBS
 from fp8cfg.cli.completion import SCRIPTS, completions, keys
-from fp8cfg.config.key_names import short
-from fp8cfg.config.node import Node
-from fp8cfg.config.recipe import fields
-from fp8cfg.config.validation_errors import options as literal_options
+from fp8cfg.schema.keys import short
+from fp8cfg.schema.node import Node
+from fp8cfg.schema.node import options as literal_options
+from fp8cfg.schema.recipe import fields
 
 ROOT = Path(__file__).parents[2]
 SCALINGS = ["block", "current", "delayed", "mxfp8", "nvfp4"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.training.environment import environment
+from fp8cfg.run_folder.environment import environment
 from tests.support.verbs import loads, refused, said
 
 Out = pytest.CaptureFixture[str]
@@ -165,7 +165,7 @@ msamp         null    1
 
 
 def test_a_run_in_use_is_compared_too(capsys: Out, run: Any) -> None:
-    from fp8cfg.training.run_folder import RunFolder
+    from fp8cfg.run_folder.run_folder import RunFolder
 
     folder = run("one", [])
     with RunFolder.open(folder):

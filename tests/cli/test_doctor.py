@@ -11,9 +11,9 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.backends.backend_choice import Hardware
+from fp8cfg.backends.choice import Hardware
 from fp8cfg.cli.doctor import text
-from fp8cfg.report import installation
+from fp8cfg.run_folder import environment
 
 HOPPER, AMPERE, CPU = (
     Hardware("cuda", (9, 0), (12, 9)),
@@ -34,20 +34,20 @@ HOPPER, AMPERE, CPU = (
 def test_what_can_run(
     precision: object, backend: str, hardware: Hardware | None, answer: str
 ) -> None:
-    assert installation.can(precision, backend, hardware) == answer  # type: ignore[arg-type]
+    assert environment.can(precision, backend, hardware) == answer  # type: ignore[arg-type]
 
 
 def test_why_not() -> None:
-    assert "compute capability 8.0" in installation.can(
+    assert "compute capability 8.0" in environment.can(
         fp8cfg.bf16_with_fp8_mixed(), "native", AMPERE
     )
     assert (
-        installation.can(fp8cfg.bf16_mixed(), "te", CPU)
+        environment.can(fp8cfg.bf16_mixed(), "te", CPU)
         == "there is no FP8 in it, and torch multiplies whatever the backend is"
     )
-    assert installation.can(
-        fp8cfg.bf16_with_fp8_current_scaling_mixed(), "torchao", CPU
-    ).startswith("fp8.params=true: torchao")
+    assert environment.can(fp8cfg.bf16_with_fp8_current_scaling_mixed(), "torchao", CPU).startswith(
+        "fp8.params=true: torchao"
+    )
 
 
 def test_the_machine_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,15 +69,15 @@ def test_the_machine_at_hand(capsys: pytest.CaptureFixture[str]) -> None:
         and found["packages"]["torch"]
         and found["free_memory"] > 0
     )
-    assert set(found["precision"]["bf16"]) == set(installation.BACKENDS)
+    assert set(found["precision"]["bf16"]) == set(environment.BACKENDS)
 
 
 def test_variables_that_change_results_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in installation.VARIABLES:
+    for name in environment.INSTALL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    assert "none is set" in text(installation.inventory())
+    assert "none is set" in text(environment.inventory())
     shown = text(
-        installation.inventory(
+        environment.inventory(
             {"NVTE_UNFUSED_FP8_UPDATE": "1", "NVTE_NEW": "2", "NVTE_API_KEY": "x", "HOME": "/root"}
         )
     )
@@ -87,7 +87,7 @@ def test_variables_that_change_results_are_shown(monkeypatch: pytest.MonkeyPatch
 
 def test_without_torch_it_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = installation.inventory()
+    found = environment.inventory()
     assert (
         found["precision"]["bf16"]["native"] == "torch is not installed" and found["torch_problem"]
     )
@@ -95,7 +95,7 @@ def test_without_torch_it_still_answers(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_machine_with_gpus() -> None:
-    found = installation.inventory() | {
+    found = environment.inventory() | {
         "gpus": [{"name": "NVIDIA H200", "capability": "9.0", "memory": 150_000_000_000}],
         "cuda": "12.8",
         "driver": "570.86",

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8cfg
-from fp8cfg.composition.flatten import assigned, flat, typed
-from fp8cfg.config.key_names import full, short
-from fp8cfg.config.recipe import Recipe
+from fp8cfg.composition.recipe_yaml import assigned, flat, typed
 from fp8cfg.recipes import llama_tiny
-from fp8cfg.report.key_effect import effect, refusals
+from fp8cfg.report.key_explanation import effect, refusals
+from fp8cfg.schema.keys import full, short
+from fp8cfg.schema.recipe import Recipe
 from tests.support.overrides import value
 from tests.support.verbs import ROOT, line, loads, refused, said
 

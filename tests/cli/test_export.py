@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.flatten import assigned, flat
-from fp8cfg.composition.resolve import node, recipe_from
-from fp8cfg.config import presets, recipe_registry
-from fp8cfg.config.files import parse_yaml
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.report.recipe_export import deltas, json_text, python_text, yaml_text
-from fp8cfg.report.schema_json import recipe_schema
+from fp8cfg.composition.merge import node, recipe_from
+from fp8cfg.composition.recipe_yaml import assigned, flat
+from fp8cfg.report.recipe_export import deltas, json_text, python_text, recipe_schema, yaml_text
+from fp8cfg.schema import presets, recipe_registry
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.safe_files import parse_yaml
 from tests.support.overrides import KEYS, value
 from tests.support.verbs import loads, refused, said
 

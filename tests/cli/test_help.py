@@ -13,8 +13,8 @@ import pytest
 from fp8cfg.__main__ import main
 from fp8cfg.cli import WORDS as VERBS
 from fp8cfg.cli import help
-from fp8cfg.config import recipe_registry
-from fp8cfg.config.presets import choices
+from fp8cfg.schema import recipe_registry
+from fp8cfg.schema.presets import choices
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import yaml
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.composition.flatten import listed
+from fp8cfg.composition.recipe_yaml import listed
 from tests.support.hydra_plugins import offered
 
 FP8 = ["recipe=llama_8b", "precision=bf16_fp8", "fp8.margin=1"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8cfg.cli.interrupts import ending_imports
+from fp8cfg.cli.output import ending_imports
 
 SWALLOWS = """
 import os, signal

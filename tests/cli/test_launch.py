@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg import smoke
 from fp8cfg.__main__ import main
-from fp8cfg.execution import runs
-from fp8cfg.report.memory.layout import refused
+from fp8cfg.execution import executor as runs
+from fp8cfg.planning import smoke
+from fp8cfg.planning.layout import refused
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,6 @@ def test_a_smoke_run_of_a_recipe_of_several_machines_takes_one(
         == 0
     )
     ((*torchrun, ranks, request, _, _),) = ran
-    assert (torchrun, ranks) == (["-m", "fp8cfg.execution.torchrun"], "4")
+    assert (torchrun, ranks) == (["-m", "fp8cfg.execution.executor"], "4")
     small = smoke.cut(fp8cfg.from_yaml(Path(request)), 4)
     assert small.trainer.strategy.size == 4 and refused(small, 4) == []

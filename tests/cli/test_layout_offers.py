@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 import fp8cfg
-from fp8cfg import smoke
 from fp8cfg.__main__ import main
-from fp8cfg.backends.backend_choice import BLOCK_CUDA, Hardware
-from fp8cfg.cli import local_ranks, train
-from fp8cfg.execution import runs
-from fp8cfg.report import before_run, machine
-from fp8cfg.report.memory.layout import refused
-from fp8cfg.report.memory.peak import memory
+from fp8cfg.backends.choice import BLOCK_CUDA, Hardware
+from fp8cfg.cli import launch_run, train
+from fp8cfg.execution import executor as runs
+from fp8cfg.planning import hardware, preflight, smoke
+from fp8cfg.planning.layout import refused
+from fp8cfg.planning.peak_memory import memory
 from tests.support.small import small_words
 
 TENSOR, PIPELINE = (
@@ -300,14 +299,14 @@ def machine_of(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
     def of(gpus: int) -> list[tuple[int, list[str]]]:
         begun: list[tuple[int, list[str]]] = []
-        for module in (before_run, machine):
+        for module in (preflight, hardware):
             monkeypatch.setattr(module, "gpus", lambda: gpus)
             monkeypatch.setattr(module, "free_memory", lambda device, ranks=None: 139 << 30)
         monkeypatch.setattr(
-            machine, "find_hardware", lambda _: Hardware("cuda", (9, 0), BLOCK_CUDA)
+            hardware, "find_hardware", lambda _: Hardware("cuda", (9, 0), BLOCK_CUDA)
         )
         monkeypatch.setattr(
-            local_ranks, "start", lambda ranks, argv: begun.append((ranks, [*argv])) or 0
+            launch_run, "start", lambda ranks, argv: begun.append((ranks, [*argv])) or 0
         )
         return begun
 
@@ -343,8 +342,8 @@ def test_of_several_nodes_a_line_is_printed_where_it_runs(
     machine_of: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A backend that the GPUs here do not have does not multiply on the nodes, which have such GPUs, nor in a smoke run here."""
-    monkeypatch.setattr(machine, "gpus", lambda: 0)
-    monkeypatch.setattr(machine, "find_hardware", lambda _: Hardware("cpu"))
+    monkeypatch.setattr(hardware, "gpus", lambda: 0)
+    monkeypatch.setattr(hardware, "find_hardware", lambda _: Hardware("cpu"))
     assert (
         main(
             [
@@ -510,7 +509,7 @@ def test_a_smoke_run_for_which_there_is_no_memory_is_not_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on so many ranks that none has a share of the machine in which it fits."""
-    monkeypatch.setattr(before_run, "free_memory", lambda device, ranks=None: 1 << 20)
+    monkeypatch.setattr(preflight, "free_memory", lambda device, ranks=None: 1 << 20)
     assert (
         main(
             [
@@ -553,7 +552,7 @@ def test_what_memory_does_not_allow_trains_as_it_is_offered(
     """And a run that asks for more as it goes on is offered what its checkpoint goes on with, which a level or a smoke run is not."""
     words = small_words("precision=bf16_fp8", "trainer.max_steps=2", f"log.dir={tmp_path}")
     free = sum(memory(fp8cfg.compose(words), "cpu").values()) - 1
-    for module in (before_run, machine):
+    for module in (preflight, hardware):
         monkeypatch.setattr(module, "free_memory", lambda device, ranks=None: free)
     assert main(words) == 2
     first, second, smoke_run = lines(capsys.readouterr().err, "here")

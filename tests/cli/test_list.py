@@ -11,7 +11,7 @@ from fp8cfg.__main__ import main
 from fp8cfg.cli import help
 from fp8cfg.cli import list as verb
 from fp8cfg.composition.config_groups import GROUPS, Library
-from fp8cfg.config.recipe_registry import recipes
+from fp8cfg.schema.recipe_registry import recipes
 from tests.support.verbs import ROOT, loads, refused, said
 
 Out = pytest.CaptureFixture[str]
@@ -101,7 +101,7 @@ def test_names_of_ones_own_are_marked_with_their_file(
 def test_recipes_of_installed_packages(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     from importlib import metadata
 
-    from fp8cfg.config import recipe_registry
+    from fp8cfg.schema import recipe_registry
 
     def theirs() -> None:
         """Theirs, from a package.

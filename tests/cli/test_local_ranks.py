@@ -15,12 +15,12 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.cli import local_ranks
-from fp8cfg.composition.giving_way import Settled
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.report import machine
+from fp8cfg.cli import launch_run
+from fp8cfg.composition.precedence import Settled
+from fp8cfg.planning import hardware
+from fp8cfg.run_folder.run_folder import RunFolder
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training import metrics
-from fp8cfg.training.run_folder import RunFolder
 from tests.support.ranks import LIMIT, ROOT, ranks_environment
 from tests.support.small import small, small_words
 
@@ -41,9 +41,9 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
 
     def of(gpus: int) -> list[tuple[int, list[str]]]:
         begun: list[tuple[int, list[str]]] = []
-        monkeypatch.setattr(machine, "gpus", lambda: gpus)
+        monkeypatch.setattr(hardware, "gpus", lambda: gpus)
         monkeypatch.setattr(
-            local_ranks, "start", lambda ranks, argv: begun.append((ranks, [*argv])) or 7
+            launch_run, "start", lambda ranks, argv: begun.append((ranks, [*argv])) or 7
         )
         return begun
 
@@ -89,7 +89,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
 def test_as_many_ranks_as_gpus_and_whole_batches(
     words: tuple[str, ...], gpus: int, ranks: int
 ) -> None:
-    assert local_ranks.count(composed(*words), gpus) == ranks
+    assert launch_run.count(composed(*words), gpus) == ranks
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_of_several_nodes_the_line_of_each_is_printed(gpus: int, starts: Starts)
     argv = [*DATA_PARALLEL, "trainer.num_nodes=2", "name=two_nodes"]
     starts(gpus)
     with pytest.raises(fp8cfg.ConfigError) as e:
-        local_ranks.started(
+        launch_run.started(
             Settled(composed(*argv)), argv, lambda fit: f"fp8cfg {' '.join(fit.words)}"
         )
     (line,) = e.value.problems
@@ -253,9 +253,9 @@ def test_what_they_do_not_have_here_is_refused_with_a_line_that_runs(
 
 def test_a_launcher_is_seen_by_its_variables() -> None:
     assert (
-        not local_ranks.launched({})
-        and local_ranks.launched({"RANK": "0"})
-        and local_ranks.launched({"WORLD_SIZE": "1"})
+        not launch_run.launched({})
+        and launch_run.launched({"RANK": "0"})
+        and launch_run.launched({"WORLD_SIZE": "1"})
     )
 
 
@@ -271,14 +271,14 @@ def test_ranks_are_started_and_their_exit_code_is_that_of_the_command(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     assert (
-        local_ranks.start(
+        launch_run.start(
             2, ["recipe=llama_tiny", "precision=bf16_fp8", "trainer.micro_batch_size=8", *words]
         )
         == code
     )
     runs = list(tmp_path.glob("runs/*/checkpoints/*"))
     assert sorted(p.name for p in runs) == (["step-00000002", "step-00000003"] if code == 0 else [])
-    monkeypatch.setattr(machine, "gpus", lambda: 2)
+    monkeypatch.setattr(hardware, "gpus", lambda: 2)
     for last in (path for path in runs if path.name == "step-00000003"):
         shutil.rmtree(last)
         assert main(["resume", str(last.parents[1])]) == 0

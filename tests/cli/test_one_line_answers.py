@@ -16,12 +16,11 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg import builder
 from fp8cfg.__main__ import main
-from fp8cfg.cli import run_recipe, train
-from fp8cfg.config import recipe_registry
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.exit_codes import said
+from fp8cfg.building import builder
+from fp8cfg.cli import launch_run, train
+from fp8cfg.schema import recipe_registry
+from fp8cfg.schema.errors import ConfigError, said
 from tests.support.small import SMALL, small
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +159,7 @@ def test_a_variable_of_torchrun_that_is_no_number_is_one_line(
     assert main(["check"]) == 0
 
 
-@pytest.mark.filterwarnings("always::fp8cfg.config.errors.PackageWarning")
+@pytest.mark.filterwarnings("always::fp8cfg.schema.errors.PackageWarning")
 @pytest.mark.parametrize(
     "error", [ImportError("No module named 'gone'\nmore"), SystemExit(3), RuntimeError()], ids=repr
 )
@@ -201,7 +200,7 @@ def test_a_folder_for_runs_is_printed_escaped(
     hostile = f"{tmp_path}/\x1b]0;owned\x07\nrm"
     recipe = small(f"log.dir={tmp_path}")
     recipe.log.dir = hostile
-    assert run_recipe.launch(recipe, lambda: _folder(recipe), None) == 0
+    assert launch_run.launch(recipe, lambda: _folder(recipe), None) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err and "\x07" not in out + err and "\\x1b]0;owned\\x07\\nrm" in out
     (run,) = Path(hostile).iterdir()
@@ -215,7 +214,7 @@ def _folder(recipe: fp8cfg.Recipe) -> Any:
     from datetime import datetime
 
     from fp8cfg.composition import to_yaml
-    from fp8cfg.training.run_folder import RunFolder
+    from fp8cfg.run_folder.run_folder import RunFolder
 
     return RunFolder.create(Path(recipe.log.dir), recipe.name, datetime.now(), to_yaml(recipe))
 

@@ -12,7 +12,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.backends import backend_registry
+from fp8cfg.backends import registry
 from fp8cfg.backends.te import rules as te_rules
 from fp8cfg.backends.torchao import rules as torchao_rules
 from tests.support.counting import calls
@@ -21,7 +21,7 @@ from tests.support.counting import calls
 @pytest.fixture(autouse=True)
 def only_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans for a GPU are those of an environment without other libraries."""
-    monkeypatch.setattr(backend_registry, "preference", lambda: ("te", "torchao", "native"))
+    monkeypatch.setattr(registry, "preference", lambda: ("te", "torchao", "native"))
     for rules in (te_rules, torchao_rules):
         monkeypatch.setattr(rules, "unavailable", lambda: "it is not installed")
 

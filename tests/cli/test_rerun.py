@@ -11,8 +11,8 @@ import pytest
 
 from fp8cfg.__main__ import main
 from fp8cfg.cli.rerun import compared
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.training.environment import differences, environment
+from fp8cfg.run_folder.environment import differences, environment
+from fp8cfg.schema.errors import ConfigError
 from tests.support.small import SMALL
 
 
@@ -185,7 +185,7 @@ def test_what_is_missing_or_damaged_is_named_and_the_recipe_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "fp8cfg.cli.run_recipe.launch", lambda recipe, *_: print("runs", recipe.name) or 0
+        "fp8cfg.cli.launch_run.launch", lambda recipe, *_: print("runs", recipe.name) or 0
     )
     monkeypatch.setattr(
         "fp8cfg.training.data.run_data", lambda recipe: (SimpleNamespace(sha256="one"),)
@@ -220,7 +220,7 @@ def test_presets_that_no_word_chooses_are_said_to_change_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fp8cfg.cli.run_recipe.launch", lambda *_: 0)
+    monkeypatch.setattr("fp8cfg.cli.launch_run.launch", lambda *_: 0)
     for name, text in {
         "recipe.yaml": "recipe: llama_tiny\n",
         "conf/precision/mine.yaml": "compute: fp32\n",
@@ -261,7 +261,7 @@ def test_a_recipe_that_cannot_be_read_is_refused(
 
 def test_a_run_without_a_checkpoint_has_no_digest_of_its_data(tmp_path: Path) -> None:
     from fp8cfg.cli.rerun import _data_digest
-    from fp8cfg.training.run_folder import RunFolder
+    from fp8cfg.run_folder.run_folder import RunFolder
 
     (tmp_path / "checkpoints" / "step-00000002.tmp-1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000002.tmp-1" / "state.json").write_text("{}")

@@ -13,17 +13,14 @@ import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.config.hardware import Hardware
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.report.machine import find_hardware
-from fp8cfg.training import memory_measurement, run_model
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning.hardware import find_hardware
+from fp8cfg.schema.backends import Hardware
+from fp8cfg.training import memory_measurement, trained_model
 from fp8cfg.training.data import validation_batches
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.evaluation import evaluate
-from fp8cfg.training.held_out import held_out, held_out_loss
-from fp8cfg.training.run_checkpoint import newest
-from fp8cfg.training.run_model import in_precision, load
-from fp8cfg.training.sampling import sample
+from fp8cfg.training.evaluation import evaluate, held_out, held_out_loss, sample
+from fp8cfg.training.trained_model import in_precision, load, newest
 from tests.support.small import small
 from tests.support.verbs import refused
 
@@ -169,7 +166,7 @@ def test_a_model_goes_where_the_word_says(
 ) -> None:
     asked = list[str]()
     monkeypatch.setattr(
-        run_model,
+        trained_model,
         "find_hardware",
         lambda accelerator: asked.append(accelerator) or find_hardware("cpu"),
     )
@@ -186,10 +183,10 @@ def test_on_a_gpu_blocks_are_computed_forward_and_what_it_lacks_is_refused_with_
     """Hopper multiplies no blocks of E5M2, which only gradients are; their format is not the run's any more."""
     found = load(run, print)
     monkeypatch.setattr(
-        run_model, "find_hardware", lambda _: Hardware("cuda", (9, 0), cuda=(12, 9))
+        trained_model, "find_hardware", lambda _: Hardware("cuda", (9, 0), cuda=(12, 9))
     )
     monkeypatch.setattr(
-        run_model,
+        trained_model,
         "prepared_model",
         lambda recipe, *_, **__: SimpleNamespace(model=found.model, recipe=recipe),
     )

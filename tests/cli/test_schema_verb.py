@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.flatten import flat, is_node, nested
-from fp8cfg.config.files import dump_yaml, parse_yaml, read_yaml
-from fp8cfg.config.key_names import short
-from fp8cfg.config.recipe import Recipe, fields
-from fp8cfg.report.schema_json import key_schema, preset_schema, recipe_schema
+from fp8cfg.composition.recipe_yaml import flat, is_node, nested
+from fp8cfg.report.recipe_export import key_schema, preset_schema, recipe_schema
+from fp8cfg.schema.keys import short
+from fp8cfg.schema.recipe import Recipe, fields
+from fp8cfg.schema.safe_files import dump_yaml, parse_yaml, read_yaml
 from tests.support.overrides import KEYS, value
 from tests.support.verbs import ROOT, loads, refused, said
 
@@ -182,7 +182,7 @@ def test_what_fp8cfg_refuses_is_not_valid(text: str) -> None:
 
 def _read(text: str) -> Recipe:
     """As `from_yaml`, without the rules between keys, which are not a schema's."""
-    from fp8cfg.composition.resolve import recipe_of
+    from fp8cfg.composition.merge import recipe_of
 
     return recipe_of(parse_yaml(text, "YAML"), Path("YAML"), Library())
 

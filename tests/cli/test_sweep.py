@@ -16,12 +16,12 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.cli import sweep_results
+from fp8cfg.cli import multirun
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.giving_way import composed
-from fp8cfg.composition.sweep_words import MAX_JOBS, read, refused
-from fp8cfg.config.errors import refuse_if
+from fp8cfg.composition.precedence import composed
+from fp8cfg.composition.sweep_overrides import MAX_JOBS, read, refused
 from fp8cfg.recipes import llama_tiny
+from fp8cfg.schema.errors import refuse_if
 from fp8cfg.training import metrics
 from tests.support.hydra_plugins import offered
 from tests.support.ranks import launch
@@ -285,7 +285,7 @@ process = partial(launch, 1)
 
 
 def test_composing_inside_a_sweep() -> None:
-    from fp8cfg.composition.hydra_compose import application
+    from fp8cfg.composition.merge import application
 
     plan = read(["precision=bf16,fp16"], Library())
     with application(plan.nodes) as hydra:
@@ -325,12 +325,12 @@ def test_the_table() -> None:
         result(0, a="1", same="x", **{"fp8.margin": "0"}),
         result(1, 3, a="1", same="x", **{"fp8.margin": "16"}),
     ]
-    assert sweep_results._table(Path("/s"), jobs) == (
+    assert multirun._table(Path("/s"), jobs) == (
         "folder  fp8.margin    loss  val loss  tokens/s    FP8  exit\n"
         "0       0           4.2500    4.5000    12,346  90.5%     0\n"
         "1       16          4.2500       nan    12,346  90.5%     3"
     )
-    wide = sweep_results._table(
+    wide = multirun._table(
         Path("/s"),
         [
             result(n, **{"x" * 20: "y" * 20, "name": str(n), "z" * 40: "v" * (n + 9)})
@@ -348,14 +348,14 @@ def test_a_job_that_did_not_run_does_not_have_the_results_of_the_one_in_its_fold
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n')
-    first = sweep_results.write(tmp_path, 0, ["trainer.seed=1"], 0, "", ran=True)
-    second = sweep_results.write(
+    first = multirun.write(tmp_path, 0, ["trainer.seed=1"], 0, "", ran=True)
+    second = multirun.write(
         tmp_path, 1, ["trainer.seed=2"], 2, f"{tmp_path} already holds a run", ran=False
     )
-    assert (first["training_loss"], second["training_loss"]) == (4.0, None) and sweep_results.read(
+    assert (first["training_loss"], second["training_loss"]) == (4.0, None) and multirun.read(
         tmp_path
     ) == [first, second]
-    assert sweep_results.report(tmp_path, "") == 2
+    assert multirun.report(tmp_path, "") == 2
     assert capsys.readouterr().out.splitlines()[3:] == [
         ".       1             4.0000                              0",
         ".       2                                                 2",
@@ -393,7 +393,7 @@ def test_what_the_user_did_not_write_gives_way_in_each_job(
         ran.append(recipe)
         return 0
 
-    monkeypatch.setattr("fp8cfg.cli.run_recipe.launch", launched)
+    monkeypatch.setattr("fp8cfg.cli.launch_run.launch", launched)
     file = tmp_path / "mine.yaml"
     file.write_text("optim: {constant_steps: 3}\n")
     assert (

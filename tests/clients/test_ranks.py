@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8cfg
-from fp8cfg.training.distributed.world import World
+from fp8cfg.parallel.process_group import World
 from tests.clients.gpt import GPT, batch
 from tests.clients.loops import LOOPS, model
 from tests.clients.made import Made, adamw, made

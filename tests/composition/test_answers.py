@@ -195,8 +195,8 @@ def test_a_word_of_another_project_is_answered_with_ours(
 
 def test_what_the_answers_name_exists() -> None:
     from fp8cfg.cli import VERBS
-    from fp8cfg.config import foreign_names
-    from fp8cfg.config.recipe import short_keys
+    from fp8cfg.schema import foreign_names
+    from fp8cfg.schema.recipe import short_keys
 
     ours = {*short_keys(), "recipe", "task", "trainer.plugins"}
     for home in {*foreign_names._BELONGS.values(), *foreign_names._HOMES.values()}:

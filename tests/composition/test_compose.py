@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8cfg
-from fp8cfg.composition import hydra_compose
+from fp8cfg.composition import merge
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.sweep_words import read
-from fp8cfg.config.presets import choices
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import recipes
+from fp8cfg.composition.sweep_overrides import read
 from fp8cfg.recipes import llama_8b, llama_tiny
+from fp8cfg.schema.presets import choices
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe_registry import recipes
 from tests.support.every_recipe import every_recipe
 
 
@@ -241,7 +241,7 @@ def test_errors_in_a_file_name_the_file(folder: Path) -> None:
 def test_a_python_recipe_through_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import metadata
 
-    from fp8cfg.config import recipe_registry
+    from fp8cfg.schema import recipe_registry
 
     class Point:
         def load(self) -> None:
@@ -263,7 +263,7 @@ def test_a_python_recipe_through_an_entry_point(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def composed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices that an earlier test composed are composed by Hydra again."""
-    monkeypatch.setattr(hydra_compose, "_COMPOSED", {})
+    monkeypatch.setattr(merge, "_COMPOSED", {})
 
 
 @pytest.mark.usefixtures("composed_anew")

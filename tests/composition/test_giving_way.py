@@ -8,12 +8,12 @@ import pytest
 
 import fp8cfg
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.flatten import flat
-from fp8cfg.composition.giving_way import composed, fitted
+from fp8cfg.composition.precedence import composed, fitted
 from fp8cfg.composition.provenance import trace
-from fp8cfg.config import presets
-from fp8cfg.config.key_names import full
+from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.recipes import llama_tiny
+from fp8cfg.schema import presets
+from fp8cfg.schema.keys import full
 from tests.support.small import small
 
 LIBRARY = Library()

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.flatten import listed, nested
-from fp8cfg.composition.resolve import node, recipe_of, unchecked
-from fp8cfg.config.files import dump_yaml
-from fp8cfg.config.recipe import Recipe
+from fp8cfg.composition.merge import node, recipe_of, unchecked
+from fp8cfg.composition.recipe_yaml import listed, nested
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.safe_files import dump_yaml
 
 PRESETS = {
     "precision": ["bf16_fp8", "fp16", "bf16_fp8_current"],

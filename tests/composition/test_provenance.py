@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8cfg
-from fp8cfg.composition.flatten import assigned, flat, flat_data, nested, typed
-from fp8cfg.composition.provenance import Layer, Trace, trace
-from fp8cfg.composition.python_provenance import Recorder, at_import
-from fp8cfg.config import presets
-from fp8cfg.config.key_names import PLUGIN, full
-from fp8cfg.config.node import WATCH
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import recipes
+from fp8cfg.composition.provenance import Layer, Recorder, Trace, at_import, trace
+from fp8cfg.composition.recipe_yaml import assigned, flat, flat_data, nested, typed
 from fp8cfg.recipes import llama_8b, llama_tiny
+from fp8cfg.schema import presets
+from fp8cfg.schema.keys import PLUGIN, full
+from fp8cfg.schema.node import WATCH
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe_registry import recipes
 from tests.support.overrides import KEYS, value, value_words
 from tests.support.verbs import ROOT, line
 
@@ -371,7 +370,7 @@ def test_a_random_recipe_file_is_traced_to_its_lines(
 ) -> None:
     import tempfile
 
-    from fp8cfg.config.files import dump_yaml
+    from fp8cfg.schema.safe_files import dump_yaml
 
     values = {key: data.draw(value(key), label=key) for key in keys}
     with tempfile.TemporaryDirectory() as there:

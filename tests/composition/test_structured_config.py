@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.config.recipe_registry import recipes
 from fp8cfg.recipes import llama_8b, llama_tiny
+from fp8cfg.schema.recipe_registry import recipes
 
 
 @pytest.fixture

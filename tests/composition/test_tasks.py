@@ -11,11 +11,11 @@ import yaml
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.composition.provenance import trace
-from fp8cfg.config.data import Data
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.files import CONF
-from fp8cfg.config.recipe import Recipe
 from fp8cfg.recipes import llama_8b, llama_tiny, qwen3_8b
+from fp8cfg.schema.data import Data
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.safe_files import CONF
 from fp8cfg.training.data import run_data
 
 NEMO = {  # default_finetune_recipe, default_finetune_trainer and llama3_8b.finetune_recipe of NeMo 2.0

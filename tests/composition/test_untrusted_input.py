@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fp8cfg
-from fp8cfg.config.foreign_names import CODE_KEYS
+from fp8cfg.schema.foreign_names import CODE_KEYS
 
 MARKER = "marker_of_executed_code"
 
@@ -176,7 +176,7 @@ def test_no_word_makes_hydra_read_files(word: str, capsys: pytest.CaptureFixture
 
 
 def test_a_checkpoint_with_a_strangers_recipe_is_refused() -> None:
-    from fp8cfg.config.recipe import Recipe
+    from fp8cfg.schema.recipe import Recipe
 
     for recipe in ({"hydra": {"run": {"dir": "x"}}}, {"model": {"_target_": "os.system"}}):
         with pytest.raises(fp8cfg.ConfigError, match=r"settings of Hydra|cannot name code"):
@@ -204,7 +204,7 @@ def test_no_module_of_ours_unpickles() -> None:
 
 
 def test_scalars_are_those_of_yaml_1_2() -> None:
-    from fp8cfg.config.files import parse_yaml
+    from fp8cfg.schema.safe_files import parse_yaml
 
     text = "a: on\nb: true\nc: 012\nd: 1:30\ne: 1e-3\nf: 1.5\ng: ~\nh:\nj: 1_000\nk: -3\nn: yes\no: 2020-01-01\ns: 4294967296.0"
     assert parse_yaml(text, "x") == {

@@ -11,7 +11,7 @@ from accelerate.utils import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs,
 from torch import nn
 
 import fp8cfg
-from fp8cfg.conversion.given_recipe import given_recipe
+from fp8cfg.conversion.convert import given_recipe
 
 OLD: dict[str, Any] = {"backend": "TE", "margin": 2}
 

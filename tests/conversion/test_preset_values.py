@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.config import presets
-from fp8cfg.config.preset_keys import preset_keys
 from fp8cfg.recipes import llama_tiny
+from fp8cfg.schema import presets
+from fp8cfg.schema.keys import preset_keys
 
 
 class Block(nn.Module):

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import fp8cfg
-from fp8cfg.job import Job
-from fp8cfg.numerics.low_bit_weight import NarrowWeight
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.building.job import Job
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.numerics.weight_storage import NarrowWeight
 from fp8cfg.training.data import run_data
 from tests.support.convert_models import DELAYED, TOKENS, Model, loss_of, recipe
 from tests.support.small import small, steps

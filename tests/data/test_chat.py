@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8cfg.data import IGNORED, Batches, DataError, chat, chat_template
-from fp8cfg.data.conversations import load_conversations
+from fp8cfg.data import IGNORED, Batches, DataError, chat
+from fp8cfg.data.chat import load_conversations
 from fp8cfg.data.tokenizer import BYTES, load_tokenizer
 from tests.support.tiny_tokenizer import CHATML, GENERATION, write_tokenizer
 
@@ -45,11 +45,11 @@ def theirs(folder: Path):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_is_that_of_transformers(name: str, theirs) -> None:
     variables = {"bos_token": theirs.bos_token, "eos_token": theirs.eos_token}
-    assert chat_template.render(TEMPLATES[name], TALK, variables)[0] == theirs.apply_chat_template(
+    assert chat.render(TEMPLATES[name], TALK, variables)[0] == theirs.apply_chat_template(
         TALK, chat_template=TEMPLATES[name], tokenize=False
     )
     asked = TALK[:-1]
-    assert chat_template.prompt(TEMPLATES[name], asked, variables) == theirs.apply_chat_template(
+    assert chat.prompt(TEMPLATES[name], asked, variables) == theirs.apply_chat_template(
         asked, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True
     )
 
@@ -76,9 +76,7 @@ def test_tokens_and_the_mask_of_the_assistant_are_those_of_transformers(
     ],
 )
 def test_without_generation_the_words_are_what_a_message_adds(name: str, want: list[str]) -> None:
-    text, spans = chat_template.render(
-        TEMPLATES[name], TALK, {"bos_token": "<s>", "eos_token": "</s>"}
-    )
+    text, spans = chat.render(TEMPLATES[name], TALK, {"bos_token": "<s>", "eos_token": "</s>"})
     assert [text[a:b] for a, b in spans] == want
 
 
@@ -116,7 +114,7 @@ def test_a_template_that_fails_or_reaches_out_is_refused_in_a_line(
     template: str, says: str
 ) -> None:
     with pytest.raises(DataError, match=says) as caught:
-        chat_template.render(template, TALK, {})
+        chat.render(template, TALK, {})
     assert "\n" not in str(caught.value)
 
 

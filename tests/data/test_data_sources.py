@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fp8cfg.data import DataError, load_corpus, sources
-from fp8cfg.data.indexed_write import write_indexed
+from fp8cfg.data.indexed import write_indexed
 
 
 def text_of(tokens: np.ndarray) -> bytes:

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8cfg.data import DataError
-from fp8cfg.data.indexed import read_indexed
-from fp8cfg.data.indexed_write import write_indexed
+from fp8cfg.data.indexed import read_indexed, write_indexed
 
 DOCUMENTS = [[1, 2, 3], [], [40_000, 5], [6, 7, 8, 9]]
 

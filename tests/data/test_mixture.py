@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8cfg.data import Batches, DataError, Windows, eval_batches
-from fp8cfg.data.mixture import Mixture, schedule, shares
+from fp8cfg.data.samples import Mixture, schedule, shares
 
 weights = st.lists(st.floats(0.01, 100).map(lambda w: float(f"{w:.3g}")), min_size=1, max_size=6)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8cfg.data import DataError
-from fp8cfg.data.order import offset, permute
+from fp8cfg.data.samples import offset, permute
 
 SEEDS = st.integers(-(2**70), 2**70)
 EPOCHS = st.integers(0, 2**40)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8cfg.data import DataError, load_corpus
-from fp8cfg.data.rows import kind_of, table_documents, table_rows
+from fp8cfg.data.sources import kind_of, table_documents, table_rows
 
 ROWS = [{"text": "first", "n": 1}, {"text": "zwölf", "n": 2}, {"text": "", "n": 3}]
 

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8cfg.data import DataError, corpus
-from fp8cfg.data.shards import Shards
-from fp8cfg.data.stream import Stream, StreamBatches
+from fp8cfg.data.stream import Shards, Stream, StreamBatches
 from fp8cfg.data.tokenizer import BYTES
 
 TEXTS = [

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import fp8cfg
-from fp8cfg.config.recipe import Recipe
 from fp8cfg.execution import executor as executors
-from fp8cfg.execution import nemo
+from fp8cfg.execution import executor as nemo
 from fp8cfg.execution.executor import Command, RunFailed
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training import metrics
 from tests.cli.test_hydra_habits import TINY
 
@@ -108,8 +108,8 @@ def test_processes_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fp8cfg.run(tiny(tmp_path), fp8cfg.TorchrunExecutor(3), tmp_path / "c")
     assert [r[:-3] for r in ran] == [
         ["-m", "fp8cfg"],
-        ["-m", "fp8cfg.execution.torchrun", "2"],
-        ["-m", "fp8cfg.execution.torchrun", "3"],
+        ["-m", "fp8cfg.execution.executor", "2"],
+        ["-m", "fp8cfg.execution.executor", "3"],
     ]
     monkeypatch.setenv("RANK", "1")
     assert (

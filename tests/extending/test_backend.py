@@ -142,7 +142,7 @@ def test_packages_that_are_broken_are_left_out_with_one_line_each(tmp_path: Path
     taken = "warning: package fp8-broken: its entry point native of fp8cfg.backends has a name that is taken; it is left out"
     bare = (
         "warning: package fp8-broken: its entry point bare of fp8cfg.backends has no CAPABILITIES, an object of "
-        "fp8cfg.config.backend_capabilities.Capabilities; it is left out"
+        "fp8cfg.schema.backends.Capabilities; it is left out"
     )
     done = python(tmp_path, code.format(argv=["list", "recipe"]))
     assert done.stdout.endswith("\n0\n") and "llama_tiny" in done.stdout

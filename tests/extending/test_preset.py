@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8cfg.config import presets
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.files import CONF
+from fp8cfg.schema import presets
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.safe_files import CONF
 
 PAGE = Path(__file__).parents[2] / "docs/extending/preset.md"
 

@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device, not even a fake one", allow_module_level=True)
 
 from fp8cfg.backends.compile_options import compile_options
-from fp8cfg.config.precision import Precision
 from fp8cfg.numerics import FP8Linear, Region
+from fp8cfg.schema.precision import Precision
 from tests.support import low_bit
 from tests.support.fp8_net import ALL
 

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E4M3, E5M2, Format
-from fp8cfg.numerics.microscaled_mm import swizzled_size
+from fp8cfg.numerics.gemm import swizzled_size
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import contents
 
@@ -40,7 +40,7 @@ def tensors() -> dict[str, Tensor]:
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_of_one_scale(fmt: Format) -> None:
     """Delayed, where finite values are clipped, with and without a record; of a scale that is not set, and of current scaling, none."""
-    from fp8cfg.numerics import triton_kernels
+    from fp8cfg.numerics.kernels import tensor
 
     clipped = 0
     for name, t in tensors().items():
@@ -57,7 +57,7 @@ def test_of_one_scale(fmt: Format) -> None:
             history = torch.zeros(4, 3) if record else None
             made = torch.empty(2, *SHAPE)
             for data, more in zip(made, ({"counts": counts, "reach": fmt.reach}, {}), strict=True):
-                triton_kernels.cast(
+                tensor.cast(
                     t,
                     scales,
                     history,
@@ -97,7 +97,8 @@ def test_of_one_scale(fmt: Format) -> None:
     ],
 )
 def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
-    from fp8cfg.numerics import triton_block_kernel, triton_row_kernel
+    from fp8cfg.numerics.kernels import blocks
+    from fp8cfg.numerics.kernels import rows as triton_row_kernel
 
     (r, c), square = SHAPE, "squares" in kind
     for name, t in tensors().items():
@@ -115,7 +116,7 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
                     torch.empty(swizzled_size(rows, -(-columns // 16)), dtype=torch.uint8),
                 )
             ]
-            triton_block_kernel.cast_four_bits(
+            blocks.cast_four_bits(
                 t,
                 *sides,
                 *() if square else (None, None),
@@ -128,7 +129,7 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
                 torch.empty(swizzled_size(n, -(-k // 32)), dtype=torch.uint8)
                 for n, k in ((r, c), (c, r))
             ]
-            triton_block_kernel.cast_blocks(
+            blocks.cast_blocks(
                 t,
                 0.0,
                 E4M3.max,
@@ -155,7 +156,7 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
                 torch.empty(-(-c // down), -(-r // 128)),
             )
             first = (None, None) if "across" in kind else (along[0], one)
-            triton_block_kernel.cast_blocks(
+            blocks.cast_blocks(
                 t, 1e38, E4M3.max, False, square, *first, across[0], other, seen=seen, counts=counts
             )
         nan_wins = (
@@ -169,14 +170,14 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_of_what_plain_operations_quantized(fmt: Format) -> None:
     """Under a scale and under scales of its own, in any order of strides; nothing is read where the amax says that all fits."""
-    from fp8cfg.numerics import triton_kernels
+    from fp8cfg.numerics.kernels import tensor
 
     clipped = 0
     for name, values in tensors().items():
         for t in (values, values.view(10, 13, 300), values.bfloat16()):
             for scale in (torch.tensor(0.7 * fmt.max), None):
                 counts, infinite = torch.zeros(4), t.isinf()
-                triton_kernels.count(
+                tensor.count(
                     t,
                     t.abs().nan_to_num(0.0, posinf=torch.inf).amax().float(),
                     scale,
@@ -195,8 +196,6 @@ def test_of_what_plain_operations_quantized(fmt: Format) -> None:
                     scale,
                 )
                 clipped += int(beyond)
-            triton_kernels.count(
-                t, torch.ones(()), torch.tensor(fmt.max), counts.zero_(), fmt.reach
-            )
+            tensor.count(t, torch.ones(()), torch.tensor(fmt.max), counts.zero_(), fmt.reach)
             assert counts.tolist() == [0, 0, 0, 0], name
     assert clipped > 10_000

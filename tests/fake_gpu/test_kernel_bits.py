@@ -14,8 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp8cfg.numerics.formats import BY_DTYPE, cast
-from fp8cfg.numerics.stochastic_rounding import Random
+from fp8cfg.numerics.formats import BY_DTYPE, Random, cast
 from tests.support.interpreted import (
     interpreted,
     not_interpreted,

@@ -20,7 +20,8 @@ if not torch.cuda.is_available():
 import triton
 
 import fp8cfg
-from fp8cfg.numerics import E4M3, E5M2, Format, triton_kernels
+from fp8cfg.numerics import E4M3, E5M2, Format
+from fp8cfg.numerics.kernels import tensor
 from tools.fake_gpu.kernel_code import AMAXES, COUNT, FOUR_BITS, compiled, resident_warps, resources
 
 SPILLED_BY_3_9 = 168 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9) else 0
@@ -41,7 +42,7 @@ def test_conversions_and_divisions(fmt: Format, dtype: torch.dtype, delayed: boo
         torch.empty_like(t, dtype=fmt.dtype),
         torch.empty(512, 256, device="cuda", dtype=fmt.dtype),
     )
-    kernel = triton_kernels.cast(
+    kernel = tensor.cast(
         t,
         scales,
         history,

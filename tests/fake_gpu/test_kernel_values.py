@@ -40,7 +40,7 @@ SHAPES = [(64, 64), (33, 70), (130, 1)]
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("role", [INPUT, GRAD_OUTPUT])
 def test_values_amaxes_scales_and_layouts(kind: str, role: int, shape: tuple[int, int]) -> None:
-    from fp8cfg.numerics import triton_kernels
+    from fp8cfg.numerics.kernels import tensor
 
     scaling = SCALINGS[kind]
     fmt = scaling.format_of(role)
@@ -73,7 +73,7 @@ def test_values_amaxes_scales_and_layouts(kind: str, role: int, shape: tuple[int
             target = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max
             power_2 = scaling.power_2_scales and scales is None
             seen = history if record else None
-            triton_kernels.cast(
+            tensor.cast(
                 x, scales, seen, role, target, fmt.max, power_2, data, transposed, scale_inv
             )
             exact = saturated(x.float() * want, fmt)
@@ -90,12 +90,12 @@ def test_values_amaxes_scales_and_layouts(kind: str, role: int, shape: tuple[int
 @interpreted
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_known_scale(shape: tuple[int, int]) -> None:
-    from fp8cfg.numerics import triton_kernels
+    from fp8cfg.numerics.kernels import tensor
 
     scale = torch.tensor([3.7])
     for name, t in contents(shape).items():
         data, scale_inv, exact = torch.empty(shape), torch.empty(()), saturated(t * scale, E4M3)
-        triton_kernels.cast(
+        tensor.cast(
             t, scale, None, 0, E4M3.max, E4M3.max, False, data, None, scale_inv, amaxes=scale
         )
         assert torch.equal(data.isnan(), exact.isnan()) and torch.equal(
@@ -107,30 +107,29 @@ def test_known_scale(shape: tuple[int, int]) -> None:
 @interpreted
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_amaxes_of_parts(shape: tuple[int, int]) -> None:
-    from fp8cfg.numerics import triton_kernels
+    from fp8cfg.numerics.kernels import tensor
 
     for name, t in contents(shape).items():
-        parts = torch.zeros(triton_kernels.PARTS)
-        triton_kernels.amaxes_of_parts(t, parts)
-        assert (
-            torch.equal(parts.amax(), amax_of(t))
-            and not parts[triton_kernels.part_count(t) :].any()
-        ), name
+        parts = torch.zeros(tensor.PARTS)
+        tensor.amaxes_of_parts(t, parts)
+        assert torch.equal(parts.amax(), amax_of(t)) and not parts[tensor.part_count(t) :].any(), (
+            name
+        )
 
 
 @interpreted
 def test_many_parts_and_no_transpose() -> None:
     """More elements than the programs of the first kernel read at once: each goes round."""
-    from fp8cfg.numerics import triton_kernels
+    from fp8cfg.numerics.kernels import tensor
 
     t = torch.randn(257, 5000, generator=torch.Generator().manual_seed(2))
     t[200, 4999] = 1000.0
-    parts, data, scale_inv = triton_kernels.PARTS, torch.empty(t.shape), torch.empty(())
-    triton_kernels.PARTS = 16
+    parts, data, scale_inv = tensor.PARTS, torch.empty(t.shape), torch.empty(())
+    tensor.PARTS = 16
     try:
-        triton_kernels.cast(t, None, None, INPUT, E4M3.max, E4M3.max, False, data, None, scale_inv)
+        tensor.cast(t, None, None, INPUT, E4M3.max, E4M3.max, False, data, None, scale_inv)
     finally:
-        triton_kernels.PARTS = parts
+        tensor.PARTS = parts
     assert data[200, 4999] == E4M3.max and scale_inv == torch.tensor(448.0).div(1000.0).reciprocal()
     assert (
         torch.equal(data, saturated(t * torch.tensor(448.0).div(1000.0), E4M3))

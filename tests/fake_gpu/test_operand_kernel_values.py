@@ -12,12 +12,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E2M1, E4M3, Scaling
+from fp8cfg.numerics.formats import Random
 from fp8cfg.numerics.fp8_weights import store
-from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.microscaled_mm import laid_out, swizzled_size
+from fp8cfg.numerics.gemm import Operand, laid_out, swizzled_size
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, record_amax
-from fp8cfg.numerics.stochastic_rounding import Random
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import contents, exact
 
@@ -45,8 +44,8 @@ def four_bit_room(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300), (256, 70)], ids=str)
 def test_four_bits(shape: tuple[int, int], kind: str) -> None:
     """Codes, scales of tiles and of the tensor, and the recorded amax of NVFP4; here the kernel rounds, not the hardware."""
-    from fp8cfg.numerics import triton_block_kernel
-    from fp8cfg.numerics.block_scaling import amax_or_nan, first_level_of
+    from fp8cfg.numerics.kernels import blocks
+    from fp8cfg.numerics.scaling import amax_or_nan, first_level_of
 
     scaling, square = Scaling("nvfp4", forward=E2M1, backward=E2M1), kind == "squares"
     random = (
@@ -73,7 +72,7 @@ def test_four_bits(shape: tuple[int, int], kind: str) -> None:
         sides = [q, q.t()] if square else [q]
         made = [room for side in sides for room in four_bit_room(*side.data.shape)]
         whole = torch.empty(())
-        triton_block_kernel.cast_four_bits(
+        blocks.cast_four_bits(
             x.contiguous(), *made, *() if square else (None, None), whole, random, lane, seen
         )
         assert torch.equal(seen, kept), name
@@ -86,7 +85,7 @@ def test_four_bits(shape: tuple[int, int], kind: str) -> None:
             assert name == "nan" or torch.equal(codes, want), name
         held = store(x, Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=square))
         stored = [None if field is None else torch.full_like(field, 1.0) for field in held]
-        triton_block_kernel.cast_four_bits(x.contiguous(), *stored, transpose=False)
+        blocks.cast_four_bits(x.contiguous(), *stored, transpose=False)
         for field, kept_field in zip(stored, held, strict=True):
             assert field is kept_field is None or torch.equal(
                 field.float().nan_to_num(7.0), kept_field.float().nan_to_num(7.0)
@@ -97,8 +96,8 @@ def test_four_bits(shape: tuple[int, int], kind: str) -> None:
 @pytest.mark.parametrize("kind", ["mxfp8", "mxfp8 squares", "nvfp4", "nvfp4 rows"])
 def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the hardware gets of input, weight and gradient for each product: transforms, draws and orientations with the kernels."""
-    from fp8cfg.numerics import nvfp4
-    from fp8cfg.numerics.fused_quantize import quantize_tiles_fused
+    from fp8cfg.numerics import quantize
+    from fp8cfg.numerics.kernels.launch import quantize_tiles_fused
 
     four, squares = "nvfp4" in kind, "rows" not in kind and kind != "mxfp8"
     scaling = (
@@ -112,9 +111,9 @@ def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     )
 
     def operand(role: int, axis: int, fused: bool = False, both: bool = False) -> Operand:
-        monkeypatch.setattr(nvfp4, "fuses_four_bits", lambda t, carrier: fused)
+        monkeypatch.setattr(quantize, "fuses_four_bits", lambda t, carrier: fused)
         if four:
-            return nvfp4.quantize_nvfp4(t, role, axis, scaling, None, random)
+            return quantize.quantize_nvfp4(t, role, axis, scaling, None, random)
         tile = scaling.tile(role, axis)
         assert tile is not None
         return (
@@ -149,7 +148,10 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
     kind: str, role: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two tensor-parallel ranks, of a row-parallel or column-parallel layer; the other one has larger amaxes in some places."""
-    from fp8cfg.numerics import amax_group, block_scaling, fused_quantize, nvfp4
+    from fp8cfg.numerics import quantize
+    from fp8cfg.numerics import scaling as amax_group
+    from fp8cfg.numerics import scaling as block_scaling
+    from fp8cfg.numerics.kernels import launch
     from fp8cfg.parallel.tensor import COLUMN, ROW
 
     asked: list[tuple[int, ...]] = []
@@ -165,7 +167,7 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
             amax,
         )
 
-    for module in (amax_group, block_scaling, fused_quantize):
+    for module in (amax_group, block_scaling, launch):
         monkeypatch.setattr(module, "largest", largest)
     four, parts = (
         kind != "rows",
@@ -186,12 +188,12 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
     t = exact(208, 160)
 
     def operands(fused: bool) -> list[Operand]:
-        monkeypatch.setattr(nvfp4, "fuses_four_bits", lambda t, carrier: fused)
+        monkeypatch.setattr(quantize, "fuses_four_bits", lambda t, carrier: fused)
         if four:
-            made = nvfp4.quantize_nvfp4(t, role, 1, scaling, None, None, None, parts, both=True)
+            made = quantize.quantize_nvfp4(t, role, 1, scaling, None, None, None, parts, both=True)
             return [made, made.t()]
         if fused:
-            made = fused_quantize.quantize_tiles_fused(t, role, scaling, 1, True, None, parts)
+            made = launch.quantize_tiles_fused(t, role, scaling, 1, True, None, parts)
             return [made, made.t()]
         tiles = [(axis, tile) for axis in (1, 0) if (tile := scaling.tile(role, axis))]
         along, across = (

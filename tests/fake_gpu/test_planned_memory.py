@@ -19,9 +19,9 @@ import fp8cfg
 from fp8cfg.backends.te.rules import unavailable
 from fp8cfg.data import Batches, Windows
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.report.memory.peak import memory
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning.peak_memory import memory
+from fp8cfg.training.step import train_step
 from tools.fake_gpu.recorder import is_fake
 from tools.gpu_rows.proof import without_proof
 

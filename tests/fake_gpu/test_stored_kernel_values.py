@@ -73,8 +73,8 @@ def test_a_stored_weight_and_its_shards_are_those_of_plain_code(
     kind: str, shape: tuple[int, int], on_cpu: None
 ) -> None:
     """Fields, layouts, dtypes and bits, with the amax that is recorded; shards of two ranks, of which no tile or all are cut."""
-    from fp8cfg.numerics import shard_scales as shards
-    from fp8cfg.numerics.fused_store import store_recorded
+    from fp8cfg.numerics import fsdp_weights
+    from fp8cfg.numerics.kernels.store import store_recorded
 
     scaling, t = STORED[kind], exact(*shape)
     state = (torch.zeros(3), torch.zeros(4, 3)) if scaling.layout.history else (None, None)
@@ -99,22 +99,22 @@ def test_a_stored_weight_and_its_shards_are_those_of_plain_code(
     for ranks in (2, 4):
         pieces, places = (
             t.chunk(ranks),
-            [shards.ShardPlace(shape[0], ranks, rank) for rank in range(ranks)],
+            [fsdp_weights.ShardPlace(shape[0], ranks, rank) for rank in range(ranks)],
         )
         found = [
             torch.stack(each).amax(0)
-            for each in zip(*shards.shard_amaxes(pieces, scaling, places), strict=True)
+            for each in zip(*fsdp_weights.shard_amaxes(pieces, scaling, places), strict=True)
         ]
         known = (
-            shards.shard_scales(found, scaling, places[0])
+            fsdp_weights.shard_scales(found, scaling, places[0])
             if scale is None
-            else shards.ShardScales(scale)
+            else fsdp_weights.ShardScales(scale)
         )
         made = [
-            shards.quantized_shard(piece, scaling, place, known)
+            fsdp_weights.quantized_shard(piece, scaling, place, known)
             for piece, place in zip(pieces, places, strict=True)
         ]
-        split = shards.split_fields(scaling, places[0])
+        split = fsdp_weights.split_fields(scaling, places[0])
         joined = Stored(
             *(
                 None
@@ -132,7 +132,8 @@ def test_a_stored_weight_and_its_shards_are_those_of_plain_code(
 @pytest.mark.parametrize("kind", ["current", "delayed"])
 def test_parts_are_scaled_as_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two tensor-parallel ranks, with the larger amax at the other one; what is recorded is its own."""
-    from fp8cfg.numerics import amax_group, fused_quantize
+    from fp8cfg.numerics import scaling as amax_group
+    from fp8cfg.numerics.kernels import launch as fused_quantize
 
     scaling, t, asked = STORED[kind], exact(192, 160), []
 
@@ -167,11 +168,13 @@ def test_no_amax_is_looked_for_where_scales_begin_with_1(
     on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Transformer Engine's; one that is not set is 1."""
-    from fp8cfg.numerics import fused_quantize, fused_store, triton_kernels
+    from fp8cfg.numerics.kernels import launch as fused_quantize
+    from fp8cfg.numerics.kernels import store as fused_store
+    from fp8cfg.numerics.kernels import tensor
 
-    launches, launch = [], triton_kernels.amaxes_of_parts
+    launches, launch = [], tensor.amaxes_of_parts
     monkeypatch.setattr(
-        triton_kernels,
+        tensor,
         "amaxes_of_parts",
         lambda *args, **kwargs: launches.append(launch(*args, **kwargs)),
     )

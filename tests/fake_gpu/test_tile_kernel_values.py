@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E4M3, E5M2, Scaling
-from fp8cfg.numerics.block_scaling import e8m0_bytes
-from fp8cfg.numerics.microscaled_mm import swizzled, swizzled_size
+from fp8cfg.numerics.gemm import swizzled, swizzled_size
+from fp8cfg.numerics.scaling import e8m0_bytes
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import check_tiles, contents, plain
 
@@ -39,13 +39,13 @@ def filled(rows: int, columns: int) -> Tensor:
 def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
     """1x32, 32x1 and 32x32 tiles with E8M0 scales, swizzled and as a weight is stored; among the contents blocks of zeros, of NaN, of
     infinities and of subnormal numbers."""
-    from fp8cfg.numerics import triton_block_kernel
+    from fp8cfg.numerics.kernels import blocks
 
     scaling, (r, c) = Scaling("mxfp8", backward=E4M3, weights_2d=square), shape
     for i, (name, t) in enumerate(contents(shape).items()):
         x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
         made = torch.empty(r, c), filled(r, c), torch.empty(c, r), filled(c, r)
-        triton_block_kernel.cast_blocks(
+        blocks.cast_blocks(
             x, 0.0, E4M3.max, False, square, *made, mx=32, seen=(seen := torch.zeros(()))
         )
         assert seen == (torch.inf if name == "inf" else 0), name
@@ -68,7 +68,7 @@ def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
             torch.empty_like(packed[0]),
             *(() if square else (torch.empty(r, c), torch.empty_like(packed[1]))),
         )
-        triton_block_kernel.cast_blocks(
+        blocks.cast_blocks(
             x,
             0.0,
             E4M3.max,
@@ -91,7 +91,7 @@ def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
 @pytest.mark.parametrize("power_2", [True, False])
 @pytest.mark.parametrize("shape", [(128, 256), (130, 270), (1, 300)], ids=str)
 def test_rows_and_columns(shape: tuple[int, int], power_2: bool) -> None:
-    from fp8cfg.numerics import triton_row_kernel
+    from fp8cfg.numerics.kernels import rows as triton_row_kernel
 
     scaling, (r, c) = Scaling("current", granularity="row", power_2_scales=power_2), shape
     for i, (name, t) in enumerate(contents(shape).items()):
@@ -114,7 +114,7 @@ def test_rows_and_columns(shape: tuple[int, int], power_2: bool) -> None:
 @interpreted
 def test_columns_are_the_first_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are fewer and take longer than those of rows, which fill up what they leave."""
-    from fp8cfg.numerics import triton_row_kernel
+    from fp8cfg.numerics.kernels import rows as triton_row_kernel
 
     kernel, (r, c) = triton_row_kernel._cast_rows, (130, 270)
     programs = -(-c // triton_row_kernel.STRIP_T)
@@ -136,7 +136,7 @@ def test_columns_are_the_first_programs(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300)], ids=str)
 def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, power_2: bool) -> None:
     """Values before their conversion, scales and layouts of 1x128, 128x1 and 128x128 tiles."""
-    from fp8cfg.numerics import triton_block_kernel
+    from fp8cfg.numerics.kernels import blocks
 
     scaling, (r, c) = Scaling("block", power_2_scales=power_2, weights_2d=square), shape
     for i, (name, t) in enumerate(contents(shape).items()):
@@ -158,14 +158,14 @@ def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, powe
             torch.empty(sizes[1]) if square else down[1],
         )
         highest = torch.finfo(x.dtype).max
-        triton_block_kernel.cast_blocks(
+        blocks.cast_blocks(
             x, highest, fmt.max, power_2, square, *made, seen=(seen := torch.zeros(()))
         )
         assert seen == (torch.inf if name == "inf" else 0), name
         check_tiles(made, x, tiles, scaling, fmt, name)
         if not square:
             stored = torch.empty(r, c), torch.empty(-(-r // 128), c)
-            triton_block_kernel.cast_blocks(
+            blocks.cast_blocks(
                 x, highest, fmt.max, power_2, square, None, None, *stored, transpose=False
             )
             assert all(

@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device, not even a fake one", allow_module_level=True)
 
 import fp8cfg
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
 from tests.support.small import small, small_words, steps
 from tools.fake_gpu.recorder import is_fake
 

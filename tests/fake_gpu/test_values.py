@@ -126,7 +126,7 @@ def test_what_is_asked_of_the_gpu_stays(values: None) -> None:
 
 
 def test_a_triton_kernel_of_another_is_refused(values: None) -> None:
-    from fp8cfg.numerics.triton_kernels import _read_in_parts
+    from fp8cfg.numerics.kernels.tensor import _read_in_parts
 
     t = torch.ones(8, device="cuda")
     with pytest.raises(NotImplementedError, match="_read_in_parts: no values"):

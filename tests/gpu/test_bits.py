@@ -7,8 +7,8 @@ import warnings
 import pytest
 
 import fp8cfg
-from fp8cfg.backends.backend_choice import against
-from fp8cfg.report.machine import find_hardware
+from fp8cfg.backends.choice import against
+from fp8cfg.planning.hardware import find_hardware
 from tools.gpu_rows import kernel_bits, te_bits
 
 pytestmark = pytest.mark.gpu

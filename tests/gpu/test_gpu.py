@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import fp8cfg
-from fp8cfg.backends.backend_choice import BLOCK_CUDA
+from fp8cfg.backends.choice import BLOCK_CUDA
 from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, decode, fp8_linears
-from fp8cfg.numerics.quantization_statistics import Statistics, collect
+from fp8cfg.numerics.statistics import Statistics, collect
 from fp8cfg.training.data import run_data
 from tests.support.small import small, steps, weight_bytes
 

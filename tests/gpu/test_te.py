@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.backends.backend_choice import against
-from fp8cfg.backends.te import decoder as te_decoder
+from fp8cfg.backends.choice import against
+from fp8cfg.backends.te import attention
+from fp8cfg.checkpoint import job_state
 from fp8cfg.models.rotary import rotary_tables
-from fp8cfg.numerics.stored_form import stored_state_dict
-from fp8cfg.report.machine import find_hardware
-from fp8cfg.training.checkpoint import job_state
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.training.data import run_data
 from tests.support.small import small, steps
 
@@ -101,12 +101,12 @@ def test_whole_layers_follow_their_parts_and_native(
     scaling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = job((*SCALINGS[scaling], "fp8.params=false"))
-    assert list(te_decoder.described(whole.model).values()) == ["te.TransformerLayer"] * 4
+    assert list(attention.described(whole.model).values()) == ["te.TransformerLayer"] * 4
     got = [s.loss for s in steps(whole, 6)]
-    monkeypatch.setattr(te_decoder, "obstacle", lambda layer, make: "a test")
+    monkeypatch.setattr(attention, "obstacle", lambda layer, make: "a test")
     part = job((*SCALINGS[scaling], "fp8.params=false"))
     assert not any(
-        text.startswith("te.TransformerLayer") for text in te_decoder.described(part.model).values()
+        text.startswith("te.TransformerLayer") for text in attention.described(part.model).values()
     )
     assert got == pytest.approx([s.loss for s in steps(part, 6)], rel=0.01)
 

@@ -11,8 +11,8 @@ import pytest
 
 import fp8cfg
 from fp8cfg import interop
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.interop.accelerate.config_file import ACCELERATE
+from fp8cfg.interop.accelerate import ACCELERATE
+from fp8cfg.schema.errors import ConfigError
 
 TE = {"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}
 

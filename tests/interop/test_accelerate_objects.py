@@ -10,7 +10,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg import interop
-from fp8cfg.config.recipe import Recipe
+from fp8cfg.schema.recipe import Recipe
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from fp8cfg import interop
 from fp8cfg.__main__ import main
-from fp8cfg.config.errors import ConfigError
 from fp8cfg.interop.projects import DOORS
+from fp8cfg.schema.errors import ConfigError
 from tests.support.verbs import refused
 
 

@@ -13,10 +13,9 @@ import pytest
 
 import fp8cfg
 from fp8cfg import interop
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.interop.te.objects import from_text
-from fp8cfg.interop.te.quantizer_params import FP8
+from fp8cfg.interop.transformer_engine import FP8, from_text
 from fp8cfg.interop.translation import table
+from fp8cfg.schema.errors import ConfigError
 
 TE = "transformer_engine.common.recipe"
 TE_WORDS = [

@@ -10,9 +10,9 @@ import pytest
 import fp8cfg
 from fp8cfg import interop
 from fp8cfg.__main__ import main
-from fp8cfg.config.errors import ConfigError
 from fp8cfg.interop.translation import table
-from fp8cfg.report.key_effect import refusals
+from fp8cfg.report.key_explanation import refusals
+from fp8cfg.schema.errors import ConfigError
 from tests.support.verbs import refused, said
 
 FSDP = {"mixed_precision": "fp8", "distributed_type": "FSDP"}

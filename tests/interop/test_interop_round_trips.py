@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg import interop
-from fp8cfg.backends.backend_choice import Hardware, against
-from fp8cfg.composition.flatten import assigned, flat
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.config.key_names import PLUGIN, full
-from fp8cfg.config.presets import choices, precision_preset
-from fp8cfg.config.recipe import Recipe
+from fp8cfg.backends.choice import Hardware, against
+from fp8cfg.composition.recipe_yaml import assigned, flat
 from fp8cfg.interop.projects import DOORS
 from fp8cfg.interop.translation import table
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.keys import PLUGIN, full
+from fp8cfg.schema.presets import choices, precision_preset
+from fp8cfg.schema.recipe import Recipe
 from tests.support.overrides import value
 
 PRECISION = sorted(k for k in flat(Recipe()) if k.startswith(f"{PLUGIN}."))
@@ -172,7 +172,7 @@ def doubted(lost: tuple[str, ...]) -> set[str]:
 def changed(a: Recipe, b: Recipe, keys: list[str] = PRECISION) -> set[str]:
     """Short keys of what differs; `backend=auto` is whatever the other side takes, and null scales are what they come to."""
     x, y = table(a), table(b)
-    shorts = {fp8cfg.config.recipe.short(k) for k in keys}
+    shorts = {fp8cfg.schema.recipe.short(k) for k in keys}
     return {k for k in shorts if x[k] != y[k] and not (k == "backend" and x[k] == "auto")}
 
 
@@ -211,11 +211,11 @@ def test_what_a_project_can_say_survives(
     assert set_by_word
     for key in set_by_word:
         assert (
-            table(back.recipe)[fp8cfg.config.recipe.short(key)]
-            == table(recipe)[fp8cfg.config.recipe.short(key)]
+            table(back.recipe)[fp8cfg.schema.recipe.short(key)]
+            == table(recipe)[fp8cfg.schema.recipe.short(key)]
         ), key
     assert (
-        not {fp8cfg.config.recipe.short(k) for k in set_by_word} & lost_keys(lost) - doubted(lost)
+        not {fp8cfg.schema.recipe.short(k) for k in set_by_word} & lost_keys(lost) - doubted(lost)
         and not back.unknown
     )
     back.recipe.check()
@@ -282,7 +282,7 @@ def test_whatever_does_not_survive_is_listed(recipe: Recipe, project: str) -> No
         return
     back = interop.from_mapping(project, parsed(project, text))
     follows = {
-        k for k in map(fp8cfg.config.recipe.short, PRECISION) if flat(recipe)[full(k)] == "auto"
+        k for k in map(fp8cfg.schema.recipe.short, PRECISION) if flat(recipe)[full(k)] == "auto"
     }
     rescaled = {
         k for k in follows if (table(recipe)[k], table(back.recipe)[k]) == ("fp8", "fp8_pow2")
@@ -382,7 +382,7 @@ def parsed(project: str, text: str) -> dict[str, Any]:
 
     import yaml
 
-    from fp8cfg.interop.te.objects import from_text
+    from fp8cfg.interop.transformer_engine import from_text
 
     if project == "megatron":
         words = shlex.split(text.partition("ARGS=(\n")[2].rpartition(")")[0])

@@ -9,9 +9,9 @@ import yaml
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.config.errors import ConfigError
 from fp8cfg.interop.projects import from_file
 from fp8cfg.recipes import llama3_8b
+from fp8cfg.schema.errors import ConfigError
 
 HEAD = "import nemo_run as run\nfrom nemo.collections import llm\n"
 

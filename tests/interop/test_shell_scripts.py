@@ -8,9 +8,9 @@ import pytest
 
 from fp8cfg import interop
 from fp8cfg.__main__ import main
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.interop.shell import flags
-from fp8cfg.interop.shell.words import Word, tokens
+from fp8cfg.interop import shell_flags
+from fp8cfg.interop.shell_script import Word, tokens
+from fp8cfg.schema.errors import ConfigError
 
 IN_PLACE = "; write what it stands for"
 INTEGRATION = """: ${TE_PATH:=/opt/transformerengine}
@@ -144,7 +144,7 @@ def test_a_flag_that_stands_in_every_branch_is_read() -> None:
     ],
 )
 def test_what_a_condition_replaces_by_the_same_is_known(text: str, wanted: str | None) -> None:
-    assert flags.found(text, lambda name: "fp8" in name)[0].get("fp8_format") == wanted
+    assert shell_flags.found(text, lambda name: "fp8" in name)[0].get("fp8_format") == wanted
 
 
 def test_a_variable_that_no_precision_hangs_on_is_left_alone() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from fp8cfg import interop
 from fp8cfg.__main__ import main
-from fp8cfg.config.errors import ConfigError
 from fp8cfg.interop.translation import table
+from fp8cfg.schema.errors import ConfigError
 
 REGISTRY = '''
 from torchtitan.trainer import Trainer

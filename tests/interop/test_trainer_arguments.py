@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import fp8cfg
-from fp8cfg.interop.trainer_arguments import settle
+from fp8cfg.interop.hf_trainer import settle
 from tests.support.small import small
 
 WORDS = (

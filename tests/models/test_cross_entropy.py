@@ -14,7 +14,7 @@ from torch import Tensor
 import fp8cfg
 from fp8cfg.models import cross_entropy as module
 from fp8cfg.models.cross_entropy import IGNORED, VocabularyPart, cross_entropy
-from fp8cfg.report.memory.cross_entropy import CHUNK
+from fp8cfg.planning.activation_memory import CHUNK
 from tests.support.small import PACKED, small, steps
 
 TOKENS, VOCABULARY = 45, 700

@@ -13,13 +13,20 @@ from torch import Tensor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
-from fp8cfg.config import hugging_face  # noqa: E402
-from fp8cfg.config.errors import ConfigError  # noqa: E402
-from fp8cfg.config.recipe_registry import recipes  # noqa: E402
-from fp8cfg.models import linear_layers, parameter_counts, parameter_shapes  # noqa: E402
-from fp8cfg.models.hf import from_hf, to_hf  # noqa: E402
-from fp8cfg.models.transformer import Transformer  # noqa: E402
-from tools.families import PUBLISHED, TINY, build, config_of, layout_of, shaped, theirs  # noqa: E402
+from fp8cfg.models import (
+    linear_layers,
+    parameter_counts,
+    parameter_shapes,
+)
+from fp8cfg.models.hf_checkpoint import (
+    from_hf,
+    to_hf,
+)
+from fp8cfg.models.transformer import Transformer
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.recipe_registry import recipes
+from tools.families import PUBLISHED, TINY, build, config_of, layout_of, shaped, theirs
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -13,11 +13,17 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
-import fp8cfg  # noqa: E402
-from fp8cfg.config.errors import ConfigError, PlainWarning  # noqa: E402
-from fp8cfg.models.hf_checkpoint import Checkpoint, dequantized  # noqa: E402
-from fp8cfg.recipes.from_hf import of_folder  # noqa: E402
-from tests.support.hf_models import WORDS, logits, saved  # noqa: E402
+import fp8cfg
+from fp8cfg.models.hf_checkpoint import (
+    Checkpoint,
+    dequantized,
+)
+from fp8cfg.recipes.from_hf import of_folder
+from fp8cfg.schema.errors import (
+    ConfigError,
+    PlainWarning,
+)
+from tests.support.hf_models import WORDS, logits, saved
 
 
 @pytest.mark.parametrize(

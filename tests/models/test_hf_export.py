@@ -12,14 +12,14 @@ from torch import Tensor
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.config import hugging_face
-from fp8cfg.job_weights import hf_layout
-from fp8cfg.layer_plan import transformer_config
-from fp8cfg.models import hf, hf_export
+from fp8cfg.building.model import hf_layout
+from fp8cfg.models import hf_checkpoint, hf_export
 from fp8cfg.models.lora import adapted
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.training import run_model, run_weights
-from fp8cfg.training.run_weights import RunWeights
+from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.schema import hugging_face
+from fp8cfg.training import trained_model
+from fp8cfg.training.trained_model import RunWeights
 from tests.support.hf_models import WIDE, trained
 from tests.support.ranks import launch
 
@@ -66,7 +66,7 @@ LAYOUTS = {
 
 def whole(run: Path) -> dict[str, Tensor]:
     """The weights of the run's model, by their names, in bfloat16."""
-    found = run_model.load(run, print)
+    found = trained_model.load(run, print)
     held = {name: t for name, t in found.model.state_dict().items() if ".lora." not in name}
     for name, layer, adapter in adapted(found.model):
         weight: Any = (
@@ -76,7 +76,7 @@ def whole(run: Path) -> dict[str, Tensor]:
         )
         adapter.merge_into(weight)
         held[f"{name}.weight"] = weight
-    theirs = hf.to_hf(
+    theirs = hf_checkpoint.to_hf(
         held, transformer_config(found.recipe), hf_layout(hugging_face.of_model(found.recipe.model))
     )
     return {name: t.bfloat16().contiguous() for name, t in theirs.items()}
@@ -179,7 +179,7 @@ def test_files_are_safetensors_own(fp8: str | None, tmp_path: Path) -> None:
         tmp_path,
         config,
         {},
-        hf.Layout(hf.LLAMA),
+        hf_checkpoint.Layout(hf_checkpoint.LLAMA),
         lambda name: (state[name], None),
         fp8,
         linears,
@@ -195,7 +195,7 @@ def test_a_layer_that_the_runs_backend_had_not_in_fp8_is_written_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As under backend=auto, which says nothing of who multiplied: native would have had the layer in FP8."""
-    out, newest = "layers.0.mlp.linear_fc2", run_weights.newest
+    out, newest = "layers.0.mlp.linear_fc2", trained_model.newest
 
     def of_another(*given: Any) -> Any:
         tensors, state = newest(*given)
@@ -204,7 +204,7 @@ def test_a_layer_that_the_runs_backend_had_not_in_fp8_is_written_as_it_is(
 
     run = trained(tmp_path / "runs", "precision=bf16_fp8", f"fp8.exclude=[{out}]")
     held = RunWeights(run, print).read(f"{out}.weight")[0]
-    monkeypatch.setattr(run_weights, "newest", of_another)
+    monkeypatch.setattr(trained_model, "newest", of_another)
     weights = RunWeights(run, print)
     assert {p.name: p.fp8 for p in weights.plan}[out] and torch.equal(
         weights.read(f"{out}.weight")[0], held
@@ -242,5 +242,5 @@ def test_weights_are_read_as_the_step_says(tmp_path: Path) -> None:
     run = trained(tmp_path / "runs", "precision=bf16", "checkpoint.every_n_steps=1")
     found = RunWeights(run, print)
     assert found.step == 2 and torch.equal(
-        found.read("embedding.weight")[0], run_model.load(run, print).model.embedding.weight
+        found.read("embedding.weight")[0], trained_model.load(run, print).model.embedding.weight
     )

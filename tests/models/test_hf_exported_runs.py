@@ -14,9 +14,9 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
-import fp8cfg  # noqa: E402
-from fp8cfg.models.hf_checkpoint import Checkpoint  # noqa: E402
-from tests.support.hf_models import WORDS, loaded, logits, plain, trained  # noqa: E402
+import fp8cfg
+from fp8cfg.models.hf_checkpoint import Checkpoint
+from tests.support.hf_models import WORDS, loaded, logits, plain, trained
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,9 @@ def test_fp8_weights_are_exported_bit_for_bit(tmp_path: Path, in_fp8: Path, fp8:
         .dtype
         == torch.float8_e4m3fn
     )
-    from fp8cfg.training import run_model
+    from fp8cfg.training import trained_model
 
-    ours = dict(run_model.load(run, print).model.named_modules())
+    ours = dict(trained_model.load(run, print).model.named_modules())
     for number in (0, 1):
         wide = ours[f"layers.{number}.mlp.linear_fc1"].dequantized_weight(torch.float32)
         found = [
@@ -129,7 +129,7 @@ def test_an_export_is_whole_or_is_not_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from fp8cfg.__main__ import main
-    from fp8cfg.models.safetensors_file import SafetensorsFile
+    from fp8cfg.models.hf_export import SafetensorsFile
 
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "elsewhere")
@@ -157,7 +157,7 @@ def test_an_export_is_whole_or_is_not_there(
 
 
 def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
-    from fp8cfg.models import TransformerConfig, hf, hf_export
+    from fp8cfg.models import TransformerConfig, hf_checkpoint, hf_export
     from fp8cfg.models.transformer import Transformer
 
     config = TransformerConfig(2, 64, 96, 4, 2, 16, 272, 32)
@@ -165,11 +165,16 @@ def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
     model.init_weights(0)
     state = model.state_dict()
     hf_export.write(
-        tmp_path, config, {}, hf.Layout(hf.LLAMA), lambda name: (state[name], None), shard=40_000
+        tmp_path,
+        config,
+        {},
+        hf_checkpoint.Layout(hf_checkpoint.LLAMA),
+        lambda name: (state[name], None),
+        shard=40_000,
     )
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 2
     stored = Checkpoint(tmp_path)
-    back = hf.from_hf({name: stored.read(name) for name in stored.shapes}, config)
+    back = hf_checkpoint.from_hf({name: stored.read(name) for name in stored.shapes}, config)
     assert all(
         torch.equal(back[name], tensor.bfloat16()) for name, tensor in model.state_dict().items()
     )

@@ -11,9 +11,18 @@ from torch import Tensor
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
-from fp8cfg.models import RopeScaling, TransformerConfig  # noqa: E402
-from fp8cfg.models.hf import from_hf, to_hf  # noqa: E402
-from fp8cfg.models.transformer import Transformer, positions_within  # noqa: E402
+from fp8cfg.models import (
+    RopeScaling,
+    TransformerConfig,
+)
+from fp8cfg.models.hf_checkpoint import (
+    from_hf,
+    to_hf,
+)
+from fp8cfg.models.transformer import (
+    Transformer,
+    positions_within,
+)
 
 # Small contexts, so that 16 to 64 positions see the low, the blended and the high band of the scaling.
 SCALING = RopeScaling(

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.config import hugging_face
-from fp8cfg.layer_plan import transformer_config
-from fp8cfg.models.hf import Layout, to_hf
+from fp8cfg.models.hf_checkpoint import Layout, to_hf
 from fp8cfg.models.lora import adapted
-from fp8cfg.training import run_model
+from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.schema import hugging_face
+from fp8cfg.training import trained_model
 from tests.support.hf_models import WORDS, loaded, logits, plain, saved
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
@@ -110,7 +110,7 @@ def test_adapters_there_and_back(fp8: str, tmp_path: Path) -> None:
         config, layout = found_of(run)
         for name, weight in to_hf(job.model.state_dict(), config, layout).items():
             assert torch.equal(theirs.get_parameter(name), weight), name
-    found = run_model.load(run, print)
+    found = trained_model.load(run, print)
     held = {
         name: weight.float()
         for name, weight in found.model.state_dict().items()
@@ -128,7 +128,7 @@ def test_adapters_there_and_back(fp8: str, tmp_path: Path) -> None:
 
 
 def found_of(run: Path) -> tuple[Any, Layout]:
-    recipe = run_model.load(run, print).recipe
+    recipe = trained_model.load(run, print).recipe
     family = hugging_face.of_model(recipe.model)
     return transformer_config(recipe), Layout(
         family.names, family.conv1d, family.model.layernorm_zero_centered_gamma

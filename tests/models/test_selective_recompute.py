@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.models.selective_recompute import discarded, recomputed
+from fp8cfg.models.recompute import discarded, recomputed
 from tests.models.test_packed_documents import FAMILIES, model_of, numbered, tokens_of
 
 KINDS = {

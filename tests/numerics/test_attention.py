@@ -20,8 +20,8 @@ from fp8cfg.numerics import (
     high_precision_state_dict,
     update_scales,
 )
-from fp8cfg.numerics.attention import QKV, FP8Attention
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.fp8_attention import QKV, FP8Attention
+from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support.attention import CURRENT, DELAYED, both_ways, qkv
 
 RAN = [Ran("e4m3", "e4m3", "emulated")] * 2 + [Ran("e5m2", "e4m3", "emulated")] * 4

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8cfg.numerics import E2M1, E4M3, E5M2, GRAD_OUTPUT, INPUT, WEIGHT, Format, Scaling, nvfp4
-from fp8cfg.numerics.block_scaling import first_level, spread, tile_scales, tiled, untiled
+from fp8cfg.numerics import E2M1, E4M3, E5M2, GRAD_OUTPUT, INPUT, WEIGHT, Format, Scaling, quantize
 from fp8cfg.numerics.fp8_weights import pack, unpack
-from fp8cfg.numerics.nvfp4 import MATRIX, hadamard, matrix_made_on
-from fp8cfg.numerics.quantize import quantize_tiles
+from fp8cfg.numerics.quantize import MATRIX, hadamard, matrix_made_on, quantize_tiles
+from fp8cfg.numerics.scaling import first_level, spread, tile_scales, tiled, untiled
 from tests.support.pairs import pairwise
 from tests.support.te_stub import te_module
 
@@ -276,12 +275,12 @@ def test_steps_round_as_the_cast_does(values: list[float]) -> None:
 def test_the_transform_is_copied_to_a_gpu_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not where a mode of torch's sees operations, as in selective checkpoints and FakeTensorMode."""
     sent, gpu = list[torch.dtype](), torch.device("cuda", 0)
-    monkeypatch.setattr(nvfp4, "sent", lambda t, device: sent.append(t.dtype) or t)
-    nvfp4._copied.cache_clear()
+    monkeypatch.setattr(quantize, "sent", lambda t, device: sent.append(t.dtype) or t)
+    quantize._copied.cache_clear()
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32):
-        assert torch.equal(nvfp4._matrix_on(gpu, dtype), MATRIX.to(dtype))
+        assert torch.equal(quantize._matrix_on(gpu, dtype), MATRIX.to(dtype))
     assert sent == [torch.bfloat16, torch.float32]
     with FlopCounterMode(display=False):
-        nvfp4._matrix_on(gpu, torch.bfloat16)
+        quantize._matrix_on(gpu, torch.bfloat16)
     assert len(sent) == 3
-    nvfp4._copied.cache_clear()
+    quantize._copied.cache_clear()

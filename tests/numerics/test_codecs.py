@@ -11,12 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8cfg.config.precision import Codec as CodecName
 from fp8cfg.numerics import codecs
 from fp8cfg.numerics.codecs import BF16, FP32, NAMES, Codec, codec
-from fp8cfg.numerics.exact_float32 import largest, square_root
-from fp8cfg.numerics.formats import E4M3
-from fp8cfg.numerics.stochastic_rounding import random_key
+from fp8cfg.numerics.formats import E4M3, largest, random_key, square_root
+from fp8cfg.schema.precision import Codec as CodecName
 from tests.support.codec_values import ALL, KEY, normal, values
 
 CPU = torch.device("cpu")

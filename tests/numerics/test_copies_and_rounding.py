@@ -12,12 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8cfg
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, seed_rounding
-from fp8cfg.numerics.gemm import gemm
-from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.quantization_statistics import collect
+from fp8cfg.numerics.formats import Random, random_key
+from fp8cfg.numerics.gemm import Operand, gemm
 from fp8cfg.numerics.quantize import quantize
-from fp8cfg.numerics.stochastic_rounding import Random, random_key
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.statistics import collect
+from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support.small import losses, small
 
 NVFP4 = Scaling("nvfp4", E2M1, E2M1, weights_2d=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics import Region, Scaling, fp8_linears, update_scales
-from fp8cfg.numerics.attention import FP8Attention
-from fp8cfg.numerics.pass_records import AMAX, BACKWARD_AMAX
+from fp8cfg.numerics.fp8_attention import FP8Attention
+from fp8cfg.numerics.stored_state import AMAX, BACKWARD_AMAX
 from fp8cfg.optim.low_bit.columns import Columns
 from tests.support import attention, low_bit
 from tests.support.fp8_net import KINDS, Net, convert, data, fp8_state, loss_of

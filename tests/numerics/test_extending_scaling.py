@@ -14,8 +14,8 @@ from typing import get_args
 
 import pytest
 
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.scalings import GENERATIONS, SCALINGS, ScalingName
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.scalings import GENERATIONS, SCALINGS, ScalingName
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending" / "scaling.md").read_text(encoding="utf-8")

@@ -24,8 +24,8 @@ from fp8cfg.numerics import (
     seed_rounding,
     update_scales,
 )
-from fp8cfg.numerics.attention import FP8Attention
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.fp8_attention import FP8Attention
+from fp8cfg.numerics.stored_state import stored_state_dict
 
 DELAYED = Scaling(amax_history_len=4)
 

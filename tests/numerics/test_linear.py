@@ -22,12 +22,10 @@ from fp8cfg.numerics import (
     Region,
     Scaling,
 )
-from fp8cfg.numerics.block_scaling import first_level
 from fp8cfg.numerics.gemm import gemm
-from fp8cfg.numerics.nvfp4 import hadamard
-from fp8cfg.numerics.pass_records import fold_backward
-from fp8cfg.numerics.quantize import quantize, quantize_tiles
-from fp8cfg.numerics.scaling import amax_of, scale_from_amax
+from fp8cfg.numerics.quantize import hadamard, quantize, quantize_tiles
+from fp8cfg.numerics.scaling import amax_of, first_level, scale_from_amax
+from fp8cfg.numerics.stored_state import fold_backward
 from tests.support.fp8_net import (
     ALL,
     CURRENT,

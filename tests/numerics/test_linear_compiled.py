@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fp8cfg.backends.compile_options import compile_options
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.precision import Precision
 from fp8cfg.numerics import FP8Linear, Region, Scaling
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.precision import Precision
 from tests.support.fp8_net import (
     CURRENT,
     DELAYED,

@@ -20,8 +20,8 @@ from fp8cfg.numerics import (
     update_scales,
 )
 from fp8cfg.numerics.formats import cast
-from fp8cfg.numerics.stored_form import stored_state_dict
-from fp8cfg.numerics.weight_access import plain
+from fp8cfg.numerics.fp8_weights import plain
+from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support.fp8_net import CURRENT, KINDS, Net, convert, data, loss_of, same
 from tests.support.traced import TRACE
 

@@ -20,11 +20,9 @@ from fp8cfg.numerics import (
     fp8_linears,
     update_scales,
 )
-from fp8cfg.numerics.gemm import gemm
-from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.pass_records import fold_backward
+from fp8cfg.numerics.gemm import Operand, gemm
 from fp8cfg.numerics.quantize import quantize
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.stored_state import fold_backward, stored_state_dict
 from tests.support.fp8_net import (
     CURRENT,
     DELAYED,

@@ -18,7 +18,7 @@ from fp8cfg.numerics import (
     high_precision_state_dict,
     update_scales,
 )
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support.fp8_net import (
     ALL,
     CURRENT,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, decode, seed_rounding
-from fp8cfg.numerics.microscaled_mm import packed_e2m1, swizzled
+from fp8cfg.numerics.gemm import packed_e2m1, swizzled
 
 kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
 blocked = pytest.importorskip("torchao.prototype.mx_formats.utils")
@@ -134,7 +134,7 @@ def test_a_broken_layout_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle of the test above fails on scales that stand in rows."""
     monkeypatch.setattr(F, "scaled_mm", reference)
     monkeypatch.setattr(
-        "fp8cfg.numerics.microscaled_mm.swizzled",
+        "fp8cfg.numerics.gemm.swizzled",
         lambda scales: F.pad(scales, (0, -scales.shape[1] % 4, 0, -len(scales) % 128)).flatten(),
     )
     x = torch.randn(64, 80)

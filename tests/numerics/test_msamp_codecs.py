@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fp8cfg.numerics.codecs import FP16, NAMES, Codec, codec
-from fp8cfg.numerics.exact_float32 import pow2_scale
-from fp8cfg.numerics.formats import E4M3, E5M2
+from fp8cfg.numerics.formats import E4M3, E5M2, pow2_scale
 from tests.support.codec_values import ALL, normal, values
 
 

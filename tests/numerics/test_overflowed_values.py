@@ -15,13 +15,13 @@ from fp8cfg.numerics import (
     Region,
     Scaling,
     overflow,
-    overflowed_values,
+    overflow_counts,
     seed_rounding,
     update_scales,
 )
-from fp8cfg.numerics.attention import FP8Attention
-from fp8cfg.numerics.overflowed_values import take_values
-from fp8cfg.numerics.quantization_statistics import collect
+from fp8cfg.numerics.fp8_attention import FP8Attention
+from fp8cfg.numerics.overflow_counts import take_values
+from fp8cfg.numerics.statistics import collect
 
 CPU = torch.device("cpu")
 SCALINGS = {
@@ -202,8 +202,8 @@ def test_statistics_beside_a_step_are_not_counted() -> None:
 
 
 def test_a_ring_of_places_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overflowed_values, "PLACES", 3)
-    monkeypatch.setattr(overflowed_values, "_rings", {})
+    monkeypatch.setattr(overflow_counts, "PLACES", 3)
+    monkeypatch.setattr(overflow_counts, "_rings", {})
     model, x = layer(SCALINGS["current"]), torch.randn(64, 32)
     for many in (1, 0, 2, 3, 0, 5):
         x[3, :] = 1.0

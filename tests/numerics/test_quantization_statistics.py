@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import fp8cfg
+from fp8cfg.building.job import Job
 from fp8cfg.composition import to_yaml
-from fp8cfg.job import Job
 from fp8cfg.numerics import E2M1, GRAD_OUTPUT, FP8Linear, Region, Scaling, fp8_linears
-from fp8cfg.numerics.quantization_statistics import Statistics, collect
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.statistics import Statistics, collect
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
-from fp8cfg.training.run_folder import RunFolder
 from tests.support.ranks import launch
 from tests.support.small import small, steps
 from tests.support.traced import TRACE
@@ -240,7 +240,7 @@ def test_one_line_a_step_and_tensor(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_writes_the_lines_that_a_whole_one_has(tmp_path: Path) -> None:
-    from fp8cfg.training.checkpoint import checkpoint
+    from fp8cfg.checkpoint import local_save
 
     words = (
         "precision=bf16_fp8",
@@ -254,13 +254,13 @@ def test_a_resumed_run_writes_the_lines_that_a_whole_one_has(tmp_path: Path) -> 
         file.write(b'{"step": 5, "la')
     job = fp8cfg.build(small(*words))
     fp8cfg.fit(
-        job, folder, checkpoint.load(folder.checkpoints / "step-00000002"), say=lambda _: None
+        job, folder, local_save.load(folder.checkpoints / "step-00000002"), say=lambda _: None
     )
     assert folder.fp8_stats.read_bytes() == whole
 
 
 def test_a_run_that_no_longer_asks_for_them_drops_those_of_steps_it_repeats(tmp_path: Path) -> None:
-    from fp8cfg.training.checkpoint import checkpoint
+    from fp8cfg.checkpoint import local_save
 
     words = (
         "precision=bf16_fp8",
@@ -271,7 +271,7 @@ def test_a_run_that_no_longer_asks_for_them_drops_those_of_steps_it_repeats(tmp_
     folder, _ = fit(tmp_path, *words)
     job = fp8cfg.build(small(*words, "log.fp8_stats_every_n_steps=0"))
     fp8cfg.fit(
-        job, folder, checkpoint.load(folder.checkpoints / "step-00000002"), say=lambda _: None
+        job, folder, local_save.load(folder.checkpoints / "step-00000002"), say=lambda _: None
     )
     assert {line["step"] for line in read(folder.fp8_stats)} == {1, 2}
 

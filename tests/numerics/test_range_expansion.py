@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import fp8cfg
-from fp8cfg.numerics.codecs import NAMES, codec
-from fp8cfg.numerics.exact_float32 import square_root
-from fp8cfg.numerics.formats import E4M3
-from fp8cfg.numerics.range_expansion import decode, encode, scales
-from fp8cfg.numerics.stochastic_rounding import random_key
+from fp8cfg.numerics.codecs import NAMES, codec, decode, encode, scales
+from fp8cfg.numerics.formats import E4M3, random_key, square_root
 
 GRID = torch.arange(127, dtype=torch.uint8).view(E4M3.dtype).double()
 BOUND = math.log2(448**2 / 2)

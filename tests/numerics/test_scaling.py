@@ -20,7 +20,7 @@ from fp8cfg.numerics import (
     scale_from_amax,
     update_scales,
 )
-from fp8cfg.training.distributed.world import World
+from fp8cfg.parallel.process_group import World
 from tests.support.ranks import on_ranks
 
 INF, NAN = math.inf, math.nan

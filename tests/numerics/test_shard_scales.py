@@ -14,23 +14,23 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling
-from fp8cfg.numerics.amax_group import AmaxGroup
 from fp8cfg.numerics.fp8_weights import Stored, store
-from fp8cfg.numerics.fused_store import store_recorded
-from fp8cfg.numerics.gathered_weight import WeightShard, refresh_shards
-from fp8cfg.numerics.overflowed_values import take_values
-from fp8cfg.numerics.scaling import WEIGHT, amax_of, record_amax, scale_now
-from fp8cfg.numerics.shard_scales import (
+from fp8cfg.numerics.fsdp_weights import (
     ShardPlace,
     ShardScales,
+    WeightShard,
     amax_shapes,
     quantized_shard,
+    refresh_shards,
     shard_amaxes,
     shard_scales,
     split_fields,
     stored_bytes,
 )
-from fp8cfg.training.distributed.world import World
+from fp8cfg.numerics.kernels.store import store_recorded
+from fp8cfg.numerics.overflow_counts import take_values
+from fp8cfg.numerics.scaling import WEIGHT, AmaxGroup, amax_of, record_amax, scale_now
+from fp8cfg.parallel.process_group import World
 from tools.gradient_sums.threaded_ranks import on_threads
 
 SCALINGS = {

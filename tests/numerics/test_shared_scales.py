@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics import FP8Linear, Region, Scaling, amax_group, scale_update, update_scales
-from fp8cfg.numerics.amax_group import AmaxGroup
-from fp8cfg.numerics.host_copy import HostCopy
-from fp8cfg.numerics.scale_update import reset_state
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT
+from fp8cfg.numerics import FP8Linear, Region, Scaling, amax_update, scaling, update_scales
+from fp8cfg.numerics.amax_update import reset_state
+from fp8cfg.numerics.async_copies import HostCopy
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, AmaxGroup
 
 SPLIT = AmaxGroup(((WEIGHT, 0), (GRAD_OUTPUT, 1)), "tensor-parallel ranks")
 
@@ -43,8 +42,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found["read"] += 1
         return HostCopy(values)
 
-    monkeypatch.setattr(amax_group, "largest", largest)
-    monkeypatch.setattr(scale_update.HostCopy, "of", of)
+    monkeypatch.setattr(scaling, "largest", largest)
+    monkeypatch.setattr(amax_update.HostCopy, "of", of)
     return found
 
 
@@ -97,7 +96,7 @@ def test_a_loaded_layer_asks_again(asked: dict[str, int]) -> None:
 def test_a_gpu_is_read_an_update_late(
     asked: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scale_update.HostCopy, "of", lambda values: HostCopy(values, Arriving()))  # type: ignore[arg-type]
+    monkeypatch.setattr(amax_update.HostCopy, "of", lambda values: HostCopy(values, Arriving()))  # type: ignore[arg-type]
     Arriving.waits, layer = 0, layer_of()
     step(layer, asked)
     assert layer.parts == SPLIT and Arriving.waits == 0, "the copy is on its way"

@@ -9,8 +9,7 @@ import torch
 
 from fp8cfg.numerics import codecs
 from fp8cfg.numerics.codecs import BF16, FP16, NAMES
-from fp8cfg.numerics.formats import E4M3, E5M2
-from fp8cfg.numerics.stochastic_rounding import random_key, round_stochastic, uniform
+from fp8cfg.numerics.formats import E4M3, E5M2, random_key, round_stochastic, uniform
 from tests.support.codec_values import ALL, KEY, normal, values
 
 

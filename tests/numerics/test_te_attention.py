@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8cfg.numerics import E4M3, E5M2, Format, Region, Scaling, update_scales
-from fp8cfg.numerics.attention import DOUT, DP, DQKV, OUT, QKV, FP8Attention, S
 from fp8cfg.numerics.formats import cast
+from fp8cfg.numerics.fp8_attention import DOUT, DP, DQKV, OUT, QKV, FP8Attention, S
 from fp8cfg.numerics.scaling import amax_of, floor_to_power_of_2, scale_from_amax
 from tests.support.attention import CURRENT, both_ways, qkv
 

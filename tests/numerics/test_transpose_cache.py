@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linears, linear_function
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linear, fp8_linears
+from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.numerics.weight_workspace import weights_kept
 from tests.support.small import small, steps
 
@@ -29,13 +29,13 @@ KEY = "fp8.keep_transpose_cache"
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The dimensions of stored weights that products were to contract, each time one was read for them."""
     seen: list[int] = []
-    plain = linear_function.stored_operand
+    plain = fp8_linear.stored_operand
 
     def operand(stored: Any, axis: int, *rest: Any) -> Any:
         seen.append(axis)
         return plain(stored, axis, *rest)
 
-    monkeypatch.setattr(linear_function, "stored_operand", operand)
+    monkeypatch.setattr(fp8_linear, "stored_operand", operand)
     return seen
 
 

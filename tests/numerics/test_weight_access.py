@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from fp8cfg.numerics import FP8Linear, Region, Scaling
 from fp8cfg.numerics.codecs import codec
-from fp8cfg.numerics.decoded_weight import hold
-from fp8cfg.numerics.weight_access import Codes, plain
+from fp8cfg.numerics.fp8_weights import Codes, plain
+from fp8cfg.numerics.weight_storage import hold
 
 REFUSED = r"this weight is stored in FP8 or in a codec.*fp8cfg\.averaged\(job\).*fp8cfg\.convert_back\(model\)"
 

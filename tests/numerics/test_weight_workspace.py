@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fp8cfg
 from fp8cfg.numerics import E2M1, E4M3, WEIGHT, FP8Linear, Region, Scaling, fp8_linears
-from fp8cfg.numerics.linear_function import Plan
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.fp8_linear import Plan
+from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.numerics.weight_workspace import weights_kept
-from fp8cfg.training import train_step
+from fp8cfg.training import step
 from tests.support.small import small, steps
 
 SCALINGS = [
@@ -150,7 +150,7 @@ def test_a_run_has_the_bits_of_one_that_quantizes_in_each_pass(
     found = []
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(train_step, "weights_kept", lambda *_: nullcontext())
+            monkeypatch.setattr(step, "weights_kept", lambda *_: nullcontext())
         job = fp8cfg.build(small(*words.split(), "optim.warmup_steps=0"))
         quantized.clear()
         done = list(steps(job, 3))
@@ -176,7 +176,7 @@ def test_compiled_code_reads_the_weights_that_are_kept(monkeypatch: pytest.Monke
     monkeypatch.setattr(FP8Linear, "quantize_kept", watched)
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(train_step, "weights_kept", lambda *_: nullcontext())
+            monkeypatch.setattr(step, "weights_kept", lambda *_: nullcontext())
         job = fp8cfg.build(
             small(
                 "precision=bf16_fp8",

@@ -13,8 +13,8 @@ from torch import nn
 from fp8cfg.numerics.codecs import NAMES, Codec, codec
 from fp8cfg.numerics.formats import E4M3
 from fp8cfg.optim.low_bit import gradients
+from fp8cfg.optim.low_bit.adam import LowBitAdam, LowBitAdamW, LowBitOptimizer
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
-from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
 from tests.support.low_bit import (
     BETAS,
     ROWS,

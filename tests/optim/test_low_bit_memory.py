@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8cfg.numerics import codecs
-from fp8cfg.optim.low_bit import gradients, tensor_groups
-from fp8cfg.optim.low_bit.adam_step import ROW
-from fp8cfg.optim.low_bit.compiled_code import compiled_code, launch_groups
-from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
+from fp8cfg.optim.low_bit import adam_step, gradients
+from fp8cfg.optim.low_bit.adam import LowBitAdam, LowBitAdamW, LowBitOptimizer
+from fp8cfg.optim.low_bit.adam_step import ROW, compiled_code, launch_groups
 from tests.support.low_bit import ROWS, bits, build, equal, everything, normal, parameters, train
 
 BYTES = {
@@ -74,7 +73,7 @@ def test_compiled_bits_are_the_eager_ones(
     other sizes are taken together, and the fourth alone. Inductor's code for every codec is in tests/numerics/test_codecs.py."""
     compiles, found = torch.compile, []
     if several := row == "O3":
-        monkeypatch.setattr(tensor_groups, "together", lambda device: 3)
+        monkeypatch.setattr(adam_step, "together", lambda device: 3)
     if backend != "inductor":
         monkeypatch.setattr(
             torch, "compile", lambda run, options, **more: compiles(run, backend=backend, **more)
@@ -177,7 +176,7 @@ def test_blocks_are_stored_a_tensor_at_a_time(
         return recorded
 
     monkeypatch.setattr(torch, "compile", compile)
-    monkeypatch.setattr(tensor_groups, "together", lambda device: 3)
+    monkeypatch.setattr(adam_step, "together", lambda device: 3)
     compiled_code.cache_clear()
     for compiled in (False, True):
         p = parameters(ROWS[row], (16, 128), (24, 128), (40, 128))

@@ -10,8 +10,8 @@ from torch import nn
 
 from fp8cfg.numerics.codecs import Codec, codec
 from fp8cfg.numerics.formats import E5M2
+from fp8cfg.optim.low_bit.adam import LowBitAdamW
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
-from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 from tests.support.low_bit import normal
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fp8cfg.numerics.codecs import NAMES
+from fp8cfg.optim.low_bit.adam import LowBitAdam, LowBitAdamW, LowBitOptimizer
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
-from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
 from tests.support.low_bit import BETAS, ROWS, bits, build, normal, parameters, train
 
 

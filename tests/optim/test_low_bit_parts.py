@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.models.tensor_shard import TensorShard
+from fp8cfg.checkpoint import tensor_layout
+from fp8cfg.models.weight_init import TensorShard
 from fp8cfg.numerics.codecs import BLOCK
-from fp8cfg.numerics.stochastic_rounding import Strided, elements, random_key, uniform
-from fp8cfg.optim.low_bit.columns import named_columns
-from fp8cfg.optim.low_bit.shards import FLOAT32, columns_of_shard, decoded_part
-from fp8cfg.optim.low_bit.tensor_groups import compiled_code
-from fp8cfg.training.checkpoint import block_scales
+from fp8cfg.numerics.formats import Strided, elements, random_key, uniform
+from fp8cfg.optim.low_bit.adam_step import compiled_code
+from fp8cfg.optim.low_bit.columns import FLOAT32, columns_of_shard, decoded_part, named_columns
 from tests.support.low_bit import bits, build, normal
 
 SHAPE = (12, 3 * BLOCK)
@@ -33,7 +32,7 @@ def scales_of_part(scales: Tensor, cut: str) -> Tensor:
     if not scales.dim():
         return scales
     return (
-        block_scales.own(scales, SHAPE[0], CUTS[cut])
+        tensor_layout.own(scales, SHAPE[0], CUTS[cut])
         if cut == "columns"
         else CUTS[cut].part(scales)
     )
@@ -166,8 +165,8 @@ def test_scales_of_cut_blocks_are_read_whole(
     shape: tuple[int, ...], shard: TensorShard, split: bool
 ) -> None:
     """Of 192 elements too, two blocks of 128 and 64, of which each of two ranks has 96."""
-    assert block_scales.split(torch.empty(shape), shard) == (shard if split else None, None)
-    assert block_scales.split(torch.empty(shape), None) == (None, None)
+    assert tensor_layout.split(torch.empty(shape), shard) == (shard if split else None, None)
+    assert tensor_layout.split(torch.empty(shape), None) == (None, None)
 
 
 @pytest.mark.slow

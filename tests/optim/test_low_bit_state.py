@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from torch import nn
 
 from fp8cfg.numerics.formats import E4M3
-from fp8cfg.optim.low_bit.optimizer import LowBitAdam, LowBitAdamW, LowBitOptimizer
+from fp8cfg.optim.low_bit.adam import LowBitAdam, LowBitAdamW, LowBitOptimizer
 from tests.support.low_bit import ROWS, build, equal, everything, normal, parameters, train
 
 

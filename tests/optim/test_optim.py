@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fp8cfg.models import TransformerConfig
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.optim import LossScaler
-from fp8cfg.optim.groups import param_groups
-from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer, param_groups
 from tests.support.mixed_precision import (
     DTYPES,
     INNER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8cfg.optim.sgd import SGD
+from fp8cfg.optim.mixed_precision import SGD
 
 
 def parameters() -> list[torch.nn.Parameter]:

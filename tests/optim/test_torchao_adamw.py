@@ -10,8 +10,8 @@ from torch import nn
 
 from fp8cfg.numerics.codecs import Codec, codec
 from fp8cfg.numerics.formats import E4M3
+from fp8cfg.optim.low_bit.adam import LowBitAdamW
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
-from fp8cfg.optim.low_bit.optimizer import LowBitAdamW
 
 SHAPE = (64, 128)
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -11,7 +11,7 @@ import fp8cfg
 from tests.support.installs import ROOT, Builds, Environment, environment
 
 SHOW = (
-    "import fp8cfg; from fp8cfg.recipes import llama_8b; from fp8cfg.config.presets import choices; "
+    "import fp8cfg; from fp8cfg.recipes import llama_8b; from fp8cfg.schema.presets import choices; "
     "recipe = fp8cfg.compose(['recipe=llama_8b', 'precision=bf16_fp8', 'fp8.margin=1']); print(choices(), fp8cfg.to_yaml(recipe), "
     "'\\n'.join(str(fp8cfg.explain(['recipe=llama_8b', 'precision=bf16_fp8'], k)) for k in ('fp8.format', 'name', 'trainer.devices')))"
 )

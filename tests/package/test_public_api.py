@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import fp8cfg
-from fp8cfg.composition.flatten import owner
-from fp8cfg.config.presets import FUNCTIONS
-from fp8cfg.config.recipe import fields
+from fp8cfg.composition.recipe_yaml import owner
+from fp8cfg.schema.presets import FUNCTIONS
+from fp8cfg.schema.recipe import fields
 
 NAMES = {
     # recipes

@@ -12,7 +12,7 @@ import jedi
 import pytest
 
 import fp8cfg
-from fp8cfg.config import recipe_registry
+from fp8cfg.schema import recipe_registry
 from tests.support.installs import ROOT, Environment
 
 FILES = Path(__file__).parent / "user_files"

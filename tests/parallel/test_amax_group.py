@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
+from fp8cfg.parallel.process_group import World
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 from tests.support.rank_runs import in_fp8, resumed
 from tests.support.ranks import on_ranks
 from tests.support.sharded_checkpoints import saved

@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 
 import fp8cfg
-from fp8cfg.config.training_nodes import Strategy
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
 from fp8cfg.models import TransformerConfig, attention
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel.context import ContextRank, split_sequences
 from fp8cfg.parallel.mesh import device_mesh
+from fp8cfg.parallel.process_group import SENT, World
+from fp8cfg.schema.training import Strategy
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.coverage_record import attention_kernels
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import SENT, World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.loop import attention_kernels
+from fp8cfg.training.step import train_step
 from tests.support import rank_runs
 from tests.support.ranks import on_ranks
 from tests.support.small import small

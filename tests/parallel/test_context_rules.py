@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.report.memory.layout import refused
-from fp8cfg.smoke import cut
+from fp8cfg.planning.layout import refused
+from fp8cfg.planning.smoke import cut
 from tests.support.ranks import launch
 from tests.support.small import small, small_words
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.config.training_nodes import Strategy
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
 from fp8cfg.parallel.mesh import AXES, axis_sizes, batch_share, coordinates
-from fp8cfg.report.memory.layout import refused, shards, stage_parts
-from fp8cfg.report.memory.peak import memory
+from fp8cfg.parallel.process_group import SENT, World
+from fp8cfg.planning.layout import refused, shards, stage_parts
+from fp8cfg.planning.peak_memory import memory
+from fp8cfg.schema.training import Strategy
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import SENT, World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 from tests.support import rank_runs
 from tests.support.ranks import on_ranks
 from tests.support.small import small
@@ -234,7 +234,7 @@ def test_memory_is_that_of_a_group() -> None:
         f"{GROUPS}=2",
     )
     assert shards(recipe, 4) == 2 and refused(recipe, 4) == []
-    from fp8cfg.report.memory.layout import whole
+    from fp8cfg.planning.layout import whole
 
     one = small(
         "precision=bf16", "storage.shard=fsdp", "trainer.devices=4", "trainer.micro_batch_size=2"

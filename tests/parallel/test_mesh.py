@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.parallel.mesh import AXES, batch_share, coordinates, group_axes, neighbours
+from fp8cfg.schema.training import Strategy
 
 
 def test_the_axes_of_a_process_group_are_those_along_which_its_ranks_differ() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import fp8cfg
-from fp8cfg.config.training_nodes import Strategy
-from fp8cfg.report.memory.layout import refused
+from fp8cfg.planning.layout import refused
+from fp8cfg.schema.training import Strategy
 from tests.support.small import small
 
 PIPELINE = "trainer.strategy.pipeline_model_parallel_size"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8cfg.__main__ import main
-from fp8cfg.training.distributed.world import World
+from fp8cfg.parallel.process_group import World
 from fp8cfg.training.overflow_watch import over_stages
 from tests.support.ranks import launch
 from tests.support.small import small_words

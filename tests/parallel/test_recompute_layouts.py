@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.job import Job
-from fp8cfg.training.distributed.world import World
+from fp8cfg.building.job import Job
+from fp8cfg.parallel.process_group import World
 from tests.parallel.test_tensor import sent
 from tests.support.measured_memory import measured
 from tests.support.rank_runs import trained

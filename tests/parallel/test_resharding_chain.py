@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
+from fp8cfg.parallel.process_group import World
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small

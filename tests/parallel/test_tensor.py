@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fp8cfg
-from fp8cfg.config.training_nodes import Strategy
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import local_save
 from fp8cfg.models import TransformerConfig
-from fp8cfg.models.tensor_shard import TensorShard
 from fp8cfg.models.transformer import Transformer
+from fp8cfg.models.weight_init import TensorShard
 from fp8cfg.parallel import tensor_collectives
+from fp8cfg.parallel.process_group import SENT, World
 from fp8cfg.parallel.tensor import finish_layers, partial_gradients, split_model, tensor_rank
+from fp8cfg.schema.training import Strategy
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import SENT, World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 from tests.support import rank_runs, sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import PACKED, small
@@ -503,7 +503,7 @@ def test_parts_are_those_of_the_whole_bit_for_bit(
 ) -> None:
     """Codes and scales of the optimizer's state among them; a block that a cut goes through has decoded ones."""
     (tensors, _), found = (
-        checkpoint.load(folder / f"one {name}" / "step-00000001"),
+        local_save.load(folder / f"one {name}" / "step-00000001"),
         two[0][f"{name} as loaded"],
     )
     decoded = {

@@ -73,7 +73,7 @@ def test_what_split_matrices_do_not_have_is_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     recipe = small("trainer.devices=2", f"{TENSOR}=2", *words.split())
-    from fp8cfg.report.memory.layout import refused
+    from fp8cfg.planning.layout import refused
 
     assert line in refused(recipe, 2)
 

@@ -9,10 +9,10 @@ import pytest
 
 from fp8cfg import compose
 from fp8cfg.__main__ import main
-from fp8cfg.backends.backend_choice import Hardware
+from fp8cfg.backends.choice import Hardware
 from fp8cfg.cli.help import choices
 from fp8cfg.report.run_header import body, head
-from fp8cfg.report.tables import table, wrapped
+from fp8cfg.schema.tables import table, wrapped
 from tests.support.every_recipe import every_recipe
 
 PRESETS = choices("precision")

@@ -10,7 +10,7 @@ from typing import Any
 
 import fp8cfg
 from fp8cfg.backends.protocol import Hardware
-from tests.builder import test_every_key
+from tests.building import test_every_key
 from tests.support.small import small
 
 Read = Callable[[Any], Any]

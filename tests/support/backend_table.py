@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from fp8cfg.backends.te import rules as te_rules
-from fp8cfg.config.node import Node
-from fp8cfg.config.precision import Precision
-from fp8cfg.report.tables import table, wrapped
+from fp8cfg.backends.te import rules
+from fp8cfg.schema.node import Node
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.tables import table, wrapped
 from tests.support import te_table
 from tests.support.backend_cells import ALL, B200, H200, Applied, Refused, refusal
 
@@ -47,7 +47,7 @@ def keys() -> list[str]:
 def te_refusal(row: te_table.Refused) -> str:
     """The line with which a row of te_table.py is refused, as the rules give it."""
     fp8 = te_table.node(row.given)
-    lines = te_rules.refusals(
+    lines = rules.refusals(
         Precision(fp8=fp8, compute=row.compute), B200 if fp8.scaling == "nvfp4" else H200
     )
     return next(line for line in lines if line.startswith(f"{row.key}=") and row.line in line)

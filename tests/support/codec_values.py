@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from fp8cfg.numerics.codecs import NAMES, Codec, codec
-from fp8cfg.numerics.formats import E5M2
-from fp8cfg.numerics.stochastic_rounding import random_key
+from fp8cfg.numerics.formats import E5M2, random_key
 
 KEY = random_key(0, "test")
 ALL = {

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.backends import backend_registry
-from fp8cfg.config.recipe import Recipe
+from fp8cfg.backends import registry
+from fp8cfg.schema.recipe import Recipe
 
 BACKENDS = [
     "native",
     pytest.param(
         "torchao",
         marks=pytest.mark.skipif(
-            bool(backend_registry.rules("torchao").unavailable()), reason="torchao is not installed"
+            bool(registry.rules("torchao").unavailable()), reason="torchao is not installed"
         ),
     ),
 ]

@@ -16,7 +16,7 @@ import fp8cfg
 from fp8cfg import recipes
 from fp8cfg.__main__ import main
 from fp8cfg.cli import VERBS
-from fp8cfg.config import recipe_registry
+from fp8cfg.schema import recipe_registry
 from tests.support.verbs import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

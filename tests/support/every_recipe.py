@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8cfg.config.recipe_registry import recipes
+from fp8cfg.schema.recipe_registry import recipes
 
 NAMES = [name for name in recipes() if name != "from_hf"]
 """Without the recipe whose shape is that of a folder: tests/models/test_hf_checkpoint.py."""

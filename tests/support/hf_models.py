@@ -12,7 +12,7 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
-import fp8cfg  # noqa: E402
+import fp8cfg
 
 SHAPE = {
     "num_hidden_layers": 2,
@@ -89,7 +89,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 def plain(run: Path) -> Any:
     """The run's model with plain weights, dequantized in float32."""
-    from fp8cfg.training import run_model
+    from fp8cfg.training import trained_model
 
-    found = run_model.load(run, print)
+    found = trained_model.load(run, print)
     return fp8cfg.convert_back(found.model.float())

@@ -34,9 +34,9 @@ def under_the_interpreter(file: str) -> None:
 
 def quantize_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU are quantized by the kernels as those of a GPU are."""
-    from fp8cfg.numerics import fused_quantize, fused_store
+    from fp8cfg.numerics.kernels import launch, store
 
-    for module, names in ((fused_quantize, ("fuses",)), (fused_store, ("fuses_store", "fuses"))):
+    for module, names in ((launch, ("fuses",)), (store, ("fuses_store", "fuses"))):
         for name in names:
             monkeypatch.setattr(module, name, lambda *of: True)
         monkeypatch.setattr(

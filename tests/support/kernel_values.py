@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics import E4M3, Format, Scaling
-from fp8cfg.scalings import Tile
+from fp8cfg.schema.scalings import Tile
 
 
 def contents(shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def exact(rows: int, columns: int) -> Tensor:
 
 def plain(x: Tensor, tile: Tile, scaling: Scaling, fmt: Format) -> tuple[Tensor, Tensor]:
     """The scaled values of `x`, saturated, and the inverse scales of its tiles, by plain torch code."""
-    from fp8cfg.numerics.block_scaling import spread, tile_scales, tiled
+    from fp8cfg.numerics.scaling import spread, tile_scales, tiled
 
     encode, decode = tile_scales(tiled(x, tile).float(), fmt, scaling, None, x.dtype)
     return saturated(x.float() * spread(encode[:, 0, :, 0], tuple(x.shape), tile), fmt), decode[

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8cfg.optim.low_bit.adam import LowBitAdamW, LowBitOptimizer
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
-from fp8cfg.optim.low_bit.optimizer import LowBitAdamW, LowBitOptimizer
 
 ROWS = {
     "fp32": named_columns(),

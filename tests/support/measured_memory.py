@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fp8cfg.config.recipe import Recipe
+from fp8cfg.parallel.process_group import World
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.distributed.world import World
 
 
 def measured(recipe: Recipe, world: World, bound: float) -> dict[str, tuple[int, int]]:

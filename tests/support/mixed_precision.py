@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from fp8cfg.models import TransformerConfig
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.optim import LossScaler, Schedule
-from fp8cfg.optim.groups import param_groups
-from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer, param_groups
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INNER: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -59,13 +59,13 @@ PACKAGE = {
 @contextmanager
 def msamp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The package under `folder`, importable while this lasts, with what it needs beside it."""
-    from fp8cfg.backends.msamp import rules as msamp_rules
+    from fp8cfg.backends.msamp import rules
 
     for name, text in PACKAGE.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(msamp_rules, "LIBRARY", folder / "libmsamp_dist.so")
+    monkeypatch.setattr(rules, "LIBRARY", folder / "libmsamp_dist.so")
     monkeypatch.setattr(torch.Tensor, "cast", cast, raising=False)
     monkeypatch.setattr(Gemm, "fp8_gemm", Gemm.fp8_gemm)  # which the backend replaces
     monkeypatch.setattr(model_state, "metas", [])

@@ -6,10 +6,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fp8cfg.composition.flatten import flat
-from fp8cfg.config.key_names import short
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.report.schema_json import key_schema
+from fp8cfg.composition.recipe_yaml import flat
+from fp8cfg.report.recipe_export import key_schema
+from fp8cfg.schema.keys import short
+from fp8cfg.schema.recipe import Recipe
 
 KEYS = sorted(flat(Recipe()))
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,12}", fullmatch=True)

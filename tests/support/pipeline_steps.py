@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.job import Job
-from fp8cfg.report.memory.layout import stage_parts
+from fp8cfg.building.job import Job
+from fp8cfg.parallel.process_group import SENT, World
+from fp8cfg.planning.layout import stage_parts
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import SENT, World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 from tests.support import rank_runs
 from tests.support.collective_events import Events
 from tests.support.small import small
@@ -99,7 +99,7 @@ def broken_off(words: str, world: World) -> list[float]:
     job = job_of(words, 2, 4)
     losses = [train_step(job, run_data(job.recipe)[0], 0, world).loss]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp8cfg.training.train_step._pipelined", None)
+        patch.setattr("fp8cfg.training.step._pipelined", None)
         with pytest.raises(TypeError):
             train_step(job, run_data(job.recipe)[0], 1, world)
     return [*losses, train_step(job, run_data(job.recipe)[0], 1, world).loss]

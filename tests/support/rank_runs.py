@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import fp8cfg
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.distributed.world import World
 from fp8cfg.training.evaluation import evaluate
-from fp8cfg.training.run_files import RunFiles
-from fp8cfg.training.train_step import Step, train_step
+from fp8cfg.training.step import Step, train_step
 from tests.support import sharded_checkpoints
 
 SAVED, STEPS, LONG = 1, 3, 8
@@ -67,7 +67,7 @@ def in_fp8(job: Job) -> dict[str, Any]:
 
 def resumed(job: Job, folder: Path, step: int = SAVED) -> Job:
     """`job` as the checkpoint of `step` in `folder` has it."""
-    saved = checkpoint.load_named(RunFiles.at(folder), f"step-{step:08d}")
+    saved = local_save.load_named(RunFiles.at(folder), f"step-{step:08d}")
     assert job_state.restore(job, *saved, run_data(job.recipe)[0]) == step
     return job
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group is made, see fp8cfg/training/distributed/world.py
+import torch.distributed.nn  # before the group is made, see fp8cfg/parallel/process_group.py
 
 from fp8cfg.__main__ import entry
-from fp8cfg.training.distributed.world import World
+from fp8cfg.parallel.process_group import World
 from tests.support.forked import processes
 
 ROOT = Path(__file__).parents[2]

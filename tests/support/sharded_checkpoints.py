@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8cfg.job import Job
-from fp8cfg.training.checkpoint import checkpoint, job_state, job_tensors, shared_save
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import distributed_save, job_state, job_tensors, local_save
+from fp8cfg.parallel.process_group import World
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
 
 
 def saved(job: Job, world: World, folder: Path, step: int) -> Path:
@@ -21,9 +21,9 @@ def saved(job: Job, world: World, folder: Path, step: int) -> Path:
     if world.first:
         folder.mkdir(parents=True, exist_ok=True)
     if world.size > 1:
-        shared_save.save(folder if world.first else None, step, share, 1, world)
+        distributed_save.save(folder if world.first else None, step, share, 1, world)
     else:
-        checkpoint.save(folder, step, share.tensors(), share.state, keep=1)
+        local_save.save(folder, step, share.tensors(), share.state, keep=1)
     return folder / f"step-{step:08d}"
 
 

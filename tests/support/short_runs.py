@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fp8cfg
 from fp8cfg.composition import to_yaml
-from fp8cfg.training.run_folder import RunFolder
+from fp8cfg.run_folder.run_folder import RunFolder
 from tests.support.small import small
 
 WORDS = (

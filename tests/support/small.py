@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterator
 
 import fp8cfg
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
+from fp8cfg.parallel.process_group import World
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import Step, train_step
+from fp8cfg.training.step import Step, train_step
 
 SMALL = (
     "recipe=llama_tiny",

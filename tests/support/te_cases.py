@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8cfg.backends.module_swap import replaced
+from fp8cfg.backends.any_model.module_swap import replaced
 
 TE = (
     "backend=te",

@@ -19,26 +19,26 @@ WHOLE = {"layers.0": "te.TransformerLayer", "layers.1": "te.TransformerLayer"}
 
 
 def described(model: nn.Module) -> dict[str, str]:
-    from fp8cfg.backends.te import decoder as te_decoder
+    from fp8cfg.backends.te import attention
 
-    return te_decoder.described(model)
+    return attention.described(model)
 
 
 def convert(model: Transformer, given: dict[str, Any]) -> Transformer:
-    from fp8cfg.backends.te import backend as te
+    from fp8cfg.backends.te import backend
 
-    te.convert(model, node(given), planned(node(given), model), Region(), "scaled_mm")
+    backend.convert(model, node(given), planned(node(given), model), Region(), "scaled_mm")
     return model
 
 
 def passed(model: nn.Module, fp8: bool = False) -> dict[str, torch.Tensor]:
     """What one layer makes of random numbers, and the gradients that come of it."""
-    from fp8cfg.backends.te import backend as te
+    from fp8cfg.backends.te import backend
 
     g = torch.Generator().manual_seed(1)
     layer, dtype = model.layers[0], model.embedding.weight.dtype
     x = torch.randn(2, 32, 64, generator=g).to(dtype).requires_grad_()
-    with te.autocast(model, fp8):
+    with backend.autocast(model, fp8):
         y = layer(x, *rotary_tables(model.config, torch.arange(32)))
         y.backward(torch.randn(y.shape, generator=g).to(dtype))
     return {"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in layer.named_parameters()}}

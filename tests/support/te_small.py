@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
-from fp8cfg.backends.native import rules as native_rules
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.models.config import TransformerConfig
-from fp8cfg.models.shapes import linear_layers, norm_names
+from fp8cfg.backends.native import rules
+from fp8cfg.models.config import TransformerConfig, linear_layers, norm_names
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import Region
+from fp8cfg.schema.fp8 import FP8
 
 CONFIG = TransformerConfig(
     num_layers=2,
@@ -39,17 +38,17 @@ def planned(fp8: FP8, model: Transformer) -> list[PlannedLinear]:
         linear_layers(model.config),
         fp8,
         layers(model.config.num_layers),
-        native_rules.misfit,
+        rules.misfit,
         norms=norm_names(model.config),
     )
 
 
 def converted(fp8: FP8, **changed: Any) -> Transformer:
     """The small model converted, in bfloat16 as job_parts.prepared_model casts it. Inside of a te_standin context alone."""
-    from fp8cfg.backends.te import backend as te
+    from fp8cfg.backends.te import backend
 
     model = transformer(**changed)
-    te.convert(model, fp8, planned(fp8, model), Region(), "scaled_mm")
+    backend.convert(model, fp8, planned(fp8, model), Region(), "scaled_mm")
     for p in model.parameters():
         if p.dtype == torch.float32:
             p.data = p.data.to(torch.bfloat16)

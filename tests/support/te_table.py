@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fp8cfg.config.fp8 import FP8
+from fp8cfg.schema.fp8 import FP8
 
 Read = Callable[[Any], Any]
 """What stands in a Converted (see test_te_keys.py)."""

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
 
 TRACE = partial(torch.compile, backend="aot_eager", fullgraph=True, dynamic=False)
 """What `Job.compiler` gives, without Inductor."""

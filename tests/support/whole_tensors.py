@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fp8cfg import builder
+from fp8cfg.building import builder
 
 WHOLE = "whole"
 """storage.shard=none of such a job."""

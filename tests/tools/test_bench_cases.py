@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.backends.te import rules as te_rules
-from fp8cfg.backends.te.build import Maker
+from fp8cfg.backends.te import rules
+from fp8cfg.backends.te.attention import Maker
 from fp8cfg.training.step_sequence import StepSequence
 from tests.support import te_standin
 from tests.support.forked import processes
@@ -144,8 +144,8 @@ def test_native_and_te_train_a_model_by_one_recipe(
 
 def _te_modules(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The classes of Transformer Engine's modules that ran from here on; its rules find it and a GPU."""
-    monkeypatch.setattr(te_rules, "_hardware_lacks", lambda precision, hardware: [])
-    monkeypatch.setattr(te_rules, "unavailable", lambda: "")
+    monkeypatch.setattr(rules, "_hardware_lacks", lambda precision, hardware: [])
+    monkeypatch.setattr(rules, "unavailable", lambda: "")
     made = set[str]()
     built = Maker.built
     monkeypatch.setattr(

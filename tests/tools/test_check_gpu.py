@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8cfg.numerics.gemm import DGRAD
-from fp8cfg.numerics.gemm_operand import Operand
+from fp8cfg.numerics.gemm import DGRAD, Operand
 from fp8cfg.numerics.scaling import INPUT
 from tests.support import te_standin
 from tools.gpu_rows import products, te_bits
@@ -64,12 +63,11 @@ def test_it_runs_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("row", ["te delayed", "te delayed parts", "te current parts"])
 def test_its_rows_of_te_run_over_the_stand_in(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.backends.te import decoder as te_decoder
-    from fp8cfg.backends.te import rules as te_rules
+    from fp8cfg.backends.te import attention, rules
 
-    monkeypatch.setattr(te_rules, "_hardware_lacks", lambda precision, hardware: [])
-    monkeypatch.setattr(te_rules, "unavailable", lambda: "")
-    monkeypatch.setattr(te_decoder, "obstacle", te_decoder.obstacle)  # and so put back
+    monkeypatch.setattr(rules, "_hardware_lacks", lambda precision, hardware: [])
+    monkeypatch.setattr(rules, "unavailable", lambda: "")
+    monkeypatch.setattr(attention, "obstacle", attention.obstacle)  # and so put back
     tool = runpy.run_path(str(TOOL))
     args = argparse.Namespace(device="cpu", small=True, steps=4)
     with te_standin.transformer_engine():
@@ -81,7 +79,7 @@ def test_its_rows_of_te_run_over_the_stand_in(row: str, monkeypatch: pytest.Monk
                 if row.endswith("parts")
                 else "te.Linear; not te.TransformerLayer: of this test"
             )
-            monkeypatch.setattr(te_decoder, "described", lambda model: {"layers.0": other})
+            monkeypatch.setattr(attention, "described", lambda model: {"layers.0": other})
             tool["train"](args, "tiny", row)
     assert [float(x) for x in got[:3]] == pytest.approx(
         [float(x) for x in want[:3]], rel=0.01

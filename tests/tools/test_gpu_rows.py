@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg import job
-from fp8cfg.backends import first_pass
-from fp8cfg.training import compiled_gradients
+from fp8cfg.backends.any_model import checks
+from fp8cfg.building import job
+from fp8cfg.training import compile
 from tests.support.forked import processes
 from tests.support.small import small, steps
 from tools.gpu_rows.byte_counts import ByteCounts
@@ -145,10 +145,10 @@ def test_without_proof_a_run_that_multiplies_nothing_in_fp8_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on the fake GPU, whose products leave no record."""
-    for module, name in ((first_pass, "check"), (first_pass, "_look"), (job, "prove_engagement")):
+    for module, name in ((checks, "check"), (checks, "_look"), (job, "prove_engagement")):
         monkeypatch.setattr(module, name, getattr(module, name))  # and so put back
     monkeypatch.setattr(job.Job, "_observed", job.Job._observed)
-    monkeypatch.setattr(compiled_gradients, "TOLERANCE", dict(compiled_gradients.TOLERANCE))
+    monkeypatch.setattr(compile, "TOLERANCE", dict(compile.TOLERANCE))
     without_proof()
     made = fp8cfg.build(small("precision=bf16_fp8"))
     made.prepared.region.active = False

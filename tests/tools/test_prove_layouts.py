@@ -13,7 +13,7 @@ Ended = tuple[int, list[str], str]
 TOOL = Path(__file__).parents[2] / "tools" / "prove_layouts.py"
 SEVERAL = f"""
 import contextlib, io, json, runpy, sys
-from fp8cfg.report.memory import shards
+from fp8cfg.planning import shards
 
 def ended(argv):
     sys.argv[1:] = argv.split()

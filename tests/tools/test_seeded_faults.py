@@ -92,10 +92,10 @@ def test_what_stands_twice_or_nowhere_is_one_line(
 ) -> None:
     stale = tmp_path / "faults.toml"
     stale.write_text(
-        '[[fault]]\nname = "a"\nroom = "r"\nwhat = "w"\nfile = "fp8cfg/job.py"\nfind = "no such text"\nreplace = ""\n'
+        '[[fault]]\nname = "a"\nroom = "r"\nwhat = "w"\nfile = "fp8cfg/building/job.py"\nfind = "no such text"\nreplace = ""\n'
     )
     assert tool.main(["--faults", str(stale)]) == 2
     assert (
         capsys.readouterr().err
-        == "error: a: what it replaces stands 0 times in fp8cfg/job.py, expected once\n"
+        == "error: a: what it replaces stands 0 times in fp8cfg/building/job.py, expected once\n"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8cfg.report.machine import no_cuda
+from fp8cfg.planning.hardware import no_cuda
 from tests.support.ranks import launch
 
 TOOLS = Path(__file__).parents[2] / "tools"

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.job import Job
-from fp8cfg.numerics.stored_form import stored_state_dict
-from fp8cfg.optim.low_bit.shards import local
-from fp8cfg.report import chart
-from fp8cfg.report.memory.layout import whole
-from fp8cfg.report.memory.peak import linears_of, parameters, persistent
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.optim.low_bit.columns import local
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning import remarks
+from fp8cfg.planning.layout import whole
+from fp8cfg.planning.peak_memory import linears_of, parameters, persistent
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 from tests.support import sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
@@ -69,7 +69,7 @@ def stopped_and_resumed(folder: Path, world: World) -> dict[str, Any]:
         sharded_checkpoints.saved(job, world, folder / name, 2)
         resumed = fp8cfg.build(recipe)
         job_state.restore(
-            resumed, *checkpoint.load(folder / name / "step-00000002"), run_data(recipe)[0]
+            resumed, *local_save.load(folder / name / "step-00000002"), run_data(recipe)[0]
         )
         found[name] = [{"steps": run(its, world, 2, 4), **end(its)} for its in (job, resumed)]
     return found
@@ -144,4 +144,6 @@ def test_numbers_of_ranks_are_positive(text: str) -> None:
 @pytest.mark.parametrize("name", rows(2))
 def test_the_plan_names_the_row(name: str) -> None:
     recipe = fp8cfg.compose(["recipe=llama_tiny", *rows(2)[name].split()])
-    assert chart.text(recipe).splitlines()[1].startswith(f"this recipe: {name.partition(',')[0]} ")
+    assert (
+        remarks.text(recipe).splitlines()[1].startswith(f"this recipe: {name.partition(',')[0]} ")
+    )

@@ -15,10 +15,10 @@ import torch._inductor.config
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.backends.compile_options import compile_options
-from fp8cfg.job import Job
-from fp8cfg.numerics.stored_form import stored_state_dict
-from fp8cfg.scalings import SCALINGS
-from fp8cfg.training import compiled_gradients
+from fp8cfg.building.job import Job
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.training import compile
 from tests.support.small import SMALL, small
 from tests.support.traced import TRACE
 
@@ -59,7 +59,7 @@ def test_compiled_layers_give_the_eager_bits_and_move_nothing(
         {k: v.clone() for k, v in stored_state_dict(job.model).items()},
         torch.get_rng_state(),
     )
-    assert compiled_gradients.compare(job) == 0
+    assert compile.compare(job) == 0
     assert torch.equal(torch.get_rng_state(), random)
     assert all(
         torch.equal(v.view(torch.uint8), state[k].view(torch.uint8))
@@ -72,7 +72,7 @@ def test_compiled_layers_give_the_eager_bits_and_move_nothing(
 @pytest.mark.slow
 def test_inductor_compiles_blocks_along_both_dimensions_of_a_gradient() -> None:
     """Of which there are more outputs than tokens: where Inductor fuses both, its try_loop_split ends the compilation."""
-    assert compiled_gradients.compare(fp8cfg.build(small("precision=bf16_mxfp8"))) == 0
+    assert compile.compare(fp8cfg.build(small("precision=bf16_mxfp8"))) == 0
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -89,14 +89,14 @@ def test_inductors_options(scaling: str) -> None:
 
 def test_a_model_of_torchs_own_layers_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_by(monkeypatch, zero_gradients)
-    assert compiled_gradients.compare(fp8cfg.build(small("precision=bf16"))) is None
+    assert compile.compare(fp8cfg.build(small("precision=bf16"))) is None
 
 
 def test_comparisons_of_a_process_do_not_add_up_for_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_by(monkeypatch, partial(torch.compile, backend="eager", fullgraph=True, dynamic=False))
     job = fp8cfg.build(small("precision=bf16_fp8"))
     with torch._dynamo.config.patch(recompile_limit=1, error_on_recompile=True):
-        assert [compiled_gradients.compare(job) for _ in range(3)] == [0, 0, 0]
+        assert [compile.compare(job) for _ in range(3)] == [0, 0, 0]
 
 
 def test_gradients_of_0_end_a_run_with_code_3(
@@ -149,9 +149,9 @@ def test_the_tolerance_of_a_gpu(
             "fp8.use_power_2_scales=false",
         )
     )
-    monkeypatch.setitem(compiled_gradients.TOLERANCE, "cpu", compiled_gradients.TOLERANCE["cuda"])
+    monkeypatch.setitem(compile.TOLERANCE, "cpu", compile.TOLERANCE["cuda"])
     if wrong:
         with pytest.raises(fp8cfg.NotFP8Error, match=wrong):
-            compiled_gradients.compare(job)
+            compile.compare(job)
     else:
-        assert compiled_gradients.compare(job) == pytest.approx(0.001, rel=0.1)
+        assert compile.compare(job) == pytest.approx(0.001, rel=0.1)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
+from fp8cfg.parallel.process_group import World
+from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training import loop
 from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.distributed.world import World
 from fp8cfg.training.evaluation import evaluate
 from tests.support.small import PACKED, small, steps
 from tests.support.traced import trace_model
@@ -81,9 +81,9 @@ def test_fit_compiles_where_the_recipe_says_so() -> None:
 
 
 def test_when_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.layer_plan import plan
+    from fp8cfg.planning.layer_plan import plan
     from fp8cfg.recipes import llama_8b
-    from fp8cfg.training.compile_choice import compiles
+    from fp8cfg.training.compile import compiles
 
     def decision(recipe: fp8cfg.Recipe) -> bool:
         return compiles(recipe, plan(recipe), "cpu")
@@ -100,8 +100,8 @@ def test_when_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_compiler_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.layer_plan import plan
-    from fp8cfg.training.compile_choice import compiles
+    from fp8cfg.planning.layer_plan import plan
+    from fp8cfg.training.compile import compiles
 
     monkeypatch.setenv("CXX", "/nope")
     recipe = small("trainer.compile=on")
@@ -116,7 +116,7 @@ def test_a_run_that_was_compiled_does_not_go_on_where_nothing_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is it said that compiled gradients are the eager ones."""
-    from fp8cfg.training.compile_choice import compile_as_chosen
+    from fp8cfg.training.compile import compile_as_chosen
 
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     job = fp8cfg.build(small(FP8))
@@ -131,7 +131,7 @@ def test_a_resumed_run_compiles_as_before_unless_the_key_changed() -> None:
     recipe = small("trainer.max_steps=2")
     job = fp8cfg.build(recipe)
     list(steps(job, 1))
-    from fp8cfg.training.checkpoint import job_state
+    from fp8cfg.checkpoint import job_state
 
     tensors, state = job_state.collect(job, run_data(recipe)[0], 1)
     for word, compiled in (("auto", False), ("on", True)):

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.config.errors import ConfigError
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.deferred_step import DeferredSteps
-from fp8cfg.training import loop, microbatches
-from fp8cfg.training.callback import Callback
-from fp8cfg.training.distributed.world import World
+from fp8cfg.parallel.process_group import World
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.training import loop
+from fp8cfg.training import step as microbatches
+from fp8cfg.training.loop import Callback
 from fp8cfg.training.step_sequence import may_launch_ahead
 from tests.support.ranks import on_ranks
 from tests.support.small import small, steps

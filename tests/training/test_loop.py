@@ -16,13 +16,13 @@ import torch
 import fp8cfg
 from fp8cfg.composition import to_yaml
 from fp8cfg.numerics import fp8_linears
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training import loop
 from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.distributed.world import World
 from fp8cfg.training.evaluation import evaluate
 from fp8cfg.training.metrics import read
-from fp8cfg.training.run_folder import RunFolder
 from tests.support.small import losses, small, steps
 
 FP8 = "precision=bf16_fp8"
@@ -236,7 +236,7 @@ def test_a_damaged_metrics_file_is_one_line(tmp_path: Path) -> None:
             fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
         folder.metrics.unlink()
         folder.metrics.mkdir()
-        with pytest.raises(fp8cfg.config.errors.Fp8cfgError) as e:
+        with pytest.raises(fp8cfg.schema.errors.Fp8cfgError) as e:
             fp8cfg.fit(fp8cfg.build(recipe), folder, say=lambda _: None)
         assert e.value.exit_code == 5
 

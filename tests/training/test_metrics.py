@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.training.metrics import MetricsLog, Progress, TensorBoardLog, read
-from fp8cfg.training.run_files import RunFiles
 
 
 def bits(value: float) -> bytes:
@@ -103,7 +103,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fp8cfg.training.metrics import MetricsLog
-from fp8cfg.training.run_files import RunFiles
+from fp8cfg.run_folder.files import RunFiles
 log = MetricsLog(RunFiles.at(Path(sys.argv[1]).parent), "m")
 for step in range(1, 6):
     log.write(step, {"loss": 1 / step})

@@ -12,10 +12,10 @@ import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.checkpoint import resume_rules
 from fp8cfg.data.prepare import prepare
 from fp8cfg.data.tokenizer import BYTES
 from fp8cfg.execution.executor import RunFailed
-from fp8cfg.training.checkpoint import resume_rules
 from fp8cfg.training.data import run_data
 from tests.support.small import SMALL, small
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -205,7 +205,7 @@ def test_what_is_not_there_is_said_before_a_model_is_made(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("fp8cfg.builder.build", None)
+    monkeypatch.setattr("fp8cfg.building.builder.build", None)
     said = [
         word.replace("{}", str(folder)).replace("{{", "{").replace("}}", "}")
         for word in re.split(r" (?=data)", words)

@@ -13,12 +13,12 @@ import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.job import Job
-from fp8cfg.numerics.fp8_overflow import Overflow, RangesUsed, overflow_of
+from fp8cfg.building.job import Job
+from fp8cfg.numerics.amax_update import Overflow, RangesUsed, overflow_of
+from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.run_folder import RunFolder, RunFolderError
 from fp8cfg.training import overflow_watch
-from fp8cfg.training.distributed.world import World
 from fp8cfg.training.overflow_watch import over_ranks
-from fp8cfg.training.run_folder import RunFolder, RunFolderError
 from tests.support.small import small, small_words
 from tests.support.traced import TRACE
 

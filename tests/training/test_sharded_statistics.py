@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import fp8cfg
+from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.logs import RunLogs
-from fp8cfg.training.run_folder import RunFolder
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.metrics import RunLogs
+from fp8cfg.training.step import train_step
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 from tests.support.whole_tensors import WHOLE, shard_word, without_fsdp2

@@ -13,8 +13,8 @@ import pytest
 
 from fp8cfg.__main__ import entry, main
 from fp8cfg.cli import train
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training import signals, step_sequence
-from fp8cfg.training.run_folder import RunFolder
 from fp8cfg.training.signals import SIGNALS, StopSignals, waiting_to_stop
 from tests.support.small import SMALL
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.parallel.process_group import World
 from fp8cfg.training import loop, step_sequence
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import Step
+from fp8cfg.training.step import Step
 from tests.support.small import small, steps
 
 

@@ -15,18 +15,19 @@ from typing import NamedTuple
 import pytest
 
 import fp8cfg
-from fp8cfg import smoke
 from fp8cfg.__main__ import main
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.storage import in_parts, low_bit
-from fp8cfg.layer_plan import plan
-from fp8cfg.report.coverage import planned
-from fp8cfg.report.memory.layout import parts_that_differ, refused
-from fp8cfg.report.memory.peak import memory
-from fp8cfg.training.distributed.world import World
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning import smoke
+from fp8cfg.planning.coverage import planned
+from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.layout import parts_that_differ, refused
+from fp8cfg.planning.peak_memory import memory
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.storage import in_parts, low_bit
 from fp8cfg.training.loop import Result
-from fp8cfg.training.smoke_resume import ResumeDiffers, resume
+from fp8cfg.training.runs import ResumeDiffers
+from fp8cfg.training.runs import resume_smoke as resume
 from tests.support.every_recipe import every_recipe
 
 LARGEST = 4 << 30

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import fp8cfg
-from fp8cfg.job import Job
-from fp8cfg.numerics.stored_form import stored_state_dict
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.parallel.process_group import World
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 from tests.support import sharded_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
@@ -32,7 +32,7 @@ RANKED = {
     "bf16 moments": "precision=bf16 storage.master_weight=fp16_scaled storage.exp_avg=bf16 storage.exp_avg_sq=bf16",
     "float32 masters": "precision=bf16 storage.weight_grad=fp8 storage.comm=fp8",
     "O3, tied": f"{FP8} opt_level=O3 fp8.output_layer=true model.share_embeddings_and_output_weights=true",
-    # What FSDP2 does not gather as a rank alone stores it (tests/training/test_zero_shards.py has the rest).
+    # What FSDP2 does not gather as a rank alone stores it (tests/parallel/test_zero_shards.py has the rest).
     "FP8 weights": "precision=bf16_mxfp8 storage.master_weight=fp16_scaled",
     "FP8 weights outside of FP8": "precision=bf16 storage.weight=fp8 storage.weight_grad=fp8 storage.comm=fp8",
     "momentum": "precision=bf16 storage.weight=fp8 storage.comm=fp8 optim.name=sgd optim.momentum=0.9 optim.lr=0.1 trainer.gradient_clip_val=0.5",
@@ -88,7 +88,7 @@ def save(job: Job, world: World, path: Path) -> None:
 
 def load(job: Job, path: Path) -> None:
     assert (
-        job_state.restore(job, *checkpoint.load(path / "step-00000002"), run_data(job.recipe)[0])
+        job_state.restore(job, *local_save.load(path / "step-00000002"), run_data(job.recipe)[0])
         == 2
     )
 
@@ -225,7 +225,7 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(
     folder, ranks = two
     job = ranked_job(*RANKED[row].split(), "storage.shard=zero2")
     load(job, folder / f"{row} zero2")
-    tensors, _ = checkpoint.load(folder / f"{row} none" / "step-00000002")
+    tensors, _ = local_save.load(folder / f"{row} none" / "step-00000002")
     assert equal(
         state(job, World()),
         {k: t for group in ("model", "optimizer", "fp8") for k, t in tensors[group].items()},

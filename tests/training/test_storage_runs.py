@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.job import Job
-from fp8cfg.numerics.stored_form import stored_state_dict
-from fp8cfg.optim.low_bit.training import LowBitTraining
-from fp8cfg.report import chart
-from fp8cfg.report.memory.operands import CODEC
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.optim.low_bit.adam import LowBitTraining
+from fp8cfg.planning import remarks
+from fp8cfg.planning.linear_memory import CODEC
 from fp8cfg.training import memory_measurement
-from fp8cfg.training.checkpoint import checkpoint, job_state
 from fp8cfg.training.data import run_data
-from fp8cfg.training.train_step import Step
+from fp8cfg.training.step import Step
 from tests.support.small import small, steps
 from tests.support.storage_rows import ROWS, after, equal, everything, words
 
@@ -68,8 +68,8 @@ def test_stored_bytes_are_those_of_the_chart(row: str) -> None:
         assert sum(t.nbytes for t in held[kind] if t.dim()) == pytest.approx(
             planned, rel=2e-3 if "block" in row else 0
         ), kind
-    assert chart.row(job.recipe) == {
-        "gemm": chart.row(job.recipe)["gemm"],
+    assert remarks.row(job.recipe) == {
+        "gemm": remarks.row(job.recipe)["gemm"],
         **job.prepared.columns["layers.0.mlp.linear_fc1.weight"],
     }
 
@@ -168,9 +168,9 @@ def test_frozen_weights_of_a_given_model_stay_and_have_no_state(row: str) -> Non
 def test_resumed_bits_are_those_of_the_run_that_went_on(row: str, tmp_path: Path) -> None:
     want, done = trained(row)
     _, tensors, state = after(row, 2)
-    path = checkpoint.save(tmp_path, 2, tensors, state, keep=1)
+    path = local_save.save(tmp_path, 2, tensors, state, keep=1)
     job = fp8cfg.build(small(*words(row)))
-    assert job_state.restore(job, *checkpoint.load(path), run_data(job.recipe)[0]) == 2
+    assert job_state.restore(job, *local_save.load(path), run_data(job.recipe)[0]) == 2
     assert list(steps(job, 3, first=2)) == done[2:]
     assert (
         equal(everything(job), everything(want))

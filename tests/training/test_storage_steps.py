@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import fp8cfg
-from fp8cfg.job import Job
+from fp8cfg.building.job import Job
 from fp8cfg.numerics.codecs import codec
-from fp8cfg.numerics.weight_access import plain
+from fp8cfg.numerics.fp8_weights import plain
 from fp8cfg.training.data import run_data
 from tests.support.small import small, steps
 from tests.support.storage_rows import bits, equal, everything, words

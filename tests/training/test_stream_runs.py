@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg import smoke
 from fp8cfg.__main__ import main
+from fp8cfg.checkpoint import resume_rules
 from fp8cfg.data import corpus
+from fp8cfg.planning import smoke
 from fp8cfg.training import metrics
-from fp8cfg.training.checkpoint import resume_rules
 from fp8cfg.training.data import run_data
-from fp8cfg.training.held_out import held_out, samples_of
+from fp8cfg.training.evaluation import held_out, samples_of
 from fp8cfg.training.loop import Interrupted
 from tests.support.ranks import launch
 from tests.support.small import PACKED, SMALL, small

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import fp8cfg
-from fp8cfg.config.errors import Fp8cfgError
-from fp8cfg.report.machine import find_hardware
+from fp8cfg.planning.hardware import find_hardware
+from fp8cfg.schema.errors import Fp8cfgError
 
 
 def recipes(rows: Iterable[list[str]], ranks: int = 1) -> list[fp8cfg.Recipe]:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.backends.compile_options import compile_options
-from fp8cfg.backends.te import engine
-from fp8cfg.layer_plan import transformer_config
-from fp8cfg.models.layers import TransformerLayer
+from fp8cfg.backends.te import layers as engine
+from fp8cfg.checkpoint import job_tensors
+from fp8cfg.checkpoint.saver import HostCopies
 from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.models.transformer import TransformerLayer
 from fp8cfg.numerics import (
     E2M1,
     E4M3,
@@ -28,16 +29,14 @@ from fp8cfg.numerics import (
     seed_rounding,
     update_scales,
 )
-from fp8cfg.numerics.amax_group import AmaxGroup
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT
-from fp8cfg.optim.groups import param_groups
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, AmaxGroup
+from fp8cfg.optim.low_bit.adam import LowBitTrainingAdamW
 from fp8cfg.optim.low_bit.columns import named_columns
-from fp8cfg.optim.low_bit.training import LowBitTrainingAdamW
-from fp8cfg.training import launched_step
-from fp8cfg.training.checkpoint import job_tensors
-from fp8cfg.training.checkpoint.host_copies import HostCopies
+from fp8cfg.optim.mixed_precision import param_groups
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.training import step_sequence
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
 from fp8cfg.training.step_sequence import StepSequence, may_launch_ahead
 
 Parts = dict[str, Callable[[], object]]
@@ -217,7 +216,7 @@ def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
     if compile:
         job.compile_model()
     batches, _ = run_data(job.recipe)
-    launched_step.refuse_without_targets = lambda *_: None  # counts of targets have no values here
+    step_sequence.refuse_without_targets = lambda *_: None  # counts of targets have no values here
     steps = StepSequence(
         job, batches, World(0, ranks), None, lambda done: None, may_launch_ahead(job)
     ).__enter__()

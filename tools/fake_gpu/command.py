@@ -9,7 +9,7 @@ follow, or that asks for another collective than the others, ends with both of t
 
 from __future__ import annotations
 
-import torch.distributed.nn  # noqa: F401, before a group is made (fp8cfg/training/distributed/world.py)
+import torch.distributed.nn  # noqa: F401, before a group is made (fp8cfg/parallel/process_group.py)
 
 from fp8cfg.__main__ import entry
 from tools.fake_gpu.values import compute_values

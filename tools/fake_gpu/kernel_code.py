@@ -58,7 +58,8 @@ def compiled() -> dict[str, Any]:
     """The kernels, compiled for the GPU that is there."""
     import torch
 
-    from fp8cfg.numerics import E4M3, E5M2, triton_block_kernel, triton_kernels, triton_row_kernel
+    from fp8cfg.numerics import E4M3, E5M2
+    from fp8cfg.numerics.kernels import blocks, rows, tensor
 
     found: dict[str, Any] = {}
     seen, counts = torch.zeros((), device="cuda"), torch.zeros(4, device="cuda")
@@ -66,14 +67,14 @@ def compiled() -> dict[str, Any]:
         for dtype in (torch.bfloat16, torch.float32):
             t, parts = (
                 torch.zeros(256, 512, device="cuda", dtype=dtype),
-                torch.empty(triton_kernels.PARTS, device="cuda"),
+                torch.empty(tensor.PARTS, device="cuda"),
             )
             name = f"{AMAXES} {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')}"
-            found[name] = triton_kernels.amaxes_of_parts(
+            found[name] = tensor.amaxes_of_parts(
                 t, parts, torch.ones(3, device="cuda") if delayed else None
             )
             name = f"{COUNT} {'of one scale' if delayed else 'of tiles'} {str(dtype).removeprefix('torch.')}"
-            found[name] = triton_kernels.count(
+            found[name] = tensor.count(
                 t, seen, torch.ones((), device="cuda") if delayed else None, counts, E4M3.reach
             )
     for delayed in (True, False):
@@ -88,7 +89,7 @@ def compiled() -> dict[str, Any]:
                 torch.empty(512, 256, device="cuda", dtype=fmt.dtype),
             )
             name = f"cast {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')} to {fmt.name}, transposed"
-            found[name] = triton_kernels.cast(
+            found[name] = tensor.cast(
                 t,
                 scales,
                 history,
@@ -103,7 +104,7 @@ def compiled() -> dict[str, Any]:
                 reach=fmt.reach,
             )
             if fmt is E4M3:  # with the amax of all tensor-parallel ranks
-                found[f"{name}, amax given"] = triton_kernels.cast(
+                found[f"{name}, amax given"] = tensor.cast(
                     t,
                     scales,
                     history,
@@ -127,7 +128,7 @@ def compiled() -> dict[str, Any]:
             )
             scales, other = (torch.empty(n, 4, device="cuda") for n in (256, 512))
             name = f"cast_blocks {'128x128' if square else '1x128 and 128x1'} {str(dtype).removeprefix('torch.')}"
-            found[name] = triton_block_kernel.cast_blocks(
+            found[name] = blocks.cast_blocks(
                 t,
                 1e38,
                 E4M3.max,
@@ -143,7 +144,7 @@ def compiled() -> dict[str, Any]:
             if not square:
                 across = torch.empty(2, 512, device="cuda")
                 found[f"cast_blocks 1x128 and 128x1 stored {str(dtype).removeprefix('torch.')}"] = (
-                    triton_block_kernel.cast_blocks(
+                    blocks.cast_blocks(
                         t,
                         1e38,
                         E4M3.max,
@@ -172,7 +173,7 @@ def compiled() -> dict[str, Any]:
                 torch.empty(2 * 4 * 512, device="cuda", dtype=torch.uint8) for _ in range(2)
             )
             name = f"cast_blocks MX {'32x32' if square else '1x32 and 32x1'} {kind}"
-            found[name] = triton_block_kernel.cast_blocks(
+            found[name] = blocks.cast_blocks(
                 t,
                 0.0,
                 E4M3.max,
@@ -199,7 +200,7 @@ def compiled() -> dict[str, Any]:
             ("1x16 at random", (None, None), random),
             ("16x16", room[2:], None),
         ):
-            found[f"{FOUR_BITS} {name} {kind}"] = triton_block_kernel.cast_four_bits(
+            found[f"{FOUR_BITS} {name} {kind}"] = blocks.cast_four_bits(
                 t, *room[:2], *across, torch.empty((), device="cuda"), draws, 1, seen, counts=counts
             )
         held = [
@@ -210,35 +211,33 @@ def compiled() -> dict[str, Any]:
             ("1x16 and 16x1 stored", held),
             ("16x16 stored", [held[0], torch.empty_like(held[3][:, :32]), None, None]),
         ):
-            found[f"{FOUR_BITS} {name} {kind}"] = triton_block_kernel.cast_four_bits(
+            found[f"{FOUR_BITS} {name} {kind}"] = blocks.cast_four_bits(
                 t, *into, torch.empty((), device="cuda"), seen=seen, counts=counts, transpose=False
             )
         one, other = (torch.empty(n, 1, device="cuda") for n in (256, 512))
-        found[f"cast_rows rows and columns {kind}"] = triton_row_kernel.cast_rows(
+        found[f"cast_rows rows and columns {kind}"] = rows.cast_rows(
             t, E4M3.max, True, data, one, transposed, other, seen=seen, counts=counts
         )
         for axis, n in ((1, 256), (0, 512)):  # of all tensor-parallel ranks
             amaxes, which = torch.empty(n, device="cuda"), "amaxes" if axis else "amaxes_t"
-            found[f"cast_rows rows and columns {kind}, {which} given"] = (
-                triton_row_kernel.cast_rows(
-                    t,
-                    E4M3.max,
-                    True,
-                    data,
-                    one,
-                    transposed,
-                    other,
-                    seen=seen,
-                    counts=counts,
-                    **{which: amaxes},
-                )
+            found[f"cast_rows rows and columns {kind}, {which} given"] = rows.cast_rows(
+                t,
+                E4M3.max,
+                True,
+                data,
+                one,
+                transposed,
+                other,
+                seen=seen,
+                counts=counts,
+                **{which: amaxes},
             )
         # As a weight is stored: nothing is transposed, scales of MX are bytes.
         again, across = torch.empty_like(data), torch.empty(1, 512, device="cuda")
         scales, other = (
             torch.empty(s, device="cuda", dtype=torch.uint8) for s in ((256, 16), (8, 512))
         )
-        found[f"cast_blocks MX stored {kind}"] = triton_block_kernel.cast_blocks(
+        found[f"cast_blocks MX stored {kind}"] = blocks.cast_blocks(
             t,
             0.0,
             E4M3.max,
@@ -253,7 +252,7 @@ def compiled() -> dict[str, Any]:
             seen=seen,
             counts=counts,
         )
-        found[f"cast_rows stored {kind}"] = triton_row_kernel.cast_rows(
+        found[f"cast_rows stored {kind}"] = rows.cast_rows(
             t, E4M3.max, True, data, one, again, across, transpose=False, seen=seen, counts=counts
         )
     return found

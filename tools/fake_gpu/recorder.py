@@ -3,7 +3,7 @@
     with record(places="CS") as found:
         step()
     found.launches, found.copies("H2D"), found.waits
-    found.places     # Counter of ("S cudaStreamSynchronize", "fp8cfg/training/train_step.py:71")
+    found.places     # Counter of ("S cudaStreamSynchronize", "fp8cfg/training/step.py:71")
     found.names()    # [(27, "K vectorized_elementwise_kernel<...>"), ...], the most frequent first
 
 Count a third step: the first compiles, allocates and tunes. A place is the innermost line of fp8cfg on the stack of the thread that

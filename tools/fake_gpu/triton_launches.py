@@ -27,16 +27,16 @@ def computed() -> Iterator[None]:
     """Values of launches in this block."""
     from triton.runtime.jit import JITFunction
 
-    from fp8cfg.numerics import triton_block_kernel, triton_kernels, triton_row_kernel
+    from fp8cfg.numerics.kernels import blocks, rows, tensor
 
     stand_ins: list[tuple[Any, str, Callable[..., None]]] = [
-        (triton_kernels, "amaxes_of_parts", triton_values.amaxes_of_parts),
-        (triton_block_kernel, "amaxes_of_parts", triton_values.amaxes_of_parts),
-        (triton_kernels, "cast", triton_values.cast_tensor),
-        (triton_row_kernel, "cast_rows", triton_values.cast_rows),
-        (triton_block_kernel, "cast_blocks", triton_values.cast_blocks),
-        (triton_block_kernel, "cast_four_bits", triton_values.cast_four_bits),
-        (triton_kernels, "count", triton_values.count),
+        (tensor, "amaxes_of_parts", triton_values.amaxes_of_parts),
+        (blocks, "amaxes_of_parts", triton_values.amaxes_of_parts),
+        (tensor, "cast", triton_values.cast_tensor),
+        (rows, "cast_rows", triton_values.cast_rows),
+        (blocks, "cast_blocks", triton_values.cast_blocks),
+        (blocks, "cast_four_bits", triton_values.cast_four_bits),
+        (tensor, "count", triton_values.count),
     ]
     kept = [getattr(module, name) for module, name, _ in stand_ins]
     run = JITFunction.run

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics import E2M1, E4M3, Format, Scaling
-from fp8cfg.numerics.block_scaling import amax_or_nan, e8m0_bytes, first_level_of
-from fp8cfg.numerics.formats import BY_DTYPE, cast
-from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.microscaled_mm import laid_out
+from fp8cfg.numerics.formats import BY_DTYPE, Random, cast
+from fp8cfg.numerics.gemm import Operand, laid_out
 from fp8cfg.numerics.quantize import quantize_tiles
-from fp8cfg.numerics.scaling import FLT_MAX, amax_of, floor_to_power_of_2, record_amax
-from fp8cfg.numerics.stochastic_rounding import Random
+from fp8cfg.numerics.scaling import (
+    FLT_MAX,
+    amax_of,
+    amax_or_nan,
+    e8m0_bytes,
+    first_level_of,
+    floor_to_power_of_2,
+    record_amax,
+)
 
 PARTS, BLOCK = 1024, 4096
 """Programs of `amaxes_of_parts` at most, and elements that each reads at a time (numerics/triton_kernels.py)."""

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import transformers
 
-from fp8cfg.config import hugging_face
-from fp8cfg.config.model import Model, RopeScaling
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.config.recipe_registry import recipes
-from fp8cfg.layer_plan import transformer_config
 from fp8cfg.models import TransformerConfig
-from fp8cfg.models.hf import Layout, from_hf
+from fp8cfg.models.hf_checkpoint import Layout, from_hf
 from fp8cfg.models.transformer import Transformer
+from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.model import Model, RopeScaling
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe_registry import recipes
 
 SHAPE = {
     "num_layers": 2,

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.data import Batches, Windows
-from fp8cfg.layer_plan import plan, transformer_config
-from fp8cfg.models.layers import TransformerLayer
 from fp8cfg.models.rotary import rotary_tables
-from fp8cfg.report.coverage import planned as planned_flops
-from fp8cfg.report.machine import free_memory
-from fp8cfg.report.memory.nearest_fit import too_large
-from fp8cfg.report.memory.peak import memory
-from fp8cfg.training.distributed.world import World
+from fp8cfg.models.transformer import TransformerLayer
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning.coverage import planned as planned_flops
+from fp8cfg.planning.fit_search import too_large
+from fp8cfg.planning.hardware import free_memory
+from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.planning.peak_memory import memory
 from fp8cfg.training.step_sequence import StepSequence, may_launch_ahead
 from tools.gpu_rows import estimate
 from tools.gpu_rows.contenders import Contender, compile_layers, convert

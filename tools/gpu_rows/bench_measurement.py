@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fp8cfg
-from fp8cfg.training.compiled_gradients import compare
+from fp8cfg.training.compile import compare
 from tools.gpu_rows import proof
 from tools.gpu_rows.bench_cases import CASES, ModelCase, ModuleCase, Runner
 from tools.gpu_rows.contenders import CONTENDERS, Contender

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fp8cfg
-from fp8cfg.backends import backend_registry
+from fp8cfg.backends import registry
 from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.backends.gemm_plan import plan_linears
 from fp8cfg.numerics import (
@@ -27,7 +27,7 @@ from fp8cfg.numerics import (
     seed_rounding,
     update_scales,
 )
-from fp8cfg.scalings import SCALINGS as TABLE
+from fp8cfg.schema.scalings import SCALINGS as TABLE
 from tools.gpu_rows.shapes import BLACKWELL, WORDS
 
 SCALINGS = {
@@ -52,7 +52,7 @@ class Contender:
     def missing(self, capability: tuple[int, int] | None) -> str:
         """What it needs and is not to be had here, a library or a GPU of another compute capability; empty where all is."""
         library = (
-            backend_registry.rules(self.backend).unavailable().partition(";")[0]
+            registry.rules(self.backend).unavailable().partition(";")[0]
             if self.backend in ("te", "torchao")
             else ""
         )
@@ -107,7 +107,7 @@ def convert(
         return nullcontext, lambda: update_scales(layers)
     if contender.backend == "te":
         te_layers(model, contender.scaling)
-        return lambda: backend_registry.backend("te").autocast(model), lambda: None
+        return lambda: registry.backend("te").autocast(model), lambda: None
     if contender.backend == "torchao":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -130,8 +130,8 @@ def te_layers(model: nn.Module, scaling: str) -> None:
         for name, m in model.named_modules()
         if type(m) is nn.Linear
     ]
-    linears = plan_linears(shapes, fp8, lambda name: None, backend_registry.rules("te").misfit)
-    backend_registry.backend("te").convert(model, fp8, linears, Region(), "scaled_mm")
+    linears = plan_linears(shapes, fp8, lambda name: None, registry.rules("te").misfit)
+    registry.backend("te").convert(model, fp8, linears, Region(), "scaled_mm")
 
 
 def replace(model: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.layer_plan import plan, transformer_config
-from fp8cfg.models.shapes import parameter_counts
-from fp8cfg.report.coverage import planned
-from fp8cfg.report.gpus import GPU, named
+from fp8cfg.models.config import parameter_counts
+from fp8cfg.planning.coverage import planned
+from fp8cfg.planning.hardware import GPU, named
+from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.schema.recipe import Recipe
 
 BANDWIDTH = {"h100": 3.35e12, "h100-pcie": 2.0e12, "h200": 4.8e12, "b200": 7.7e12}
 """Bytes a second of the GPUs' memory, as their datasheets say; HGX B200's an eighth of the eight."""

@@ -12,17 +12,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics import E2M1, E4M3, Scaling, amax_of, fused_store
-from fp8cfg.numerics import fused_quantize as fused
-from fp8cfg.numerics.block_scaling import amax_or_nan, first_level_of
+from fp8cfg.numerics import E2M1, E4M3, Scaling, amax_of
+from fp8cfg.numerics.formats import Random
 from fp8cfg.numerics.fp8_weights import store
-from fp8cfg.numerics.fused_nvfp4 import quantize_four_bits_fused
-from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.microscaled_mm import laid_out
-from fp8cfg.numerics.nvfp4 import hadamard
-from fp8cfg.numerics.quantize import quantize, quantize_tiles
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, record_amax, scale_now
-from fp8cfg.numerics.stochastic_rounding import Random
+from fp8cfg.numerics.gemm import Operand, laid_out
+from fp8cfg.numerics.kernels import launch
+from fp8cfg.numerics.kernels import store as fused_store
+from fp8cfg.numerics.kernels.launch import quantize_four_bits_fused
+from fp8cfg.numerics.quantize import hadamard, quantize, quantize_tiles
+from fp8cfg.numerics.scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    amax_or_nan,
+    first_level_of,
+    record_amax,
+    scale_now,
+)
 from tools.gpu_rows.byte_counts import ByteCounts
 
 SCALINGS = {
@@ -70,7 +76,7 @@ def refused(device: str) -> str:
     """Why the kernels do not run on `device`; empty where they do."""
     if device == "cpu":
         return "a CPU runs plain code"
-    if not fused.TRITON:
+    if not launch.TRITON:
         return "Triton is not installed"
     least = "the conversion to float8 needs compute capability " + ".".join(
         map(str, fused_store.LEAST)
@@ -116,12 +122,12 @@ def by_kernels(
     """The operand of `t`, `other` included, as it is made on a GPU; amaxes go into `history`. What is rounded at random is so for
     products that contract dimension `lane` of the tensor."""
     if scaling.tile(role, 1) is None:
-        return fused.quantize_fused(t, role, scaling, scales, history, record=True, both=True)
+        return launch.quantize_fused(t, role, scaling, scales, history, record=True, both=True)
     if scaling.layout.scale == "e4m3":
         return quantize_four_bits_fused(
             t, role == WEIGHT, draw_of(scaling, role, lane, t.device), history, role
         )
-    return fused.quantize_tiles_fused(t, role, scaling, 1, True, history)
+    return launch.quantize_tiles_fused(t, role, scaling, 1, True, history)
 
 
 def draw_of(scaling: Scaling, role: int, lane: int, device: torch.device) -> Random | None:
@@ -282,7 +288,7 @@ def _known_scales(
         scales = torch.full((3,), 0.0 if unset else 2.0, device=given.device)
         counts.compare(
             "amaxes",
-            fused.amax_where_unset(given, scales, WEIGHT),
+            launch.amax_where_unset(given, scales, WEIGHT),
             amax.view(1) if unset else torch.zeros(1),
             where,
         )
@@ -295,7 +301,7 @@ def _one_dimension(
     want = plainly(t, INPUT, scaling)
     for axis in (1, 0):
         got, theirs = (
-            fused.quantize_tiles_fused(given, INPUT, scaling, axis, False, None),
+            launch.quantize_tiles_fused(given, INPUT, scaling, axis, False, None),
             want if axis else want.t().t(),
         )
         along, beside = (got, theirs) if axis else (got.t(), theirs.t())

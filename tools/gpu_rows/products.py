@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics import Scaling
-from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, gemm
-from fp8cfg.numerics.gemm_operand import Operand
-from fp8cfg.numerics.nvfp4 import quantize_nvfp4
+from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Operand, gemm
+from fp8cfg.numerics.quantize import quantize_nvfp4
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from tools.gpu_rows.contenders import SCALINGS as EVERY
 from tools.gpu_rows.kernel_bits import by_kernels, draw_of, plainly

@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from fp8cfg import job
-from fp8cfg.backends import first_pass
+from fp8cfg.backends.any_model import checks
 from fp8cfg.backends.te.rules import unavailable
+from fp8cfg.building import job
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.report.coverage import ran
-from fp8cfg.training import compiled_gradients, launched_step
+from fp8cfg.planning.coverage import ran
+from fp8cfg.training import compile, step_sequence
 
 
 def without_proof() -> None:
     """From here on no run of this process is refused for what it did not multiply in FP8, and compiled gradients may be any."""
-    first_pass.check = lambda model: False  # type: ignore[assignment]
-    first_pass._look = lambda layer, args, y: None  # type: ignore[assignment]
-    compiled_gradients.TOLERANCE.update(cpu=math.inf, cuda=math.inf)
+    checks.check = lambda model: False  # type: ignore[assignment]
+    checks._look = lambda layer, args, y: None  # type: ignore[assignment]
+    compile.TOLERANCE.update(cpu=math.inf, cuda=math.inf)
     job.Job._observed = lambda made: {}  # type: ignore[method-assign]
     job.prove_engagement = ran  # which takes the same, and raises nothing
-    launched_step.refuse_without_targets = lambda job, step: (
+    step_sequence.refuse_without_targets = lambda job, step: (
         None
     )  # counts of targets have no values there
     steady_signs()

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from fp8cfg.report.tables import wrapped
+from fp8cfg.schema.tables import wrapped
 from tools.gpu_rows.worker import Row
 
 STATES = ("FAILED", "STOPPED", "MISSED", "not run", "met", "passed")

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fp8cfg.backends.te.rules import HAS
 from fp8cfg.numerics import E2M1, E4M3, E5M2, Format, Scaling, amax_of, scale_from_amax
-from fp8cfg.numerics.block_scaling import e8m0_bytes
-from fp8cfg.numerics.microscaled_mm import laid_out, swizzled
-from fp8cfg.numerics.scaling import INPUT, WEIGHT
+from fp8cfg.numerics.gemm import laid_out, swizzled
+from fp8cfg.numerics.scaling import INPUT, WEIGHT, e8m0_bytes
 from tools.gpu_rows.byte_counts import ByteCounts
 from tools.gpu_rows.kernel_bits import by_kernels, plainly
 

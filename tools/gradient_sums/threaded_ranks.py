@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from fp8cfg.training.distributed.traffic import Traffic
-from fp8cfg.training.distributed.world import World
+from fp8cfg.parallel.process_group import World
+from fp8cfg.parallel.traffic import Traffic
 
 Found = TypeVar("Found")
 

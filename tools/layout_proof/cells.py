@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import fp8cfg
-from fp8cfg.config import recipe_registry
-from fp8cfg.config.recipe import Recipe
 from fp8cfg.parallel.mesh import axis_sizes
-from fp8cfg.report.memory.machines import machines
+from fp8cfg.planning.layout import machines
+from fp8cfg.schema import recipe_registry
+from fp8cfg.schema.recipe import Recipe
 
 MANY = 105 << 20
 """Samples that any layout divides."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from fp8cfg.config.training_nodes import Strategy
 from fp8cfg.parallel.mesh import coordinates
+from fp8cfg.schema.training import Strategy
 
 AXES = {
     "dp_replicate": "replicate",

@@ -11,17 +11,16 @@ from typing import Any
 
 from torch import nn
 
-from fp8cfg import graph_nodes  # noqa: F401 - with Fiddle, loaded before processes are forked
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.optim.low_bit.shards import local
+from fp8cfg.building import graph  # noqa: F401 - with Fiddle, loaded before processes are forked
+from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel import pipeline_schedule  # noqa: F401 - as is torch's
+from fp8cfg.parallel.fsdp import gathered_weights
 from fp8cfg.parallel.mesh import axis_sizes, coordinates
-from fp8cfg.report.communication.step import of_step
-from fp8cfg.report.memory.layout import Part, stage_parts
-from fp8cfg.report.memory.peak import linears_of, persistent
-from fp8cfg.report.plan_report import Plan
-from fp8cfg.run_plan import planned
-from fp8cfg.training.distributed.fsdp import gathered_weights
+from fp8cfg.planning.communication import of_step
+from fp8cfg.planning.layout import Part, stage_parts
+from fp8cfg.planning.peak_memory import linears_of, persistent
+from fp8cfg.planning.plan_report import Plan, planned
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.memory_measurement import gradients, stored
 from tools.layout_proof.cells import Cell
 from tools.layout_proof.collective_counter import CollectiveCounter, Sent

@@ -27,16 +27,16 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from fp8cfg import builder
-from fp8cfg.backends import first_pass
-from fp8cfg.config.recipe import Recipe
-from fp8cfg.job import Job
+from fp8cfg.backends.any_model import checks
+from fp8cfg.building import builder
+from fp8cfg.building.job import Job
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import codecs, quantize
-from fp8cfg.report import machine
-from fp8cfg.training.distributed import allreduce_steps, fsdp, shards
-from fp8cfg.training.distributed.world import SENT, current
-from fp8cfg.training.train_step import run_step
+from fp8cfg.parallel import fsdp, quantized_allreduce
+from fp8cfg.parallel.process_group import SENT, current
+from fp8cfg.planning import hardware
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.training.step import run_step
 from tools.layout_proof.shape_cache import ShapeCache
 
 META = torch.device("meta")
@@ -110,13 +110,13 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
             (Transformer, "to_empty", without_memory),
             (builder, "first_weights", lambda *_: lambda model: None),
             (fsdp, "fsdp_mesh", _with_numbers(fsdp.fsdp_mesh)),
-            (machine, "free_memory", lambda device: MUCH),
-            (first_pass, "check", lambda model: False),
+            (hardware, "free_memory", lambda device: MUCH),
+            (checks, "check", lambda model: False),
             (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
             (import_module("torch.optim.adam"), "_device_dtype_check_for_fused", lambda *_: None),
             *((torch, name, instead) for name, instead in no_autocast.items()),
-            *((module, "CHUNK", MUCH) for module in (codecs, quantize, allreduce_steps)),
-            (shards, "MESSAGE", shards.MESSAGE if messages else MUCH),
+            *((module, "CHUNK", MUCH) for module in (codecs, quantize, quantized_allreduce)),
+            (quantized_allreduce, "MESSAGE", quantized_allreduce.MESSAGE if messages else MUCH),
         ):
             modes.enter_context(mock.patch.object(target, name, instead))
         SENT.clear()

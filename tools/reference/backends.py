@@ -4,10 +4,10 @@ tested cells.
 
 from __future__ import annotations
 
-from fp8cfg.backends.backend_choice import against
-from fp8cfg.backends.backend_registry import rules
+from fp8cfg.backends.choice import against
 from fp8cfg.backends.protocol import Hardware
-from fp8cfg.config.presets import precision_preset
+from fp8cfg.backends.registry import rules
+from fp8cfg.schema.presets import precision_preset
 from tools.reference.markdown import table
 
 HARDWARE = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fp8cfg.composition.flatten import is_node
-from fp8cfg.config.fp8 import ONLY_UNDER
-from fp8cfg.config.recipe import ALIASES, fields, short
-from fp8cfg.report.schema_json import key_schema
-from fp8cfg.report.value_text import kind, shown
+from fp8cfg.composition.recipe_yaml import is_node
+from fp8cfg.report.key_explanation import kind, shown
+from fp8cfg.report.recipe_export import key_schema
+from fp8cfg.schema.fp8 import ONLY_UNDER
+from fp8cfg.schema.recipe import ALIASES, fields, short
 from tools.reference.markdown import code, table
 
 UNITS = {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fp8cfg.cli.list import entries
-from fp8cfg.composition.flatten import flat
-from fp8cfg.config.presets import FUNCTIONS, precision_preset
-from fp8cfg.config.recipe import Recipe, short
-from fp8cfg.report.value_text import shown
+from fp8cfg.composition.recipe_yaml import flat
+from fp8cfg.report.key_explanation import shown
+from fp8cfg.schema.presets import FUNCTIONS, precision_preset
+from fp8cfg.schema.recipe import Recipe, short
 from tools.reference.markdown import code, table
 
 

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import fp8cfg
-from fp8cfg.config.node import Node
+from fp8cfg.schema.node import Node
 from tools.reference.markdown import code, plain, table
 
 NO_OWN = ("Node", "BaseModel")
@@ -51,7 +51,7 @@ def page() -> str:
 
 
 def _preset(name: str) -> bool:
-    from fp8cfg.config.presets import PRESETS
+    from fp8cfg.schema.presets import PRESETS
 
     return name in PRESETS
 

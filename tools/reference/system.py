@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from fp8cfg.config.errors import Fp8cfgError
-from fp8cfg.report.installation import VARIABLES
+from fp8cfg.run_folder.environment import INSTALL_VARIABLES as VARIABLES
+from fp8cfg.schema.errors import Fp8cfgError
 from tools.reference.markdown import code, plain, table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import fp8cfg
-from fp8cfg.config.errors import Fp8cfgError
+from fp8cfg.parallel.process_group import World
+from fp8cfg.schema.errors import Fp8cfgError
 from fp8cfg.training.data import run_data
-from fp8cfg.training.distributed.world import World
-from fp8cfg.training.train_step import train_step
+from fp8cfg.training.step import train_step
 
 STEPS: dict[str, Callable[[], float]] = {}
 

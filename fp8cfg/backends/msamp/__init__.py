@@ -1,6 +1,8 @@
 """MS-AMP backend: the FP8 linear layers and the optimizers of MS-AMP."""
 
-from fp8cfg.config.backend_capabilities import Capabilities
+from __future__ import annotations
+
+from fp8cfg.schema.backends import Capabilities
 
 CAPABILITIES = Capabilities(
     priority=40,

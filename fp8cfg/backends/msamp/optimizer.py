@@ -19,7 +19,7 @@ from fp8cfg.backends.protocol import BackendError
 
 if TYPE_CHECKING:
     from fp8cfg.optim import LossScaler
-    from fp8cfg.optim.named_state import FP8State
+    from fp8cfg.optim.state_dict import FP8State
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -149,7 +149,7 @@ class MSAMPOptimizer(torch.optim.Optimizer):
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
         """Copy in what `state_tensors` and `state_json` gave. Raises ValueError, before anything is changed, for another
         optimizer, missing and unexpected names, other shapes and dtypes."""
-        from fp8cfg.optim.inner_state import check_names, check_tensors
+        from fp8cfg.optim.state_dict import check_names, check_tensors
 
         mine = self.state_tensors()
         if json.get("optimizer") != type(self.inner).__name__:
@@ -180,7 +180,7 @@ class MSAMPOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """`state_tensors`, `state_json` and the hyperparameters of the groups, and the FP8 state of a job's model; by name, so
         not torch's own layout."""
-        from fp8cfg.optim.named_state import carried
+        from fp8cfg.optim.state_dict import carried
 
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {

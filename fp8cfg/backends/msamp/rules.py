@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from fp8cfg.backends.protocol import Hardware
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.precision import Precision
-from fp8cfg.config.refusal import Refusal
-from fp8cfg.config.storage import COLUMNS, level, of_level, resolved
-from fp8cfg.config.value_text import spelled
+from fp8cfg.schema.backends import Hardware
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.keys import spelled
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.refusal import Refusal
+from fp8cfg.schema.storage import COLUMNS, level, of_level, resolved
 
 LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
 """Where MS-AMP loads its communication from, and nowhere else (msamp/operators/dist_op/dist_op.py)."""

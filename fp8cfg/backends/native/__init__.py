@@ -1,6 +1,8 @@
 """Native backend: FP8 arithmetic in plain torch, emulated or through torch's scaled matrix products."""
 
-from fp8cfg.config.backend_capabilities import Capabilities
+from __future__ import annotations
+
+from fp8cfg.schema.backends import Capabilities
 
 CAPABILITIES = Capabilities(
     priority=10,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8cfg.backends.any_model.module_swap import linear_with, replaced
 from fp8cfg.backends.gemm_plan import (
     ATTENTION_GEMMS,
     GEMMS,
@@ -17,16 +18,15 @@ from fp8cfg.backends.gemm_plan import (
     PlannedLinear,
     plan_attention,
 )
-from fp8cfg.backends.module_swap import linear_with, replaced
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
-from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
-from fp8cfg.numerics.attention import FP8Attention
-from fp8cfg.numerics.gathered_weight import refresh_shards
-from fp8cfg.numerics.scale_update import FP8Layer, discard_amax, fp8_layers, update_scales
-from fp8cfg.numerics.stored_form import say_scales_anew
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.numerics.amax_update import FP8Layer, discard_amax, fp8_layers, update_scales
+from fp8cfg.numerics.fp8_attention import FP8Attention
+from fp8cfg.numerics.fsdp_weights import refresh_shards
+from fp8cfg.numerics.stored_state import say_scales_anew
+from fp8cfg.schema.fp8 import FP8, power_2_scales, weights_2d
+from fp8cfg.schema.scalings import SCALINGS
 
 _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1)}
 

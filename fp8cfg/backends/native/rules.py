@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fp8cfg.backends.protocol import Hardware
-from fp8cfg.config.fp8 import FP8
-from fp8cfg.config.hardware import EMULATE
-from fp8cfg.config.precision import Precision
-from fp8cfg.config.storage import against_fp8_gather
-from fp8cfg.scalings import SCALINGS, needed
+from fp8cfg.schema.backends import EMULATE, Hardware
+from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.scalings import SCALINGS, needed
+from fp8cfg.schema.storage import against_fp8_gather
 
 FP8_CAPABILITY = (8, 9)
 """Least CUDA compute capability with FP8 matrix products: Ada. Hopper is 9.0."""

@@ -1,6 +1,8 @@
 """Transformer Engine backend: genuine TE modules around the model's Parameters."""
 
-from fp8cfg.config.backend_capabilities import Capabilities
+from __future__ import annotations
+
+from fp8cfg.schema.backends import Capabilities
 
 CAPABILITIES = Capabilities(
     priority=30,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,24 +23,189 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fp8cfg.backends.any_model.module_swap import linear_with, replaced
 from fp8cfg.backends.gemm_plan import PlannedLinear, excluded
-from fp8cfg.backends.module_swap import linear_with, replaced
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
-from fp8cfg.backends.te import attention as te_attention
-from fp8cfg.backends.te import fusion as te_fusion
-from fp8cfg.backends.te.attention import TEAttention, chosen_kernel
-from fp8cfg.backends.te.build import Maker, check
-from fp8cfg.backends.te.decoder import TEDecoderLayer, described
-from fp8cfg.backends.te.engine import Engine, entered
-from fp8cfg.backends.te.environment import contradictions
-from fp8cfg.backends.te.layers import TEMLP, TELinear, TENorm
-from fp8cfg.backends.te.overflow import watch_ranges
+from fp8cfg.backends.te import attention
+from fp8cfg.backends.te.attention import (
+    Maker,
+    TEAttention,
+    TEDecoderLayer,
+    check,
+    chosen_kernel,
+    described,
+)
+from fp8cfg.backends.te.layers import (
+    TEMLP,
+    Engine,
+    TELinear,
+    TENorm,
+    entered,
+    kind,
+    listened,
+    manager,
+)
 from fp8cfg.backends.te.recipe import recipe_of
-from fp8cfg.config.errors import refuse_if
-from fp8cfg.config.fp8 import FP8
+from fp8cfg.backends.te.rules import contradictions
 from fp8cfg.numerics import Region
-from fp8cfg.numerics.stored_form import say_scales_anew
+from fp8cfg.numerics.formats import E4M3, E5M2
+from fp8cfg.numerics.scaling import range_used
+from fp8cfg.numerics.stored_state import say_scales_anew
+from fp8cfg.schema.errors import refuse_if
+from fp8cfg.schema.fp8 import FP8
+
+
+def fuse(model: nn.Module, make: Maker) -> None:
+    """Give one engine, in place, to what can be fused in the Transformer layers of `model`, whose linear layers are TELinear.
+    te.LayerNormMLP knows no backward pass in high precision (backward_override), and fails on a frozen norm whose input needs no
+    gradient (it asks the bias that RMSNorm lacks); then the norm goes with `linear_fc1` alone."""
+    from fp8cfg.models.transformer import TransformerLayer
+
+    whole_mlp = getattr(make.recipe, "backward_override", None) is None
+    for name, layer in list(model.named_modules()):
+        if type(layer) is TransformerLayer:
+            at = f"{name}." if name else ""
+            obstacle = attention.obstacle(layer, make) if name else "it is the model itself"
+            if not obstacle:
+                attention.convert_decoder(model, name, layer, make)
+                continue
+            for linear in layer.modules():
+                if isinstance(linear, TELinear):
+                    linear.obstacle = obstacle
+            if (
+                layer.placement == "post" or layer.selective
+            ):  # no norm stands before a product, or it is computed again
+                continue
+            _fuse_norm(f"{at}input_layernorm", model, layer.self_attention.linear_qkv, make)
+            if (
+                whole_mlp
+                and layer.config.activation == "swiglu"
+                and layer.pre_mlp_layernorm.weight.requires_grad
+            ):
+                _fuse_mlp(at, model, layer, make)
+            else:
+                _fuse_norm(f"{at}pre_mlp_layernorm", model, layer.mlp.linear_fc1, make)
+
+
+def _fuse_norm(name: str, model: nn.Module, linear: Any, make: Maker) -> None:
+    """The norm called `name` and the layer behind it."""
+    norm: Any = model.get_submodule(name)
+    if norm not in make.kept and _fusable(norm, linear):
+        held = TENorm(norm, None)
+        make(
+            "LayerNormLinear",
+            [linear],
+            (linear.in_features, linear.out_features),
+            {"layer_norm_weight": (held, "weight"), "weight": (linear, "weight")},
+            eps=norm.eps,
+            normalization="RMSNorm",
+        )
+        replaced(model, name, held)
+
+
+def _fuse_mlp(at: str, model: nn.Module, layer: Any, make: Maker) -> None:
+    fc1, fc2, norm = layer.mlp.linear_fc1, layer.mlp.linear_fc2, layer.pre_mlp_layernorm
+    if norm not in make.kept and _fusable(norm, fc1, fc2):
+        held = TENorm(norm, None)
+        make(
+            "LayerNormMLP",
+            [fc1, fc2],
+            (fc1.in_features, fc2.in_features),
+            {
+                "layer_norm_weight": (held, "weight"),
+                "fc1_weight": (fc1, "weight"),
+                "fc2_weight": (fc2, "weight"),
+            },
+            eps=norm.eps,
+            normalization="RMSNorm",
+            activation="swiglu",
+        )
+        replaced(model, f"{at}pre_mlp_layernorm", held)
+        replaced(model, f"{at}mlp", TEMLP(layer.mlp, fc1, fc2))
+
+
+def _fusable(norm: Any, *linears: nn.Module) -> bool:
+    """Whether one module can compute all of them: all in FP8, and no hook observes what passes between them."""
+    if norm.kind != "RMSNorm" or norm.zero_centered:
+        return False
+    return all(isinstance(m, TELinear) and m.bias is None for m in linears) and not any(
+        map(listened, (norm, *linears))
+    )
+
+
+_WATCHES: weakref.WeakSet[RangeWatch] = weakref.WeakSet()
+_FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2)}
+
+
+class RangeWatch:
+    """What the tensors of `engines`, which a model has, used of the range of their scales since the last step, the largest of its
+    microbatches: input, weight and grad_output of each linear layer."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines, self._used = tuple(engines), dict[bool, Tensor]()
+        self._places: Tensor | None = None
+        self._layers: list[TELinear] = [linear for engine in engines for linear in engine.linears]
+        for engine in engines:
+            engine.ranges = self
+        _WATCHES.add(self)
+
+    @torch.no_grad()
+    def take(self, forward: bool) -> None:
+        """Note what a pass used, before its histories are rolled."""
+        side = "scaling_fwd" if forward else "scaling_bwd"
+        states = [engine.module.fp8_meta[side] for engine in self._engines]
+        amaxes, scales = (
+            torch.cat([state.amax_history[0] for state in states]),
+            torch.cat([state.scale for state in states]),
+        )
+        reach = _FORMATS[kind(self._engines[0].module.quantizers[side][0])].reach
+        used = range_used(amaxes, scales, torch.tensor(reach, dtype=torch.float32))
+        self._used[forward] = (
+            torch.maximum(used, self._used[forward]) if forward in self._used else used
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """None: a copied layer or model is not watched, and brings none of the other layers along."""
+
+    def settle(self, made: bool) -> None:
+        """Give the layers what the passes since the last call used, where the step was `made`."""
+        used, self._used = self._used, {}
+        rows: Sequence[Tensor | None] = [None] * len(self._layers)
+        if made and len(used) == 2:
+            both = torch.cat([used[True], used[False]])
+            rows = both[self._columns(both.device, len(used[True]))].unbind()
+        for layer, row in zip(self._layers, rows, strict=True):
+            layer.range_used = row
+
+    def _columns(self, device: torch.device, backward: int) -> Tensor:
+        """Where the columns of each layer are, int64 [layers, 3] on `device`, copied there once; those of the backward pass begin
+        at `backward`. A module has three for each product forward (input, weight, output), and two backward (grad_output,
+        grad_input)."""
+        if self._places is None:
+            products = range(len(self._layers))  # of all modules, in their order
+            places = [[3 * n, 3 * n + 1, backward + 2 * n] for n in products]
+            self._places = torch.tensor(places, dtype=torch.int64, device=device)
+        return self._places
+
+
+def watch_ranges(engines: Sequence[Engine]) -> None:
+    """Watch `engines`, if their recipe has delayed scaling. Transformer Engine tells nobody that it moves scales (2.20), so that
+    its function is replaced, once for the process."""
+    if not engines or not engines[0].recipe.delayed():
+        return
+    RangeWatch(engines)
+    update = manager().reduce_and_update_fp8_tensors
+    if hasattr(update, "takes_ranges"):
+        return
+
+    def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
+        for watch in list(_WATCHES):
+            watch.take(forward)
+        update(forward)
+
+    reduce_and_update_fp8_tensors.takes_ranges = True  # type: ignore[attr-defined]
+    manager().reduce_and_update_fp8_tensors = staticmethod(reduce_and_update_fp8_tensors)
 
 
 def convert(
@@ -55,7 +221,7 @@ def convert(
     that are held in FP8 stand for weights in `compute`, the dtype of the activations. Raises ConfigError for NVTE_* variables that
     contradict `fp8`, and for heads that FP8 attention has no kernel for. `region` is not asked: use `autocast`.
     """
-    refuse_if([*contradictions(fp8, os.environ), *te_attention.misfits(model, fp8)])
+    refuse_if([*contradictions(fp8, os.environ), *attention.misfits(model, fp8)])
     te = importlib.import_module("transformer_engine.pytorch")
     kept = {module for name, module in model.named_modules() if excluded(name, fp8)}
     make = Maker(te, recipe_of(fp8), fp8.params, shared_weights(model), compute, kept)
@@ -65,8 +231,8 @@ def convert(
             assert isinstance(linear, nn.Linear)
             replaced(model, planned.name, TELinear(linear))
     if fp8.dot_product_attention:
-        te_attention.convert(model, fp8, te, make.recipe)
-    te_fusion.fuse(model, make)
+        attention.convert(model, fp8, te, make.recipe)
+    fuse(model, make)
     for layer in _layers(model).values():
         if not hasattr(layer, "place"):
             held = {

@@ -9,8 +9,8 @@ from typing import Any
 
 from fp8cfg.backends.protocol import same
 from fp8cfg.backends.te.rules import high_precision_backward
-from fp8cfg.config.fp8 import FP8, power_2_scales, weights_2d
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.schema.fp8 import FP8, power_2_scales, weights_2d
+from fp8cfg.schema.scalings import SCALINGS
 
 TENSORS = ("fwd_inp", "fwd_weight", "bwd_grad")
 """Transformer Engine's names of the three tensors that a linear layer quantizes."""

@@ -7,16 +7,17 @@ Transformer Engine keeps a second copy for dgrad, that too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8cfg.numerics.formats import E2M1, E4M3
-from fp8cfg.numerics.fp8_state_dict import fit_history
-from fp8cfg.numerics.fp8_weights import Stored
+from fp8cfg.numerics.fp8_weights import INSTEAD, Stored, is_arithmetic
 from fp8cfg.numerics.scaling import WEIGHT, Scaling
+from fp8cfg.numerics.state_dict_conversion import fit_history
 
 SCALE, HISTORY = "fp8_scale", "fp8_amax_history"
 ROWS_SCALE_INV, ROWS_AMAX = "fp8_weight_rowwise_scale_inv", "fp8_weight_rowwise_amax"
@@ -159,3 +160,55 @@ def as_native(codes: Tensor, scale_inv: Tensor, amax: Tensor | None, scaling: Sc
 def _base(weight: Tensor) -> str:
     """The name of the quantized class that `weight` is one of; a Parameter keeps the class of its tensor."""
     return next((cls.__name__ for cls in type(weight).__mro__ if cls.__name__ in _FIELDS), "")
+
+
+_LAYERS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def refuse_averages(layer: nn.Module) -> None:
+    """Let arithmetic with the weight of `layer`, one of Transformer Engine's quantized tensors, and `copy_` of values in high
+    precision to it raise RuntimeError. `quantize_`, `dequantize` and copies of quantized tensors go on.
+    """
+    _LAYERS.add(layer)
+    cls: Any = type(layer._parameters["weight"])
+    dispatch = cls.__torch_dispatch__.__func__
+    if hasattr(dispatch, "refuses"):  # the class is one for the whole process
+        return
+
+    def refusing(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        read = (
+            _tensors(args)
+            if is_arithmetic(name)
+            else args[:1]
+            if name == "copy_" and codes_of(args[1]) is None
+            else ()
+        )
+        if any(map(_is_held, read)):
+            raise RuntimeError(
+                f"{name}: this weight is stored in FP8 by Transformer Engine, and a small step"
+                f" rounds back to where it began; {INSTEAD}"
+            )
+        return dispatch(cls, func, types, args, kwargs)
+
+    refusing.refuses = True  # type: ignore[attr-defined]
+    cls.__torch_dispatch__ = classmethod(refusing)
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    for arg in args:
+        yield from (
+            _tensors(arg)
+            if isinstance(arg, list | tuple)
+            else [arg]
+            if isinstance(arg, Tensor)
+            else []
+        )
+
+
+def _is_held(tensor: Tensor) -> bool:
+    codes = codes_of(tensor)
+    if codes is None:
+        return False
+    own = (codes_of(layer._parameters["weight"]) for layer in list(_LAYERS))
+    return any(data is not None and data.data_ptr() == codes.data_ptr() for data in own)

@@ -1,6 +1,8 @@
 """torchao backend: Float8Linear and the prototype MXFP8Linear."""
 
-from fp8cfg.config.backend_capabilities import Capabilities
+from __future__ import annotations
+
+from fp8cfg.schema.backends import Capabilities
 
 CAPABILITIES = Capabilities(
     priority=20,

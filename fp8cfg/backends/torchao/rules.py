@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from importlib import util
 
 from fp8cfg.backends.native.rules import found, no_units
-from fp8cfg.backends.protocol import Hardware
-from fp8cfg.config.fp8 import FP8, per_row, weights_2d
-from fp8cfg.config.hardware import EMULATE
-from fp8cfg.config.installed_version import installed_version
-from fp8cfg.config.precision import Precision
-from fp8cfg.config.refusal import Refusal
-from fp8cfg.config.storage import level, said_of_fp8_weights
-from fp8cfg.scalings import SCALINGS
+from fp8cfg.schema.backends import EMULATE, Hardware
+from fp8cfg.schema.fp8 import FP8, per_row, weights_2d
+from fp8cfg.schema.packages import installed_version
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.refusal import Refusal
+from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.schema.storage import level, said_of_fp8_weights
 
 LEAST = (0, 18)
 """The oldest torchao whose float8 and mxfp8 training this backend knows."""

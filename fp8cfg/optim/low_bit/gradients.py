@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp8cfg.numerics.codecs import Codec, Stored, spans
-from fp8cfg.optim.low_bit.adam_step import ROW
-from fp8cfg.optim.low_bit.compiled_code import (
+from fp8cfg.optim.low_bit.adam_step import (
     REDUCED,
+    ROW,
     compiled_code,
     compiles,
     in_one_piece,
     launch_groups,
     together,
 )
-from fp8cfg.optim.low_bit.shards import local
+from fp8cfg.optim.low_bit.columns import local
 
 WAITING = 1 << 26
 """Elements of gradients that wait at most: 256 MiB in float32. What is larger takes longer than its launches."""

@@ -1,0 +1,381 @@
+"""Eligibility of nn.Linear layers in a user model: which can be replaced by FP8 layers, where they are, and their plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
+
+from fp8cfg.backends import registry
+from fp8cfg.backends.any_model import conversion_state
+from fp8cfg.backends.any_model.conversion_state import REASON, multiplied
+from fp8cfg.backends.any_model.linear_like import as_linear, layout_of, name_in, planned_as
+from fp8cfg.backends.any_model.module_swap import casts_of, differs
+from fp8cfg.backends.gemm_plan import (
+    ATTENTION_GEMMS,
+    GEMMS,
+    OWN_FORWARD,
+    Misfit,
+    Numbering,
+    PlannedAttention,
+    PlannedLinear,
+    Unwatched,
+    plan_linears,
+)
+from fp8cfg.backends.protocol import Observed
+from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.fp8 import FP8
+
+SURE = ("output_layer", "lm_head")
+"""Names of output layers wherever they stand (Megatron's, transformers')."""
+_CONTAINERS = re.compile(r"(head|heads|classifier|cls)$")
+_NAMES = re.compile(
+    r"(to_logits|logits|head|heads|classifier|unembed|unembedding|embed_out|score|qa_outputs"
+    r"|logit_proj|final_proj|generator|proj_out(_\d+)?)$"
+)
+_VAGUE = re.compile(r"(out|output|fc|decoder|proj_out|projection|out_proj)$")
+"""Names of output layers that other layers have too: believed where in and out differ and no layer comes after."""
+_SIZES = (
+    "vocab_size",
+    "n_vocab",
+    "num_tokens",
+    "padded_vocab_size",
+    "num_classes",
+    "num_labels",
+    "n_classes",
+    "output_size",
+)
+_BASE = ".base_layer"
+"""PEFT's name of the layer that an adapter is added to."""
+
+
+def output_layers(
+    model: nn.Module, linears: Mapping[str, nn.Linear], stacks: Collection[str]
+) -> list[str]:
+    """Names of the output layers among `linears`; `stacks` are the names of the lists of Transformer layers."""
+    signs = (_asked, _sure, _tied)
+    if found := {name for sign in signs for name in sign(model, linears)}:
+        return [name for name in linears if name in found]
+    outside = [
+        name for name in linears if not any(not at or name.startswith(f"{at}.") for at in stacks)
+    ]
+    order = list(linears)
+    inside = [order.index(name) for name in linears if name not in outside]
+    after = [name for name in outside if order.index(name) > max(inside, default=-1)]
+    return _named(linears, outside, after) or _wide(model, linears, after)
+
+
+def _asked(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
+    for module in model.modules():
+        if callable(ask := getattr(type(module), "get_output_embeddings", None)):
+            try:
+                own = ask(module)
+            except (
+                NotImplementedError,
+                AttributeError,
+            ):  # transformers raises these for a base model, which has no head
+                continue
+            own = getattr(own, "base_layer", own)
+            yield from (name for name, m in linears.items() if m is own)
+
+
+def _sure(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
+    return (name for name in linears if _leaf(name) in SURE)
+
+
+def _tied(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return (name for name, m in linears.items() if id(m._parameters.get("weight")) in tables)
+
+
+def _named(linears: Mapping[str, nn.Linear], outside: list[str], after: list[str]) -> list[str]:
+    found = [
+        name
+        for name in outside
+        if _NAMES.match(_leaf(name)) or any(map(_CONTAINERS.match, name.split(".")[:-1]))
+    ]
+    if found:  # of a head of several layers the last, and those beside it that are as wide
+        return [
+            name for name in found if linears[name].out_features == linears[found[-1]].out_features
+        ]
+    last = after[-1:]
+    return [
+        name
+        for name in last
+        if _VAGUE.match(_leaf(name)) and linears[name].in_features != linears[name].out_features
+    ]
+
+
+def _wide(model: nn.Module, linears: Mapping[str, nn.Linear], after: list[str]) -> list[str]:
+    """The last of `after` that is as wide as the vocabulary (the largest embedding) or the labels, by the model or its config."""
+    sizes = {
+        max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
+    }
+    for module in model.modules():
+        for owner in (vars(module), vars(module).get("config")):
+            sizes |= {size for key in _SIZES if isinstance(size := _get(owner, key), int)}
+    return [
+        name
+        for name in after
+        if linears[name].out_features in sizes and linears[name].in_features not in sizes
+    ][-1:]
+
+
+def _get(owner: object, key: str) -> object:
+    return owner.get(key) if isinstance(owner, Mapping) else getattr(owner, key, None)
+
+
+def _leaf(name: str) -> str:
+    return name.removesuffix(_BASE).rpartition(".")[2]
+
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+"""What is looked up, not multiplied; one that an output layer shares is that layer's product."""
+_ELEMENTWISE = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU)
+
+
+def unwatched(model: nn.Module, watched: Collection[nn.Module]) -> list[Unwatched]:
+    """Every module of `model` with matrices of its own that belong to no linear layer, neither to those of `watched` nor to a
+    plain nn.Linear. A module that holds part of a linear layer's weight, such as a parametrization, is inside of the layer and
+    counted as the layer's.
+    """
+    layers = [m for m in model.modules() if m in watched or isinstance(m, (nn.Linear, *_TABLES))]
+    inside = {part for layer in layers for part in layer.modules()}
+    seen = {id(p) for part in inside for p in part._parameters.values()}
+    found = []
+    for name, module in model.named_modules():
+        if module in inside or isinstance(module, _ELEMENTWISE):
+            continue
+        matrices = [p for p in _matrices(module) if id(p) not in seen]
+        seen |= {id(p) for p in matrices}
+        if matrices:
+            reason = "is not watched" if _of_a_library(module) else "is no linear layer"
+            weights, reason = sum(p.numel() for p in matrices), f"{type(module).__name__} {reason}"
+            found.append(Unwatched(name or "the model itself", weights, reason, multiplied(module)))
+    return found
+
+
+def _matrices(module: nn.Module) -> Iterator[Tensor]:
+    """The floating parameters that `module` itself holds with more than one dimension longer than 1."""
+    held = (
+        p
+        for p in module._parameters.values()
+        if isinstance(p, Tensor) and not isinstance(p, UninitializedParameter)
+    )
+    return (p for p in held if p.is_floating_point() and sum(size > 1 for size in p.shape) > 1)
+
+
+def _of_a_library(module: nn.Module) -> bool:
+    """Whether it is a layer of a backend's library that may multiply in FP8 without being recorded."""
+    known = [
+        f"{at}." for name in registry.names() for at in registry.capabilities(name).layer_modules
+    ]
+    return any(f"{base.__module__}.".startswith(tuple(known)) for base in type(module).__mro__)
+
+
+_ADAPTER = re.compile(r"(?:^|\.)lora_\w+(?:\.|$)", re.IGNORECASE)
+"""Adapters of PEFT (lora_A, lora_B), diffusers (lora_down, lora_up) and torchtune (lora_a, lora_b)."""
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
+
+
+def plan_model(
+    model: nn.Module,
+    fp8: FP8,
+    misfit: Misfit,
+    linear: Collection[type[nn.Linear]] = (),
+    norms: bool = False,
+) -> list[PlannedLinear]:
+    """The GEMM plan of each linear layer of `model`, by name, those in another layout among them (`linear_stand_ins`); `linear`
+    are subclasses of nn.Linear that the user says are linear, and `norms` whether the backend replaces norms too. Raises
+    ConfigError as `plan_linears` does, for a key that only the Transformer of this project supports, and for a class of `linear`
+    whose forward computes something else.
+    """
+    if fp8.dot_product_attention:
+        raise ConfigError(
+            "fp8.dot_product_attention=true: has no effect on a model of your own, whose attention"
+            " stays as it is"
+        )
+    stand_ins = planned_as(model, fp8.enabled)
+    found: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if isinstance(layer := stand_ins.get(name, module), nn.Linear):
+            found[name] = layer
+        elif (packed := name_in(name)) in stand_ins:
+            found[packed] = stand_ins[packed]
+    refuse_if(_not_linear(linear, found.values()))
+    ends = ("high_precision_at_start", "high_precision_at_end")
+    first_last = {f"fp8.{key}": count for key in ends if (count := getattr(fp8, key))}
+    lists = layer_lists(model)
+    if first_last and not lists:
+        raise ConfigError(
+            [
+                f"{key}={count}: has no effect, the model has no list of like layers; write {key}=0"
+                for key, count in first_last.items()
+            ]
+        )
+    shapes = [(name, m.in_features, m.out_features) for name, m in found.items()]
+    owners = {
+        id(m): parent
+        for name, parent in model.named_modules()
+        if name_in(name) not in stand_ins
+        for m in parent.children()
+    }
+    odd = _adapters(found, fp8) | {
+        name: why for name, m in found.items() if (why := _odd(m, owners.get(id(m)), linear))
+    }
+    planned = [
+        m for name, m in model.named_modules() if name in stand_ins or name_in(name) in stand_ins
+    ]
+    other = sorted({part.reason for part in unwatched(model, planned)})
+    return plan_linears(
+        shapes,
+        fp8,
+        _numbering(lists),
+        misfit,
+        output_layers(model, found, lists),
+        odd,
+        other,
+        (
+            [name for name, m in model.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)]
+            if norms
+            else ()
+        ),
+    )
+
+
+def layer_lists(model: nn.Module) -> dict[str, int]:
+    """The outermost lists of like modules, which hold the Transformer layers whatever they are called: name -> length."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not any(
+            _inside(name, other) for other in found
+        ):
+            children = list(module.children())
+            if (
+                len(children) > 1
+                and len({type(child) for child in children}) == 1
+                and not isinstance(children[0], nn.Linear)
+            ):
+                found[name] = len(children)
+    return found
+
+
+def _numbering(lists: dict[str, int]) -> Numbering:
+    def number(name: str) -> tuple[int, int] | None:
+        for at, count in lists.items():
+            if _inside(name, at):
+                index = _NUMBER.match(name, len(at) + 1 if at else 0)
+                return (int(index[1]), count) if index else None
+        return None
+
+    return number
+
+
+def _inside(name: str, at: str) -> bool:
+    return not at or name.startswith(at + ".")
+
+
+def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
+    """The LoRA adapters that no pattern of fp8.include names as such: they are narrow, and what is trained is in them."""
+    named = [pattern for pattern in fp8.include if "lora" in pattern.lower()]
+    return {
+        name: "LoRA adapter; fp8.include names those that run in FP8"
+        for name in names
+        if _ADAPTER.search(name) and not any(fnmatchcase(name, pattern) for pattern in named)
+    }
+
+
+def _not_linear(linear: Collection[type[nn.Linear]], layers: Collection[nn.Linear]) -> list[str]:
+    """A line for each class of `linear` that is none, or is in no layer, or computes something else than F.linear."""
+    lines = []
+    for cls in linear:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
+            lines.append(f"linear={cls!r}: expected a subclass of torch.nn.Linear")
+        elif not (mine := [layer for layer in layers if isinstance(layer, cls)]):
+            lines.append(f"linear={cls.__name__}: the model has no such layer")
+        elif any(differs(layer) for layer in mine):
+            lines.append(
+                f"linear={cls.__name__}: its forward is not F.linear of input and weight, cast to"
+                " some dtype, and FP8 would compute something else; leave it out"
+            )
+    return lines
+
+
+def _odd(
+    linear: nn.Linear, owner: nn.Module | None, named: Collection[type[nn.Linear]] = ()
+) -> str:
+    """Why `linear` cannot be replaced, or an empty string."""
+    kind = type(linear)
+    if "forward" in vars(linear):
+        return f"{kind.__name__} {OWN_FORWARD}"
+    if linear._compiled_call_impl is not None:
+        return "it is compiled by itself; compile it after"
+    if isinstance(owner, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies its weight itself"
+    if isinstance(linear.weight, UninitializedParameter):
+        return "it is not initialized"
+    if {*linear._parameters, *linear._buffers, *linear._modules} != {"weight", "bias"}:
+        return "it holds more than weight and bias, or others in their place"
+    if not linear.weight.is_floating_point() or linear.weight.dtype.itemsize == 1:
+        return f"its weight is {str(linear.weight.dtype).removeprefix('torch.')}"
+    if (
+        kind.forward is nn.Linear.forward
+        or issubclass(kind, tuple(named))
+        or casts_of(linear) is not None
+    ):
+        return ""
+    return f"{kind.__name__} {OWN_FORWARD}"
+
+
+def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttention]]:
+    """The products that each linear layer of `model`, and each converted attention, ran, with the reason where none of them was in
+    FP8.
+    """
+    seen: Observed = {}
+    for backend in registry.used():
+        seen |= backend.observed(model)
+    linears, attentions = [], []
+    for name, module in model.named_modules():
+        ran = seen.get(name, {})
+        layer = (
+            as_linear(module, layout)
+            if REASON in vars(module) and (layout := layout_of(module))
+            else module
+        )
+        if isinstance(layer, nn.Linear) or "fprop" in ran:
+            gemms = tuple(ran.get(g) for g in GEMMS)
+            linears.append(
+                PlannedLinear(
+                    name,
+                    layer.in_features,
+                    layer.out_features,
+                    gemms,  # type: ignore[arg-type]
+                    _reason(module, ran),
+                    conversion_state.multiplied(module),
+                )
+            )
+        elif ran:
+            attentions.append(PlannedAttention(name, tuple(ran.get(g) for g in ATTENTION_GEMMS)))
+    return linears, attentions
+
+
+def beside(model: nn.Module) -> list[Unwatched]:
+    """The parameters of `model` that are multiplied outside of its linear layers."""
+    watched = {
+        model.get_submodule(name) for backend in registry.used() for name in backend.observed(model)
+    }
+    return unwatched(
+        model, watched | {module for module in model.modules() if REASON in vars(module)}
+    )
+
+
+def _reason(module: nn.Module, ran: object) -> str:
+    if ran or getattr(module, REASON, ""):
+        return str(getattr(module, REASON, ""))
+    return (
+        "not converted" if type(module) is nn.Linear else f"{type(module).__name__} is not watched"
+    )

@@ -1,0 +1,158 @@
+"""Job optimizer: the optimizer of a job, over the parameters of its prepared model. Imports torch when it is called."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fp8cfg.backends.choice import Choice
+from fp8cfg.backends.protocol import PreparedModel
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.storage import low_bit
+from fp8cfg.schema.training import Optim
+
+if TYPE_CHECKING:
+    from fp8cfg.optim import LossScaler
+    from fp8cfg.optim.low_bit.adam import LowBitTraining
+    from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+
+
+def optimizer(
+    prepared: PreparedModel,
+    precision: Precision,
+    optim: Optim,
+    clip_grad: float,
+    choice: Choice,
+    loss_scaler: LossScaler | None,
+    seed: int,
+) -> MixedPrecisionOptimizer | LowBitTraining:
+    """The optimizer over `prepared.model`'s parameters; its step rolls the FP8 histories before it writes weights."""
+    from fp8cfg.backends import registry, stored_weights
+    from fp8cfg.numerics import fp8_linears
+    from fp8cfg.numerics.fsdp_weights import refresh_shards
+    from fp8cfg.optim.mixed_precision import param_groups
+    from fp8cfg.parallel import gradient_sync, zero
+    from fp8cfg.parallel.process_group import amax_group, sharing
+
+    model, backend = prepared.model, registry.backend(choice.backend)
+    built: MixedPrecisionOptimizer | LowBitTraining
+    if (own := backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)) is not None:
+        return own
+    groups = param_groups(model, optim.weight_decay)
+    writers: dict[Any, Any] = {
+        p: layer.set_weight for p, layer in stored_weights.held(model).items() if p.requires_grad
+    }
+    if precision.fp8.enabled:
+        writers |= backend.writers(model)
+    if low_bit(precision):
+        built = _low_bit(prepared, precision, optim, groups, writers, clip_grad, loss_scaler, seed)
+    else:
+        from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
+
+        named = dict(model.named_parameters())
+        owned = zero.owned(prepared, precision)
+        prepared.masters = {
+            name: t for name, t in prepared.masters.items() if owned is None or name in owned
+        }
+        built = MixedPrecisionOptimizer(
+            groups,
+            _inner(optim),
+            masters={named[name]: master for name, master in prepared.masters.items()},
+            writers=writers,
+            loss_scaler=loss_scaler,
+            clip_grad=clip_grad,
+            owned=owned,
+        )
+        if prepared.fsdp2:
+            from fp8cfg.parallel import fsdp
+
+            fsdp.attach(built, prepared)
+    gradient_sync.sum_norms(built, prepared)
+    built.can_defer = (
+        not precision.fp8.enabled or registry.capabilities(choice.backend).skips_on_device
+    )
+    if prepared.owner:
+        zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
+    if precision.fp8.enabled:
+
+        def move_scales() -> None:
+            skip = built.deferred and built.deferred.skip
+            late = built.deferred.late if built.deferred and precision.fp8.interval > 1 else None
+            decided = {name: t for name, t in (("skip", skip), ("late", late)) if t is not None}
+            backend.after_step(model, amax_group(prepared, precision.fp8), built.steps, **decided)
+
+        built.on_step.append(move_scales)
+        built.on_skip.append(lambda: backend.after_skip(model))
+    elif prepared.fsdp2:
+        built.on_step.append(
+            lambda: refresh_shards(fp8_linears(model))
+        )  # of weights that are gathered in a codec
+    return built
+
+
+def _low_bit(
+    prepared: PreparedModel,
+    precision: Precision,
+    optim: Optim,
+    groups: list[dict[str, Any]],
+    writers: dict[Any, Any],
+    clip_grad: float,
+    loss_scaler: LossScaler | None,
+    seed: int,
+) -> LowBitTraining:
+    """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
+    from fp8cfg.backends import stored_weights
+    from fp8cfg.numerics.codecs import codec
+    from fp8cfg.optim.low_bit.adam import LowBitTrainingAdam, LowBitTrainingAdamW
+    from fp8cfg.optim.low_bit.columns import columns_of_shard
+    from fp8cfg.parallel import zero
+    from fp8cfg.parallel.sharded_state import attach, tensor_parts
+
+    model = prepared.model
+    named, parts = dict(model.named_parameters()), tensor_parts(prepared)
+    held = {
+        p: partial(getattr, layer, "in_codec")
+        for p, layer in stored_weights.held(model).items()
+        if p.requires_grad
+    }
+    writers = {
+        p: write for p, write in writers.items() if p not in held
+    }  # a step stores those itself
+    split: dict[Any, dict[str, Any]] = {}
+    for number, group in enumerate(groups):
+        for name, p in group["params"]:
+            columns = columns_of_shard(zero.columns_of(prepared, precision, name), p, parts.get(p))
+            if p in writers:
+                columns = columns._replace(weight=codec("fp32"))  # what the writer is given
+            split.setdefault((number, columns), {**group, "params": [], "columns": columns})[
+                "params"
+            ].append((name, p))
+    cls = LowBitTrainingAdamW if optim.name == "adamw" else LowBitTrainingAdam
+    built = cls(
+        split.values(),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        held=held,
+        writers=writers,
+        owned=zero.owned(prepared, precision),
+        seed=seed,
+        originals={named[name]: t for name, t in prepared.masters.items()},
+        loss_scaler=loss_scaler,
+        clip_grad=clip_grad,
+        adds_stored=precision.storage.accumulate == "stored",
+    )
+    attach(built, prepared, precision, parts)
+    prepared.masters.clear()
+    return built
+
+
+def _inner(optim: Optim) -> Any:
+    import torch
+
+    from fp8cfg.optim.mixed_precision import SGD
+
+    if optim.name == "sgd":
+        return partial(SGD, lr=optim.lr, momentum=optim.momentum)
+    cls = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+    return partial(cls, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

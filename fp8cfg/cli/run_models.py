@@ -1,0 +1,131 @@
+"""Models of a run folder for `sample` and `evaluate`: which checkpoint, which precisions, and what they are called."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from fp8cfg.cli.argv import Arguments
+from fp8cfg.run_folder.files import MAX_BYTES, RunFiles, StrangeFile
+from fp8cfg.schema.backends import EMULATE
+from fp8cfg.schema.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from fp8cfg.schema.recipe import Recipe
+    from fp8cfg.training.trained_model import RunModel
+
+
+def read_object(folder: RunFiles, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` of a run folder. Raises ConfigError where there is none."""
+    path = folder.path / name
+    try:
+        data = json.loads(folder.read(name))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: is not there") from None
+    except StrangeFile as e:
+        raise ConfigError(str(e)) from None
+    except OSError as e:
+        what = (
+            f"larger than {MAX_BYTES // 1024} KB"
+            if e.errno == errno.EFBIG
+            else f"cannot be read ({e.strerror})"
+        )
+        raise ConfigError(f"{path}: {what}") from None
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path}: cannot be read ({e})") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return data
+
+
+def loaded(arguments: Arguments) -> RunModel:
+    """The model of the run folder that stands first among `arguments`, as it was trained."""
+    from fp8cfg.run_folder.run_folder import RunFolder
+
+    path, change, step = (
+        Path(arguments.plain[0]),
+        _on(arguments.one("--accelerator")),
+        whole(arguments, "--step", 0),
+    )
+    RunFolder.open(
+        arguments.plain[0], lock=False
+    ).close()  # before torch is loaded: a folder that is none is said first
+    from fp8cfg.training import trained_model
+
+    with _cured_by_options():
+        return trained_model.load(path, _say, change, step)
+
+
+def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
+    """What lets a recipe run on `accelerator`; None where it stays where it was. Raises ConfigError for a word that is none."""
+    if accelerator is None:
+        return None
+    from fp8cfg.schema.training import Trainer
+
+    if accelerator not in (words := get_args(Trainer.model_fields["accelerator"].annotation)):
+        raise ConfigError(
+            f"--accelerator {accelerator[:40]}: write {', '.join(words[:-1])} or {words[-1]}"
+        )
+    return lambda recipe: setattr(recipe.trainer, "accelerator", accelerator)
+
+
+def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunModel]]:
+    """`run` in each precision of `names`, presets with commas between, one after the other; by default as it was trained. Raises
+    ConfigError for a name that is none before anything is computed."""
+    if names is None:
+        yield title(run), run
+        return
+    from fp8cfg.schema.presets import precision_preset
+    from fp8cfg.training import trained_model
+
+    for name in names.split(","):
+        precision_preset(name)
+    for name in names.split(","):
+        with _cured_by_options():
+            model = trained_model.in_precision(run, name, _say)
+        yield name, model
+
+
+@contextmanager
+def _cured_by_options() -> Iterator[None]:
+    """What hardware lacks is refused with what these verbs take, options, in the place of keys."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError(
+            [
+                problem.replace(EMULATE, "write --accelerator cpu to emulate").replace(
+                    " precision=", " --precision "
+                )
+                for problem in e.problems
+            ]
+        ) from None
+
+
+def title(run: RunModel) -> str:
+    """The precision of `run` in words."""
+    p = run.recipe.precision
+    return f"{p.compute}, FP8 {p.fp8.scaling}" if p.fp8.enabled else p.compute
+
+
+def whole(arguments: Arguments, option: str, least: int, default: int | None = None) -> int | None:
+    """The whole number of `option`. Raises ConfigError."""
+    text = arguments.one(option)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{option} {text[:40]}: needs a whole number") from None
+    if not least <= value < 2**63:
+        raise ConfigError(f"{option} {text[:40]}: must be at least {least}")
+    return value
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr)

@@ -1,1 +1,0 @@
-"""Configuration schema: typed nodes, rules between keys, presets and recipes by name, errors. Loads no torch and no Hydra."""

@@ -1,1 +1,0 @@
-"""Accelerate: its configuration file and its FP8 handler objects."""

@@ -1,1 +1,0 @@
-"""Megatron: flags of Megatron-LM, and the precision fields of Megatron Core, NeMo and Megatron-Bridge."""

@@ -1,1 +1,0 @@
-"""Shell scripts read as data: words, variables, conditions, flags."""

@@ -1,1 +1,0 @@
-"""Transformer Engine recipes: classes, objects and printed text."""

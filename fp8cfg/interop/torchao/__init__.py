@@ -1,1 +1,0 @@
-"""torchao: its Float8LinearConfig."""

@@ -1,1 +1,0 @@
-"""torchtitan: sections of its TOML files, and its Python configurations."""

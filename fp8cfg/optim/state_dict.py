@@ -1,0 +1,317 @@
+"""Named optimizer state: base class with state by parameter name, tensors for safetensors and the rest for JSON."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fp8cfg.optim.deferred_step import DeferredSteps
+from fp8cfg.optim.low_bit import columns as one_shard
+
+Names = Mapping[nn.Parameter, str]
+Masters = Mapping[nn.Parameter, Tensor]
+
+
+def collect_tensors(
+    names: Names, masters: Masters, inner: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Masters and moments as `<name>.master`, `<name>.exp_avg`, ...: the tensors themselves, not copies."""
+    found = _separate_masters(names, masters)
+    for p, master in masters.items():
+        for key in _tensor_keys(inner, master):
+            found[f"{names[p]}.{key}"] = inner.state[master][key]
+    return found
+
+
+def collect_json(names: Names, masters: Masters, inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """The inner optimizer's class, and for each parameter its step count and which tensors belong to it."""
+    state: dict[str, dict[str, Any]] = {}
+    for p, master in masters.items():
+        state[names[p]] = {"tensors": _tensor_keys(inner, master)}
+        if "step" in inner.state.get(master, {}):
+            state[names[p]]["step"] = int(inner.state[master]["step"])
+    return {"optimizer": type(inner).__name__, "state": state}
+
+
+def restore(
+    names: Names,
+    masters: Masters,
+    inner: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    json: Mapping[str, Any],
+) -> None:
+    """Copy collected state into `masters`, which may be those of some of `names`, and `inner`. Raises ValueError before anything is
+    changed."""
+    if json["optimizer"] != type(inner).__name__:
+        raise ValueError(
+            f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}"
+        )
+    named = {names[p]: master for p, master in masters.items()}
+    check_names("parameters", json["state"].keys(), set(names.values()))
+    saved = {name: entry for name, entry in json["state"].items() if name in named}
+    elsewhere = {f"{name}." for name in json["state"].keys() - named.keys()}
+    tensors = {
+        k: t for k, t in tensors.items() if not any(k.startswith(prefix) for prefix in elsewhere)
+    }
+    separate = _separate_masters(names, masters)
+    moments = {
+        f"{name}.{key}": named[name] for name, entry in saved.items() for key in entry["tensors"]
+    }
+    check_tensors(tensors, {**separate, **moments})
+
+    for name, master in separate.items():
+        master.copy_(tensors[name])
+    inner.state.clear()
+    for name, master in named.items():
+        state = {
+            key: tensors[f"{name}.{key}"].to(master.device, copy=True)
+            for key in saved[name]["tensors"]
+        }
+        if "step" in saved[name]:
+            state["step"] = _step_tensor(inner, master, saved[name]["step"])
+        if state:
+            inner.state[master] = state
+
+
+def moments(inner: torch.optim.Optimizer) -> list[str]:
+    """The tensors that `inner`, torch's SGD, Adam or AdamW, keeps of a parameter that it has stepped."""
+    if isinstance(inner, torch.optim.SGD):
+        return ["momentum_buffer"] if inner.defaults["momentum"] else []
+    return ["exp_avg", "exp_avg_sq"]
+
+
+def stepped(inner: torch.optim.Optimizer, count: int) -> dict[str, Any]:
+    """The entry of `collect_json` for a parameter that `inner` has stepped so often, on whatever rank."""
+    if not count:
+        return {"tensors": []}
+    return {"tensors": moments(inner)} | (
+        {} if isinstance(inner, torch.optim.SGD) else {"step": count}
+    )
+
+
+def from_low_bit(json: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The JSON of a low-bit optimizer whose state is float32 throughout, as ZeRO once had it, as that of torch's Adam, whose
+    tensors it has; any other as it is."""
+    name = str(json.get("optimizer", "")).removeprefix("LowBitTraining")
+    state = json.get("state", {})
+    if name == json.get("optimizer") or any(
+        set(entry["codecs"].values()) - {"fp32"} for entry in state.values()
+    ):
+        return json
+    entries = {
+        k: {"tensors": ["exp_avg", "exp_avg_sq"], "step": entry["step"]}
+        for k, entry in state.items()
+    }
+    return {**{k: v for k, v in json.items() if k != "seed"}, "optimizer": name, "state": entries}
+
+
+def _separate_masters(names: Names, masters: Masters) -> dict[str, Tensor]:
+    return {f"{names[p]}.master": master for p, master in masters.items() if master is not p}
+
+
+def _tensor_keys(inner: torch.optim.Optimizer, master: Tensor) -> list[str]:
+    state = inner.state.get(master, {})
+    return sorted(key for key, value in state.items() if key != "step" and value is not None)
+
+
+def _step_tensor(inner: torch.optim.Optimizer, master: Tensor, step: int) -> Tensor:
+    # Fused and capturable kernels read the count on the device; elsewhere torch keeps it on the CPU.
+    group = next(group for group in inner.param_groups if any(master is p for p in group["params"]))
+    on_device = group.get("fused") or group.get("capturable")
+    return torch.tensor(
+        float(step), dtype=torch.float32, device=master.device if on_device else "cpu"
+    )
+
+
+def check_names(what: str, given: Set[str], expected: Set[str]) -> None:
+    for problem, names in (("missing", expected - given), ("unexpected", given - expected)):
+        if names:
+            some = ", ".join(sorted(names)[:4])
+            raise ValueError(f"optimizer state: {len(names)} {what} {problem}, among them {some}")
+
+
+def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    check_names("tensors", given.keys(), expected.keys())
+    for name, like in expected.items():
+        tensor = given[name]
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            raise ValueError(
+                f"optimizer state: {name} is {tensor.dtype} {list(tensor.shape)}, expected"
+                f" {like.dtype} {list(like.shape)}"
+            )
+
+
+NO_HYPERPARAMETERS = ("params", "param_names", "columns")
+"""What stands in a parameter group beside its hyperparameters."""
+
+
+class FP8State(Protocol):
+    """Who has the FP8 state of a model: a Job."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None: ...
+
+
+def carried(state: FP8State | None) -> dict[str, Any]:
+    """The entry of an optimizer's state dict for FP8 state; none where there is none."""
+    fp8 = {} if state is None else state.state_dict()
+    return {"fp8": fp8} if fp8 else {}
+
+
+class NamedOptimizer(torch.optim.Optimizer):
+    """Base class of optimizers whose state is keyed by parameter name; `state_dict` therefore differs from torch's layout, which
+    is keyed by position.
+
+    A job's optimizer carries the FP8 state of its model too (`fp8_state`): Trainer, Accelerate and Fabric save model and optimizer
+    alone, and the model's `state_dict` has none.
+    """
+
+    names: dict[nn.Parameter, str]
+    fp8_state: FP8State | None = None
+    _owned: Container[str] | None = None
+    sharded: bool = False
+    """Whether FSDP2 has split every parameter, and with it the state, over data-parallel ranks."""
+    one_shard: Callable[[], None] | None = None
+    """Where FSDP2 has one shard of each parameter on every rank: called once a state dict has written these."""
+    masters_of: Collection[str] = ()
+    """Names of parameters that are their own masters under FSDP2, and that a rank alone has masters of."""
+    split: Collection[Any] = ()
+    """Parameters of which other ranks have other parts."""
+    sum_split: Callable[[Tensor], Tensor] | None = None
+    """Adds up a number over the ranks that have these parts."""
+    can_defer: bool = False
+    """Whether the device can decide whether a step is skipped."""
+    deferred: DeferredSteps | None = None
+    sum_stages: Callable[[Tensor], Tensor] | None = None
+    """Adds up a number over the ranks that have other layers of the model, where there are some."""
+    uncounted: Collection[Tensor] = ()
+    """Parameters that one of those ranks has too, and counts."""
+
+    def norm_over_ranks(self, norm_of: Callable[[Sequence[nn.Parameter]], Tensor]) -> Tensor:
+        """The norm of the gradients of the whole model, from `norm_of`, that of some parameters as far as this rank has them."""
+        if self.sum_stages is None:
+            return self._norm_of_parts(norm_of, list(self.names))
+        here = self._norm_of_parts(
+            norm_of, [p for p in self.names if not any(p is other for other in self.uncounted)]
+        )
+        return self.sum_stages(here.double().square()).sqrt().float()
+
+    def _norm_of_parts(
+        self, norm_of: Callable[[Sequence[nn.Parameter]], Tensor], params: Sequence[nn.Parameter]
+    ) -> Tensor:
+        """The norm of the gradients of `params`, of all parts of those that are split."""
+        if self.sum_split is None:
+            return norm_of(params)
+        split, whole = ([p for p in params if (p in self.split) == part] for part in (True, False))
+        return (self.sum_split(norm_of(split).square()) + norm_of(whole).square()).sqrt()
+
+    @abstractmethod
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state itself, no copies, by `<parameter>.<what>`."""
+
+    @abstractmethod
+    def state_json(self) -> dict[str, Any]:
+        """The rest of the state, for JSON. The learning rate is a schedule's."""
+
+    @abstractmethod
+    def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
+        """Restore the results of `state_tensors` and `state_json`. Raises ValueError, before anything is changed, where they do
+        not fit.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """`state_tensors`, `state_json` and the hyperparameters of the groups, and the FP8 state of a job's model. Raises
+        RuntimeError where the state is split over ranks, of which none has it whole."""
+        if self.split:
+            raise RuntimeError(
+                "the optimizer's state is that of this rank's parts of matrices"
+                " (tensor_model_parallel_size); save checkpoints by fp8cfg.fit, which puts them"
+                " together"
+            )
+        if self.sum_stages is not None:
+            raise RuntimeError(
+                "the optimizer's state is that of this rank's layers"
+                " (pipeline_model_parallel_size); save checkpoints by fp8cfg.fit, which puts them"
+                " together"
+            )
+        if self._owned is not None or self.sharded:
+            raise RuntimeError(
+                "the optimizer's state is split over the ranks (storage.shard); save checkpoints by"
+                " fp8cfg.fit, or write storage.shard=none"
+            )
+        groups, tensors = (
+            [hyperparameters(group) for group in self.param_groups],
+            self.state_tensors(),
+        )
+        if self.one_shard is not None:
+            tensors = one_shard.plain(tensors, self.names, self.masters_of)
+        return {"tensors": tensors, "json": self.state_json(), "param_groups": groups} | carried(
+            self.fp8_state
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, for a model whose weights are loaded; raises ValueError as `load_state` does, and for
+        another number of groups or other FP8 layers, or what is no such state dict."""
+        _expect_state_dict(state_dict)
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"optimizer state: {len(groups)} parameter groups, expected"
+                f" {len(self.param_groups)}"
+            )
+        if self.one_shard is not None:
+            tensors, masters = one_shard.shards(state_dict["tensors"], self.names)
+            self.load_state(tensors, state_dict["json"])
+            one_shard.write(masters)
+            self._load_fp8(state_dict)  # scales and amaxes of these
+            self.one_shard()
+        else:
+            self._load_fp8(
+                state_dict
+            )  # first: what it writes into weights is no write of someone else
+            self.load_state(state_dict["tensors"], state_dict["json"])
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update(saved)
+
+    def _load_fp8(self, state_dict: Mapping[str, Any]) -> None:
+        if self.fp8_state is not None and "fp8" in state_dict:
+            self.fp8_state.load_state_dict(state_dict["fp8"])
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "an optimizer cannot be copied or pickled, it belongs to one model; save its"
+            " state_dict() or build another"
+        )
+
+
+def _expect_state_dict(state_dict: Any) -> None:
+    """Raise ValueError for what is no state dict of a NamedOptimizer."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            f"optimizer state: expected what state_dict() gives, not {type(state_dict).__name__}"
+        )
+    if lacks := [key for key in ("param_groups", "tensors", "json") if key not in state_dict]:
+        torchs = (
+            "; it is keyed by position, as torch's optimizers have it, and this one by names"
+            if "state" in state_dict
+            else ""
+        )
+        raise ValueError(f"optimizer state: has no {', '.join(lacks)}{torchs}")
+    groups = state_dict["param_groups"]
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError("optimizer state: param_groups is no list of groups")
+    for key in ("tensors", "json", "fp8"):
+        if not isinstance(state_dict.get(key, {}), Mapping):
+            raise ValueError(
+                f"optimizer state: {key} is no table, but {type(state_dict[key]).__name__}"
+            )
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a parameter group."""
+    return {key: value for key, value in group.items() if key not in NO_HYPERPARAMETERS}

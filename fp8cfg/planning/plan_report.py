@@ -1,0 +1,589 @@
+"""Plan of a recipe for GPUs not at hand: which GEMMs run in which format on which backend, and the memory of each rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fp8cfg.backends.choice import BLOCK_CUDA, Choice, Hardware, choose
+from fp8cfg.planning import graph_text, job_plan, remarks, smoke
+from fp8cfg.planning import hardware as speedups
+from fp8cfg.planning.collectives import Collective
+from fp8cfg.planning.communication import of_step
+from fp8cfg.planning.coverage import Coverage
+from fp8cfg.planning.coverage import planned as planned_coverage
+from fp8cfg.planning.fit_search import (
+    Backend,
+    Fit,
+    Line,
+    alternatives,
+    differences,
+    offering,
+    smoke_run,
+    words_alone,
+)
+from fp8cfg.planning.fsdp_memory import gather_line
+from fp8cfg.planning.hardware import GPU, GPUS, named
+from fp8cfg.planning.layer_plan import plan as plan_layers
+from fp8cfg.planning.layout import Part, machines, parts, placed, refused, shards, shared_by, whole
+from fp8cfg.planning.peak_memory import (
+    COMING,
+    NOT_PARAMETERS,
+    linears_of,
+    memory,
+    memory_table,
+    multiplying,
+    parameters,
+)
+from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.refusal import LayoutRefusal
+from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.schema.storage import as_sharded, sharding
+from fp8cfg.schema.tables import amount, size, table, wrapped
+
+
+def text(p: Plan) -> str:
+    """The sections of the plan."""
+    sections = [
+        _runs(p),
+        str(p.coverage),
+        remarks.text(p.recipe, p.widest.part.shards),
+        _layout(p),
+        _memory(p),
+    ]
+    if any(rank.sent for rank in p.ranks):
+        sections.append(_sent(p))
+    if p.recipe.fp8.enabled:
+        sections.append(_gains(p))
+    if p.problems:
+        sections.append(_verdict(p))
+    if p.built:
+        sections.append(
+            "will be built\n" + "\n".join(_call(kind, **part) for kind, part in p.built.items())
+        )
+    return "\n\n".join(sections)
+
+
+def _runs(p: Plan) -> str:
+    where = p.gpu.name if p.gpu else "a CPU (name a GPU: --gpu h100)"
+    if p.choice:
+        lines = [wrapped(f"backend on {where}: {p.choice.backend}, {p.choice.why}", more="  ")]
+        return "\n".join([*lines, *passed_over(p.choice)])
+    return "\n".join(wrapped(f"cannot run on {where}: {line}", more="  ") for line in p.refusals)
+
+
+def _verdict(p: Plan) -> str:
+    lines = [wrapped(f"does not run as it stands: {line}", more="  ") for line in p.problems]
+    offered = [
+        f"runs with: {' '.join(p.write)}",
+        *([f"or with: {' '.join(p.alternative)}"] if p.alternative else []),
+    ]
+    return "\n".join([*lines, *(wrapped(line, more="  ") for line in offered)])
+
+
+def passed_over(choice: Choice) -> list[str]:
+    """A line for each backend that would have gone first on this hardware; none where FP8 is emulated or off."""
+    lines = choice.passed_over if choice.product == "scaled_mm" else ()
+    return [wrapped(f"passed over {line}", "  ", "    ") for line in lines]
+
+
+def _layout(p: Plan) -> str:
+    s = p.recipe.trainer.strategy
+    model = f"model: {amount(p.parameters)} parameters ({p.parameters:,})"
+    if p.world == 1:
+        return f"{model}\nlayout: 1 rank"
+    ways = (
+        ("tensor", s.tensor_model_parallel_size),
+        ("pipeline", s.pipeline_model_parallel_size),
+        ("context", s.context_parallel_size),
+        ("data", p.widest.part.data),
+    )
+    groups = (
+        f", {s.data_parallel_replicate_size} groups with all state each"
+        if s.data_parallel_replicate_size > 1
+        else ""
+    )
+    lines = [
+        model,
+        f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}{groups}",
+    ]
+    if refused(p.recipe, p.world):
+        lines.append("planned for, not run: training in this version has no such layout")
+    if len(p.ranks) > 1:
+        rows = [
+            [r.part.name, str(len(r.part.layers)), amount(r.parameters), size(r.total)]
+            for r in p.ranks
+        ]
+        lines.append(table(["", "layers", "parameters", "memory"], rows, right=(1, 2, 3)))
+    return "\n".join(lines)
+
+
+def _memory(p: Plan) -> str:
+    lines = [memory_table(p.recipe, p.hardware.device, p.widest.part, p.backend)]
+    lines += _beyond_the_chart(p)
+    if p.backend and (gathered := gather_line(p.recipe, p.widest.part.shards, p.backend)):
+        lines.append(gathered)
+    if len(p.ranks) > 1:
+        lines.append(f"of the {p.widest.part.name}, which takes most")
+    none, selective, full = (
+        size(p.recomputing(granularity)) for granularity in ("none", "selective", "full")
+    )
+    lines.append(f"activations, backward: none {none}, selective {selective}, full {full}")
+    if p.gpu:
+        left = p.gpu.memory - p.widest.total
+        gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"
+        if refused(p.recipe, p.world):
+            gpu += ", as planned for"
+        lines.append(
+            f"fits {gpu}: {size(left)} to spare"
+            if left >= 0
+            else f"does not fit {gpu}: {size(-left)} too much"
+        )
+    return "\n".join(lines)
+
+
+NUMBERS = ("amaxes", "losses and norms", "scales")
+"""What is a number of a tensor or of a token."""
+
+
+def _sent(p: Plan) -> str:
+    """What the rank sends that sends most."""
+    rank, rows = max(p.ranks, key=lambda rank: rank.sent_bytes), dict[str, list[Collective]]()
+    for one in sorted(rank.sent, key=lambda one: one.what in NUMBERS):
+        rows.setdefault(
+            "amaxes, norms, losses" if one.what in NUMBERS else f"{one.axis}: {one.what}", []
+        ).append(one)
+    shown = [
+        [said, _ways(every), size(sum(one.bytes for one in every))] for said, every in rows.items()
+    ]
+    shown.append([f"total, {rank.part.name}", "", size(rank.sent_bytes)])
+    return table(["sent by a rank in a step", "collectives", "size"], shown, right=(2,))
+
+
+def _ways(every: Sequence[Collective]) -> str:
+    counts = Counter[str]()
+    for one in every:
+        counts[one.how] += one.count
+    return (
+        " + ".join(f"{n} {how}" for how, n in counts.items())
+        if len(counts) < 3
+        else f"{counts.total()}"
+    )
+
+
+def _beyond_the_chart(p: Plan) -> list[str]:
+    """Why the lines of memory come to more bytes a parameter than the chart has; nothing where they do not."""
+    rank, shard = p.widest, p.shard
+    kinds = {
+        kind: n / rank.parameters
+        for kind, n in rank.memory.items()
+        if n and kind not in NOT_PARAMETERS
+    }
+    chart_has, together = (
+        remarks.bytes_per_parameter(remarks.row(p.recipe), shard, rank.part.shards),
+        sum(kinds.values()),
+    )
+    if together < chart_has + 0.5:
+        return []
+    more = {
+        kind: n for kind, n in kinds.items() if kind in ("gathered", "FP8 copies", "accumulation")
+    }
+    wider = together - chart_has - sum(more.values())
+    said = [f"{kind} {n:.1f}" for kind, n in more.items()] + [
+        f"other parameters, in wider formats, {wider:.1f}"
+    ] * (wider > 0.05)
+    return [
+        wrapped(
+            f"together {together:.1f} B/param; the chart's {chart_has:.3g} is what a parameter of a"
+            f" linear layer keeps from step to step, and beside that: {', '.join(said)}",
+            more="  ",
+        )
+    ]
+
+
+def _gains(p: Plan) -> str:
+    gpu = p.gpu
+    if gpu is None or (p.choice and p.choice.product == "emulate"):
+        return "gains: none, FP8 is emulated here: the same values, no faster than bf16"
+    if gpu.fp8 is None:
+        return f"gains: none, {gpu.name} has no FP8 units"
+    found = speedups.published(p.recipe, gpu.capability)
+    lines = ["published gains of FP8 over BF16, not measured here"]
+    lines += [f"  {g.times:.2f}x  {g.what}, {g.where}\n         {g.source}" for g in found]
+    if not found:
+        lines.append(f"  none at hand for fp8.scaling={p.recipe.fp8.scaling}")
+    lines.append(wrapped(f"sizes here: {speedups.sizes(p.recipe, p.widest.part)}", more="  "))
+    if SCALINGS[p.recipe.fp8.scaling].bits == 8:  # not of four, whose products have another peak
+        bound = 1 / (1 - p.coverage.share * (1 - gpu.bf16 / gpu.fp8))
+        lines.append(f"all matrix products at the peaks of {gpu.name}: at most {bound:.2f}x")
+    small = ", ".join(f"{name} {k} -> {n}" for name, (k, n) in p.too_small().items())
+    lines += [wrapped(f"too small to win: {small or 'none'}", more="  "), f"  by {speedups.FILTER}"]
+    return "\n".join(lines)
+
+
+def _call(kind: str, name: str, **arguments: Any) -> str:
+    values = ", ".join(f"{k}={_value(v)}" for k, v in arguments.items())
+    return wrapped(f"{kind:<12}  {name}({values})", "  ", " " * 16)
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+UNBOUNDED = 1 << 62
+"""Bytes where no GPU is named: the layout alone is looked at."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank that differs from others in what it holds."""
+
+    part: Part
+    """Part of the model that it holds: layers, and ways in which they are split."""
+    parameters: int
+    """Parameters of that part."""
+    memory: dict[str, int]
+    """Bytes by kind: weights, masters, gradients, moments, activations, and others."""
+
+    sent: Sequence[Collective] = ()
+    """What it sends in a step, by axis of the layout, matter and kind of collective; nothing where there is one rank."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self.memory.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that it sends in a step."""
+        return sum(one.bytes for one in self.sent)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan of a recipe's run: what multiplies in which format, and what each rank holds. `str()` is what `fp8cfg plan` prints."""
+
+    recipe: Recipe
+    """What is planned."""
+    world: int
+    """Ranks, each with one GPU."""
+    gpu: GPU | None
+    """GPU of each rank; None is a CPU, which emulates FP8."""
+    hardware: Hardware
+    """That GPU or CPU as backends see it."""
+    choice: Choice | None
+    """Who multiplies, and why; None where nobody does."""
+    refusals: Sequence[str]
+    """Why nobody multiplies; empty where somebody does."""
+    coverage: Coverage
+    """Formats of every linear layer's three GEMMs, and their share of the FLOPs."""
+    ranks: Sequence[Rank]
+    """Ranks that differ, one of each kind."""
+    problems: Sequence[str] = ()
+    """Why it does not run as it stands where somebody multiplies: its layout, its memory, or too little in FP8. Empty where it
+    does run."""
+    offered: Sequence[Fit] = ()
+    """Recipes that run on these ranks in its place, with the words that change it into each; none where there are no `problems`."""
+    lines: Sequence[str] = ()
+    """Those as whole command lines, with every word that differs from what was typed, of machines and batch too; in Python the
+    words alone."""
+    built: Mapping[str, Mapping[str, Any]] | None = None
+    """Autocast context, optimizer, schedule and loss scaler that will be built, each "name" and its arguments; None where
+    nobody multiplies."""
+
+    @property
+    def write(self) -> Sequence[str]:
+        """Words with which it runs on these ranks, at the least cost; of a smoke run where the whole model does not. Empty where
+        there are no `problems`."""
+        return self.offered[0].words if self.offered else ()
+
+    @property
+    def alternative(self) -> Sequence[str]:
+        """Words with which it runs there, too, that change nothing of what `write` changes, such as opt_level=O2 where that
+        recomputes; empty where there are none."""
+        return self.offered[1].words if len(self.offered) > 1 else ()
+
+    @property
+    def backend(self) -> str | None:
+        """Who multiplies, where somebody does."""
+        return self.choice.backend if self.choice else None
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, each once."""
+        return parameters(self.recipe, whole(self.recipe)).total
+
+    @property
+    def shard(self) -> str:
+        """What storage.shard comes to on these ranks."""
+        return sharding(self.recipe.precision, self.widest.part.shards)
+
+    @property
+    def widest(self) -> Rank:
+        """The rank that takes most memory."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    def recomputing(self, granularity: str) -> int:
+        """Bytes of activations, logits and backward pass on the widest rank, less gradients that are to come, under that
+        model.recompute_granularity."""
+        other = self.recipe.model_copy(
+            deep=True,
+            update={
+                "model": self.recipe.model.model_copy(update={"recompute_granularity": granularity})
+            },
+        )
+        kinds = memory(other, self.hardware.device, self.widest.part, self.backend)
+        return kinds["activations"] + kinds["logits"] + kinds["backward"] + kinds.get(COMING, 0)
+
+    def too_small(self) -> dict[str, tuple[int, int]]:
+        """Layers that are too small to gain: name -> (in, out) on one rank."""
+        part = self.widest.part
+        return speedups.too_small(self.recipe, linears_of(self.recipe, part), part)
+
+    def data(self) -> dict[str, Any]:
+        """All of the plan as plain data, in an order that stays, as `fp8cfg plan --json` prints it."""
+        row, fits = remarks.row(self.recipe), self.gpu and self.widest.total <= self.gpu.memory
+        each = remarks.bytes_per_parameter(row, self.shard, self.widest.part.shards)
+        published = speedups.published(self.recipe, self.hardware.capability)
+        return {
+            "recipe": self.recipe.name,
+            "gpu": asdict(self.gpu) if self.gpu else None,
+            "gpus": self.world,
+            "runs": asdict(self.choice) if self.choice else None,
+            "refusals": self.refusals,
+            "coverage": self.coverage.data(),
+            "chart": {"name": remarks.name(self.recipe), **row, "bytes_per_parameter": each},
+            "parameters": self.parameters,
+            "shard": self.shard,
+            "ranks": [
+                {
+                    "name": rank.part.name,
+                    "layers": len(rank.part.layers),
+                    "tensor": rank.part.tensor,
+                    "context": rank.part.context,
+                    "data": rank.part.data,
+                    "parameters": rank.parameters,
+                    "memory": rank.memory,
+                    "total": rank.total,
+                    "sent": [asdict(one) for one in rank.sent],
+                }
+                for rank in self.ranks
+            ],
+            "widest": self.widest.part.name,
+            "fits": fits,
+            "problems": self.problems,
+            "write": self.write,
+            "alternative": self.alternative,
+            "lines": self.lines,
+            "recompute": {
+                granularity: self.recomputing(granularity)
+                for granularity in ("none", "selective", "full")
+            },
+            "published": [asdict(g) for g in published],
+            "measured_here": False,
+            "too_small": [
+                {"name": name, "in": k, "out": n} for name, (k, n) in self.too_small().items()
+            ],
+            "built": self.built,
+        }
+
+    def __str__(self) -> str:
+        return text(self)
+
+
+def make(
+    recipe: Recipe,
+    world: int,
+    gpu: GPU | None,
+    whole_line: Line = words_alone,
+    problems_of_layout: Sequence[str] = (),
+) -> Plan:
+    """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
+    patterns that match nothing; and for `problems_of_layout`, and a world that is no whole number of replicas or over which the
+    batch does not divide, with what runs there, each fit as `whole_line` has it."""
+    hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
+    choice, refusals, memory_of_each = None, list[str](), gpu.memory if gpu else UNBOUNDED
+    try:
+        choice = _chosen(recipe, hardware, shards(recipe, world))
+    except ConfigError as e:
+        refusals = e.problems
+    try:
+        refuse_if(problems_of_layout)
+        layout = parts(recipe, world)
+    except ConfigError as e:  # there are no ranks of which to say more
+        found = (
+            _offered(recipe, world, hardware, memory_of_each)
+            if choice or recipe.backend != "auto"
+            else []
+        )
+        raise ConfigError(
+            [*refusals, *offering(e.problems, "there", list(map(whole_line, found)))]
+        ) from None
+    backend = choice.backend if choice else None
+    ranks = [
+        Rank(
+            part,
+            parameters(recipe, part).total,
+            memory(recipe, hardware.device, part, backend),
+            of_step(recipe, part, backend or multiplying(recipe)) if world > 1 else (),
+        )
+        for part in layout
+    ]
+    coverage = planned_coverage(recipe, plan_layers(recipe, backend))
+    layout_problems = refused(recipe, world)
+    problems = layout_problems or _too_large(recipe, ranks, gpu) if choice else []
+    offered = (
+        _offered(recipe, world, hardware, memory_of_each) if problems or layout_problems else []
+    )
+    problems = [*problems, *_below_least(recipe, coverage)]
+    return Plan(
+        recipe,
+        world,
+        gpu,
+        hardware,
+        choice,
+        refusals,
+        coverage,
+        ranks,
+        problems,
+        offered,
+        list(filter(None, map(whole_line, offered))),
+    )
+
+
+def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
+    statistics = recipe.log.fp8_stats_every_n_steps
+    return choose(
+        as_sharded(recipe.precision, ranks),
+        hardware,
+        statistics=statistics,
+        here=hardware.device == "cpu",
+        strategy=recipe.trainer.strategy,
+        adapters=recipe.lora.enabled,
+    )
+
+
+def _below_least(recipe: Recipe, coverage: Coverage) -> list[str]:
+    least = recipe.fp8.min_coverage
+    if not recipe.fp8.enabled or coverage.share >= least:
+        return []
+    return [f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8"]
+
+
+def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:
+    need = max(rank.total for rank in ranks)
+    if gpu is None or need <= gpu.memory:
+        return []
+    return [
+        f"recipe={recipe.name}: needs {size(need)} on each rank, {gpu.name} has {size(gpu.memory)}"
+    ]
+
+
+def _offered(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[Fit]:
+    """What runs on `world` ranks in the place of `recipe`, of which the machines that make these ranks are a part; on as many of
+    them as a launch would start where nothing runs on all; or the smoke run."""
+    for ranks in filter(None, dict.fromkeys([world, shared_by(recipe, world)])):
+        if found := _fits(recipe, ranks, hardware, free):
+            return found
+    return smoke_run(recipe, world, _backend(hardware, world))
+
+
+def _fits(recipe: Recipe, ranks: int, hardware: Hardware, free: int) -> list[Fit]:
+    here = (
+        recipe
+        if ranks == recipe.trainer.num_nodes * recipe.trainer.devices
+        else placed(recipe, *machines(ranks))
+    )
+    found = alternatives(here, hardware.device, free, ranks, _backend(hardware, ranks))
+    return [replace(fit, words=differences(recipe, fit.recipe)) for fit in found]
+
+
+def _backend(hardware: Hardware, ranks: int) -> Backend:
+    return lambda recipe: _chosen(recipe, hardware, shards(recipe, ranks)).backend
+
+
+MOST = 9_999_999
+"""Ranks that can be planned for."""
+
+
+def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Plan:
+    """Plan of `recipe` on `gpus` ranks, by default trainer.num_nodes x trainer.devices, each with the GPU called `gpu`, such as
+    "h100"; without a name on a CPU, which emulates FP8. Loads no torch. Where no backend can run the recipe on that GPU the plan's
+    `refusals` say why.
+
+    Raises ConfigError for a recipe that breaks its rules, a GPU that is not in the table, and ranks that do not divide: with the
+    words that run there where the layout is all that is wrong.
+    """
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"plan: expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b'])"
+            " gives one"
+        )
+    if gpu is not None and not isinstance(gpu, str):
+        raise ConfigError(f"gpu={gpu!r}: expected a name; there are {', '.join(GPUS)}")
+    if gpus is not None and (type(gpus) is not int or not 1 <= gpus <= MOST):
+        raise ConfigError(f"gpus={gpus!r}: expected a number of GPUs, 1 to {MOST}")
+    found = named(gpu, "gpu=") if gpu else None
+    recipe, problems = _settled(recipe, gpus)
+    refuse_hardware(recipe, gpu, "gpu=")
+    return planned(recipe.model_copy(deep=True), gpus, found, problems=problems)
+
+
+def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[str]]:
+    """`recipe`, checked, and on so many `gpus` where its layout is for more than it has itself; or as it is, with its problems,
+    where these are of its layout alone."""
+    every = [recipe]
+    if gpus is not None:
+        nodes, devices = machines(gpus)
+        every.append(
+            recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}})
+        )
+    problems: Sequence[str] = ()
+    for each in every:
+        try:
+            return job_plan.checked(each), ()
+        except ConfigError as e:
+            problems = e.problems
+    if not all(isinstance(line, LayoutRefusal) for line in problems):
+        raise ConfigError(problems)
+    return every[-1], problems
+
+
+def planned(
+    recipe: Recipe,
+    ranks: int | None,
+    gpu: GPU | None,
+    whole_line: Line = words_alone,
+    problems: Sequence[str] = (),
+) -> Plan:
+    """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of a fit that a refusal offers;
+    without it its words stand alone. Of a recipe whose layout its own rules refuse, with these `problems`, there is no plan: raises
+    ConfigError with what runs there."""
+    world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
+    recipe = recipe if problems else smoke.cut(recipe, world)
+    found = make(recipe, world, gpu, whole_line, problems)
+    if found.choice is None:
+        return found
+    return replace(
+        found,
+        built=graph_text.built(
+            recipe, *job_plan.planned(recipe, found.hardware, choice=found.choice)
+        ),
+    )
+
+
+def refuse_hardware(recipe: Recipe, gpu: str | None, option: str) -> None:
+    """Raise ConfigError where trainer.accelerator and the name `gpu` contradict each other; `option` is what names one."""
+    accelerator = recipe.trainer.accelerator
+    if gpu and accelerator == "cpu":
+        raise ConfigError(
+            f"{option}{gpu}: trainer.accelerator=cpu runs on none; drop one of the two"
+        )
+    if accelerator == "cuda" and not gpu:
+        raise ConfigError(
+            f"trainer.accelerator=cuda: name the GPU, as in {option}h100; there are"
+            f" {', '.join(GPUS)}"
+        )

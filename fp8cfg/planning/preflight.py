@@ -1,0 +1,251 @@
+"""Refusals before a run: of data, layout and memory that are not here, with whole lines that run here in its place."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fp8cfg.backends import registry
+from fp8cfg.backends.choice import Choice, Hardware, choose
+from fp8cfg.parallel import sharding
+from fp8cfg.planning import layout, smoke
+from fp8cfg.planning.fit_search import (
+    Fit,
+    Line,
+    Takes,
+    alternatives,
+    offering,
+    smoke_run,
+    too_large,
+)
+from fp8cfg.planning.hardware import free_memory, gpus
+from fp8cfg.planning.layout import limits, placed
+from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.hugging_face import PREFIX
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.rules import missing_data
+from fp8cfg.schema.storage import as_sharded
+
+
+def refuse_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
+    """Raise ConfigError for a parallel layout, which is never changed for the user, that training does not have, or not on so many
+    `ranks`, or not of a model that is `given`."""
+    refuse_if(layout.refused(recipe, ranks, given))
+
+
+def refuse(
+    recipe: Recipe,
+    hardware: Hardware,
+    whole_line: Line,
+    problems_of_layout: Sequence[str] = (),
+    ranks: int | None = None,
+    takes: Takes | None = None,
+) -> None:
+    """Raise ConfigError, before anything is made, for a recipe without data, for one with `problems_of_layout`, and for one whose
+    layout or memory the ranks here, or `ranks` that are to be started here, do not have. Its line ends with those that run here, as
+    `whole_line` has them."""
+    refuse_if(list(missing_data(recipe)))
+    if lines := _problems(recipe, hardware, problems_of_layout, ranks):
+        found = [
+            *fits(recipe, hardware, ranks, takes),
+            *([] if takes else smoke_run_here(recipe, hardware, ranks)),
+        ]
+        raise ConfigError(offering(lines, "here", list(map(whole_line, found))))
+
+
+def _problems(
+    recipe: Recipe, hardware: Hardware, of_layout: Sequence[str], ranks: int | None
+) -> list[str]:
+    """Why the ranks of this run, or `ranks` that are to be started, do not train `recipe`: what of the layout they do not have,
+    the problems `of_layout` of the recipe itself, or memory."""
+    if of_layout and not ranks and not _launched():
+        return list(of_layout)
+    started = ranks or sharding.ranks()
+    if (
+        lines := layout.refused(recipe, started)
+        or list(of_layout)
+        or layout.uneven_batch(recipe, started)
+    ):
+        return layout.refused(recipe, ranks or _ranks(recipe, hardware.device)) or lines
+    free, backend = (
+        free_memory(hardware.device, ranks),
+        choose_backend(recipe, hardware, started).backend,
+    )
+    line = too_large(recipe, hardware.device, free, backend, started)
+    return [line] if line else []
+
+
+def fits(
+    recipe: Recipe, hardware: Hardware, ranks: int | None = None, takes: Takes | None = None
+) -> list[Fit]:
+    """What runs here in the place of `recipe`: on `ranks` that are to be started, or those of this run. Of a run that is gone on
+    with what it `takes`. Outside of a launcher it is a recipe of this machine alone, with trainer.devices where these are no
+    multiple of the ranks, over which a layout might not divide."""
+    there = ranks or _ranks(recipe, hardware.device)
+    if not ranks and not _launched():
+        devices = recipe.trainer.devices
+        recipe = placed(recipe, 1, there if devices % there else devices)
+    return alternatives(
+        recipe,
+        hardware.device,
+        free_memory(hardware.device, ranks),
+        there,
+        lambda other: choose_backend(other, hardware, there).backend,
+        takes,
+    )
+
+
+def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None) -> list[Fit]:
+    """The smoke run of `recipe` on `ranks` that are to be started here, or those that start by themselves, if there is one that
+    has the memory."""
+    there = ranks or (
+        min(gpus(), recipe.trainer.devices) if _starts_here(hardware.device) else sharding.ranks()
+    )
+    free = free_memory(hardware.device, ranks)
+
+    def backend(other: Recipe) -> str:
+        return choose_backend(other, hardware, there).backend
+
+    def fit(found: Fit) -> bool:
+        small = smoke.cut(found.recipe, there)
+        return not too_large(small, hardware.device, free, backend(small), there)
+
+    return list(filter(fit, smoke_run(recipe, there, backend)))
+
+
+def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
+    """Who multiplies `recipe` on so many ranks of that hardware. Raises ConfigError as `choose` does."""
+    precision = as_sharded(recipe.precision, layout.shards(recipe, ranks))
+    return choose(
+        precision,
+        hardware,
+        statistics=recipe.log.fp8_stats_every_n_steps,
+        adapters=recipe.lora.enabled,
+        strategy=recipe.trainer.strategy,
+    )
+
+
+def _ranks(recipe: Recipe, device: str) -> int:
+    """The ranks of this run; outside of a launcher, those that a line for this machine starts on its GPUs."""
+    if not _starts_here(device):
+        return sharding.ranks()
+    t = recipe.trainer
+    return next(n for n in range(min(gpus(), t.devices), 0, -1) if t.global_batch_size % n == 0)
+
+
+def _starts_here(device: str) -> bool:
+    """Whether a line for this machine starts ranks on its GPUs: outside of a launcher."""
+    return device == "cuda" and not _launched()
+
+
+def _launched() -> bool:
+    return bool({"RANK", "WORLD_SIZE"} & os.environ.keys())
+
+
+BYTES = 256
+"""Tokens of text without a tokenizer, but for the end mark."""
+GPUS = Path("/proc/driver/nvidia/gpus")
+"""A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""
+
+
+def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
+    """A line for each need of `recipe`, composed with the presets of `config_dir`, that is not met here."""
+    return [
+        *_layout(recipe),
+        *_backend(recipe),
+        *_gpus(recipe),
+        *_paths(recipe),
+        *_presets(config_dir),
+    ]
+
+
+def _layout(recipe: Recipe) -> list[str]:
+    """Parallel layouts that are planned and exported, and not trained."""
+    ranks = recipe.trainer.num_nodes * recipe.trainer.devices
+    return limits(recipe, ranks)
+
+
+def _backend(recipe: Recipe) -> list[str]:
+    name = recipe.precision.backend
+    if name == "auto" or not recipe.fp8.enabled or not registry.exists(name):
+        return []
+    rules = registry.rules(name)
+    why = rules.unavailable()
+    return [f"backend={name}: {why}; {rules.instead(recipe.precision)} runs here"] if why else []
+
+
+def _gpus(recipe: Recipe) -> list[str]:
+    t, there = recipe.trainer, _count()
+    if t.accelerator == "cuda" and not there:
+        return ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]
+    if t.accelerator == "cpu" or t.devices <= max(1, there):
+        return []
+    meant = f"{t.num_nodes} x {t.devices} GPUs" if t.num_nodes > 1 else f"{t.devices} GPUs"
+    return [
+        f"trainer.devices={t.devices}: meant for {meant}, this machine has {there or 'none'};"
+        " fp8cfg plan needs none"
+    ]
+
+
+def _count() -> int:
+    try:
+        return sum(1 for _ in GPUS.iterdir())
+    except OSError:
+        return 0
+
+
+def _paths(recipe: Recipe) -> list[str]:
+    d, found = recipe.data, list(missing_data(recipe))
+    found += [
+        f"{key}={path}: {line}" for key, path in d.paths.items() if (line := _absent(d.name, path))
+    ]
+    named = {
+        "data.tokenizer": d.tokenizer,
+        "model.weights": recipe.model.weights,
+        "lora.weights": recipe.lora.weights,
+    }
+    if d.tokenizer is None and d.name != "tokens" and (rows := recipe.model.vocab_size) <= BYTES:
+        found.append(
+            f"model.vocab_size={rows}: has no row for each byte and the end mark, which"
+            f" data={d.name} has without data.tokenizer; write {BYTES + 16} or more"
+        )
+    found += [
+        f"{key}={path}: no such file or folder here"
+        for key, path in named.items()
+        if path and not path.startswith(PREFIX) and not Path(path).expanduser().exists()
+    ]
+    key, folder = (
+        ("log.folder", recipe.log.folder) if recipe.log.folder else ("log.dir", recipe.log.dir)
+    )
+    above = Path(folder).absolute()
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if not above.is_dir():
+        found.append(f"{key}={folder}: {above} is no folder")
+    elif not os.access(above, os.W_OK | os.X_OK):
+        found.append(f"{key}={folder}: {above} cannot be written")
+    return found
+
+
+def _absent(source: str, path: str) -> str:
+    """What is not here of the data at `path`; empty where it is."""
+    if source != "tokens":
+        return (
+            ""
+            if Path(path).exists() or any(glob.iglob(path, recursive=True))
+            else "no such file or folder here"
+        )
+    prefix = path.removesuffix(".idx").removesuffix(".bin")
+    missing = [name for end in (".bin", ".idx") if not Path(name := prefix + end).is_file()]
+    return f"no file {' and '.join(missing)} here" if missing else ""
+
+
+def _presets(config_dir: str | None) -> list[str]:
+    if config_dir is None or next(Path(config_dir).glob("*/**/*.yaml"), None):
+        return []
+    return [
+        f"--config-dir {config_dir}: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no"
+        " presets"
+    ]

@@ -1,1 +1,0 @@
-"""Communication of a training step, computed from the recipe: what one rank sends over each axis of the layout."""

@@ -1,1 +1,0 @@
-"""Memory estimate: bytes of a run on one rank, by kind, computed from shapes alone."""

@@ -1,0 +1,300 @@
+"""Environment record: versions, machine, code and environment variables that a result may depend on besides the recipe."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.backends import registry
+from fp8cfg.backends.choice import Hardware
+from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.merge import node
+from fp8cfg.planning.hardware import find_hardware, free_memory
+from fp8cfg.schema.backends import capabilities
+from fp8cfg.schema.packages import installed_version
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.version import __version__
+
+BACKENDS = registry.names()
+PACKAGES = [
+    "torch",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "fiddle",
+    "pydantic",
+    "safetensors",
+    "torchao",
+    "msamp",
+]
+PACKAGES += [
+    "transformer-engine",
+    "transformer-engine-torch",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+]
+PACKAGES += [
+    package
+    for name in BACKENDS
+    for package in capabilities(name).distributions
+    if package not in PACKAGES
+]
+"""Packages whose versions may change results."""
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
+"""In the name of an environment variable: its value is neither printed nor kept."""
+INSTALL_VARIABLES = {
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "current scaling has scales that are powers of two",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "block scaling has scales that are no powers of two",
+    "NVTE_UNFUSED_FP8_UPDATE": "delayed scaling rolls histories by another rule",
+    "NVTE_BACKWARD_OVERRIDE": "dgrad and wgrad run in another precision",
+    "NVTE_DPA_FP8_RECIPE": "attention has another FP8 recipe than the layers",
+    "NVTE_DPA_FP8_FORMAT": "attention has other formats than the layers",
+    "NVTE_FP8_DPA_BWD": "the backward pass of attention is in FP8 or is not",
+    "NVTE_NVFP4_DISABLE_RHT": "nvfp4 without its Hadamard transform",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "nvfp4 rounds gradients to nearest",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "nvfp4 scales weights along rows",
+    "NVTE_FLASH_ATTN": "attention's kernel",
+    "NVTE_FUSED_ATTN": "attention's kernel",
+    "NVTE_UNFUSED_ATTN": "attention's kernel",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "attention may differ from run to run",
+    "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "TE unpickles state, which can run code",
+    "NVTE_TORCH_COMPILE": "TE compiles its fusions or does not",
+    "NVTE_DEBUG": "TE's debug features change what runs",
+    "OMP_NUM_THREADS": "the order of sums on a CPU",
+    "MKL_NUM_THREADS": "the order of sums on a CPU",
+    "CUBLAS_WORKSPACE_CONFIG": "whether cuBLAS is deterministic",
+    "NVIDIA_TF32_OVERRIDE": "float32 products in TF32",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "float32 products in TF32",
+    "CUDA_VISIBLE_DEVICES": "which GPUs there are",
+    "TORCHDYNAMO_DISABLE": "no run is compiled",
+    "TORCH_COMPILE_DISABLE": "no run is compiled",
+}
+"""Environment variables that change results, and how (Transformer Engine's, cuBLAS's and torch's documentation)."""
+
+
+def inventory(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Everything as plain data."""
+    hardware, devices = _torch()
+    return {
+        "fp8cfg": __version__,
+        "python": platform.python_version(),
+        "os": platform.platform(),
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
+        "free_memory": free_memory("cpu"),
+        **devices,
+        "driver": _driver(),
+        "compiler": _compiler(),
+        "packages": {
+            name: installed_version(name) for name in (*PACKAGES, "transformers", "triton")
+        },
+        "variables": {
+            k: {"value": v, "effect": INSTALL_VARIABLES.get(k, "")}
+            for k, v in sorted(environ.items())
+            if (k in INSTALL_VARIABLES or k.startswith("NVTE_")) and not SECRET.search(k)
+        },
+        "precision": {
+            preset: {backend: can(precision, backend, hardware) for backend in BACKENDS}
+            for preset, precision in _presets().items()
+        },
+    }
+
+
+def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
+    """ "runs", "emulated", or why `backend` does not run `precision` on `hardware`; None is a machine without torch."""
+    if hardware is None:
+        return "torch is not installed"
+    if not precision.fp8.enabled:
+        other = "there is no FP8 in it, and torch multiplies whatever the backend is"
+        return "runs" if backend == registry.REFERENCE else other
+    if problem := registry.problem(backend):
+        return f"backend={backend}: {problem}"
+    rules = registry.rules(backend)
+    if why := rules.unavailable() or "; ".join(rules.refusals(precision, hardware)):
+        return why
+    return "emulated" if rules.product(precision, hardware)[0] == "emulate" else "runs"
+
+
+def _presets() -> dict[str, Precision]:
+    library = Library()
+    return {
+        name: Precision(**node("precision", name, library)) for name in library.choices("precision")
+    }
+
+
+def _torch() -> tuple[Hardware | None, dict[str, Any]]:
+    """The hardware that a run would have, None without torch; and torch's CUDA and GPUs."""
+    try:
+        import torch
+    except (ImportError, OSError) as e:  # a library of its own that cannot be loaded is an OSError
+        return None, {"cuda": None, "gpus": [], "torch_problem": str(e).splitlines()[0]}
+    gpus = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        gpus.append(
+            {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory": p.total_memory}
+        )
+    return find_hardware("auto"), {"cuda": torch.version.cuda, "gpus": gpus, "torch_problem": None}
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's kernel module."""
+    try:
+        found = re.search(
+            r"Module\s.*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text()
+        )
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _compiler() -> str | None:
+    """The first line of `g++ --version`."""
+    if shutil.which("g++") is None:
+        return None
+    done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.partition("\n")[0] or None
+
+
+VARIABLES = {
+    *INSTALL_VARIABLES,
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "FP8CFG_FAILPOINT",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVTE_APPLY_QK_LAYER_SCALING",
+    "NVTE_BIAS_DROPOUT_FUSION",
+    "NVTE_BIAS_GELU_NVFUSION",
+    "NVTE_DEBUG_LEVEL",
+    "NVTE_DPA_FP8CS_REDUCE_AMAX",
+    "NVTE_DPA_FP8DS_AMAX_ALGO",
+    "NVTE_DPA_FP8DS_AMAX_HISTLEN",
+    "NVTE_DPA_FP8DS_REDUCE_AMAX",
+    "NVTE_FP8_GEMM_HIGH_PRECISION_ACCUMULATION",
+    "NVTE_FRAMEWORK",
+    "NVTE_FUSED_ATTN_BACKEND",
+    "NVTE_NORM_BWD_USE_CUDNN",
+    "NVTE_NORM_FWD_USE_CUDNN",
+    "NVTE_NVFP4_4OVER6",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION",
+    "NVTE_USE_FAST_MATH",
+    "TORCHDYNAMO_DISABLE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_FREEZING",
+    "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TORCH_COMPILE_DEBUG",
+    "TORCH_LOGS",
+}
+"""Environment variables that are kept, by name: switches, numbers, a folder. A prefix would let in what others call alike."""
+NO_DIFFERENCE = re.compile(r"command|host|variables\.(TORCHELASTIC_\w*|\w*_DIR)")
+"""What may differ between two runs without any meaning for their results."""
+
+
+def environment() -> dict[str, Any]:
+    """The environment of this process; JSON values only.
+
+    Of the environment only VARIABLES are kept.
+    """
+    import torch  # inside: readers of run folders do not need it
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": (
+            {"fp8cfg": __version__}
+            | {name: version for name in PACKAGES if (version := installed_version(name))}
+        ),
+        "cuda": torch.version.cuda,
+        "os": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu": _cpu(),
+        "cpu_count": os.cpu_count(),
+        "gpus": gpus,
+        "threads": torch.get_num_threads(),
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
+        "code": _code(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k in VARIABLES},
+    }
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: then -> now` for all that differs between two environments; `before`, read from a file, may be anything."""
+    old, new = _flat(before), _flat(now)
+    lines = [
+        f"{key}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
+        for key in {**new, **old}
+        if old.get(key) != new.get(key) and not NO_DIFFERENCE.fullmatch(key)
+    ]
+    if old.get("code.dirty") is True and new.get("code.dirty") is True:
+        lines.append(
+            "code: uncommitted changes then and now; whether they are the same ones is not recorded"
+        )
+    return lines
+
+
+def _flat(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        out |= (
+            _flat(value, f"{at}{key}.")
+            if isinstance(value, Mapping)
+            else {_plain(at + str(key)): value}
+        )
+    return out
+
+
+def _shown(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "none" if value in (None, []) else _plain(text)
+
+
+def _plain(text: str) -> str:
+    """One line that a terminal prints as it is, whoever wrote the file."""
+    return "".join(c if c.isprintable() else "?" for c in text[:100])
+
+
+def _cpu() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def _code() -> dict[str, Any] | None:
+    """Commit of this code and whether it has uncommitted changes; None where it is not tracked in a git work tree."""
+    here = Path(__file__).resolve()
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return (
+            None  # installed into an environment that happens to lie inside somebody's repository
+        )
+    commit, changes = (
+        _git(here.parent, "rev-parse", "HEAD"),
+        _git(here.parent, "status", "--porcelain"),
+    )
+    return {"commit": commit, "dirty": bool(changes)} if commit else None
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

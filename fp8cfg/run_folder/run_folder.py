@@ -1,0 +1,300 @@
+"""Run folder: the recipe, environment, checkpoints and metrics of one run, with a lock against a second process."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from io import FileIO
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8cfg.run_folder.environment import environment
+from fp8cfg.run_folder.files import RunFiles
+from fp8cfg.schema.errors import ConfigError, Fp8cfgError, taken
+from fp8cfg.schema.safe_files import plain_text
+
+if TYPE_CHECKING:
+    from fp8cfg.schema.recipe import Recipe
+
+
+class RunFolderError(Fp8cfgError):
+    """A folder that is not a run folder, or a name or folder that a new run cannot have. Exit code 2."""
+
+    exit_code = 2
+
+
+class RunFolderNotWritable(RunFolderError):
+    """The run folder cannot be written, or its disk has not enough space. Exit code 5."""
+
+    exit_code = 5
+
+
+class RunFolderDeleted(RunFolderError):
+    """The run folder was deleted while it was used. Exit code 5."""
+
+    exit_code = 5
+
+
+class RunFolderInUse(RunFolderError):
+    """Another process holds the lock of the run folder. Exit code 6."""
+
+    exit_code = 6
+
+
+@contextmanager
+def writable(folder: Path, key: str = "") -> Iterator[None]:
+    """In its block an OSError is RunFolderNotWritable, of `folder`, which `key` names where it is one of the recipe's."""
+    try:
+        yield
+    except OSError as error:
+        named = f"{key}={folder}:" if key else str(folder)
+        why = (
+            "it is no folder"
+            if os.path.exists(folder) and not os.path.isdir(folder)
+            else error.strerror or error
+        )
+        raise RunFolderNotWritable(f"{named} cannot be written ({why})") from error
+
+
+def take_lock(files: RunFiles) -> FileIO:
+    """Lock run.lock, which the kernel undoes when the process ends, however it ends; what it says is for people.
+
+    Raises RunFolderInUse where another process has it, OSError, StrangeFile.
+    """
+    # Held open as long as the run.
+    file = open(files.shared("run.lock"), "rb+", buffering=0)  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = (file.read(200) or b"").decode(errors="replace").strip()
+        file.close()
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise RunFolderInUse(
+                f"{files.path} is in use by {holder or 'another process'}"
+            ) from error
+        raise
+    file.truncate(0)
+    file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+    # A forked data worker that outlives its parent would hold the lock with its copy of the handle.
+    os.register_at_fork(after_in_child=file.close)
+    return file
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
+METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
+
+
+@dataclass
+class RunFolder:
+    """A run folder, held locked until close() or the end of the process, and usable as a context manager.
+
+    `files` reads and writes in it; it stays with the folder where that is renamed. The paths are for people and for readers.
+    """
+
+    files: RunFiles
+    _lock: FileIO | None = None
+
+    @classmethod
+    def create(
+        cls,
+        root: Path,
+        name: str,
+        now: datetime,
+        recipe: str,
+        folder: Path | None = None,
+        need_bytes: int = 0,
+        key: str = "",
+    ) -> RunFolder:
+        """Make and lock `root/<name>-<YYYYmmdd-HHMMSS>` (with -2, -3, ... where taken), or exactly `folder` where given.
+
+        Writes `recipe`, the text of recipe.yaml, and environment.json, after a check that the folder is writable and that
+        its disk has `need_bytes` free; `key` of the recipe names it. Raises RunFolderError for a name that is not plain or a
+        `folder` that has a run in it, RunFolderInUse, RunFolderNotWritable, StrangeFile.
+        """
+        if not NAME.fullmatch(name):
+            raise RunFolderError(
+                f"run name {name!r}: letters, digits, '.', '_' and '-' only, at most 100 of them"
+            )
+        with writable(folder or root, key):
+            path = (
+                Path(folder) if folder else _new_folder(Path(root), f"{name}-{now:%Y%m%d-%H%M%S}")
+            )
+            path.mkdir(parents=True, exist_ok=True)
+            files = RunFiles.at(path)
+            if files.kind(RECIPE):
+                raise _taken(path)
+            run = cls(files, take_lock(files))
+            try:
+                if files.kind(RECIPE):  # of a run that began and ended since
+                    raise _taken(path)
+                preflight(files, need_bytes)
+                files.folder(CHECKPOINTS, make=True)
+                files.replace(
+                    ENVIRONMENT, (json.dumps(environment(), indent=1) + "\n").encode(), mode=0o600
+                )
+                # Last: a folder with a recipe is a whole run folder.
+                run.write_recipe(recipe)
+                files.sync()
+            except BaseException:
+                run.close()
+                raise
+            return run
+
+    @staticmethod
+    def refuse_taken(path: Path) -> None:
+        """Raise RunFolderError, as `create` does, where `path` has a run in it: before what takes time."""
+        if (path / RECIPE).exists():
+            raise _taken(path)
+
+    @classmethod
+    def open(cls, path: str | Path, lock: bool = True) -> RunFolder:
+        """An existing run folder, locked unless `lock` is False (readers, and ranks other than the one that locked it).
+
+        Raises RunFolderError naming what is missing, StrangeFile, RunFolderInUse, RunFolderNotWritable.
+        """
+        run = cls.reading(path)
+        missing = [
+            str(run.path / part)
+            for part in (RECIPE, ENVIRONMENT, CHECKPOINTS)
+            if not run.files.kind(part)
+        ]
+        if missing:
+            raise RunFolderError(f"{path} is not a run folder: there is no {missing[0]}")
+        if lock:
+            run.lock()
+        return run
+
+    @classmethod
+    def reading(cls, path: str | Path) -> RunFolder:
+        """The folder at `path`, whatever is in it, to read. Raises RunFolderError where there is none."""
+        try:
+            return cls(RunFiles.at(Path(path)))
+        except (OSError, ValueError) as e:
+            if isinstance(e, OSError) and e.errno == errno.ENAMETOOLONG:
+                raise RunFolderError(f"{str(path)[:40]}...: {e.strerror}") from None
+            missing = isinstance(e, FileNotFoundError | NotADirectoryError)
+            why = (
+                "it is a file"
+                if Path(path).is_file()
+                else f"there is no {path}"
+                if missing
+                else str(e)
+            )
+            raise RunFolderError(f"{path} is not a run folder: {why}") from None
+
+    @property
+    def path(self) -> Path:
+        """Where the folder is now."""
+        return self.files.path
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe the run was started with, as YAML."""
+        return self.path / RECIPE
+
+    @property
+    def environment(self) -> Path:
+        """What environment() found when the run was created, as JSON."""
+        return self.path / ENVIRONMENT
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, by step."""
+        return self.path / METRICS
+
+    @property
+    def fp8_stats(self) -> Path:
+        """One JSON object a line, by step, layer and tensor; there where log.fp8_stats_every_n_steps asks for it."""
+        return self.path / FP8_STATS
+
+    @property
+    def coverage(self) -> Path:
+        """Which GEMMs ran in what, as JSON."""
+        return self.path / COVERAGE
+
+    def read_recipe(self, config_dir: str | None = None) -> Recipe:
+        """The checked recipe of recipe.yaml. Raises ConfigError, naming the file, and StrangeFile."""
+        from fp8cfg.composition import from_yaml
+
+        try:
+            return from_yaml(plain_text(self.files.read(RECIPE), self.recipe), config_dir)
+        except OSError as e:
+            raise RunFolderError(f"{self.recipe}: cannot be read ({e.strerror})") from None
+        except ConfigError as e:
+            lines = [p.removeprefix("YAML: ").removeprefix(f"{self.recipe}: ") for p in e.problems]
+            raise ConfigError([f"{self.recipe}: {line}" for line in lines]) from None
+
+    def write_recipe(self, text: str) -> None:
+        """Put `text` in the place of recipe.yaml. Raises RunFolderNotWritable."""
+        with writable(self.path):
+            self.files.replace(RECIPE, text.encode())
+
+    def check_there(self) -> None:
+        """Raise RunFolderDeleted where the folder, or the recipe in it, is no more: nothing that is written could be resumed."""
+        if not self.files.there or not self.files.kind(RECIPE):
+            raise RunFolderDeleted(
+                f"{self.path}: was deleted while the run used it; nothing can be saved any more"
+            )
+
+    def lock(self) -> None:
+        """Take the lock, if it is not held. Raises RunFolderInUse, RunFolderNotWritable, StrangeFile."""
+        with writable(self.path):
+            self._lock = self._lock or take_lock(self.files)
+
+    def close(self) -> None:
+        """Release the lock; safe to call again."""
+        if self._lock:
+            self._lock.close()
+        self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
+    """Raise RunFolderNotWritable unless a file can be written to `folder` and its disk has `need_bytes` free."""
+    shown = folder.path if isinstance(folder, RunFiles) else folder
+    with writable(shown):
+        files = RunFiles.at(folder)
+        # By doing it: permission bits say nothing on a full disk, a read-only mount, or to root.
+        files.probe()
+        free = files.free()
+    if free < need_bytes:
+        raise RunFolderNotWritable(
+            f"{shown}: not enough space: needs {need_bytes} bytes, {free} are free"
+        )
+
+
+def _taken(path: Path) -> RunFolderError:
+    return RunFolderError(taken(str(path)))
+
+
+def _new_folder(root: Path, name: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        path = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            # fails where it exists: of two runs that start in one second each gets its own
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")

@@ -1,0 +1,478 @@
+"""Key and value names of other projects: never accepted as input, always answered with a "did you mean"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from fp8cfg.schema.errors import nearest
+from fp8cfg.schema.keys import PLUGIN
+from fp8cfg.schema.scalings import SCALINGS
+
+_BELONGS = {
+    "fp8_margin": "fp8.margin",
+    "fp8_interval": "fp8.interval",
+    "fp8_format": "fp8.format",
+    "fp8_amax_history_len": "fp8.amax_history_len",
+    "amax_history_length": "fp8.amax_history_len",
+    "fp8_amax_compute_algo": "fp8.amax_compute_algo",
+    "amax_compute_algorithm": "fp8.amax_compute_algo",
+    "fp8_params": "fp8.params",
+    "fp8_param": "fp8.params",
+    "fp8_param_gather": "fp8.params",
+    "keep_fp8_transpose_cache": "fp8.keep_transpose_cache",
+    "keep_fp8_weight_transpose_cache": "fp8.keep_transpose_cache",
+    "fp8_recipe": "fp8.scaling",
+    "fp8_wgrad": "fp8.override_linear_precision.wgrad",
+    "fp8_dot_product_attention": "fp8.dot_product_attention",
+    "fp8_dpa": "fp8.dot_product_attention",
+    "fp8_multi_head_attention": "fp8.multi_head_attention",
+    "fp8_mha": "fp8.multi_head_attention",
+    "first_last_layers_bf16": "fp8.high_precision_at_start and fp8.high_precision_at_end",
+    "num_layers_at_start_in_bf16": "fp8.high_precision_at_start",
+    "num_layers_at_end_in_bf16": "fp8.high_precision_at_end",
+    "disable_rht": "fp8.random_hadamard_transform",
+    "disable_stochastic_rounding": "fp8.stochastic_rounding",
+    "disable_2d_quantization": "fp8.enable_2d_quantization",
+    "use_mxfp8_block_scaling": "fp8.scaling=mxfp8",
+    "optimization_level": "opt_level",
+    "enable_fsdp_float8_all_gather": "storage.gather=fp8",
+    "grad_reduce_in_fp32": "storage.comm",
+    "mixed_precision": "precision",
+    "params_dtype": "precision.compute",
+    "autocast_dtype": "precision.compute",
+    "fp16_loss_scale": "precision.loss_scale",
+    "fp16_initial_loss_scale": "precision.initial_loss_scale",
+    "fp16_min_loss_scale": "precision.min_loss_scale",
+    "fp16_loss_scale_window": "precision.loss_scale_window",
+    "fp16_hysteresis": "precision.hysteresis",
+    "clip_grad": "trainer.gradient_clip_val",
+    "max_iters": "trainer.max_steps",
+    "train_iters": "trainer.max_steps",
+    "hidden_dim": "model.hidden_size",
+    "n_layers": "model.num_layers",
+    "n_heads": "model.num_attention_heads",
+    "num_hidden_layers": "model.num_layers",
+    "intermediate_size": "model.ffn_hidden_size",
+    "num_key_value_heads": "model.num_query_groups",
+    "rms_norm_eps": "model.layernorm_epsilon",
+    "rope_theta": "model.rotary_base",
+    "head_dim": "model.kv_channels",
+    "learning_rate": "optim.lr",
+    "batch_size": "trainer.global_batch_size",
+    "limit_test_batches": "trainer.limit_val_batches",
+    "dtype": "precision.compute",
+    "steps": "trainer.max_steps",
+    "epochs": "trainer.max_steps",
+    "context_length": "model.seq_length",
+    "peft_scheme": "task=lora",
+    "lora_rank": "lora.rank",
+    "lora_dim": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_r": "lora.rank",
+    "target_modules": "lora.targets",
+    "lora_target_modules": "lora.targets",
+    "tp": "trainer.strategy.tensor_model_parallel_size",
+    "cp": "trainer.strategy.context_parallel_size",
+    "pp": "trainer.strategy.pipeline_model_parallel_size",
+    "plugin": "trainer.plugins",
+    "recipe_name": "fp8.scaling",
+    # transformers' TrainingArguments
+    "output_dir": "log.dir",
+    "run_name": "name",
+    "logging_dir": "log.dir",
+    "per_device_train_batch_size": "trainer.micro_batch_size",
+    "gradient_accumulation_steps": "trainer.global_batch_size",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "adam_beta1": "optim.betas",
+    "adam_beta2": "optim.betas",
+    "adam_epsilon": "optim.eps",
+    "lr_scheduler_type": "optim.lr_decay_style",
+    "logging_steps": "log.every_n_steps",
+    "save_steps": "checkpoint.every_n_steps",
+    "eval_steps": "trainer.val_check_interval",
+    "save_total_limit": "checkpoint.keep",
+    "torch_compile": "trainer.compile",
+    "gradient_checkpointing": "model.recompute_granularity",
+    "bf16": "precision=bf16",
+    "fp16": "precision=fp16",
+    "eval_strategy": "trainer.val_check_interval",
+    "evaluation_strategy": "trainer.val_check_interval",
+    "save_strategy": "checkpoint.every_n_steps",
+    "logging_strategy": "log.every_n_steps",
+    "report_to": "log.tensorboard",
+    "num_train_epochs": "trainer.max_steps",
+    "max_epochs": "trainer.max_steps",
+    "warmup_ratio": "optim.warmup_steps",
+    "data_seed": "trainer.seed",
+    "half_precision_backend": "backend",
+    "fsdp": "storage.shard=fsdp",
+    "model_name_or_path": "recipe",
+    "per_device_eval_batch_size": "trainer.micro_batch_size",
+    "torch_compile_backend": "trainer.compile",
+    "dynamo_backend": "trainer.compile",
+    "resume_from_checkpoint": "fp8cfg resume FOLDER",
+    "do_train": "fp8cfg train",
+    # Accelerate
+    "num_processes": "trainer.devices",
+    "num_machines": "trainer.num_nodes",
+    "use_cpu": "trainer.accelerator=cpu",
+    "distributed_type": "storage.shard",
+    "fsdp_sharding_strategy": "storage.shard",
+    # torchtitan
+    "local_batch_size": "trainer.micro_batch_size",
+    "seq_len": "model.seq_length",
+    "max_norm": "trainer.gradient_clip_val",
+    "dump_folder": "log.dir",
+    "tensor_parallel_degree": "trainer.strategy.tensor_model_parallel_size",
+    "context_parallel_degree": "trainer.strategy.context_parallel_size",
+    "data_parallel_replicate_degree": "trainer.strategy.data_parallel_replicate_size",
+    "max_context_length": "model.seq_length",
+    "log_freq": "log.every_n_steps",
+    "keep_latest_k": "checkpoint.keep",
+    "min_lr_factor": "optim.min_lr",
+    "decay_type": "optim.lr_decay_style",
+    "flavor": "recipe",
+    "filter_fqns": "fp8.exclude",
+    "mixed_precision_param": "precision.compute",
+    "mixed_precision_reduce": "storage.comm",
+    "enable_tensorboard": "log.tensorboard",
+    "precompute_float8_dynamic_scale_for_fsdp": "storage.gather=fp8",
+    "pipeline_parallel_degree": "trainer.strategy.pipeline_model_parallel_size",
+    "data_parallel_shard_degree": "storage.shard",
+    # NeMo, Megatron-Bridge, DeepSpeed
+    "exp_dir": "log.dir",
+    "lr_warmup_steps": "optim.warmup_steps",
+    "lr_warmup_iters": "optim.warmup_steps",
+    "eval_interval": "trainer.val_check_interval",
+    "save_interval": "checkpoint.every_n_steps",
+    "train_batch_size": "trainer.global_batch_size",
+    "train_micro_batch_size_per_gpu": "trainer.micro_batch_size",
+    "gradient_clipping": "trainer.gradient_clip_val",
+    "zero_stage": "storage.shard",
+    "fp8_hybrid": "fp8.format=hybrid",
+    "fp8_e4m3": "fp8.format=e4m3",
+    "encoder_seq_length": "model.seq_length",
+    "log_every_n_steps": "log.every_n_steps",
+    "log_interval": "log.every_n_steps",
+    "tensorboard_dir": "log.dir",
+    "limit_train_batches": "trainer.max_steps",
+    "activations_checkpoint_granularity": "model.recompute_granularity",
+    "megatron_amp_o2": "precision.compute",
+    "transformer_engine": "backend=te",
+    "transformer_impl": "backend",
+    "data_prefix": "data.path",
+    "data_path": "data.path",
+    "tokenizer_model": "data.tokenizer",
+    "train_file": "data.path",
+    "train_data_path": "data.path",
+    "validation_file": "data.validation_path",
+    "valid_data_path": "data.validation_path",
+    "tokenizer_path": "data.tokenizer",
+    "json_keys": "data.text_key",
+    "dataset_text_field": "data.text_key",
+    "blend": "data.mixture",
+    "data_blend": "data.mixture",
+    "resume_if_exists": "log.resume",
+    "eval_iters": "trainer.limit_val_batches",
+    "use_distributed_optimizer": "storage.shard=zero1",
+    "lr_decay_iters": "trainer.max_steps",
+    "warmup_num_steps": "optim.warmup_steps",
+    "total_num_steps": "trainer.max_steps",
+    "initial_scale_power": "precision.initial_loss_scale",
+    "communication_data_type": "storage.comm",
+    "steps_per_print": "log.every_n_steps",
+    "partition_activations": "model.recompute_granularity",
+}
+_HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
+    "data.seq_length": "model.seq_length",
+    "data.vocab_size": "model.vocab_size",
+    "data.micro_batch_size": "trainer.micro_batch_size",
+    "data.global_batch_size": "trainer.global_batch_size",
+    "data.seed": "trainer.seed",
+    "optim.max_steps": "trainer.max_steps",
+    "optim.clip_grad": "trainer.gradient_clip_val",
+    "trainer.precision": "precision",
+    "model.precision": "precision",
+    "precision.precision": "precision.compute",
+    "precision.params_dtype": "precision.compute",
+    "fp8.fp8": "fp8.enabled",
+    "storage.master": "storage.master_weight",
+    "storage.grad": "storage.weight_grad",
+    "storage.moments": "storage.exp_avg and storage.exp_avg_sq",
+    "fp16.enabled": "precision=fp16",
+    "bf16.enabled": "precision=bf16",
+    "compile.enable": "trainer.compile",
+    "training.compile": "trainer.compile",
+    "msamp.enabled": "backend=msamp",
+    "zero_optimization.stage": "storage.shard",
+    "training.dtype": "storage.weight",
+    "model.name": "recipe",
+    "optimizer.name": "optim.name",
+    "optimizer.type": "optim.name",
+    "lr_scheduler.type": "optim.lr_decay_style",
+    "scheduler.type": "optim.lr_decay_style",
+    "model.converters": "backend=torchao",
+    "activation_checkpoint.mode": "model.recompute_granularity",
+    "checkpoint.save": "log.dir",
+    "checkpoint.folder": "log.dir",
+    "training.dataset": "data.path",
+    "validation.freq": "trainer.val_check_interval",
+    "rng.seed": "trainer.seed",
+    "model.fp8": "fp8.enabled",
+    "mixed_precision.fp8": "fp8.format",
+    "plugins": "trainer.plugins",
+    "training.steps": "trainer.max_steps",
+    "checkpoint.interval": "checkpoint.every_n_steps",
+    "peft.dim": "lora.rank",
+    "peft.r": "lora.rank",
+    "peft.alpha": "lora.alpha",
+    "peft.dropout": "lora.dropout",
+    "peft.target_modules": "lora.targets",
+    "lora.dim": "lora.rank",
+    "lora.r": "lora.rank",
+    "lora.lora_alpha": "lora.alpha",
+    "lora.target_modules": "lora.targets",
+    "fp8.recipe": "fp8.scaling",
+    "fp8.backend": "backend",
+    "fp8.opt_level": "opt_level",
+}
+_NODES = {  # nodes of NeMo's recipes, with whatever is in them
+    "resume": (
+        "log.resume=auto with log.folder, or fp8cfg resume FOLDER, in Python fp8cfg.resume(folder)"
+    ),
+    "log.ckpt": "checkpoint: checkpoint.every_n_steps, checkpoint.keep",
+    "log.extra_loggers": "log.tensorboard",
+    "trainer.callbacks": (
+        "fp8cfg.fit(job, callbacks=[...]), whose methods are those of fp8cfg.Callback"
+    ),
+    "trainer.logger": "log.tensorboard",
+    "optim.lr_scheduler": "optim: optim.lr_decay_style, optim.warmup_steps, optim.min_lr",
+    "peft": "lora: task=lora, lora.rank, lora.alpha, lora.targets",
+    "optim.config": "optim itself, as in optim.lr",
+    "model.config": "model itself, as in model.num_layers",
+    "trainer.strategy.ddp": "trainer.devices, storage.comm and storage.shard",
+    # arguments of its recipe functions, and methods of run.Config
+    "callbacks": "fp8cfg.fit(job, callbacks=[...]), whose methods are those of fp8cfg.Callback",
+    "tokenizer": "data.tokenizer",
+    "clone": "copy.deepcopy(recipe)",
+    "to_yaml": "fp8cfg.to_yaml(recipe)",
+    "visualize": "fp8cfg plan --dot",
+    "walk": "fiddle.selectors on fp8cfg.lower(recipe)",
+    "broadcast": "fiddle.selectors on fp8cfg.lower(recipe)",
+}
+_VALUES = {  # of our keys: their word -> ours
+    "fp8.scaling": (
+        {word: name for name, scaling in SCALINGS.items() for word in (*scaling.spellings, name)}
+        | {
+            "dynamic": "current",
+            "rowwise": "current fp8.granularity=row",
+            "row": "current fp8.granularity=row",
+        }
+    ),
+    "backend": {
+        "ao": "torchao",
+        "transformer_engine": "te",
+        "transformer-engine": "te",
+        "transformerengine": "te",
+        "ms-amp": "msamp",
+        "ms_amp": "msamp",
+    },
+    "trainer.accelerator": {"gpu": "cuda", "nvidia": "cuda"},
+    "trainer.compile": {"yes": "on", "no": "off"},
+    "recipe": {"llama_7b": "llama2_7b", "llama_13b": "llama2_13b"},
+    "storage.shard": {
+        "zero3": "fsdp",
+        "fsdp2": "fsdp",
+        "full_shard": "fsdp",
+        "fully_shard": "fsdp",
+        "ddp": "none",
+    },
+    **dict.fromkeys(
+        ("storage.exp_avg", "storage.exp_avg_sq"),
+        dict.fromkeys(("int8", "8bit", "8-bit"), "fp8_block"),
+    ),
+    "precision": {
+        "no": "fp32",
+        "16": "fp16",
+        "32": "fp32",
+        "amp": "bf16",
+        "transformer-engine": "bf16_fp8",
+        "transformer-engine-float16": "fp16_fp8",
+    },
+}
+_DTYPES = {
+    "32": "fp32",
+    "float32": "fp32",
+    "16": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float8": "fp8",
+}
+_NO_PART = {"mixed", "true", "precision", "with", "scaling", "training"}
+"""Words in names of precisions that say nothing which a preset's name has."""
+_FP8 = {
+    "delayed": ["fp8"],
+    "current": ["fp8", "current"],
+    "block": ["fp8", "block"],
+    "mxfp8": ["mxfp8"],
+    "nvfp4": ["nvfp4"],
+}
+"""Scaling -> the words for it in a preset's name."""
+_PROJECTS = {
+    "accelerate": {
+        "compute_environment",
+        "distributed_type",
+        "downcast_bf16",
+        "fp8_config",
+        "fsdp_config",
+        "deepspeed_config",
+        "machine_rank",
+        "main_training_function",
+        "mixed_precision",
+        "num_machines",
+        "num_processes",
+        "rdzv_backend",
+    },
+    "deepspeed": {
+        "bf16",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "msamp",
+        "optimizer",
+        "scheduler",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+    },
+}
+"""Keys at the top of the files of projects that `fp8cfg import` reads."""
+_COMPUTE = ("fp32", "bf16", "fp16")
+_STAGES = {"1": "zero1", "2": "zero2", "3": "fsdp"}
+"""DeepSpeed's numbers of ZeRO."""
+DERIVED = {
+    "trainer.accumulate_grad_batches": (
+        "trainer.global_batch_size / (trainer.micro_batch_size x data-parallel size)"
+    ),
+    "model.head_dim": (
+        "model.kv_channels, or model.hidden_size / model.num_attention_heads where that is null"
+    ),
+    "optim.end_lr": "optim.min_lr, or 0.1 x optim.lr where that is null",
+    "trainer.strategy.size": "the product of trainer.strategy's parallel sizes",
+}
+"""Keys that follow from others and cannot be set, with what they follow from."""
+
+CODE_KEYS = frozenset(
+    {
+        "_target_",
+        "_partial_",
+        "_args_",
+        "_recursive_",
+        "_convert_",
+        "_component_",
+        "_call_",
+        "__fn_or_cls__",
+        "_class_path",
+        "class_path",
+        "_instantiator",
+        "target",
+        "pickle",
+    }
+)
+"""Keys by which other frameworks name code to run; none is ever accepted."""
+
+
+def meant(key: str, value: object) -> str | None:
+    """Our spelling of another project's `value` for our `key`; None where there is none, or where it is valid as it is."""
+    ours = _STAGES.get(str(value)) if key == "storage.shard" else None
+    ours = ours or _ours(key, value)
+    return None if ours == str(value).lower() else ours
+
+
+def _ours(key: str, value: object) -> str | None:
+    """What `value` is as one of our `key`, which it may be already."""
+    word = str(value).lower()
+    return _VALUES.get(key, {}).get(word) or (_preset(word) if key == "precision" else None)
+
+
+def _preset(name: str) -> str | None:
+    """The preset that the words of `name` come to, in any order: fp8_mixed, bfloat16, bf16_fp8_delayed, fp8_tensorwise."""
+    said = [_DTYPES.get(word, word) for word in re.split("[-_ ]+", name) if word not in _NO_PART]
+    scalings = {
+        _VALUES["fp8.scaling"].get(word, "").partition(" ")[0]
+        for word in said
+        if word not in ("fp8", *_COMPUTE)
+    }
+    compute = [word for word in said if word in _COMPUTE] or ["bf16"]
+    if len(compute) > 1 or len(scalings) > 1 or not scalings <= _FP8.keys() or not said:
+        return None
+    in_fp8 = _FP8[scalings.pop()] if scalings else ["fp8"] if "fp8" in said else []
+    if in_fp8 and (compute == ["fp32"] or (compute, in_fp8) == (["fp16"], ["nvfp4"])):
+        return None
+    return "_".join(compute + in_fp8)
+
+
+def project(keys: Iterable[str]) -> str | None:
+    """The project whose file has these keys at its top; None for fewer than two of them."""
+    return next(
+        (name for name, theirs in _PROJECTS.items() if len(theirs.intersection(keys)) > 1), None
+    )
+
+
+def unknown(key: str, known: Iterable[str], value: object = None) -> str:
+    """The line for a `key` that does not exist: where the thing belongs, with what `value` is there, or the nearest key."""
+    leaf = key.rsplit(".", 1)[-1]
+    if leaf in CODE_KEYS:
+        return (
+            f"{key}: a recipe cannot name code to run; values name things by registry key, as in"
+            " optim.name=adamw"
+        )
+    if re.split("[./]", key)[0] == "hydra":
+        return (
+            f"{key}: settings of Hydra itself are not part of a recipe; the command line takes them"
+        )
+    if key in DERIVED:
+        return f"{key}: cannot be set, it is {DERIVED[key]}"
+    known = set(known)
+    known |= {PLUGIN} if "precision" in known else set()
+    home = _HOMES.get(key.lower()) or _BELONGS.get(leaf.lower())
+    if not home and (node := next((n for n in _NODES if f"{key}.".startswith(f"{n}.")), None)):
+        plain = node.removesuffix(".config") + key[len(node) :]
+        home = plain if key != node and plain in known else _NODES[node]
+    if home:
+        ours = _STAGES.get(str(value)) if leaf in ("stage", "zero_stage") else _ours(home, value)
+        if ours:
+            return f"{key}={value}: no such key; write {home}={ours}"
+        preset = " (precision=bf16_fp8)" if home in ("precision", "trainer.plugins") else ""
+        return f"{key}: no such key; it belongs to {home}{preset}"
+    if key in known:  # what stands inside a node has one name
+        return f"{key}: dotted names are read at the top of a file alone; write a node for each dot"
+    same_leaf = sorted(k for k in known if k.rsplit(".", 1)[-1] == leaf)
+    parent = key.removesuffix(leaf)
+    siblings = {k for k in known if (k.startswith(parent) if parent else "." not in k)}
+    near = (
+        (same_leaf[0] if len(same_leaf) == 1 else None)
+        or nearest(key, known, 0.75)
+        or _near_leaf(leaf, siblings, 0.6)
+        or _near_leaf(leaf, known, 0.7)
+    )
+    if same_leaf and len(same_leaf) > 1:
+        return f"{key}: no such key; did you mean one of {', '.join(same_leaf)}?"
+    has = (
+        ", ".join(sorted(k.removeprefix(parent) for k in siblings))
+        if parent and 0 < len(siblings) <= 16
+        else ""
+    )
+    return f"{key}: no such key" + (
+        f"; did you mean {near!r}?" if near else f"; {parent[:-1]} has {has}" if has else ""
+    )
+
+
+def _near_leaf(leaf: str, known: set[str], cutoff: float) -> str | None:
+    by_leaf = {k.rsplit(".", 1)[-1]: k for k in sorted(known, reverse=True)}
+    found = nearest(leaf, by_leaf, cutoff)
+    return by_leaf[found] if found else None

@@ -1,0 +1,335 @@
+"""Validation rules of the parallel layout: what of it does not divide, and what has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import TYPE_CHECKING
+
+from fp8cfg.schema.backends import capabilities, ordered
+from fp8cfg.schema.refusal import LayoutRefusal, Refusal, idle
+from fp8cfg.schema.storage import (
+    SCALED,
+    against_gathered_params,
+    float32_masters,
+    fp8_weights,
+    level,
+    low_bit,
+    others,
+    resolved,
+    sharding,
+)
+from fp8cfg.schema.training import Strategy, Trainer
+
+if TYPE_CHECKING:
+    from fp8cfg.schema.precision import Precision
+    from fp8cfg.schema.recipe import Recipe
+
+ZERO = ("zero1", "zero2")
+
+
+def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
+    """Whether FSDP2 keeps the parameters of the recipe's Transformer over `ranks` that share them, where `backend` multiplies."""
+    shard, groups = (
+        sharding(recipe.precision, ranks),
+        recipe.trainer.strategy.data_parallel_replicate_size,
+    )
+    if shard == "fsdp" or ranks == 1:
+        return shard == "fsdp"
+    if groups > 1 and _sent_wider(
+        recipe.precision
+    ):  # which groups would not be: they sum what is kept
+        return False
+    return _gathered_as_stored(recipe, backend)
+
+
+def _gathered_as_stored(recipe: Recipe, backend: str) -> bool:
+    p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
+    if level(p) or not capabilities(backend).fully_shards:
+        return False
+    linear, rest = resolved(p), others(p)
+    if low_bit(p) and not float32_masters(p):
+        return False
+    if {linear["comm"], rest["comm"]} & {*SCALED}:
+        return False
+    if recipe.lora.enabled:  # which are no weights of linear layers
+        return True
+    if fp8_weights(p):
+        read = capabilities(backend).fp8_gather == "params" or not against_gathered_params(
+            p.fp8, backend
+        )
+        return capabilities(backend).zero_fp8_weights and read
+    in_codec = tensor == 1 and (not p.fp8.enabled or capabilities(backend).fp8_gather == "params")
+    return in_codec or linear["weight"] == rest["weight"]
+
+
+def gathered_plain(precision: Precision) -> str:
+    """The codec in which FSDP2 gathers what it does not gather in FP8: precision.compute, or float32 where others have
+    weights that the unsharded run casts in each pass."""
+    return precision.compute if precision.storage.shard == "fsdp" else others(precision)["weight"]
+
+
+def _sent_wider(p: Precision) -> bool:
+    """Whether gradients are sent in another dtype than that of fewer bits than float32 in which they are added up."""
+    return others(p)["weight_grad"] not in (others(p)["comm"], "fp32")
+
+
+GPUS = 8
+"""Of one machine, at most."""
+
+
+def strategy_rules(recipe: Recipe) -> Iterator[str]:
+    """What the layout breaks; of that what a smoke run, which cuts it to the ranks and sizes there are, does not have."""
+    return (
+        line
+        for line in _strategy_rules(recipe)
+        if not (recipe.trainer.smoke and isinstance(line, LayoutRefusal))
+    )
+
+
+def _strategy_rules(recipe: Recipe) -> Iterator[str]:
+    t, s, m = recipe.trainer, recipe.trainer.strategy, recipe.model
+    world = t.num_nodes * t.devices
+    if world % s.size:
+        yield LayoutRefusal(
+            f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not"
+            f" divide trainer.num_nodes x trainer.devices = {world}; nearest is"
+            f" {_machines(t)}{s.smaller(world)}"
+        )
+    elif (
+        t.global_batch_size % (t.micro_batch_size * (world // s.size))
+        and not t.global_batch_size % t.micro_batch_size
+    ):
+        parallel = world // s.size
+        yield batches(
+            recipe,
+            parallel,
+            f"trainer.micro_batch_size x data-parallel size = {t.micro_batch_size * parallel}",
+        )
+    tp, pp, cp = (
+        s.tensor_model_parallel_size,
+        s.pipeline_model_parallel_size,
+        s.context_parallel_size,
+    )
+    if m.num_attention_heads % tp:
+        sizes = gcd(m.num_query_groups, m.ffn_hidden_size, m.vocab_size)
+        yield LayoutRefusal(
+            f"trainer.strategy.tensor_model_parallel_size={tp}: must divide"
+            f" model.num_attention_heads={m.num_attention_heads}; nearest is"
+            f" {_dividing(sizes, tp, world, s.size // tp)}"
+        )
+    stages, virtual = (
+        _dividing(m.num_layers, pp, world, s.size // pp),
+        "virtual_pipeline_model_parallel_size",
+    )
+    if s.virtual_pipeline_model_parallel_size is None:
+        if m.num_layers % pp:
+            yield LayoutRefusal(
+                f"trainer.strategy.pipeline_model_parallel_size={pp}: must divide"
+                f" model.num_layers={m.num_layers}; nearest is {stages}"
+            )
+    elif pp == 1:
+        yield (
+            f"trainer.strategy.{virtual}: has no effect while pipeline_model_parallel_size=1; write"
+            " null"
+        )
+    elif m.num_layers < pp * s.chunks:
+        most = m.num_layers // pp
+        fewer = (
+            f"{virtual}={most}"
+            if most > 1
+            else f"{virtual}=null"
+            if stages == pp
+            else f"{stages} with {virtual}=null"
+        )
+        yield LayoutRefusal(
+            f"trainer.strategy.pipeline_model_parallel_size={pp}: model.num_layers={m.num_layers}"
+            f" are too few for {pp * s.chunks} chunks of layers; nearest is {fewer}"
+        )
+    yield from _schedule_rules(s)
+    yield from _replica_rules(recipe, world)
+    if s.sequence_parallel and tp == 1:
+        yield Refusal(
+            "trainer.strategy.sequence_parallel=true: has no effect while"
+            " tensor_model_parallel_size=1; write false",
+            [("trainer.strategy.sequence_parallel", False)],
+            ["trainer.strategy.tensor_model_parallel_size"],
+        )
+    if cp > 1:
+        yield from _context_rules(recipe, cp)
+
+
+def _machines(t: Trainer) -> str:
+    """The word that gives a replica whole machines: GPUs of each, or more of them where these are more than a machine has."""
+    size = t.strategy.size
+    step = size // gcd(size, t.num_nodes)
+    devices = min(multiple(t.devices, step), GPUS // step * step)
+    return (
+        f"trainer.devices={devices}"
+        if devices
+        else f"trainer.num_nodes={size // gcd(size, t.devices)}"
+    )
+
+
+def _dividing(whole: int, size: int, world: int, rest: int) -> int:
+    """The divisor of `whole` that is nearest to `size`, of those that leave `world` ranks whole replicas, of `rest` others each."""
+    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
+    return min(
+        [n for n in divisors if world % (n * rest) == 0] or divisors, key=lambda n: abs(n - size)
+    )
+
+
+def _schedule_rules(s: Strategy) -> Iterator[str]:
+    """Of the order of passes, which follows from the number of chunks."""
+    key, chunks = "trainer.strategy.pipeline_schedule", "virtual_pipeline_model_parallel_size"
+    if s.pipeline_model_parallel_size == 1 and s.pipeline_schedule == "auto":
+        return
+    if s.pipeline_model_parallel_size == 1:
+        yield from idle(
+            s,
+            ("pipeline_schedule",),
+            " while pipeline_model_parallel_size=1; write auto",
+            s.key(chunks),
+            s.key("pipeline_model_parallel_size"),
+        )
+    elif s.pipeline_schedule == "1f1b" and s.chunks > 1:
+        yield Refusal(
+            f"{key}=1f1b: is of one chunk on each GPU, and {chunks}={s.chunks}; write"
+            f" interleaved_1f1b, or {chunks}=null",
+            [(key, "auto")],
+            [s.key(chunks)],
+        )
+    elif s.pipeline_schedule == "interleaved_1f1b" and s.chunks == 1:
+        yield Refusal(
+            f"{key}=interleaved_1f1b: is of several chunks on each GPU; write {s.key(chunks)}=2",
+            [(key, "auto")],
+            [s.key(chunks)],
+        )
+
+
+def _replica_rules(recipe: Recipe, world: int) -> Iterator[str]:
+    """Of groups that have all state each, over which FSDP2 replicates what it shards."""
+    s, key, p = (
+        recipe.trainer.strategy,
+        "trainer.strategy.data_parallel_replicate_size",
+        recipe.precision,
+    )
+    groups, backends = (
+        s.data_parallel_replicate_size,
+        (ordered() if p.backend == "auto" else [p.backend]),
+    )
+    if sharding(p, 2) == "none":
+        instead = "" if level(p) else "storage.shard=zero1, or "
+        why = {"none": f"; write {instead}1", "auto": ", which is none here; write 1"}[
+            p.storage.shard
+        ]
+        yield from idle(
+            s,
+            ("data_parallel_replicate_size",),
+            f" with storage.shard={p.storage.shard}{why}",
+            "storage.shard",
+        )
+    elif groups > 1 and not any(by_fsdp2(recipe, 2, backend) for backend in backends):
+        yield Refusal(
+            f"{key}={groups}: groups have the shards of FSDP2, and here whole tensors have owners;"
+            " write 1",
+            [(key, 1)],
+            [
+                "storage.shard",
+                "backend",
+                "opt_level",
+                "storage.weight",
+                "storage.master_weight",
+                "storage.weight_grad",
+                "storage.comm",
+                "storage.rounding",
+            ],
+        )
+    elif groups > 1 and world % s.size == 0:
+        data, context = world // s.size, s.context_parallel_size
+        if data % groups:
+            yield Refusal(
+                f"{key}={groups}: does not divide the data-parallel size {data}; nearest is"
+                f" {gcd(data, groups)}",
+                [(key, gcd(data, groups))],
+                ["trainer.num_nodes", "trainer.devices"],
+            )
+        elif data * context == groups:
+            yield Refusal(
+                f"{key}={groups}: leaves one rank to each group, which shards nothing; write"
+                " storage.shard=none, or 1",
+                [(key, 1)],
+                ["trainer.num_nodes", "trainer.devices"],
+            )
+
+
+def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
+    """Of sequences that are split over `cp` ranks, each with two chunks of them."""
+    length, key = recipe.model.seq_length, "trainer.strategy.context_parallel_size"
+    if length % (2 * cp):
+        nearest = multiple(length, 2 * cp)
+        yield LayoutRefusal(
+            f"model.seq_length={length}: must be a multiple of 2 x context_parallel_size ="
+            f" {2 * cp}; nearest is {nearest}",
+            {"model.seq_length": nearest},
+        )
+    if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
+        yield Refusal(
+            "fp8.dot_product_attention=true: attention in FP8 takes whole sequences, and"
+            f" {key}={cp} splits them; write false",
+            [("fp8.dot_product_attention", False)],
+            [key],
+        )
+    for name in (
+        name
+        for name in ("reset_attention_mask", "reset_position_ids")
+        if getattr(recipe.data, name)
+    ):
+        yield Refusal(
+            f"data.{name}=true: documents are told apart in whole sequences, and {key}={cp} splits"
+            " them; write false",
+            [(f"data.{name}", False)],
+            [key],
+        )
+    if every := recipe.log.fp8_stats_every_n_steps:
+        yield Refusal(
+            f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key}={cp} none has"
+            " whole sequences; drop it",
+            [("log.fp8_stats_every_n_steps", 0)],
+            [key],
+        )
+
+
+def batches(recipe: Recipe, parallel: int, of: str) -> Refusal:
+    """A global batch that is no multiple `of` the microbatches of all `parallel` replicas. Microbatches, which change no result,
+    give way before it."""
+    t = recipe.trainer
+    near, share = (
+        multiple(t.global_batch_size, t.micro_batch_size * parallel),
+        t.global_batch_size // parallel,
+    )
+    gives = [("trainer.global_batch_size", near)]
+    if t.global_batch_size % parallel == 0:
+        gives.insert(
+            0,
+            (
+                "trainer.micro_batch_size",
+                max(d for d in range(1, t.micro_batch_size + 1) if share % d == 0),
+            ),
+        )
+    return Refusal(
+        f"trainer.global_batch_size={t.global_batch_size}: not a multiple of {of}; nearest is"
+        f" {near}",
+        gives,
+        [
+            "trainer.global_batch_size",
+            "trainer.micro_batch_size",
+            "trainer.num_nodes",
+            "trainer.devices",
+        ],
+    )
+
+
+def multiple(value: int, of: int) -> int:
+    """The multiple of `of` that is nearest to `value`, at least one."""
+    return max(of, round(value / of) * of)

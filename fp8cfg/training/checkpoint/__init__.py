@@ -1,1 +1,0 @@
-"""Checkpoints: tensors in safetensors, the rest in JSON, under a manifest with the sha256 of every file."""

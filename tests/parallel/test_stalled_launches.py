@@ -1,0 +1,171 @@
+"""Launched ranks of which one stands still, ends or is killed: the others name it, and a launcher that starts them again goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.test_stalled_ranks import until
+from tests.run_folder.test_log_folder import SAVES, steps
+from tests.support.ranks import LIMIT, ROOT, ended, launch, ranks_environment, running
+
+ENDS = """
+import json, os, sys, time
+
+from fp8cfg.schema.errors import Fp8cfgError
+from fp8cfg.schema.training import Trainer
+from fp8cfg.parallel.process_group import world
+
+rank, case = int(os.environ["RANK"]), sys.argv[1]
+try:
+    with world("cpu", Trainer(timeout={"start": 60, "step": 4})) as ranks:
+        ranks.limits.timeout.start = 4
+        first = ranks.text(str(os.getpid()))
+        ranks.waits("step", 3)
+        if case == "data" and rank == 0:
+            raise RuntimeError("tokens of the data server: Connection refused")
+        if case == "data":
+            ranks.any(True)
+        if case == "late" and rank == 1:
+            while os.path.exists(f"/proc/{first}"):
+                time.sleep(0.1)
+except (RuntimeError, Fp8cfgError) as e:
+    print(json.dumps([rank, type(e).__name__, str(e)]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("case", ["data", "late"])
+def test_how_ranks_end(case: str, tmp_path: Path) -> None:
+    """One with an error of its own that reads like one of gloo's, and one that is late at the end."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = launch(2, case, script=tmp_path / "ends.py", TORCHELASTIC_USE_AGENT_STORE="False")
+    said = {rank: (kind, text) for rank, kind, text in map(json.loads, done.stdout.splitlines())}
+    if case == "data":
+        assert said[0] == ("RuntimeError", "tokens of the data server: Connection refused")
+        assert said[1][0] == "RankLost" and re.match(
+            r"another rank has ended; it says why \(\[.*Connection (closed|reset) by peer",
+            said[1][1],
+        )
+    else:
+        assert (
+            said[0][0] == "RankStalled" and said[1][0] == "RankLost"
+        )  # the store has ended meanwhile
+        assert said[0][1].startswith(
+            "step 3: barrier over dp_shard was not done in 4 s (trainer.timeout.start): rank 1 is in ends.py:"
+        )
+
+
+LAYOUTS = {  # which ranks stand still, and how the others wait, some of them for those that wait themselves
+    "stages of tensor-parallel ranks, the first of the second": (
+        2,
+        dict.fromkeys(
+            (0, 1, 3),
+            r"((batch_isend_irecv|isend|irecv|all_gather) over pp|all_reduce over (pp|tp|all ranks))",
+        ),
+        [
+            "trainer.strategy.pipeline_model_parallel_size=2",
+            "model.num_layers=2",
+            "trainer.global_batch_size=4",
+            "trainer.strategy.tensor_model_parallel_size=2",
+            "model.num_query_groups=2",
+        ],
+    ),
+    "data-parallel ranks, the first": (
+        0,
+        {1: r"(all_reduce|all_gather\w+|reduce_scatter\w+) over dp_shard"},
+        ["trainer.micro_batch_size=1"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_that_stands_still_is_named(name: str, tmp_path: Path) -> None:
+    """By the others, which end and say in which collective they waited; it is then killed as a launcher does."""
+    stopped, waits, layout = LAYOUTS[name]
+    run, size = tmp_path / "run", len(waits) + 1
+    words = [
+        *SAVES,
+        *layout,
+        f"trainer.devices={size}",
+        f"log.folder={run}",
+        "trainer.max_steps=100000",
+        "trainer.timeout.start=90",
+        "trainer.timeout.step=2",
+        "checkpoint.every_n_steps=0",
+    ]
+    with running(size, *words, TORCHELASTIC_USE_AGENT_STORE="False") as (ranks, said):
+        until(lambda: (run / "metrics.jsonl").exists() and len(steps(run)) > 2, "no third step")
+        os.kill(ranks[stopped].pid or 0, signal.SIGSTOP)
+        assert not ended([ranks[rank] for rank in waits], 60)
+        lines = {
+            rank: Path(said, f"{rank}.err").read_text().strip().splitlines()[-1] for rank in waits
+        }
+        assert {ranks[rank].exitcode for rank in waits} == {1}
+    holds = ", which holds the store," if stopped == 0 else ""
+    for rank, collective in waits.items():
+        assert re.fullmatch(
+            rf"{f'rank {rank}: ' if rank else ''}error: step \d+: {collective} was (not done in|broken off by a rank that had waited) "
+            rf"2 s \(trainer\.timeout\.step\): rank {stopped}{holds} is silent: stopped, or gone with the machine"
+            rf"{'' if holds else ', or busy outside of Python'}",
+            lines[rank],
+        )
+
+
+KILLED_ONCE = """
+import atexit, os
+from fp8cfg.__main__ import entry
+
+atexit.register(lambda: os.write(1, b"left as Python is left\\n"))
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+    os.environ["FP8CFG_FAILPOINT"] = "shard:10"
+entry()
+"""
+"""`fp8cfg` under torchrun, of which a rank is killed in its third save or a later one."""
+
+
+@pytest.mark.slow
+def test_a_launcher_that_starts_ranks_again_goes_on(tmp_path: Path) -> None:
+    """torchrun --max-restarts, after a rank was killed: one run folder, and no step twice."""
+    (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
+    words = [
+        *SAVES,
+        "trainer.micro_batch_size=1",
+        f"log.folder={tmp_path}/run",
+        "log.resume=auto",
+        "trainer.max_steps=10",
+    ]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            "1",
+            str(tmp_path / "killed_once.py"),
+            *words,
+        ],
+        cwd=ROOT,
+        env={**ranks_environment(1), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0 and f"resuming {tmp_path}/run from step-" in done.stdout, (
+        done.stdout
+    )
+    assert steps(tmp_path / "run") == list(range(1, 11))
+    assert done.stdout.count("left as Python is left") >= 2, (
+        "a launcher's hooks run at the end of each rank"
+    )

@@ -1,0 +1,171 @@
+"""Planned communication against what gloo ranks hand to torch's collectives: counts and bytes by axis of the layout."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+import fp8cfg
+from fp8cfg.parallel import quantized_allreduce
+from fp8cfg.parallel.process_group import SENT, World
+from fp8cfg.planning import fsdp_memory
+from fp8cfg.planning.collectives import Axis, together
+from fp8cfg.planning.communication import of_step
+from fp8cfg.planning.layout import stage_parts
+from fp8cfg.planning.peak_memory import multiplying
+from fp8cfg.training.data import run_data
+from fp8cfg.training.step import train_step
+from tests.support.ranks import on_ranks
+from tests.support.small import small
+from tools.layout_proof.collective_counter import CollectiveCounter
+from tools.layout_proof.comparison import planned_sent
+
+STRATEGY = "trainer.strategy."
+TP = f"{STRATEGY}tensor_model_parallel_size=2"
+LAYOUTS = {
+    "TP2": f"precision=bf16_fp8_current {TP} {STRATEGY}sequence_parallel=true",
+    "TP2 of bf16 weights": f"precision=bf16_fp8_current fp8.params=false model.recompute_granularity=full {TP}",
+    "TP2 of low-bit moments and gradients": f"precision=bf16_fp8_te_fused_adam storage.weight_grad=fp8 {TP}",
+    "TP2 of rows": f"precision=bf16_fp8_current fp8.granularity=row {TP} {STRATEGY}sequence_parallel=true",
+    "TP2 of rows of bf16 weights": f"precision=bf16_fp8_current fp8.granularity=row fp8.params=false model.recompute_granularity=full {TP}",
+    "TP2 of nvfp4": f"precision=bf16_nvfp4 fp8.override_linear_precision.wgrad=true {TP}",
+    "TP2 of nvfp4, plain": f"precision=bf16_nvfp4 fp8.params=false fp8.enable_2d_quantization=false fp8.output_layer=true model.vocab_size=288 storage.shard=fsdp {TP}",
+    "TP2 of current, gathered": f"precision=bf16_fp8_current storage.shard=fsdp storage.weight_grad=fp8 storage.accumulate=stored {TP}",
+    "CP2": f"precision=bf16_fp8 {STRATEGY}context_parallel_size=2",
+    "PP2": f"precision=bf16_fp8 {STRATEGY}pipeline_model_parallel_size=2 model.share_embeddings_and_output_weights=true",
+    "FSDP2": "precision=bf16_fp8 storage.shard=fsdp",
+    "FSDP2 of blocks": "precision=bf16_fp8_block storage.shard=fsdp model.ffn_hidden_size=256",
+    "FSDP2 of stored gradients": "precision=bf16 storage.weight_grad=fp8 storage.accumulate=stored storage.shard=fsdp",
+    "FSDP2 by torchao": "precision=bf16_fp8_current fp8.params=false fp8.high_precision_at_start=0 fp8.high_precision_at_end=0 "
+    "storage.shard=fsdp backend=torchao",
+    "zero1": "precision=bf16_fp8",
+    "zero2": "precision=bf16 storage.shard=zero2",
+    "none": "precision=bf16 storage.shard=none",
+    "none in bf16": "precision=bf16_fp8 storage.shard=none storage.comm=bf16",
+    "none of rounded gradients": "precision=bf16 storage.shard=none storage.weight_grad=bf16",
+    "none of blocks": "precision=bf16_fp8_block fp8.params=true storage.shard=none storage.exp_avg=fp8 storage.exp_avg_sq=fp16_scaled storage.weight_grad=fp8",
+    "none, LoRA": "precision=bf16_fp8 task=lora storage.shard=none",
+    "owners": "precision=bf16_fp8 storage.shard=zero1 storage.master_weight=fp16_scaled",
+    "owners of rows": "precision=bf16_fp8_current fp8.params=true fp8.granularity=row storage.shard=zero1 storage.master_weight=fp16_scaled",
+    "owners of nvfp4": "precision=bf16_nvfp4 fp8.params=true storage.shard=zero1 storage.master_weight=fp16_scaled",
+    "scales": "precision=bf16_fp8 opt_level=O2 storage.shard=zero1",
+    "fp16 beside FP8": "precision=bf16_fp8 fp8.params=false storage.weight=fp16_scaled",
+    "FP8 without operands": "precision=bf16 storage.weight=fp8 storage.shard=zero2",
+    "two hops": "precision=bf16 opt_level=O2",
+    "LoRA": "precision=bf16_fp8 task=lora storage.shard=zero2",
+    "LoRA owners": "precision=bf16_fp8 storage.comm=fp8 task=lora storage.shard=zero2",
+}
+
+
+def words_of(name: str) -> list[str]:
+    return [*LAYOUTS[name].split(), "trainer.micro_batch_size=2", "trainer.devices=2"]
+
+
+def sent(world: World) -> dict[str, Any]:
+    """What the second step of each layout sends, as counted and as planned, and what its message says."""
+    os.environ["WORLD_SIZE"] = "2"
+    found: dict[str, Any] = {}
+    for name in LAYOUTS:
+        job = fp8cfg.build(small(*words_of(name)))
+        data = run_data(job.recipe)[0]
+        train_step(job, data, 0, world)
+        SENT.clear()
+        with CollectiveCounter(job.recipe.trainer.strategy) as counter:
+            train_step(job, data, 1, world)
+        parts = stage_parts(job.recipe, 2)
+        plan = planned_sent(
+            job.recipe,
+            parts[world.rank % len(parts)],
+            job.choice.backend,
+            world.rank % parts[0].shards,
+        )
+        found[name] = {
+            "counted": said(counter.found),
+            "planned": said(plan),
+            "message": dict(SENT.bytes),
+        }
+    return found
+
+
+def said(every: Any) -> dict[str, list[int]]:
+    return {f"{axis}: {how}": list(one) for (axis, how), one in every.items()}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(2, sent, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_sends_what_is_planned(name: str, two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank[name]["counted"] == rank[name]["planned"] != {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_plan_is_what_training_says_that_it_sent(name: str, two: list[dict[str, Any]]) -> None:
+    recipe = small(*words_of(name))
+    for number, rank in enumerate(two):
+        parts = stage_parts(recipe, 2)
+        kinds: dict[str, int] = {}
+        for one in of_step(
+            recipe, parts[number % len(parts)], multiplying(recipe), number % parts[0].shards
+        ):
+            kinds[one.what] = kinds.get(one.what, 0) + one.bytes
+        assert {kind: kinds[kind] for kind in rank[name]["message"]} == rank[name]["message"]
+
+
+def test_a_plan_says_what_the_rank_sends_that_sends_most() -> None:
+    plan = fp8cfg.plan(fp8cfg.compose(["recipe=llama_70b", "precision=bf16_fp8"]), gpu="h100")
+    most = max(plan.ranks, key=lambda rank: rank.sent_bytes)
+    text = str(plan).split("sent by a rank in a step")[1].split("\n\n")[0]
+    assert (
+        f"total, {most.part.name}" in text
+        and "pipeline: stage outputs" in text
+        and "tensor: activations" in text
+    )
+    assert plan.data()["ranks"][0]["sent"][0].keys() == {"axis", "what", "how", "count", "bytes"}
+    assert "sent by" not in str(fp8cfg.plan(fp8cfg.compose(["recipe=llama_tiny"])))
+
+
+def test_four_bits_are_planned_over_split_matrices() -> None:
+    recipe = fp8cfg.compose(["recipe=llama_70b", "precision=bf16_nvfp4", "trainer.num_nodes=8"])
+    plan = fp8cfg.plan(recipe, gpu="b200", gpus=64)
+    assert (
+        not plan.problems
+        and not plan.refusals
+        and plan.gpu
+        and plan.widest.total <= plan.gpu.memory
+    )
+    middle = stage_parts(recipe, 64)[1]
+    amaxes = next(
+        one
+        for one in of_step(recipe, middle, "native")
+        if one.what == "amaxes" and one.axis == "tensor"
+    )
+    # Of 20 layers the gradients of two and the inputs of two, with their transforms, in each microbatch; and all weights in one message.
+    numbers, microbatches = 2 * 4 * 20, recipe.trainer.global_batch_size // 2
+    assert (amaxes.count, amaxes.bytes) == (
+        80 * microbatches + 1,
+        6 * (numbers * microbatches + 80),
+    )
+
+
+def test_bytes_of_collectives_on_a_ring() -> None:
+    assert fsdp_memory.MESSAGE == quantized_allreduce.MESSAGE
+    axis = Axis("data", 4)
+    every = [
+        *axis.all_reduce("gradients", 400, 2),
+        *axis.all_gather("weights", 100),
+        *axis.reduce_scatter("gradients", 100),
+    ]
+    assert [one.bytes for one in every] == [1200, 300, 300] and not [
+        *Axis("data", 1).all_reduce("gradients", 400)
+    ]
+    assert [
+        (one.count, one.bytes) for one in together([*every, *axis.all_reduce("gradients", 4)])
+    ] == [(3, 1206), (1, 300), (1, 300)]

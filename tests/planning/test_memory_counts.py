@@ -1,0 +1,334 @@
+"""Parts of the memory plan against counts by hand: bytes of a parameter, shards, stages, and what a rank has of a layout."""
+
+from __future__ import annotations
+
+import pytest
+
+import fp8cfg
+from fp8cfg.planning import fsdp_memory, peak_memory
+from fp8cfg.planning.fit_search import refuse_if_too_large
+from fp8cfg.planning.fsdp_memory import gather_line
+from fp8cfg.planning.layout import Part, parts, stage_layers, whole
+from fp8cfg.planning.peak_memory import (
+    linears_of,
+    memory,
+    memory_table,
+    multiplying,
+    parameters,
+    persistent,
+    step_bytes,
+)
+from fp8cfg.planning.state_shards import state_bytes
+from fp8cfg.schema.recipe import Recipe
+from tests.support.small import small
+
+
+def test_recomputation_takes_less_and_more_tokens_take_more() -> None:
+    def working(*words: str) -> int:
+        kinds = memory(fp8cfg.compose(["precision=bf16_fp8", *words]), "cuda")
+        return kinds["activations"] + kinds["logits"] + kinds["backward"]
+
+    assert working("model.recompute_granularity=full") < working() / 2
+    assert working("trainer.micro_batch_size=8") * 1.9 < working()
+
+
+@pytest.mark.parametrize(
+    ("words", "each"),
+    [
+        ("precision=fp32", 16),
+        ("precision=bf16", 18),
+        ("precision=fp16", 16),
+        ("precision=bf16 optim.name=sgd", 14),
+        ("precision=bf16 optim.name=sgd optim.momentum=0", 10),
+    ],
+)
+def test_bytes_of_a_parameter(words: str, each: int) -> None:
+    recipe = small(*words.split())
+    part = whole(recipe)
+    assert (
+        sum(persistent(recipe, part, linears_of(recipe, part)).values())
+        == each * parameters(recipe, part).total
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "linear", "other", "scales"),
+    [("O1", 11, 16, 9), ("O2", 6, 11, 9 + 2 * 15), ("O3", 7, 9, 9 + 9 + 2 * 15)],
+)
+def test_ms_amp_leaves_all_but_linear_layers_in_float32(
+    level: str, linear: int, other: int, scales: int
+) -> None:
+    """Of nine linear layers and six other parameters; a scale is that of a gradient, a master or a moment."""
+    recipe = small(
+        "precision=bf16_fp8", "fp8.params=false", f"opt_level={level}", "fp8.output_layer=true"
+    )
+    part = whole(recipe)
+    kinds, count = persistent(recipe, part, linears_of(recipe, part)), parameters(recipe, part)
+    assert (
+        sum(kinds.values()) - kinds["FP8 copies"]
+        == linear * count.linear + other * count.other + 4 * scales
+    )
+
+
+def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
+    recipe = small("precision=bf16", "model.num_layers=6")
+    one, four = memory(recipe, "cpu"), {}
+    for shard in ("zero1", "zero2"):
+        recipe.storage.shard = shard  # type: ignore[assignment]
+        four[shard] = memory(recipe, "cpu", whole(recipe, 4))
+    for kinds in four.values():
+        assert (
+            all(kinds[kind] * 4 == one[kind] for kind in ("masters", "moments", "gradients"))
+            and kinds["weights"] == one["weights"]
+        )
+    recipe.storage.shard, recipe.trainer.micro_batch_size = (
+        "zero1",
+        1,
+    )  # two microbatches: gradients add up before they are summed
+    kinds = memory(recipe, "cpu", whole(recipe, 4))
+    assert (
+        kinds["gradients"] + kinds["accumulation"]
+        == one["gradients"]
+        > four["zero2"]["gradients"] + four["zero2"]["accumulation"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("shard", "split"),
+    [
+        ("zero1", ("masters", "moments", "gradients")),
+        ("zero1 opt_level=O2", ("moments",)),
+        ("zero2 opt_level=O2", ("moments", "gradients")),
+        ("fsdp", ("gradients", "moments", "weights")),
+    ],
+)
+def test_shards_of_all_ranks_are_the_whole_state(shard: str, split: tuple[str, ...]) -> None:
+    recipe = small(
+        "precision=bf16", *f"storage.shard={shard}".split(), "model.vocab_size=250"
+    )  # rows that three ranks do not divide
+    part, kept = (
+        whole(recipe, 3),
+        persistent(recipe, whole(recipe), linears_of(recipe, whole(recipe))),
+    )
+    found = [
+        state_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe), rank)
+        for rank in range(3)
+    ]
+    every = [{kind: one[kind] for kind in split} for one in found]
+    assert {kind: sum(one[kind] for one in every) for kind in split} == {
+        kind: kept[kind] for kind in split
+    }
+    most = max(every, key=lambda one: sum(one.values()))
+    assert (
+        sum(most.values())
+        > sum(map(kept.__getitem__, split)) / 3
+        > sum(min(every, key=lambda one: sum(one.values())).values())
+    )
+    assert {kind: memory(recipe, "cpu", part)[kind] for kind in split} == {
+        kind: most[kind] for kind in split
+    }, "a plan is of the rank with most"
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "each"),
+    [
+        ("", 1, 1),
+        ("trainer.micro_batch_size=4", 1, 4),
+        ("", 2, 1),
+        ("storage.comm=fp32", 2, 4),
+        ("storage.shard=zero2", 2, 1),
+        ("trainer.micro_batch_size=2 storage.shard=zero2", 2, 4),
+    ],
+)
+def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, each: int) -> None:
+    """A rank has them all; in float32 where a microbatch or another rank's are added to them."""
+    recipe = small(
+        "precision=bf16_fp8",
+        "opt_level=O2",
+        *words.split(),
+        *(["trainer.micro_batch_size=4"] if ranks == 2 and "micro" not in words else []),
+    )
+    part = whole(recipe, ranks)
+    kinds, count = memory(recipe, "cpu", part), parameters(recipe, part)
+    scales = 4 * len(linears_of(recipe, part))
+    own = (
+        state_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe))["gradients"]
+        if "zero2" in words
+        else 0
+    )
+    assert kinds["gradients"] + kinds.get(
+        "accumulation", 0
+    ) == each * count.linear + 4 * count.other + (scales if each == 1 and not own else 0)
+    assert kinds["gradients"] == (own or count.linear + 4 * count.other + scales)
+
+
+def test_a_line_says_in_what_weights_are_gathered() -> None:
+    said = {
+        words: gather_line(small("precision=bf16", *words.split()), 2, "native")
+        for words in ("", "storage.weight=fp8", "storage.weight=fp8 storage.comm=fp8")
+    }
+    assert [*said.values()] == ["", "weights of linear layers are gathered in fp8 once a step", ""]
+    cast = gather_line(
+        small("precision=bf16_fp8_current", "storage.shard=fsdp", "fp8.params=false"), 2, "torchao"
+    )
+    assert " ".join(cast.split()).endswith(
+        "gathered in fp8, as torchao casts them, whatever fp8.params is; storage.gather=bf16 leaves them in that"
+    )
+
+
+def test_the_plan_knows_the_optimizer_s_pieces() -> None:
+    from fp8cfg.numerics import codecs
+    from fp8cfg.optim.low_bit import adam_step, gradients
+
+    assert (
+        peak_memory.PIECES == {"cpu": codecs.CHUNK, "cuda": codecs.GPU_CHUNK}
+        and fsdp_memory.WAITING == gradients.WAITING
+    )
+    recipe = small(
+        "precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", "opt_level=O2"
+    )
+    part = whole(recipe)
+    assert step_bytes(recipe, part, linears_of(recipe, part), "cpu") == 48 * codecs.CHUNK
+    alone = fp8cfg.compose(
+        [
+            "recipe=llama_8b",
+            "opt_level=O2",
+            "trainer.strategy.context_parallel_size=1",
+            "trainer.devices=1",
+            "trainer.global_batch_size=1",
+        ]
+    )
+    assert memory(alone, "cuda", whole(alone))[
+        "accumulation"
+    ] == 4 * gradients.WAITING and "accumulation" not in memory(alone, "cpu", whole(alone))
+    few, at_once = (
+        small("opt_level=O2"),
+        ("storage.weight_grad=fp8_block", "storage.accumulate=stored opt_level=O2"),
+    )
+    largest = sorted(
+        (p.in_features * p.out_features for p in linears_of(few, whole(few))), reverse=True
+    )
+    assert (
+        memory(few, "cuda", whole(few))["accumulation"] == 4 * sum(largest[: fsdp_memory.TOGETHER])
+        and fsdp_memory.TOGETHER == adam_step.TOGETHER
+    )
+    assert not [
+        "accumulation"
+        for words in at_once
+        if "accumulation" in memory(small(*words.split()), "cuda", whole(small(*words.split())))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "chunks", "sizes"),
+    [
+        (80, 4, 5, [20] * 4),
+        (126, 8, 2, [15, *[16] * 6, 15]),
+        (6, 3, 1, [2, 2, 2]),
+        (7, 2, 1, [4, 3]),
+        (10, 3, 1, [3, 4, 3]),
+    ],
+)
+def test_layers_of_pipeline_stages(layers: int, stages: int, chunks: int, sizes: list[int]) -> None:
+    held = stage_layers(layers, stages, chunks)
+    assert [len(stage) for stage in held] == sizes
+    assert sorted(layer for stage in held for layer in stage) == list(range(layers))
+
+
+def laid_out(*words: str, tp: int = 1, pp: int = 1) -> Recipe:
+    recipe = fp8cfg.compose(["model.num_layers=6", "trainer.micro_batch_size=1", *words])
+    (
+        recipe.trainer.strategy.tensor_model_parallel_size,
+        recipe.trainer.strategy.pipeline_model_parallel_size,
+    ) = tp, pp
+    return recipe
+
+
+def test_stages_and_tensor_ranks_hold_all_parameters_together() -> None:
+    recipe = laid_out(tp=2, pp=3)
+    found = parts(recipe, 12)
+    assert [(p.name, p.data, p.in_flight) for p in found] == [
+        ("first stage", 2, 3),
+        ("middle stage", 2, 2),
+        ("last stage", 2, 1),
+    ]
+    matrices = [parameters(recipe, p).total - 256 * (2 * len(p.layers) + p.output) for p in found]
+    everything = parameters(recipe, whole(recipe)).total - 256 * (2 * 6 + 1)
+    assert sum(matrices) * 2 == everything
+    tied = laid_out("model.share_embeddings_and_output_weights=true", pp=2)
+    first, last = parts(tied, 2)
+    assert (
+        parameters(tied, first).total + parameters(tied, last).total
+        == parameters(tied, whole(tied)).total + 272 * 256
+    )
+
+
+def test_a_layout_shares_activations_too() -> None:
+    one = memory(laid_out(), "cuda")
+    first, _, last = (memory(laid_out(pp=3), "cuda", p) for p in parts(laid_out(pp=3), 3))
+    assert first["logits"] == 0 and last["logits"] == one["logits"], "logits are the last stage's"
+    assert first["activations"] > last["activations"] - one["activations"] / 3, (
+        "as many microbatches in flight as stages"
+    )
+    halves = Part("", range(6), tensor=2, sequence_parallel=True)
+    m = laid_out().model
+    gathered = (
+        (6 * 2 + 1) * m.seq_length * m.hidden_size * 2
+    )  # inputs of linear_qkv, linear_fc1 and the output layer are all tokens' on each rank
+    assert memory(laid_out(), "cuda", halves)["activations"] * 2 == pytest.approx(
+        one["activations"] + gathered, rel=0.01
+    )
+    by_sequence = memory(laid_out(), "cuda", Part("", range(6), context=2))
+    # Of a token a rank keeps two keys and two values, its own and the other rank's, where one rank keeps the output of the projection,
+    # of which the values are a view, and keys; and attention's output twice, by chunks and put together.
+    more = 2 * m.head_dim * m.num_query_groups  # bytes
+    assert by_sequence["activations"] == pytest.approx(
+        one["activations"] / 2 + 6 * m.seq_length / 2 * more, rel=0.001
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "line"),
+    [
+        (
+            9,
+            "9 GPUs: not a multiple of tensor x pipeline x context parallel = 6; nearest is 12",
+        ),  # three replicas do not share 16
+        (
+            18,
+            "18 GPUs: trainer.global_batch_size=16 is not a multiple of trainer.micro_batch_size x data-parallel size = 3; nearest is 15",
+        ),
+    ],
+)
+def test_a_world_that_does_not_divide(world: int, line: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError) as e:
+        parts(laid_out(tp=2, pp=3), world)
+    assert e.value.problems == [line]
+
+
+def test_a_recipe_that_is_too_large_is_refused_with_what_fits() -> None:
+    recipe = small("precision=bf16")
+    need = sum(memory(recipe, "cpu").values())
+    refuse_if_too_large(recipe, "cpu", need)
+    offered = r"trainer\.micro_batch_size=4 · model\.recompute_granularity=selective · trainer\.smoke=true"
+    with pytest.raises(
+        fp8cfg.ConfigError,
+        match=rf"needs .*, this machine has .* free on cpu; nearest that fit: {offered}",
+    ):
+        refuse_if_too_large(recipe, "cpu", need - 1)
+
+
+def test_the_table() -> None:
+    assert (
+        memory_table(small("precision=fp16", "trainer.micro_batch_size=1"), "cpu")
+        == """\
+memory per rank       size  B/param
+weights          212.6 KiB      2.0  fp16
+masters          425.2 KiB      4.0  fp32
+gradients        212.6 KiB      2.0  fp16
+moments          850.5 KiB      8.0  fp32+fp32
+activations      201.6 KiB           1 x 32 tokens, recompute none
+logits           102.0 KiB           vocab_size=272
+optimizer step   121.6 KiB           fp32 gradients
+total              2.1 MiB"""
+    )
