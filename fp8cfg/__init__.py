@@ -115,6 +115,9 @@ if not TYPE_CHECKING:
         "fp8cfg.schema.recipe_registry": "recipe",
         "fp8cfg.schema.training": "Checkpoint Log Optim Strategy Timeout Trainer",
         "fp8cfg.conversion.autowrap": "apply_fp8_autowrap contextual_fp8_autocast",
+        "fp8cfg.conversion.convert": (
+            "convert_back convert_model has_fp8_layers has_transformer_engine_layers"
+        ),
         "fp8cfg.building.averaging": "Average averaged",
         "fp8cfg.execution.executor": "Executor LocalExecutor TorchrunExecutor Execution run",
         "fp8cfg.execution.slurm": "SlurmExecutor",
