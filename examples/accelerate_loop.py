@@ -10,12 +10,13 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 import fp8cfg
-from fp8cfg.training.data import run_data
 
 
 def train(recipe: fp8cfg.Recipe) -> list[float]:
     t = recipe.trainer
-    samples = run_data(recipe)[0].rows(0, t.max_steps * t.global_batch_size)  # or data of yours
+    samples = fp8cfg.run_data(recipe)[0].rows(
+        0, t.max_steps * t.global_batch_size
+    )  # or data of yours
     loader = DataLoader(TensorDataset(*samples), batch_size=t.micro_batch_size)
 
     # "no": precision is the job's. Nor does one call accelerator.clip_grad_norm_: the job's optimizer clips.

@@ -8,7 +8,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8cfg
-from fp8cfg.training.data import run_data
 
 
 def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
@@ -32,7 +31,7 @@ def train(recipe: fp8cfg.Recipe) -> list[float]:
     job = fp8cfg.build(
         recipe, model=llama(recipe)
     )  # in place: FP8 layers, the recipe's precision and optimizer
-    batches, _ = run_data(recipe)
+    batches, _ = fp8cfg.run_data(recipe)
     losses = []
     for step in range(recipe.trainer.max_steps):
         tokens = batches.batch(step)[0].to(job.device)

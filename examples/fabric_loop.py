@@ -11,12 +11,13 @@ from torch import distributed
 from torch.utils.data import DataLoader, TensorDataset
 
 import fp8cfg
-from fp8cfg.training.data import run_data
 
 
 def train(recipe: fp8cfg.Recipe) -> list[float]:
     t = recipe.trainer
-    samples = run_data(recipe)[0].rows(0, t.max_steps * t.global_batch_size)  # or data of yours
+    samples = fp8cfg.run_data(recipe)[0].rows(
+        0, t.max_steps * t.global_batch_size
+    )  # or data of yours
 
     fabric = Fabric(
         accelerator=t.accelerator, devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 
 import fp8cfg
-from fp8cfg.training.data import run_data
 
 
 def train(recipe: fp8cfg.Recipe) -> list[float]:
     job = fp8cfg.build(recipe)
-    batches, _ = run_data(recipe)  # or data of yours: int64 [batch, seq_length]
+    batches, _ = fp8cfg.run_data(recipe)  # or data of yours: int64 [batch, seq_length]
     parts = recipe.trainer.global_batch_size // recipe.trainer.micro_batch_size
     losses = []
     for step in range(recipe.trainer.max_steps):

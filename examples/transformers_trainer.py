@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import fp8cfg
-from fp8cfg.training.data import run_data
 
 
 def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
@@ -35,7 +34,9 @@ def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
         fp8cfg.apply_fp8_autowrap(
             job.model, recipe
         )  # the forward enters FP8; its second call raises if the first did not
-    tokens, _ = run_data(recipe)[0].rows(0, t.max_steps * t.global_batch_size)  # or data of yours
+    tokens, _ = fp8cfg.run_data(recipe)[0].rows(
+        0, t.max_steps * t.global_batch_size
+    )  # or data of yours
     trainer = Trainer(
         model=job.model,
         optimizers=(job.optimizer, job.scheduler()),

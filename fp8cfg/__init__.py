@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fp8cfg import interop as interop
     from fp8cfg import recipes as recipes
     from fp8cfg.building import graph
+    from fp8cfg.building import graph_tags as graph_tags
     from fp8cfg.building.averaging import Average as Average
     from fp8cfg.building.averaging import averaged as averaged
     from fp8cfg.building.builder import build as build
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
     from fp8cfg.conversion.convert import (
         has_transformer_engine_layers as has_transformer_engine_layers,
     )
+    from fp8cfg.execution.executor import Command as Command
     from fp8cfg.execution.executor import Execution as Execution
     from fp8cfg.execution.executor import Executor as Executor
     from fp8cfg.execution.executor import LocalExecutor as LocalExecutor
     from fp8cfg.execution.executor import TorchrunExecutor as TorchrunExecutor
     from fp8cfg.execution.executor import run as run
     from fp8cfg.execution.slurm import SlurmExecutor as SlurmExecutor
+    from fp8cfg.numerics.statistics import collect_statistics as collect_statistics
     from fp8cfg.planning.coverage import coverage as coverage
     from fp8cfg.planning.plan_report import Plan as Plan
     from fp8cfg.planning.plan_report import plan as plan
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     from fp8cfg.schema.training import Strategy as Strategy
     from fp8cfg.schema.training import Timeout as Timeout
     from fp8cfg.schema.training import Trainer as Trainer
+    from fp8cfg.training.data import run_data as run_data
     from fp8cfg.training.loop import Callback as Callback
     from fp8cfg.training.runs import fit as fit
     from fp8cfg.training.runs import resume as resume
@@ -119,7 +123,7 @@ if not TYPE_CHECKING:
             "convert_back convert_model has_fp8_layers has_transformer_engine_layers"
         ),
         "fp8cfg.building.averaging": "Average averaged",
-        "fp8cfg.execution.executor": "Executor LocalExecutor TorchrunExecutor Execution run",
+        "fp8cfg.execution.executor": "Command Execution Executor LocalExecutor TorchrunExecutor run",
         "fp8cfg.execution.slurm": "SlurmExecutor",
         "fp8cfg.building.job": "Job",
         "fp8cfg.planning.coverage": "coverage",
@@ -127,12 +131,15 @@ if not TYPE_CHECKING:
         "fp8cfg.planning.plan_report": "Plan plan",
         "fp8cfg.training.loop": "Callback",
         "fp8cfg.run_folder.run_folder": "RunFolder",
+        "fp8cfg.training.data": "run_data",
         "fp8cfg.training.runs": "fit resume",
+        "fp8cfg.numerics.statistics": "collect_statistics",
     }
     _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
     _PRESETS = [name for name, kind in __annotations__.items() if kind == "PresetFunction"]
     _MODULES = {
         "graph_nodes": "fp8cfg.building.graph",
+        "graph_tags": "fp8cfg.building.graph_tags",
         "interop": "fp8cfg.interop",
         "recipes": "fp8cfg.recipes",
     }

@@ -129,7 +129,7 @@ def main() -> int:
     goals = GOALS if args.gpu == "h200" else {}
     print(
         wrapped(
-            "goals: the project's own (tools/gpu_rows/shapes.py), set for an H200 before anything was measured on one"
+            "goals: the project's own (config.py), set for an H200 before anything was measured on one"
             if goals
             else f"no goals: there are goals for an H200 alone, none for {args.gpu}"
         )

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fp8cfg.schema.backends import Hardware
+from fp8cfg.schema.backends import Capabilities, Hardware
 from fp8cfg.schema.errors import NotFP8Error
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.precision import Precision
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     from fp8cfg.optim import LossScaler
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
     from fp8cfg.schema.training import Optim
+
+__all__ = [
+    "Backend",
+    "BackendError",
+    "Capabilities",
+    "Hardware",
+    "Observed",
+    "PreparedModel",
+    "Rules",
+    "same",
+]
 
 
 @dataclass

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import fiddle as fdl
 from fiddle import history
 from fiddle._src.codegen.import_manager import register_import_alias
-from fiddle.experimental.auto_config import with_tags
 
+from fp8cfg.building.graph_tags import FP8Layers, OptimizerState
 from fp8cfg.schema import rules
 from fp8cfg.schema.errors import ConfigError, nearest
 from fp8cfg.schema.keys import full, short
@@ -28,20 +28,8 @@ if TYPE_CHECKING:
 
     from fp8cfg.building.job import Job
 
-__all__ = ["FP8Layers", "OptimizerState", "with_tags"]
-
-
-class FP8Layers(fdl.Tag):  # type: ignore[misc]
-    """Layers that run in FP8 only where asked for, each true or false: the output layer and attention."""
-
-
-class OptimizerState(fdl.Tag):  # type: ignore[misc]
-    """Codecs of what an optimizer keeps for each parameter: its master weight and its moments."""
-
-
-# The code that Fiddle's new_codegen writes for a tagged leaf calls auto_config.with_tags, which it does not import: NameError. Seen
-# with fiddle 0.3.1; it ends with the Fiddle that imports it (auto_config/ir_to_cst.py).
-register_import_alias(__name__, "from fp8cfg import graph_nodes as auto_config")
+# Code that Fiddle generates defines a function `graph`, which must not hide this module.
+register_import_alias(__name__, "from fp8cfg import graph_nodes")
 
 _LOWERED = history.Location(__file__, 1, "graph")
 """Where Fiddle's history says that leaves come from that nobody has edited."""

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from fp8cfg.cli import GROUPS, help
 from fp8cfg.cli.argv import split
-from fp8cfg.report.key_explanation import cut
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if, suggest
-from fp8cfg.schema.tables import wrapped
+from fp8cfg.schema.tables import cut, wrapped
 
 USAGE = """
 fp8cfg list [recipe] [precision] [data] [task] [--config-dir FOLDER] [--json]
@@ -151,7 +150,7 @@ def _first(doc: str | None) -> str:
 
 def _comment(file: Path) -> str:
     """The first comment before the data of a YAML file that is for people."""
-    from fp8cfg.schema.safe_files import open_regular
+    from fp8cfg.schema.regular_file import open_regular
 
     try:
         with open_regular(file) as lines:

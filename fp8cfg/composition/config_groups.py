@@ -5,7 +5,7 @@ A group of one's own is a folder of files with keys of the recipe: those of the 
 of the one that the file names in its first line, as in Hydra: `# @package _global_` is the recipe itself.
 
 A library lists each folder and reads each file once, however many words and files name it; what is composed of them is
-resolve.py's. Make another to see what has changed on disk.
+merge.py's. Make another to see what has changed on disk.
 """
 
 from __future__ import annotations

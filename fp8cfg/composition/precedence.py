@@ -1,7 +1,7 @@
 """Precedence of conflicting values: what a recipe, a preset or a default says gives way to what the user wrote.
 
 The rules between keys say which key can give way to which, and with what value (config/refusal.py). Who wrote each key
-(authors.py) decides whether it does. A value never gives way to one of a lower rank, nor to one of its own: two values that the
+(precedence.py) decides whether it does. A value never gives way to one of a lower rank, nor to one of its own: two values that the
 user wrote are refused, and so is a recipe that contradicts itself.
 """
 
@@ -102,7 +102,7 @@ def of_file(path: Path, data: Mapping[str, Any], library: Library) -> Authors:
 
 def of_object(recipe: Recipe) -> Authors:
     """The authors of a recipe that Python statements have changed, as far as it tells: its preset, of the fields of the `fp8` node
-    that it wrote (config/preset_keys.py), but for nodes below that; and the user, who may have written anything else.
+    that it wrote (schema/keys.py), but for nodes below that; and the user, who may have written anything else.
     """
     preset = {full(recipe.fp8.key(name)) for name in preset_keys(recipe.fp8)}
     return {key: Author.PRESET if key in preset else Author.USER for key in defaults()}

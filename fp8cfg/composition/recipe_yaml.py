@@ -1,6 +1,6 @@
 """Recipe YAML: the values that a recipe file sets, by their full names; and writing a recipe as YAML.
 
-recipe: llama_8b          # what it builds on: defaults_list.py
+recipe: llama_8b          # what it builds on: config_groups.py
 precision: bf16_fp8       # presets, by the names that the command line knows
 fp8: {margin: 1}          # values, by short or full names
 """

@@ -128,7 +128,7 @@ def of_no_effect(recipe: Recipe) -> list[str]:
     if every := recipe.log.fp8_stats_every_n_steps:
         lines.append(
             f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it,"
-            " and call fp8cfg.numerics.statistics.collect(model, run) in your loop"
+            " and call fp8cfg.collect_statistics(model, run) in your loop"
         )
     if recipe.lora.enabled:
         lines.append(

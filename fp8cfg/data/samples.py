@@ -1,6 +1,6 @@
 """Samples: what a run draws its batches from, each addressed by an index; and windows of a token array, the plain kind.
 
-An epoch visits every sample once, in an order that is a function of seed, epoch and index (order.py). Evaluation takes samples that
+An epoch visits every sample once, in an order that is a function of seed, epoch and index (samples.py). Evaluation takes samples that
 lie evenly over all of them, always the same ones.
 """
 

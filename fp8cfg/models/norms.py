@@ -16,7 +16,7 @@ from fp8cfg.models.config import TransformerConfig
 def upcast(x: Tensor) -> Tensor:
     """`x` in float32, another tensor than `x` for autograd where it is that already. On a CPU RMSNorm is several operations that
     read it: the sum of their gradients is made before it is added to the residual stream's, whatever the dtype of `x`, and also
-    where the norm is recomputed (selective_recompute.py)."""
+    where the norm is recomputed (recompute.py)."""
     return x.view_as(x) if x.dtype == torch.float32 else x.float()
 
 

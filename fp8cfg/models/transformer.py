@@ -65,7 +65,7 @@ class TransformerLayer(nn.Module):
 
     A norm stands before each (pre), after each (post, OLMo 2) or both (Gemma 2). `mask` is that of CoreAttention, or nothing;
     `packed` says that it may keep documents apart, and that positions may differ between samples; `selective` recomputes norms,
-    activation function and explicit matrices of attention (selective_recompute.py). `enter`, where tensor parallelism sets it,
+    activation function and explicit matrices of attention (recompute.py). `enter`, where tensor parallelism sets it,
     makes the input of attention and MLP of what stands before them."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Transformer(nn.Module):
     """A decoder-only language model, of the family that `config` describes.
 
     `recompute` is Megatron's `recompute_granularity`: under "full" each layer keeps only its input, and its forward pass is
-    computed again in the backward pass; "selective" repeats what lies between its products (selective_recompute.py).
+    computed again in the backward pass; "selective" repeats what lies between its products (recompute.py).
 
     `reset_attention_mask` and `reset_position_ids` are Megatron's: attention stays inside of each document of a sample, and
     positions begin anew with each.

@@ -1,5 +1,5 @@
 """FP8 arithmetic in plain torch: formats, scalings, quantization, GEMMs and the FP8 linear layer. Read formats, scaling,
-block_scaling, quantize, gemm_operand, gemm, linear_function, linear, scale_update.
+quantize, gemm, fp8_linear, amax_update.
 
 A linear layer y = x Wᵀ multiplies three times in one training step:
 
@@ -19,8 +19,8 @@ elements share a scale, and in where it comes from:
     nvfp4     one for 16 elements of four bits, under one for the tensor
 
 Format pairing and scaling follow Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, and to the bit
-Transformer Engine 2.20 (common/recipe/delayed_scaling.cu, common/recipe/recipe_common.cuh); block_scaling.py and nvfp4.py name
-the sources of the other scalings.
+Transformer Engine 2.20 (common/recipe/delayed_scaling.cu, common/recipe/recipe_common.cuh); scaling.py and quantize.py name the
+sources of the other scalings.
 """
 
 from __future__ import annotations
@@ -40,6 +40,12 @@ from fp8cfg.numerics.scaling import (
     scale_from_amax,
 )
 from fp8cfg.numerics.state_dict_conversion import high_precision_state_dict
+from fp8cfg.numerics.stored_state import (
+    in_stored_form,
+    persistent,
+    say_scales_anew,
+    stored_state_dict,
+)
 
 __all__ = [
     "DGRAD",
@@ -63,10 +69,14 @@ __all__ = [
     "discard_amax",
     "fp8_linears",
     "high_precision_state_dict",
+    "in_stored_form",
     "overflow",
+    "persistent",
     "roll",
     "round_to_grid",
+    "say_scales_anew",
     "scale_from_amax",
     "seed_rounding",
+    "stored_state_dict",
     "update_scales",
 ]

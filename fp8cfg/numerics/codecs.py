@@ -8,7 +8,7 @@ format, a rule for the scale, and a rounding:
     fp8_pow2         one scale a tensor, a power of two: MS-AMP's gradients and first moments
     fp8              one scale a tensor, which brings its amax to exactly the maximum
     fp8_block        such a scale for every 128 elements; of second moments the square root, rounded stochastically
-    fp8_expand       of every 128 elements a power that fills the range of FP8, see range_expansion.py: COAT's moments
+    fp8_expand       of every 128 elements a power that fills the range of FP8, see codecs.py: COAT's moments
 
 A power of two costs no rounding, but it stands still while a tensor decays: an average of rate beta whose step 1 - beta is
 less than half a unit of the format then rounds back to where it was, for ever. An exact scale moves with the amax and takes

@@ -1,6 +1,6 @@
 """FP8Linear: nn.Linear with quantized GEMMs, its state in plain buffers; no tensor subclass, no process-wide state.
 
-Delayed scaling needs memory between steps. Row 0 of `fp8_amax_history`, with what backward passes saw (pass_records.py), is a
+Delayed scaling needs memory between steps. Row 0 of `fp8_amax_history`, with what backward passes saw (stored_state.py), is a
 running maximum since the last `update_scales`, and nothing else moves in a forward or backward pass. A maximum taken twice is
 the same maximum, so recomputing activations, accumulating gradients and evaluating in between need no special case.
 (Transformer Engine rolls at the end of each forward pass instead, and stashes scales for the recomputation.)

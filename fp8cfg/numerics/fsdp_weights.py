@@ -4,7 +4,7 @@
     pre-gather      this rank's rows are quantized, once a step, and sent as bytes, padded where ranks have uneven shards
     post-gather     the bytes are the weight [out, in], with its scales
 
-The numbers are those of a layer that holds its weight in float8 (fp8_weights.py), to the bit (shard_scales.py). Where dgrad reads
+The numbers are those of a layer that holds its weight in float8 (fp8_weights.py), to the bit (fsdp_weights.py). Where dgrad reads
 another matrix than fprop both are gathered, as many bytes as bfloat16 would be. A weight may be gathered in a codec instead
 (`storage.weight`), which each pass decodes, before it quantizes it for FP8 products.
 

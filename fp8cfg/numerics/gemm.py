@@ -1,6 +1,6 @@
 """GEMM: the one function that multiplies operands, in FP8 or high precision, and its record of what it multiplied.
 
-A product is either real (float8 operands, see scaled_mm.py) or emulated: the same values carried in bfloat16, which holds
+A product is either real (float8 operands, see gemm.py) or emulated: the same values carried in bfloat16, which holds
 all of them exactly, or in float32. Both accumulate in float32, scale, add the bias as the output's dtype has it and round once, to
 that dtype; where operands have tiles, which no real product with a bias has, they add it to what was rounded. They differ by the
 order of summation. What nobody emulates is the shorter accumulator of Hopper's fast accumulation.

@@ -1,7 +1,7 @@
 """Overflowed values: how many elements of FP8 tensors were clipped or infinite, counted where they are quantized.
 
 A kernel counts the elements that it has at hand, where their amax, which it has too, says that some do not fit; a tensor that plain
-operations quantize is read once more then (unfused_counts.py). A step in which all fits reads nothing. What a pass counts is added
+operations quantize is read once more then (quantize.py). A step in which all fits reads nothing. What a pass counts is added
 up, over the microbatches too. One that is computed again in a backward pass counts nothing: its tensors were counted in their first
 pass.
 

@@ -269,7 +269,7 @@ def quantize_nvfp4(
 ) -> Operand:
     """The matrix `t` [R, C] for a product over its dimension `axis`, in the orientation of `t`; R completed to a multiple of 16
     by zeros where the transform is applied. `random`, the key and the count of a layer's draws, is what a gradient is rounded by.
-    Without a carrier hardware multiplies it (microscaled_mm.py): the data are a byte each, or packed where a kernel made them. The
+    Without a carrier hardware multiplies it (gemm.py): the data are a byte each, or packed where a kernel made them. The
     amax is folded into `history[0, role]`, if it is given.
 
     Where `t` is one of the `parts` of a tensor its first scale is that of the whole. If `both` dimensions will be contracted, one

@@ -1,4 +1,4 @@
-"""Per-tensor scaling, delayed and current: a scale from the amax of a tensor or its history. block_scaling.py scales by tiles.
+"""Per-tensor scaling, delayed and current: a scale from the amax of a tensor or its history. Then scales of tiles.
 
 The scale of a tensor maps its amax, the largest magnitude in it, to the largest FP8 value: scale = max / amax / 2^margin,
 where a margin of m leaves m powers of two of headroom. Transformer Engine's rule (common/recipe/recipe_common.cuh,

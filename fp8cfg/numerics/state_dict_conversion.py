@@ -1,6 +1,6 @@
 """State dict conversion between high precision and FP8, in both directions, and between FP8 scalings.
 
-In the stored form (stored_form.py) an FP8 layer adds to a linear layer's state, under delayed scaling, `fp8_scale` [3] and
+In the stored form (stored_state.py) an FP8 layer adds to a linear layer's state, under delayed scaling, `fp8_scale` [3] and
 `fp8_amax_history` [length, 3], float32 (columns: input, weight, grad_output); and where the weight itself is float8, or in a codec
 with a scale, what it is multiplied by to be read (`fp8_weight_scale_inv` and the others, see fp8_weights.py). A load that lacks
 them is a load of new weights: what the layer remembered of the old ones is forgotten. float8 weights stored under another scaling

@@ -65,7 +65,7 @@ class Statistics(NamedTuple):
     elements: int
 
 
-def collect(
+def collect_statistics(
     model: nn.Module,
     run: Callable[[], object],
     masters: Mapping[nn.Parameter, Tensor] | None = None,

@@ -5,7 +5,7 @@ compute on the same tokens; and sequence parallelism (arXiv 2205.05198), which s
     linear_qkv, linear_fc1       rows (column-parallel): whole groups of heads; gate and up projection each by itself
     attention, activation        of the rank's own heads and channels
     linear_proj, linear_fc2      columns (row-parallel): outputs are summed over the ranks, biases added once, after the sum
-    output_layer                 rows: logits stay split, and so does the loss (vocabulary.py)
+    output_layer                 rows: logits stay split, and so does the loss (tensor.py)
     norms, learned positions     whole on every rank
 
 Between these a rank has all tokens, the same as every other rank, or under sequence parallelism a part of each sequence: sums are

@@ -4,7 +4,7 @@ Letters are bytes or sizes for one token on this rank:
 
     c  compute dtype    e  operand of an FP8 product    D  hidden    Q, K  query and key channels    F  MLP    V  vocabulary
 
-Kept by each layer for its backward pass (fp8cfg/models/transformer.py, numerics/linear_function.py):
+Kept by each layer for its backward pass (fp8cfg/models/transformer.py, numerics/fp8_linear.py):
 
     2 norms     each the float32 input 4D and 1 / rms 4; on a CPU the normalized input too, 4D: RMSNorm is fused on GPUs alone
     linear_qkv  its input, cD, or eD quantized; its output c(Q + 2K), of which the values are a view
@@ -18,7 +18,7 @@ with a sliding window or with documents kept apart a copy of keys and values for
 x tokens, is one for all layers that have the same. Norms of queries and keys keep these in float32; norms after attention and MLP
 are two more.
 
-With sequences split over context ranks keys and values are whole ones (report/memory/context_attention.py). With sequences split
+With sequences split over context ranks keys and values are whole ones (planning/activation_memory.py). With sequences split
 over tensor-parallel ranks D is a rank's part of the tokens in norms and the residual stream, and all of them in the inputs of
 linear_qkv, linear_fc1 and the output layer, which are gathered.
 
@@ -27,10 +27,10 @@ scores one layer at a time: 8 + 2e and a mask for each of heads x T x T in the b
 
 Where weights are frozen, inputs are kept by adapters alone, in their dtype (models/lora.py).
 
-torchao's layers keep inputs in c, and no quantized weights (report/memory/torchao_linears.py).
+torchao's layers keep inputs in c, and no quantized weights (planning/linear_memory.py).
 
 The final norm and the output layer's input come on top, and logits and loss (report/memory/cross_entropy.py). Recomputation keeps
-cD a layer, and all this for the one at hand; selective recomputation is in report/memory/selective.py.
+cD a layer, and all this for the one at hand; selective recomputation is in planning/activation_memory.py.
 
 A pipeline stage keeps what it has received and what it has sent, cD each for each chunk, until the backward pass of the microbatch;
 beside that the gradient that it receives for this pass, to its end, and the one that it has sent after the pass before. Of several

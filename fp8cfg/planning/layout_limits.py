@@ -109,7 +109,7 @@ _WIDE = {"weight": "auto", "master_weight": "auto", "weight_grad": "auto", "roun
 
 def of_state(recipe: Recipe) -> Iterator[str]:
     """Of state in fewer bits that is that of whole matrices, under tensor parallelism. Levels are refused beside any layout
-    (state_limits.py)."""
+    (layout_limits.py)."""
     p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
     if tensor == 1 or level(p) or not low_bit(p) or in_parts(p):
         return

@@ -62,7 +62,7 @@ def operand(recipe: Recipe, device: str) -> float:
 
 
 def _packs(fp8: FP8) -> bool:
-    """Whether the kernel of nvfp4 makes every operand (numerics/nvfp4.py): of activations for wgrad it takes transformed ones, of
+    """Whether the kernel of nvfp4 makes every operand (numerics/quantize.py): of activations for wgrad it takes transformed ones, of
     weights squares."""
     return transforms(fp8) and weights_2d(fp8)
 
@@ -117,7 +117,7 @@ def product(recipe: Recipe, device: str, out: float, made: float, read: float) -
 
 
 def by_kernel(recipe: Recipe, device: str) -> bool:
-    """Whether kernels quantize, without temporaries (numerics/fused_quantize.py): for products of the hardware."""
+    """Whether kernels quantize, without temporaries (numerics/kernels/launch.py): for products of the hardware."""
     packs = _packs(recipe.fp8) or not SCALINGS[recipe.fp8.scaling].two_levels
     return device == "cuda" and not emulated(recipe, device) and packs
 
@@ -228,7 +228,7 @@ LOOKED_UP = 1 << 18
 
 
 class LinearBytes:
-    """Those sizes and bytes on one rank, letters as in report/memory/activations.py. Gradients have `grads` bytes an element, and
+    """Those sizes and bytes on one rank, letters as in planning/activation_memory.py. Gradients have `grads` bytes an element, and
     those that are not there before the backward pass `fresh`."""
 
     def __init__(

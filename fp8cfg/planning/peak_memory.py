@@ -1,7 +1,7 @@
 """Peak memory of a training run on one rank, by kind, computed from shapes alone.
 
 Weights, masters, gradients and moments are sums over parameters; activations follow the model's code, run eagerly
-(report/memory/activations.py). The kinds add up to the peak of a step, in its last backward pass, which finds the gradients of the
+(planning/activation_memory.py). The kinds add up to the peak of a step, in its last backward pass, which finds the gradients of the
 microbatches before there. Those of a single one come as its activations go: what is not there at the peak is a kind below 0.
 """
 

@@ -18,7 +18,7 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import PLUGIN, full, short, shown
 from fp8cfg.schema.recipe import Recipe, fields, short_keys
 from fp8cfg.schema.storage import as_sharded, resolved, sharding
-from fp8cfg.schema.tables import WIDTH, table, wrapped
+from fp8cfg.schema.tables import WIDTH, cut, table, wrapped
 
 HARDWARE = (Hardware("cpu"), Hardware("cuda", (9, 0), (13, 0)), Hardware("cuda", (10, 0), (13, 0)))
 """A CPU, Hopper and Blackwell: what one of them can run is no fault of a recipe."""
@@ -183,13 +183,6 @@ def path(file: Path) -> str:
         return str(file.relative_to(Path.cwd()))
     shipped = any(file.is_relative_to(CONF.parent / folder) for folder in ("conf", "recipes"))
     return str(file.relative_to(CONF.parent) if shipped else file)
-
-
-def cut(text: str, width: int) -> str:
-    """`text` in at most `width` characters, whole words and "..." where it is longer."""
-    if len(text) <= width:
-        return text
-    return text[: width - 3].rpartition(" ")[0].rstrip(" ,;:(") + "..."
 
 
 _VALUE = 24

@@ -44,7 +44,7 @@ class Capabilities:
     statistics: bool = False
     """Whether it has log.fp8_stats_every_n_steps."""
     counts_values: bool = False
-    """Whether its layers count the values that FP8 clips, and infinite ones, as they quantize (numerics/overflowed_values.py)."""
+    """Whether its layers count the values that FP8 clips, and infinite ones, as they quantize (numerics/overflow_counts.py)."""
     moves_scales: bool = False
     """Whether `Backend.after_step` is what rolls delayed scaling's histories and moves its scales."""
     skips_on_device: bool = False

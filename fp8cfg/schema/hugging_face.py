@@ -19,7 +19,7 @@ from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.model import Model, RopeScaling
 from fp8cfg.schema.node import shown_value
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.safe_files import open_regular
+from fp8cfg.schema.regular_file import open_regular
 
 PREFIX = "hf://"
 CONFIG = ("config.json",)

@@ -1,7 +1,7 @@
 """Refusals of the rules between keys: a line each, and the values of keys with which it would be none.
 
 Who wrote a value decides what a conflict means. The rules say which keys can give way, to which keys and with what value;
-composition, which knows who wrote what, lets them (composition/giving_way.py).
+composition, which knows who wrote what, lets them (composition/precedence.py).
 """
 
 from __future__ import annotations

@@ -7,29 +7,16 @@ import functools
 import json
 import os
 import re
-import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.foreign_names import CODE_KEYS
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """The file `path`, to read. Raises OSError, and ConfigError, without waiting, for a folder, and for a pipe or a device."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise ConfigError(
-            f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'no file'}; expected a file"
-        )
-    return open(descriptor, "rb")
-
+from fp8cfg.schema.regular_file import open_regular
 
 MAX_BYTES, MAX_DEPTH, MAX_NODES, MAX_ALIASES = 256 * 1024, 32, 10_000, 64
 CONF = (Path(__file__).parents[1] / "conf").resolve()

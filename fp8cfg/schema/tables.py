@@ -73,3 +73,10 @@ def amount(count: int) -> str:
         if count >= factor:
             return f"{count / factor:.2f}{unit}"
     return str(count)
+
+
+def cut(text: str, width: int) -> str:
+    """`text` in at most `width` characters, whole words and "..." where it is longer."""
+    if len(text) <= width:
+        return text
+    return text[: width - 3].rpartition(" ")[0].rstrip(" ,;:(") + "..."

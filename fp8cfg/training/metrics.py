@@ -20,7 +20,7 @@ from rich.text import Text
 from fp8cfg.building.job import Job
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.numerics import fp8_linears
-from fp8cfg.numerics.statistics import collect
+from fp8cfg.numerics.statistics import collect_statistics
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles, write_all
 from fp8cfg.run_folder.run_folder import FP8_STATS, METRICS, RunFolder
@@ -298,7 +298,7 @@ class RunLogs:
 
             fsdp.microbatch(job.model, job.prepared.shard, last=True)
         board: dict[str, Value] = {}
-        for found in collect(job.model, run, job.optimizer.masters):
+        for found in collect_statistics(job.model, run, job.optimizer.masters):
             if self._statistics:
                 self._statistics.write(step + 1, found._asdict())
             board |= {

@@ -66,7 +66,7 @@ def over_ranks(used: RangesUsed | None, ranks: World) -> RangesUsed | None:
 
 
 def values_of(job: Job) -> Tensor | None:
-    """The counter of values of the step of `job` that ends here, float32 [4] (overflowed_values.py); None where there is none: on a
+    """The counter of values of the step of `job` that ends here, float32 [4] (overflow_counts.py); None where there is none: on a
     GPU kernels count, of Triton."""
     counts = job.choice.product != "none" and capabilities(job.choice.backend).counts_values
     return take_values(job.device) if counts and (TRITON or job.device.type != "cuda") else None

@@ -16,7 +16,8 @@ from fiddle.experimental import serialization, yaml_serialization
 
 import fp8cfg
 from fp8cfg.building import graph as graph_nodes
-from fp8cfg.building.graph import FP8Layers, OptimizerState, Part
+from fp8cfg.building.graph import Part
+from fp8cfg.building.graph_tags import FP8Layers, OptimizerState
 from fp8cfg.composition.recipe_yaml import flat, is_node
 from fp8cfg.planning import graph_text
 from fp8cfg.recipes import llama_8b

@@ -9,7 +9,7 @@ from torch import nn
 import fp8cfg
 from fp8cfg.backends.choice import BLOCK_CUDA
 from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, decode, fp8_linears
-from fp8cfg.numerics.statistics import Statistics, collect
+from fp8cfg.numerics.statistics import Statistics, collect_statistics
 from fp8cfg.training.data import run_data
 from tests.support.small import small, steps, weight_bytes
 
@@ -101,7 +101,7 @@ def collected(*words: str) -> tuple[fp8cfg.Job, list[Statistics]]:
         with job.autocast():
             job.backward(job.model(tokens, targets))
 
-    return job, collect(job.model, run, job.optimizer.masters)
+    return job, collect_statistics(job.model, run, job.optimizer.masters)
 
 
 @pytest.mark.parametrize("name", FP8)

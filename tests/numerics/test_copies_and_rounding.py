@@ -15,7 +15,7 @@ from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, seed_roundin
 from fp8cfg.numerics.formats import Random, random_key
 from fp8cfg.numerics.gemm import Operand, gemm
 from fp8cfg.numerics.quantize import quantize
-from fp8cfg.numerics.statistics import collect
+from fp8cfg.numerics.statistics import collect_statistics
 from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support.small import losses, small
 
@@ -119,7 +119,7 @@ def test_the_count_of_draws_is_state_and_the_key_is_not() -> None:
 def test_statistics_draw_nothing() -> None:
     made, beside = layer(), layer()
     x, dy = batch()
-    collect(made, lambda: made(x.requires_grad_()).backward(dy))
+    collect_statistics(made, lambda: made(x.requires_grad_()).backward(dy))
     assert all(equal(ran(made), ran(beside)))
 
 

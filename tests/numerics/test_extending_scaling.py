@@ -59,7 +59,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package with the added scaling: the blocks of the page put where it says."""
     root = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "fp8cfg", root / "fp8cfg", ignore=shutil.ignore_patterns("__pycache__"))
-    table = root / "fp8cfg" / "scalings.py"
+    table = root / "fp8cfg" / "schema" / "scalings.py"
     text, names = re.subn(
         r"^ScalingName = .*\n",
         lambda _: NAME,
@@ -100,10 +100,10 @@ def test_what_the_added_scaling_is_refused_with(copied: Path, words: str, line: 
 
 
 OF_THEIR_OWN = {
-    "interop/accelerate/fp8_keys.py": 1,
-    "interop/megatron/core_fields.py": 2,
+    "interop/accelerate.py": 1,
+    "interop/megatron.py": 2,
     "models/hf_export.py": 3,
-    "cli/export_hf.py": 1,
+    "cli/export.py": 1,
 }
 """Comparisons with a scaling's name: the switches that Accelerate and Megatron have for MXFP8 and NVFP4 alone, and the two layouts of
 scales (block, tensor) that a Hugging Face checkpoint can have, which are no scalings of a recipe."""

@@ -21,7 +21,7 @@ from fp8cfg.numerics import (
 )
 from fp8cfg.numerics.fp8_attention import FP8Attention
 from fp8cfg.numerics.overflow_counts import take_values
-from fp8cfg.numerics.statistics import collect
+from fp8cfg.numerics.statistics import collect_statistics
 
 CPU = torch.device("cpu")
 SCALINGS = {
@@ -197,7 +197,7 @@ def test_a_stored_weight_is_counted_where_it_is_written(kind: str) -> None:
 def test_statistics_beside_a_step_are_not_counted() -> None:
     model, x = layer(SCALINGS["current"]), torch.randn(64, 32)
     x[3, 3] = torch.inf
-    collect(model, lambda: microbatch(model, x, torch.randn(64, 48)))
+    collect_statistics(model, lambda: microbatch(model, x, torch.randn(64, 48)))
     assert taken() == [0, 0]
 
 

@@ -16,7 +16,7 @@ import fp8cfg
 from fp8cfg.building.job import Job
 from fp8cfg.composition import to_yaml
 from fp8cfg.numerics import E2M1, GRAD_OUTPUT, FP8Linear, Region, Scaling, fp8_linears
-from fp8cfg.numerics.statistics import Statistics, collect
+from fp8cfg.numerics.statistics import Statistics, collect_statistics
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training.data import run_data
@@ -43,7 +43,10 @@ def linear(scaling: Scaling, weight: torch.Tensor, **options: object) -> FP8Line
 
 
 def stats_of(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Statistics]:
-    return {s.tensor: s for s in collect(layer, lambda: layer(x.requires_grad_()).backward(dy))}
+    return {
+        s.tensor: s
+        for s in collect_statistics(layer, lambda: layer(x.requires_grad_()).backward(dy))
+    }
 
 
 def test_numbers_worked_out_by_hand() -> None:
@@ -291,7 +294,7 @@ def collected(job: Job) -> list[Statistics]:
         with job.autocast():
             job.backward(job.model(tokens, targets))
 
-    return collect(job.model, run, job.optimizer.masters)
+    return collect_statistics(job.model, run, job.optimizer.masters)
 
 
 def test_in_a_loop_of_ones_own_gradients_under_way_stay() -> None:
@@ -324,7 +327,7 @@ def test_float8_weights_without_their_masters_are_left_out() -> None:
     assert list(stats_of(layer, torch.randn(3, 16), torch.randn(3, 16))) == ["input", "grad_output"]
     assert [
         s.tensor
-        for s in collect(
+        for s in collect_statistics(
             layer, lambda: layer(torch.randn(3, 16)), {layer.parameter: torch.randn(16, 16)}
         )
     ] == ["input", "weight"]
@@ -334,7 +337,7 @@ def test_a_pass_outside_of_the_region_is_an_error() -> None:
     layer = linear(Scaling(), torch.randn(16, 16))
     layer.region.active = False
     with pytest.raises(ValueError, match="no FP8 layer ran"):
-        collect(layer, lambda: layer(torch.randn(3, 16)))
+        collect_statistics(layer, lambda: layer(torch.randn(3, 16)))
 
 
 @pytest.mark.parametrize(

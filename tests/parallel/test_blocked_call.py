@@ -112,7 +112,7 @@ def test_where_a_thread_is() -> None:
     LaunchedStep(1, 0.1, (0, ""), job, HostCopy(torch.ones(3), event), 3, 0, None, World()).settle(
         SimpleNamespace(made=0, settle=lambda norm: False)
     )  # type: ignore[arg-type]
-    assert re.fullmatch(r"fp8cfg/training/launched_step\.py:\d+, settle", said[0])
+    assert re.fullmatch(r"fp8cfg/training/step_sequence\.py:\d+, settle", said[0])
     assert (
         said[0].split(":")[0] in (guide := (ROOT / "docs/guides/several-gpus.md").read_text())
         and ", settle, after" in guide

@@ -17,7 +17,7 @@ from tests.support.ranks import ROOT
 LATE = """
 import itertools, sys, threading, weakref, zlib
 import torch, torch.distributed as dist
-from fp8cfg.training.distributed import gloo_threads
+from fp8cfg.parallel.process_group import wait_until_idle
 
 started = threading.Event()
 
@@ -35,7 +35,7 @@ groups[0].allreduce(sent)
 del sent
 groups[1].allreduce(torch.ones(4)).wait()
 started.wait()
-print(sys.argv[1] == "waits" and gloo_threads.wait_until_idle())
+print(sys.argv[1] == "waits" and wait_until_idle())
 """
 
 

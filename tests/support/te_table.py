@@ -318,7 +318,7 @@ REFUSED = [
     Refused("fp8.params", {"params": True}, "which get no master copy", "fp32"),
 ]
 ELSEWHERE = {
-    "fp8.min_coverage": "training/train_step.py, from observed()",
+    "fp8.min_coverage": "training/step.py, from observed()",
     "fp8.use_autocast_during_eval": "autocast(enabled=...)",
     "fp8.keep_transpose_cache": "refused, config/rules_precision.py: Transformer Engine keeps transposes",
 }

@@ -76,7 +76,7 @@ def test_the_first_test_that_fails_is_named(tool: Any, tmp_path: Path) -> None:
             ["--fault", "files-not-sync"],
             "--fault files-not-sync: no such fault; did you mean 'files-not-synced'?",
         ),
-        (["--room", "confg"], "--room confg: no such room; did you mean 'config'?"),
+        (["--room", "schma"], "--room schma: no such room; did you mean 'schema'?"),
         (["tests/nothing"], "tests/nothing: no such file or folder of tests"),
     ],
 )

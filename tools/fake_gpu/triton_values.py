@@ -23,7 +23,7 @@ from fp8cfg.numerics.scaling import (
 )
 
 PARTS, BLOCK = 1024, 4096
-"""Programs of `amaxes_of_parts` at most, and elements that each reads at a time (numerics/triton_kernels.py)."""
+"""Programs of `amaxes_of_parts` at most, and elements that each reads at a time (numerics/kernels/tensor.py)."""
 
 
 def amaxes_of_parts(

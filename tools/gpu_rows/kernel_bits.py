@@ -1,6 +1,6 @@
 """Bytes that the Triton kernels write on a GPU beside those of plain torch code on the CPU: data, transposes, scales and amaxes.
 
-Where the hardware multiplies FP8 the kernels are what runs (numerics/fused_quantize.py); plain code is what tests hold to Transformer
+Where the hardware multiplies FP8 the kernels are what runs (numerics/kernels/launch.py); plain code is what tests hold to Transformer
 Engine's Python. Among the tensors are every bfloat16 number, which under a scale of 1 has every half between two FP8 numbers, subnormal
 ones, NaN, infinities and zeros. Each combination of what a kernel is compiled for costs a second, so there is one shape to a dtype.
 """

@@ -56,7 +56,7 @@ def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
 
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
-    return 1  # numerics/scaled_mm.py completes tokens with zeros
+    return 1  # numerics/gemm.py completes tokens with zeros
 
 
 def against_sharding(precision: Precision) -> list[str]:

@@ -330,7 +330,7 @@ def _note(ran: dict[str, Kinds], kinds: Kinds, gradient: Tensor) -> None:
 class TEDecoderLayer(nn.Module):
     """A Transformer layer that te.TransformerLayer computes: x [B, T, D], cos and sin float32 [T, head_dim / 2], out as x.
 
-    Its modules are those of the layer whose place it took, fused as fusion.py fuses them: they hold the Parameters.
+    Its modules are those of the layer whose place it took, fused as backend.py fuses them: they hold the Parameters.
     """
 
     takes_mask = False

@@ -1,8 +1,8 @@
 """Triton kernel of quantization by blocks, one launch and one read for both dimensions: a scale for 128 elements along either, or
 for 128x128; for 32 or 32x32 with powers of two (MX); for 16 or 16x16 under one of the tensor, in four bits (NVFP4).
 
-Rules and rounding are those of triton_kernels.py, by the same functions (triton_tile.py). Scales are stored where products read
-them: by the strides of their tensor, or in the tiles of the tensor cores (microscaled_mm.py).
+Rules and rounding are those of tensor.py, by the same functions. Scales are stored where products read
+them: by the strides of their tensor, or in the tiles of the tensor cores (gemm.py).
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ def cast_four_bits(
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] to E2M1, with a scale for 1x16 elements, or for 16x16 where its transpose is
     wanted, and one of the tensor: into bytes `data` and `scale_inv`, its transpose into `data_t` and `scale_inv_t`, all as hardware
-    reads them (microscaled_mm.py), and `whole_inv`, float32 []. Without `transpose` they are as a weight is stored, all row-major
+    reads them (gemm.py), and `whole_inv`, float32 []. Without `transpose` they are as a weight is stored, all row-major
     and a byte an element, E4M3: one matrix with scales for 16x16, or one with scales for 1x16 and one for 16x1. `random`, the key
     and the count of draws, and `lane` are those of stochastic rounding. The amax is folded into the running maximum `seen`, float32
     [], and infinite elements are added to `counts`, if these are given; where `t` is a part of the tensor, its `amax` is

@@ -2,7 +2,7 @@
 
 In plain torch operations a quantized tensor takes some twenty launches, and each transposed copy another. The operator is one to a
 compiler too; what it computes is that of `scale_now` and `quantize`, of which it is a part where the hardware multiplies FP8.
-Weights that are stored in float8 are written by the same kernels (fused_store.py).
+Weights that are stored in float8 are written by the same kernels (store.py).
 torchao's kernels have no delayed scales and no transposed copy in the same read, and Transformer Engine's come with its modules
 (backend=te): neither is called from here.
 """
@@ -152,8 +152,8 @@ def quantize_blocks(
     """The contiguous matrix `t` [R, C] in float8 `dtype` with a scale for 1 x `width` elements, or their square, and its inverse
     scales; then the same of its transpose [C, R]. What `rows` or `columns` do not ask for is empty. The `width` is 128 under block
     scaling, 32 under MX, whose scales are powers of two by its own rule, and 0 for a scale for each row. Scales are laid out as
-    products read them: float32, of 1 x 128 down the rows first, and under MX bytes of E8M0, swizzled (scaled_mm.py,
-    microscaled_mm.py). Where `t` has an infinite element `history[0, role]` becomes infinite, if it is given. The amaxes of rows
+    products read them: float32, of 1 x 128 down the rows first, and under MX bytes of E8M0, swizzled (gemm.py,
+    gemm.py). Where `t` has an infinite element `history[0, role]` becomes infinite, if it is given. The amaxes of rows
     are `amaxes` [R], and those of columns `amaxes_t` [C], where they are given."""
     made = _empty_blocks(t, width, dtype, square, rows, columns)
     data, scale_inv, data_t, scale_inv_t = (x if x.numel() else None for x in made)

@@ -1,7 +1,7 @@
 """Triton kernel of quantization by rows and columns: the scale of each from its amax, the cast, and the transpose, in one launch.
 
 A program has some rows, or some columns, to itself and reads them twice, for their amaxes and for the cast: rows out of the cache.
-Rules and rounding are those of triton_kernels.py, by the same functions (triton_tile.py).
+Rules and rounding are those of tensor.py, by the same functions.
 """
 
 from __future__ import annotations

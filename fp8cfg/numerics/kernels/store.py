@@ -1,6 +1,6 @@
 """Fused storing of weights in float8 on a GPU: read once, and written where they are held.
 
-The kernels are those of fused_quantize.py; what they write is that of `store`.
+The kernels are those of launch.py; what they write is that of `store`.
 """
 
 from __future__ import annotations

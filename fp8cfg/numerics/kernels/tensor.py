@@ -4,14 +4,14 @@
     count             the same kernel, of values that did not fit into FP8 where plain operations quantized them
     cast              scale, saturate and round to FP8, row-major and, if asked, transposed; folds the amax into a running maximum
 
-Scales of blocks are made by triton_block_kernel.py, those of rows by triton_row_kernel.py.
+Scales of blocks are made by blocks.py, those of rows by rows.py.
 
 Delayed scaling reads a tensor once, current scaling and a scale that was never set twice. The scale is made in the kernel, so that
-no launch stands between. The formulas are those of scaling.py, formats.py and block_scaling.py, division and reciprocal rounded to
+no launch stands between. The formulas are those of scaling.py and formats.py, division and reciprocal rounded to
 nearest, products and sums never fused: bit for bit the same scaled float32 values, amaxes and scales; the conversion to FP8 is the
 hardware's cvt.rn.satfinite.
 
-Parts that the kernels share, and why they are written as they are: triton_tile.py.
+Parts that the kernels share, and why they are written as they are: tensor.py.
 """
 
 from __future__ import annotations
