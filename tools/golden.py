@@ -304,9 +304,9 @@ for module in (fp8cfg, fp8cfg.recipes):
 
 
 def record_signatures(checkout: Checkout) -> str:
-    """Signatures of all public functions, classes and methods."""
+    """Signatures of all public functions, classes and methods, without the modules of types."""
     done = checkout.python("-c", SIGNATURES, cwd=checkout.folder)
-    return done.stdout + done.stderr
+    return re.sub(r"fp8cfg\.(?:[a-z0-9_]+\.)+(?=[A-Z])", "", done.stdout + done.stderr)
 
 
 SECTIONS: dict[str, Callable[[Checkout], str]] = {
