@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fp8cfg.backends import registry
 from fp8cfg.backends.autocast import AutocastContext, autocast
 from fp8cfg.backends.choice import Choice
-from fp8cfg.backends.compile_options import compile_options
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.models.config import parameter_shapes
@@ -347,6 +346,8 @@ class Job:
         import warnings
 
         import torch
+
+        from fp8cfg.backends.compiled_layers import compile_options
 
         # Where fp16_scaled weights are read into bf16. Both passes are compiled as they first run, the backward pass outside of
         # any call of ours, so the filters outlive this one; they are of these lines of torch's alone. Seen with torch 2.13; it ends

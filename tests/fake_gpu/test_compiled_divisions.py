@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device, not even a fake one", allow_module_level=True)
 
-from fp8cfg.backends.compile_options import compile_options
+from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.numerics import FP8Linear, Region
 from fp8cfg.schema.precision import Precision
 from tests.support import low_bit

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8cfg.backends.compile_options import compile_options
+from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.numerics import FP8Linear, Region, Scaling
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.precision import Precision

@@ -14,7 +14,7 @@ import torch._inductor.config
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.backends.compile_options import compile_options
+from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.building.job import Job
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.schema.scalings import SCALINGS

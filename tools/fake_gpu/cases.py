@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.backends.compile_options import compile_options
+from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.backends.te import layers as engine
 from fp8cfg.checkpoint import job_tensors
 from fp8cfg.checkpoint.saver import HostCopies

@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.backends import registry
-from fp8cfg.backends.compile_options import compile_options
+from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.backends.gemm_plan import plan_linears
 from fp8cfg.numerics import (
     E2M1,
