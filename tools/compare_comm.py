@@ -27,9 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fp8cfg.numerics.codecs import codec
 from fp8cfg.numerics.formats import E4M3, cast, largest, pow2_scale, widen
-from fp8cfg.parallel.process_group import World
+from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.parallel.quantized_allreduce import sum_over_ranks
-from fp8cfg.parallel.traffic import Traffic
 from fp8cfg.schema.tables import table
 from tools.gradient_sums.threaded_ranks import on_threads
 

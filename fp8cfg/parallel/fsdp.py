@@ -21,7 +21,9 @@ Beside adapters fsdp splits frozen weights too; others leave them whole on each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, partialmethod
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -41,9 +43,8 @@ from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.optim.low_bit.columns import load_into_one, state_dict_of_one
 from fp8cfg.parallel.fsdp_refusals import refuse_after_error, refuse_copy, refuse_shards
 from fp8cfg.parallel.mesh import fsdp_mesh
-from fp8cfg.parallel.process_group import SENT, World, current
+from fp8cfg.parallel.process_group import SENT, World, current, on_ring
 from fp8cfg.parallel.sharding import by_columns
-from fp8cfg.parallel.traffic import on_ring
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.rules_layout import ZERO, gathered_plain
 from fp8cfg.schema.storage import resolved
@@ -269,3 +270,47 @@ def holders(model: nn.Module) -> World:
     mesh: Any = next(p for p in model.parameters() if isinstance(p, DTensor)).device_mesh
     axis = mesh.ndim - 1
     return World(mesh.get_local_rank(axis), mesh.size(axis), group=mesh.get_group(axis))
+
+
+class FullyShardedStages:
+    """The shards of a pipeline rank's parameters: embedding, last norm and output layer are gathered before the passes of a step,
+    for no pass goes through the whole model, and summed in the last one of their chunk, under zero2 and fsdp in each: later passes
+    bring them no gradients, and FSDP2 then sums nothing (torch 2.13). Layers are gathered and summed as without a pipeline.
+    """
+
+    def __init__(self, model: nn.Module, shard: str, chunks: Sequence[Sequence[nn.Module]]) -> None:
+        assert isinstance(model, FSDPModule)
+        self.model, self.each, self.shard = model, shard in REDUCED_IN_EACH_PASS, shard
+        self.outer = chunks[-1 if model.output_layer is not None else 0]
+        for layers in chunks:
+            for before, layer in pairwise((model, *layers)):
+                assert isinstance(layer, FSDPModule) and isinstance(before, FSDPModule)
+                # Torch 2.13 prefetches what the last forward pass had before the layer: another microbatch's, or chunk's.
+                layer.set_modules_to_backward_prefetch([before])
+        # What the first forward pass of the root does, before which its layers would each be roots (torch 2.13).
+        model._get_fsdp_state()._lazy_init()
+
+    def begin(self) -> None:
+        """Gather what no layer gathers."""
+        self.model.set_reshard_after_backward(
+            False, recurse=self.shard != "fsdp"
+        )  # `drop` says otherwise
+        self.model.unshard()
+        for hook in self.model._forward_pre_hooks.values():
+            if isinstance(hook, partial) and hook.func in (widen_gradients, send_in):
+                hook(self.model, ())
+
+    def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
+        """Whether the next backward pass sums gradients: of all microbatches under zero2 and fsdp, else in the last of `layers`,
+        those of embedding and output layer too where these are in the same chunk."""
+        for layer in layers:
+            assert isinstance(layer, FSDPModule)
+            sums(layer, last, self.each)
+        sums(self.model, last and layers[0] is self.outer[0], self.each, recurse=False)
+        self.model.set_is_last_backward(
+            (first and last) or self.each
+        )  # which ends with nothing on its way
+
+    def end(self) -> None:
+        """Free what was gathered."""
+        let_go(self.model)

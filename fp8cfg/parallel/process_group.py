@@ -12,11 +12,11 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn
+import torch.distributed.nn  # its functions keep the group of their import, and so gloo's threads
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
@@ -26,9 +26,9 @@ from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.parallel import stalled_ranks
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.parallel.stalled_ranks import Phase, StallWatch, all_started, broken, first_line
-from fp8cfg.parallel.traffic import Traffic
 from fp8cfg.schema.errors import ConfigError, RankLost
 from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.tables import size
 from fp8cfg.schema.training import Strategy, Timeout, Trainer
 
 _NAME = "pt_gloo_runloop"
@@ -60,7 +60,44 @@ def _states() -> list[str] | None:
     return found
 
 
-# its functions keep the group that is there when it is imported, and so gloo's threads (torch 2.13)
+Kind = Literal["gradients", "scales", "weights", "keys and values", "activations", "stage outputs"]
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has sent, and messages, since it was created or cleared.
+
+    Each byte counts once for each rank that needs it, or for its way round a ring: 2 (N - 1) / N of the data of an all-reduce over
+    N ranks, N - 1 times the data of an all-gather, and the data for other ranks of an all-to-all. A switch that adds or copies
+    sends less.
+    """
+
+    bytes: dict[Kind, int] = field(default_factory=dict)
+    messages: dict[Kind, int] = field(default_factory=dict)
+
+    def add(self, kind: Kind, sent: int, messages: int = 1) -> None:
+        """Add so many bytes of a kind, in so many messages."""
+        self.bytes[kind] = self.bytes.get(kind, 0) + sent
+        self.messages[kind] = self.messages.get(kind, 0) + messages
+
+    def clear(self) -> None:
+        """Start again from 0."""
+        self.bytes.clear()
+        self.messages.clear()
+
+    def __str__(self) -> str:
+        """As in `gradients 1.5 MiB in 2 messages, scales 128 B in 1 message`."""
+        parts = []
+        for kind, nbytes in self.bytes.items():
+            messages = self.messages[kind]
+            plural = "" if messages == 1 else "s"
+            parts.append(f"{kind} {size(nbytes)} in {messages} message{plural}")
+        return ", ".join(parts) or "nothing"
+
+
+def on_ring(data: Tensor, ranks: int) -> int:
+    """The bytes that one of `ranks` sends in an all-reduce of `data`."""
+    return 2 * (ranks - 1) * data.nbytes // ranks
 
 
 SENT = Traffic()

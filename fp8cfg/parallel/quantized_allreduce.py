@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fp8cfg.numerics.codecs import CHUNK, Codec, Stored, codec
 from fp8cfg.numerics.formats import largest
-from fp8cfg.parallel.traffic import Kind, on_ring
+from fp8cfg.parallel.process_group import Kind, on_ring
 
 if TYPE_CHECKING:
     from fp8cfg.parallel.process_group import World

@@ -22,8 +22,7 @@ from fp8cfg.optim.lr_schedule import set_lr
 from fp8cfg.parallel.gradient_sync import stores_early, sum_gradients
 from fp8cfg.parallel.mesh import batch_share, coordinates
 from fp8cfg.parallel.pipeline import PipelineRank
-from fp8cfg.parallel.process_group import World
-from fp8cfg.parallel.traffic import Kind
+from fp8cfg.parallel.process_group import Kind, World
 from fp8cfg.planning.collectives import of_pass
 from fp8cfg.planning.layout import quantizes_once, stage_parts
 from fp8cfg.schema.errors import ConfigError
@@ -247,7 +246,7 @@ def pipeline(job: Job, world: World) -> Pipeline:
         t, dtype = job.recipe.trainer, DTYPES[job.recipe.precision.compute]
         sync: StageSync | None = None
         if job.prepared.fsdp2:
-            from fp8cfg.parallel.fsdp_pipeline import FullyShardedStages
+            from fp8cfg.parallel.fsdp import FullyShardedStages
 
             chunks = [
                 [job.model.get_submodule(f"layers.{n}") for n in chunk] for chunk in here.chunks

@@ -15,9 +15,8 @@ from fp8cfg.numerics.codecs import NAMES, Stored
 from fp8cfg.optim.low_bit.adam import LowBitAdamW
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.parallel import quantized_allreduce
-from fp8cfg.parallel.process_group import World
+from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.parallel.sharding import owners
-from fp8cfg.parallel.traffic import Traffic
 from fp8cfg.parallel.zero import sharded_bytes
 from tests.support.ranks import on_ranks
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8cfg.numerics.codecs import CHUNK, NAMES, Codec, Stored, codec
 from fp8cfg.parallel import quantized_allreduce
-from fp8cfg.parallel.process_group import World
+from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.parallel.quantized_allreduce import (
     Segment,
     even_shares,
@@ -28,7 +28,6 @@ from fp8cfg.parallel.quantized_allreduce import (
     sum_stored_to_owners,
     sum_to_owners,
 )
-from fp8cfg.parallel.traffic import Traffic
 from tests.support.ranks import on_ranks
 from tools.gradient_sums.threaded_ranks import on_threads
 

@@ -14,8 +14,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from fp8cfg.parallel.process_group import World
-from fp8cfg.parallel.traffic import Traffic
+from fp8cfg.parallel.process_group import Traffic, World
 
 Found = TypeVar("Found")
 
