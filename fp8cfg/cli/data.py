@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
     from fp8cfg.composition.config_groups import Library
     from fp8cfg.composition.precedence import of_words, written
     from fp8cfg.data import DataError
-    from fp8cfg.data.prepare import prepare
+    from fp8cfg.data.corpus import prepare
     from fp8cfg.data.tokenizer import load_tokenizer
 
     folder = arguments.one("--config-dir")

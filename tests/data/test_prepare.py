@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from fp8cfg.data import DataError, load_corpus, split
+from fp8cfg.data.corpus import prepare
 from fp8cfg.data.indexed import read_indexed
-from fp8cfg.data.prepare import prepare
 from fp8cfg.data.tokenizer import BYTES, load_tokenizer
 from tests.support.tiny_tokenizer import write_tokenizer
 

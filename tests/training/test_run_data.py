@@ -13,7 +13,7 @@ import torch
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.checkpoint import resume_rules
-from fp8cfg.data.prepare import prepare
+from fp8cfg.data.corpus import prepare
 from fp8cfg.data.tokenizer import BYTES
 from fp8cfg.execution.executor import RunFailed
 from fp8cfg.training.data import run_data
