@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.schema.version import __version__ as __version__
+from fp8cfg.schema import __version__ as __version__
 
 # For type checkers and editors, the same names as in _HOMES; "as" makes them public.
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ def _run(argv: list[str], own_process: bool) -> int:
     if argv[:1] == ["help"] or asked & {"-h", "--help"}:
         return _help(argv)
     if asked:
-        from fp8cfg.schema.version import __version__
+        from fp8cfg.schema import __version__
 
         print(f"fp8cfg {__version__}")
         return 0

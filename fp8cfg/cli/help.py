@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 
 from fp8cfg.cli import GROUPS, VERBS
-from fp8cfg.schema.version import __version__
+from fp8cfg.schema import __version__
 
 _TEXT = """fp8cfg {version}: typed recipes for low-precision training
 

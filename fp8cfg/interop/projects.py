@@ -19,12 +19,11 @@ from fp8cfg.interop.nemo import BRIDGE, NEMO
 from fp8cfg.interop.torchtitan import SECTIONS, TORCHTITAN, configuration
 from fp8cfg.interop.transformer_engine import TE
 from fp8cfg.interop.translation import read, where, write
-from fp8cfg.schema import tasks
+from fp8cfg.schema import __version__, tasks
 from fp8cfg.schema.errors import ConfigError, refuse_if, suggest
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import dump_yaml
-from fp8cfg.schema.version import __version__
 
 
 def comments(lines: Iterable[str]) -> str:

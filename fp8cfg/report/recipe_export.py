@@ -15,13 +15,12 @@ from pydantic.json_schema import GenerateJsonSchema
 from fp8cfg.composition.config_groups import GROUPS, LEAVES, PARTS, Library
 from fp8cfg.composition.merge import node
 from fp8cfg.composition.recipe_yaml import flat, listed, nested, owner, to_yaml
-from fp8cfg.schema import recipe_registry
+from fp8cfg.schema import __version__, recipe_registry
 from fp8cfg.schema.keys import ALIASES, PLUGIN, short
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.presets import FUNCTIONS
 from fp8cfg.schema.recipe import Recipe, fields
 from fp8cfg.schema.safe_files import NAME, dump_yaml
-from fp8cfg.schema.version import __version__
 
 _SCALING, _COMPUTE = {f"{PLUGIN}.fp8.enabled", f"{PLUGIN}.fp8.scaling"}, f"{PLUGIN}.compute"
 _HEAD = f"Exported by fp8cfg {__version__}"

@@ -17,6 +17,7 @@ from fp8cfg.planning.layer_plan import plan, transformer_config
 from fp8cfg.planning.peak_memory import memory_table
 from fp8cfg.planning.plan_report import passed_over
 from fp8cfg.planning.preflight import choose_backend
+from fp8cfg.schema import __version__
 from fp8cfg.schema.errors import NotFP8Error
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import shown
@@ -24,7 +25,6 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import resolved
 from fp8cfg.schema.tables import amount, fits, table, wrapped
-from fp8cfg.schema.version import __version__
 
 Pairs = dict[str, tuple[Any, Any]]
 

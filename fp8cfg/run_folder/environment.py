@@ -18,10 +18,10 @@ from fp8cfg.backends.choice import Hardware
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.merge import node
 from fp8cfg.planning.hardware import find_hardware, free_memory
+from fp8cfg.schema import __version__
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.packages import installed_version
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.version import __version__
 
 BACKENDS = registry.names()
 PACKAGES = [
