@@ -25,8 +25,8 @@ from fp8cfg.schema.keys import PLUGIN, full
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import fields
+from fp8cfg.schema.recipe_registry import keeps_recipe_value
 from fp8cfg.schema.safe_files import CONF, NAME, default_recipe, read_text, read_yaml
-from fp8cfg.schema.tasks import stays
 
 LEAVES: dict[str, tuple[type[Node], str]] = {
     "precision": (Precision, PLUGIN),
@@ -407,7 +407,8 @@ class Part:
         if group not in PARTS:
             return self
         return replace(
-            self, values={k: v for k, v in self.values.items() if not stays(k, v, base[k])}
+            self,
+            values={k: v for k, v in self.values.items() if not keeps_recipe_value(k, v, base[k])},
         )
 
     @property

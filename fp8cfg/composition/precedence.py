@@ -28,10 +28,10 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import full, preset_keys, short, spelled
 from fp8cfg.schema.node import as_declared
 from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe_registry import FINE_TUNING, keeps_recipe_value
 from fp8cfg.schema.refusal import LayoutRefusal, Refusal, changed, holds
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import as_held
-from fp8cfg.schema.tasks import FINE_TUNING, stays
 
 
 class Author(IntEnum):
@@ -127,7 +127,9 @@ def _taken(group: str, said: Mapping[str, Any], values: Mapping[str, Any]) -> li
     return [
         key
         for key, value in said.items()
-        if group not in PARTS or key not in values or not stays(key, value, values[key])
+        if group not in PARTS
+        or key not in values
+        or not keeps_recipe_value(key, value, values[key])
     ]
 
 

@@ -19,10 +19,11 @@ from fp8cfg.interop.nemo import BRIDGE, NEMO
 from fp8cfg.interop.torchtitan import SECTIONS, TORCHTITAN, configuration
 from fp8cfg.interop.transformer_engine import TE
 from fp8cfg.interop.translation import read, where, write
-from fp8cfg.schema import __version__, tasks
+from fp8cfg.schema import __version__
 from fp8cfg.schema.errors import ConfigError, refuse_if, suggest
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe_registry import apply_task
 from fp8cfg.schema.safe_files import dump_yaml
 
 
@@ -198,7 +199,7 @@ def from_words(name: str, words: Sequence[str], base: Recipe | None = None) -> R
 def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
     if said.task is not None:
         base = (base or Recipe()).model_copy(deep=True)
-        tasks.apply(base, said.task)
+        apply_task(base, said.task)
         base.lora = base.lora.merged(dict(said.lora))
     if said.preset is not None:
         recipe = (base or Recipe()).model_copy(deep=True)

@@ -1,4 +1,9 @@
-"""Recipe registry: shipped recipe functions, and those of installed packages under the entry point group `fp8cfg.recipes`."""
+"""Recipe registry: shipped recipe functions, and those of installed packages under the entry point group `fp8cfg.recipes`.
+
+Tasks say what a recipe is trained for: pretrain, sft (all weights are fine-tuned) and lora, files under `conf/task/`. Their values
+are NeMo's for large models. A recipe keeps its value if that is a smaller one of SIZES, so that fine-tuning a tiny recipe takes a
+minute too, and data that it names.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,15 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike, fspath
 from typing import Any, Protocol
 
-from fp8cfg.schema import packages, tasks
+from fp8cfg.schema import packages
+from fp8cfg.schema.data import SHIPPED
 from fp8cfg.schema.errors import ConfigError, expect, refuse_if, suggest
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.safe_files import NAME
+from fp8cfg.schema.safe_files import CONF, NAME, read_yaml
 
 _RECIPES: dict[str, RecipeFunction] = {}
 
@@ -73,7 +79,7 @@ def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
             list[str](),
         )
         if "task" not in own and (task := given.pop("task", None)) is not None:
-            tasks.apply(made, task)
+            apply_task(made, task)
         for name, value in given.items():
             if value is None and name in _ARGUMENTS:
                 continue
@@ -141,3 +147,40 @@ def named(name: str) -> Recipe:
     if name not in known:
         raise ConfigError(f"recipe={name}: no such recipe" + suggest(name, known))
     return known[name]()
+
+
+SIZES = (
+    "model.seq_length",
+    "trainer.max_steps",
+    "trainer.global_batch_size",
+    "trainer.val_check_interval",
+    "optim.warmup_steps",
+)
+"""Keys whose value in a task is an upper bound."""
+FINE_TUNING = ("sft", "lora")
+"""Tasks that start from trained weights."""
+
+
+def keeps_recipe_value(key: str, task_value: Any, recipe_value: Any) -> bool:
+    """Whether `key` keeps the recipe's value under a task that sets `task_value`."""
+    if key in SIZES:
+        return bool(0 < recipe_value < task_value)
+    return key == "data.name" and recipe_value not in SHIPPED
+
+
+def apply_task(recipe: Recipe, name: str) -> None:
+    """Assigns the values of the task `name` to `recipe`. Raises ConfigError with the nearest name if there is no such task."""
+    tasks = sorted(p.stem for p in (CONF / "task").glob("*.yaml"))
+    if name not in tasks:
+        hint = suggest(str(name), tasks) or f"; there are {', '.join(tasks)}"
+        raise ConfigError(f"task={name}: no such task{hint}")
+    for node_name, values in _read_task(name).items():
+        node = getattr(recipe, node_name)
+        for leaf, value in values.items():
+            if not keeps_recipe_value(f"{node_name}.{leaf}", value, getattr(node, leaf)):
+                setattr(node, leaf, value)
+
+
+@functools.cache
+def _read_task(name: str) -> Mapping[str, Mapping[str, Any]]:
+    return read_yaml(CONF / "task" / f"{name}.yaml")
