@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8cfg.data.batches import Batches, eval_batches
 from fp8cfg.data.corpus import SOURCES, Corpus, load_corpus, split
-from fp8cfg.data.errors import DataError
+from fp8cfg.data.files import DataError
 from fp8cfg.data.samples import IGNORED, Samples, Windows
 from fp8cfg.data.tokenizer import BYTE_VOCAB, EOS
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8cfg.data.errors import DataError
+from fp8cfg.data.files import DataError
 from fp8cfg.data.samples import IGNORED, Drawn, Samples, positive
 
 if TYPE_CHECKING:

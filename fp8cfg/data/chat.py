@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from fp8cfg.data.errors import DataError
+from fp8cfg.data.files import DataError
 from fp8cfg.data.samples import IGNORED, Rows, epochs, permute
 from fp8cfg.data.sources import MAX_TEXT_BYTES, kind_of, table_rows, text_of
 from fp8cfg.data.tokenizer import Tokenizer, refuse_vocabulary

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8cfg.data.errors import DataError, require
+from fp8cfg.data.files import DataError, require
 from fp8cfg.data.indexed import prefix_of, read_indexed, required_prefix, write_indexed
 from fp8cfg.data.sources import (
     SUFFIXES,

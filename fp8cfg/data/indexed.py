@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp8cfg.data.errors import DataError, require
+from fp8cfg.data.files import DataError, require
 from fp8cfg.data.token_file import TokenFile
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from fp8cfg.data.corpus import fingerprint
-from fp8cfg.data.errors import DataError
+from fp8cfg.data.files import DataError
 from fp8cfg.data.token_file import Tokens
 
 # Four rounds make a strong permutation of a large domain; the small ones of short corpora need more to mix.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import gzip
-import hashlib
 import importlib
 import importlib.resources
 import io
 import json
 import os
 import platform
-import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator, Mapping
@@ -21,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.data.errors import DataError, require
+from fp8cfg.data.files import DataError, files_under, is_pattern, readable_files, require, size_of
 
 SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}
 """Kinds of tables that are files, and the ends of their names."""
@@ -188,49 +185,6 @@ def tiny_documents(note: str = "") -> Documents:
     return Documents(iter(documents), "tiny", f"the shipped text{note}")
 
 
-def readable_files(root: Path, suffixes: tuple[str, ...], kind: str) -> tuple[list[Path], int]:
-    """The file `root`, or those with one of `suffixes` below it, or of such names where it is a pattern as `shards/*.jsonl`; and
-    how many links below a folder were passed over. DataError for none."""
-    if is_pattern(root):
-        return _named(root, suffixes, kind), 0
-    is_folder = stat.S_ISDIR(require(root).st_mode)
-    paths, links = files_under(root, suffixes, set()) if is_folder else ([root], 0)
-    if not paths:
-        skipped = (
-            f"; {links} links are not followed, a pattern such as {root / '*'}{suffixes[0]} finds"
-            " them"
-            if links
-            else ""
-        )
-        raise DataError(f"{root}: no {kind} below this folder ({' '.join(suffixes)}{skipped})")
-    for path in paths:
-        if not path.is_file():  # a pipe or a device would be waited on for ever
-            raise DataError(f"{path}: not a regular file; give a {kind} or a folder")
-    return paths, links
-
-
-def is_pattern(path: Path) -> bool:
-    """Whether `path` is a pattern of names, as a shell has them, and not the name of a file."""
-    return glob.has_magic(str(path)) and not os.path.lexists(path)
-
-
-def _named(pattern: Path, suffixes: tuple[str, ...], kind: str) -> list[Path]:
-    """The files of these names, links too, which were asked for by name; in the order of `files_under`."""
-    above = next(folder for folder in pattern.parents if not glob.has_magic(str(folder)))
-    names = glob.glob(str(pattern), recursive=True)
-    found = [
-        Path(name) for name in names if name.lower().endswith(suffixes) and os.path.isfile(name)
-    ]
-    if not found:
-        raise DataError(f"{pattern}: no {kind} has such a name ({' '.join(suffixes)})")
-    return _ordered(found, above)
-
-
-def size_of(paths: list[Path]) -> int:
-    """The bytes of all files."""
-    return sum(path.stat().st_size for path in paths)
-
-
 def refuse_too_much(documents: Documents, root: object) -> None:
     """Raise DataError for more text than is held in memory."""
     if documents.size > MAX_TEXT_BYTES:
@@ -240,38 +194,6 @@ def refuse_too_much(documents: Documents, root: object) -> None:
             " 'fp8cfg data prepare' and use source 'tokens', or read JSONL and Parquet as it comes"
             " with data.streaming=true"
         )
-
-
-def files_under(root: Path, suffixes: tuple[str, ...], skip: set[str]) -> tuple[list[Path], int]:
-    """Regular files with one of `suffixes`, and how many links were passed over.
-
-    Ordered by a hash of the name below `root`: the same on every file system, and, unlike the alphabet, it leaves the
-    tail that becomes the validation part a fair sample of the whole.
-    """
-    found: list[Path] = []
-    links = 0
-    for folder, folders, names in os.walk(root, onerror=_raise):
-        links += sum(os.path.islink(os.path.join(folder, name)) for name in folders)
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            if not name.lower().endswith(suffixes):
-                continue
-            mode = path.lstat().st_mode
-            links += stat.S_ISLNK(mode)
-            if stat.S_ISREG(mode):
-                found.append(path)
-    return _ordered(found, root), links
-
-
-def _ordered(paths: list[Path], root: Path) -> list[Path]:
-    return sorted(
-        paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
-    )
-
-
-def _raise(error: OSError) -> None:
-    raise DataError(f"{error.filename}: this folder cannot be read ({error.strerror})") from error
 
 
 def _read(path: Path) -> bytes:

@@ -22,9 +22,9 @@ import numpy as np
 
 from fp8cfg.data.batches import Batches
 from fp8cfg.data.corpus import encoded
-from fp8cfg.data.errors import DataError
+from fp8cfg.data.files import DataError, size_of
 from fp8cfg.data.samples import Rows, rows_of
-from fp8cfg.data.sources import SUFFIXES, file_rows, size_of, table_files, text_of
+from fp8cfg.data.sources import SUFFIXES, file_rows, table_files, text_of
 from fp8cfg.data.tokenizer import Tokenizer
 
 

@@ -15,7 +15,7 @@ from typing import overload
 
 import numpy as np
 
-from fp8cfg.data.errors import DataError
+from fp8cfg.data.files import DataError
 
 
 class _Held:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp8cfg.data.errors import DataError, require
+from fp8cfg.data.files import DataError, require
 
 EOS = 256
 """The end of a document, after the 256 byte values."""

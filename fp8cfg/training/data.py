@@ -19,7 +19,7 @@ from fp8cfg.data import (
 )
 from fp8cfg.data.chat import Conversations, load_conversations
 from fp8cfg.data.corpus import require_source, source_files
-from fp8cfg.data.errors import require
+from fp8cfg.data.files import require
 from fp8cfg.data.samples import Mixture
 from fp8cfg.data.stream import Shards, Stream, StreamBatches
 from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, refuse_vocabulary
