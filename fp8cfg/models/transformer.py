@@ -18,12 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8cfg.models.attention import CoreAttention, SelfAttention, additive, hidden_from
+from fp8cfg.models.attention import (
+    CoreAttention,
+    SelfAttention,
+    additive,
+    hidden_from,
+    rotary_tables,
+)
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.cross_entropy import VocabularyPart, cross_entropy
 from fp8cfg.models.norms import norm
 from fp8cfg.models.recompute import discarded, keep_products, recomputed
-from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.weight_init import TensorShard, fill_first, local_parts
 
 

@@ -148,7 +148,7 @@ class Handmade(nn.Module):
         self.norm = te.RMSNorm(64, eps=1e-5, dtype=torch.bfloat16, device="cpu")
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        from fp8cfg.models.rotary import rotary_tables
+        from fp8cfg.models.attention import rotary_tables
 
         h, (cos, sin) = (
             self.source.embedding(x),

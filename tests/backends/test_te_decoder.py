@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.models.attention import rotary_tables
 from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support.te_decoder import BOTH, CURRENT, WHOLE, apart, convert, described, hooked, passed
 from tests.support.te_small import converted, tokens, transformer

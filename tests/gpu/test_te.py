@@ -9,7 +9,7 @@ import fp8cfg
 from fp8cfg.backends.choice import against
 from fp8cfg.backends.te import attention
 from fp8cfg.checkpoint import job_state
-from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.models.attention import rotary_tables
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.training.data import run_data

@@ -19,8 +19,8 @@ from fp8cfg.models import (
     parameter_counts,
     parameter_shapes,
 )
+from fp8cfg.models.attention import rotary_tables
 from fp8cfg.models.norms import RMSNorm
-from fp8cfg.models.rotary import rotary_tables
 from fp8cfg.models.transformer import Transformer
 
 TINY = TransformerConfig(

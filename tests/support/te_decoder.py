@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.models.attention import rotary_tables
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import Region
 from tests.support.te_small import planned

@@ -17,7 +17,7 @@ from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.backends.te import layers as engine
 from fp8cfg.checkpoint import job_tensors
 from fp8cfg.checkpoint.saver import HostCopies
-from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.models.attention import rotary_tables
 from fp8cfg.models.transformer import TransformerLayer
 from fp8cfg.numerics import (
     E2M1,

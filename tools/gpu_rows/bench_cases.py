@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.data import Batches, Windows
-from fp8cfg.models.rotary import rotary_tables
+from fp8cfg.models.attention import rotary_tables
 from fp8cfg.models.transformer import TransformerLayer
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.coverage import planned as planned_flops
