@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8cfg.numerics import codecs
 from fp8cfg.optim.low_bit import adam_step, gradients
 from fp8cfg.optim.low_bit.adam import LowBitAdam, LowBitAdamW, LowBitOptimizer
-from fp8cfg.optim.low_bit.adam_step import ROW, compiled_code, launch_groups
+from fp8cfg.optim.low_bit.adam_step import compiled_code, launch_groups
+from fp8cfg.optim.low_bit.adam_update import ROW
 from tests.support.low_bit import ROWS, bits, build, equal, everything, normal, parameters, train
 
 BYTES = {

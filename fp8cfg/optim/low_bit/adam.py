@@ -16,13 +16,8 @@ from fp8cfg.numerics.codecs import Stored
 from fp8cfg.numerics.formats import Strided, random_key
 from fp8cfg.optim.deferred_step import lr_after, taken
 from fp8cfg.optim.loss_scale import LossScaler
-from fp8cfg.optim.low_bit.adam_step import (
-    Work,
-    adam_step,
-    amaxes_of_steps,
-    check_hyperparameters,
-    hyper,
-)
+from fp8cfg.optim.low_bit.adam_step import Work, adam_step, amaxes_of_steps
+from fp8cfg.optim.low_bit.adam_update import check_hyperparameters, hyper
 from fp8cfg.optim.low_bit.columns import FLOAT32, Columns, first_element, local
 from fp8cfg.optim.low_bit.gradients import StoredGradients, norms
 from fp8cfg.optim.low_bit.state import (

@@ -20,13 +20,13 @@ from torch.nn import functional as F
 from fp8cfg.numerics.codecs import Codec, Stored, spans
 from fp8cfg.optim.low_bit.adam_step import (
     REDUCED,
-    ROW,
     compiled_code,
     compiles,
     in_one_piece,
     launch_groups,
     together,
 )
+from fp8cfg.optim.low_bit.adam_update import ROW
 from fp8cfg.optim.low_bit.columns import local
 
 WAITING = 1 << 26

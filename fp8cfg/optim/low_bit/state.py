@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec, Stored
 from fp8cfg.numerics.formats import Strided
-from fp8cfg.optim.low_bit.adam_step import Slot
+from fp8cfg.optim.low_bit.adam_update import Slot
 from fp8cfg.optim.low_bit.columns import Columns, decoded_part, first_element, local, of_shards
 from fp8cfg.optim.state_dict import Names, check_names, check_tensors
 
