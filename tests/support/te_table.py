@@ -320,7 +320,7 @@ REFUSED = [
 ELSEWHERE = {
     "fp8.min_coverage": "training/step.py, from observed()",
     "fp8.use_autocast_during_eval": "autocast(enabled=...)",
-    "fp8.keep_transpose_cache": "refused, config/rules_precision.py: Transformer Engine keeps transposes",
+    "fp8.keep_transpose_cache": "refused, schema/rules_fp8.py: Transformer Engine keeps transposes",
 }
 
 
