@@ -542,6 +542,7 @@ _PRECISION = (
     switch("use_distributed_optimizer", "storage.shard", "zero1"),
     *loss_scaling(),
 )
+PRECISION_FLAGS = frozenset(entry.theirs for entry in _PRECISION)
 MEGATRON = Dialect(
     "Megatron-LM",
     (*_PRECISION, *MODEL),

@@ -14,7 +14,7 @@ from fp8cfg.interop import accelerate, nemo, shell_flags, source_files, transfor
 from fp8cfg.interop.accelerate import ACCELERATE
 from fp8cfg.interop.deepspeed import DEEPSPEED
 from fp8cfg.interop.key_table import Dialect, Read, Written
-from fp8cfg.interop.megatron import MEGATRON
+from fp8cfg.interop.megatron import MEGATRON, PRECISION_FLAGS
 from fp8cfg.interop.nemo import BRIDGE, NEMO
 from fp8cfg.interop.torchtitan import SECTIONS, TORCHTITAN, configuration
 from fp8cfg.interop.transformer_engine import TE
@@ -134,7 +134,7 @@ DOORS = {
     "deepspeed": Door(DEEPSPEED, json, remarks=False),
     "nemo": Door(NEMO, yaml, source_files.plugin, python=nemo.precision, presets=True),
     "bridge": Door(BRIDGE, bridge, source_files.plugin, python=nemo.precision, presets=True),
-    "megatron": Door(MEGATRON, flags, text=source_files.shell(MEGATRON)),
+    "megatron": Door(MEGATRON, flags, text=source_files.shell(MEGATRON, PRECISION_FLAGS)),
     "torchtitan": Door(
         TORCHTITAN,
         toml,

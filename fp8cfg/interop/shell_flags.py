@@ -3,160 +3,191 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8cfg.interop.key_table import Dialect
-from fp8cfg.interop.shell_script import Branch, Field, commands, where
+from fp8cfg.interop.shell_script import Word, commands
 from fp8cfg.schema.errors import ConfigError, refuse_if
 
-PRECISION = ("fp8", "fp4", "no_fp8")
-"""What the names of flags of precision begin with."""
-_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
-_SEVERAL = re.compile(
+PREFIXES = ("fp8", "fp4", "no_fp8")  # of precision flags, misspelled ones included
+FLAG = re.compile(r"--([A-Za-z][\w-]*)(=.*)?", re.DOTALL)
+SEVERAL_WORDS = re.compile(
     r"[@*]|\+.*--|ARGS|OPTS|OPTIONS|FLAGS|PARAMS|EXTRA", re.DOTALL | re.IGNORECASE
 )
-"""Expansions that stand for several words, by what is in them or by their name."""
+"""Expansions that stand for several words, by their signs or their names."""
 
 
 @dataclass(frozen=True)
-class _Flag:
-    name: str
-    word: Field
-    value: Field | None
-    """The word after it, or what stands after its `=`; None where there is none."""
+class Flag:
+    """A flag of a command. `value` is the word after it or after its `=`."""
+
+    name: str  # with underscores
+    word: Word
+    value: Word | None
 
     @property
-    def shown(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
+    def dashed(self) -> str:
+        return dashed(self.name)
 
     @property
-    def said(self) -> str | bool:
+    def text(self) -> str | bool:
         return self.value.text if self.value else True
 
+    @property
+    def condition(self) -> int:
+        """The line of the control flow that the flag or its value depends on."""
+        return self.word.condition or (self.value.condition if self.value else 0)
 
-def found(text: str, matters: Callable[[str], bool]) -> tuple[dict[str, Any], list[str]]:
-    """The flags of a shell script, or of one line of it: name with underscores -> value, True where there is none. Text in
-    quotes that holds flags counts, as do arrays, and variables that the script sets. The lines say which flag stands twice.
 
-    Raises ConfigError for what is not a shell's text, and with its line for each thing that the script alone does not say and
-    that a flag for which `matters(name)` holds may depend on: the value of one, a variable where flags stand, a condition.
+def read_flags(
+    text: str, dialect: Dialect, precision: Container[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Reads the flags of a shell script or of a command line.
+
+    Text in quotes that holds flags counts, and so do arrays and variables that the script sets.
+
+    Args:
+        text: The script, or one command.
+        dialect: The flags that are known.
+        precision: Names of the flags that control flow must not decide.
+
+    Returns:
+        The values by name, with underscores, and True for a flag without a value. Then remarks on
+        flags that stand twice or are not read.
+
+    Raises:
+        ConfigError: One line for each precision flag that depends on control flow, and for each
+            value that only a shell can tell and that a flag of `dialect` needs.
     """
     try:
-        words = commands(text)
+        script = commands(text)
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"not the text of a shell ({str(e).lower()})") from None
-    flags, lines, problems = dict[str, Any](), list[str](), list[tuple[int, str]]()
-    for command in words:
-        here, loose = _flags(command)
-        if any(matters(flag.name) for flag in here):
-            problems += [
-                (word.line, f"{word.text}: {word.unknown}; write what it stands for")
-                for word in loose
-            ]
-        for flag in here:
-            if matters(flag.name) and (problem := _unknown(flag, here)):
-                problems.append((flag.word.line, problem))
-            elif flags.get(flag.name, flag.said) != flag.said:
-                lines.append(
-                    f"{flag.shown}: given as {flags[flag.name]} and as {flag.said}; the last is"
-                    " read"
-                )
-            flags[flag.name] = flag.said
-    several = "\n" in text.strip()
-    refuse_if(
-        [f"line {line}: {problem}" if several else problem for line, problem in sorted(problems)]
-    )
-    return flags, lines
-
-
-def _flags(command: list[Field]) -> tuple[list[_Flag], list[Field]]:
-    """The flags of a command, and the unknown words that may hold more; what stands before the program that takes them is its
-    launcher's, or a path."""
-    here, loose = list[_Flag](), list[Field]()
-    program = next((i for i, word in enumerate(command) if word.text.endswith(".py")), -1)
-    values = False  # whether a flag that is not looked at may take the word at hand
-    for i, word in enumerate(command):
-        head = word.pieces[0].text if word.pieces and not word.pieces[0].unknown else ""
-        if _FLAG.fullmatch(word.text) and head.lstrip("-"):
-            name, eq, _ = head.partition("=")
-            value: Field | None = _after(word, len(name) + 1) if eq else None
-            after = command[i + 1] if i + 1 < len(command) else None
-            if (
-                not eq
-                and after
-                and not _FLAG.match(after.text)
-                and not (after.unknown and _SEVERAL.search(after.text))
-            ):
-                value = after
-            here.append(_Flag(name[2:].replace("-", "_"), word, value))
-            values = not eq
-        elif not word.unknown:
-            values = False
-        elif (i > program and not values | bool(head and not head.startswith("-"))) or (
-            i > program and _SEVERAL.search(word.text) and not head
-        ):
-            loose.append(word)
-    return here, loose
-
-
-def _after(word: Field, start: int) -> Field:
-    """What stands in a word from `start` on, which is in its first piece."""
-    first, *rest = word.pieces
-    return replace(word, pieces=(first._replace(text=first.text[start:]), *rest))
-
-
-def _unknown(flag: _Flag, here: list[_Flag]) -> str:
-    """The line for a flag whose value, or presence, the script alone does not say; empty where it does."""
-    if flag.value and flag.value.unknown:
-        return f"{flag.shown} {flag.value.text}: {flag.value.unknown}; write what it stands for"
-    equal = [each.word for each in here if (each.name, each.said) == (flag.name, flag.said)]
-    gone = [
-        lost
-        for lost in flag.word.lost
-        if not any(set(w.under) <= set(lost) and lost not in w.lost for w in equal)
+    parsed = [(command.condition, *flags_of(command.words)) for command in script]
+    # Control flow decides which command runs. What all of them have is certain.
+    launches = [
+        {(flag.name, flag.text) for flag in flags}
+        for _, flags, _ in parsed
+        if any(is_known(flag.name, dialect) for flag in flags)
     ]
-    if gone:
-        return (
-            f"{flag.shown}: is replaced in a condition that the script does not decide"
-            f" ({where(gone[0][0])}); leave it in or out"
-        )
-    if any(not w.under for w in equal):
-        return ""
-    alike = {branch for w in equal for branch in w.under}
-    for branch in flag.word.under:
-        if not branch.of.otherwise or any(
-            Branch(branch.of, n + 1) not in alike for n in range(branch.of.branches)
-        ):
-            return (
-                f"{flag.shown}: stands in a condition that the script does not decide"
-                f" ({where(branch)}); leave it in or out"
-            )
-    return ""
+    values: dict[str, Any] = {}
+    remarks: list[str] = []
+    conditional: list[str] = []
+    problems: set[tuple[int, str]] = set()
+    for command_condition, flags, loose in parsed:
+        if any(is_known(flag.name, dialect) and not flag.condition for flag in flags):
+            problems |= {(word.line, unknown(word.text, word)) for word in loose}
+        for flag in flags:
+            condition = flag.condition
+            if command_condition and not all((flag.name, flag.text) in each for each in launches):
+                condition = condition or command_condition
+            is_precision = dialect.named(flag.name) in precision or flag.name.startswith(PREFIXES)
+            if condition and is_precision:
+                problems.add((flag.word.line, depends_on_condition(flag, condition)))
+            elif condition and dialect.knows(flag.name):
+                conditional.append(flag.dashed)
+            elif flag.value and flag.value.unknown and is_known(flag.name, dialect):
+                line = unknown(f"{flag.dashed} {flag.value.text}", flag.value)
+                problems.add((flag.word.line, line))
+            else:
+                remarks += remark_twice(flag, values)
+                values[flag.name] = flag.text
+    if conditional:
+        remarks.append(f"{shortened(conditional)}: in a condition of the script, not read")
+    several = "\n" in text.strip()
+    lines = [f"line {n}: {line}" if several else line for n, line in sorted(problems)]
+    refuse_if(lines)
+    return values, remarks
 
 
-def takes(dialect: Dialect, flags: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The flags that the table knows, or that are meant for it, as they are written, and one line on all others."""
-    mine, rest = dict[str, Any](), list[str]()
-    for name, value in flags.items():
-        flag = f"--{name.replace('_', '-')}"
-        close = dialect.knows(name) or dialect.lacks(name) or name.startswith(PRECISION)
-        if close:
-            mine[flag] = value
-        else:
-            rest.append(flag)
-    said = (
-        f"{', '.join(rest[:12])}{' and others' if len(rest) > 12 else ''}: not about precision or"
-        " shape, not read"
+def remark_twice(flag: Flag, values: dict[str, Any]) -> list[str]:
+    before = values.get(flag.name, flag.text)
+    if before == flag.text:
+        return []
+    return [f"{flag.dashed}: given as {before} and as {flag.text}; the last is read"]
+
+
+def is_known(name: str, dialect: Dialect) -> bool:
+    return dialect.knows(name) or name.startswith(PREFIXES)
+
+
+def unknown(text: str, word: Word) -> str:
+    return f"{text}: {word.unknown}; write what it stands for"
+
+
+def depends_on_condition(flag: Flag, condition: int) -> str:
+    return (
+        f"{flag.dashed}: depends on a condition (line {condition}); take it out of the"
+        f" condition, or pass the flags directly: -- {flag.dashed} ..."
     )
-    return mine, [said] if rest else []
+
+
+def flags_of(command: list[Word]) -> tuple[list[Flag], list[Word]]:
+    """Returns the flags of a command, and the unknown words that may hold more flags.
+
+    Unknown words before the program are arguments of its launcher, or a path.
+    """
+    flags: list[Flag] = []
+    loose: list[Word] = []
+    programs = [i for i, word in enumerate(command) if word.text.endswith(".py")]
+    program = programs[0] if programs else -1
+    takes_value = False  # the flag before may take the word as its value
+    for i, word in enumerate(command):
+        match = FLAG.fullmatch(word.text)
+        if match:
+            value = None
+            if match[2]:
+                value = replace(word, text=match[2][1:])
+            elif i + 1 < len(command) and is_value(command[i + 1]):
+                value = command[i + 1]
+            flags.append(Flag(match[1].replace("-", "_"), word, value))
+            takes_value = not match[2]
+        elif not word.unknown:
+            takes_value = False
+        elif i > program:
+            begins_with_text = word.text[0] not in "$`"
+            is_path = begins_with_text and not word.text.startswith("-")
+            holds_several = bool(SEVERAL_WORDS.search(word.text)) and not begins_with_text
+            if holds_several or not (takes_value or is_path):
+                loose.append(word)
+    return flags, loose
+
+
+def is_value(word: Word) -> bool:
+    return not FLAG.match(word.text) and not (word.unknown and SEVERAL_WORDS.search(word.text))
+
+
+def known_flags(dialect: Dialect, flags: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the flags that `dialect` knows or that are meant for it, and a line on the others."""
+    known: dict[str, Any] = {}
+    others: list[str] = []
+    for name, value in flags.items():
+        if is_known(name, dialect) or dialect.lacks(name):
+            known[dashed(name)] = value
+        else:
+            others.append(dashed(name))
+    remarks = [f"{shortened(others)}: not about precision or shape, not read"] if others else []
+    return known, remarks
+
+
+def dashed(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def shortened(flags: Iterable[str]) -> str:
+    """Returns at most 12 of the flags, each once."""
+    names = list(dict.fromkeys(flags))
+    return ", ".join(names[:12]) + (" and others" if len(names) > 12 else "")
 
 
 def line(data: dict[str, Any]) -> list[str]:
-    """The table `data` as words of a command line; a value of True is the flag alone, False nothing."""
+    """Returns `data` as words of a command line. True is the flag alone, False nothing."""
     words: list[str] = []
     for name, value in data.items():
         if value is not False:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            words.append(dashed(name))
+        if not isinstance(value, bool):
+            words.append(str(value))
     return words

@@ -231,19 +231,16 @@ def sections(of: tuple[str, ...], dialect: Dialect) -> Callable[[Mapping[str, An
     return chosen
 
 
-def shell(dialect: Dialect) -> Callable[[str], Said]:
-    """The flags of a script that `dialect` knows."""
+def shell(dialect: Dialect, precision: frozenset[str]) -> Callable[[str], Said]:
+    """Returns the reader of a script with flags of `dialect`, of which `precision` are certain."""
 
     def read(text: str) -> Said:
-        found, lines = shell_flags.found(
-            text, lambda name: dialect.knows(name) or name.startswith(shell_flags.PRECISION)
-        )
-        mine, rest = shell_flags.takes(dialect, found)
-        if not mine:
-            raise ConfigError(
-                f"no flag of {dialect.name} that is known here, such as --fp8-format hybrid"
-            )
-        return Said(mine, (*lines, *rest))
+        flags, remarks = shell_flags.read_flags(text, dialect, precision)
+        known, others = shell_flags.known_flags(dialect, flags)
+        if not known:
+            line = f"no flag of {dialect.name} that is known here, such as --fp8-format hybrid"
+            raise ConfigError([*remarks, line])
+        return Said(known, (*remarks, *others))
 
     return read
 

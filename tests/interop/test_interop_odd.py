@@ -248,7 +248,7 @@ def test_fsdp_with_te_is_a_recipe_that_checks(
         ('TRAIN_ARGS="--bf16 --fp8-format hybrid"\n', "bf16", True, ()),
         ("export ARGS='--bf16'\n", "bf16", False, ()),
         ("ARGS=--bf16\n", "bf16", False, ()),
-        ("if true; then\n  ARGS+=(--bf16)\nfi\n", "bf16", False, ()),
+        ("if true; then\n  N=1\nfi\nARGS+=(--bf16)\n", "bf16", False, ()),
         ("python x.py --fp8-format hybrid --bf16 | tee log\n", "bf16", True, ()),
         ("python x.py --bf16 2>&1\n", "bf16", False, ()),
         ("python x.py --bf16 && echo\n", "bf16", False, ()),
