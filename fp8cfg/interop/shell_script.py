@@ -91,7 +91,8 @@ def tokens(text: str) -> Iterator[Word]:
     while at < len(text):
         match = TOKEN.match(text, at)
         if not match:
-            raise ValueError(f"line {line}: {text[at]} has no end")
+            mark = "quotation" if text[at] in "'\"" else "bracket"
+            raise ValueError(f"no closing {mark}")
         if not match["skip"]:
             yield Word(match[0], line)
         line += match[0].count("\n")
@@ -135,7 +136,7 @@ class _Script:
                 elif token.text == ")" and self.innermost() == "(":
                     self.blocks.pop()
         if target:
-            raise ValueError(f"line {target.line}: {target.text}( has no end")
+            raise ValueError("no closing bracket")
 
     def innermost(self) -> str:
         return self.blocks[-1][0] if self.blocks else ""
