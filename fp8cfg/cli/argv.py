@@ -22,7 +22,7 @@ SHORT = {"-cd": "--config-dir"}
 """Hydra's short names of options that every verb with the long one takes."""
 RECIPE_FILES = (".yaml", ".yml", ".json")
 """How the names of recipe files end."""
-_READ = {".toml": "torchtitan", ".sh": "megatron"}
+_READ = {".sh": "megatron"}
 """Files of other projects, by their ending, and who reads them."""
 _THEIRS = {
     "run": "train",

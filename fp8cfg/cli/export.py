@@ -39,9 +39,9 @@ shipped presets, and the values that differ from them. It reads back equal.
                  YAML begins with the line by which editors find it
   --config-dir FOLDER  recipes and presets of your own; the export does without
 
-PROJECT is accelerate, deepspeed, nemo, bridge, megatron, torchtitan or te: a
-file as that project reads it, which `fp8cfg import PROJECT` reads too. What it
-cannot say stands in it as comments, and their number on standard error.
+PROJECT is accelerate, deepspeed, nemo, bridge, megatron or te: a file as that
+project reads it, which `fp8cfg import PROJECT` reads too. What it cannot say
+stands in it as comments, and their number on standard error.
 
 hf writes the weights of the newest checkpoint of a run into the new folder OUT
 as transformers loads them: BF16, or FP8 with scales of 128x128 blocks, which

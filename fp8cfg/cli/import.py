@@ -30,9 +30,10 @@ of Python, as there; in other files, of whatever version, it is a warning too.
               Python with its plugin or a finetune_recipe, which is read and not
               run, or, in place of FILE, a preset: bf16_with_fp8_mixed
   bridge      a run_config.yaml of Megatron-Bridge's, its fields, or a preset
-  megatron    a shell script with its flags, or these: -- --bf16 --fp8-margin 1
+  megatron    a shell script with its flags, or these: -- --bf16 --fp8-margin 1.
+              Precision flags must not depend on a condition of the script
   torchtitan  a Python configuration, which is read and not run, one function of
-              it as FILE.py:NAME, or its TOML of before February 2026
+              it as FILE.py:NAME
   te          Python that makes a recipe of Transformer Engine's, read and not
               run, or what one prints: -- 'DelayedScaling(margin=1)'
 

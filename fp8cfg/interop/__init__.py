@@ -11,7 +11,7 @@ from fp8cfg.interop import accelerate, transformer_engine
 from fp8cfg.interop.accelerate import to_handler
 from fp8cfg.interop.key_table import NotHere, Read, Written, flattened
 from fp8cfg.interop.nemo import BRIDGE, NEMO
-from fp8cfg.interop.projects import door, from_file, from_words, to_text
+from fp8cfg.interop.projects import door, from_file, from_words, to_text, writer
 from fp8cfg.interop.torchao import TORCHAO, confirmed, fields_of
 from fp8cfg.interop.transformer_engine import to_te
 from fp8cfg.interop.translation import read, write
@@ -64,6 +64,7 @@ def from_mapping(project: str, data: Mapping[str, Any], base: Recipe | None = No
 
 def to_mapping(project: str, recipe: Recipe) -> Written:
     """`recipe` as keys and values of `project`, nested as its files are. Raises ConfigError for one that cannot be written."""
+    writer(project)
     written = write(door(project).dialect, recipe)
     return written._replace(value=nested(written.value))
 

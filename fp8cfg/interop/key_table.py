@@ -57,11 +57,6 @@ def nothing_more(theirs: dict[str, Any]) -> list[str]:
     return []
 
 
-def nothing_strange(theirs: Values) -> list[str]:
-    """For projects whose keys have no names of theirs for values."""
-    return []
-
-
 def nothing_differs(ours: Values) -> list[str]:
     """For projects that carry out what is written."""
     return []
@@ -80,8 +75,7 @@ class Dialect:
     `spellings` are other names of its keys. `defaults` are values in force where nothing is said, as far as they differ from
     ours. `unsaid` are keys, and with a dot at the end prefixes of keys, without a counterpart here. `prepare` changes a table of
     theirs, before it is read, to what its keys mean together, and gives remarks; ConfigError where they cannot stand together.
-    `strange` has a line before that for each value that they do not know and that is no error to them. `refuse` says which
-    recipes it cannot write at all. `why` says of keys of ours (of a whole node, with a dot at the end) why it has none for them,
+    `refuse` says which recipes it cannot write at all. `why` says of keys of ours (of a whole node, with a dot at the end) why it has none for them,
     `doubts` of keys that it has what comes of them when they are not our default, and `beyond` names those outside of precision
     that it has. `differs` has a line for each value that it can say and that is not quite the same there.
     """
@@ -96,7 +90,6 @@ class Dialect:
     why: Mapping[str, str] = field(default_factory=dict)
     doubts: Mapping[str, str] = field(default_factory=dict)
     beyond: tuple[str, ...] = ()
-    strange: Callable[[Values], list[str]] = nothing_strange
     differs: Callable[[Values], list[str]] = nothing_differs
 
     def named(self, key: str) -> str:

@@ -16,7 +16,7 @@ from fp8cfg.interop.deepspeed import DEEPSPEED
 from fp8cfg.interop.key_table import Dialect, Read, Written
 from fp8cfg.interop.megatron import MEGATRON, PRECISION_FLAGS
 from fp8cfg.interop.nemo import BRIDGE, NEMO
-from fp8cfg.interop.torchtitan import SECTIONS, TORCHTITAN, configuration
+from fp8cfg.interop.torchtitan import TORCHTITAN, configuration
 from fp8cfg.interop.transformer_engine import TE
 from fp8cfg.interop.translation import read, where, write
 from fp8cfg.schema import __version__
@@ -81,26 +81,6 @@ def flags(written: Written) -> str:
     return f"FP8CFG_ARGS=({lines}\n)\n"
 
 
-def toml(written: Written) -> str:
-    """A TOML file of sections with plain values, as torchtitan read it."""
-    found: dict[str, list[str]] = {}
-    for key, value in written.value.items():
-        section, _, name = key.rpartition(".")
-        found.setdefault(section, []).append(
-            f"{name} = {json_module.dumps(value)}"
-        )  # strings, lists and truth are alike in both
-    until = comments(
-        [
-            "torchtitan reads TOML up to February 2026 (pytorch/torchtitan#2386), and Python"
-            " configurations since."
-        ]
-    )
-    return until + "\n".join(
-        f"[{section}]\n" + "".join(f"{line}\n" for line in lines)
-        for section, lines in found.items()
-    )
-
-
 def te(written: Written) -> str:
     """Python that makes Transformer Engine's recipe."""
     return transformer_engine.python_text(written.value)
@@ -113,7 +93,7 @@ class Door:
     what it cannot say."""
 
     dialect: Dialect
-    write: Callable[[Written], str]
+    write: Callable[[Written], str] | None = None
     keys: Callable[[Mapping[str, Any]], source_files.Said] = source_files.nested
     text: Callable[[str], source_files.Said] | None = None
     call: Callable[[str, Recipe | None], Read] | None = None
@@ -129,18 +109,21 @@ def _te_text(text: str) -> source_files.Said:
     )  # by a Transformer Engine that may be newer
 
 
+def no_text(text: str) -> source_files.Said:
+    """Rejects whatever is no Python file."""
+    raise ConfigError(
+        "torchtitan has Python configs since February 2026; write: fp8cfg import torchtitan"
+        " config_registry.py:NAME"
+    )
+
+
 DOORS = {
     "accelerate": Door(ACCELERATE, yaml, call=accelerate.from_call),
     "deepspeed": Door(DEEPSPEED, json, remarks=False),
     "nemo": Door(NEMO, yaml, source_files.plugin, python=nemo.precision, presets=True),
     "bridge": Door(BRIDGE, bridge, source_files.plugin, python=nemo.precision, presets=True),
     "megatron": Door(MEGATRON, flags, text=source_files.shell(MEGATRON, PRECISION_FLAGS)),
-    "torchtitan": Door(
-        TORCHTITAN,
-        toml,
-        source_files.sections(SECTIONS, TORCHTITAN),
-        python=configuration,
-    ),
+    "torchtitan": Door(TORCHTITAN, text=no_text, python=configuration),
     "te": Door(TE, te, text=_te_text),
 }
 """Projects by the names that `fp8cfg import` and `fp8cfg export` know."""
@@ -151,6 +134,17 @@ def door(name: str) -> Door:
     if name not in DOORS:
         raise ConfigError(f"{name}: no such project" + suggest(name, DOORS))
     return DOORS[name]
+
+
+def writer(name: str) -> Callable[[Written], str]:
+    """Returns what writes the files of a project. Raises ConfigError if recipes are not exported to it."""
+    write_file = door(name).write
+    if write_file is None:
+        raise ConfigError(
+            f"export {name}: its configs are Python that builds a model; pass a converter such as"
+            " Float8LinearConverter.Config(...) to its model_registry"
+        )
+    return write_file
 
 
 def from_file(name: str, path: Path, base: Recipe | None = None) -> Read:
@@ -221,8 +215,8 @@ def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
 def to_text(name: str, recipe: Recipe) -> tuple[str, tuple[str, ...]]:
     """`recipe` as the text of the project `name`, with a line on each key that it cannot say; these stand in the text as
     comments where it has any. Raises ConfigError for a recipe that cannot be written there."""
-    found = door(name)
-    written = write(found.dialect, recipe)
-    return (headed(found.dialect.name, written.lost) if found.remarks else "") + found.write(
-        written
-    ), written.lost
+    project = door(name)
+    write_file = writer(name)
+    written = write(project.dialect, recipe)
+    head = headed(project.dialect.name, written.lost) if project.remarks else ""
+    return head + write_file(written), written.lost

@@ -6,14 +6,13 @@ import ast
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8cfg.interop import shell_flags
-from fp8cfg.interop.key_table import TYPO, Dialect, flattened, printable
+from fp8cfg.interop.key_table import Dialect, flattened
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
 from fp8cfg.schema.safe_files import parse_yaml, plain, read_text
 
@@ -137,19 +136,15 @@ def text_of(path: Path) -> str:
 
 
 def mapping(path: Path) -> dict[str, Any]:
-    """The keys and values of a YAML, JSON or TOML file, by its ending."""
+    """The keys and values of a YAML or JSON file, by its ending."""
     text, data = text_of(path), None
     try:
         if path.suffix == ".json":
             data = json.loads(text, object_pairs_hook=_each_once)
-        elif path.suffix == ".toml":
-            data = tomllib.loads(text)
         else:
             return parse_yaml(_CODE.sub(r"\1their_\2", text), str(path))
     except json.JSONDecodeError as e:
         raise ConfigError(f"{path}: line {e.lineno}: not valid JSON ({e.msg})") from None
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{path}: not valid TOML ({e})") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
     except ConfigError:
@@ -206,29 +201,6 @@ def _clean(data: Mapping[str, Any]) -> dict[str, Any]:
         for k, v in data.items()
         if not k.startswith("their_")
     }
-
-
-def sections(of: tuple[str, ...], dialect: Dialect) -> Callable[[Mapping[str, Any]], Said]:
-    """Those keys of a file that begin with one of `of`; one line names the sections of the rest, and those of which only a part is
-    read, but for keys that are nearly one of `dialect`."""
-
-    def chosen(data: Mapping[str, Any]) -> Said:
-        flat = flattened(data)
-        mine = {k: v for k, v in flat.items() if k.startswith(of)}
-        typos = {k: near for k in flat if k not in mine and (near := dialect.like(k, TYPO))}
-        read = {k.partition(".")[0] for k in mine}
-        others = sorted({k.partition(".")[0] for k in flat if k not in mine and k not in typos})
-        rest = [f"{'the rest of ' if name in read else ''}[{name}]" for name in others]
-        return Said(
-            mine,
-            (f"{', '.join(rest)}: not about precision, not read",) if rest else (),
-            unknown=tuple(
-                f"{printable(k)}: no such key of {dialect.name}; did you mean {near!r}?"
-                for k, near in typos.items()
-            ),
-        )
-
-    return chosen
 
 
 def shell(dialect: Dialect, precision: frozenset[str]) -> Callable[[str], Said]:

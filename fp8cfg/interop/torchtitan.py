@@ -1,41 +1,36 @@
-"""torchtitan configurations: the sections of FP8 and MXFP8 linear layers under each of the names that they have had."""
+"""torchtitan's Python configurations: the fields of FP8 and MXFP8 linear layers and of training."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fp8cfg.interop.key_table import (
-    SILENT,
     Dialect,
     Entry,
     Unsaid,
-    Values,
     boolean,
     is_on,
     one_of,
-    option,
     read_only,
-    runs_fp8,
-    same,
     shown,
-    write_only,
 )
 from fp8cfg.interop.source_files import Said, constants, last, literal, resolved, short
-from fp8cfg.interop.torchao import gather, gathers
+from fp8cfg.interop.torchao import gather
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if, suggest
 from fp8cfg.schema.scalings import SCALINGS
 
 CONVERTERS = {
-    "Float8LinearConverter": "quantize.linear.float8",
-    "MXLinearConverter": "quantize.linear.mx",
-    "MXFP8LinearConverter": "quantize.linear.mx",
-    "MXFP8Converter": "quantize.linear.mx",
+    "Float8LinearConverter": "float8",
+    "MXLinearConverter": "mx",
+    "MXFP8LinearConverter": "mx",
+    "MXFP8Converter": "mx",
 }
+"""The classes of converters, and the library class of torchao that each stands for."""
 _NOT_HERE = ("NVFP4LinearConverter",)
 TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
 _IGNORED = ("model_compile_enabled",)
@@ -52,29 +47,30 @@ class Settings:
         return Settings(list(self.converters), dict(self.training))
 
     def by_key(self) -> Said:
-        """The settings by the keys of the table. Raises ConfigError for converters that nothing here stands for."""
-        named = [CONVERTERS[name] for name, _ in self.converters if name in CONVERTERS]
+        """Returns the settings by the keys of the table.
+
+        Raises:
+            ConfigError: A converter has no counterpart here, or two of them exclude each other.
+        """
         data: dict[str, Any] = {"training.mixed_precision_param": "bfloat16"}
         data |= {f"training.{key}": value for key, value in self.training.items()}
-        if named:
-            data["model.converters"] = named
+        problems: list[str] = []
+        lost: list[str] = []
         for name, values in self.converters:
-            if name in CONVERTERS:
-                data |= {f"{CONVERTERS[name]}.{key}": value for key, value in values.items()}
-        refuse_if(
-            [
-                f"{name}: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is Transformer"
-                " Engine's"
-                for name, _ in self.converters
-                if name in _NOT_HERE
-            ]
-        )
-        lost = tuple(
-            f"{name}: has no counterpart here"
-            for name, _ in self.converters
-            if name not in CONVERTERS
-        )
-        return Said(data, lost, called=True)
+            kind = CONVERTERS.get(name)
+            if name in _NOT_HERE:
+                problems.append(
+                    f"{name}: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is"
+                    " Transformer Engine's"
+                )
+            elif kind is None:
+                lost.append(f"{name}: has no counterpart here")
+            elif data.get("converter", kind) != kind:
+                problems.append("converters: float8 and mx are both on; drop one")
+            else:
+                data |= {"converter": kind, **values}
+        refuse_if(problems)
+        return Said(data, tuple(lost), called=True)
 
 
 def is_config(node: ast.AST) -> bool:
@@ -181,19 +177,16 @@ class FieldReader:
         self.problems.append(f"line {getattr(node, 'lineno', 1)}: {line}")
 
 
-_GW = "fp8.override_linear_precision.wgrad"
-_ROW = {"fp8.granularity": "row", "fp8.format": "e4m3", "fp8.use_power_2_scales": True}
+_ROWWISE = {"fp8.granularity": "row", "fp8.format": "e4m3", "fp8.use_power_2_scales": True}
 _RECIPES: dict[str, dict[str, Any]] = {
     "tensorwise": {},
-    "rowwise": _ROW,
-    "rowwise_with_gw_hp": {**_ROW, _GW: True},
-}
-_MX_RECIPES = {
+    "rowwise": _ROWWISE,
+    "rowwise_with_gw_hp": {**_ROWWISE, "fp8.override_linear_precision.wgrad": True},
     "mxfp8_cublas": {},
     "mxfp8_cublas_rceil": {},
     "mxfp8_emulated": {"fp8.emulate": True},
 }
-LAYERS = {
+_LAYERS = {
     "*.linear_qkv": ("attention.wq", "attention.wk", "attention.wv"),
     "*.linear_proj": ("attention.wo",),
     "*.linear_fc1": ("feed_forward.w1", "feed_forward.w3"),
@@ -201,260 +194,117 @@ LAYERS = {
 }
 """Our patterns of linear layers, and torchtitan's names of the layers that they are."""
 _NAMES = {
-    **{f"layers.*.{leaf}": leaf for names in LAYERS.values() for leaf in names},
+    **{f"layers.*.{leaf}": leaf for names in _LAYERS.values() for leaf in names},
     "lm_head": "lm_head",
 }
-_MX_FILTER = ("output",)
-"""Its default, up to the converters of April 2026 (#3127), whose `fqns` choose layers instead."""
-_CONVERTERS = {
-    "float8": "float8",
-    "quantize.linear.float8": "float8",
-    "quantize.dense.float8": "float8",
-    "mx": "mx",
-    "quantize.linear.mx": "mx",
-    "quantize.dense.mx": "mx",
-}
+_OUTPUT_LAYER = ("output", "lm_head")
 _SCALINGS = {scaling.torchao: name for name, scaling in SCALINGS.items() if scaling.torchao}
-_EXPERTS = ("quantize.grouped_mm.", "quantize.moe.")
-_EXPERT_KEYS = tuple(
-    f"{section}{kind}.{key}"
-    for section in _EXPERTS
-    for kind in ("float8", "mx")
-    for key in ("fqns", "recipe_name")
-)
-_FLOAT8, _MX = "quantize.linear.float8", "quantize.linear.mx"
-_GATHER = f"{_FLOAT8}.enable_fsdp_float8_all_gather"
-
-
-def _float8(ours: Values) -> bool:
-    return runs_fp8(ours) and SCALINGS[ours["fp8.scaling"]].torchao == "float8"
-
-
-def _mx(ours: Values) -> bool:
-    return runs_fp8(ours) and SCALINGS[ours["fp8.scaling"]].torchao == "mx"
-
-
-def _recipe(ours: Values) -> str:
-    """The recipe_name nearest to ours, which is the same where it reads back equal."""
-    if ours["fp8.granularity"] == "tensor":
-        return "tensorwise"
-    return "rowwise_with_gw_hp" if ours[_GW] else "rowwise"
-
-
-def listed(value: Any) -> list[str]:
-    """A list, also one that is written with commas."""
-    if not isinstance(value, (str, list, tuple, type(None))):
-        raise ValueError("model.converters and filter_fqns are lists of names")
-    return [
-        str(name).strip()
-        for name in (value.split(",") if isinstance(value, str) else value or ())
-        if str(name).strip()
-    ]
-
-
-def _opposite(chosen: list[str]) -> list[str]:
-    """The filter_fqns that leave the layers which MXFP8LinearConverter's `fqns` choose: those whose name holds one of them."""
-    return [leaf for name, leaf in _NAMES.items() if not any(each in name for each in chosen)]
-
-
-def _filter(value: Any) -> dict[str, Any]:
-    """Our patterns of the layers that stay out; the output layer runs in FP8 unless it is named."""
-    names = listed(value)
-    whole = [ours for ours, theirs in LAYERS.items() if set(theirs) <= set(names)]
-    whole.sort(key=lambda ours: names.index(LAYERS[ours][0]))
-    return {"fp8.output_layer": not {"output", "lm_head"} & set(names), "fp8.exclude": tuple(whole)}
-
-
-def _filtered(ours: Values) -> list[str]:
-    named = [name for pattern in ours["fp8.exclude"] for name in LAYERS.get(pattern, ())]
-    return named if ours["fp8.output_layer"] else [*named, "output"]
-
-
-def _prepare(theirs: dict[str, Any]) -> list[str]:
-    """Which converter is on says the scaling; a line for layers that are one here and two or three there."""
-    named = listed(theirs.get("model.converters"))
-    lines = [
-        f"model.converters={name}: has no counterpart"
-        for name in named
-        if name.startswith(_EXPERTS)
-    ]
-    kinds = {_CONVERTERS.get(name) for name in named}
-    if is_on(theirs.pop("float8.enable_float8_linear", None)):
-        kinds.add("float8")
-    theirs.pop("model.converters", None)
-    for kind, section in (("float8", _FLOAT8), ("mx", _MX)):
-        if kind in kinds:
-            theirs["ON"] = kind
-            names = theirs["FILTER"] = listed(
-                theirs.pop(f"{section}.filter_fqns", () if kind == "float8" else _MX_FILTER)
-            )
-            if chosen := listed(theirs.pop(f"{section}.fqns", ())):
-                theirs["FILTER"] = names = _opposite(chosen)
-                lines += [
-                    f"fqns={n}: no layer of its own here; `fp8cfg plan` lists layers for"
-                    " fp8.exclude"
-                    for n in chosen
-                    if not any(n in name for name in _NAMES)
-                ]
-            known = {
-                "output",
-                "lm_head",
-                *(n for ours in LAYERS.values() if set(ours) <= set(names) for n in ours),
-            }
-            lines += [
-                f"filter_fqns={n}: no layer of its own here; `fp8cfg plan` lists layers for"
-                " fp8.exclude"
-                for n in names
-                if n not in known
-            ]
-        else:
-            idle = [k for k in theirs if k.startswith(f"{section}.")]
-            lines += (
-                [f"{section}: has no effect, model.converters does not name it"] if idle else []
-            )
-            for key in idle:
-                del theirs[key]
-    scales = str(theirs.get(f"{_FLOAT8}.recipe_name", "tensorwise"))
-    if scales != "tensorwise" and is_on(theirs.get(_GATHER)):
-        lines.append(
-            f"{shown(_GATHER, theirs.pop(_GATHER))}: has no effect under {scales}; of tensorwise"
-            " alone"
-        )
-    refuse_if(
-        ["model.converters: float8 and mx are both on; drop one"]
-        if kinds >= {"float8", "mx"}
-        else []
-    )
-    return lines
-
-
-def _strange(theirs: Values) -> list[str]:
-    """Converters that nothing here is known of: of a misspelled one nothing else would tell."""
-    try:
-        named = listed(theirs.get("model.converters"))
-    except ValueError:
-        return []
-    return [
-        f"{shown('model.converters', name)}: no such converter of"
-        f" torchtitan{suggest(name, _CONVERTERS)}"
-        for name in named
-        if name not in _CONVERTERS and not name.startswith(_EXPERTS)
-    ]
-
-
-def _refuse(ours: Values) -> list[str]:
-    if runs_fp8(ours) and not _float8(ours) and not _mx(ours):
-        return [
-            f"fp8.scaling={ours['fp8.scaling']}: torchtitan has no such scaling; it has"
-            f" {' and '.join(_SCALINGS.values())}"
-        ]
-    return []
-
-
-def _on(kind: Any) -> dict[str, Any]:
-    return {"fp8.enabled": True, "backend": "torchao", "fp8.scaling": _SCALINGS[kind]}
-
-
-_WHOLE = {
+_GATHER = "enable_fsdp_float8_all_gather"
+_STATE_IN_BF16 = {
     "storage.weight": "bf16",
     "storage.master_weight": "none",
     "storage.weight_grad": "bf16",
     "storage.exp_avg": "bf16",
     "storage.exp_avg_sq": "bf16",
 }
-"""What training.dtype=bfloat16 stands for: parameters, gradients and optimizer state, without float32 beside them."""
-_DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
-_ALIKE = Unsaid("kernels and experts of torchtitan have no key", (False, None, ""))
+_KERNELS = (
+    "force_recompute_fp8_weight_in_bwd",
+    "moe_fqns_prototype",
+    "mxfp8_dim1_cast_kernel_choice",
+)
+
+
+def _names(value: Any) -> list[str]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("fqns and filter_fqns are lists of names")
+    return [str(name) for name in value]
+
+
+def _filter(names: list[str]) -> dict[str, Any]:
+    """Our patterns of the layers that stay out; the output layer runs in FP8 unless it is named."""
+    whole = [pattern for pattern, theirs in _LAYERS.items() if set(theirs) <= set(names)]
+    whole.sort(key=lambda pattern: names.index(_LAYERS[pattern][0]))
+    return {
+        "fp8.output_layer": not set(_OUTPUT_LAYER) & set(names),
+        "fp8.exclude": tuple(whole),
+    }
+
+
+def _prepare(theirs: dict[str, Any]) -> list[str]:
+    """Makes one filter of `filter_fqns` and `fqns`, with a line for each layer that has no match."""
+    # MXLinearConverter has filtered the output layer unless another filter was given.
+    usual = ("output",) if theirs.get("converter") == "mx" else ()
+    filtered = _names(theirs.pop("filter_fqns", usual))
+    chosen = _names(theirs.pop("fqns", ()))
+    if "converter" not in theirs:
+        return []
+    known = set(_OUTPUT_LAYER)
+    unmatched: list[str] = []
+    if chosen:
+        filtered = [
+            leaf for name, leaf in _NAMES.items() if not any(each in name for each in chosen)
+        ]
+        unmatched = [f"fqns={each}" for each in chosen if not any(each in name for name in _NAMES)]
+    for leaves in _LAYERS.values():
+        if set(leaves) <= set(filtered):
+            known |= set(leaves)
+    unmatched += [f"filter_fqns={name}" for name in filtered if name not in known]
+    theirs["FILTER"] = filtered
+    lines = [
+        f"{each}: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude"
+        for each in unmatched
+    ]
+    scales = theirs.get("recipe_name", "tensorwise")
+    if scales != "tensorwise" and is_on(theirs.get(_GATHER)):
+        line = shown(_GATHER, theirs.pop(_GATHER))
+        lines.append(f"{line}: has no effect under {scales}; of tensorwise alone")
+    return lines
+
+
+def _on(kind: Any) -> dict[str, Any]:
+    return {
+        "fp8.enabled": True,
+        "backend": "torchao",
+        "fp8.scaling": one_of(kind, {str(name): ours for name, ours in _SCALINGS.items()}),
+    }
+
+
+def _choice(theirs: str, options: Mapping[str, dict[str, Any]]) -> Entry:
+    return read_only(theirs, lambda name: one_of(name, options))
+
+
 TORCHTITAN = Dialect(
     "torchtitan",
     (
-        option("training.mixed_precision_param", "precision.compute", _DTYPES),
-        Entry(
-            "training.dtype",
-            lambda name: one_of(name, {"bfloat16": _WHOLE, "float32": {}}),
-            lambda ours: "bfloat16" if all(ours[k] == v for k, v in _WHOLE.items()) else SILENT,
+        _choice(
+            "training.mixed_precision_param",
+            {
+                "bfloat16": {"precision.compute": "bf16"},
+                "float32": {"precision.compute": "fp32"},
+                "float16": {"precision.compute": "fp16"},
+            },
         ),
-        option(
+        # Parameters, gradients and optimizer state, without float32 beside them.
+        _choice("training.dtype", {"bfloat16": _STATE_IN_BF16, "float32": {}}),
+        _choice(
             "training.mixed_precision_reduce",
-            "storage.comm",
-            {"float32": "fp32", "bfloat16": "bf16"},
+            {"float32": {"storage.comm": "fp32"}, "bfloat16": {"storage.comm": "bf16"}},
         ),
-        write_only("model.converters", lambda ours: [_MX if _mx(ours) else _FLOAT8], runs_fp8),
-        read_only("ON", _on),
-        Entry(f"{_FLOAT8}.recipe_name", lambda name: one_of(name, _RECIPES), _recipe, _float8),
+        read_only("converter", _on),
+        _choice("recipe_name", _RECIPES),
         read_only("FILTER", _filter),
-        read_only("float8.enable_float8_linear", lambda _: {}),
-        write_only(f"{_FLOAT8}.filter_fqns", _filtered, _float8),
-        write_only(f"{_MX}.filter_fqns", _filtered, _mx),
-        read_only(f"{_MX}.fqns", lambda _: {}),
-        same(
-            f"{_FLOAT8}.emulate",
-            "fp8.emulate",
-            boolean,
-            lambda ours: _float8(ours) and ours["fp8.emulate"],
-        ),
-        Entry(_GATHER, gather, gathers, gathers),
-        write_only(f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp", gathers, gathers),
-        Entry(
-            f"{_MX}.recipe_name",
-            lambda name: one_of(name, _MX_RECIPES),
-            lambda ours: "mxfp8_emulated" if ours["fp8.emulate"] else "mxfp8_cublas",
-            _mx,
-        ),
+        read_only("filter_fqns", lambda _: {}),
+        read_only("fqns", lambda _: {}),
+        read_only("emulate", lambda on: {"fp8.emulate": boolean(on)}),
+        read_only(_GATHER, gather),
+        read_only("precompute_float8_dynamic_scale_for_fsdp", lambda _: {}),
     ),
-    {
-        f"{old}.{key}": f"quantize.linear.{kind}.{key}"
-        for old, kind in (
-            ("float8", "float8"),
-            ("quantize.dense.float8", "float8"),
-            ("mx", "mx"),
-            ("quantize.dense.mx", "mx"),
-        )
-        for key in (
-            "recipe_name",
-            "filter_fqns",
-            "fqns",
-            "emulate",
-            "enable_fsdp_float8_all_gather",
-            "force_recompute_fp8_weight_in_bwd",
-            "precompute_float8_dynamic_scale_for_fsdp",
-            "mxfp8_dim1_cast_kernel_choice",
-        )
-    },
-    unsaid={
-        **{
-            f"{_FLOAT8}.{k}": _ALIKE
-            for k in ("force_recompute_fp8_weight_in_bwd", "moe_fqns_prototype")
-        },
-        **{f"{_MX}.{k}": _ALIKE for k in ("mxfp8_dim1_cast_kernel_choice", "moe_fqns_prototype")},
-        **dict.fromkeys(
-            (*_EXPERTS, *_EXPERT_KEYS), Unsaid("models here have no experts", (False, [], None))
-        ),
-    },
+    unsaid=dict.fromkeys(
+        _KERNELS, Unsaid("kernels and experts of torchtitan have no key", (False, None, ""))
+    ),
     prepare=_prepare,
-    refuse=_refuse,
-    strange=_strange,
-    why={
-        "storage.shard": "its section parallelism says that (data_parallel_shard_degree)",
-        "fp8.exclude": (
-            "torchtitan's filter_fqns are names of its own layers; *.linear_qkv, _proj, _fc1 and"
-            " _fc2 have some"
-        ),
-        "fp8.format": "follows from recipe_name: hybrid under tensorwise, e4m3 under rowwise",
-        "fp8.use_power_2_scales": (
-            "follows from recipe_name: false under tensorwise, true under rowwise"
-        ),
-    },
 )
-SECTIONS = (
-    "model.converters",
-    "float8.",
-    "mx.",
-    "quantize.",
-    "training.mixed_precision_",
-    "training.dtype",
-)
-"""What of a TOML file is about precision."""
+"""The fields of a configuration's converter by their names, with `converter` for its class."""
 
 _RELEVANT = ("model_spec", "model_converters", "training")
 _PRECISION = re.compile("quant|convert|float8|fp8|precision")

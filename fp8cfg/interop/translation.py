@@ -246,7 +246,7 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
     yet checked as a whole. Raises ConfigError with a line for each value that cannot be, and then for each unknown key too.
     """
     theirs, spelled, problems = _named(dialect, data)
-    remarks, vague, unknown = list[str](), list[str](), dialect.strange(theirs)
+    remarks, vague = list[str](), list[str]()
     try:
         remarks = dialect.prepare(theirs)
     except ConfigError as e:
@@ -279,8 +279,7 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
     ]
     recipe = (base or Recipe()).model_copy(deep=True)
     recipe.precision = Precision()
-    unsaid, more = _rest(dialect, theirs, spelled)
-    unknown += more
+    unsaid, unknown = _rest(dialect, theirs, spelled)
     try:
         recipe = assigned(recipe, {full(k): v for k, v in ours.items()})
     except ConfigError as e:

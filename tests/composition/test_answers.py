@@ -233,7 +233,7 @@ ELSEWHERE = {
     (
         "check",
         "8b.toml",
-    ): "8b.toml: is no recipe file; the name of one ends in .yaml or .json; write: fp8cfg import torchtitan 8b.toml",
+    ): "8b.toml: is no recipe file; the name of one ends in .yaml or .json",
     ("check", "typo.yaml"): "typo.yaml:4: fp8.margn: no such key; did you mean 'fp8.margin'?\n"
     "error: typo.yaml:6: trainer.max_steps=ten: expected an integer, got str",
     (

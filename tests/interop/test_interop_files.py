@@ -1,4 +1,4 @@
-"""Files of NeMo, Megatron-Bridge, Megatron-LM, torchtitan and DeepSpeed, as people have them."""
+"""Files of NeMo, Megatron-Bridge, Megatron-LM and DeepSpeed, as people have them."""
 
 from __future__ import annotations
 
@@ -157,84 +157,6 @@ def test_a_written_array_is_one_that_bash_takes() -> None:
         interop.from_words("megatron", said_by_bash).recipe.precision
         == fp8cfg.compose(["precision=bf16_fp8"]).precision
     )
-
-
-TITAN = """
-[job]
-dump_folder = "./outputs"
-[model]
-name = "llama3"
-converters = ["quantize.linear.float8"]
-[training]
-local_batch_size = 1
-mixed_precision_param = "bfloat16"
-mixed_precision_reduce = "float32"
-[quantize.linear.float8]
-enable_fsdp_float8_all_gather = true
-precompute_float8_dynamic_scale_for_fsdp = false
-filter_fqns = ["output", "attention.wk", "feed_forward.w2"]
-"""
-
-
-def test_a_toml_of_torchtitans(tmp_path: Path) -> None:
-    file = tmp_path / "llama3_8b.toml"
-    file.write_text(TITAN)
-    found = interop.from_file("torchtitan", file)
-    fp8 = found.recipe.fp8
-    assert (fp8.enabled, fp8.scaling, fp8.output_layer, fp8.exclude, found.recipe.backend) == (
-        True,
-        "current",
-        False,
-        ("*.linear_fc2",),
-        "torchao",
-    )
-    assert found.lost == (
-        "filter_fqns=attention.wk: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude",
-        "[job], the rest of [model], the rest of [training]: not about precision, not read",
-    )
-    assert found.unknown == () and (found.recipe.storage.shard, found.recipe.storage.gather) == (
-        "fsdp",
-        "fp8",
-    )
-    found.recipe.check()
-    text, lost = interop.to_text("torchtitan", found.recipe)
-    assert (
-        "enable_fsdp_float8_all_gather = true\nprecompute_float8_dynamic_scale_for_fsdp = true\n"
-        in text
-        and lost == ()
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "ours"),
-    [
-        (
-            '[model]\nconverters = "float8"\n[float8]\nrecipe_name = "rowwise"\n',
-            {"fp8.granularity": "row", "fp8.use_power_2_scales": True, "fp8.output_layer": True},
-        ),
-        (
-            "[float8]\nenable_float8_linear = true\n",
-            {"fp8.enabled": True, "fp8.scaling": "current"},
-        ),
-        (
-            '[model]\nconverters = ["mx"]\n[mx]\nrecipe_name = "mxfp8_cublas"\n',
-            {"fp8.scaling": "mxfp8", "fp8.format": "e4m3"},
-        ),
-        ('[model]\nconverters = []\n[float8]\nrecipe_name = "rowwise"\n', {"fp8.enabled": False}),
-        ('[model]\nconverters = ["quantize.linear.mx"]\n', {"fp8.scaling": "mxfp8"}),
-        (
-            '[model]\nconverters = ["float8"]\n[float8]\nrecipe_name = "rowwise_with_gw_hp"\nemulate = true\n',
-            {"fp8.override_linear_precision.wgrad": True, "fp8.emulate": True},
-        ),
-    ],
-)
-def test_sections_under_each_of_their_names(
-    text: str, ours: dict[str, Any], tmp_path: Path
-) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text(text)
-    found = interop.from_file("torchtitan", file)
-    assert {k: table(found.recipe)[k] for k in ours} == ours and found.unknown == ()
 
 
 BRIDGE = """
@@ -467,33 +389,11 @@ def test_and_where_it_is_read(level: dict[str, str], said: str) -> None:
     ] * bool(said)
 
 
-def test_torchtitans_dtype_of_all_state(tmp_path: Path) -> None:
-    """training.dtype: parameters, gradients and optimizer state, without float32 beside them; training.mixed_precision_param: what multiplies."""
-    file = tmp_path / "a.toml"
-    file.write_text('[training]\ndtype = "bfloat16"\nmixed_precision_param = "float32"\n')
-    found = interop.from_file("torchtitan", file)
-    assert (found.lost, found.unknown, found.recipe.precision.compute) == ((), (), "fp32")
-    file.write_text('[training]\ndtype = "bfloat16"\nsteps = 3\n')
-    found = interop.from_file("torchtitan", file)
-    ours, whole = table(found.recipe), ("weight", "weight_grad", "exp_avg", "exp_avg_sq")
-    assert (
-        {ours[f"storage.{k}"] for k in whole} == {"bf16"}
-        and ours["storage.master_weight"] == "none"
-        and found.lost == ("the rest of [training]: not about precision, not read",)
-    )
-    found.recipe.check()
-    text, lost = interop.to_text("torchtitan", found.recipe)
-    assert 'dtype = "bfloat16"' in text and lost == ()
-    assert interop.to_mapping("torchtitan", fp8cfg.compose(["precision=bf16"])).value[
-        "training"
-    ].keys() == {"mixed_precision_param", "mixed_precision_reduce"}
-
-
 @pytest.mark.parametrize(
     ("project", "ending", "text"),
     [
         ("accelerate", "json", '{"mixed_precision": "bf16"}'),
-        ("torchtitan", "toml", "[training]\nmixed_precision_param = 'bfloat16'\n"),
+        ("torchtitan", "py", "config = Trainer.Config()\n"),
         ("te", "py", "DelayedScaling(margin=1)"),
         ("megatron", "sh", "--bf16"),
         ("nemo", "yaml", "bf16: true\r\n"),

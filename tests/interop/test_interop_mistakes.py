@@ -77,11 +77,6 @@ def test_two_half_precisions_are_refused_as_theirs_are(project: str, data: dict[
             {"bf16": True, "fp8_format": "hybrid", "fp4_format": "e2m1"},
             "Megatron-LM: fp8_format and fp4_format are both on; drop one",
         ),
-        (
-            "torchtitan",
-            {"model.converters": ["float8", "mx"]},
-            "torchtitan: model.converters: float8 and mx are both on; drop one",
-        ),
     ],
 )
 def test_two_formats_are_refused(project: str, data: dict[str, Any], line: str) -> None:
@@ -108,7 +103,7 @@ def test_two_formats_are_refused(project: str, data: dict[str, Any], line: str) 
         ("accelerate", "fp8_cofnig.margin", "fp8_config.margin"),
         ("accelerate", "margin", "fp8_config.margin"),
         ("accelerate", "deepspeed_config.zero_stge", "deepspeed_config.zero_stage"),
-        ("torchtitan", "float8.recipe_nme", "float8.recipe_name"),
+        ("torchtitan", "recipe_nme", "recipe_name"),
         ("bridge", "fp8_margn", "fp8_margin"),
         ("te", "margn", "margin"),
         ("nemo", "fp32_", "fp32"),
@@ -171,7 +166,6 @@ def test_no_key_of_deepspeeds_own_is_called_a_typing_error() -> None:
         ("deepspeed", {"bf16": True}, "bf16.enabled"),
         ("deepspeed", {"zero_optimization": 2}, "zero_optimization.stage"),
         ("accelerate", {"fp8_config": ["TE"]}, "fp8_config.backend"),
-        ("torchtitan", {"model": "float8"}, "model.converters"),
     ],
 )
 def test_a_value_where_a_section_stands_is_refused(
@@ -183,30 +177,15 @@ def test_a_value_where_a_section_stands_is_refused(
     assert e.value.problems == [f"{key}={value}: is a section, with keys such as {first}"]
 
 
-@pytest.mark.parametrize(
-    ("text", "warning"),
-    [
-        (
-            '[model]\nconverters = ["float9"]\n',
-            "model.converters=float9: no such converter of torchtitan; did you mean 'float8'?",
-        ),
-        (
-            '[modle]\nconverters = ["float8"]\n[float8]\nrecipe_name = "rowwise"\n',
-            "modle.converters: no such key of torchtitan; did you mean 'model.converters'?",
-        ),
-        (
-            '[model]\nconvertors = ["float8"]\n[training]\nmixed_precision_param = "bfloat16"\n',
-            "model.convertors: no such key of torchtitan; did you mean 'model.converters'?",
-        ),
-    ],
-)
-def test_typing_errors_that_turn_fp8_off_are_warned_of(
-    text: str, warning: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_typing_error_that_turns_a_switch_off_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text(text)
-    assert main(["import", "torchtitan", str(file)]) == 0
-    assert capsys.readouterr().err == f"warning: {warning}\n"
+    file = tmp_path / "a.json"
+    file.write_text('{"bf61": {"enabled": true}, "zero_optimization": {"stage": 1}}')
+    assert main(["import", "deepspeed", str(file)]) == 0
+    assert capsys.readouterr().err == (
+        "warning: bf61.enabled: no such key of DeepSpeed; did you mean 'bf16.enabled'?\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,10 +249,10 @@ def test_a_recipe_that_a_newer_transformer_engine_prints_is_read_with_a_warning(
 def test_a_file_of_nothing_but_a_typing_error_is_refused_with_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text('[modle]\nconverters = ["float8"]\n[job]\nname = "x"\n')
-    assert refused(capsys, "import", "torchtitan", str(file)) == [
-        f"{file}: modle.converters: no such key of torchtitan; did you mean 'model.converters'?"
+    file = tmp_path / "a.json"
+    file.write_text('{"bf61": {"enabled": true}, "name": "x"}')
+    assert refused(capsys, "import", "deepspeed", str(file)) == [
+        f"{file}: bf61.enabled: no such key of DeepSpeed; did you mean 'bf16.enabled'?"
     ]
 
 
@@ -305,7 +284,7 @@ READ = [
     ("nemo", "yaml"),
     ("bridge", "yaml"),
     ("megatron", "sh"),
-    ("torchtitan", "toml"),
+    ("torchtitan", "py"),
     ("te", "py"),
 ]
 

@@ -92,8 +92,8 @@ KEPT = ": storage.shard=fsdp keeps weights, gradients and moments in float32, an
         ),
         (
             "torchtitan",
-            {"model.converters": ["mx"], "mx.recipe_name": "mxfp4_cutlass"},
-            "mx.recipe_name=mxfp4_cutlass: not an option; did you mean 'mxfp8_cublas'?",
+            {"converter": "mx", "recipe_name": "mxfp4_cutlass"},
+            "recipe_name=mxfp4_cutlass: not an option; did you mean 'mxfp8_cublas'?",
         ),
     ],
 )
@@ -189,18 +189,18 @@ def test_what_cannot_be_is_refused_in_their_words(
         (
             "torchtitan",
             {
-                "model.converters": ["float8"],
-                "float8.recipe_name": "rowwise",
-                "float8.enable_fsdp_float8_all_gather": True,
+                "converter": "float8",
+                "recipe_name": "rowwise",
+                "enable_fsdp_float8_all_gather": True,
             },
             {"storage.shard": "none", "fp8.granularity": "row"},
             [
-                "quantize.linear.float8.enable_fsdp_float8_all_gather=True: has no effect under rowwise; of tensorwise alone"
+                "enable_fsdp_float8_all_gather=True: has no effect under rowwise; of tensorwise alone"
             ],
         ),
         (
             "torchtitan",
-            {"model.converters": ["mx"], "mx.recipe_name": "mxfp8_emulated", "mx.filter_fqns": []},
+            {"converter": "mx", "recipe_name": "mxfp8_emulated", "filter_fqns": []},
             {"fp8.scaling": "mxfp8", "fp8.emulate": True},
             [
                 "fp8.output_layer=true: this one stays in high precision (out_features=272 is not a multiple of 32)"
@@ -221,8 +221,8 @@ def test_what_is_left_out_is_said_and_the_rest_checks(
 
 
 def test_the_output_layer_of_a_model_that_fits_is_in_fp8() -> None:
-    base, on = fp8cfg.compose(["recipe=llama_8b"]), {"model.converters": ["mx"]}
-    found = interop.from_mapping("torchtitan", {**on, "mx.filter_fqns": []}, base)
+    base, on = fp8cfg.compose(["recipe=llama_8b"]), {"converter": "mx"}
+    found = interop.from_mapping("torchtitan", {**on, "filter_fqns": []}, base)
     assert found.recipe.fp8.output_layer and found.lost == ()
     assert not interop.from_mapping(
         "torchtitan", on, base

@@ -110,8 +110,11 @@ def test_a_model_that_nobody_chose_is_named(capsys: pytest.CaptureFixture[str]) 
 def test_the_preset_that_is_named_scales_alike(
     argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "a.toml"
-    file.write_text('[model]\nconverters = ["float8"]\n')
+    file = tmp_path / "a.py"
+    file.write_text(
+        "config = Trainer.Config(model_converters=ModelConvertersContainer.Config(converters=[\n"
+        "    Float8LinearConverter.Config(filter_fqns=['output'])]))\n"
+    )
     text = said(capsys, "import", *(word.format(file=file) for word in argv))
     assert (
         "\nprecision: bf16_fp8_current\n" in text

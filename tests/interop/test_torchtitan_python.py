@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+import fp8cfg
 from fp8cfg import interop
 from fp8cfg.__main__ import main
 from fp8cfg.interop.translation import table
 from fp8cfg.schema.errors import ConfigError
+from tests.support.verbs import refused
 
 REGISTRY = '''
 from torchtitan.trainer import Trainer
@@ -49,6 +51,15 @@ def container() -> Trainer.Config:
 def off_again() -> Trainer.Config:
     config = rowwise()
     config.model_spec = model_registry("debugmodel")
+    return config
+
+
+def partly() -> Trainer.Config:
+    config = debug()
+    config.training.dtype = "bfloat16"
+    config.training.mixed_precision_reduce = "float32"
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config(
+        emulate=True, filter_fqns=["lm_head", "attention.wk", "feed_forward.w2"])])
     return config
 
 
@@ -95,6 +106,24 @@ ROW = {"fp8.enabled": True, "backend": "torchao", "fp8.granularity": "row", "fp8
             (),
         ),
         ("off_again", {"fp8.enabled": False, "precision.compute": "bf16"}, ()),
+        (
+            "partly",
+            {
+                **ROW,
+                "fp8.emulate": True,
+                "fp8.output_layer": False,
+                "fp8.exclude": ("*.linear_fc2",),
+                "storage.weight": "bf16",
+                "storage.weight_grad": "bf16",
+                "storage.exp_avg": "bf16",
+                "storage.exp_avg_sq": "bf16",
+                "storage.master_weight": "none",
+                "storage.comm": "fp32",
+            },
+            (
+                "filter_fqns=attention.wk: no layer of its own here; `fp8cfg plan` lists layers for fp8.exclude",
+            ),
+        ),
         ("mx_old", {"fp8.scaling": "mxfp8", "fp8.output_layer": False}, ()),
         ("mx", {"fp8.scaling": "mxfp8", "fp8.output_layer": True, "storage.weight": "bf16"}, ()),
         (
@@ -119,7 +148,7 @@ def test_a_function_of_a_registry(
 
 ONE = "def a() -> Trainer.Config:\n    return Trainer.Config(model_spec=model_registry('8B', converters=[Float8LinearConverter.Config({})]))\n"
 REFUSED = {
-    REGISTRY: "has 8 configurations; name one, as in FILE.py:debug; they are debug, rowwise, gw_hp, container, off_again, mx_old, mx, mx_chosen",
+    REGISTRY: "has 9 configurations; name one, as in FILE.py:debug; they are debug, rowwise, gw_hp, container, off_again, partly, mx_old, mx, mx_chosen",
     ONE.format("recipe_name=RECIPE"): "line 2: recipe_name: expected a literal, not RECIPE",
     ONE.format(
         "**KWARGS"
@@ -131,6 +160,9 @@ REFUSED = {
     ONE.replace(
         "Float8LinearConverter.Config({})", "NVFP4LinearConverter.Config()"
     ): "NVFP4LinearConverter: NVFP4 of torchao has no counterpart; precision=bf16_nvfp4 is Transformer Engine's",
+    ONE.replace(
+        "({})]", "(), MXFP8LinearConverter.Config()]"
+    ): "converters: float8 and mx are both on; drop one",
     "from x import base\ndef a() -> Trainer.Config:\n    c = base()\n    c.model_spec = 1\n    return c\n": [
         "line 4: c: what it is is not in this file",
         "line 5: c: not read; expected a configuration of this file",
@@ -167,7 +199,7 @@ def test_a_misspelled_field_and_function_are_answered_with_the_nearest(tmp_path:
     file.write_text(ONE.format("filter_fqn=['output']"))
     with pytest.raises(
         ConfigError,
-        match=r"a.py: quantize.linear.float8.filter_fqn: no such key of torchtitan; did you mean 'quantize.linear.float8.filter_fqns'\?",
+        match=r"a.py: filter_fqn: no such key of torchtitan; did you mean 'filter_fqns'\?",
     ):
         interop.from_file("torchtitan", file)
     with pytest.raises(ConfigError, match="aa: no such configuration in it; did you mean 'a'"):
@@ -213,11 +245,9 @@ def test_python_of_a_project_that_is_not_read_from_it(tmp_path: Path) -> None:
         (
             "torchtitan",
             {
-                "model.converters": ["quantize.linear.mx"],
-                "quantize.linear.mx.fqns": ["feed_forward"],
-                "quantize.grouped_mm.mx.recipe_name": "mxfp8",
-                "quantize.grouped_mm.mx.fqns": ["experts"],
-                "quantize.grouped_mm.float8.fqns": [],
+                "converter": "mx",
+                "fqns": ["feed_forward"],
+                "mxfp8_dim1_cast_kernel_choice": "cuda",
             },
         ),
         ("deepspeed", {"bf16": {"enabled": True}, "seq_parallel_communication_data_type": "fp32"}),
@@ -227,3 +257,23 @@ def test_keys_that_the_projects_have_are_no_unknown_ones(
     project: str, data: dict[str, Any]
 ) -> None:
     assert interop.from_mapping(project, data).unknown == ()
+
+
+def test_torchtitan_has_python_configs_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "llama3_8b.toml"
+    file.write_text('[model]\nconverters = ["float8"]\n')
+    python = (
+        "torchtitan has Python configs since February 2026; write: fp8cfg import torchtitan"
+        " config_registry.py:NAME"
+    )
+    assert refused(capsys, "import", "torchtitan", str(file)) == [f"{file}: {python}"]
+    assert refused(capsys, "import", "torchtitan", "--", "float8.recipe_name=rowwise") == [python]
+    line = (
+        "export torchtitan: its configs are Python that builds a model; pass a converter such as"
+        " Float8LinearConverter.Config(...) to its model_registry"
+    )
+    assert refused(capsys, "export", "torchtitan", "precision=bf16_fp8_current") == [line]
+    with pytest.raises(ConfigError, match="export torchtitan: its configs are Python"):
+        interop.to_mapping("torchtitan", fp8cfg.compose(["precision=bf16_fp8_current"]))

@@ -39,7 +39,9 @@ for gpu in (None, "h100"):
 words = ["recipe=llama_tiny", "precision=bf16_fp8_block", "fp8.scaling=block_copy"]
 recipe = fp8cfg.compose(words)
 assert fp8cfg.from_yaml(fp8cfg.to_yaml(recipe)) == recipe
-for project in DOORS:
+for project, door in DOORS.items():
+    if door.write is None:  # torchtitan
+        continue
     try:
         to_text(project, recipe)
     except fp8cfg.ConfigError as error:
