@@ -22,8 +22,6 @@ SHORT = {"-cd": "--config-dir"}
 """Hydra's short names of options that every verb with the long one takes."""
 RECIPE_FILES = (".yaml", ".yml", ".json")
 """How the names of recipe files end."""
-_READ = {".sh": "megatron"}
-"""Files of other projects, by their ending, and who reads them."""
 _THEIRS = {
     "run": "train",
     "fit": "train",
@@ -200,14 +198,7 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
     if os.path.isdir(arg):
         return f"{arg}: is a folder; that of a run is for fp8cfg resume, rerun and diff"
     if os.path.isfile(arg):
-        read = next(
-            (
-                f"; write: fp8cfg import {project} {arg}"
-                for ending, project in _READ.items()
-                if arg.endswith(ending)
-            ),
-            "",
-        )
+        read = f"; write: fp8cfg import megatron {arg}" if arg.endswith(".sh") else ""
         return f"{arg}: is no recipe file; the name of one ends in .yaml or .json{read}"
     from fp8cfg.composition.overrides import malformed
 

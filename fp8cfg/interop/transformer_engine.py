@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import importlib
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from fp8cfg.interop.accelerate import override
@@ -23,88 +22,34 @@ from fp8cfg.interop.key_table import (
     delayed,
     integer,
     inverse,
+    is_on,
     one_of,
     read_only,
     same,
+    shown,
 )
 from fp8cfg.interop.source_files import call_in
 from fp8cfg.interop.translation import read, write
-from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.errors import refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
 
-FP8 = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-FP4 = ("fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
-"""Attributes, no fields, of input, weight and gradient: under current and block scaling, and under NVFP4."""
-SWITCHES = {
-    "random_hadamard_transform": "disable_rht",
-    "stochastic_rounding": "disable_stochastic_rounding",
-    "fp4_2d_quantization": "disable_2d_quantization",
-}
-"""What NVFP4's parameters say, and the switches of its constructor, which are on where that is off."""
-PRODUCTS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
-_SPLIT = {"Float8CurrentScaling": (False, True, True), "Float8BlockScaling": (True, True, True)}
-Params = Mapping[str, Mapping[str, Any]]
-
-
-def said_by(recipe: str, params: Params) -> dict[str, Any]:
-    """What `params`, fields by attribute, say of a recipe of that class; of products what is unusual. Raises ConfigError where they
-    say what no constructor makes of them."""
-    found = _fp8(params) | _fp4(params)
-    epsilons = {
-        str(params[name].get("amax_epsilon", 0.0)) for name in (*FP8, *FP4) if name in params
-    } - {"0.0"}
-    usual = dict(zip(PRODUCTS, _SPLIT.get(recipe, ()), strict=False))
-    split = {
-        name: params[name].get("use_split_accumulator", usual.get(name))
-        for name in PRODUCTS
-        if name in params
-    }
-    found |= {
-        name: f"MMParams(use_split_accumulator={on})"
-        for name, on in split.items()
-        if on != usual.get(name, on)
-    }
-    return found | ({"amax_epsilon": ", ".join(sorted(epsilons))} if epsilons else {})
-
-
-def _fp8(params: Params) -> dict[str, Any]:
-    powers = {params[name].get("power_2_scale", False) for name in FP8 if name in params}
-    if len(powers) > 1:
-        raise ConfigError(
-            "power_2_scale: differs between inputs, weights and gradients; here they are alike"
-        )
-    return {"power_2_scale": powers.pop()} if powers else {}
-
-
-def _fp4(params: Params) -> dict[str, Any]:
-    if not params.keys() >= set(FP4):
-        return {}
-    said = [[params[name].get(field, False) for field in SWITCHES] for name in FP4]
-    (mixes, _, _), (_, _, squares), (_, rounds, _) = said
-    usual = ((mixes, False, False), (False, False, squares), (mixes, rounds, False))
-    for name, values, wanted in zip(FP4, said, usual, strict=True):
-        for field, value, want in zip(SWITCHES, values, wanted, strict=True):
-            if value != want:
-                raise ConfigError(
-                    f"{name}.{field}={value}: no recipe here says that, beside what the others say"
-                )
-    return dict(zip(SWITCHES, (mixes, rounds, squares), strict=True))
-
-
-_NESTED = re.compile(r"(\w+)=(?:Q[Pp]arams|MMParams)\(([^)]*)\)")
+QUANTIZATION = re.compile(r"(\w+)=(?:Q[Pp]arams|MMParams)\([^)]*\)")
+"""Objects in the line that a recipe prints: how tensors are quantized and products accumulated."""
+IGNORED_SWITCHES = {"current": "use_power_2_scales", "block": "use_f32_scales"}
+IGNORED = "Transformer Engine's layers read the QParams of a recipe, not this switch"
 
 
 def printed(text: str) -> dict[str, Any]:
-    """The fields of a recipe in the line that it prints of itself. `printed` among them says where they come from."""
-    params = {name: _fields(inside) for name, inside in _NESTED.findall(text)}
-    found = _fields(_NESTED.sub("", text))
-    return found | said_by(str(found.get("recipe_type")), params) | {"printed": True}
-
-
-def _fields(text: str) -> dict[str, Any]:
+    """Returns the fields in the line that a recipe prints, with `printed` and `quantization`."""
+    fields: dict[str, Any] = {"printed": True}
+    names = [match[1] for match in QUANTIZATION.finditer(text)]
+    if names:
+        fields["quantization"] = ", ".join(names)
     words = {"None": None, "True": True, "False": False}
-    return {name: words.get(value, value) for name, value in re.findall(r"(\w+)=([\w.+-]+)", text)}
+    for name, value in re.findall(r"(\w+)=([\w.+-]+)", QUANTIZATION.sub("", text)):
+        fields[name] = words.get(value, value)
+    return fields
 
 
 CLASSES = {name: scaling.te for name, scaling in SCALINGS.items() if scaling.te}
@@ -138,27 +83,25 @@ def _backward(ours: Values) -> Any:
 
 
 def _prepare(theirs: dict[str, Any]) -> list[str]:
-    """The parameters of quantizers are what holds, whatever the switches beside them say."""
-    block = theirs.get("class") == CLASSES["block"]
-    switches = {
-        "power_2_scale": ("use_f32_scales", True) if block else ("use_power_2_scales", False)
-    }
-    silent = theirs.pop("printed", False) and theirs.get("class") == CLASSES["delayed"]
-    notes = (
-        ["amax_compute_algo: a DelayedScaling does not print it; taken to be max"] if silent else []
-    )
-    for name, (switch, off) in (
-        switches | {name: (switch, True) for name, switch in SWITCHES.items()}
-    ).items():
-        is_so = theirs.pop(name, None)
-        if is_so is None:
-            continue
-        if not isinstance(is_so, bool):
-            raise ValueError(f"{name}={is_so}: expected True or False")
-        said, theirs[switch] = theirs.get(switch), is_so is not off
-        if said not in (None, theirs[switch]):
-            notes.append(f"{name}={is_so} of its QParams: TE's layers read that, not the switch")
-    return notes
+    lines: list[str] = []
+    if theirs.pop("printed", False) and theirs.get("class") == CLASSES["delayed"]:
+        lines.append("amax_compute_algo: a DelayedScaling does not print it; taken to be max")
+    quantization = theirs.pop("quantization", "")
+    if quantization:
+        lines.append(f"{quantization}: not read; the defaults of a recipe hold")
+    for switch in IGNORED_SWITCHES.values():
+        if is_on(theirs.get(switch)):
+            lines.append(f"{switch}=True: is so here; {IGNORED}")
+    return lines
+
+
+def _differs(ours: Values) -> list[str]:
+    scaling = ours["fp8.scaling"]
+    unusual = ours["fp8.use_power_2_scales"] != SCALINGS[scaling].power_2_scales
+    if scaling not in IGNORED_SWITCHES or not unusual:
+        return []
+    key = shown("fp8.use_power_2_scales", ours["fp8.use_power_2_scales"])
+    return [f"{key}: is written, but {IGNORED}"]
 
 
 def _refuse(ours: Values) -> list[str]:
@@ -176,12 +119,10 @@ def _refuse(ours: Values) -> list[str]:
     )
 
 
+PRODUCTS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 _KERNELS: dict[str, tuple[Any, ...]] = {
-    "fp8_gemm_fprop": (),
-    "fp8_gemm_dgrad": (),
-    "fp8_gemm_wgrad": (),
+    **dict.fromkeys(PRODUCTS, ()),
     "scaling_factor_compute_algo": (None,),
-    "amax_epsilon": (0.0,),
     "fp4_format": ("E2M1",),
     "row_scaled_activation": (False,),
     "nvfp4_4over6": ("none",),
@@ -236,6 +177,7 @@ TE = Dialect(
     },
     prepare=_prepare,
     refuse=_refuse,
+    differs=_differs,
     why={
         "fp8.params": "te.quantized_model_init says it, not the recipe",
         "precision.compute": "the model's own dtype says it",
@@ -253,17 +195,15 @@ NAMES = (*CLASSES.values(), "CustomRecipe")
 
 
 def values_of(recipe: Any) -> dict[str, Any]:
-    """The fields of a recipe object by name, formats as words, and what the parameters of its quantizers and products say."""
-    name, every = type(recipe).__name__, (*FP8, *FP4, *PRODUCTS)
-    found = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
-    found = {
-        k: v.name if isinstance(v, enum.Enum) else v for k, v in found.items() if k not in every
-    }
-    return {
-        "class": name,
-        **found,
-        **said_by(name, {k: vars(getattr(recipe, k)) for k in every if hasattr(recipe, k)}),
-    }
+    """Returns the fields of a recipe object by name, formats as words."""
+    values: dict[str, Any] = {"class": type(recipe).__name__}
+    for field in dataclasses.fields(recipe):
+        value = getattr(recipe, field.name)
+        # TE's own MMParams, which only TE can construct.
+        if field.name in PRODUCTS and value == field.default:
+            continue
+        values[field.name] = value.name if isinstance(value, enum.Enum) else value
+    return values
 
 
 def from_te(recipe: Any, base: Recipe | None = None) -> Read:
@@ -272,8 +212,8 @@ def from_te(recipe: Any, base: Recipe | None = None) -> Read:
 
 
 def to_te(recipe: Recipe) -> Written:
-    """The genuine object, with power-of-two scales set where TE's layers read them, and every field of it read back. Raises
-    NotHere where Transformer Engine cannot be imported, and ConfigError for a field that it did not take.
+    """The genuine object, every field of it read back. Raises NotHere where Transformer Engine cannot be imported, and ConfigError
+    for a field that it did not take.
     """
     try:
         module = importlib.import_module("transformer_engine.common.recipe")
@@ -286,9 +226,6 @@ def to_te(recipe: Recipe) -> Written:
     made = _object_class(module, given.pop("class"))(
         **{**given, "fp8_format": module.Format[given["fp8_format"]]}
     )
-    power = _powers(given)
-    for name in FP8 if power is not None else ():
-        setattr(made, name, module.QParams(power_2_scale=power))
     back = values_of(made)
     refuse_if(
         [
@@ -306,31 +243,17 @@ def _object_class(module: Any, name: str) -> Any:
     return getattr(module, name)
 
 
-def _powers(given: dict[str, Any]) -> bool | None:
-    """Whether scales are powers of two, where that is a choice."""
-    if "use_f32_scales" in given:
-        return not given["use_f32_scales"]
-    return given.get("use_power_2_scales")
-
-
 def python_text(given: dict[str, Any]) -> str:
     """Python that makes the recipe of a written table, in TE's own terms."""
     fields = {
         k: f"Format.{v}" if k == "fp8_format" else repr(v) for k, v in given.items() if k != "class"
     }
-    unusual = (
-        _powers(given) is not (given["class"] == CLASSES["block"]) and _powers(given) is not None
-    )
-    names = [given["class"], "Format", *(["QParams"] if unusual else [])]
     lines = [
-        f"from transformer_engine.common.recipe import {', '.join(names)}",
+        f"from transformer_engine.common.recipe import {given['class']}, Format",
         "",
         f"recipe = {given['class']}(",
     ]
     lines += [*(f"    {k}={v}," for k, v in fields.items()), ")"]
-    if unusual:
-        lines.append("# TE's layers read these, not the switch above")
-        lines += [f"recipe.{name} = QParams(power_2_scale={_powers(given)})" for name in FP8]
     return "\n".join(lines) + "\n"
 
 
