@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from fp8cfg.interop.key_table import (
+    AMAX_COMPUTE_ALGOS,
+    FORMATS,
     SILENT,
     Dialect,
     Entry,
@@ -104,7 +106,7 @@ def fp8_format(value: Any) -> dict[str, Any]:
     """HYBRID or E4M3. E5M2 is a choice of Accelerate's that Transformer Engine refuses once the model is prepared."""
     if str(value).strip().lower() == "e5m2":
         raise ValueError("Transformer Engine trains in HYBRID or E4M3, never in E5M2 alone")
-    return {"fp8.format": one_of(value, {"hybrid": "hybrid", "e4m3": "e4m3"})}
+    return {"fp8.format": one_of(value, FORMATS)}
 
 
 def held_otherwise(said: str) -> str:
@@ -144,7 +146,7 @@ HANDLER = (
     option(
         "amax_compute_algo",
         "fp8.amax_compute_algo",
-        {"max": "max", "most_recent": "most_recent"},
+        AMAX_COMPUTE_ALGOS,
         te_delayed,
     ),
     Entry("override_linear_precision", override, overridden, te),

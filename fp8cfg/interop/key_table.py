@@ -18,6 +18,10 @@ SILENT = object()
 """What an entry writes where its key is left out."""
 
 
+FORMATS = {name: name for name in ("hybrid", "e4m3")}
+AMAX_COMPUTE_ALGOS = {name: name for name in ("max", "most_recent")}
+
+
 def always(ours: Values) -> bool:
     """Of every recipe."""
     return True

@@ -7,6 +7,8 @@ from operator import itemgetter
 from typing import Any
 
 from fp8cfg.interop.key_table import (
+    AMAX_COMPUTE_ALGOS,
+    FORMATS,
     SILENT,
     Dialect,
     Entry,
@@ -78,7 +80,7 @@ def _on(value: Any) -> dict[str, Any]:
         if value in OFF
         else {
             "fp8.enabled": True,
-            "fp8.format": one_of(value, {"hybrid": "hybrid", "e4m3": "e4m3"}),
+            "fp8.format": one_of(value, FORMATS),
         }
     )
 
@@ -107,7 +109,7 @@ def fields(fp8_field: str = "fp8", fp4_field: str = "fp4") -> tuple[Entry, ...]:
         option(
             "fp8_amax_compute_algo",
             "fp8.amax_compute_algo",
-            {"max": "max", "most_recent": "most_recent"},
+            AMAX_COMPUTE_ALGOS,
             delayed,
         ),
         same("tp_only_amax_red", "fp8.tp_only_amax_red", boolean, delayed),

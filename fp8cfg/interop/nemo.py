@@ -6,15 +6,14 @@ import ast
 from typing import Any
 
 from fp8cfg.interop.key_table import (
-    SILENT,
     Dialect,
     Entry,
     Unsaid,
     Values,
-    boolean,
     is_on,
     one_of,
     read_only,
+    switch,
 )
 from fp8cfg.interop.megatron import (
     DOUBTS,
@@ -52,15 +51,6 @@ _PRECISIONS = {
 _WORDS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
 
 
-def _computes(dtype: str) -> Entry:
-    """The switch of a compute dtype."""
-    return Entry(
-        dtype,
-        lambda value: {"precision.compute": dtype} if boolean(value) else {},
-        lambda ours: ours["precision.compute"] == dtype or SILENT,
-    )
-
-
 def compute_of(theirs: Values) -> str:
     """The compute dtype that `theirs` has, by its name or by switches; fp32 where all are off."""
     named = _PRECISIONS.get(str(theirs.get("precision")).lower())
@@ -87,7 +77,7 @@ _DEFAULTS = {
     "fp8_amax_compute_algo": "most_recent",
     "grad_reduce_in_fp32": True,
 }
-_SWITCHES = tuple(map(_computes, ("fp32", "fp16", "bf16")))
+_SWITCHES = tuple(switch(dtype, "precision.compute", dtype) for dtype in ("fp32", "fp16", "bf16"))
 NEMO = Dialect(
     "NeMo",
     (

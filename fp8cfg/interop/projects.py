@@ -54,14 +54,9 @@ def headed(project: str, lost: Iterable[str]) -> str:
     )
 
 
-def nested(data: dict[str, Any]) -> dict[str, Any]:
-    """A table by dotted keys as mappings."""
-    return tree(data)
-
-
 def yaml(written: Written) -> str:
     """A YAML file."""
-    return dump_yaml(nested(written.value))
+    return dump_yaml(tree(written.value))
 
 
 def bridge(written: Written) -> str:
@@ -71,7 +66,7 @@ def bridge(written: Written) -> str:
 
 def json(written: Written) -> str:
     """A JSON file."""
-    return json_module.dumps(nested(written.value), indent=2) + "\n"
+    return json_module.dumps(tree(written.value), indent=2) + "\n"
 
 
 def flags(written: Written) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 from fp8cfg.interop.accelerate import override
 from fp8cfg.interop.key_table import (
+    AMAX_COMPUTE_ALGOS,
+    FORMATS,
     SILENT,
     Dialect,
     Entry,
@@ -73,7 +75,7 @@ def _class(value: Any) -> dict[str, Any]:
 def _algo(value: Any) -> dict[str, Any]:
     if callable(value):
         raise ValueError("a function, which a recipe cannot name; max or most_recent")
-    return {"fp8.amax_compute_algo": one_of(value, {"max": "max", "most_recent": "most_recent"})}
+    return {"fp8.amax_compute_algo": one_of(value, AMAX_COMPUTE_ALGOS)}
 
 
 def _backward(ours: Values) -> Any:
@@ -137,7 +139,7 @@ TE = Dialect(
         Entry("class", _class, lambda ours: CLASSES[ours["fp8.scaling"]]),
         Entry(
             "fp8_format",
-            lambda value: {"fp8.format": one_of(value, {"hybrid": "hybrid", "e4m3": "e4m3"})},
+            lambda value: {"fp8.format": one_of(value, FORMATS)},
             lambda ours: ours["fp8.format"].upper(),
         ),
         same("margin", "fp8.margin", integer, delayed),
