@@ -2,7 +2,7 @@
 
 Launch scripts collect flags in variables and arrays. `commands` substitutes the variables that the
 script sets. It decides no condition: a word inside control flow (if, case, a loop, a function, a
-subshell, && or ||) has the line of that control flow. A word that only a shell can expand has the
+subshell, || or && after a test) has the line of that control flow. A word that only a shell can expand has the
 reason.
 """
 
@@ -47,6 +47,7 @@ ASSIGNMENT = re.compile(r"(\w+)(\+?)=")
 OPENING = ("if", "while", "until", "for", "select", "case", "{")
 CLOSING = ("fi", "done", "esac", "}")
 BETWEEN = ("then", "else", "elif", "do", "!", "time")
+TESTS = ("[", "[[", "test", "!")
 DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")
 
 
@@ -130,7 +131,10 @@ class _Script:
             else:
                 is_pattern = token.text == ")" and self.innermost() == "case"
                 self.end_command([] if is_pattern else words, operator)
-                words, operator, is_file = [], token.text, False
+                # `cd x && torchrun ...` decides nothing, `[ $X ] && ARGS+=...` does.
+                is_test = bool(words) and words[0].text in TESTS
+                operator = ";" if token.text == "&&" and not is_test else token.text
+                words, is_file = [], False
                 if token.text == "(":
                     self.blocks.append(("(", token.line))
                 elif token.text == ")" and self.innermost() == "(":

@@ -243,3 +243,16 @@ fi
 """
     imported = interop.from_words("megatron", [script])
     assert imported.recipe.model.num_layers == 2 and imported.recipe.precision.compute == "bf16"
+
+
+def test_a_command_after_another_one_is_certain() -> None:
+    launch, *_ = (
+        c
+        for c in commands("cd here && source x && torchrun a.py --bf16\n")
+        if c.words[0].text == "torchrun"
+    )
+    assert launch.condition == 0 and not any(word.condition for word in launch.words)
+    (guarded,) = (
+        c for c in commands("[ $X ] && torchrun a.py --bf16\n") if c.words[0].text == "torchrun"
+    )
+    assert guarded.condition == 1
