@@ -1,23 +1,22 @@
-"""`completion`: shell completion, the script for a shell and the words themselves.
-
-The words come without the schema, whose import alone takes a tenth of a second: classes and options are read from the
-source files of `config/`.
-"""
+"""`completion`: the completion script of a shell, and the words that it completes. Loads no torch and no Hydra."""
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
-from collections.abc import Iterable, Mapping
+import typing
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-from fp8cfg.backends import SHIPPED
 from fp8cfg.cli import GROUPS, VERBS, WORDS, hydra
-from fp8cfg.cli.help import choices
+from fp8cfg.cli.help import choices, usage
 from fp8cfg.planning.hardware import GPUS
 from fp8cfg.schema.errors import ConfigError, suggest
+from fp8cfg.schema.keys import short
+from fp8cfg.schema.node import Node
+from fp8cfg.schema.node import options as literal_options
+from fp8cfg.schema.recipe import fields
 
 SCRIPTS = {
     "bash": (
@@ -86,8 +85,6 @@ values of fp8cfg. To install it, add to ~/.bashrc, ~/.zshrc (after compinit) or
   zsh    source <(fp8cfg completion zsh)
   fish   fp8cfg completion fish | source
 """
-SHORT = {"precision.backend": "backend", "precision.opt_level": "opt_level"}
-"""Keys whose short name is not that of their node with their own."""
 NEXT = {**hydra.CHOICES, "--package": (), "--allow": (), "--gpu": tuple(GPUS)}
 """Options with a value of a few, or, where empty, with a key."""
 
@@ -132,11 +129,8 @@ def completions(words: list[str]) -> list[str]:
 
 
 def options(verb: str) -> list[str]:
-    """The options of `verb`, as its USAGE names them; read, not imported."""
-    file = Path(__file__).with_name(f"{verb}.py")
-    source = file.read_text(encoding="utf-8") if file.exists() else ""
-    usage = re.search(r'^USAGE = f?"""(.*?)"""', source, re.DOTALL | re.MULTILINE)
-    text = re.sub(r"torchrun.*", "", usage[1] if usage else "")
+    """The options that the usage text of `verb` names."""
+    text = "" if verb == "help" else re.sub(r"torchrun.*", "", usage(verb))
     return sorted({"--help", *re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)})
 
 
@@ -146,15 +140,8 @@ def _valued(word: str, before: list[str]) -> list[str]:
     ready = f"{key}={value[: value.rfind(',') + 1]}"
     folders = [Path(folder, key) for option, folder in pairwise(before) if option == "--config-dir"]
     own = [file.stem for folder in folders for file in folder.glob("*.yaml")]
-    if key == SHORT["precision.backend"]:
-        from fp8cfg.schema.backends import (
-            offered,  # not above: looking through the installed packages takes a while
-        )
-
-        own += offered()
-    return [
-        ready + found for found in [*(choices(key) if key in GROUPS else keys().get(key, ())), *own]
-    ]
+    shipped = choices(key) if key in GROUPS else keys().get(key, [])
+    return [ready + name for name in [*shipped, *own]]
 
 
 def _keys_below(start: str) -> list[str]:
@@ -167,68 +154,17 @@ def _keys_below(start: str) -> list[str]:
 
 
 @functools.cache
-def keys() -> dict[str, tuple[str, ...]]:
-    """Every key by its short name, with the words that its value can be where they are few: options, true, false, null."""
-    package = Path(__file__).parents[1]
-    trees = [
-        ast.parse(file.read_text(encoding="utf-8")) for file in (package / "schema").glob("*.py")
-    ]
-    classes = {
-        c.name: (home, c)
-        for tree in trees
-        for c in tree.body
-        if isinstance(c, ast.ClassDef) and (home := _home(c)) is not None and c.name != "Node"
-    }
-    named = {
-        t.id: s.value
-        for tree in trees
-        for s in tree.body
-        if isinstance(s, ast.Assign)
-        for t in s.targets
-        if isinstance(t, ast.Name) and isinstance(s.value, ast.Subscript)
-    }
-    found: dict[str, tuple[str, ...]] = {}
-    for home, c in classes.values():
-        for field in c.body:
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and field.target.id != "home"
-                and ast.unparse(field.annotation) not in classes
-            ):
-                key = f"{home}.{field.target.id}" if home else field.target.id
-                found[SHORT.get(key, key)] = _options(field.annotation, named)
-    return found
-
-
-def _home(c: ast.ClassDef) -> str | None:
-    """The `home` that the class of a node has: where it stands in the recipe."""
-    for s in c.body:
-        if (
-            isinstance(s, ast.AnnAssign)
-            and isinstance(s.target, ast.Name)
-            and s.target.id == "home"
-            and s.value
-        ):
-            return str(ast.literal_eval(s.value))
-    return None
-
-
-def _options(annotation: ast.expr, named: Mapping[str, ast.expr]) -> tuple[str, ...]:
-    if isinstance(annotation, ast.Name):
-        if annotation.id == "Backend":
-            return ("auto", *SHIPPED)
-        return (
-            ("true", "false")
-            if annotation.id == "bool"
-            else _options(named[annotation.id], named)
-            if annotation.id in named
-            else ()
-        )
-    if isinstance(annotation, ast.BinOp):
-        return _options(annotation.left, named) + _options(annotation.right, named)
-    if isinstance(annotation, ast.Constant):
-        return ("null",)
-    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal":
-        return tuple(str(o) for o in ast.literal_eval(annotation.slice))
-    return ()
+def keys() -> dict[str, list[str]]:
+    """The values of every key, by its short name, if they are few: choices, true, false, null; otherwise an empty list."""
+    values = {}
+    for key, field in fields().items():
+        types = (field.annotation, *typing.get_args(field.annotation))
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Node):
+            continue
+        words = literal_options(field.annotation)
+        if bool in types:
+            words += ["true", "false"]
+        if type(None) in types:
+            words.append("null")
+        values[short(key)] = words
+    return values

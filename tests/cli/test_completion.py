@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 SCALINGS = ["block", "current", "delayed", "mxfp8", "nvfp4"]
 
 
-def test_the_keys_read_from_source_are_those_of_the_schema() -> None:
+def test_the_keys_and_their_values_are_those_of_the_schema() -> None:
     schema = {
         short(k): i.annotation
         for k, i in fields().items()
@@ -89,7 +89,7 @@ def test_presets_of_ones_own(tmp_path: Path) -> None:
     assert completions(["--config-dir", str(tmp_path), "recipe=llama_m"]) == ["recipe=llama_mine"]
 
 
-def test_completing_loads_nothing_slow() -> None:
+def test_completing_loads_neither_torch_nor_hydra() -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -108,7 +108,7 @@ def test_completing_loads_nothing_slow() -> None:
     assert done.stdout == "fp8.scaling=current\n"
     assert not [
         m
-        for m in ("pydantic", "hydra", "omegaconf", "torch", "fiddle", "yaml")
+        for m in ("hydra", "omegaconf", "torch", "fiddle")
         if f" {m}\n" in done.stderr
     ]
 
