@@ -10,14 +10,17 @@ from contextlib import ExitStack
 from typing import Any
 
 from fp8cfg.cli import VERBS, WORDS
-from fp8cfg.cli.output import ending_imports
+from fp8cfg.cli.argv import before_end, is_recipe_file
+from fp8cfg.cli.help import usage
+from fp8cfg.cli.output import ending_imports, patient_stdout
+from fp8cfg.schema import __version__
+from fp8cfg.schema.errors import ConfigError, PlainWarning, flush, refuse_if, report, said
+from fp8cfg.training import signals
 
 
 def main(argv: list[str] | None = None, own_process: bool = False) -> int:
     """Run one verb; `train` where none is given. Returns the exit code. In a process of its own a second signal ends it at once; in
     one of others it is theirs."""
-    from fp8cfg.schema.errors import flush, said
-
     warnings.showwarning = _warned
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv), own_process)
@@ -34,17 +37,12 @@ def _run(argv: list[str], own_process: bool) -> int:
     if argv[:1] == ["help"] or asked & {"-h", "--help"}:
         return _help(argv)
     if asked:
-        from fp8cfg.schema import __version__
-
         print(f"fp8cfg {__version__}")
         return 0
     _refuse_environment()
     verb = argv.pop(0) if argv and argv[0] in WORDS else "train"
     with ExitStack() as stack:
         if VERBS[verb].trains:  # what it prints is beside the point
-            from fp8cfg.cli.output import patient_stdout
-            from fp8cfg.training import signals
-
             os.getcwd()  # where there is none, libraries that torch loads end the process
             signals.own_process = own_process
             stack.enter_context(patient_stdout())
@@ -55,15 +53,11 @@ def _run(argv: list[str], own_process: bool) -> int:
 
 def _asked(argv: list[str]) -> set[str]:
     """What asks for help or the version."""
-    from fp8cfg.cli.argv import before_end
-
     return {"-h", "--help", "--version"} & set(before_end(argv))
 
 
 def _refuse_environment() -> None:
     """Raise ConfigError where a variable of torchrun's, which is read in many places, is no number."""
-    from fp8cfg.schema.errors import refuse_if
-
     sizes, numbers = ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("RANK", "LOCAL_RANK")
     said = {name: os.environ[name] for name in (*sizes, *numbers) if name in os.environ}
     refuse_if(
@@ -77,16 +71,14 @@ def _refuse_environment() -> None:
 
 
 def _help(argv: list[str]) -> int:
-    from fp8cfg.cli.argv import is_recipe_file, no_verb
-    from fp8cfg.cli.help import usage
-    from fp8cfg.schema.errors import ConfigError
-
     named = [
         a
         for a in argv
         if a != "help" and not a.startswith("-") and "=" not in a and not is_recipe_file(a)
     ]
     if named and named[0] not in WORDS:
+        from fp8cfg.cli.recipe_arguments import no_verb  # it loads the schema
+
         raise ConfigError(no_verb(named[0], WORDS))
     print(usage(named[0] if named else None))
     return 0
@@ -94,8 +86,6 @@ def _help(argv: list[str]) -> int:
 
 def _warned(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
     """A warning of ours to users as one line, said by the first rank; every other warning as Python prints it."""
-    from fp8cfg.schema.errors import PlainWarning, report
-
     if not issubclass(category, PlainWarning):
         _PLAIN(message, category, *where, **more)
     elif os.environ.get("RANK", "0") == "0":
@@ -108,9 +98,8 @@ _PLAIN = warnings.showwarning
 def entry() -> None:
     """The console script: `main`, and then the end of the process."""
     with ending_imports():
-        if (
-            sys.stdout is not None
-        ):  # a path may hold what the terminal, or no terminal, has a character for
+        # A path may hold what the terminal, or no terminal, has a character for.
+        if sys.stdout is not None:
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         code = main(own_process=True)
     sys.exit(code)

@@ -69,6 +69,8 @@ WITHOUT_TORCH = [
     "building.builder",
     "building.graph",
     "building.job",
+    "cli",
+    "__main__",
 ]
 """Packages and modules that load no torch when they are imported."""
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from fp8cfg.cli.argv import recipe_file, split, wrong_words
+from fp8cfg.cli.argv import split, wrong_words
+from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
+from fp8cfg.planning import layout, preflight, remarks
+from fp8cfg.planning.coverage import planned
+from fp8cfg.planning.layer_plan import plan
+from fp8cfg.report.key_explanation import refusals
 from fp8cfg.schema.errors import ConfigError, refuse_if
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from fp8cfg.schema.tables import wrapped
 
 USAGE = """
 fp8cfg check [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...] [--json]
@@ -28,8 +31,6 @@ what this version, this machine or its disks do not have.
 
 def run(argv: list[str]) -> int:
     """Check the recipe of `argv`. Returns the exit code."""
-    from fp8cfg.cli.argv import say
-
     arguments = split(argv, ("--config-dir",), ("--json",))
     as_json = "--json" in arguments.flags
     try:
@@ -55,8 +56,6 @@ def run(argv: list[str]) -> int:
             )
         )
     else:
-        from fp8cfg.schema.tables import wrapped
-
         print(wrapped(f"ok: {line}", more="  "))
         say(notes)
     return 0
@@ -64,12 +63,6 @@ def run(argv: list[str]) -> int:
 
 def _checked(words: list[str], folder: str | None, file: Path | None) -> tuple[str, list[str]]:
     """A line on the recipe, and the notes. Raises ConfigError with every problem."""
-    from fp8cfg.cli.argv import settled
-    from fp8cfg.planning import layout, preflight, remarks
-    from fp8cfg.planning.coverage import planned
-    from fp8cfg.planning.layer_plan import plan
-    from fp8cfg.report.key_explanation import refusals
-
     found = settled(words, folder, file)
     recipe = found.recipe
     refuse_if(refusals(recipe, found.written))

@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from fp8cfg.cli.argv import is_recipe_file, recipe_path, split
+from fp8cfg.cli.argv import is_recipe_file, split
+from fp8cfg.cli.recipe_arguments import composed, recipe_path
+from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.precedence import of_words, written
+from fp8cfg.data import DataError
+from fp8cfg.data.corpus import prepare
+from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, padded_vocabulary
 from fp8cfg.schema.errors import ConfigError, NotWritable, printable, refuse_if
 from fp8cfg.schema.hugging_face import tokenizer_path
-
-if TYPE_CHECKING:
-    from fp8cfg.data.tokenizer import Tokenizer
+from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg data prepare OUT data=NAME [FILE.yaml] [data.path=PATH]
@@ -49,13 +52,6 @@ def run(argv: list[str]) -> int:
             f"{out}: token files are written here, not to an address; write a path, as in"
             " runs/tokens"
         )
-    from fp8cfg.cli.argv import composed
-    from fp8cfg.composition.config_groups import Library
-    from fp8cfg.composition.precedence import of_words, written
-    from fp8cfg.data import DataError
-    from fp8cfg.data.corpus import prepare
-    from fp8cfg.data.tokenizer import load_tokenizer
-
     folder = arguments.one("--config-dir")
     d = composed(arguments.words, folder, recipe_path(file) if file else None).data
     idle = sorted(
@@ -91,9 +87,6 @@ def run(argv: list[str]) -> int:
 
 def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:
     """The line that trains on the files."""
-    from fp8cfg.data.tokenizer import padded_vocabulary
-    from fp8cfg.schema.recipe import Recipe
-
     words = [
         "fp8cfg",
         "data=tokens",

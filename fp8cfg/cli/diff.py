@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fp8cfg.cli.argv import Arguments, is_recipe_file, recipe_path, split
+from fp8cfg.building import builder
+from fp8cfg.cli.argv import Arguments, is_recipe_file, split
+from fp8cfg.cli.recipe_arguments import composed, recipe_path
 from fp8cfg.cli.run_models import read_object
-from fp8cfg.planning import job_plan
+from fp8cfg.planning import graph_text, job_plan
+from fp8cfg.report import run_header
+from fp8cfg.run_folder.run_folder import ENVIRONMENT, RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
-
-if TYPE_CHECKING:
-    from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.keys import shown
+from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg diff A ... -- B ... [--tree] [--json]
@@ -51,8 +54,6 @@ def run(argv: list[str]) -> int:
         except ConfigError as e:
             problems += e.problems
     refuse_if(problems)
-
-    from fp8cfg.report import run_header
 
     a, b = sides
     if "--tree" in flags:
@@ -95,16 +96,10 @@ def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
 
 def _leaves(side: _Side) -> dict[str, Any]:
     """The leaves of the graph of a recipe, which no machine is asked about: other words may run on another one."""
-    from fp8cfg.building import builder
-    from fp8cfg.planning import graph_text
-
     return graph_text.leaves(builder.nodes().graph(builder.job, job_plan.checked(side.recipe)))
 
 
 def _side(half: Arguments, config_dir: str | None) -> _Side:
-    from fp8cfg.cli.argv import composed
-    from fp8cfg.schema.keys import shown
-
     name = " ".join(map(shown, [*half.plain, *half.words])) or "the default recipe"
     refuse_if(
         [
@@ -118,8 +113,6 @@ def _side(half: Arguments, config_dir: str | None) -> _Side:
     given = recipe_path(half.plain[0]) if half.plain else None
     if given is None or not given.is_dir():
         return _Side(name, composed(half.words, config_dir, given), None)
-    from fp8cfg.run_folder.run_folder import ENVIRONMENT, RunFolder
-
     run = RunFolder.open(given, lock=False)
     recipe = composed(half.words, config_dir, base=run.read_recipe(config_dir))
     return _Side(name, recipe, read_object(run.files, ENVIRONMENT))

@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 from fp8cfg.cli.argv import split
+from fp8cfg.run_folder.environment import inventory
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.tables import size, table, wrapped
 
 USAGE = """
 fp8cfg doctor [--json]
@@ -25,8 +27,6 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"{extra[0]}: doctor looks at the machine, and takes no recipe; fp8cfg plan does"
         )
-    from fp8cfg.run_folder.environment import inventory
-
     found = inventory()
     print(json.dumps(found, indent=1) if "--json" in arguments.flags else text(found))
     return 0
@@ -34,8 +34,6 @@ def run(argv: list[str]) -> int:
 
 def text(found: dict[str, Any]) -> str:
     """The inventory for a person, at most 80 columns wide."""
-    from fp8cfg.schema.tables import size, table, wrapped
-
     gpus = [
         f"{g['name']}, compute capability {g['capability']}, {size(g['memory'])}"
         for g in found["gpus"]
@@ -74,8 +72,6 @@ def text(found: dict[str, Any]) -> str:
 def _variables(variables: dict[str, dict[str, str]]) -> str:
     if not variables:
         return "environment variables that change results: none is set"
-    from fp8cfg.schema.tables import wrapped
-
     lines = [
         wrapped(f"{name}={v['value']}" + (f": {v['effect']}" if v["effect"] else ""), "  ", "    ")
         for name, v in variables.items()
@@ -85,8 +81,6 @@ def _variables(variables: dict[str, dict[str, str]]) -> str:
 
 def _precisions(presets: dict[str, dict[str, str]]) -> str:
     """The table, with reasons numbered under it."""
-    from fp8cfg.schema.tables import table, wrapped
-
     reasons: list[str] = []
 
     def cell(answer: str) -> str:

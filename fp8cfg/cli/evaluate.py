@@ -6,17 +6,14 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import split
 from fp8cfg.cli.run_models import in_precisions, loaded, whole
+from fp8cfg.data import Samples
 from fp8cfg.schema.data import NO_ADDRESS
 from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import table
-
-if TYPE_CHECKING:
-    from fp8cfg.data import Samples
-    from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg evaluate RUN_FOLDER [--data PATH] [--precision NAME,...] [--step N]

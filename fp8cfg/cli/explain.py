@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
-from fp8cfg.cli.argv import chooses, is_recipe_file, recipe_file, split
+from fp8cfg.cli.argv import is_recipe_file, split
+from fp8cfg.cli.recipe_arguments import chooses, recipe_file
+from fp8cfg.composition.provenance import trace
+from fp8cfg.report.key_explanation import explained, known
 from fp8cfg.schema.errors import ConfigError, refuse_if
 
 USAGE = """
@@ -26,9 +29,6 @@ keys.
 
 def run(argv: list[str]) -> int:
     """Explain the key of `argv`. Returns the exit code."""
-    from fp8cfg.composition.provenance import trace
-    from fp8cfg.report.key_explanation import explained, known
-
     arguments = split(argv, ("--config-dir",), ("--json",))
     files = [arg for arg in arguments.plain if is_recipe_file(arg)]
     keys = [arg for arg in arguments.plain if arg not in files]

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fp8cfg.cli.argv import Arguments, is_recipe_file, recipe_file, split, wrong_words
+from safetensors import SafetensorError
+
+from fp8cfg.building.model import hf_layout
+from fp8cfg.cli.argv import Arguments, is_recipe_file, split, wrong_words
 from fp8cfg.cli.launch import settings
-from fp8cfg.cli.output import new_folder, print_or_write, refuse_what_is_there
-from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if
+from fp8cfg.cli.output import print_or_write
+from fp8cfg.cli.recipe_arguments import composed, recipe_file, say
+from fp8cfg.composition.provenance import trace
+from fp8cfg.execution.slurm import batch_script
+from fp8cfg.interop.projects import DOORS, to_text
+from fp8cfg.models.config import projections
+from fp8cfg.planning.layer_plan import adapted, transformer_config
+from fp8cfg.report import recipe_export
+from fp8cfg.schema import hugging_face
+from fp8cfg.schema.errors import ConfigError, NotWritable, nearest, printable, refuse_if
+from fp8cfg.schema.hugging_face import Family
+from fp8cfg.schema.recipe import Recipe
 
 if TYPE_CHECKING:
-    from fp8cfg.schema.hugging_face import Family
-    from fp8cfg.schema.recipe import Recipe
     from fp8cfg.training.trained_model import RunWeights
 
 FORMS = ("--yaml", "--json", "--python")
@@ -60,24 +76,14 @@ the queue, and goes on with its run folder, log.folder or runs/NAME.
 
 def run(argv: list[str]) -> int:
     """Export the recipe of `argv`. Returns the exit code."""
-    from fp8cfg.cli.argv import say
-    from fp8cfg.composition.provenance import trace
-    from fp8cfg.report import recipe_export
-
     arguments = split(
         argv, ("--config-dir", "--output", "--fp8", "--slurm"), (*FORMS, "--full", "--merge")
     )
     if arguments.plain[:1] == ["hf"]:
-        pass
-
         return run_hf(arguments)
     if arguments.plain[:1] == ["peft"]:
-        pass
-
         return run_peft(arguments)
     if arguments.plain[:1] == ["slurm"]:
-        pass
-
         return run_slurm(arguments)
     if arguments.one("--slurm"):
         raise ConfigError("--slurm: of export slurm alone")
@@ -111,8 +117,6 @@ def run(argv: list[str]) -> int:
 
 def _project(arguments: Arguments) -> str | None:
     """Take the project out of the words without a value; None where the recipe is exported for fp8cfg itself."""
-    from fp8cfg.interop.projects import DOORS
-
     if not arguments.plain or is_recipe_file(arguments.plain[0]):
         return None
     name = arguments.plain[0]
@@ -132,8 +136,6 @@ def _project(arguments: Arguments) -> str | None:
 
 def _of(project: str, recipe: Recipe) -> str:
     """The recipe as that project's text; what is lost is counted on standard error, and told there where no comment can be."""
-    from fp8cfg.interop.projects import DOORS, to_text
-
     text, lost = to_text(project, recipe)
     name = DOORS[project].dialect.name
     if lost and DOORS[project].remarks:
@@ -144,6 +146,34 @@ def _of(project: str, recipe: Recipe) -> str:
     for line in () if DOORS[project].remarks else lost:
         print(f"note: {line}", file=sys.stderr)
     return text
+
+
+def refuse_what_is_there(out: Path) -> None:
+    """Raise ConfigError where `out` is anything but an empty folder."""
+    try:
+        empty = not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir()))
+    except OSError as e:
+        raise ConfigError(f"{str(out)[:60]}: cannot be looked at ({e.strerror})") from None
+    if not empty:
+        raise ConfigError(f"{out}: exists already; name a new folder")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder that is `out` at the end of the block, and gone where that fails: half an export would be taken for a whole one.
+    Raises NotWritable."""
+    whole = out.resolve()
+    made = whole.with_name(f".{whole.name[:100]}.tmp-{uuid.uuid4().hex[:12]}")
+    try:
+        made.mkdir(parents=True)
+        yield made
+        made.rename(whole)
+    except (OSError, SafetensorError) as e:
+        raise NotWritable(
+            f"{out}: cannot be written ({getattr(e, 'strerror', None) or e})"
+        ) from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def run_hf(arguments: Arguments) -> int:
@@ -160,7 +190,6 @@ def run_hf(arguments: Arguments) -> int:
             " BF16"
         )
     refuse_what_is_there(out)
-    from fp8cfg.schema import hugging_face
     from fp8cfg.training.trained_model import RunWeights
 
     found = RunWeights(Path(arguments.plain[1]), print)
@@ -178,8 +207,6 @@ def run_hf(arguments: Arguments) -> int:
 
 def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
     """Raise ConfigError for adapters without --merge, which has no effect without them."""
-    from fp8cfg.planning.layer_plan import adapted
-
     merge, named = "--merge" in arguments.flags, arguments.plain[1]
     if merge and not found.recipe.lora.enabled:
         raise ConfigError(f"--merge: has no effect, {named} has no adapters; drop it")
@@ -197,9 +224,7 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
 
 
 def _write(found: RunWeights, family: Family, out: Path, fp8: str | None) -> None:
-    from fp8cfg.building.model import hf_layout
     from fp8cfg.models import hf_export
-    from fp8cfg.planning.layer_plan import transformer_config
 
     if fp8 and family.conv1d:
         raise ConfigError(
@@ -228,9 +253,6 @@ def run_peft(arguments: Arguments) -> int:
     run_folder, out = arguments.plain[1], Path(arguments.plain[2])
     refuse_what_is_there(out)
     from fp8cfg.models import lora
-    from fp8cfg.models.config import projections
-    from fp8cfg.planning.layer_plan import transformer_config
-    from fp8cfg.schema import hugging_face
     from fp8cfg.training.trained_model import RunWeights
 
     found = RunWeights(Path(run_folder), print)
@@ -272,10 +294,6 @@ def run_peft(arguments: Arguments) -> int:
 
 def run_slurm(arguments: Arguments) -> int:
     """Print the script for the recipe of `arguments`, or write it to --output. Returns the exit code."""
-    from fp8cfg.cli.argv import composed
-    from fp8cfg.cli.output import print_or_write
-    from fp8cfg.execution.slurm import batch_script
-
     if arguments.flags:
         raise ConfigError(
             f"{sorted(arguments.flags)[0]}: not with slurm, whose scripts have one form"

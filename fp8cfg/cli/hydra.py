@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.cli.argv import Arguments, is_hydra, wrong_words
+from fp8cfg.cli.recipe_arguments import say, settled
+from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.merge import NAME, application, recipe_from
+from fp8cfg.composition.overrides import hydra_word
+from fp8cfg.composition.precedence import Change
+from fp8cfg.composition.sweep_overrides import read
+from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if, suggest
+from fp8cfg.schema.keys import full
+from fp8cfg.schema.recipe import Recipe, fields, short_keys
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
-
-    from fp8cfg.composition.precedence import Change
-    from fp8cfg.schema.recipe import Recipe
 
 OPTIONS = ("--config-dir", "--cfg", "--info", "--package")
 FLAGS = ("--multirun", "--resolve", "--hydra-help")
@@ -72,11 +78,6 @@ def asked(arguments: Arguments) -> str | None:
 
 def show(arguments: Arguments, file: Path | None) -> int:
     """Print what --cfg, --info or --hydra-help asks for, as Hydra does. Returns the exit code."""
-    from fp8cfg.cli.argv import say, settled
-    from fp8cfg.composition.config_groups import Library
-    from fp8cfg.composition.merge import application, recipe_from
-    from fp8cfg.composition.sweep_overrides import read
-
     words, hydra_words = hydra_split(arguments.words)
     folder = arguments.one("--config-dir")
     found = settled(words, folder, file)
@@ -101,8 +102,6 @@ def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
     """The words of the recipe, and those of Hydra itself. Raises ConfigError for a search path, which would make Hydra read
     files that nobody has checked, and for a folder without a name, which would be the current one.
     """
-    from fp8cfg.composition.overrides import hydra_word
-
     ours, theirs = [w for w in words if not is_hydra(w)], [w for w in words if is_hydra(w)]
     refuse_if(
         [
@@ -138,10 +137,6 @@ def refuse_idle(arguments: Arguments) -> None:
 
 def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) -> Path | None:
     """The folder that hydra.run.dir names for a single run, in which `changes` gave way; None where no word does."""
-    from fp8cfg.composition.config_groups import Library
-    from fp8cfg.composition.merge import NAME, application, recipe_from
-    from fp8cfg.composition.sweep_overrides import read
-
     words, theirs = hydra_split(arguments.words)
     if not theirs:
         return None
@@ -168,10 +163,6 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 def _package(key: str | None) -> str | None:
     """`key`, which may be short, as Hydra knows it. Raises ConfigError where there is no such node or key."""
-    from fp8cfg.schema import foreign_names
-    from fp8cfg.schema.keys import full
-    from fp8cfg.schema.recipe import fields, short_keys
-
     if key is None or key == "_global_" or key.partition(".")[0] == "hydra":
         return key
     if full(key) not in fields():
@@ -186,8 +177,6 @@ def _print(
     words: list[str],
     hydra_words: list[str],
 ) -> None:
-    from fp8cfg.composition.merge import NAME
-
     cfg, info = arguments.one("--cfg"), arguments.one("--info")
     if cfg:
         try:

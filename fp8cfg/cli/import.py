@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments, split, wrong_words
+from fp8cfg.cli.output import print_or_write
+from fp8cfg.cli.recipe_arguments import composed
+from fp8cfg.composition.provenance import trace
+from fp8cfg.interop.projects import DOORS, comments, door, from_file, from_words
+from fp8cfg.report import recipe_export
 from fp8cfg.schema.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.safe_files import default_recipe
 
 FORMS = ("--yaml", "--json", "--python")
 USAGE = """
@@ -45,11 +48,6 @@ of Python, as there; in other files, of whatever version, it is a warning too.
 
 def run(argv: list[str]) -> int:
     """Print the recipe that is imported. Returns the exit code."""
-    from fp8cfg.cli.output import print_or_write
-    from fp8cfg.composition.provenance import trace
-    from fp8cfg.interop.projects import comments, door, from_file, from_words
-    from fp8cfg.report import recipe_export
-
     cut = argv.index("--") if "--" in argv else len(argv)
     arguments, words = _split(argv[:cut]), argv[cut + 1 :]
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
@@ -97,8 +95,6 @@ def run(argv: list[str]) -> int:
 
 def _split(argv: list[str]) -> Arguments:
     """The words before --. Raises ConfigError for flags of Megatron-LM's, which stand after it."""
-    from fp8cfg.interop.projects import DOORS
-
     flags = [
         arg
         for arg in argv
@@ -116,9 +112,6 @@ def _split(argv: list[str]) -> Arguments:
 
 def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
     """What is imported with the words on top, checked. The model may be that of a recipe that nobody chose: lines on it say so."""
-    from fp8cfg.cli.argv import composed
-    from fp8cfg.schema.safe_files import default_recipe
-
     words = [word for word in arguments.words if not word.startswith("recipe=")]
     try:
         return composed(words, arguments.one("--config-dir"), base=found)
@@ -137,8 +130,6 @@ def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
 
 def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
     """The project and its file; no file where there are words."""
-    from fp8cfg.interop.projects import DOORS, door
-
     if not arguments.plain:
         raise ConfigError(f"import: needs a project; choose from {', '.join(DOORS)}")
     project, *files = arguments.plain

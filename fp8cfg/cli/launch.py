@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from fp8cfg.cli import WORDS
+from fp8cfg.cli.argv import Arguments, split
+from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
+from fp8cfg.composition.overrides import parsed
+from fp8cfg.composition.precedence import Settled
+from fp8cfg.execution import executor as runs
+from fp8cfg.execution.executor import TorchrunExecutor
+from fp8cfg.execution.slurm import SBATCH, SlurmExecutor, unknown
+from fp8cfg.planning import hardware as machine
+from fp8cfg.planning import preflight, smoke
+from fp8cfg.planning.fit_search import Line, offering
+from fp8cfg.planning.layout import placed
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fp8cfg.cli.argv import Arguments
-    from fp8cfg.composition.precedence import Settled
-    from fp8cfg.execution.executor import TorchrunExecutor
-    from fp8cfg.execution.slurm import SlurmExecutor
-    from fp8cfg.planning.fit_search import Line
-    from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.keys import full
+from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg launch --local N WORDS
@@ -36,11 +40,6 @@ Trains the recipe of WORDS through an executor, as fp8cfg.run does in Python.
 
 def run(argv: list[str]) -> int:
     """Train the recipe of `argv` through the executor that it names. Returns the exit code."""
-    from fp8cfg.cli import WORDS
-    from fp8cfg.cli.argv import recipe_file, say, settled, split, whole_lines
-    from fp8cfg.execution import executor as runs
-    from fp8cfg.execution.executor import TorchrunExecutor
-
     arguments = split(argv, ("--config-dir", "--local", "--slurm"), ("--wait",))
     file = recipe_file(arguments.plain, WORDS)
     executor = _executor(arguments)
@@ -72,9 +71,6 @@ def run(argv: list[str]) -> int:
 
 def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list[str]:
     """A line where `words` name another number of processes than --local; a smoke run is cut to any."""
-    from fp8cfg.composition.overrides import parsed
-    from fp8cfg.schema.keys import full
-
     typed = {full(key): value for key, value, _ in map(parsed, words)}.get("trainer.devices", ranks)
     if ranks is None or recipe.trainer.smoke or typed == ranks:
         return []
@@ -86,8 +82,6 @@ def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list
 
 def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
     """A line where this machine has fewer GPUs than `ranks` that are to be started on them."""
-    from fp8cfg.planning import hardware as machine
-
     if ranks and recipe.trainer.accelerator != "cpu" and 0 < (gpus := machine.gpus()) < ranks:
         return [
             f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local"
@@ -99,11 +93,6 @@ def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
 def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) -> list[str]:
     """A line where `ranks` of this machine alone are to be started of a `recipe` for several; with those that run here, as
     `whole_line` has them, where nothing else is wrong."""
-    from fp8cfg.planning import preflight
-    from fp8cfg.planning.fit_search import offering
-    from fp8cfg.planning.hardware import find_hardware
-    from fp8cfg.planning.layout import placed
-
     t = recipe.trainer
     if ranks is None or t.num_nodes == 1 or t.smoke:
         return []
@@ -113,7 +102,7 @@ def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) 
     ]
     if whole_line is None:
         return lines
-    here, hardware = placed(recipe, 1, ranks), find_hardware(t.accelerator)
+    here, hardware = placed(recipe, 1, ranks), machine.find_hardware(t.accelerator)
     found = [
         *preflight.fits(here, hardware, ranks),
         *preflight.smoke_run_here(recipe, hardware, ranks),
@@ -124,22 +113,17 @@ def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) 
 def _refuse(found: Settled, ranks: int, whole_line: Line) -> None:
     """Raise ConfigError, before there is a run folder, where `ranks` of this machine do not have the layout or the memory, with the
     line that runs here. Each rank refuses what is not free on its own GPU."""
-    from fp8cfg.planning import preflight, smoke
-    from fp8cfg.planning.hardware import find_hardware
     from fp8cfg.training.data import refuse_absent
 
     recipe = smoke.cut(found.recipe, ranks)
     preflight.refuse(
-        recipe, find_hardware(recipe.trainer.accelerator), whole_line, found.problems, ranks
+        recipe, machine.find_hardware(recipe.trainer.accelerator), whole_line, found.problems, ranks
     )
     refuse_absent(recipe)
 
 
 def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
     """The executor that --local or --slurm names. Raises ConfigError for both, neither, or a value that is none."""
-    from fp8cfg.execution.executor import TorchrunExecutor
-    from fp8cfg.execution.slurm import SlurmExecutor
-
     local, slurm = arguments.one("--local"), arguments.one("--slurm")
     if (local is None) == (slurm is None):
         raise ConfigError("launch: needs one of --local N and --slurm KEY=VALUE,...")
@@ -159,8 +143,6 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
 def settings(said: str, submitit: bool = True) -> dict[str, str]:
     """The settings of `KEY=VALUE,...`, where a value may be a list, as in nodelist=a,b. Raises ConfigError for what has another
     form, for a key given twice, and for misspelt options of sbatch, or parameters of `submitit`."""
-    from fp8cfg.execution.slurm import SBATCH, unknown
-
     pairs: list[list[str]] = []
     for part in said.split(",") if said else ():
         key, _, value = part.partition("=")

@@ -10,17 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp8cfg.building import builder
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint.resume_rules import goes_on
+from fp8cfg.cli.recipe_arguments import say as say_notes
+from fp8cfg.composition.precedence import Settled
 from fp8cfg.execution.executor import start
 from fp8cfg.parallel import sharding
+from fp8cfg.planning import hardware as machine
+from fp8cfg.planning import layout, preflight, remarks, smoke
+from fp8cfg.planning.fit_search import Line, Takes, offering, words_alone
+from fp8cfg.planning.layout import refused, shared_by
+from fp8cfg.report import run_header
+from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.training.signals import waiting_to_stop
 
 if TYPE_CHECKING:
-    from fp8cfg.building.job import Job
-    from fp8cfg.composition.precedence import Settled
     from fp8cfg.parallel.process_group import World
-    from fp8cfg.planning.fit_search import Line, Takes
-    from fp8cfg.run_folder.run_folder import RunFolder
-    from fp8cfg.schema.recipe import Recipe
     from fp8cfg.training.loop import Loaded
 
 FIRST = "FIRST_NODE"
@@ -41,10 +49,6 @@ def started(
     train: one of a launcher, or the only one. Raises ConfigError for a layout that `found` is refused for, and for several nodes,
     with the line of each, with lines that run here: of a run that is gone on with those that it `takes`.
     """
-    from fp8cfg.planning import hardware as machine
-    from fp8cfg.planning import preflight
-    from fp8cfg.planning.fit_search import offering
-
     recipe = found.recipe
     if found.problems:
         preflight.refuse(
@@ -80,8 +84,6 @@ def count(recipe: Recipe, gpus: int) -> int:
     """Ranks to start for `recipe` on a machine with that many GPUs: at most trainer.devices, in whole replicas over which the
     global batch divides. 1, this process, without GPUs and for a layout that is refused. Raises ConfigError for several nodes, on a
     login node without GPUs too."""
-    from fp8cfg.planning.layout import refused, shared_by
-
     t = recipe.trainer
     if t.accelerator == "cpu":
         return 1
@@ -100,8 +102,6 @@ def count(recipe: Recipe, gpus: int) -> int:
 
 def _say_idle(recipe: Recipe, gpus: int, ranks: int) -> None:
     """A line where `ranks` are not one on each of these GPUs that the recipe is meant for."""
-    from fp8cfg.planning.layout import refused
-
     t = recipe.trainer
     if gpus and ranks != (meant := min(gpus, t.devices)) and not refused(recipe, ranks):
         split = f" {t.strategy.size} to a replica," if t.strategy.size > 1 else ""
@@ -147,12 +147,7 @@ def launch(
     """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given.
     `whole_line` makes a command line of a fit that a refusal offers, without it its words stand alone; a run that is gone on with
     is offered what it `takes`."""
-    from fp8cfg.planning import hardware as machine
-    from fp8cfg.planning import layout, preflight, remarks
-    from fp8cfg.planning.fit_search import words_alone
-    from fp8cfg.report import run_header
     from fp8cfg.training.data import refuse_absent
-    from fp8cfg.training.signals import waiting_to_stop
 
     say = print if os.environ.get("RANK", "0") == "0" else _nothing
     say(run_header.head(recipe))
@@ -166,18 +161,15 @@ def launch(
         say(line, file=sys.stderr)
 
     with waiting_to_stop():
-        from fp8cfg.building.builder import build
         from fp8cfg.parallel.process_group import world
 
         with world(hardware.device, recipe.trainer) as ranks:
-            _train(build(recipe), folder, start_from, ranks, say)
+            _train(builder.build(recipe), folder, start_from, ranks, say)
     return 0
 
 
 def is_run(path: Path) -> bool:
     """Whether there is a run in `path`, and not just a folder to start one in."""
-    from fp8cfg.run_folder.run_folder import RECIPE
-
     return (path / RECIPE).exists()
 
 
@@ -191,9 +183,6 @@ def go_on(
     """Go on with the run folder at `path` from its newest checkpoint that verifies, with what `changed` makes of the checkpoint's
     recipe, or, with `anew`, with the one that it starts with. A change that would not continue the same run is refused unless
     `allow` has its key. `whole_line` is as of `launch`. Returns the exit code."""
-    from fp8cfg.checkpoint.resume_rules import goes_on
-    from fp8cfg.run_folder.run_folder import RunFolder
-
     first = os.environ.get("RANK", "0") == "0"
     say = print if first else _nothing
     with RunFolder.open(path, lock=first) as folder:
@@ -218,12 +207,8 @@ def go_on(
 
 def sized(recipe: Recipe) -> Recipe:
     """`recipe` as it runs on the ranks here: cut, with a line that says how, where trainer.smoke asks for it."""
-    from fp8cfg.cli.argv import say
-    from fp8cfg.parallel.sharding import ranks
-    from fp8cfg.planning import smoke
-
-    small = smoke.cut(recipe, ranks())
-    say(line for line in [smoke.note(recipe, small)] if line)
+    small = smoke.cut(recipe, sharding.ranks())
+    say_notes(line for line in [smoke.note(recipe, small)] if line)
     return small
 
 

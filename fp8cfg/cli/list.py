@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from fp8cfg.cli import GROUPS, help
@@ -61,8 +64,6 @@ def run(argv: list[str]) -> int:
         g: entries(g, Path(folder) if folder else None) for g in groups if not named or g in named
     }
     if "--json" in arguments.flags:
-        import json
-
         print(
             json.dumps(
                 {
@@ -122,9 +123,6 @@ def _whole(those: list[Entry]) -> list[str]:
 
 def _recipes() -> list[Entry]:
     """The recipe functions, read from their source; imported where other packages have some too."""
-    import inspect
-    from importlib import metadata
-
     read = {
         name: Entry(name, about, file) for name, (about, file) in help.shipped_recipes().items()
     }

@@ -14,24 +14,33 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from hydra._internal.hydra import Hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from fp8cfg.cli import hydra as hydra_flags
+from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import Arguments
+from fp8cfg.cli.recipe_arguments import say, settled
 from fp8cfg.cli.run_models import read_object
+from fp8cfg.composition import precedence, to_yaml
+from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.merge import NAME, application, recipe_from
+from fp8cfg.composition.overrides import quoted
+from fp8cfg.composition.precedence import Authors
+from fp8cfg.composition.sweep_overrides import Sweep, refused
+from fp8cfg.composition.sweep_overrides import read as read_overrides
 from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.run_folder.run_folder import COVERAGE, METRICS, RunFolder
+from fp8cfg.run_folder.run_folder import COVERAGE, METRICS, RunFolder, RunFolderNotWritable
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, out_of_memory, printable, refuse_if
+from fp8cfg.schema.keys import short
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import fits, table, wrapped
-
-if TYPE_CHECKING:
-    from hydra._internal.hydra import Hydra
-    from omegaconf import DictConfig
-
-    from fp8cfg.composition.config_groups import Library
-    from fp8cfg.composition.precedence import Authors
-    from fp8cfg.composition.sweep_overrides import Sweep
-    from fp8cfg.schema.recipe import Recipe
 
 JOB, ALL = "job-{number}.json", "results.json"
 """Of one job, by its number: jobs that are sent to one folder do not overwrite each other's."""
@@ -42,8 +51,6 @@ def write(
     folder: Path, number: int, overrides: list[str], code: int, error: str, ran: bool
 ) -> Result:
     """Write and return the result of the job in `folder`: how it ended, and what its run folder says where it `ran`."""
-    from fp8cfg.schema.keys import short
-
     files = RunFiles.at(folder)
     words = {short(key): value for key, _, value in (o.partition("=") for o in overrides)}
     result = {
@@ -156,8 +163,6 @@ def job(authors: Authors, library: Library, config: DictConfig) -> float:
     """Train, and leave the result in the folder of the job. `authors` are those of the recipe that the words of the job change,
     of which `library` has the choices. Returns the loss, for sweepers that search. Raises nothing but KeyboardInterrupt, once a
     signal has stopped it."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
 
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
@@ -182,11 +187,6 @@ def _train(
 ) -> tuple[int, str]:
     """Train the recipe of `values`, composed of `words`, into `folder`, which is put into `made` once it is this job's. Returns
     the exit code, and the lines of the error."""
-    from fp8cfg.cli.argv import say
-    from fp8cfg.cli.launch_run import launch, sized
-    from fp8cfg.composition import to_yaml
-    from fp8cfg.composition.precedence import of_words, settled
-    from fp8cfg.schema.recipe import Recipe
 
     def own() -> RunFolder:
         made.append(RunFolder.create(folder, recipe.name, datetime.now(), to_yaml(recipe), folder))
@@ -194,11 +194,12 @@ def _train(
 
     try:
         composed = Recipe(**values)
-        found = settled(composed, of_words(words, *written, composed), sweep=True)
+        authors = precedence.of_words(words, *written, composed)
+        found = precedence.settled(composed, authors, sweep=True)
         refuse_if(found.problems)
         say(found.notes)
-        recipe = sized(found.recipe)
-        return launch(recipe, own, None), ""
+        recipe = launch_run.sized(found.recipe)
+        return launch_run.launch(recipe, own, None), ""
     except Fp8cfgError as e:
         print(
             *(f"error: {printable(line)}" for line in str(e).splitlines()),
@@ -234,11 +235,6 @@ class SweepError(Fp8cfgError):
 
 def multirun(arguments: Arguments, file: Path | None) -> int:
     """Check every combination, run them, print and write the results. Returns the exit code."""
-    from fp8cfg.composition.config_groups import Library
-    from fp8cfg.composition.merge import application, recipe_from
-    from fp8cfg.composition.precedence import of_file
-    from fp8cfg.composition.sweep_overrides import read as read_overrides
-
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "-m: a sweep starts runs of its own, each on one rank; start it without torchrun"
@@ -251,7 +247,7 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     plan = read_overrides(words, library, recipe_from(file, library) if file else None)
     recipe = _checked(plan, config_dir, file)
     overrides = ["hydra/job_logging=none", *plan.overrides, *hydra_words, "hydra.mode=MULTIRUN"]
-    authors = of_file(file, library.data(file), library) if file else {}
+    authors = precedence.of_file(file, library.data(file), library) if file else {}
     with application(plan.nodes, hydra_flags.settings(recipe)) as hydra:
         folder = _folder(hydra, overrides, len(plan.combinations))
         ended = _multirun(hydra, folder, overrides, functools.partial(job, authors, library))
@@ -260,9 +256,6 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
 
 def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
     """Compose every combination and name those that cannot be; the recipe of the first that can."""
-    from fp8cfg.cli.argv import settled
-    from fp8cfg.composition.sweep_overrides import refused
-
     recipes: list[Recipe] = []
 
     def build(words: Sequence[str]) -> None:
@@ -296,12 +289,6 @@ def _checked(plan: Sweep, config_dir: str | None, file: Path | None) -> Recipe:
 def _folder(hydra: Hydra, overrides: list[str], jobs: int) -> Path:
     """The folder of the sweep, made and fixed here: what names it after the time would name it anew at each look. Raises
     ConfigError where all of its `jobs` would go to one folder."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-    from omegaconf import OmegaConf
-
-    from fp8cfg.composition.merge import NAME
-    from fp8cfg.run_folder.run_folder import RunFolderNotWritable
 
     try:
         config = hydra.compose_config(NAME, overrides, RunMode.MULTIRUN)
@@ -330,9 +317,6 @@ def _multirun(
     hydra: Hydra, folder: Path, overrides: list[str], task: Callable[[DictConfig], float]
 ) -> str:
     """Run the sweep. Returns why it ended early, where it did."""
-    from fp8cfg.composition.merge import NAME
-    from fp8cfg.composition.overrides import quoted
-
     try:
         hydra.multirun(NAME, task, [*overrides, f"hydra.sweep.dir={quoted(str(folder))}"])
     except KeyboardInterrupt:
@@ -351,8 +335,6 @@ def _multirun(
 
 def _problem(error: Exception) -> Exception:
     """The error itself where it is one that ends in a line, else one that does."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, (Fp8cfgError, HydraException, OmegaConfBaseException)):
         return error

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from fp8cfg.cli.argv import recipe_file, split, wrong_words
+from fp8cfg.building.builder import lower
+from fp8cfg.cli.argv import split, wrong_words
+from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
+from fp8cfg.composition.precedence import Settled
+from fp8cfg.planning import graph_text
+from fp8cfg.planning.fit_search import Fit, offering
 from fp8cfg.planning.hardware import GPUS, named
+from fp8cfg.planning.layout import machines, placed
+from fp8cfg.planning.plan_report import Plan, planned, refuse_hardware
 from fp8cfg.schema.errors import ConfigError, refuse_if
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fp8cfg.composition.precedence import Settled
-    from fp8cfg.planning.plan_report import Plan
-    from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe import Recipe
 
 USAGE = f"""
 fp8cfg plan [recipe=NAME | FILE.yaml] [key=value ...] [--gpu NAME] [--gpus N]
@@ -72,11 +73,6 @@ def run(argv: list[str]) -> int:
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
-    from fp8cfg.cli.argv import say, settled, whole_lines
-    from fp8cfg.planning.fit_search import Fit, offering
-    from fp8cfg.planning.layout import machines
-    from fp8cfg.planning.plan_report import planned, refuse_hardware
-
     def settle(words: Sequence[str]) -> Settled:
         return settled(words, folder, file)
 
@@ -116,8 +112,6 @@ def run(argv: list[str]) -> int:
 
 def _there(recipe: Recipe, ranks: int) -> Recipe:
     """`recipe` on as many machines as so many ranks take."""
-    from fp8cfg.planning.layout import machines, placed
-
     t = recipe.trainer
     return recipe if ranks == t.num_nodes * t.devices else placed(recipe, *machines(ranks))
 
@@ -129,9 +123,6 @@ def _shown(plan: Plan, output: str = "") -> str:
         return str(plan)
     if plan.choice is None:  # there is no graph of what is not built
         raise ConfigError(plan.refusals)
-    from fp8cfg.building.builder import lower
-    from fp8cfg.planning import graph_text
-
     lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
     return {"--tree": graph_text.tree, "--dot": graph_text.dot, "--code": graph_text.code}[output](
         lowered

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from fp8cfg.checkpoint.manifest import steps
+from fp8cfg.checkpoint.resume_rules import changes
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import split
+from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
 from fp8cfg.cli.run_models import read_object
+from fp8cfg.composition import to_yaml
+from fp8cfg.composition.precedence import Settled
+from fp8cfg.run_folder.environment import differences, environment
+from fp8cfg.run_folder.files import StrangeFile
+from fp8cfg.run_folder.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import spelled
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fp8cfg.composition.precedence import Settled
-    from fp8cfg.run_folder.run_folder import RunFolder
-    from fp8cfg.schema.recipe import Recipe
 
 T = TypeVar("T")
 MAX_METRICS = 1 << 30
@@ -39,11 +41,6 @@ recipe.yaml alone: what else is missing or damaged is named, and not compared.
 
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.cli.argv import idle_folder, say, settled_on_ranks, whole_lines
-    from fp8cfg.cli.launch_run import launch, sized
-    from fp8cfg.composition import to_yaml
-    from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
-
     arguments = split(argv, ("--config-dir",))
     if len(arguments.plain) != 1:
         raise ConfigError("rerun: needs one run folder, as in: fp8cfg rerun runs/NAME")
@@ -61,7 +58,7 @@ def run(argv: list[str]) -> int:
     if (ended := launch_run.started(found, ["rerun", *argv], whole_line)) is not None:
         return ended
     say([*found.notes, *idle_folder(arguments.words, arguments.one("--config-dir"))])
-    recipe = sized(found.recipe)
+    recipe = launch_run.sized(found.recipe)
     missing = list[str]()
     then = _compared_or(lambda: _losses(first), "losses", missing)
     if os.environ.get("RANK", "0") == "0":
@@ -86,7 +83,7 @@ def run(argv: list[str]) -> int:
         )
         return made[0]
 
-    code = launch(recipe, folder, None, whole_line)
+    code = launch_run.launch(recipe, folder, None, whole_line)
     if then and made:  # on the first rank
         print(*compared(then, _losses(made[0])), sep="\n")
     return code
@@ -103,9 +100,6 @@ def _compared_or(read: Callable[[], T], what: str, missing: list[str]) -> T | No
 
 def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str]) -> list[str]:
     """What differs from the first run, one line each: keys, environment, data; into `missing` what cannot be compared."""
-    from fp8cfg.checkpoint.resume_rules import changes
-    from fp8cfg.run_folder.environment import differences, environment
-    from fp8cfg.run_folder.run_folder import ENVIRONMENT
     from fp8cfg.training.data import run_data
 
     keys = changes(before, recipe)
@@ -133,8 +127,6 @@ def _data_digest(first: RunFolder) -> str:
     """sha256 of the data that the first run trained on, from the state of its newest checkpoint. Raises ConfigError where it is
     not recorded."""
     from fp8cfg.checkpoint.load import STATE
-    from fp8cfg.checkpoint.manifest import steps
-    from fp8cfg.run_folder.run_folder import CHECKPOINTS
 
     root = first.files.folder(CHECKPOINTS) if first.files.kind(CHECKPOINTS) == "folder" else None
     states = [name for _, name in steps(root) if root.folder(name).kind(STATE)] if root else []
@@ -152,8 +144,6 @@ Losses = dict[str, dict[int, float]]
 
 
 def _losses(folder: RunFolder) -> Losses:
-    from fp8cfg.run_folder.files import StrangeFile
-    from fp8cfg.run_folder.run_folder import METRICS
     from fp8cfg.training import metrics
 
     try:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from fp8cfg.checkpoint.resume_rules import allowing_nothing, goes_on, refuse_changes
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import split
 from fp8cfg.cli.launch_run import go_on
+from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
+from fp8cfg.composition.precedence import Settled
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fp8cfg.composition.precedence import Settled
-    from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.keys import short
+from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...]
@@ -28,10 +28,6 @@ is refused unless allowed by its key (fp8 or 'fp8.*' for all of a node).
 
 def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
-    from fp8cfg.checkpoint.resume_rules import allowing_nothing, goes_on, refuse_changes
-    from fp8cfg.cli.argv import idle_folder, say, settled_on_ranks, whole_lines
-    from fp8cfg.run_folder.run_folder import RunFolder
-    from fp8cfg.schema.keys import short
     from fp8cfg.training import runs
 
     arguments = split(argv, ("--config-dir", "--allow"))

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from fp8cfg.cli.argv import Arguments
 from fp8cfg.run_folder.files import MAX_BYTES, RunFiles, StrangeFile
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.backends import EMULATE
 from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.presets import precision_preset
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.training import Trainer
 
 if TYPE_CHECKING:
-    from fp8cfg.schema.recipe import Recipe
     from fp8cfg.training.trained_model import RunModel
 
 
@@ -45,8 +48,6 @@ def read_object(folder: RunFiles, name: str) -> dict[str, Any]:
 
 def loaded(arguments: Arguments) -> RunModel:
     """The model of the run folder that stands first among `arguments`, as it was trained."""
-    from fp8cfg.run_folder.run_folder import RunFolder
-
     path, change, step = (
         Path(arguments.plain[0]),
         _on(arguments.one("--accelerator")),
@@ -65,8 +66,6 @@ def _on(accelerator: str | None) -> Callable[[Recipe], None] | None:
     """What lets a recipe run on `accelerator`; None where it stays where it was. Raises ConfigError for a word that is none."""
     if accelerator is None:
         return None
-    from fp8cfg.schema.training import Trainer
-
     if accelerator not in (words := get_args(Trainer.model_fields["accelerator"].annotation)):
         raise ConfigError(
             f"--accelerator {accelerator[:40]}: write {', '.join(words[:-1])} or {words[-1]}"
@@ -80,7 +79,6 @@ def in_precisions(run: RunModel, names: str | None) -> Iterator[tuple[str, RunMo
     if names is None:
         yield title(run), run
         return
-    from fp8cfg.schema.presets import precision_preset
     from fp8cfg.training import trained_model
 
     for name in names.split(","):

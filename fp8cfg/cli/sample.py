@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import unicodedata
-from typing import TYPE_CHECKING
 
 from fp8cfg.cli.argv import Arguments, before_end, split
 from fp8cfg.cli.run_models import in_precisions, loaded, whole
+from fp8cfg.data import DataError
+from fp8cfg.data.chat import encode_prompt
+from fp8cfg.data.tokenizer import Tokenizer
 from fp8cfg.schema.errors import ConfigError, printable
-
-if TYPE_CHECKING:
-    from fp8cfg.data.tokenizer import Tokenizer
 
 USAGE = """
 fp8cfg sample RUN_FOLDER PROMPT [--tokens N] [--temperature T] [--top-k K]
@@ -114,9 +113,6 @@ def _temperature(arguments: Arguments) -> float:
 
 
 def _prompt(text: str, chat: bool, tokenizer: Tokenizer) -> list[int]:
-    from fp8cfg.data import DataError
-    from fp8cfg.data.chat import encode_prompt
-
     try:
         if chat:
             return [int(i) for i in encode_prompt([{"role": "user", "content": text}], tokenizer)]

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 from fp8cfg.cli.argv import split
+from fp8cfg.composition.config_groups import GROUPS, Library
+from fp8cfg.report.recipe_export import preset_schema, recipe_schema
 from fp8cfg.schema.errors import ConfigError, suggest
 
 USAGE = """
@@ -26,9 +28,6 @@ and as the first line of a recipe beside it (`fp8cfg export --output` writes it)
 
 def run(argv: list[str]) -> int:
     """Print the schema that `argv` asks for. Returns the exit code."""
-    from fp8cfg.composition.config_groups import GROUPS, Library
-    from fp8cfg.report.recipe_export import preset_schema, recipe_schema
-
     arguments = split(argv, ("--config-dir",))
     asked = [*arguments.plain, *arguments.words] or ["recipe"]
     if len(asked) > 1 or asked[0] not in GROUPS:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fp8cfg.cli import hydra, launch_run
-from fp8cfg.cli.argv import Arguments, is_hydra, recipe_file, split, wrong_words
+from fp8cfg.cli import WORDS, hydra, launch_run
+from fp8cfg.cli.argv import Arguments, is_hydra, split, wrong_words
 from fp8cfg.cli.launch_run import go_on, is_run, launch, sized
+from fp8cfg.cli.recipe_arguments import recipe_file, say, settled_on_ranks, whole_lines
+from fp8cfg.composition import to_yaml
+from fp8cfg.composition.precedence import Settled
+from fp8cfg.planning import remarks
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fp8cfg.composition.precedence import Settled
-    from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
@@ -46,11 +46,6 @@ are for these flags.
 
 def run(argv: list[str]) -> int:
     """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
-    from fp8cfg.cli import WORDS
-    from fp8cfg.cli.argv import say, settled_on_ranks, whole_lines
-    from fp8cfg.composition import to_yaml
-    from fp8cfg.planning import remarks
-
     arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
     try:
         if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
@@ -67,7 +62,7 @@ def run(argv: list[str]) -> int:
     except ConfigError as e:
         raise ConfigError(list(dict.fromkeys(e.problems + wrong_words(arguments)))) from None
     if asked == "--multirun":
-        from fp8cfg.cli.multirun import multirun
+        from fp8cfg.cli.multirun import multirun  # Hydra is slow to load
 
         return multirun(arguments, file)
     if asked:
@@ -92,8 +87,6 @@ def run(argv: list[str]) -> int:
         exactly = Path(log.folder)
         if log.resume == "auto" and is_run(exactly):
             return go_on(exactly, lambda _: recipe, whole_line, anew=True)
-    from fp8cfg.run_folder.run_folder import RunFolder
-
     if exactly and os.environ.get("RANK", "0") == "0":  # which alone makes the folder
         RunFolder.refuse_taken(exactly)
     now = datetime.now()

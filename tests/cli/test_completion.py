@@ -106,11 +106,7 @@ def test_completing_loads_neither_torch_nor_hydra() -> None:
         text=True,
     )
     assert done.stdout == "fp8.scaling=current\n"
-    assert not [
-        m
-        for m in ("hydra", "omegaconf", "torch", "fiddle")
-        if f" {m}\n" in done.stderr
-    ]
+    assert not [m for m in ("hydra", "omegaconf", "torch", "fiddle") if f" {m}\n" in done.stderr]
 
 
 @pytest.fixture

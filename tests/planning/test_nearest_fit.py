@@ -10,7 +10,8 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.backends.choice import BLOCK_CUDA, Hardware
 from fp8cfg.cli import launch_run
-from fp8cfg.cli.argv import Arguments, settled, whole_lines
+from fp8cfg.cli.argv import Arguments
+from fp8cfg.cli.recipe_arguments import settled, whole_lines
 from fp8cfg.planning import preflight
 from fp8cfg.planning.fit_search import SMOKE, Search, alternatives
 from fp8cfg.planning.layout import machines
