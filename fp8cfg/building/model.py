@@ -1,4 +1,4 @@
-"""Job parts: the model and the prepared model of a job. Each imports torch when it is called."""
+"""Job parts: the model and the prepared model of a job. Loads torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from fp8cfg.backends import registry, stored_weights
+from fp8cfg.backends.any_model import linear_like
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
+from fp8cfg.backends.stored_weights import shared_weights
+from fp8cfg.models import hf_checkpoint, lora, weight_init
 from fp8cfg.models.config import TransformerConfig, parameter_shapes, projections
+from fp8cfg.models.hf_checkpoint import Layout
+from fp8cfg.models.lora import Adapters
+from fp8cfg.models.transformer import Transformer
+from fp8cfg.numerics import Region, fp8_linears, seed_rounding
+from fp8cfg.numerics.amax_update import fp8_layers, reset_state
+from fp8cfg.numerics.fsdp_weights import refresh_shards
+from fp8cfg.parallel import fsdp
 from fp8cfg.planning.layer_plan import adapted, transformer_config
 from fp8cfg.schema import hugging_face
 from fp8cfg.schema.errors import ConfigError
@@ -29,33 +44,18 @@ from fp8cfg.schema.storage import (
     resolved,
 )
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from fp8cfg.models.hf_checkpoint import Layout
-    from fp8cfg.models.lora import Adapters
-    from fp8cfg.models.transformer import Transformer
-    from fp8cfg.numerics import Region
-
 Fill = Callable[[Any], None]
 """Writes the first weights of a model, in place: of one that is split this rank's parts."""
 
 
 def transformer(config: TransformerConfig, **options: Any) -> Transformer:
     """The model in float32 on the meta device: its shapes, and no memory. `options` are those of Transformer."""
-    import torch
-
-    from fp8cfg.models.transformer import Transformer
-
     with torch.device("meta"):
         return Transformer(config, **options)
 
 
 def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
     """`model` itself on `device`, its floating parameters in float32."""
-    import torch
-
     model.to(device)
     for p in model.parameters():
         if p.is_floating_point() and p.dtype != torch.float32:
@@ -85,13 +85,6 @@ def prepared_model(
     another dtype. Of a model that is not ours nothing tells which parameters can be: all but the weights of linear layers get the
     compute dtype there, over float32 masters. Under a backend with an optimizer of its own they stay in float32.
     """
-    import torch
-
-    from fp8cfg.backends import registry, stored_weights
-    from fp8cfg.backends.any_model import linear_like
-    from fp8cfg.models.transformer import Transformer
-    from fp8cfg.numerics import Region, seed_rounding
-
     region = Region()
     if fsdp2 and not (adapters and precision.storage.shard != "fsdp"):
         assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
@@ -138,8 +131,6 @@ def prepared_model(
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
     linear_like.attach(model, shells)
     if fsdp2:
-        from fp8cfg.parallel import fsdp
-
         assert isinstance(model, Transformer)
         fsdp.shard(
             model, precision, device, stored_weights.DTYPES[others(precision)["weight_grad"]]
@@ -176,12 +167,6 @@ def _fully_sharded(
     """`model`, on the meta device, with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it
     gathers; then it gets memory and weights, so that no rank ever has more than its parts. Under `adapters` these are trained and
     all else is frozen, weights of linear layers in the compute dtype."""
-    from fp8cfg.backends import registry, stored_weights
-    from fp8cfg.numerics import fp8_linears, seed_rounding
-    from fp8cfg.numerics.amax_update import fp8_layers, reset_state
-    from fp8cfg.numerics.fsdp_weights import refresh_shards
-    from fp8cfg.parallel import fsdp
-
     if adapters:
         adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
     columns = stored_weights.parameter_columns(model, precision, plan)
@@ -239,8 +224,6 @@ def _in_compute_dtype(
     columns: dict[str, Columns],
 ) -> dict[str, Columns]:
     """`columns` of a model that is not ours."""
-    from fp8cfg.backends.stored_weights import shared_weights
-
     shared, linear = shared_weights(model), {f"{planned.name}.weight" for planned in plan}
     apart, norms = foreign_others(precision), _running_norms(model)
     exact = {**apart, "weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
@@ -259,8 +242,6 @@ def _in_compute_dtype(
 def _running_norms(model: torch.nn.Module) -> set[str]:
     """Names of the parameters of norms with running statistics (BatchNorm). These stay in float32, for a mean over thousands of
     batches would stand still in bf16, and torch wants the parameters in their dtype."""
-    from torch.nn.modules.batchnorm import _NormBase
-
     return {
         f"{name}.{own}"
         for name, norm in model.named_modules()
@@ -296,10 +277,6 @@ def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
     """What gives a parameter of the Transformer of `recipe` by name as `first_weights` would have it, whole, on the CPU: drawn in
     float32, or read from model.weights in the dtype that it has there. Raises ConfigError as they do.
     """
-    import torch
-
-    from fp8cfg.models import hf_checkpoint, weight_init
-
     config, seed, named = transformer_config(recipe), recipe.trainer.seed, recipe.model.weights
 
     def drawn(name: str) -> Tensor:
@@ -323,8 +300,6 @@ def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
 
 def hf_layout(family: Family) -> Layout:
     """How `family` lays out its weights at Hugging Face."""
-    from fp8cfg.models import hf_checkpoint
-
     return hf_checkpoint.Layout(
         family.names, family.conv1d, family.model.layernorm_zero_centered_gamma
     )
@@ -337,8 +312,6 @@ def _drawn(seed: int, model: Transformer) -> None:
 def _read(
     config: TransformerConfig, folder: Path, named: str, layout: Layout, model: Transformer
 ) -> None:
-    from fp8cfg.models import hf_checkpoint
-
     with _as_config_error(named):
         hf_checkpoint.load(model, config, folder, layout)
 
@@ -356,8 +329,6 @@ def adapters(recipe: Recipe) -> Adapters | None:
     """The adapters of `recipe`; None without lora.enabled. Raises ConfigError for a folder of lora.weights that does not fit."""
     if not recipe.lora.enabled:
         return None
-    from fp8cfg.models import lora
-
     node, config, found = recipe.lora, transformer_config(recipe), adapted(recipe)
     first = None
     if node.weights:

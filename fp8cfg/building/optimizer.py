@@ -1,20 +1,28 @@
-"""Job optimizer: the optimizer of a job, over the parameters of its prepared model. Imports torch when it is called."""
+"""Job optimizer: the optimizer of a job, over the parameters of its prepared model. Loads torch."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from fp8cfg.backends import registry, stored_weights
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.protocol import PreparedModel
+from fp8cfg.numerics import fp8_linears
+from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.fsdp_weights import refresh_shards
+from fp8cfg.optim import LossScaler
+from fp8cfg.optim.low_bit.adam import LowBitTraining, LowBitTrainingAdam, LowBitTrainingAdamW
+from fp8cfg.optim.low_bit.columns import columns_of_shard
+from fp8cfg.optim.mixed_precision import SGD, MixedPrecisionOptimizer, param_groups
+from fp8cfg.parallel import fsdp, gradient_sync, zero
+from fp8cfg.parallel.process_group import amax_group, sharing
+from fp8cfg.parallel.sharded_state import attach, tensor_parts
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.storage import low_bit
 from fp8cfg.schema.training import Optim
-
-if TYPE_CHECKING:
-    from fp8cfg.optim import LossScaler
-    from fp8cfg.optim.low_bit.adam import LowBitTraining
-    from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
 
 def optimizer(
@@ -27,13 +35,6 @@ def optimizer(
     seed: int,
 ) -> MixedPrecisionOptimizer | LowBitTraining:
     """The optimizer over `prepared.model`'s parameters; its step rolls the FP8 histories before it writes weights."""
-    from fp8cfg.backends import registry, stored_weights
-    from fp8cfg.numerics import fp8_linears
-    from fp8cfg.numerics.fsdp_weights import refresh_shards
-    from fp8cfg.optim.mixed_precision import param_groups
-    from fp8cfg.parallel import gradient_sync, zero
-    from fp8cfg.parallel.process_group import amax_group, sharing
-
     model, backend = prepared.model, registry.backend(choice.backend)
     built: MixedPrecisionOptimizer | LowBitTraining
     if (own := backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)) is not None:
@@ -47,8 +48,6 @@ def optimizer(
     if low_bit(precision):
         built = _low_bit(prepared, precision, optim, groups, writers, clip_grad, loss_scaler, seed)
     else:
-        from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
-
         named = dict(model.named_parameters())
         owned = zero.owned(prepared, precision)
         prepared.masters = {
@@ -64,8 +63,6 @@ def optimizer(
             owned=owned,
         )
         if prepared.fsdp2:
-            from fp8cfg.parallel import fsdp
-
             fsdp.attach(built, prepared)
     gradient_sync.sum_norms(built, prepared)
     built.can_defer = (
@@ -101,13 +98,6 @@ def _low_bit(
     seed: int,
 ) -> LowBitTraining:
     """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
-    from fp8cfg.backends import stored_weights
-    from fp8cfg.numerics.codecs import codec
-    from fp8cfg.optim.low_bit.adam import LowBitTrainingAdam, LowBitTrainingAdamW
-    from fp8cfg.optim.low_bit.columns import columns_of_shard
-    from fp8cfg.parallel import zero
-    from fp8cfg.parallel.sharded_state import attach, tensor_parts
-
     model = prepared.model
     named, parts = dict(model.named_parameters()), tensor_parts(prepared)
     held = {
@@ -148,10 +138,6 @@ def _low_bit(
 
 
 def _inner(optim: Optim) -> Any:
-    import torch
-
-    from fp8cfg.optim.mixed_precision import SGD
-
     if optim.name == "sgd":
         return partial(SGD, lr=optim.lr, momentum=optim.momentum)
     cls = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam

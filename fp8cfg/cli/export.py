@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from fp8cfg.building.model import hf_layout
 from fp8cfg.cli.argv import Arguments, is_recipe_file, split, wrong_words
 from fp8cfg.cli.launch import settings
 from fp8cfg.cli.output import print_or_write
@@ -224,6 +223,7 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
 
 
 def _write(found: RunWeights, family: Family, out: Path, fp8: str | None) -> None:
+    from fp8cfg.building.model import hf_layout
     from fp8cfg.models import hf_export
 
     if fp8 and family.conv1d:

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice, Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.composition.precedence import fitted
+from fp8cfg.parallel.sharding import ranks
+from fp8cfg.planning import smoke
 from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.layout import shards
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
@@ -59,15 +63,11 @@ def planned(
 def _sharded(recipe: Recipe, model: nn.Module | None) -> Precision:
     """The precision of `recipe` with storage.shard as it applies on the ranks of the process group: around a given model auto is
     none, since a loop of one's own may save what each rank has as if it were whole."""
-    from fp8cfg.planning.layout import shards
-
     return as_sharded(recipe.precision, 1 if model is not None else shards(recipe, _ranks_here()))
 
 
 def _ranks_here() -> int:
     """The ranks of the process group, or those that torchrun says."""
-    from fp8cfg.parallel.sharding import ranks
-
     dist: Any = sys.modules.get(
         "torch.distributed"
     )  # whoever has made a group has loaded it; `lower` loads no torch
@@ -97,8 +97,6 @@ def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:
 
 def checked(recipe: Recipe) -> Recipe:
     """`recipe`, if it is one and breaks no rule, with what its preset says given way; else ConfigError."""
-    from fp8cfg.composition.precedence import fitted
-
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b'])"
@@ -107,3 +105,13 @@ def checked(recipe: Recipe) -> Recipe:
     recipe = fitted(recipe)
     recipe.check()
     return recipe
+
+
+def sized(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
+    """`recipe`, cut where trainer.smoke asks for it. Raises ConfigError where a `model` is given, which cannot be cut."""
+    if model is not None and recipe.trainer.smoke:
+        raise ConfigError(
+            "trainer.smoke=true: cuts the Transformer of a recipe, not a model of your own; write"
+            " false, and a small trainer.global_batch_size and trainer.max_steps"
+        )
+    return smoke.cut(recipe, ranks())

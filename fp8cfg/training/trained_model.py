@@ -18,7 +18,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.native.backend import scaling_of
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.backends.te.state import ROWS_AMAX, ROWS_SCALE_INV, as_native
-from fp8cfg.building.builder import prepared_model
+from fp8cfg.building.assembly import prepared_model
 from fp8cfg.building.model import adapters, first_weight
 from fp8cfg.checkpoint import job_state, local_save, manifest
 from fp8cfg.checkpoint.job_state import another_multiplies

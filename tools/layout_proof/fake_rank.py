@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
 )
 
 from fp8cfg.backends.any_model import checks
-from fp8cfg.building import builder
+from fp8cfg.building import assembly, builder
 from fp8cfg.building.job import Job
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import codecs, quantize
@@ -108,7 +108,7 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
 
         for target, name, instead in (
             (Transformer, "to_empty", without_memory),
-            (builder, "first_weights", lambda *_: lambda model: None),
+            (assembly, "first_weights", lambda *_: lambda model: None),
             (fsdp, "fsdp_mesh", _with_numbers(fsdp.fsdp_mesh)),
             (hardware, "free_memory", lambda device: MUCH),
             (checks, "check", lambda model: False),

@@ -1,0 +1,177 @@
+"""Job assembly: the model of a recipe, its optimizer and its schedule on this machine, once all of it is checked. Loads torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from fp8cfg.backends.any_model.conversion_state import mark, refuse_ddp
+from fp8cfg.backends.choice import Choice
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.protocol import PreparedModel
+from fp8cfg.building import model as job_parts
+from fp8cfg.building import optimizer as job_optimizer
+from fp8cfg.building.job import Job
+from fp8cfg.building.model import adapters, first_weights, zeros
+from fp8cfg.conversion import convert
+from fp8cfg.models.transformer import Transformer
+from fp8cfg.optim import LossScaler, Schedule
+from fp8cfg.parallel.context import split_sequences
+from fp8cfg.parallel.fsdp_refusals import refuse_uneven
+from fp8cfg.parallel.mesh import device_mesh, shard_mesh
+from fp8cfg.parallel.pipeline import keep_stage, pipeline_rank
+from fp8cfg.parallel.process_group import current, same_samples
+from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
+from fp8cfg.planning.fit_search import refuse_if_too_large
+from fp8cfg.planning.hardware import find_hardware, free_memory
+from fp8cfg.planning.job_plan import _ranks_here, _sharded, planned, sized
+from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.planning.layout import shards
+from fp8cfg.planning.preflight import refuse_layout
+from fp8cfg.schema.hugging_face import family_of_weights
+from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.rules_layout import by_fsdp2
+from fp8cfg.schema.training import Strategy
+
+
+def assemble(recipe: Recipe, model: nn.Module | None) -> Job:
+    """The Job of `recipe` on this machine, around `model` if one is given. Raises ConfigError as `builder.build`."""
+    if model is not None:
+        recipe, model = convert.to_build(recipe, model)
+    recipe = sized(recipe, model)
+    hardware = find_hardware(recipe.trainer.accelerator)
+    precision = _sharded(recipe, model)
+    plans, choice = planned(recipe, hardware, model)
+    if model is None and (
+        recipe.trainer.strategy.size > 1 or recipe.trainer.strategy.data_parallel_replicate_size > 1
+    ):
+        refuse_layout(recipe, current().size)
+    if model is None:
+        refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), choice.backend)
+    if precision.storage.shard == "fsdp":
+        refuse_uneven(plans, precision, choice.backend, shards(recipe, current().size))
+    made = _put_together(recipe, precision, model, hardware.device, plans, choice)
+    mark(
+        made.model,
+        recipe.fp8,
+        planned_here(plans, made.model),
+        choice,
+        own_optimizer=True,
+        torch_autocast=made.torch_autocast,
+    )
+    refuse_ddp(made.model)
+    return made
+
+
+def prepared_model(
+    recipe: Recipe,
+    model: nn.Module | None,
+    device: str,
+    plans: Sequence[PlannedLinear],
+    choice: Choice,
+    precision: Precision | None = None,
+    loaded: bool = False,
+) -> PreparedModel:
+    """The model of `recipe`, or the given `model`, with its layers as planned, on `device`; in `precision`, by default the
+    recipe's, with its first weights; with none, and no float32 originals, where it is `loaded` next.
+    """
+    precision, seed = precision or recipe.precision, recipe.trainer.seed
+    if model is not None:
+        return job_parts.prepared_model(
+            job_parts.given(model, device), precision, plans, choice, seed
+        )
+    config, m = transformer_config(recipe), recipe.model
+    fill = (
+        zeros
+        if loaded
+        else first_weights(config, seed, m.weights, family_of_weights(m) if m.weights else None)
+    )
+    empty = job_parts.transformer(
+        config,
+        recompute=m.recompute_granularity,
+        reset_attention_mask=recipe.data.reset_attention_mask,
+        reset_position_ids=recipe.data.reset_position_ids,
+    )
+    strategy = recipe.trainer.strategy
+    fsdp2 = not loaded and by_fsdp2(recipe, shards(recipe, _ranks_here()), choice.backend)
+    empty.groups, empty.stages = (
+        strategy.data_parallel_replicate_size,
+        strategy.pipeline_model_parallel_size,
+    )
+    if strategy.context_parallel_size > 1:
+        split_sequences(empty, device_mesh(strategy, device))
+    if strategy.tensor_model_parallel_size == strategy.pipeline_model_parallel_size == 1:
+        return job_parts.prepared_model(
+            empty, precision, plans, choice, seed, device, fill, adapters(recipe), fsdp2, loaded
+        )
+    return _of_this_rank(
+        empty,
+        strategy,
+        device,
+        lambda: job_parts.prepared_model(
+            empty, precision, planned_here(plans, empty), choice, seed, device, fill, fsdp2=fsdp2
+        ),
+    )
+
+
+def _of_this_rank(
+    model: Transformer, strategy: Strategy, device: str, prepare: Callable[[], PreparedModel]
+) -> PreparedModel:
+    """What `prepare` makes of `model`, which is on the meta device, once it has this rank's layers and parts of matrices alone."""
+    mesh, pipeline = shard_mesh(strategy, device), None
+    if strategy.tensor_model_parallel_size > 1:
+        split_model(model, tensor_rank(strategy, device, mesh))
+    if strategy.pipeline_model_parallel_size > 1:
+        pipeline = pipeline_rank(strategy, model.config.num_layers, mesh)
+        keep_stage(model, pipeline)
+    prepared = prepare()
+    prepared.pipeline = pipeline
+    if strategy.tensor_model_parallel_size > 1:
+        finish_layers(model)
+    return prepared
+
+
+def planned_here(plans: Sequence[PlannedLinear], model: nn.Module) -> list[PlannedLinear]:
+    """Of `plans` those of layers that `model` has, which may be a pipeline stage."""
+    there = {name for name, _ in model.named_modules()}
+    return [planned for planned in plans if planned.name in there]
+
+
+def _put_together(
+    recipe: Recipe,
+    p: Precision,
+    model: nn.Module | None,
+    device: str,
+    plans: Sequence[PlannedLinear],
+    choice: Choice,
+) -> Job:
+    """The parts, each once: the optimizer holds the parameters of this model, and the job its loss scaler."""
+    o, t = recipe.optim, recipe.trainer
+    prepared = prepared_model(recipe, model, device, plans, choice, p)
+    scaler = (
+        LossScaler(
+            loss_scale=p.loss_scale,
+            initial_loss_scale=p.initial_loss_scale,
+            min_loss_scale=p.min_loss_scale,
+            loss_scale_window=p.loss_scale_window,
+            hysteresis=p.hysteresis,
+        )
+        if p.compute == "fp16"
+        else None
+    )
+    if p.fp8.tp_only_amax_red and model is None:
+        prepared.same_samples = same_samples(t.strategy)
+    optimizer = job_optimizer.optimizer(prepared, p, o, t.gradient_clip_val, choice, scaler, t.seed)
+    schedule = Schedule(
+        max_lr=o.lr,
+        min_lr=o.end_lr,
+        warmup_steps=o.warmup_steps,
+        max_steps=t.max_steps,
+        constant_steps=o.constant_steps,
+        decay=o.lr_decay_style,
+    )
+    return Job(
+        recipe, prepared, optimizer, schedule, plans, choice, scaler, foreign=model is not None
+    )
