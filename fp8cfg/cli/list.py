@@ -11,6 +11,7 @@ from pathlib import Path
 from fp8cfg.cli import GROUPS, help
 from fp8cfg.cli.argv import split
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if, suggest
+from fp8cfg.schema.regular_file import open_regular
 from fp8cfg.schema.tables import cut, wrapped
 
 USAGE = """
@@ -148,8 +149,6 @@ def _first(doc: str | None) -> str:
 
 def _comment(file: Path) -> str:
     """The first comment before the data of a YAML file that is for people."""
-    from fp8cfg.schema.regular_file import open_regular
-
     try:
         with open_regular(file) as lines:
             for line in iter(lambda: lines.readline(500).decode(errors="replace").strip(), ""):
