@@ -26,7 +26,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fp8cfg.numerics.codecs import codec
-from fp8cfg.numerics.formats import E4M3, cast, largest, pow2_scale, widen
+from fp8cfg.numerics.formats import E4M3, cast, pow2_scale
+from fp8cfg.numerics.scaling import amax_or_nan
 from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.parallel.quantized_allreduce import sum_over_ranks
 from fp8cfg.schema.tables import table
@@ -70,15 +71,13 @@ def ring(every: list[list[Tensor]]) -> list[Tensor]:
     """FP8 sums that go from rank to rank, under one scale for all, which leaves room for sqrt(N) times the amax."""
     found = []
     for ts in zip(*every, strict=True):
-        scale = pow2_scale(torch.stack([largest(t) for t in ts]).amax(), E4M3.max) / math.sqrt(
+        scale = pow2_scale(torch.stack([amax_or_nan(t) for t in ts]).amax(), E4M3.max) / math.sqrt(
             len(ts)
         )
         total = cast(ts[0] * scale, E4M3)
         for t in ts[1:]:
-            total = cast(
-                widen(total, torch.float32) + widen(cast(t * scale, E4M3), torch.float32), E4M3
-            )
-        found.append(widen(total, torch.float32) / scale)
+            total = cast(total.float() + cast(t * scale, E4M3).float(), E4M3)
+        found.append(total.float() / scale)
     return found
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from fp8cfg.numerics.amax_update import Overflow, discard_amax, overflow, update_scales
 from fp8cfg.numerics.autocast import Region
-from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast, round_to_grid
+from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast
 from fp8cfg.numerics.fp8_linear import FP8Linear, fp8_linears, seed_rounding
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Ran, decode
 from fp8cfg.numerics.scaling import (
@@ -73,7 +73,6 @@ __all__ = [
     "overflow",
     "persistent",
     "roll",
-    "round_to_grid",
     "say_scales_anew",
     "scale_from_amax",
     "seed_rounding",

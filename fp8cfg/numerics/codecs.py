@@ -36,14 +36,13 @@ from fp8cfg.numerics.formats import (
     Format,
     Start,
     cast,
-    largest,
     pow2_scale,
     reciprocal,
     round_stochastic,
     square_root,
     uniform,
-    widen,
 )
+from fp8cfg.numerics.scaling import amax_or_nan
 
 STEPS = 16
 """k is a multiple of 1 / STEPS."""
@@ -220,7 +219,7 @@ class Codec:
         if self.scaling == "none":
             return (self._quantize(x, None, key),)
         if scale_inv is None:
-            scale_inv = self._scales_of_rows(x) if self.block else self.scale_inv(largest(x))
+            scale_inv = self._scales_of_rows(x) if self.block else self.scale_inv(amax_or_nan(x))
         return (self._quantize(x, scale_inv, key), scale_inv)
 
     def decode(self, stored: Stored) -> Tensor:
@@ -228,7 +227,7 @@ class Codec:
         data = stored[0]
         if self.expand:
             return self._from_rows(decode(self._rows(data.view(torch.uint8)), stored[1]), data)
-        v = widen(data, torch.float32) if data.dtype.itemsize == 1 else data.float()
+        v = data.float()
         if self.scaling == "none":
             return v
         v = (
@@ -245,13 +244,7 @@ class Codec:
         flat = x.reshape(-1)
         if self.per_tensor:
             if scale_inv is None:
-                found = [largest(flat[a:b].float()) for a, b in spans(x.numel(), x.device)]
-                amax = (
-                    torch.stack(found).amax()
-                    if found
-                    else torch.zeros((), dtype=torch.float32, device=x.device)
-                )
-                scale_inv = self.scale_inv(amax)
+                scale_inv = self.scale_inv(amax_or_nan(x))
             stored[1].copy_(scale_inv)
         for a, b in spans(x.numel(), x.device):
             self.write(flat[a:b].float(), self.part(stored, a, b), scale_inv, key, start=a)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -37,16 +36,6 @@ def reciprocal(x: Tensor) -> Tensor:
     where it is told to round as eager torch does: that is for floats. Seen with torch 2.11; torch 2.13 takes a float.
     """
     return torch.ones_like(x) / x if torch.compiler.is_compiling() else x.reciprocal()
-
-
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude in float32 `x`, []; 0 for an empty tensor, NaN where there is one."""
-    if x.numel() == 0:
-        return x.new_zeros(())
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return x.abs().amax()
-    low, high = torch.aminmax(x)  # ten times faster than abs().amax()
-    return torch.maximum(high, -low)
 
 
 def pow2_scale(amax: Tensor, top: float) -> Tensor:
@@ -110,56 +99,29 @@ def cast(v: Tensor, fmt: Format) -> Tensor:
     return (round_in_steps(v, fmt) if fmt == E2M1 else _saturate(v, fmt)).to(fmt.dtype)
 
 
-def round_to_grid(v: Tensor, fmt: Format) -> Tensor:
-    """The values of `cast(v, fmt)` as float32, without a float8 tensor; equal up to the sign of zero.
+def round_to_format(
+    v: Tensor, fmt: Format, dtype: torch.dtype, uniform: Tensor | None = None
+) -> Tensor:
+    """Rounds float32 `v` as `cast` does and returns the values in `dtype`, which holds all of them.
 
-    Rounds to p = mantissa_bits + 1 significant bits by Veltkamp's splitting (Dekker 1971): with c = v (2^(24-p) + 1), the
-    difference c - v has lost just the low bits, and c - (c - v) is v rounded to nearest even. Below the smallest normal the
-    step of the grid is constant, and adding then subtracting 1.5 * 2^23 steps leaves a whole number of steps.
-
-    Compilers for CPU vectorise this and fuse it with its neighbours, six times faster than casting to float8 and back. It
-    is wrong where a*b - c is contracted to one rounding, as Triton does: CPU only."""
-    v = _saturate(v, fmt)
-    c = v * (2.0 ** (23 - fmt.mantissa_bits) + 1)
-    m = 1.5 * 2.0 ** (23 + fmt.min_exponent - fmt.mantissa_bits)
-    return torch.where(v.abs() < 2.0**fmt.min_exponent, (v + m) - m, c - (c - v))
+    Only E2M1 rounds stochastically, by the numbers `uniform`: see `round_in_steps`.
+    """
+    if fmt == E2M1:
+        return round_in_steps(v, fmt, uniform).to(dtype)
+    return cast(v, fmt).to(dtype)
 
 
 def round_in_steps(v: Tensor, fmt: Format, uniform: Tensor | None = None) -> Tensor:
-    """The values of `cast(v, fmt)` as float32, from the step of the grid at each value: slower than the others, and right on
-    every device. `uniform`, numbers in [0, 1) of the shape of `v`, rounds up or down at random instead of to nearest: the mean over
-    many draws is `v` itself."""
+    """The values of `cast(v, fmt)` as float32, for formats without a torch dtype.
+
+    `uniform`, numbers in [0, 1) of the shape of `v`, rounds up or down at random instead of to nearest: the mean over many draws
+    is `v` itself.
+    """
     v = _saturate(v, fmt)
     exponent = torch.frexp(v)[1] - 1
     step = torch.ldexp(torch.ones_like(v), exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits)
     steps = torch.round(v / step) if uniform is None else torch.floor(v / step + uniform)
     return _saturate(steps * step, fmt)  # 3 + 0.99999994 is 4 in float32
-
-
-PIECE = 1 << 18
-"""Elements of float8 that are looked up at a time."""
-
-
-@cache
-def _values(fp8: torch.dtype, dtype: torch.dtype) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(fp8).to(dtype)
-
-
-def widen(q: Tensor, dtype: torch.dtype) -> Tensor:
-    """`q.to(dtype)` for a float8 `q`. Eager torch decodes E4M3 on CPU one element at a time; a look-up in the table of its
-    256 values is four times faster, a piece at a time, for the places in it take as many bytes as float32.
-    """
-    if torch.compiler.is_compiling() or q.device.type != "cpu":
-        return q.to(dtype)
-    table, codes, count = _values(q.dtype, dtype), q.view(torch.uint8).flatten(), q.numel()
-    if count <= PIECE:
-        return table.index_select(0, codes.int()).view(q.shape)
-    wide = torch.empty(count, dtype=dtype)
-    for start in range(0, count, PIECE):
-        torch.index_select(
-            table, 0, codes[start : start + PIECE].int(), out=wide[start : start + PIECE]
-        )
-    return wide.view(q.shape)
 
 
 def random_key(seed: int, *words: int | str) -> Tensor:

@@ -20,8 +20,7 @@ from torch.autograd.function import once_differentiable
 from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import Random, random_key
-from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored, dequantize
-from fp8cfg.numerics.fp8_weights import operand as stored_operand
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored, dequantize, stored_operand
 from fp8cfg.numerics.fsdp_weights import (
     GatheredWeight,
     ShardPlace,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec
-from fp8cfg.numerics.formats import cast, reciprocal, widen
+from fp8cfg.numerics.formats import cast, reciprocal
 from fp8cfg.numerics.gemm import Operand, in_dtype
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import (
@@ -84,24 +84,26 @@ def store(
     )
 
 
-def operand(stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | None) -> Operand:
+def stored_operand(
+    stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | None
+) -> Operand:
     """The weight [out, in] as the operand of a product that contracts its dimension `axis`. `carrier` None keeps float8."""
     fmt, tile = scaling.forward, scaling.tile(WEIGHT, axis)
     data, scale_inv = stored.data, stored.scale_inv
     if axis == 0 and stored.dgrad is not None and stored.dgrad_scale_inv is not None:
         data, scale_inv = stored.dgrad, stored.dgrad_scale_inv
     if tile is None:
-        return Operand(widen(data, carrier) if carrier else data, scale_inv, fmt)
+        return Operand(data if carrier is None else data.to(carrier), scale_inv, fmt)
     decode = scale_inv if carrier is None and scale_inv.dtype == torch.uint8 else unpack(scale_inv)
     if carrier is None or not scaling.layout.block:
         return Operand(
-            widen(data, carrier) if carrier else data,
+            data if carrier is None else data.to(carrier),
             decode,
             fmt,
             tile,
             whole_inv=stored.global_scale_inv,
         )
-    v = tiled(widen(data, carrier), tile) * decode.to(carrier)[:, None, :, None]
+    v = tiled(data.to(carrier), tile) * decode.to(carrier)[:, None, :, None]
     return Operand(untiled(v, data.shape), stored.global_scale_inv, fmt, tile)
 
 
@@ -110,11 +112,7 @@ def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
     decode, shape = unpack(stored.scale_inv), stored.data.shape
     if stored.global_scale_inv is not None:
         decode = decode * stored.global_scale_inv
-    data = (
-        widen(stored.data, torch.float32)
-        if stored.data.dtype.itemsize == 1
-        else stored.data.float()
-    )
+    data = stored.data.float()
     if decode.dim() < 2:
         return data.mul_(decode).to(dtype)
     tiles = tiled(data.contiguous(), _tile(shape, decode.shape)).mul_(decode[:, None, :, None])

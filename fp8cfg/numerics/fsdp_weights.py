@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fp8cfg.numerics.codecs import Codec
+from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.fp8_weights import Stored, decoded, pack
 from fp8cfg.numerics.kernels.store import (
     amaxes_of,
@@ -31,7 +32,7 @@ from fp8cfg.numerics.kernels.store import (
     store_scaled,
     store_tiles_fused,
 )
-from fp8cfg.numerics.quantize import count_values, quantize_tiles, rounded
+from fp8cfg.numerics.quantize import count_values, quantize_tiles
 from fp8cfg.numerics.scaling import (
     WEIGHT,
     AmaxGroup,
@@ -203,7 +204,7 @@ def quantized_shard(
             continue
         if (cut := known.tiles.get(axis)) is not None:
             data, decode = (
-                rounded(shard.float() * _of_rows(cut.encode, shard, tile, place), fmt),
+                cast(shard.float() * _of_rows(cut.encode, shard, tile, place), fmt),
                 cut.decode,
             )
         elif len(shard):

@@ -21,9 +21,8 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8cfg.numerics import formats
 from fp8cfg.numerics.async_copies import waited
-from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast
+from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast, reciprocal
 from fp8cfg.schema.scalings import SCALINGS, Descriptor, ScalingName, Tile
 
 
@@ -185,18 +184,12 @@ def amax_of(t: Tensor) -> Tensor:
     t = t.detach()
     if t.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=t.device)
-    if (
-        torch.compiler.is_compiling()
-    ):  # a comparison with NaN is false; unlike isnan() it vectorises
-        a = t.abs()
-        return torch.where(a >= 0, a, 0).amax().float()
-    if t.device.type == "cpu":  # ten times faster than abs().amax(), but NaN wins in it
-        low, high = torch.aminmax(t)
-        amax = torch.maximum(high, -low).float()
-        if not amax.isnan():
-            return amax
-    clean = t.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-    return clean.abs().amax().float()
+    return without_nan(t.abs()).amax().float()
+
+
+def without_nan(magnitudes: Tensor) -> Tensor:
+    """Replaces NaN by 0 in a tensor without negative numbers."""
+    return torch.where(magnitudes >= 0, magnitudes, 0)  # a comparison with NaN is false
 
 
 def scale_from_amax(
@@ -340,15 +333,10 @@ def spread(scales: Tensor, shape: tuple[int, ...], tile: Tile) -> Tensor:
 
 def tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
     """Largest magnitude in each tile of `v` [A, r, B, c], float32 [A, 1, B, 1]. NaN is kept, or else skipped as in fmaxf."""
-    a = v.float().abs()
-    if keep_nan:
-        return a.amax((1, 3), keepdim=True)
-    if torch.compiler.is_compiling():
-        return torch.where(a >= 0, a, 0).amax((1, 3), keepdim=True)
-    amax = a.amax((1, 3), keepdim=True)
-    if amax.device.type == "cpu" and not amax.isnan().any():
-        return amax
-    return a.nan_to_num(nan=0.0, posinf=torch.inf).amax((1, 3), keepdim=True)
+    magnitudes = v.float().abs()
+    if not keep_nan:
+        magnitudes = without_nan(magnitudes)
+    return magnitudes.amax((1, 3), keepdim=True)
 
 
 def tile_scales(
@@ -357,19 +345,18 @@ def tile_scales(
     scaling: Scaling,
     whole: Tensor | None,
     dtype: torch.dtype = torch.float32,
-    seen: list[Tensor] | None = None,
+    record: Tensor | None = None,
     group: str | None = None,
 ) -> Scales:
     """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4, `dtype`
-    what `v` was before it was float32: block scales go no higher than its largest number. The largest amax of all tiles, [], is
-    added to `seen`. Of tiles, rows or columns, whose other parts ranks of `group` have, amaxes are the largest over these.
+    what `v` was before it was float32: block scales go no higher than its largest number. The largest amax of all tiles is folded
+    into the running maximum `record`, [], if there is one. Of tiles, rows or columns, whose other parts ranks of `group` have,
+    amaxes are the largest over these.
     """
     keep_nan = scaling.layout.scale != "float32"
     amax = tile_amax(v, keep_nan)
-    if seen is not None and amax.numel():
-        seen.append(
-            (torch.where(amax >= 0, amax, 0) if keep_nan else amax).amax()
-        )  # but for tiles that have NaN
+    if record is not None and amax.numel():
+        record_amax(record, without_nan(amax).amax())
     if group is not None:
         amax = (largest_or_nan if keep_nan else largest)(amax, group)
     return Scales(*(_written_out(s) for s in scales_of_amaxes(amax, fmt, scaling, whole, dtype)))
@@ -405,7 +392,7 @@ def scales_of_amaxes(
     scale = scale_from_amax(amax, fmt, largest=largest)
     if scaling.power_2_scales:
         scale = floor_to_power_of_2(scale)
-    return Scales(scale, formats.reciprocal(scale))
+    return Scales(scale, reciprocal(scale))
 
 
 def _e8m0(amax: Tensor, fmt: Format) -> Scales:
@@ -441,7 +428,10 @@ def first_level(t: Tensor, group: str | None = None) -> Tensor:
 
 def amax_or_nan(t: Tensor) -> Tensor:
     """Largest magnitude in `t`, any shape, NaN where it has a NaN, float32 []; 0 of no elements."""
-    return formats.largest(t.detach()).float()
+    t = t.detach()
+    if t.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=t.device)
+    return t.abs().amax().float()
 
 
 def first_level_of(amax: Tensor) -> Tensor:
@@ -452,7 +442,7 @@ def first_level_of(amax: Tensor) -> Tensor:
 
 def _two_levels(amax: Tensor, whole: Tensor) -> Scales:
     """E4M3 scales that decode with `whole`'s reciprocal, which stays outside of the product."""
-    sixth = formats.reciprocal(torch.full((), 6.0, dtype=torch.float32, device=amax.device))
+    sixth = reciprocal(torch.full((), 6.0, dtype=torch.float32, device=amax.device))
     decode = cast((amax * (whole * sixth)).clamp(max=FLT_MAX), E4M3).float()
-    encode = formats.reciprocal(decode * formats.reciprocal(whole)).clamp(max=FLT_MAX)
+    encode = reciprocal(decode * reciprocal(whole)).clamp(max=FLT_MAX)
     return Scales(encode, decode)

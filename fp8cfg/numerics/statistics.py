@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.formats import E2M1, Format, Random, cast, round_in_steps, widen
+from fp8cfg.numerics.formats import Format, Random, round_to_format
 from fp8cfg.numerics.fp8_linear import CONTRACTED, FP8Linear
 from fp8cfg.numerics.fp8_weights import decoded
 from fp8cfg.numerics.fsdp_weights import GatheredWeight, whole_master
@@ -38,8 +38,8 @@ from fp8cfg.numerics.state_dict_conversion import ROUNDING_COUNT
 from fp8cfg.numerics.stored_state import AMAX, BACKWARD_AMAX, RAN
 
 TENSORS = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
-CHUNK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Elements measured at a time: in the cache of a CPU, and not too many launches on a GPU."""
+CHUNK = 1 << 25
+"""Elements measured at a time, for which there are several float32 copies."""
 
 
 class Statistics(NamedTuple):
@@ -216,7 +216,7 @@ def _measured(
     """
     fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
     whole = first_level(t) if scaling.layout.two_levels else None
-    rows = max(1, CHUNK.get(t.device.type, 1 << 18) // t.shape[1] // 128) * 128  # no tile is higher
+    rows = max(1, CHUNK // t.shape[1] // 128) * 128  # no tile is higher
     scales, sums = [], []
     for i, part in enumerate(torch.split(t, rows)):
         v = tiled(part, tile or (0, 0))
@@ -252,11 +252,7 @@ def _sums(part: Tensor, v: Tensor, fmt: Format, scales: Scales, uniform: Tensor 
     zero, are not finite; sums of squares of errors and of values."""
     x = v.float()
     scaled = x * scales.encode
-    q = (
-        round_in_steps(scaled, fmt, uniform)
-        if fmt == E2M1
-        else widen(cast(scaled, fmt), torch.float32)
-    )
+    q = round_to_format(scaled, fmt, torch.float32, uniform)
     finite = x.abs() < torch.inf
     # amax x (max / amax) may be the float32 above max; that is no overflow.
     counts = [(x != 0) & (q == 0), scaled.abs() > fmt.max * (1 + 2.0**-20), part == 0, ~finite]

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8cfg.numerics.codecs import CHUNK, Codec, Stored, codec
-from fp8cfg.numerics.formats import largest
+from fp8cfg.numerics.codecs import Codec, Stored, codec
+from fp8cfg.numerics.scaling import amax_or_nan
 from fp8cfg.parallel.process_group import Kind, on_ring
 
 if TYPE_CHECKING:
@@ -207,14 +207,12 @@ def gather_owned(
 
 
 def pieces(share: Share, data: Tensor) -> Iterator[tuple[Segment, Tensor]]:
-    """The segments of a share, cut to what a CPU's caches hold, with their elements of the last dimension of `data`."""
+    """The segments of a share with their elements of the last dimension of `data`."""
     at = 0
-    for tensor, first, last in share:
-        step = CHUNK if data.device.type == "cpu" else max(last - first, 1)
-        for start in range(first, last, step):
-            stop = min(start + step, last)
-            yield Segment(tensor, start, stop), data[..., at : at + stop - start]
-            at += stop - start
+    for segment in share:
+        count = segment.stop - segment.start
+        yield segment, data[..., at : at + count]
+        at += count
 
 
 def _first_hop(
@@ -260,7 +258,7 @@ def _amaxes(sums: Sums, rank: int, stored: Sequence[Stored]) -> Tensor:
     found = [torch.zeros_like(scale_inv) for _, scale_inv in stored]
     for shares, total in sums:
         for (tensor, _, _), part in pieces(shares[rank], total):
-            found[tensor] = torch.maximum(found[tensor], largest(part))
+            found[tensor] = torch.maximum(found[tensor], amax_or_nan(part))
     amaxes = torch.stack(found)
     return torch.where(amaxes.isfinite(), amaxes, math.inf)
 
@@ -291,8 +289,7 @@ def sum_over_ranks(tensors: Sequence[Tensor], codec_name: str, world: World) -> 
         stored = [_stored(c, flat) for flat in flats]
         two_hop_all_reduce(stored, c, world)
         for flat, entry in zip(flats, stored, strict=True):
-            for (_, start, stop), part in pieces([Segment(0, 0, flat.numel())], flat):
-                part.copy_(c.decode(c.part(entry, start, stop)))
+            flat.copy_(c.decode(entry))
     _put_back(tensors, flats)
 
 

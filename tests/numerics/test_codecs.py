@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from fp8cfg.numerics import codecs
 from fp8cfg.numerics.codecs import BF16, FP32, NAMES, Codec, codec
-from fp8cfg.numerics.formats import E4M3, largest, random_key, square_root
+from fp8cfg.numerics.formats import E4M3, random_key, square_root
+from fp8cfg.numerics.scaling import amax_or_nan
 from fp8cfg.schema.precision import Codec as CodecName
 from tests.support.codec_values import ALL, KEY, normal, values
 
@@ -223,8 +224,8 @@ def test_square_root_is_the_nearest() -> None:
     ("x", "amax"),
     [([], 0.0), ([0.0, -3.0, 2.0], 3.0), ([1.0, math.nan], math.nan), ([-math.inf, 1.0], math.inf)],
 )
-def test_largest(x: list[float], amax: float) -> None:
-    assert largest(torch.tensor(x)).item() == pytest.approx(amax, nan_ok=True)
+def test_amax_or_nan(x: list[float], amax: float) -> None:
+    assert amax_or_nan(torch.tensor(x)).item() == pytest.approx(amax, nan_ok=True)
 
 
 def test_safetensors_round_trip(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from fp8cfg.numerics import (
     discard_amax,
     fp8_linears,
     overflow,
-    round_to_grid,
     seed_rounding,
     update_scales,
 )
+from fp8cfg.numerics.formats import round_in_steps
 from fp8cfg.numerics.fp8_attention import FP8Attention
 from fp8cfg.numerics.stored_state import stored_state_dict
 
@@ -73,7 +73,7 @@ def test_a_jump_of_gradients_is_clipped_and_counted() -> None:
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_values_within_half_a_step_of_the_largest_are_rounded_not_clipped(fmt: Format) -> None:
-    below, above = round_to_grid(
+    below, above = round_in_steps(
         torch.tensor([1 - 1e-6, 1 + 1e-6]) * fmt.reach, fmt._replace(max=2 * fmt.max)
     )
     assert below == fmt.max < above

@@ -15,14 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8cfg.numerics.codecs import CHUNK, NAMES, Codec, Stored, codec
+from fp8cfg.numerics.codecs import NAMES, Codec, Stored, codec
 from fp8cfg.parallel import quantized_allreduce
 from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.parallel.quantized_allreduce import (
-    Segment,
     even_shares,
     owned_shares,
-    pieces,
     sum_over_ranks,
     sum_stored,
     sum_stored_to_owners,
@@ -334,16 +332,6 @@ def test_codecs_that_are_refused() -> None:
     for name in ("fp8_block", "fp16_scaled", "bf16"):
         with pytest.raises(ValueError, match="FP8 with one scale a tensor is"):
             quantized_allreduce.sum_stored([], codec(name), World())
-
-
-@pytest.mark.parametrize(
-    ("device", "count", "want"),
-    [("cpu", 2 * CHUNK + 1, 3), ("meta", 2 * CHUNK + 1, 1), ("cpu", 0, 0), ("meta", 0, 0)],
-)
-def test_a_cpu_works_in_pieces(device: str, count: int, want: int) -> None:
-    found = [*pieces([Segment(0, 5, 5 + count)], torch.empty(3, count, device=device))]
-    assert len(found) == want and sum(part.shape[1] for _, part in found) == count
-    assert all(segment.stop - segment.start == part.shape[1] for segment, part in found)
 
 
 def test_the_tool_compares(

@@ -31,7 +31,7 @@ from fp8cfg.backends.any_model import checks
 from fp8cfg.building import assembly, builder
 from fp8cfg.building.job import Job
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.numerics import codecs, quantize
+from fp8cfg.numerics import codecs
 from fp8cfg.parallel import fsdp, quantized_allreduce
 from fp8cfg.parallel.process_group import SENT, current
 from fp8cfg.planning import hardware
@@ -115,7 +115,7 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
             (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
             (import_module("torch.optim.adam"), "_device_dtype_check_for_fused", lambda *_: None),
             *((torch, name, instead) for name, instead in no_autocast.items()),
-            *((module, "CHUNK", MUCH) for module in (codecs, quantize, quantized_allreduce)),
+            (codecs, "CHUNK", MUCH),
             (quantized_allreduce, "MESSAGE", quantized_allreduce.MESSAGE if messages else MUCH),
         ):
             modes.enter_context(mock.patch.object(target, name, instead))

@@ -24,7 +24,6 @@ from fp8cfg.numerics.formats import Start, further
 from fp8cfg.numerics.kernels.launch import TRITON
 from fp8cfg.optim.low_bit.adam_update import (
     ROW,
-    Moved,
     Scales,
     Slot,
     find_amaxes,
@@ -33,6 +32,7 @@ from fp8cfg.optim.low_bit.adam_update import (
     moved,
     scales_from,
     scales_of_all,
+    store_scales,
     store_several,
     store_step,
 )
@@ -176,7 +176,7 @@ def amaxes_of_steps(
                 (
                     next(left)
                     if _in_one(columns, work, compiled)
-                    else _amaxes_in_pieces(columns, decoupled, work)[0]
+                    else _amaxes_in_pieces(columns, decoupled, work)
                 )
                 for work in works
             ]
@@ -197,15 +197,13 @@ def _amaxes_compiled(columns: Columns, decoupled: bool, works: Sequence[Work]) -
     )
 
 
-def _amaxes_in_pieces(columns: Columns, decoupled: bool, work: Work) -> tuple[Tensor, Moved | None]:
-    """The amaxes [3] of a tensor, and the values of its last piece."""
-    slot, hyper = work.slot, work.hyper
-    found, values = list[Tensor](), None
-    for a, b in spans(slot.source[0].numel(), slot.source[0].device):
-        values = None  # those of one piece at a time
-        values = moved(columns, decoupled, _part(columns, slot, a, b), hyper)
-        found.append(find_amaxes(columns, values))
-    return torch.stack(found).amax(0) if found else hyper.new_zeros(3), values
+def _amaxes_in_pieces(columns: Columns, decoupled: bool, work: Work) -> Tensor:
+    """The amaxes [3] of a tensor."""
+    amaxes = torch.zeros(3, dtype=torch.float32, device=work.hyper.device)
+    for part, _ in _pieces(columns, work):
+        values = moved(columns, decoupled, part, work.hyper)
+        amaxes = torch.maximum(amaxes, find_amaxes(columns, values))
+    return amaxes
 
 
 @contextmanager
@@ -224,29 +222,23 @@ def _in_one(columns: Columns, work: Work, compiled: bool) -> bool:
 
 
 def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Tensor | None) -> None:
-    slot, hyper, key, skip, first = work
-    count, device = slot.source[0].numel(), slot.source[0].device
-    scales, values = Scales(), None
+    scales = Scales()
     if columns.per_tensor:
         if of_whole is None:
-            of_whole, values = _amaxes_in_pieces(columns, decoupled, work)
+            of_whole = _amaxes_in_pieces(columns, decoupled, work)
         scales = scales_from(columns, of_whole)
-    key = key_of_step(key, hyper)
-    for a, b in reversed(
-        [*spans(count, device)] or [(0, 0)]
-    ):  # from the last piece on, whose values are there
-        part = _part(columns, slot, a, b)
-        store_step(
-            columns,
-            part,
-            values or moved(columns, decoupled, part, hyper),
-            key,
-            scales,
-            skip,
-            further(first, a),
-            a == 0,
-        )
-        values = None
+    key = key_of_step(work.key, work.hyper)
+    for part, start in _pieces(columns, work):
+        values = moved(columns, decoupled, part, work.hyper)
+        store_step(columns, part, values, key, scales, work.skip, start)
+    store_scales(work.slot, scales, work.skip)
+
+
+def _pieces(columns: Columns, work: Work) -> Iterator[tuple[Slot, Start]]:
+    """The pieces of a tensor, each with the place of its first element in the whole."""
+    source = work.slot.source[0]
+    for start, stop in spans(source.numel(), source.device):
+        yield _part(columns, work.slot, start, stop), further(work.first, start)
 
 
 def _step_compiled(

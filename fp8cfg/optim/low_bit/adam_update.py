@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8cfg.numerics.codecs import Stored, write
-from fp8cfg.numerics.formats import Start, key_of_draw, largest, square_root
+from fp8cfg.numerics.formats import Start, key_of_draw, square_root
+from fp8cfg.numerics.scaling import amax_or_nan
 from fp8cfg.optim.low_bit.columns import Columns
 
 ROW = 4096
@@ -103,7 +104,7 @@ def find_amaxes(columns: Columns, values: Moved) -> Tensor:
     """The amaxes of weight and moments for scales of whole tensors, [3]; 0 for a column without such a scale."""
     return torch.stack(
         [
-            largest(x) if wanted else x.new_zeros(())
+            amax_or_nan(x) if wanted else x.new_zeros(())
             for x, wanted in zip(values, columns.amaxes, strict=True)
         ]
     )
@@ -127,7 +128,7 @@ def find_row_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor
 
 
 def _row_amaxes(x: Tensor) -> Tensor:
-    return x.reshape(-1, ROW).abs().amax(1) if x.numel() % ROW == 0 else largest(x).view(1)
+    return x.reshape(-1, ROW).abs().amax(1) if x.numel() % ROW == 0 else amax_or_nan(x).view(1)
 
 
 def scales_of_all(columns: Columns, decoupled: bool, amaxes: Tensor) -> Tensor:
@@ -149,10 +150,9 @@ def store_step(
     new: Scales,
     skip: Tensor | None,
     start: Start = 0,
-    last: bool = True,
 ) -> None:
     """Write the result of the step, unless `skip`, a bool [], is true; `start` is the first element of this piece in its tensor.
-    The scales of whole tensors are written with the `last` piece, since the old ones are needed until then.
+    `store_scales` writes the scales of whole tensors.
     """
     c, (w, m, v) = columns, values
     c.source.write(w, slot.source, new.source, key, 0, start, skip)
@@ -166,12 +166,14 @@ def store_step(
         c.weight.write(rounded, weight, scale, key, 3, start, skip)
     if slot.copy is not None:
         write(slot.copy, c.weight.decode(_rescaled(weight, scale)), skip)
-    if last:
-        for stored, scale in zip(
-            (slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq), new, strict=True
-        ):
-            if stored is not None and scale is not None:
-                write(stored[1], scale, skip)
+
+
+def store_scales(slot: Slot, new: Scales, skip: Tensor | None) -> None:
+    """Writes the scales of whole tensors, after all pieces: the old ones are needed until then."""
+    columns = (slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq)
+    for stored, scale in zip(columns, new, strict=True):
+        if stored is not None and scale is not None:
+            write(stored[1], scale, skip)
 
 
 def store_whole(
@@ -194,7 +196,6 @@ def store_whole(
         new,
         skip,
         first,
-        last=False,
     )
 
 
