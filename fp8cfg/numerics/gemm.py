@@ -112,7 +112,7 @@ def laid_out(t: Operand) -> tuple[Tensor, Tensor]:
     assert t.scale_inv is not None and t.tile is not None
     if t.data.dtype == torch.uint8:
         return t.data, t.scale_inv
-    data, scale = _completed(t.data.view(torch.uint8)), t.scale_inv
+    data, scale = _padded(t.data.view(torch.uint8), ALIGNED), t.scale_inv
     if scale.dim() == 1:
         return data, scale
     if t.tile[0] > 1:
@@ -186,14 +186,6 @@ def _(
     return a.new_empty(len(a), len(b), dtype=out)
 
 
-def _completed(t: Tensor) -> Tensor:
-    """Bytes `t` [M, K], row-major, K completed with zeros."""
-    missing = -t.shape[1] % ALIGNED
-    return (
-        F.pad(t, (0, missing)) if missing else t
-    ).contiguous()  # pad copies, also where nothing is missing
-
-
 def swizzled(scales: Tensor) -> Tensor:
     """Bytes `scales` [R, C] in the order that the tensor cores read, completed with zeros to whole tiles of 128 x 4; flat."""
     rows, columns = scales.shape
@@ -221,6 +213,7 @@ def packed_e2m1(code: Tensor) -> Tensor:
 
 
 WIDTH = 128
+"""Elements of a tile of block scaling along a contracted dimension."""
 FEW = 256
 """Rows up to which a GPU is not asked for scales of rows. On an H100 cuBLASLt, which torch asks there, refuses them for [M, 9216] @
 [3072, 9216]ᵀ of 256 rows or less (CUBLAS_STATUS_NOT_SUPPORTED), not of 257, nor for [127, 3072] @ [3072, 3072]ᵀ, nor scales of
@@ -342,7 +335,7 @@ def _blocks(t: Tensor, scale: Tensor, rows: bool) -> tuple[Tensor, Tensor, F.Sca
 
 
 def _padded(t: Tensor, multiple: int) -> Tensor:
-    """Float8 `t` [M, K] row-major, K completed with zeros. Tokens are contracted in wgrad and come in any number."""
+    """Float8 numbers or bytes `t` [M, K] row-major, K completed with zeros. Tokens are contracted in wgrad and come in any number."""
     t = t.contiguous()
     missing = -t.shape[1] % multiple
     return F.pad(t.view(torch.uint8), (0, missing)).view(t.dtype) if missing else t

@@ -63,10 +63,12 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
     coded = {
         f"{name.rpartition('.')[0]}.weight".lstrip(".")
         for name in stored
-        if _is_fp8(name, "fp8_weight")
+        if is_fp8_state(name, "fp8_weight")
     }
     return {
-        name: t.detach().clone() for name, t in stored.items() if _is_fp8(name) or name in coded
+        name: t.detach().clone()
+        for name, t in stored.items()
+        if is_fp8_state(name) or name in coded
     }
 
 
@@ -84,9 +86,9 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     model.load_state_dict(dict(state), strict=False)
 
 
-def is_fp8_state(name: str) -> bool:
-    """Whether an entry of the stored form is FP8 state, and no parameter."""
-    return _is_fp8(name)
+def is_fp8_state(name: str, prefix: str = "fp8_") -> bool:
+    """Whether an entry of the stored form is FP8 state and no parameter: its last part begins with `prefix`."""
+    return name.rpartition(".")[2].startswith(prefix)
 
 
 @contextmanager
@@ -111,10 +113,6 @@ def say_scales_anew(layers: Iterable[nn.Module]) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _is_fp8(name: str, begin: str = "fp8_") -> bool:
-    return name.rpartition(".")[2].startswith(begin)
 
 
 RAN = ("ran_forward", "ran_backward")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.optim.deferred_step import DeferredSteps
-from fp8cfg.optim.low_bit import columns as one_shard
+from fp8cfg.optim.low_bit import columns
 
 Names = Mapping[nn.Parameter, str]
 Masters = Mapping[nn.Parameter, Tensor]
@@ -249,7 +249,7 @@ class NamedOptimizer(torch.optim.Optimizer):
             self.state_tensors(),
         )
         if self.one_shard is not None:
-            tensors = one_shard.plain(tensors, self.names, self.masters_of)
+            tensors = columns.plain(tensors, self.names, self.masters_of)
         return {"tensors": tensors, "json": self.state_json(), "param_groups": groups} | carried(
             self.fp8_state
         )
@@ -265,9 +265,9 @@ class NamedOptimizer(torch.optim.Optimizer):
                 f" {len(self.param_groups)}"
             )
         if self.one_shard is not None:
-            tensors, masters = one_shard.shards(state_dict["tensors"], self.names)
+            tensors, masters = columns.shards(state_dict["tensors"], self.names)
             self.load_state(tensors, state_dict["json"])
-            one_shard.write(masters)
+            columns.write(masters)
             self._load_fp8(state_dict)  # scales and amaxes of these
             self.one_shard()
         else:

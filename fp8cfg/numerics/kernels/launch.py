@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, library
 
 from fp8cfg.numerics.formats import BY_DTYPE, E2M1, Random
-from fp8cfg.numerics.gemm import ALIGNED, Operand, swizzled_size
+from fp8cfg.numerics.gemm import ALIGNED, WIDTH, Operand, swizzled_size
 from fp8cfg.numerics.overflow_counts import TAGS, counter
 from fp8cfg.numerics.scaling import FLT_MAX, AmaxGroup, Scaling, largest, sizes
 from fp8cfg.schema.scalings import Tile
 
-WIDTH = 128
-"""Elements of a tile of block scaling along a contracted dimension."""
 MX = 32
 """The same under MX."""
 TRITON = importlib.util.find_spec("triton") is not None
@@ -208,13 +206,13 @@ def cast_tiles(
     amaxes_t: Tensor | None = None,
 ) -> None:
     """What `quantize_blocks` does, into tensors that are there; the second matrix is laid out as `t` is without `transpose`."""
-    from fp8cfg.numerics.kernels import blocks
-    from fp8cfg.numerics.kernels import rows as triton_row_kernel
+    from fp8cfg.numerics.kernels.blocks import cast_blocks
+    from fp8cfg.numerics.kernels.rows import cast_rows
 
     (top,) = {BY_DTYPE[x.dtype].max for x in (data, data_t) if x is not None}
     seen, counts = (None, None) if history is None else (history[0, role], counter(t.device, role))
     if width == 0:
-        triton_row_kernel.cast_rows(
+        cast_rows(
             t,
             top,
             power_2,
@@ -230,7 +228,7 @@ def cast_tiles(
         )
     else:
         highest, mx = min(torch.finfo(t.dtype).max, FLT_MAX), width if width == MX else 0
-        blocks.cast_blocks(
+        cast_blocks(
             t,
             highest,
             top,
