@@ -116,7 +116,7 @@ def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
     if decode.dim() < 2:
         return data.mul_(decode).to(dtype)
     tiles = tiled(data.contiguous(), _tile(shape, decode.shape)).mul_(decode[:, None, :, None])
-    return untiled(tiles, shape).to(dtype).contiguous()
+    return untiled(tiles, shape).to(dtype)
 
 
 def pack(decode: Tensor, scaling: Scaling) -> Tensor:

@@ -316,13 +316,13 @@ def sizes(shape: tuple[int, ...], tile: Tile) -> Tile:
 
 
 def untiled(v: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `tiled`."""
+    """The inverse of `tiled`, contiguous."""
     a, r, b, c = v.shape
     # What is read by stride has to be in memory. Fused with what is around it, Inductor's C++ of incomplete tiles leaves elements
     # unwritten. Seen with torch 2.13; it ends with the torch that passes the test of few columns without it.
     if torch.compiler.is_compiling() and shape != (a * r, b * c):
         return v.contiguous().as_strided(shape, (b * c, 1))
-    return v.reshape(a * r, b * c)[: shape[0], : shape[1]]
+    return v.reshape(a * r, b * c)[: shape[0], : shape[1]].contiguous()
 
 
 def spread(scales: Tensor, shape: tuple[int, ...], tile: Tile) -> Tensor:
