@@ -431,7 +431,8 @@ def amax_or_nan(t: Tensor) -> Tensor:
     t = t.detach()
     if t.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=t.device)
-    return t.abs().amax().float()
+    low, high = torch.aminmax(t)  # makes no copy of `t`, as abs() does
+    return torch.maximum(high, -low).float()
 
 
 def first_level_of(amax: Tensor) -> Tensor:
