@@ -96,7 +96,7 @@ def transposes(device: Device) -> str:
 def whole_memory(gpu: str) -> str:
     """What the 8B step needs, and where that is more than the GPU has, what trains there."""
     found = fp8cfg.plan(fp8cfg.compose([*WHOLE, *WORDS["delayed"]]), gpu)
-    fits = [" ".join(words) for words in (found.write, found.alternative) if words]
+    fits = [" ".join(found.write)] if found.write else []
     instead = (
         f"; bench_gpu.py puts it together from layers, and what trains there is {' or '.join(fits)}"
         if fits

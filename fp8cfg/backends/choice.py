@@ -143,10 +143,7 @@ def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[str]:
         lines.append(
             f"its scales are not those of the stages of pipeline_model_parallel_size={stages}"
         )
-    return [
-        LayoutRefusal(f"backend={name}: {line}; write backend={REFERENCE}", {"backend": REFERENCE})
-        for line in lines
-    ]
+    return [LayoutRefusal(f"backend={name}: {line}; write backend={REFERENCE}") for line in lines]
 
 
 def _choice(

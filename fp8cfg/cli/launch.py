@@ -14,7 +14,7 @@ from fp8cfg.execution.executor import TorchrunExecutor
 from fp8cfg.execution.slurm import SBATCH, SlurmExecutor, unknown
 from fp8cfg.planning import hardware as machine
 from fp8cfg.planning import preflight, smoke
-from fp8cfg.planning.fit_search import Line, offering
+from fp8cfg.planning.fit_search import Line
 from fp8cfg.planning.layout import placed
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import full
@@ -91,8 +91,8 @@ def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
 
 
 def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) -> list[str]:
-    """A line where `ranks` of this machine alone are to be started of a `recipe` for several; with those that run here, as
-    `whole_line` has them, where nothing else is wrong."""
+    """A line if `ranks` of this machine alone are to be started of a `recipe` for several machines;
+    with one that runs here, made by `whole_line`, if nothing else is wrong."""
     t = recipe.trainer
     if ranks is None or t.num_nodes == 1 or t.smoke:
         return []
@@ -103,11 +103,7 @@ def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) 
     if whole_line is None:
         return lines
     here, hardware = placed(recipe, 1, ranks), machine.find_hardware(t.accelerator)
-    found = [
-        *preflight.fits(here, hardware, ranks),
-        *preflight.smoke_run_here(recipe, hardware, ranks),
-    ]
-    return offering(lines, "here", list(map(whole_line, found)))
+    return preflight.with_offers(lines, here, hardware, whole_line, ranks)
 
 
 def _refuse(found: Settled, ranks: int, whole_line: Line) -> None:

@@ -69,13 +69,13 @@ def started(
             preflight.choose_backend(
                 recipe, hardware, recipe.trainer.num_nodes * recipe.trainer.devices
             )
-        runs = (
-            preflight.fits(recipe, hardware, takes=takes)
-            if takes
-            else preflight.smoke_run_here(recipe, hardware)
-        )
-        line = f"{e}: {node_line(recipe, argv, gpus)}"
-        raise ConfigError(offering([line], "here", list(map(whole_line, runs)))) from None
+        lines = [f"{e}: {node_line(recipe, argv, gpus)}"]
+        if takes:
+            lines = preflight.with_offers(lines, recipe, hardware, whole_line, takes=takes)
+        else:
+            fit = preflight.smoke_run_here(recipe, hardware)
+            lines = offering(lines, "here", [whole_line(fit)] if fit else [])
+        raise ConfigError(lines) from None
     _say_idle(recipe, gpus, ranks)
     return start(ranks, argv) if ranks > 1 else None
 

@@ -40,12 +40,11 @@ sizes, and what will be built.
 
 Exit code: 0 where training runs as the recipe stands: with --gpu or --gpus the
 line that starts it there follows the plan. 2 where it does not: for want of
-memory, or for a layout that this version plans and does not train, the line
-that runs there at the least cost follows the plan, and one that changes nothing
-of what the first does, such as opt_level=O2 where that recomputes. Where the
-GPUs are no whole replicas of the layout, or it does not divide the model or the
-global batch, there is no plan, and the lines change layout and memory together,
-or leave GPUs idle where nothing runs on all.
+memory, or for a layout that this version plans and does not train, a line that
+runs follows the plan: with recomputation, shards or a smaller microbatch, or on
+more GPUs. Where the GPUs are no whole replicas of the layout, or it does not
+divide the model or the global batch, there is no plan, and the line changes the
+layout too, or leaves GPUs idle where nothing runs on all.
 For a GPU that cannot do what the recipe asks for there is no line, but for a
 backend that does not split its layers as the layout has it.
 """
@@ -92,11 +91,12 @@ def run(argv: list[str]) -> int:
     whole_line = whole_lines(arguments, settle)
     plan = planned(recipe, world, gpu, whole_line, found.problems)
     print(_shown(plan, *arguments.flags))
-    refuse_if(offering(plan.refusals, "there", plan.lines) if plan.refusals else [])
+    where = plan.offered.where("there") if plan.offered else "there"
+    refuse_if(offering(plan.refusals, where, plan.lines) if plan.refusals else [])
     if (
         not {"--tree", "--dot", "--code"} & arguments.flags
     ):  # a graph, which export and tools of Fiddle take, runs nothing
-        refuse_if(offering(plan.problems, "there", plan.lines) if plan.problems else [])
+        refuse_if(offering(plan.problems, where, plan.lines) if plan.problems else [])
         if (
             not arguments.flags
             and (name or ranks)

@@ -35,8 +35,7 @@ def of_precision(recipe: Recipe) -> list[str]:
         lines.append(
             LayoutRefusal(
                 f"log.fp8_stats_every_n_steps={every}: one rank measures, and under "
-                f"pipeline_model_parallel_size={stages} none has all layers; write 0",
-                {"log.fp8_stats_every_n_steps": 0},
+                f"pipeline_model_parallel_size={stages} none has all layers; write 0"
             )
         )
     return lines
@@ -113,12 +112,11 @@ def of_state(recipe: Recipe) -> Iterator[str]:
     p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
     if tensor == 1 or level(p) or not low_bit(p) or in_parts(p):
         return
-    write = {f"storage.{key}": _WIDE[key] for key in _WIDE if not in_parts(_widened(p, but=key))}
-    words = " ".join(f"{key}={value}" for key, value in write.items())
+    narrow = [key for key in _WIDE if not in_parts(_widened(p, but=key))]
+    words = " ".join(f"storage.{key}={_WIDE[key]}" for key in narrow)
     yield LayoutRefusal(
         "storage: state in fewer bits, but for moments and gradients over float32 masters, is that"
-        f" of whole matrices, and tensor_model_parallel_size={tensor} splits them; write {words}",
-        write,
+        f" of whole matrices, and tensor_model_parallel_size={tensor} splits them; write {words}"
     )
 
 
@@ -137,19 +135,16 @@ def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:
     if f.dot_product_attention:
         yield LayoutRefusal(
             f"fp8.dot_product_attention=true: attention in FP8 takes all heads, and {key} splits"
-            " them; write false",
-            {"fp8.dot_product_attention": False},
+            " them; write false"
         )
     if every := recipe.log.fp8_stats_every_n_steps:
         yield LayoutRefusal(
             f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has"
-            " whole matrices; write 0",
-            {"log.fp8_stats_every_n_steps": 0},
+            " whole matrices; write 0"
         )
     if not f.reduce_amax:
         yield LayoutRefusal(
-            f"fp8.reduce_amax=false: parts of a matrix share one scale under {key}; write true",
-            {"fp8.reduce_amax": True},
+            f"fp8.reduce_amax=false: parts of a matrix share one scale under {key}; write true"
         )
     block = max(scaling.block, ALIGNMENT)
     config = transformer_config(recipe)
@@ -210,10 +205,8 @@ def _level(recipe: Recipe, alone: str, keys: list[str]) -> str:
     if capabilities(p.backend).level:
         plain = "backend=native opt_level=null" if p.opt_level else "backend=native"
         return LayoutRefusal(
-            f"backend={p.backend}: its level {level(p)} goes {alone}; write {plain}",
-            {"backend": "native"},
+            f"backend={p.backend}: its level {level(p)} goes {alone}; write {plain}"
         )
-    # The search for what fits gives levels up by itself, at their cost, and writes what a stage more needs.
     other = f", or {keys[0]}=1" if len(keys) == 1 and recipe.trainer.strategy.chunks == 1 else ""
     return f"opt_level={p.opt_level}: goes {alone}; write opt_level=null{other}"
 
@@ -222,13 +215,11 @@ def _sent(recipe: Recipe, alone: str) -> Iterator[str]:
     p, storage = recipe.precision, recipe.storage
     if resolved(p)["comm"] not in SCALED:
         return
-    write = {
-        "storage.comm": "auto",
-        **({} if storage.accumulate == "wide" else {"storage.accumulate": "wide"}),
-    }
-    words = " ".join(f"{key}={value}" for key, value in write.items())
+    words = "storage.comm=auto"
+    if storage.accumulate != "wide":
+        words += " storage.accumulate=wide"
     yield LayoutRefusal(
-        f"storage.comm={storage.comm}: gradients sent in FP8 go {alone}; write {words}", write
+        f"storage.comm={storage.comm}: gradients sent in FP8 go {alone}; write {words}"
     )
 
 
@@ -244,7 +235,5 @@ def _owned(recipe: Recipe, alike: int, alone: str) -> Iterator[str]:
             "" if p.storage.shard == shard else f", which is {shard}"
         )
         yield LayoutRefusal(
-            f"{said}: tensors of this state have owners, which go {alone}; write"
-            " storage.shard=none",
-            {"storage.shard": "none"},
+            f"{said}: tensors of this state have owners, which go {alone}; write storage.shard=none"
         )

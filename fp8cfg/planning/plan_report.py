@@ -15,11 +15,11 @@ from fp8cfg.planning.communication import of_step
 from fp8cfg.planning.coverage import Coverage
 from fp8cfg.planning.coverage import planned as planned_coverage
 from fp8cfg.planning.fit_search import (
-    Backend,
     Fit,
     Line,
-    alternatives,
+    Search,
     differences,
+    falling_short,
     offering,
     smoke_run,
     words_alone,
@@ -77,11 +77,10 @@ def _runs(p: Plan) -> str:
 
 def _verdict(p: Plan) -> str:
     lines = [wrapped(f"does not run as it stands: {line}", more="  ") for line in p.problems]
-    offered = [
-        f"runs with: {' '.join(p.write)}",
-        *([f"or with: {' '.join(p.alternative)}"] if p.alternative else []),
-    ]
-    return "\n".join([*lines, *(wrapped(line, more="  ") for line in offered)])
+    if p.offered:
+        more = f"on {p.offered.ranks} GPUs " if p.offered.ranks else ""
+        lines.append(wrapped(f"runs {more}with: {' '.join(p.write)}", more="  "))
+    return "\n".join(lines)
 
 
 def passed_over(choice: Choice) -> list[str]:
@@ -285,26 +284,20 @@ class Plan:
     problems: Sequence[str] = ()
     """Why it does not run as it stands where somebody multiplies: its layout, its memory, or too little in FP8. Empty where it
     does run."""
-    offered: Sequence[Fit] = ()
-    """Recipes that run on these ranks in its place, with the words that change it into each; none where there are no `problems`."""
+    offered: Fit | None = None
+    """Recipe that runs in its place, and the overrides that change it into that one; None without `problems`."""
     lines: Sequence[str] = ()
-    """Those as whole command lines, with every word that differs from what was typed, of machines and batch too; in Python the
-    words alone."""
+    """That as a whole command line, with every override that differs from what was typed, of machines and batch too; in Python
+    the overrides alone."""
     built: Mapping[str, Mapping[str, Any]] | None = None
     """Autocast context, optimizer, schedule and loss scaler that will be built, each "name" and its arguments; None where
     nobody multiplies."""
 
     @property
     def write(self) -> Sequence[str]:
-        """Words with which it runs on these ranks, at the least cost; of a smoke run where the whole model does not. Empty where
-        there are no `problems`."""
-        return self.offered[0].words if self.offered else ()
-
-    @property
-    def alternative(self) -> Sequence[str]:
-        """Words with which it runs there, too, that change nothing of what `write` changes, such as opt_level=O2 where that
-        recomputes; empty where there are none."""
-        return self.offered[1].words if len(self.offered) > 1 else ()
+        """Overrides with which it runs on these ranks or on more; of a smoke run if the whole model does not fit. Empty without
+        `problems`."""
+        return self.offered.words if self.offered else ()
 
     @property
     def backend(self) -> str | None:
@@ -376,7 +369,6 @@ class Plan:
             "fits": fits,
             "problems": self.problems,
             "write": self.write,
-            "alternative": self.alternative,
             "lines": self.lines,
             "recompute": {
                 granularity: self.recomputing(granularity)
@@ -414,14 +406,11 @@ def make(
         refuse_if(problems_of_layout)
         layout = parts(recipe, world)
     except ConfigError as e:  # there are no ranks of which to say more
-        found = (
-            _offered(recipe, world, hardware, memory_of_each)
-            if choice or recipe.backend != "auto"
-            else []
-        )
-        raise ConfigError(
-            [*refusals, *offering(e.problems, "there", list(map(whole_line, found)))]
-        ) from None
+        lines: Sequence[str] = e.problems
+        if choice or recipe.backend != "auto":
+            lines, fit = _instead(lines, recipe, world, hardware, memory_of_each)
+            lines = offering(lines, fit.where("there"), [whole_line(fit)]) if fit else lines
+        raise ConfigError([*refusals, *lines]) from None
     backend = choice.backend if choice else None
     ranks = [
         Rank(
@@ -434,10 +423,13 @@ def make(
     ]
     coverage = planned_coverage(recipe, plan_layers(recipe, backend))
     layout_problems = refused(recipe, world)
-    problems = layout_problems or _too_large(recipe, ranks, gpu) if choice else []
-    offered = (
-        _offered(recipe, world, hardware, memory_of_each) if problems or layout_problems else []
-    )
+    problems: Sequence[str] = []
+    if choice:
+        problems = layout_problems or _too_large(recipe, ranks, gpu)
+    offered = None
+    if problems or layout_problems:
+        problems, offered = _instead(problems, recipe, world, hardware, memory_of_each)
+    line = whole_line(offered) if offered else ""
     problems = [*problems, *_below_least(recipe, coverage)]
     return Plan(
         recipe,
@@ -450,7 +442,7 @@ def make(
         ranks,
         problems,
         offered,
-        list(filter(None, map(whole_line, offered))),
+        [line] if line else [],
     )
 
 
@@ -482,27 +474,29 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
     ]
 
 
-def _offered(recipe: Recipe, world: int, hardware: Hardware, free: int) -> list[Fit]:
-    """What runs on `world` ranks in the place of `recipe`, of which the machines that make these ranks are a part; on as many of
-    them as a launch would start where nothing runs on all; or the smoke run."""
+def _instead(
+    problems: Sequence[str], recipe: Recipe, world: int, hardware: Hardware, free: int
+) -> tuple[Sequence[str], Fit | None]:
+    """`problems`, with the smallest peak if nothing fits, and what runs instead of `recipe`.
+
+    That is a fit on `world` ranks, on as many of them as a launch would start, or a smoke run.
+    """
+
+    def backend(other: Recipe, ranks: int) -> str:
+        return _chosen(other, hardware, shards(other, ranks)).backend
+
+    search = Search(hardware.device, free, backend)
+    trainer, closest = recipe.trainer, None
     for ranks in filter(None, dict.fromkeys([world, shared_by(recipe, world)])):
-        if found := _fits(recipe, ranks, hardware, free):
-            return found
-    return smoke_run(recipe, world, _backend(hardware, world))
-
-
-def _fits(recipe: Recipe, ranks: int, hardware: Hardware, free: int) -> list[Fit]:
-    here = (
-        recipe
-        if ranks == recipe.trainer.num_nodes * recipe.trainer.devices
-        else placed(recipe, *machines(ranks))
-    )
-    found = alternatives(here, hardware.device, free, ranks, _backend(hardware, ranks))
-    return [replace(fit, words=differences(recipe, fit.recipe)) for fit in found]
-
-
-def _backend(hardware: Hardware, ranks: int) -> Backend:
-    return lambda recipe: _chosen(recipe, hardware, shards(recipe, ranks)).backend
+        is_meant = ranks == trainer.num_nodes * trainer.devices
+        here = recipe if is_meant else placed(recipe, *machines(ranks))
+        fit = search.nearest(here, ranks)
+        if fit and fit.peak <= free:
+            return problems, replace(fit, words=differences(recipe, fit.recipe))
+        closest = closest or fit
+    if closest and problems:
+        problems = falling_short(problems, closest)
+    return problems, smoke_run(recipe, world, backend)
 
 
 MOST = 9_999_999

