@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.tables import size
 from tools.layout_proof import cells
-from tools.layout_proof.collective_counter import Sent
-from tools.layout_proof.comparison import KINDS, Compared, compare
+from tools.layout_proof.comparison import KINDS, Compared, compare, wrong_axes
 
 HEADER = f"{'recipe':<17} {'precision':<16} {'ranks':>6}  {'layout':<27} {'rank':<12}"
 WIDTH = 12
@@ -46,20 +45,17 @@ def row(found: Compared) -> str:
 
 
 def sent_lines(found: Compared) -> list[str]:
-    """A line for each axis and kind of collective: how many a step runs, and the bytes that the rank sends in them."""
+    """A line for each axis: the bytes that the rank sends in a step."""
     if found.sent is None or found.planned_sent is None:
         return []
+    wrong = wrong_axes(found.sent, found.planned_sent)
     lines = []
-    for axis, how in dict.fromkeys([*found.planned_sent, *found.sent]):
-        counted, planned = (
-            every.get((axis, how), Sent(0, 0)) for every in (found.sent, found.planned_sent)
+    for axis in dict.fromkeys([*found.planned_sent, *found.sent]):
+        planned = found.planned_sent.get(axis, 0)
+        verdict = "NOT AS PLANNED" if axis in wrong else "as planned"
+        lines.append(
+            f"    {axis:<27} {found.sent.get(axis, 0):>16} B  planned {planned} B, {verdict}"
         )
-        said = (
-            "as planned"
-            if counted == planned
-            else f"planned {planned.count} with {planned.bytes} B"
-        )
-        lines.append(f"    {axis:<27} {counted.count:>7} {how:<14} {counted.bytes:>16} B  {said}")
     return lines
 
 
@@ -120,7 +116,7 @@ def main() -> int:
     parser.add_argument(
         "--sent",
         action="store_true",
-        help="count the collectives of a second step too, and the bytes sent in them",
+        help="count the bytes that a second step sends too",
     )
     parser.add_argument(
         "--accumulate",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 from fp8cfg.backends.choice import BLOCK_CUDA, Choice, Hardware, choose
 from fp8cfg.planning import graph_text, job_plan, remarks, smoke
 from fp8cfg.planning import hardware as speedups
-from fp8cfg.planning.collectives import Collective
-from fp8cfg.planning.communication import of_step
+from fp8cfg.planning.communication import Sent, of_step
 from fp8cfg.planning.coverage import Coverage
 from fp8cfg.planning.coverage import planned as planned_coverage
 from fp8cfg.planning.fit_search import (
@@ -144,33 +142,12 @@ def _memory(p: Plan) -> str:
     return "\n".join(lines)
 
 
-NUMBERS = ("amaxes", "losses and norms", "scales")
-"""What is a number of a tensor or of a token."""
-
-
 def _sent(p: Plan) -> str:
-    """What the rank sends that sends most."""
-    rank, rows = max(p.ranks, key=lambda rank: rank.sent_bytes), dict[str, list[Collective]]()
-    for one in sorted(rank.sent, key=lambda one: one.what in NUMBERS):
-        rows.setdefault(
-            "amaxes, norms, losses" if one.what in NUMBERS else f"{one.axis}: {one.what}", []
-        ).append(one)
-    shown = [
-        [said, _ways(every), size(sum(one.bytes for one in every))] for said, every in rows.items()
-    ]
-    shown.append([f"total, {rank.part.name}", "", size(rank.sent_bytes)])
-    return table(["sent by a rank in a step", "collectives", "size"], shown, right=(2,))
-
-
-def _ways(every: Sequence[Collective]) -> str:
-    counts = Counter[str]()
-    for one in every:
-        counts[one.how] += one.count
-    return (
-        " + ".join(f"{n} {how}" for how, n in counts.items())
-        if len(counts) < 3
-        else f"{counts.total()}"
-    )
+    """The table of what the rank sends that sends most."""
+    rank = max(p.ranks, key=lambda rank: rank.sent_bytes)
+    rows = [[f"{each.axis}: {each.what}", size(each.bytes)] for each in rank.sent]
+    rows.append([f"total, {rank.part.name}", size(rank.sent_bytes)])
+    return table(["sent by a rank in a step", "size"], rows, right=(1,))
 
 
 def _beyond_the_chart(p: Plan) -> list[str]:
@@ -247,8 +224,8 @@ class Rank:
     memory: dict[str, int]
     """Bytes by kind: weights, masters, gradients, moments, activations, and others."""
 
-    sent: Sequence[Collective] = ()
-    """What it sends in a step, by axis of the layout, matter and kind of collective; nothing where there is one rank."""
+    sent: Sequence[Sent] = ()
+    """What it sends in a step, by axis of the layout and by what it carries; nothing if there is one rank."""
 
     @property
     def total(self) -> int:
@@ -361,7 +338,10 @@ class Plan:
                     "parameters": rank.parameters,
                     "memory": rank.memory,
                     "total": rank.total,
-                    "sent": [asdict(one) for one in rank.sent],
+                    "sent": [
+                        {"axis": each.axis, "what": each.what, "bytes": each.bytes}
+                        for each in rank.sent
+                    ],
                 }
                 for rank in self.ranks
             ],

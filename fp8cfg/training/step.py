@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from fp8cfg.optim.lr_schedule import set_lr
 from fp8cfg.parallel.gradient_sync import stores_early, sum_gradients
 from fp8cfg.parallel.mesh import batch_share, coordinates
 from fp8cfg.parallel.pipeline import PipelineRank
-from fp8cfg.parallel.process_group import Kind, World
-from fp8cfg.planning.collectives import of_pass
+from fp8cfg.parallel.process_group import World
+from fp8cfg.planning.communication import of_pass
 from fp8cfg.planning.layout import quantizes_once, stage_parts
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
@@ -128,7 +128,7 @@ def count_pass(recipe: Recipe, samples: int, world: World) -> None:
     strategy = recipe.trainer.strategy
     stage = stage_parts(recipe, strategy.size)[coordinates(strategy, world.rank, world.size)["pp"]]
     for sent in of_pass(recipe, stage, samples):
-        world.traffic.add(cast(Kind, sent.what), sent.bytes, sent.count)
+        world.traffic.add(sent.what, sent.bytes, sent.messages)
 
 
 @dataclass(frozen=True)

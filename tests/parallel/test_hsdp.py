@@ -22,7 +22,7 @@ from tests.support import rank_runs
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 from tools.layout_proof.collective_counter import CollectiveCounter
-from tools.layout_proof.comparison import planned_sent
+from tools.layout_proof.comparison import planned_sent, wrong_axes
 
 GROUPS = "trainer.strategy.data_parallel_replicate_size"
 CURRENT = "precision=bf16_fp8_current fp8.high_precision_at_start=0 fp8.high_precision_at_end=0"
@@ -117,11 +117,7 @@ def counted(shard: str, comm: str, world: World) -> list[list[Any]]:
     plan = planned_sent(
         job.recipe, stage_parts(job.recipe, 4)[0], job.choice.backend, world.rank % 2
     )
-    said = [
-        {f"{axis}: {how}": list(one) for (axis, how), one in every.items()}
-        for every in (counter.found, plan)
-    ]
-    return [*said, [SENT.messages["weights"], SENT.messages["gradients"]]]
+    return [dict(counter.sent), plan, [SENT.messages["weights"], SENT.messages["gradients"]]]
 
 
 def on_four(folder: Path, world: World) -> dict[str, Any]:
@@ -211,7 +207,7 @@ def test_groups_sum_once_a_step_what_is_sent_in_float32(
 ) -> None:
     for rank in four:
         sent, planned, messages = rank[f"{name} counted"]
-        assert sent == planned and messages == [*COUNTS[name]]
+        assert planned and not wrong_axes(sent, planned) and messages == [*COUNTS[name]]
 
 
 def test_groups_are_an_axis_of_their_own() -> None:

@@ -13,7 +13,7 @@ Ended = tuple[int, list[str], str]
 TOOL = Path(__file__).parents[2] / "tools" / "prove_layouts.py"
 SEVERAL = f"""
 import contextlib, io, json, runpy, sys
-from fp8cfg.planning import shards
+from fp8cfg.planning import state_shards
 
 def ended(argv):
     sys.argv[1:] = argv.split()
@@ -26,7 +26,7 @@ def ended(argv):
 found = []
 for argv in sys.argv[1:]:
     if argv == "a wrong plan":
-        shards.shard_rows = lambda rows, ranks, rank=0: rows // ranks + 1
+        state_shards.shard_rows = lambda rows, ranks, rank=0: rows // ranks + 1
     else:
         found.append(ended(argv))
 print(json.dumps(found))
@@ -108,7 +108,7 @@ MORE = {
         "TP1 PP1 CP2 DP4 fsdp",
         ["last 7"],
     ),
-    "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent task=lora model.num_layers=3 lora.targets=[layers.1.*.up_proj] storage.shard=zero2": (
+    "llama_8b --ranks 8 --precision bf16_fp8 --places last --sent task=lora model.num_layers=3 lora.targets=[layers.1.*.q_proj] storage.shard=zero2": (
         "TP1 PP1 CP2 DP4 zero2",
         ["last 7"],
     ),

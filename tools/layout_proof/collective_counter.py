@@ -1,4 +1,4 @@
-"""Collective counter: the collectives that a rank runs, fake or not, by the axis of the layout that its group spans, and bytes sent.
+"""Collective counter: the bytes that a rank sends, fake or not, by the axis of the layout that a group spans.
 
 A dispatch mode sees them where torch hands them to a process group, whoever asked for them: models, FSDP2, schedules, optimizers.
 """
@@ -6,7 +6,7 @@ A dispatch mode sees them where torch hands them to a process group, whoever ask
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,25 +41,13 @@ HOW = {
 """Torch's operators, and what they are called here; nothing of what does not send."""
 
 
-class Sent(NamedTuple):
-    """Collectives, and the bytes that this rank sent in them."""
-
-    count: int
-    bytes: int
-
-
 class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts, in `found`, what is sent inside of the mode by axis and kind, of the layout of `strategy`."""
+    """Adds up, in `sent`, the bytes sent inside of the mode by axis of the layout of `strategy`."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._strategy, self._names = strategy, dict[str, str]()
-        self._counts, self._bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-
-    @property
-    def found(self) -> dict[tuple[str, str], Sent]:
-        """What was sent, by axis and kind."""
-        return {key: Sent(count, self._bytes[key]) for key, count in self._counts.items()}
+        self.sent = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
@@ -75,11 +63,9 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [
             t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)
         ]
-        key, ranks = (self._axis(group), how), group.size()
-        if ranks == 1:
-            return
-        self._counts[key] += 1
-        self._bytes[key] += _sent(name, how, tensors, args, ranks, group.rank())
+        ranks = group.size()
+        if ranks > 1:
+            self.sent[self._axis(group)] += _sent(name, how, tensors, args, ranks, group.rank())
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         """The axes along which the ranks of `group` differ."""
