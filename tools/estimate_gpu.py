@@ -96,12 +96,10 @@ def transposes(device: Device) -> str:
 def whole_memory(gpu: str) -> str:
     """What the 8B step needs, and where that is more than the GPU has, what trains there."""
     found = fp8cfg.plan(fp8cfg.compose([*WHOLE, *WORDS["delayed"]]), gpu)
-    fits = [" ".join(found.write)] if found.write else []
-    instead = (
-        f"; bench_gpu.py puts it together from layers, and what trains there is {' or '.join(fits)}"
-        if fits
-        else ""
-    )
+    instead = ""
+    if found.write:
+        words = " ".join(found.write)
+        instead = f"; bench_gpu.py puts it together from layers, and what trains there is {words}"
     return wrapped(f"llama_8b step: {size(found.widest.total)} on one GPU{instead}")
 
 
