@@ -108,8 +108,6 @@ def _root(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], paramete
 
 MESSAGE = 32 * 1024 * 1024
 """Elements of a message, at most (training/distributed/shards.py)."""
-PIECE = 1 << 16
-"""Elements that a CPU looks up, decodes and adds up at a time (numerics/codecs.py, CHUNK)."""
 
 WAITING, TOGETHER = 1 << 26, 4
 """Elements and tensors of gradients, at most, that wait there in float32 until they are stored together (optim/low_bit)."""
@@ -136,9 +134,7 @@ def after_backward(
             for name, codec in there.items()
             if codec != comm or (codec in SCALED and not stored)
         )
-        widest = max(
-            widest, _summed(part, comm, sizes, copied, owner if shard == "zero2" else {}, device)
-        )
+        widest = max(widest, _summed(part, comm, sizes, copied, owner if shard == "zero2" else {}))
     handed = _most(
         (owner[name], int(prod(shapes[name]) * CODEC[columns[name]["weight"]])) for name in owner
     )
@@ -173,7 +169,7 @@ def waiting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], backen
 
 
 def _summed(
-    part: Part, comm: str, sizes: dict[str, int], copied: int, owner: dict[str, int], device: str
+    part: Part, comm: str, sizes: dict[str, int], copied: int, owner: dict[str, int]
 ) -> int:
     """Bytes of messages in `comm` that sum gradients of these `sizes`, of which so many elements are `copied` into that before:
     what is sent and received in one, and the float32 sums of all; of an `owner` those of its own.
@@ -188,7 +184,7 @@ def _summed(
         else -(-total // part.shards)
     )
     received = min(part.shards * own, MESSAGE)
-    decoded = 3 * min(own, PIECE) if device == "cpu" else 2 * min(own, max(sizes.values()))
+    decoded = 2 * min(own, max(sizes.values()))
     return int(each * (copied + message + received) + 4 * (own + decoded))
 
 

@@ -30,8 +30,6 @@ CODEC: dict[str, float] = {
 """One element in each codec of `storage`, with its share of a block's scale; one for a whole tensor is left out."""
 CODEC_BLOCK = 128
 """Elements that share a scale in the codecs of blocks."""
-CHUNK = 1 << 17
-"""Elements that a CPU quantizes at a time (numerics/quantize.py)."""
 
 
 @cache
@@ -123,44 +121,28 @@ def by_kernel(recipe: Recipe, device: str) -> bool:
 
 
 def quantizing(recipe: Recipe, device: str, elements: float, gradient: bool) -> float:
-    """The most that quantizing a matrix of `elements`, a `gradient` or a weight, takes, its result among it. A CPU does so in
-    chunks (numerics/quantize.py, CHUNK); a GPU by a kernel that writes the result and its transpose alone, or the whole matrix,
-    eagerly. The Hadamard transform of a gradient is made of a copy that runs along the other dimension, and quantized in its place;
-    scales of columns need all rows, in float32, twice."""
+    """The most that quantizing a matrix of `elements`, a `gradient` or a weight, takes, its result among it. A GPU does so by a
+    kernel that writes the result and its transpose alone, or else eagerly. The Hadamard transform of a gradient is made of a copy
+    that runs along the other dimension, and quantized in its place."""
     mixed = CODEC[recipe.precision.compute] * elements if gradient and transforms(recipe.fp8) else 0
     if by_kernel(recipe, device):
         return 2 * mixed + 2 * operand(recipe, device) * elements
-    each = _rounding(recipe, device, gradient)
-    if device == "cuda":
-        return max(2 * mixed, mixed + each * elements)
-    return max(
-        2 * mixed,
-        mixed + _in_chunks(recipe, elements, each),
-        8 * elements if 0 in (_tile(recipe.fp8) or ()) else 0,
-    )
+    return max(2 * mixed, mixed + _rounding(recipe, gradient) * elements)
 
 
-def _in_chunks(recipe: Recipe, elements: float, each: float) -> float:
-    """The most that a CPU takes to quantize a matrix of `elements` in chunks, `each` bytes an element of one, with the result; of
-    tiles beside what the chunk before became, and float32 scales: of all that were, and of the chunk those to multiply by.
-    """
-    result, chunk, tile = operand(recipe, "cpu"), min(CHUNK, elements), _tile(recipe.fp8)
-    if tile is None:
-        return result * elements + each * chunk
-    before, scale = min(chunk, elements - chunk), 0 if 0 in tile else 4 / (tile[0] * tile[1])
-    return result * (elements + before) + each * chunk + scale * (elements + chunk)
-
-
-def _rounding(recipe: Recipe, device: str, gradient: bool) -> float:
+def _rounding(recipe: Recipe, gradient: bool) -> float:
     """The most that an element of a matrix takes while it is rounded without a kernel (numerics/formats.py): float32 scaled and cut
-    to the range, and its code; a CPU then looks up, beside what was scaled and the code, the place in a table and what stands
-    there. Four bits are rounded in steps: scaled, cut, its exponent, step, number of steps, product and that cut again, beside a
-    random number where a `gradient` is rounded stochastically. With scales of tiles what was scaled stays beside it.
+    to the range, and its code. Four bits are rounded in steps: scaled, cut, its exponent, step, number of steps, product and that
+    cut again, beside a random number where a `gradient` is rounded stochastically. With scales of tiles what was scaled stays
+    beside it, and two float32 scales of each tile.
     """
-    apart = 4 if _tile(recipe.fp8) and recipe.precision.compute != "fp32" else 0
+    tile = _tile(recipe.fp8)
+    apart = 4.0 if tile and recipe.precision.compute != "fp32" else 0.0
+    if tile and 0 not in tile:
+        apart += 2 * 4 / (tile[0] * tile[1])
     if SCALINGS[recipe.fp8.scaling].two_levels:
         return apart + 7 * 4 + 4 * (gradient and recipe.fp8.stochastic_rounding)
-    return apart + (4 + 1 + 4 + operand(recipe, device) if device == "cpu" else 4 + 4 + 1)
+    return apart + 4 + 4 + 1
 
 
 QUANTIZED, BLOCKS = 1.0, 1 + 1 / 32
@@ -221,10 +203,6 @@ def _emulated(c: float, blocks: bool, a: float, b: float, out: float) -> float:
 def _multiplied(c: float, blocks: bool, a: float, b: float, out: float) -> float:
     """A product by hardware, whose operands are copied into rows and columns where they lie otherwise."""
     return (0 if blocks else a + b) + c * out
-
-
-LOOKED_UP = 1 << 18
-"""Elements of float8 that a CPU looks up at a time (numerics/formats.py, PIECE)."""
 
 
 class LinearBytes:
@@ -453,16 +431,14 @@ class LinearBytes:
         )
 
     def added(self, linear: PlannedLinear) -> float:
-        """What the gradient of the weight that is stored takes to be decoded, which that of a microbatch is added to: float32, and
-        on a CPU the places in a table."""
+        """What the gradient of the weight that is stored takes to be decoded, which that of a microbatch is added to: float32."""
         if (
             not self.adds_stored
             or columns_of(self.recipe.precision, True, bool(linear.fp8))["weight_grad"]
             not in SCALED
         ):
             return 0
-        places = min(LOOKED_UP, self.elements(linear)) if self.device == "cpu" else 0
-        return 4 * (self.elements(linear) + places)
+        return 4 * self.elements(linear)
 
     def fresh(self, linear: PlannedLinear) -> float:
         """The gradient of the weight, once it was made, where it was not there before."""

@@ -25,7 +25,14 @@ from fp8cfg.planning.fsdp_memory import (
     waiting,
 )
 from fp8cfg.planning.layer_plan import adapted, plan, transformer_config
-from fp8cfg.planning.layout import Part, keeps_weights, microbatches, parts_that_differ, vectors
+from fp8cfg.planning.layout import (
+    Part,
+    keeps_weights,
+    microbatches,
+    parts_that_differ,
+    shard_degree,
+    vectors,
+)
 from fp8cfg.planning.linear_memory import CODEC, held_beside
 from fp8cfg.planning.state_shards import row_scales, state_bytes, until_stored
 from fp8cfg.schema.recipe import Recipe
@@ -295,10 +302,8 @@ def step_bytes(
     """Temporary bytes of the optimizer's step: float32 copies of narrower gradients; one weight on its way into FP8, in
     float32 before and after it is cut to the range, and rounded; amax histories on their way to the next step. Compiled code
     takes no more than pieces do."""
-    pieces, shards = (
-        low_bit(recipe.precision),
-        by_fsdp2(recipe, part.shards, backend or multiplying(recipe)),
-    )
+    chosen = backend or multiplying(recipe)
+    pieces, shards = low_bit(recipe.precision), by_fsdp2(recipe, part.shards, chosen)
     counts = parameters(recipe, part, linears)
     widened = (
         4 * counts.trained.total if gradient_bytes(recipe) < 4 and not pieces and not shards else 0
@@ -314,11 +319,18 @@ def step_bytes(
     )
     history = recipe.fp8.amax_history_len if SCALINGS[recipe.fp8.scaling].history else 0
     rolled = 3 * 3 * 4 * history * sum(p.fp8 for p in linears)
+    gathers = shards and gathers_params(recipe.precision, chosen)
+    amaxes = 0
+    if device == "cpu" and history and (gathers or keeps_weights(recipe, part, chosen)):
+        # The magnitudes of a shard, a mask and the magnitudes without NaN; a GPU has a kernel.
+        largest = max((p.in_features * p.out_features for p in linears if p.fp8), default=0)
+        amaxes = 9 * largest // part.tensor // (shard_degree(recipe, part) if shards else 1)
     return max(
         widened,
         (13 if pieces else 9) * held // part.tensor,
         WORKING * min(PIECES[device], max(tensors)),
         rolled,
+        amaxes,
     )
 
 
