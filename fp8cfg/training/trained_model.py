@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +15,8 @@ from fp8cfg.backends import registry
 from fp8cfg.backends.autocast import autocast
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.backends.native.backend import scaling_of
+from fp8cfg.backends.saved_weights import Weight, saved_scaling, saved_shape, saved_weight
 from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.backends.te.state import ROWS_AMAX, ROWS_SCALE_INV, as_native
 from fp8cfg.building.assembly import prepared_model
 from fp8cfg.building.model import adapters, first_weight
 from fp8cfg.checkpoint import job_state, local_save, manifest
@@ -29,9 +28,8 @@ from fp8cfg.composition import precedence
 from fp8cfg.composition.precedence import of_object
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.models.lora import Adapter
-from fp8cfg.numerics import Scaling
 from fp8cfg.numerics.codecs import Codec, codec
-from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, decoded
+from fp8cfg.numerics.fp8_weights import decoded
 from fp8cfg.numerics.kernels.store import store_recorded
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.planning.job_plan import planned
@@ -41,7 +39,7 @@ from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import as_held, columns_of, fp8_weights, others, resolved
+from fp8cfg.schema.storage import columns_of, fp8_weights, others, resolved
 from fp8cfg.schema.training import Optim, Strategy
 
 
@@ -163,37 +161,6 @@ def _without_gradients(recipe: Recipe) -> None:
         recipe.fp8.format = "e4m3"
 
 
-SCALE_INV, *_, GLOBAL_SCALE_INV = WEIGHT_BUFFERS
-Weight = tuple[Tensor | None, ...]
-"""A weight and its scales, the fields of `fp8_weights.Stored`; the weight alone if it has no scale."""
-
-
-def saved_weight(
-    name: str, model: Mapping[str, Tensor], fp8: Mapping[str, Tensor], scaling: Scaling
-) -> Weight:
-    """Returns the weight `name` of a checkpoint's `model` with its scales from `fp8`, as the native backend stores them.
-
-    Empty for a weight without scales. Loads no library of the backend that wrote the checkpoint.
-    """
-    module = name.removesuffix(".weight")
-    rows_scale_inv = fp8.get(f"{module}.{ROWS_SCALE_INV}")
-    if rows_scale_inv is not None:
-        return as_native(model[name], rows_scale_inv, fp8.get(f"{module}.{ROWS_AMAX}"), scaling)
-    scale_inv = fp8.get(f"{module}.{SCALE_INV}")
-    if scale_inv is None:
-        return ()
-    return (model[name], scale_inv, None, None, fp8.get(f"{module}.{GLOBAL_SCALE_INV}"))
-
-
-def saved_shape(name: str, model: Any, fp8: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Returns the shape of the weight `name` in elements. NVFP4 of Transformer Engine packs two into a byte."""
-    shape: tuple[int, ...] = model.shape(name)
-    module = name.removesuffix(".weight")
-    if f"{module}.{ROWS_AMAX}" in fp8:
-        return (*shape[:-1], 2 * shape[-1])
-    return shape
-
-
 class RunWeights:
     """The weights of the run folder `path`: `recipe` is its recipe, not sharded, `plan` what its linear layers do, `adapted` those
     that have adapters, and `step` how many steps it has done. Raises as `run_checkpoint.newest`, and ConfigError for weights of
@@ -209,7 +176,7 @@ class RunWeights:
             path,
         )
         self._runs_fp8 = {p.name: p.fp8 for p in self.plan}
-        self._scaling = scaling_of(as_held(self.recipe.precision).fp8)
+        self._scaling = saved_scaling(self.recipe.precision)
         self._model: Any = tensors["model"]
         self._fp8 = tensors.get("fp8", {})
         self._adapters = adapters(self.recipe)
