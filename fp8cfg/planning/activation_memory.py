@@ -348,6 +348,11 @@ class _Layer:
         else:
             _, quantized = b.incoming(self.fc2, b.wide)
             yield (
+                b.tokens * (residual + incoming + made)
+                + b.multiplying(self.fc2, 1, b.f)
+                + quantized
+            )
+            yield (
                 b.tokens * (residual + incoming + made + b.c * b.f)
                 + quantized
                 + b.gradient(self.fc2, made=True)
@@ -413,15 +418,17 @@ class _Head:
         self.kept, self.copies = b.norm + self.input, b.copy(linear)
 
     def moments(self) -> Iterator[float]:
-        """As those of a layer: the output layer's gradients, and their accumulation."""
+        """As those of a layer: the output layer's gradients, their accumulation, the norm's."""
         b = self.b
         if b.requantizes:
             yield b.tokens * b.c * b.v + b.again(self.linear, b.v, b.wide)
         else:
-            _, quantized = b.incoming(self.linear, b.v)
+            making, quantized = b.incoming(self.linear, b.v)
+            yield b.tokens * b.c * b.v + making
             yield (
                 b.tokens * (b.c * b.v + b.c * b.wide)
                 + quantized
                 + b.gradient(self.linear, made=True)
             )
         yield b.tokens * (b.c * b.wide - self.input) + b.gradient(self.linear, made=False)
+        yield b.fresh(self.linear) + b.tokens * (b.norm_backward - self.input)
