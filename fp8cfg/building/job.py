@@ -25,6 +25,7 @@ from fp8cfg.planning.coverage import (
     warn_of_share,
 )
 from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import resolved
@@ -32,7 +33,7 @@ from fp8cfg.schema.tables import amount, wrapped
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fp8cfg.backends.protocol import Observed
     from fp8cfg.optim import LossScaler, Schedule
@@ -162,10 +163,15 @@ class Job:
     summed: bool = field(init=False, default=False)
     _sums_checked: bool = field(init=False, default=False)
     _trainer_checked: bool = field(init=False, default=False)
+    _frozen: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.forward = self.prepared.model
+        self._frozen = {
+            name: p for name, p in self.prepared.model.named_parameters() if not p.requires_grad
+        }
         self.optimizer.fp8_state = self
+        self.optimizer.register_step_pre_hook(lambda *_: self._check_frozen())
         self.optimizer.register_step_pre_hook(lambda *_: self._check_sums())
         if self.recipe.fp8.enabled:
             self.optimizer.register_step_pre_hook(lambda *_: self._check_first_pass())
@@ -216,6 +222,7 @@ class Job:
         backend = registry.backend(self.choice.backend)
 
         def entered() -> AbstractContextManager[None]:
+            self._check_frozen()
             if self._converts:
                 checks.entered(self.model, enabled)
             return autocast(backend, self.model, enabled, self.torch_autocast)
@@ -392,6 +399,16 @@ class Job:
         return self.recipe.fp8.enabled and not (
             stage and all(PLANNED not in vars(layer) for layer in self.model.modules())
         )
+
+    def _check_frozen(self) -> None:
+        """Raises ConfigError if a parameter that was frozen in `build` requires a gradient now."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name}: was frozen when the job was built, so the optimizer does not train"
+                    " it; unfreeze it before fp8cfg.build, or build another job from this one's"
+                    " plain model: fp8cfg.convert_back(copy.deepcopy(job.model))"
+                )
 
     def _check_first_pass(self) -> None:
         from fp8cfg.backends.any_model import checks

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8cfg.backends.any_model.conversion_state import autowraps, converted, plan_of
+from fp8cfg.backends.any_model.conversion_state import autowraps, converted
 from fp8cfg.conversion.convert import GIVE_WAY, given_recipe, no_recipe, prove, strangers
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.fp8 import FP8
@@ -125,7 +125,7 @@ def _pass(model: nn.Module, recipe: Recipe, use_during_eval: bool = False) -> It
     refuse_if(_other(state.fp8, recipe.fp8))
     if not state.under_way:
         if state.forward_passes and not state.proved:
-            prove(model, plan_of(model), state.choice, recipe.fp8)
+            prove(model, state.plan, state.choice, recipe.fp8)
             state.proved = True
         if model.training and torch.is_grad_enabled():
             if state.forward_passes and not state.own_optimizer:

@@ -324,7 +324,9 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 
 def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> Coverage:
     """What ran in `model`. Raises NotFP8Error where that is not what was planned, or too little of it is in FP8."""
-    lines = not_engaged(plan, registry.backend(choice.backend).observed(model))
+    observed = registry.backend(choice.backend).observed(model)
+    lines = conversion_state.replaced_layers(model, plan)
+    lines += not_engaged(conversion_state.with_current_names(model, plan), observed)
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         raise NotFP8Error(f"this model did not run as was asked for: {'; '.join(lines[:3])}{more}")

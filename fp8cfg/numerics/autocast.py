@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 import torch
+
+
+class HasRegion(Protocol):
+    """A layer that multiplies in FP8 while its region is active."""
+
+    region: Region
 
 
 class Region:
@@ -38,3 +45,17 @@ class Region:
         ):  # as torch.utils.checkpoint asks whether a backward pass is under way
             self._last = self.active
         return self._last
+
+
+@contextmanager
+def enter_regions(layers: Iterable[HasRegion], active: bool) -> Iterator[None]:
+    """Turns FP8 on or off in `layers` for the duration of the context.
+
+    All layers of a converted model share one region. A copy of a layer that joined the model later, such as PEFT's
+    `modules_to_save`, has a region of its own, which is entered too.
+    """
+    regions = {id(layer.region): layer.region for layer in layers}
+    with ExitStack() as stack:
+        for region in regions.values():
+            stack.enter_context(region.entered(active))
+        yield

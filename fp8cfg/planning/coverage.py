@@ -349,11 +349,13 @@ def prove_engagement(
     Transformer of `recipe`. Raises NotFP8Error where it is not what was planned, or less than fp8.min_coverage.
     """
     seen = ran(recipe, model, plan, observed, foreign)
-    wrong = (
-        not_engaged(plan, observed)
-        if foreign
-        else differences([*plan, *attention_plan(recipe)], observed)
-    )
+    if foreign:
+        from fp8cfg.backends.any_model.conversion_state import replaced_layers, with_current_names
+
+        wrong = replaced_layers(model, plan)
+        wrong += not_engaged(with_current_names(model, plan), observed)
+    else:
+        wrong = differences([*plan, *attention_plan(recipe)], observed)
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NotFP8Error(f"this run is not what was asked for: {'; '.join(wrong[:3])}{more}")

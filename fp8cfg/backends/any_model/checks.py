@@ -89,7 +89,8 @@ def _look(layer: nn.Module, args: Any, y: Any) -> None:
         or not vars(layer)[PLANNED].gemms[0]
     ):
         return
-    if any(state.backend.observed(layer)[""].values()):
+    # Only fprop: the record of a copied layer still has the backward GEMMs of its original.
+    if state.backend.observed(layer)[""].get("fprop"):
         state.engaged = True
     else:
         y.register_hook(partial(_refuse, state))

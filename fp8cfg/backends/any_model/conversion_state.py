@@ -148,11 +148,13 @@ class Converted:
     `proved` says that the first of them ran in FP8, and `under_way` counts its contexts that are entered, one inside of another.
     `engaged` says that a layer has multiplied in FP8, `checked` that a step has found it out; `asked_off` that the last context of
     a training pass was disabled; `share_said` that the share of FP8 was looked at.
-    `torch_autocast` is the dtype of torch's autocast around a job's given model.
+    `torch_autocast` is the dtype of torch's autocast around a job's given model. `plan` has all linear layers of the model, under
+    the names that they had when it was converted.
     """
 
     choice: Choice
     fp8: FP8
+    plan: Sequence[PlannedLinear] = ()
     own_optimizer: bool = False
     steps: int = 0
     forward_passes: int = 0
@@ -163,6 +165,10 @@ class Converted:
     asked_off: bool = False
     share_said: bool = False
     torch_autocast: str = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (copy.deepcopy, torch.save) was not seen in FP8 yet: its first backward pass is checked."""
+        return {**vars(self), "engaged": False, "checked": False}
 
     def autocast(self, model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """The context in which `model` runs in FP8, or not `enabled`, in high precision."""
@@ -191,7 +197,7 @@ def mark(
 ) -> None:
     """Store the exclusion reason, and for converted layers plan and shared state, on each layer of `plan`."""
     shared = Converted(
-        choice, fp8.model_copy(deep=True), own_optimizer, torch_autocast=torch_autocast
+        choice, fp8.model_copy(deep=True), plan, own_optimizer, torch_autocast=torch_autocast
     )
     for planned in plan:
         layer = model.get_submodule(planned.name)
@@ -208,6 +214,27 @@ def plan_of(model: nn.Module) -> list[PlannedLinear]:
         for name, layer in model.named_modules()
         if PLANNED in vars(layer)
     ]
+
+
+def replaced_layers(model: nn.Module, plan: Sequence[PlannedLinear]) -> list[str]:
+    """Returns a line for each FP8 layer of `plan` that is no longer a layer of `model`.
+
+    Args:
+        model: The converted model. Its wrappers may have renamed layers since the conversion.
+        plan: What was planned when the model was converted.
+    """
+    present = {vars(layer)[PLANNED].name for layer in model.modules() if PLANNED in vars(layer)}
+    return [
+        f"{planned.name}: planned in FP8, and no longer a converted layer of the model; convert"
+        " the model after the last layer is replaced"
+        for planned in plan
+        if planned.fp8 and planned.name not in present
+    ]
+
+
+def with_current_names(model: nn.Module, plan: Sequence[PlannedLinear]) -> list[PlannedLinear]:
+    """Returns `plan` with the names that its FP8 layers have now, for example inside a wrapper."""
+    return [planned for planned in plan if not planned.fp8] + plan_of(model)
 
 
 def unmark(model: nn.Module) -> None:

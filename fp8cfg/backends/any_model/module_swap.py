@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -207,6 +208,9 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
         if isinstance(old, nn.Linear) and type(old) is not nn.Linear:
             vars(new)[_CLASS] = type(old)
             cast_as(old, new)
+            if isinstance(new, nn.Linear):
+                classes: Any = (type(new), type(old))
+                new.__class__ = _subclass_of_both(*classes)
     elif type(new) is nn.Linear:
         new.__class__ = vars(old).get(_CLASS, nn.Linear)
     for parent in list(model.modules()):
@@ -215,6 +219,27 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
                 parent._modules[leaf] = new
     if isinstance(old, nn.Linear) and type(new) is not nn.Linear:
         vars(old)["forward"] = partial(_refuse, name)
+
+
+@functools.cache
+def _subclass_of_both(fp8_class: Any, user_class: Any) -> Any:
+    """Returns a subclass of `fp8_class` whose instances also pass isinstance(layer, user_class).
+
+    Projects count parameters, initialize layers and choose optimizer groups by their own class. The methods of `fp8_class` come first.
+    """
+    members = {"__module__": fp8_class.__module__, "__reduce_ex__": _reduce}
+    return type(fp8_class.__name__, (fp8_class, user_class), members)
+
+
+def _reduce(layer: nn.Linear, protocol: int) -> tuple[Any, ...]:
+    """Pickles a layer of `_subclass_of_both`, which has no name by which pickle could import it."""
+    return _new_layer, type(layer).__bases__, layer.__getstate__()
+
+
+def _new_layer(fp8_class: Any, user_class: Any) -> nn.Linear:
+    both = _subclass_of_both(fp8_class, user_class)
+    layer: nn.Linear = both.__new__(both)
+    return layer
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
 from fp8cfg.numerics.amax_update import FP8Layer, discard_amax, fp8_layers, update_scales
+from fp8cfg.numerics.autocast import enter_regions
 from fp8cfg.numerics.fp8_attention import FP8Attention
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.numerics.stored_state import say_scales_anew
@@ -102,8 +103,7 @@ def _convert_attention(model: nn.Module, fp8: FP8, scaling: Scaling, region: Reg
 
 
 def autocast(model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-    layer = next(fp8_layers(model), None)
-    return layer.region.entered(enabled) if layer else nullcontext()
+    return enter_regions(fp8_layers(model), enabled)
 
 
 def observed(model: nn.Module) -> Observed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
 
@@ -36,6 +36,7 @@ from fp8cfg.backends.protocol import Observed, same
 from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.backends.torchao.rules import blocks
 from fp8cfg.numerics import Region
+from fp8cfg.numerics.autocast import enter_regions
 from fp8cfg.numerics.weight_storage import operand
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.fp8 import FP8, per_row, power_2_scales
@@ -294,8 +295,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, WatchedLinear]]:
 
 
 def autocast(model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-    _, layer = next(_layers(model), (None, None))
-    return layer.region.entered(enabled) if layer else nullcontext()
+    return enter_regions((layer for _, layer in _layers(model)), enabled)
 
 
 def observed(model: nn.Module) -> Observed:

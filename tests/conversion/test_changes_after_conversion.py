@@ -1,0 +1,144 @@
+"""What users do to a model after it was converted: copy it, replace or unfreeze layers, ask for its classes."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8cfg
+from fp8cfg.conversion.convert import Conversion
+
+PRESETS = ["bf16_fp8", "bf16_fp8_block"]
+
+
+class CastingLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+class ModulesToSave(nn.Module):
+    """Trains a copy of a layer next to the frozen original, as PEFT's modules_to_save does."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.trained = copy.deepcopy(layer)
+        self.original = layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.trained(x)
+        return y
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)
+    )
+
+
+def convert(model: nn.Module, preset: str = "bf16_fp8", **options: object) -> Conversion:
+    recipe = fp8cfg.compose([f"precision={preset}", "fp8.params=false"])
+    return fp8cfg.convert_model(model, recipe, **options)
+
+
+def train(fp8: Conversion, model: nn.Module) -> None:
+    with fp8.autocast():
+        loss = model(torch.randn(32, 64)).square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_outside_of_the_context_does_not_train_in_high_precision(
+    preset: str, how: str
+) -> None:
+    model = net()
+    fp8 = convert(model, preset)
+    train(fp8, model)
+    fp8.step()
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    with pytest.raises(fp8cfg.NotFP8Error, match="no layer multiplied in FP8"):
+        train(fp8, twin)
+    train(fp8, model)  # the original goes on
+    fp8.prove()
+
+
+def test_a_copied_layer_inside_of_the_model_joins_its_context() -> None:
+    model = net()
+    fp8 = convert(model)
+    train(fp8, model)
+    fp8.step()
+    model[2] = ModulesToSave(model[2])
+    train(fp8, model)
+    fp8.step()
+    (row,) = [p for p in fp8cfg.coverage(model).linears if p.name == "2.trained"]
+    assert row.gemms == (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e4m3"))
+
+
+@pytest.mark.parametrize("index", [0, 4])
+def test_prove_names_a_planned_layer_that_was_replaced(index: int) -> None:
+    model = net()
+    fp8 = convert(model)
+    model[index] = nn.Linear(64, 64)
+    train(fp8, model)
+    fp8.step()
+    with pytest.raises(fp8cfg.NotFP8Error, match=rf"{index}: planned in FP8, and no longer"):
+        fp8.prove()
+
+
+def test_prove_follows_layers_that_a_wrapper_renames() -> None:
+    model = net()
+    fp8 = convert(model)
+    model[2] = nn.Sequential(model[2])
+    train(fp8, model)
+    assert fp8.prove().share > 0.8
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["precision=bf16_mixed"], ["precision=bf16_fp8", "fp8.params=false"], ["precision=bf16_fp8"]],
+    ids=["bf16", "fp8", "fp8 params"],
+)
+def test_a_parameter_unfrozen_after_build_is_an_error(words: list[str]) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    recipe = fp8cfg.compose([*words, "optim.warmup_steps=0", "trainer.max_steps=4"])
+    job = fp8cfg.build(recipe, model=model)
+    with job.autocast():
+        job.backward(job.model(torch.randn(32, 64)).square().mean())
+    job.optimizer.step()
+    job.model.requires_grad_(True)
+    with pytest.raises(fp8cfg.ConfigError, match=r"0\.weight: was frozen when the job was built"):
+        job.autocast().__enter__()
+    with pytest.raises(fp8cfg.ConfigError, match=r"0\.weight: was frozen when the job was built"):
+        job.optimizer.step()
+
+
+@pytest.mark.parametrize("backend", ["native", "torchao"])
+def test_converted_layers_are_still_instances_of_their_class(backend: str) -> None:
+    pytest.importorskip("torchao")
+    model = nn.Sequential(
+        CastingLinear(64, 64, bias=False), nn.ReLU(), CastingLinear(64, 64, bias=False)
+    )
+    recipe = fp8cfg.compose(
+        ["precision=bf16_fp8_current", f"backend={backend}", "fp8.params=false"]
+    )
+    fp8 = fp8cfg.convert_model(model, recipe, linear=[CastingLinear])
+    twin = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for each in (model, twin, torch.load(file, weights_only=False)):
+        assert [isinstance(layer, CastingLinear) for layer in each] == [True, False, True]
+    train(fp8, model)
+    assert fp8cfg.coverage(model).share > 0.5
+    assert type(fp8cfg.convert_back(model)[0]) is CastingLinear
