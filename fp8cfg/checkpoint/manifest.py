@@ -326,7 +326,7 @@ def free_name(root: RunFiles, step: int) -> str:
 def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
     """Remove older checkpoints than `new` where `keep` steps that verify stay, without `sums` by their files' names and sizes.
     Raises OSError."""
-    candidates = steps(root)
+    candidates = [(step, name) for step, name in steps(root) if root.kind(name) == "folder"]
     kept = {step for step, name in candidates if name == new}
     for step, name in candidates:
         if name == new:
@@ -348,7 +348,8 @@ def _newest_first(root: RunFiles) -> list[tuple[int, int, str]]:
         (
             (int(m[1]), int(m[2] or 1), name)
             for name, m in found
-            if m and root.kind(name) == "folder"
+            # A link is listed too: it is then passed over with a reason, not overlooked.
+            if m and root.kind(name) in ("folder", "strange")
         ),
         reverse=True,
     )

@@ -67,8 +67,10 @@ def run_data(recipe: Recipe) -> RunData:
         if held_out:
             train = _together([_samples(recipe, part, d.eod_mask_loss) for part in parts], weights)
         else:
-            both = zip(*(_cut(recipe, part) for part in parts), strict=True)
-            train, held_out = (_together(side, weights) for side in both)
+            train_parts, held_out_parts = zip(*(_cut(recipe, part) for part in parts), strict=True)
+            train = _together(train_parts, weights)
+            if None not in held_out_parts:
+                held_out = _together(held_out_parts, weights)
         return Batches(train, t.seed, t.global_batch_size, tokenizer.sha256, remark), held_out
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None
@@ -144,8 +146,20 @@ def _whole(recipe: Recipe, path: str | None, tokenizer: Tokenizer) -> Corpus | C
     return load_corpus(d.name, path, m.vocab_size, d.text_key, tokenizer)
 
 
-def _cut(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Samples]:
-    """The samples to train on, and those to validate."""
+def _cut(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Samples | None]:
+    """Returns the samples to train on, and the samples to validate on.
+
+    A corpus that is too small for both is trained on as a whole if the run never validates.
+    """
+    try:
+        return _split(recipe, whole)
+    except DataError:
+        if recipe.trainer.val_check_interval:
+            raise
+    return _samples(recipe, whole, recipe.data.eod_mask_loss), None
+
+
+def _split(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Samples]:
     m, d = recipe.model, recipe.data
     if isinstance(whole, Conversations):
         return whole.split(d.validation_fraction)

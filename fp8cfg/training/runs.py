@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from fp8cfg.building.builder import build
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state, local_save, manifest, resume_rules
-from fp8cfg.checkpoint.manifest import DamagedCheckpoint
+from fp8cfg.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint
 from fp8cfg.composition import compose, to_yaml
 from fp8cfg.parallel.process_group import World, current
 from fp8cfg.parallel.sharding import ranks
@@ -141,7 +141,25 @@ def from_newest(run: RunFolder, go_on: Callable[[str, Loaded | None], T], say: S
             say(manifest.passed_over(printable(problem)))
     if found:
         raise manifest.none_usable(root)
+    _refuse_lost_checkpoints(run)
     return go_on("", None)
+
+
+def _refuse_lost_checkpoints(run: RunFolder) -> None:
+    """Raises NoUsableCheckpoint if `run`, which has no checkpoint, trained beyond a step that it must have saved."""
+    every = run.read_recipe().checkpoint.every_n_steps
+    if not every or not run.files.kind(METRICS):
+        return
+    steps = [row["step"] for row in read(run.files, METRICS)]
+    done = max((step for step in steps if isinstance(step, int)), default=0)
+    # An asynchronous save may be under way up to the next one.
+    is_async = run.read_recipe().checkpoint.async_save
+    if done > (2 * every if is_async else every):
+        raise NoUsableCheckpoint(
+            f"{run.path}: has no checkpoint, but metrics.jsonl goes to step {done} and step"
+            f" {every} was saved; put the folders checkpoints/step-* back, or delete metrics.jsonl"
+            " to start over"
+        )
 
 
 def newest_recipe(run: RunFolder) -> Recipe:

@@ -236,3 +236,29 @@ def test_data_that_cannot_be_used_leave_no_run_folder(
     with pytest.raises(RunFailed) as caught:
         fp8cfg.run(recipe, SimpleNamespace(execute=lambda command: main(command.words())))
     assert caught.value.exit_code == 2 and [*tmp_path.iterdir()] == [tmp_path / "short.txt"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "chat"])
+def test_a_corpus_too_small_to_validate_is_trained_on_where_nothing_validates(
+    kind: str, tmp_path: Path
+) -> None:
+    rows = {
+        "jsonl": [{"text": "some words " * 20}] * 4,
+        "chat": [
+            {
+                "messages": [
+                    {"role": "user", "content": "1?"},
+                    {"role": "assistant", "content": "one"},
+                ]
+            }
+        ],
+    }
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows[kind])))
+    words = [f"data={kind}", f"data.path={file}", "model.seq_length=64"]
+    with pytest.raises(fp8cfg.ConfigError):
+        run_data(fp8cfg.compose(["recipe=llama_tiny", *words]))
+    train, held_out = run_data(
+        fp8cfg.compose(["recipe=llama_tiny", *words, "trainer.val_check_interval=0"])
+    )
+    assert len(train.samples) >= 1 and held_out is None
