@@ -30,7 +30,7 @@ from fp8cfg.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
 from fp8cfg.checkpoint.tensor_layout import to_write
 from fp8cfg.composition.recipe_yaml import listed
 from fp8cfg.data import Batches
-from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.numerics.stored_state import is_fp8_state, stored_state_dict
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
@@ -236,7 +236,11 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
         # None before a step where parameters are their own masters, nor of plain SGD.
         optimizer = of_this_layout(job, tensors.get("optimizer", {}))
         otherwise = _restore_model(
-            job, tensors, optimizer, any(matches(k, ["fp8", "storage.weight"]) for k in changed)
+            job,
+            tensors,
+            optimizer,
+            any(matches(k, ["fp8", "storage.weight"]) for k in changed),
+            done=state["step"],
         )
         job.optimizer.load_state(optimizer, json_part(job, state["optimizer"]))
         if otherwise:
@@ -251,8 +255,34 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
     return batches.resume(state["data"])
 
 
+def check_fp8_state(
+    saved: Mapping[str, Tensor], own: Mapping[str, Tensor], scales_are_set: bool
+) -> None:
+    """Raises ValueError if FP8 state is missing or has values that no training can have left.
+
+    Args:
+        saved: Tensors of a checkpoint by name.
+        own: The stored state of the model that they are for.
+        scales_are_set: Whether enough steps are done for delayed scaling to have set its scales.
+    """
+    missing = [name for name in own if is_fp8_state(name) and name not in saved]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more like it")
+    for name, tensor in saved.items():
+        # Integers and FP8 values have no impossible ones: E8M0 bytes, counts, packed weights.
+        if not is_fp8_state(name) or tensor.dtype != torch.float32:
+            continue
+        if not (tensor >= 0).all():
+            raise ValueError(f"{name} has values that are NaN or negative")
+        history = saved.get(name.removesuffix("fp8_scale") + "fp8_amax_history")
+        if name.endswith("fp8_scale") and history is not None and scales_are_set:
+            is_unset = (tensor == 0) | tensor.isinf()
+            if (is_unset & (history.amax(dim=0) > 0)).any():
+                raise ValueError(f"{name} is 0 or infinite, and its amax history is not empty")
+
+
 def _restore_model(
-    job: Job, tensors: Tensors, optimizer: dict[str, Tensor], otherwise: bool
+    job: Job, tensors: Tensors, optimizer: dict[str, Tensor], otherwise: bool, done: int
 ) -> bool:
     """Load the model, of which `optimizer` may have the masters, or gets them. Where weights are stored `otherwise` they come from
     the masters, which is returned, and scales and histories are taken where they still mean something.
@@ -260,8 +290,10 @@ def _restore_model(
     saved = of_this_layout(job, tensors["model"]) | of_this_layout(job, tensors.get("fp8", {}))
     otherwise |= exchange_masters(job, saved, optimizer, otherwise)
     saved = completed(job.recipe, job.model, saved)
+    own = stored_state_dict(job.model)
+    if not otherwise:
+        check_fp8_state(saved, own, scales_are_set=done >= job.recipe.fp8.interval)
     if otherwise:
-        own = stored_state_dict(job.model)
         saved = {
             **own,
             **{
