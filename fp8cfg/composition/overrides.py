@@ -31,8 +31,13 @@ _PLAIN = frozenset(" _/-+.%*@?|")
 
 
 def in_quotes(word: str) -> str:
-    """`word` with quotes around a text that has letters of other scripts and nothing else that wants them."""
+    """Returns `word` with quotes around a text that only Hydra wants in quotes.
+
+    These are a path below `~`, and a text with letters of other scripts and nothing else that needs quotes.
+    """
     key, _, value = word.partition("=")
+    if value.startswith("~/"):
+        return f'{key}="{value}"'
     if value.isascii():
         return word
     if value[:1] == "[" and value[-1:] == "]" and _takes_texts(key):
@@ -122,8 +127,6 @@ def _mistake(word: str) -> str:
         return f"a list is written {key}=[{value.strip('()')}]"
     if key != key.strip() or value != value.strip():
         return f"spaces around '='; write {key.strip()}={value.strip()}"
-    if value[:2] == "~/":
-        return f"no shell replaces '~' there; write {key}=$HOME{value[1:]}"
     if value[:1] == "=":
         return f"two signs '='; write {key}={value.lstrip('=')}"
     if value.endswith(","):

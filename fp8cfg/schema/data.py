@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import spelled
-from fp8cfg.schema.node import Node
+from fp8cfg.schema.node import Node, expand_home
 
 _PART: dict[str, Any] = {
     "type": "object",
@@ -65,6 +65,11 @@ class Data(Node):
     """What is validated on, of the same kind as data.path, of which nothing is held out then. Default null."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=0.5)
     """Share of the corpus, at its end, that is held out, cut at a document where one begins nearby. Default 0.05."""
+
+    @pydantic.field_validator("path", "tokenizer", "validation_path", mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return expand_home(value)
 
     @property
     def paths(self) -> dict[str, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import pydantic
 from pydantic import Field
 
-from fp8cfg.schema.node import Node
+from fp8cfg.schema.node import Node, expand_home
 
 
 class LoRA(Node):
@@ -126,6 +127,11 @@ class Model(Node):
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing: full recomputes each layer in backward; selective what lies between its products: norms, the
     activation function, attention where it is not flash attention, and gathers of sequence parallelism. Default none (NeMo)."""
+
+    @pydantic.field_validator("path", "weights", mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return expand_home(value)
 
     @property
     def head_dim(self) -> int:

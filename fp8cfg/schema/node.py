@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -497,3 +498,10 @@ def _watched(node: N, given: Iterable[str], copied: Node | None = None) -> N:
     if watch:
         watch(node, given, copied)
     return node
+
+
+def expand_home(value: Any) -> Any:
+    """Returns a path as text, with `~` replaced by the user's home folder; other values as they are."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    return os.path.expanduser(value) if isinstance(value, str) else value

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.schema.node import Node
+from fp8cfg.schema.node import Node, expand_home
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.presets import precision_preset
 
@@ -166,6 +166,17 @@ class Trainer(Node):
     """torch.compile the layers of the model; true and false are on and off. Default auto: where a compiler is present and the run
     is long enough to pay for it."""
 
+    @pydantic.field_validator("val_check_interval", "limit_val_batches", mode="before")
+    @classmethod
+    def _no_share(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        if isinstance(value, float):
+            unit = {"val_check_interval": "steps", "limit_val_batches": "batches"}
+            raise ConfigError(
+                f"trainer.{info.field_name}={value}: a float is a share of an epoch in Lightning"
+                f" and NeMo; write a number of {unit[str(info.field_name)]}, such as 100"
+            )
+        return value
+
     @pydantic.field_validator("compile", mode="before")
     @classmethod
     def _switched(cls, value: Any) -> Any:
@@ -211,3 +222,8 @@ class Log(Node):
     """Optimizer steps between statistics of the FP8 tensors (amax, scales, underflow, overflow, quantization error), written to
     fp8_stats.jsonl; each takes a forward and backward pass more, and the first rank's own tensors, of weights that are held in FP8
     alone those whose masters it has or FSDP2 has shards of. Default 0: never."""
+
+    @pydantic.field_validator("dir", "folder", mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return expand_home(value)

@@ -140,9 +140,6 @@ TYPED = {
     (
         "model.vocab_size=50,257",
     ): "model.vocab_size=50,257: several values are a sweep; a number is written without commas: model.vocab_size=50257",
-    (
-        "data.path=~/data",
-    ): "data.path=~/data: no shell replaces '~' there; write data.path=$HOME/data",
     ("fp8.margin = 1",): "fp8.margin = 1: spaces around '='; write fp8.margin=1",
     ("storage.exp_avg=8bit",): "storage.exp_avg=8bit: not an option; did you mean 'fp8_block'?",
 }
