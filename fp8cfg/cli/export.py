@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -196,12 +196,46 @@ def run_hf(arguments: Arguments) -> int:
     family = hugging_face.of_model(found.recipe.model)
     with new_folder(out) as made:
         _write(found, family, made, fp8)
+        _copy_tokenizer(found.recipe, made)
     what = f"FP8 with {fp8} scales" if fp8 else "BF16"
     print(
         f"wrote {printable(str(out))}: {family.architecture}, {what}, the weights of step"
         f" {found.step}"
     )
     return 0
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def _copy_tokenizer(recipe: Recipe, out: Path) -> None:
+    """Copies the run's tokenizer, chat template and generation config, so that AutoTokenizer loads the folder."""
+    name = hugging_face.tokenizer_path(hugging_face.chosen_tokenizer(recipe))
+    if name:
+        tokenizer = Path(name)
+        folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+        _copy(folder, _TOKENIZER_FILES, out)
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, out / "tokenizer.json")
+    pretrained = recipe.model.path or recipe.model.weights
+    if pretrained:
+        folder = hugging_face.local_folder(pretrained, "model.path", hugging_face.HUB_WEIGHTS)
+        _copy(folder, ("generation_config.json",), out)
+
+
+def _copy(folder: Path, names: Sequence[str], out: Path) -> None:
+    for name in names:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
 
 
 def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:

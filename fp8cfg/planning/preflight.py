@@ -24,7 +24,7 @@ from fp8cfg.planning.fit_search import (
 from fp8cfg.planning.hardware import free_memory, gpus
 from fp8cfg.planning.layout import limits, placed
 from fp8cfg.schema.errors import ConfigError, refuse_if
-from fp8cfg.schema.hugging_face import PREFIX
+from fp8cfg.schema.hugging_face import PREFIX, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules import missing_data
 from fp8cfg.schema.storage import as_sharded
@@ -219,11 +219,22 @@ def _paths(recipe: Recipe) -> list[str]:
         f"{key}={path}: {line}" for key, path in d.paths.items() if (line := _absent(d.name, path))
     ]
     named = {
-        "data.tokenizer": d.tokenizer,
+        "data.tokenizer": chosen_tokenizer(recipe) if d.tokenizer else None,
         "model.weights": recipe.model.weights,
         "lora.weights": recipe.lora.weights,
     }
-    if d.tokenizer is None and d.name != "tokens" and (rows := recipe.model.vocab_size) <= BYTES:
+    model_tokenizer = None if d.tokenizer else chosen_tokenizer(recipe)
+    is_here = model_tokenizer and not model_tokenizer.startswith(PREFIX)
+    if is_here and not Path(str(model_tokenizer), "tokenizer.json").is_file():
+        found.append(
+            f"data.tokenizer=null: {model_tokenizer} has no tokenizer.json; set"
+            " data.tokenizer=FOLDER, or data.tokenizer=bytes"
+        )
+    if (
+        chosen_tokenizer(recipe) is None
+        and d.name != "tokens"
+        and (rows := recipe.model.vocab_size) <= BYTES
+    ):
         found.append(
             f"model.vocab_size={rows}: has no row for each byte and the end mark, which"
             f" data={d.name} has without data.tokenizer; write {BYTES + 16} or more"

@@ -50,8 +50,8 @@ class Data(Node):
     text_key: str = Field(default="text", min_length=1)
     """Column of the text in jsonl, parquet and dataset. Default text (Megatron's json-keys)."""
     tokenizer: str | None = None
-    """A tokenizer.json, a folder with it, or hf://OWNER/NAME; null makes tokens of bytes. For tokens, of which tokenizer they are.
-    Default null."""
+    """A tokenizer.json, a folder with it, hf://OWNER/NAME, or bytes. For token files, the tokenizer that made them. Default null: the
+    tokenizer of model.path or model.weights, or bytes if the recipe has no pretrained model."""
     streaming: bool = False
     """Read the rows of jsonl or parquet while the run goes on, in their order, and hold none: for what does not fit into memory.
     Default false (datasets' load_dataset)."""

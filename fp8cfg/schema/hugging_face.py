@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fp8cfg.schema.data import SHIPPED
 from fp8cfg.schema.errors import ConfigError, PlainWarning, suggest
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.model import Model, RopeScaling
@@ -23,6 +24,8 @@ from fp8cfg.schema.regular_file import open_regular
 
 PREFIX = "hf://"
 CONFIG = ("config.json",)
+BYTES = "bytes"
+"""The value of data.tokenizer that asks for the tokenizer of bytes."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 HUB_WEIGHTS = ("*.safetensors", "*.json", *TOKENIZER)
 _LEFT = ("*/*", "consolidated*")
@@ -50,13 +53,27 @@ def local_folder(name: str, key: str, files: tuple[str, ...]) -> Path:
         raise ConfigError(f"{key}={name}: {_reason(e, name)}") from None
 
 
+def chosen_tokenizer(recipe: Recipe) -> str | None:
+    """Returns the tokenizer that `recipe` trains with, a path or hf://OWNER/NAME; None for bytes.
+
+    A pretrained model brings its own: without data.tokenizer it is the one next to model.path or model.weights. Shipped corpora are
+    bytes, and token files have their tokens already.
+    """
+    data, model = recipe.data, recipe.model
+    if data.tokenizer:
+        return None if data.tokenizer == BYTES else data.tokenizer
+    if data.name in (*SHIPPED, "tokens"):
+        return None
+    return model.path or model.weights
+
+
 def tokenizer_path(name: str | None) -> str | None:
-    """data.tokenizer as a path of this machine. Raises ConfigError as `local_folder`."""
-    return (
-        str(local_folder(name, "data.tokenizer", TOKENIZER))
-        if name and name.startswith(PREFIX)
-        else name
-    )
+    """data.tokenizer as a path of this machine, None for bytes. Raises ConfigError as `local_folder`."""
+    if name == BYTES:
+        return None
+    if name and name.startswith(PREFIX):
+        return str(local_folder(name, "data.tokenizer", TOKENIZER))
+    return name
 
 
 def pinned(name: str, folder: Path) -> str:

@@ -26,7 +26,7 @@ from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, refuse_vocabulary
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError, refuse_if
-from fp8cfg.schema.hugging_face import PREFIX, tokenizer_path
+from fp8cfg.schema.hugging_face import BYTES, PREFIX, chosen_tokenizer, tokenizer_path
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules import missing_data
 
@@ -42,13 +42,31 @@ def named_tokenizer(name: str | None) -> Tokenizer:
         raise ConfigError(f"data.tokenizer: {e}") from None
 
 
+def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
+    """Returns the tokenizer that `recipe` trains with.
+
+    Raises:
+        ConfigError: It can't be read, or the pretrained model has none and data.tokenizer names none.
+    """
+    name = chosen_tokenizer(recipe)
+    if recipe.data.tokenizer or name is None:
+        return named_tokenizer(name)
+    try:
+        return load_tokenizer(tokenizer_path(name))
+    except DataError as e:
+        raise ConfigError(
+            f"data.tokenizer=null: {name}, the pretrained model, has no tokenizer that can be used"
+            f" ({e}); set data.tokenizer=FOLDER, or data.tokenizer=bytes"
+        ) from None
+
+
 def run_data(recipe: Recipe) -> RunData:
     """What `recipe` trains and validates on. Raises ConfigError for data that
     cannot be had or do not fit."""
     t, d = recipe.trainer, recipe.data
     refuse_if(list(missing_data(recipe)))
     try:
-        tokenizer = named_tokenizer(d.tokenizer)
+        tokenizer = recipe_tokenizer(recipe)
         held_out = _validation(recipe, d.validation_path, tokenizer) if d.validation_path else None
         if d.streaming:
             stream = _stream(recipe, tokenizer)
@@ -81,7 +99,7 @@ def refuse_absent(recipe: Recipe) -> None:
     tokenizer."""
     d = recipe.data
     try:
-        if d.tokenizer and not d.tokenizer.startswith(PREFIX):
+        if d.tokenizer not in (None, BYTES) and not d.tokenizer.startswith(PREFIX):
             require(Path(d.tokenizer))
     except DataError as e:
         raise ConfigError(f"data.tokenizer: {e}") from None
@@ -133,7 +151,7 @@ def all_samples(recipe: Recipe) -> Samples:
     """All of what is at data.path, without a part to train on. Raises ConfigError as `run_data`."""
     d = recipe.data
     try:
-        return _samples(recipe, _whole(recipe, d.path, named_tokenizer(d.tokenizer)), masked=False)
+        return _samples(recipe, _whole(recipe, d.path, recipe_tokenizer(recipe)), masked=False)
     except DataError as e:
         raise ConfigError(f"data={d.name}: {e}") from None
 

@@ -17,6 +17,7 @@ from fp8cfg.data.tokenizer import Tokenizer
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.data import SHIPPED
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.hugging_face import BYTES, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import all_samples, named_tokenizer, run_data
 from fp8cfg.training.step import on_device, pipeline, targets_here
@@ -146,13 +147,13 @@ def run_tokenizer(run: RunModel, path: str | None = None) -> Tokenizer:
     """The tokenizer of a run, from `path` where it has moved. Raises ConfigError where it is gone or is another one, and for a run
     on token files, which do not say how they were made, without a `path`."""
     d = run.recipe.data
-    path = path or d.tokenizer
+    path = path or (BYTES if d.tokenizer == BYTES else chosen_tokenizer(run.recipe))
     if path is None and d.name == "tokens":
         raise ConfigError(
             "--tokenizer: the run was trained on token files, which do not say how they were made;"
             " name a tokenizer.json or its folder, or write --tokenizer bytes"
         )
-    found = named_tokenizer(None if path == "bytes" else path)
+    found = named_tokenizer(None if path == BYTES else path)
     if run.tokenizer_sha256 not in (None, found.sha256):
         raise ConfigError(
             f"{path or 'bytes'}: not the tokenizer that the run was trained with, whose sha256 is "

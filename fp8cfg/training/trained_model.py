@@ -36,6 +36,7 @@ from fp8cfg.planning.job_plan import planned
 from fp8cfg.planning.layer_plan import plan, transformer_config
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.hugging_face import chosen_tokenizer
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
@@ -98,6 +99,7 @@ def load(
     """
     tensors, state = newest(path, say, step)
     recipe = Recipe(**state["recipe"])
+    recipe.data.tokenizer = recipe.data.tokenizer or chosen_tokenizer(recipe)
     recipe.model.path = recipe.lora.weights = None
     if not recipe.lora.enabled:
         recipe.model.weights = None  # they are those of the checkpoint

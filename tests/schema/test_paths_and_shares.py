@@ -18,16 +18,16 @@ def assigned(key: str, value: object) -> fp8cfg.Recipe:
 
 
 DOORS: dict[str, Callable[[str, object], fp8cfg.Recipe]] = {
-    "command line": lambda key, value: fp8cfg.compose(["data=text", "data.path=x", f"{key}={value}"]),
+    "command line": lambda key, value: fp8cfg.compose(
+        ["data=text", "data.path=x", f"{key}={value}"]
+    ),
     "YAML": lambda key, value: fp8cfg.from_yaml(f"data.name: text\ndata.path: x\n{key}: {value}\n"),
     "Python": assigned,
 }
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(
-    "key", ["log.dir", "log.folder", "data.tokenizer", "data.validation_path"]
-)
+@pytest.mark.parametrize("key", ["log.dir", "log.folder", "data.tokenizer", "data.validation_path"])
 def test_a_path_below_home_is_expanded(
     door: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
