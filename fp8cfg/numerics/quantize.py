@@ -6,6 +6,8 @@ Always from float32: rounding to bfloat16 before FP8 changes 3 in 100 values.
 from __future__ import annotations
 
 import functools
+import os
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +42,24 @@ from fp8cfg.numerics.scaling import (
     untiled,
 )
 from fp8cfg.schema.scalings import Tile
+
+
+def limit_horizontal_fusion() -> None:
+    """Works around a bug in Inductor's code for CPUs.
+
+    Inductor fuses loops that share no data into one C++ kernel ("horizontal fusion"). With MXFP8 it then ends in an assertion
+    (try_loop_split), and quantization written in another way came out as NaN under row and block scaling. Seen with torch 2.13.
+    tools/inductor_fusion.py shows it; this function goes with the first torch for which that script reports equal gradients.
+    """
+    config = sys.modules.get("torch._inductor.config")
+    if config is None:
+        # Inductor reads it when it is imported, which takes seconds.
+        os.environ.setdefault("TORCHINDUCTOR_CPP_MAX_HORIZONTAL_FUSION_SIZE", "1")
+    else:
+        config.cpp.max_horizontal_fusion_size = 1
+
+
+limit_horizontal_fusion()
 
 
 def quantize(t: Tensor, scale: Tensor, fmt: Format, carrier: torch.dtype) -> Operand:

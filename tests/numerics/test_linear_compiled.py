@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import fp8cfg
 from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.numerics import FP8Linear, Region, Scaling
 from fp8cfg.schema.fp8 import FP8
@@ -104,3 +105,42 @@ def test_compiled_incomplete_tiles_of_few_columns(name: str) -> None:
         passes.append((y.detach(), x.grad, layer.parameter.grad))
     for a, b in zip(*passes, strict=True):
         assert torch.equal(a, b)
+
+
+class _TwoLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 128, bias=False)
+        self.down = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return y
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=bf16_fp8_current", "fp8.granularity=row"],
+        ["precision=bf16_fp8_block"],
+        ["precision=bf16_mxfp8"],
+    ],
+    ids=["row", "block", "mxfp8"],
+)
+def test_a_users_own_compiled_model_has_the_gradients_of_eager_code(words: list[str]) -> None:
+    """Several layers and an activation in one graph, which Inductor fuses horizontally."""
+    norms = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = _TwoLinears().bfloat16()
+        recipe = fp8cfg.compose([*words, "fp8.params=false", "fp8.output_layer=true"])
+        recipe.fp8.high_precision_at_start = recipe.fp8.high_precision_at_end = 0
+        fp8 = fp8cfg.convert_model(model, recipe)
+        x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.randn(64, 64, dtype=torch.bfloat16) * 1e-3
+        with fp8.autocast():
+            (torch.compile(model) if compiled else model)(x).backward(gradient)
+        norms.append(
+            torch.cat([p.grad.float().flatten() for p in model.parameters()]).norm().item()
+        )
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
