@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.composition.merge import GIVEN, Nodes, node, part_of
 from fp8cfg.composition.overrides import in_quotes, one, override
-from fp8cfg.composition.recipe_yaml import listed
+from fp8cfg.composition.recipe_yaml import is_node, listed
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import PLUGIN, full, short
 from fp8cfg.schema.recipe import Recipe
@@ -52,6 +52,12 @@ def read(words: Iterable[str], library: Library, given: Recipe | None = None) ->
                 raise ConfigError(f"{word}: the recipe is given already; drop one of the two")
             if key == "log.dir" and len(single) > 1:
                 raise ConfigError(f"{word}: a sweep has one folder; write hydra.sweep.dir=FOLDER")
+            if key in varied and is_node(full(key)) and max(len(single), len(varied[key][1])) > 1:
+                # Hydra's sweeper keeps the last word of a key, and one run merges all mappings.
+                raise ConfigError(
+                    f"{word}: {short(key)} stands twice in this sweep, and only one of them would"
+                    f" be swept; sweep its keys instead, as in {short(key)}.KEY=a,b"
+                )
             varied[key] = text, single
         except ConfigError as e:
             problems += e.problems

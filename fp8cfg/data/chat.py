@@ -1,6 +1,7 @@
 """Conversations as tokens, and which of them the assistant wrote: what supervised fine-tuning takes its loss of.
 
-A row is {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}, as TRL's. Messages are written by
+A row is {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}, as TRL's, or has ShareGPT's
+"conversations" or Alpaca's "instruction", "input" and "output". Messages are written by
 the tokenizer's chat template. Without one, and for bytes, they are written so, <eos> being the end token (Zephyr's format):
 
     <|user|>
@@ -37,7 +38,10 @@ Spans = list[tuple[int, int]]
 
 
 def render(
-    template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, str]
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str],
+    tools: Any = None,
 ) -> tuple[str, Spans]:
     """The text of a conversation, and where in it the assistant's words stand, [start, stop) in characters.
 
@@ -45,14 +49,16 @@ def render(
     those before it and the prompt for an answer. DataError for a template that fails, or whose text of a conversation does not
     begin with that of its first messages.
     """
-    text = _rendered(template, messages, variables)
+    text = _rendered(template, messages, variables, tools=tools)
     if BEGIN in text:
         return _marked(text)
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = _rendered(template, messages[:i], variables, prompt=True) if i else ""
-            after = _rendered(template, messages[: i + 1], variables)
+            before = ""
+            if i:
+                before = _rendered(template, messages[:i], variables, prompt=True, tools=tools)
+            after = _rendered(template, messages[: i + 1], variables, tools=tools)
             if not (after.startswith(before) and text.startswith(after)):
                 raise DataError(
                     "its chat template writes earlier messages otherwise once later ones follow, so"
@@ -75,12 +81,17 @@ def _rendered(
     messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, str],
     prompt: bool = False,
+    tools: Any = None,
 ) -> str:
     import jinja2
 
     try:
         return _compiled(template).render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **variables
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=prompt,
+            **variables,
         )
     except (
         jinja2.TemplateError,
@@ -205,22 +216,20 @@ def _namespace() -> Any:
 Encoded = tuple[np.ndarray, np.ndarray]
 """Token ids, int64 [n], and whether each is to be learned, bool [n]."""
 _KEYS = (
-    '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion":'
-    ' "..."}'
+    '{"messages": [{"role": "user", "content": "..."}, ...]}, {"prompt": "...", "completion":'
+    ' "..."}, ShareGPT\'s "conversations" or Alpaca\'s "instruction" and "output"'
 )
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+"""Roles of other formats (ShareGPT, Gemini), and ours."""
+RENDERED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message with text to learn besides its content. A template must render them."""
 
 
 def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Encoded:
     """The tokens of one conversation. DataError, beginning with `place`, for a row that is none."""
-    if "messages" in row:
-        said = _messages(place, row["messages"])
-        if tokenizer.chat_template is None:
-            return _plain(said, tokenizer)
-        try:
-            text, spans = render(tokenizer.chat_template, said, tokenizer.variables)
-        except DataError as e:
-            raise DataError(f"{place}: {e}") from None
-        return _learned(text, spans, tokenizer)
+    messages = _messages_of_row(place, row)
+    if messages is not None:
+        return _encode_messages(place, messages, row.get("tools") or None, tokenizer)
     if "prompt" in row and "completion" in row:
         if not isinstance(row["prompt"], str) and isinstance(row["prompt"], Sequence):
             raise DataError(
@@ -234,13 +243,88 @@ def encode_row(place: str, row: Mapping[str, Any], tokenizer: Tokenizer) -> Enco
     raise DataError(f"{place}: no conversation; a row has {_KEYS}")
 
 
+def _messages_of_row(place: str, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The messages of a row in OpenAI's, ShareGPT's or Alpaca's format; None for other rows."""
+    if row.get("messages") is not None:
+        messages = _messages(place, row["messages"])
+    elif row.get("conversations") is not None:
+        turns = row["conversations"]
+        is_sharegpt = isinstance(turns, list) and all(
+            isinstance(turn, dict) and "from" in turn for turn in turns
+        )
+        if is_sharegpt:
+            turns = [{"role": turn["from"], "content": turn.get("value")} for turn in turns]
+        messages = _messages(place, turns)
+    elif "instruction" in row and "output" in row:
+        instruction = text_of(place, row, "instruction")
+        if row.get("input"):
+            instruction = f"{instruction}\n\n{text_of(place, row, 'input')}"
+        answer = {"role": "assistant", "content": text_of(place, row, "output")}
+        messages = [{"role": "user", "content": instruction}, answer]
+    else:
+        return None
+    if row.get("system"):
+        if messages[0]["role"] == "system":
+            raise DataError(f"{place}: 'system' and a first message of that role; keep one of them")
+        messages.insert(0, {"role": "system", "content": text_of(place, row, "system")})
+    return messages
+
+
+def _encode_messages(
+    place: str, messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer
+) -> Encoded:
+    """Tokens of messages. No loss is taken of an answer with "weight": 0."""
+    weights = [_weight(f"{place}, message {i}", m) for i, m in enumerate(messages)]
+    weights = [w for w, m in zip(weights, messages, strict=True) if m["role"] == "assistant"]
+    template = tokenizer.chat_template
+    rendered = [key for key in RENDERED if any(message.get(key) for message in messages)]
+    rendered += ["tools"] if tools else []
+    if template is None:
+        if rendered:
+            raise DataError(
+                f"{place}: {rendered[0]!r} needs a chat template that writes it, and the tokenizer"
+                " has none"
+            )
+        return _plain(messages, tokenizer, weights)
+    try:
+        text, spans = render(template, messages, tokenizer.variables, tools)
+        for key in rendered:
+            without = [{k: v for k, v in m.items() if k != key} for m in messages]
+            others = None if key == "tools" else tools
+            if _rendered(template, without, tokenizer.variables, tools=others) == _rendered(
+                template, messages, tokenizer.variables, tools=tools
+            ):
+                raise DataError(f"its chat template does not write {key!r}; drop the key")
+    except DataError as e:
+        raise DataError(f"{place}: {e}") from None
+    if 0 in weights and len(spans) != len(weights):
+        raise DataError(
+            f"{place}: 'weight' is 0 in an answer, and its chat template does not tell the answers"
+            " apart"
+        )
+    if 0 in weights:
+        spans = [span for span, weight in zip(spans, weights, strict=True) if weight]
+    return _learned(text, spans, tokenizer)
+
+
+def _weight(place: str, message: dict[str, Any]) -> int:
+    """Removes and returns the weight of a message, 0 or 1."""
+    weight = message.pop("weight", None)
+    if weight is None:
+        return 1
+    if weight not in (0, 1):
+        raise DataError(f"{place}: 'weight' is {weight!r}; only 0 and 1 can be used")
+    return int(weight)
+
+
 def encode_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> np.ndarray:
     """The tokens after which the assistant answers, int64 [n]."""
     if tokenizer.chat_template is not None:
         return tokenizer.encode_spans(
             prompt(tokenizer.chat_template, messages, tokenizer.variables)
         ).ids
-    tokens, _ = _plain([*messages, {"role": "assistant", "content": ""}], tokenizer)
+    answer = {"role": "assistant", "content": ""}
+    tokens, _ = _plain([*messages, answer], tokenizer, weights=[])
     return tokens[:-1]  # the end token of the answer that is to come
 
 
@@ -253,17 +337,19 @@ def _learned(text: str, spans: Sequence[tuple[int, int]], tokenizer: Tokenizer) 
     return ids, learned
 
 
-def _plain(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Encoded:
+def _plain(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, weights: Sequence[int]
+) -> Encoded:
+    """Tokens of messages in Zephyr's format. `weights` has one entry per answer."""
     tokens, learned = list[np.ndarray](), list[np.ndarray]()
+    remaining = iter(weights)
     for number, message in enumerate(messages):
-        head, own = (
-            f"{chr(10) if number else ''}<|{message['role']}|>\n",
-            message["role"] == "assistant",
-        )
+        head = f"{chr(10) if number else ''}<|{message['role']}|>\n"
+        is_learned = message["role"] == "assistant" and next(remaining, 1) == 1
         text = head + message["content"]
-        ids, mask = _learned(text, [(len(head), len(text))] if own else [], tokenizer)
+        ids, mask = _learned(text, [(len(head), len(text))] if is_learned else [], tokenizer)
         tokens.append(np.append(ids, tokenizer.eos))
-        learned.append(np.append(mask, own))
+        learned.append(np.append(mask, is_learned))
     return np.concatenate(tokens), np.concatenate(learned)
 
 
@@ -273,14 +359,18 @@ def _messages(place: str, messages: Any) -> list[dict[str, Any]]:
         raise DataError(
             f"{place}: 'messages' is no list of messages, each with a role and a content"
         )
+    messages = list(messages)
     for number, message in enumerate(messages):
         at = f"{place}, message {number}"
         if not isinstance(message, dict):
             raise DataError(
                 f"{at}: is {type(message).__name__}; a message has a role and a content"
             )
-        text_of(at, message, "role")
+        role = text_of(at, message, "role")
+        if message.get("content") is None and message.get("tool_calls"):
+            message = messages[number] = {**message, "content": ""}
         content = text_of(at, message, "content")
+        messages[number] = {**message, "role": ROLES.get(role.lower(), role.lower())}
         if BEGIN in content or END in content:
             raise DataError(f"{at}: has a noncharacter, U+FDD0 or U+FDD1, which text has not")
     return [dict(message) for message in messages]
