@@ -247,6 +247,8 @@ class LinearFunction(torch.autograd.Function):
             if needs_dw:
                 assert x is not None
                 dw = gemm(gs[WGRAD], x, plan.weight_grad, state.ran, WGRAD)
+                if g.dtype == torch.float16:
+                    dw = keep_overflow(dw, g)
             if state.rounding_count is not None:
                 state.rounding_count.add_(
                     1
@@ -254,6 +256,15 @@ class LinearFunction(torch.autograd.Function):
             if needs_db:
                 db = g.sum(0).to(ctx.dtypes[1])
         return dx, dw, db, *(None,) * (len(state) + 6), None
+
+
+def keep_overflow(weight_grad: Tensor, grad_output: Tensor) -> Tensor:
+    """Makes `weight_grad` infinite if the float16 `grad_output` it was computed from overflowed.
+
+    FP8 saturates, which would hide the overflow from torch.amp.GradScaler: it lowers its scale only if it sees an infinite gradient.
+    """
+    overflowed = grad_output.isinf().any()
+    return torch.where(overflowed, torch.inf, weight_grad)
 
 
 ROUNDING_KEY = "fp8_rounding_key"

@@ -142,3 +142,22 @@ def test_converted_layers_are_still_instances_of_their_class(backend: str) -> No
     train(fp8, model)
     assert fp8cfg.coverage(model).share > 0.5
     assert type(fp8cfg.convert_back(model)[0]) is CastingLinear
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_overflowed_float16_gradient_reaches_grad_scaler(preset: str) -> None:
+    model = net()
+    fp8 = fp8cfg.convert_model(model, fp8cfg.compose([f"precision={preset}", "fp8.params=false"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with torch.autocast("cpu", torch.float16), fp8.autocast():
+        loss = model(torch.randn(32, 64)).sum()  # times the scale it is infinite in float16
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**23
+    model.zero_grad()
+    with torch.autocast("cpu", torch.float16), fp8.autocast():
+        loss = model(torch.randn(32, 64)).sum()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
