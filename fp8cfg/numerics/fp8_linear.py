@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from fp8cfg.numerics.kernels.launch import fuses, fuses_tiles, quantize_fused, q
 from fp8cfg.numerics.quantize import count_values, quantize, quantize_nvfp4, quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup, Scaling, scale_now
 from fp8cfg.numerics.state_dict_conversion import BUFFERS, ROUNDING_COUNT, prepare_load
-from fp8cfg.numerics.stored_state import PassRecords, amax_record
+from fp8cfg.numerics.stored_state import AMAX, ANEW, BACKWARD_AMAX, RAN, PassRecords, amax_record
 from fp8cfg.numerics.weight_storage import QuantizedWeight
 from fp8cfg.numerics.weight_workspace import NOTHING, WeightWorkspace
 
@@ -398,6 +398,26 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         """See `Scaling.fresh_state`."""
         return self.scaling.fresh_state(3, self.parameter.device)
 
+    def reset_fp8_state(self) -> None:
+        """Sets scales, histories and records to those of a new layer, on the device of the weight."""
+        device = self.parameter.device
+        fresh = self.fresh_state()
+        names = ("fp8_scale", "fp8_amax_history", *RAN, AMAX, BACKWARD_AMAX, ROUNDING_COUNT)
+        for name in names:
+            buffer = self._buffers[name]
+            if buffer is not None:
+                zeros = torch.zeros_like(buffer, device=device)
+                self._buffers[name] = fresh.get(name, zeros)
+        self.seed_rounding(0)
+        vars(self).pop(ANEW, None)  # a new layer has no scales to lose
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        was_meta = self.parameter.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and not self.parameter.is_meta:
+            self.reset_fp8_state()  # to_empty() leaves garbage in buffers
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         weight, state, plan = self.pass_inputs(x.dtype, device := x.device.type)
         bias = self.bias if self.adds_bias else None
@@ -478,6 +498,8 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         master = prepare_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self.forget_scales_set()
+        if self.ran_forward.is_meta and not self.parameter.is_meta:
+            self.reset_fp8_state()  # load_state_dict(assign=True) replaced only the parameters
         if master is not None:
             self.set_weight(master)
 

@@ -155,9 +155,43 @@ def test_an_overflowed_float16_gradient_reaches_grad_scaler(preset: str) -> None
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
+    fp8.step()
     assert scaler.get_scale() == 2.0**23
     model.zero_grad()
     with torch.autocast("cpu", torch.float16), fp8.autocast():
         loss = model(torch.randn(32, 64)).sum()
     loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "preset", ["bf16_fp8", "bf16_fp8_current", "bf16_fp8_block", "bf16_mxfp8", "bf16_nvfp4"]
+)
+@pytest.mark.parametrize("how", ["to_empty", "assign"])
+def test_a_model_converted_on_the_meta_device_trains_as_one_converted_last(
+    preset: str, how: str
+) -> None:
+    weights = net().state_dict()
+    losses = []
+    for convert_first in (False, True):
+        with torch.device("meta"):
+            model = net()
+        if convert_first:
+            fp8 = convert(model, preset)
+        if how == "to_empty":
+            model.to_empty(device="cpu")
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(weights[name])
+        else:
+            model.load_state_dict(weights, assign=True)
+        if not convert_first:
+            fp8 = convert(model, preset)
+        torch.manual_seed(0)
+        for _ in range(2):
+            with fp8.autocast():
+                loss = model(torch.randn(32, 64)).square().mean()
+            loss.backward()
+            fp8.step()
+            losses.append(loss.item())
+    assert losses[:2] == losses[2:]
