@@ -105,7 +105,7 @@ def given_recipe(given: Any) -> Any:
     where it is no such object."""
     if isinstance(given, Recipe):
         return given
-    if isinstance(given, Precision):
+    if isinstance(given, (Precision, str)):  # or a preset's name
         recipe = Recipe()
         recipe.precision = given
         return recipe
@@ -224,7 +224,7 @@ def convert_model(
     model: nn.Module, recipe: Any, linear: Collection[type[nn.Linear]] = ()
 ) -> Conversion:
     """Replace, in place, the linear layers of `model` that the recipe's precision has in FP8, by those of its backend. `recipe` is
-    a Recipe, a Precision, or a handler of Accelerate's or a recipe of Transformer Engine's, which mean the recipe that they import
+    a Recipe, a Precision, a preset's name such as "bf16_fp8", or a handler of Accelerate's or a recipe of Transformer Engine's, which mean the recipe that they import
     as.
 
     Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.

@@ -195,3 +195,11 @@ def test_a_model_converted_on_the_meta_device_trains_as_one_converted_last(
             fp8.step()
             losses.append(loss.item())
     assert losses[:2] == losses[2:]
+
+
+def test_a_presets_name_is_a_recipe() -> None:
+    named, composed = net(), net()
+    fp8 = fp8cfg.convert_model(named, "bf16_fp8_block")
+    assert fp8.fp8 == convert(composed, "bf16_fp8_block").fp8
+    with pytest.raises(fp8cfg.ConfigError, match="precision=bf16_fp9: no such precision preset"):
+        fp8cfg.convert_model(net(), "bf16_fp9")
