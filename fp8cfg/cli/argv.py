@@ -7,6 +7,15 @@ from pathlib import Path
 
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
 
+OPTIONS_OF_OTHERS = {
+    "--nodes": "trainer.num_nodes=N",
+    "--nnodes": "trainer.num_nodes=N",
+    "--nproc-per-node": "trainer.devices=N",
+    "--temp": "--temperature T",
+    "--config": "the file alone: fp8cfg FILE.yaml",
+    "--factory": "recipe=NAME",
+}
+"""Options of torchrun, NeMo-Run, axolotl and others, and how to write them here."""
 SHORT = {"-cd": "--config-dir"}
 """Hydra's short names of options that every verb with the long one takes."""
 RECIPE_FILES = (".yaml", ".yml", ".json")
@@ -75,6 +84,8 @@ def _hint(name: str, options: list[str]) -> str:
 
     if any(c.isspace() for c in name):
         return "; what is none stands after --"
+    if name in OPTIONS_OF_OTHERS:
+        return f"; write {OPTIONS_OF_OTHERS[name]}"
     if (key := name.lstrip("-")) in {*GROUPS, *short_keys()}:
         return f"; write it without dashes: {key}={'NAME' if key in GROUPS else 'VALUE'}"
     if key in ("dry-run", "dry_run", "dryrun"):

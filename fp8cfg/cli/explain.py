@@ -9,7 +9,9 @@ from fp8cfg.cli.recipe_arguments import chooses, recipe_file
 from fp8cfg.composition.provenance import trace
 from fp8cfg.report.key_explanation import explained, known
 from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.scalings import SCALINGS
 
+LEVELS = ("O1", "O2", "O3")
 USAGE = """
 fp8cfg explain KEY [recipe=NAME | FILE.yaml] [key=value ...] [--json]
 
@@ -39,6 +41,12 @@ def run(argv: list[str]) -> int:
         full_key = known(keys[0]) if not problems else ""
     except ConfigError as e:
         chosen = chooses(keys[0])
+        values = {**dict.fromkeys(SCALINGS, "fp8.scaling"), **dict.fromkeys(LEVELS, "opt_level")}
+        if keys[0] in values:
+            raise ConfigError(
+                f"{keys[0]}: is a value of {values[keys[0]]}; write: fp8cfg explain"
+                f" {values[keys[0]]}"
+            ) from None
         problems += (
             [
                 f"{keys[0]}: is no key but a choice; write {chosen}={keys[0]} with a key, as in:"

@@ -88,7 +88,7 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
         return f"{arg}: not of the form key=value; did you mean '{chosen}={arg}'?"
     if os.path.isfile(f"{arg}.yaml"):
         return f"{arg}: no command, recipe file or key=value; did you mean '{arg}.yaml'?"
-    verb = _THEIRS.get(arg) or nearest(arg, verbs)
+    verb = _THEIRS.get(arg) or nearest(arg, verbs, 0.75)
     if verb:
         return f"{arg}: no such command; did you mean {verb!r}?"
     if os.path.isdir(arg):

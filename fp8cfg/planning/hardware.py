@@ -11,7 +11,7 @@ from pathlib import Path
 from fp8cfg.backends.choice import Hardware
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.planning.layout import Part
-from fp8cfg.schema.errors import ConfigError, suggest
+from fp8cfg.schema.errors import ConfigError, nearest
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
 
@@ -57,8 +57,13 @@ def named(name: str, option: str = "--gpu ") -> GPU:
     """The GPU called `name`, whatever its case. Raises ConfigError with the nearest name; `option` is what named it."""
     gpu = GPUS.get(name.lower().replace("_", "-"))
     if gpu is None:
-        near = [known for known in GPUS if known.startswith(name.lower())]
-        hint = f"; did you mean {' or '.join(near)}?" if near else suggest(name, GPUS)
+        begins = [known for known in GPUS if known.startswith(name.lower())]
+        if begins:
+            hint = f"; did you mean {' or '.join(begins)}?"
+        elif near := nearest(name, GPUS, 0.8):
+            hint = f"; did you mean {near!r}?"
+        else:
+            hint = f"; it has {', '.join(GPUS)}"
         raise ConfigError(f"{option}{name}: no such GPU in the table{hint}")
     return gpu
 

@@ -108,7 +108,7 @@ _BELONGS = {
     "data_seed": "trainer.seed",
     "half_precision_backend": "backend",
     "fsdp": "storage.shard=fsdp",
-    "model_name_or_path": "recipe",
+    "model_name_or_path": "recipe and model.path",
     "per_device_eval_batch_size": "trainer.micro_batch_size",
     "torch_compile_backend": "trainer.compile",
     "dynamo_backend": "trainer.compile",
@@ -123,6 +123,11 @@ _BELONGS = {
     # torchtitan
     "local_batch_size": "trainer.micro_batch_size",
     "seq_len": "model.seq_length",
+    "sequence_len": "model.seq_length",
+    "skip_layers": "fp8.exclude",
+    "ignored_modules": "fp8.exclude",
+    "modules_to_not_convert": "fp8.exclude",
+    "save_dir": "log.dir",
     "max_norm": "trainer.gradient_clip_val",
     "dump_folder": "log.dir",
     "tensor_parallel_degree": "trainer.strategy.tensor_model_parallel_size",
@@ -186,6 +191,10 @@ _BELONGS = {
     "partition_activations": "model.recompute_granularity",
 }
 _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
+    "fp8.block_size": "fp8.scaling=block",
+    "fp8.attention": "fp8.dot_product_attention",
+    "fp8.lm_head": "fp8.output_layer",
+    "data.split": "data.validation_fraction",
     "data.seq_length": "model.seq_length",
     "data.vocab_size": "model.vocab_size",
     "data.micro_batch_size": "trainer.micro_batch_size",
@@ -360,6 +369,12 @@ DERIVED = {
     ),
     "model.head_dim": (
         "model.kv_channels, or model.hidden_size / model.num_attention_heads where that is null"
+    ),
+    "attn_implementation": "chosen by torch's scaled_dot_product_attention",
+    "model.attn_implementation": "chosen by torch's scaled_dot_product_attention",
+    "expert_model_parallel_size": "1, since the models of this version have no experts",
+    "trainer.strategy.expert_model_parallel_size": (
+        "1, since the models of this version have no experts"
     ),
     "optim.end_lr": "optim.min_lr, or 0.1 x optim.lr where that is null",
     "trainer.strategy.size": "the product of trainer.strategy's parallel sizes",
