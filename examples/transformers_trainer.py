@@ -15,35 +15,28 @@ def llama(recipe: fp8cfg.Recipe) -> LlamaForCausalLM:
     """A small Llama with random weights; LlamaForCausalLM.from_pretrained(...) in your own script."""
     m = recipe.model
     torch.manual_seed(recipe.trainer.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=m.vocab_size,
-            hidden_size=m.hidden_size,
-            intermediate_size=m.ffn_hidden_size,
-            num_hidden_layers=m.num_layers,
-            num_attention_heads=m.num_attention_heads,
-            num_key_value_heads=m.num_query_groups,
-            use_cache=False,
-        )
+    config = LlamaConfig(
+        vocab_size=m.vocab_size,
+        hidden_size=m.hidden_size,
+        intermediate_size=m.ffn_hidden_size,
+        num_hidden_layers=m.num_layers,
+        num_attention_heads=m.num_attention_heads,
+        num_key_value_heads=m.num_query_groups,
     )
+    return LlamaForCausalLM(config)
 
 
 def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
     job, t = fp8cfg.build(recipe, model=llama(recipe)), recipe.trainer
     if recipe.fp8.enabled:
-        fp8cfg.apply_fp8_autowrap(
-            job.model, recipe
-        )  # the forward enters FP8; its second call raises if the first did not
-    tokens, _ = fp8cfg.run_data(recipe)[0].rows(
-        0, t.max_steps * t.global_batch_size
-    )  # or data of yours
+        fp8cfg.apply_fp8_autowrap(job.model, recipe)  # its forward enters FP8, or raises
+    batches, _ = fp8cfg.run_data(recipe)  # or your own data
+    tokens, _ = batches.rows(0, t.max_steps * t.global_batch_size)
     trainer = Trainer(
         model=job.model,
         optimizers=(job.optimizer, job.scheduler()),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=[
-            job.trainer_callback()
-        ],  # refuses arguments that the recipe contradicts, and says whose count
+        callbacks=[job.trainer_callback()],  # rejects arguments that contradict the recipe
         args=TrainingArguments(
             max_steps=t.max_steps,
             per_device_train_batch_size=t.micro_batch_size,
@@ -63,7 +56,5 @@ def train(recipe: fp8cfg.Recipe, **arguments: Any) -> list[float]:
 
 if __name__ == "__main__":
     with fp8cfg.exit_codes():  # a mistake is a line and exit code 2, as of the command
-        train(
-            fp8cfg.compose(["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]),
-            save_strategy="no",
-        )
+        words = ["recipe=llama_tiny", "precision=bf16_fp8", *sys.argv[1:]]
+        train(fp8cfg.compose(words), save_strategy="no")

@@ -163,6 +163,10 @@ def _without_gradients(recipe: Recipe) -> None:
         recipe.fp8.format = "e4m3"
 
 
+ROWS_AT_A_TIME = 1024
+"""Rows that are quantized at once: whole tiles of every scaling."""
+
+
 class RunWeights:
     """The weights of the run folder `path`: `recipe` is its recipe, not sharded, `plan` what its linear layers do, `adapted` those
     that have adapters, and `step` how many steps it has done. Raises as `run_checkpoint.newest`, and ConfigError for weights of
@@ -241,10 +245,23 @@ class RunWeights:
         ):  # as the run's backend held it, who may have had fewer layers in FP8
             return (weight,)
         held, weight = self._codec(), weight.float()
-        return (
-            held.encode(weight)
-            if held
-            else store_recorded(weight, self._scaling, scales, None, None)
+        return held.encode(weight) if held else self._quantized(weight, scales)
+
+    def _quantized(self, weight: Tensor, scale: Tensor | None) -> Weight:
+        """Quantizes a weight as training would, block scaling some rows at a time.
+
+        The temporaries of a whole matrix are several times its size, and an export promises to need about two matrices.
+        """
+        layout = self._scaling.layout
+        if layout.block <= 0 or layout.two_levels:
+            return store_recorded(weight, self._scaling, scale, None, None)
+        parts = [
+            store_recorded(rows, self._scaling, scale, None, None)
+            for rows in weight.split(ROWS_AT_A_TIME)
+        ]
+        return tuple(
+            None if tensors[0] is None else torch.cat(tensors)
+            for tensors in zip(*parts, strict=True)
         )
 
     def _codec(self) -> Codec | None:

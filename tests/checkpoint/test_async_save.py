@@ -244,9 +244,9 @@ def test_two_ranks_write_beside_their_steps(tmp_path: Path) -> None:
 ONE_DIES = """
 import os, sys, types
 from fp8cfg import __main__ as program
-from fp8cfg.schema import exit_codes
+from fp8cfg.schema import errors
 
-exit_codes.time = types.SimpleNamespace(sleep=lambda seconds: None)  # a rank that has said why waits for torchrun, which is not there
+errors.time = types.SimpleNamespace(sleep=lambda seconds: None)  # a rank that has said why waits for torchrun, which is not there
 rank, point = sys.argv.pop(1), sys.argv.pop(1)
 if os.environ["RANK"] == rank:
     os.environ["FP8CFG_FAILPOINT"] = point
