@@ -35,8 +35,8 @@ def test_autowrap_runs_training_in_fp8_and_evaluation_not(backend: str) -> None:
 def test_the_function_of_autowrap_takes_a_recipe_and_then_the_model() -> None:
     model = Model()
     fp8cfg.convert_model(model, recipe())
-    with pytest.raises(fp8cfg.ConfigError, match="expected a Recipe, got str"):
-        fp8cfg.contextual_fp8_autocast(model.forward, "bf16_fp8")
+    with pytest.raises(fp8cfg.ConfigError, match="expected a Recipe, got int"):
+        fp8cfg.contextual_fp8_autocast(model.forward, 8)
     model.forward = fp8cfg.contextual_fp8_autocast(model.forward, recipe())
     with pytest.raises(
         fp8cfg.ConfigError,

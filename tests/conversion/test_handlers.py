@@ -85,7 +85,7 @@ def test_a_precision_does_too() -> None:
             r"opt_level=O2: has no effect in convert_model, .* write fp8cfg\.build",
         ),
         (object(), "expected a Recipe, got object"),
-        ("fp8", "expected a Recipe, got str"),
+        ("fp8", "precision=fp8: no such precision preset"),
     ],
     ids=lambda value: type(value).__name__,
 )
