@@ -247,7 +247,7 @@ class LinearFunction(torch.autograd.Function):
             if needs_dw:
                 assert x is not None
                 dw = gemm(gs[WGRAD], x, plan.weight_grad, state.ran, WGRAD)
-                if g.dtype == torch.float16:
+                if g.dtype == torch.float16 and g.numel():
                     dw = keep_overflow(dw, g)
             if state.rounding_count is not None:
                 state.rounding_count.add_(
@@ -263,8 +263,9 @@ def keep_overflow(weight_grad: Tensor, grad_output: Tensor) -> Tensor:
 
     FP8 saturates, which would hide the overflow from torch.amp.GradScaler: it lowers its scale only if it sees an infinite gradient.
     """
-    overflowed = grad_output.isinf().any()
-    return torch.where(overflowed, torch.inf, weight_grad)
+    lowest, highest = grad_output.aminmax()
+    overflowed = lowest.isinf() | highest.isinf()
+    return weight_grad.masked_fill_(overflowed, torch.inf)  # in place: weights are large
 
 
 ROUNDING_KEY = "fp8_rounding_key"
