@@ -249,7 +249,7 @@ def run(args: argparse.Namespace, results: Results) -> dict[str, list[str]]:
         "forkserver"
     )  # which loads torch once, and never touches the GPU itself
     context.set_forkserver_preload(
-        ["__main__", "tools.bench_gpu", "fiddle", "fp8cfg.composition.merge"]
+        ["__main__", "tools.bench_gpu", "fiddle", "fp8cfg.composition.hydra_application"]
     )
     results.say(head(args))
     return bench(args, context, results)

@@ -281,7 +281,7 @@ def run(args: argparse.Namespace, results: Results) -> None:
             "__main__",
             "tools.check_gpu",
             "fiddle",
-            "fp8cfg.composition.merge",
+            "fp8cfg.composition.hydra_application",
             "fp8cfg.models.transformer",
         ]
     )

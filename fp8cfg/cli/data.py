@@ -15,12 +15,13 @@ from types import FrameType
 from fp8cfg.cli.argv import is_recipe_file, split
 from fp8cfg.cli.recipe_arguments import composed, recipe_path
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.precedence import of_words, written
+from fp8cfg.composition.overrides import Overrides
 from fp8cfg.data import DataError
 from fp8cfg.data.corpus import prepare
 from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, padded_vocabulary
 from fp8cfg.schema.errors import ConfigError, NotWritable, printable, refuse_if
 from fp8cfg.schema.hugging_face import tokenizer_path
+from fp8cfg.schema.keys import short
 from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
@@ -54,9 +55,9 @@ def run(argv: list[str]) -> int:
         )
     folder = arguments.one("--config-dir")
     d = composed(arguments.words, folder, recipe_path(file) if file else None).data
-    idle = sorted(
-        written(of_words(arguments.words, Library(Path(folder) if folder else None))) - {*_READ}
-    )
+    library = Library(Path(folder) if folder else None)
+    keys = {short(key) for key in Overrides.parse(arguments.words, library).keys}
+    idle = sorted(keys - {*_READ})
     refuse_if(
         [
             f"{key}: has no effect on token files; write it where these are trained on"

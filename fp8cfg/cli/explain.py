@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from fp8cfg.cli.argv import is_recipe_file, split
 from fp8cfg.cli.recipe_arguments import chooses, recipe_file
-from fp8cfg.composition.provenance import trace
+from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.precedence import composed
 from fp8cfg.report.key_explanation import explained, known
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.scalings import SCALINGS
@@ -56,11 +58,13 @@ def run(argv: list[str]) -> int:
             else e.problems
         )
     try:
-        traced = trace(arguments.words, arguments.one("--config-dir"), recipe_file(files, ()))
+        folder = arguments.one("--config-dir")
+        library = Library(Path(folder) if folder else None)
+        settled = composed(arguments.words, library, recipe_file(files, ()))
     except ConfigError as e:
         problems += e.problems
     refuse_if(problems)
 
-    explanation = explained(traced, full_key)
+    explanation = explained(settled, full_key)
     print(json.dumps(explanation.data(), indent=1) if "--json" in arguments.flags else explanation)
     return 0

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from fp8cfg.cli.argv import Arguments, is_recipe_file, split, wrong_words
 from fp8cfg.cli.launch import settings
 from fp8cfg.cli.output import print_or_write
-from fp8cfg.cli.recipe_arguments import composed, recipe_file, say
-from fp8cfg.composition.provenance import trace
+from fp8cfg.cli.recipe_arguments import composed, recipe_file, say, settled
+from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.execution.slurm import batch_script
 from fp8cfg.interop.projects import DOORS, to_text
 from fp8cfg.models.config import projections
@@ -96,18 +96,19 @@ def run(argv: list[str]) -> int:
         output, file = arguments.one("--output"), recipe_file(arguments.plain, ())
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
-    traced = trace(arguments.words, arguments.one("--config-dir"), file)
-    refuse_if(traced.settled.problems)
-    say(traced.settled.notes)
+    result = settled(arguments.words, arguments.one("--config-dir"), file)
+    refuse_if(result.problems)
+    say(result.notes)
+    recipe = result.recipe
     write = {
         "--yaml": recipe_export.yaml_text,
         "--json": recipe_export.json_text,
         "--python": recipe_export.python_text,
     }[forms[0]]
     text = (
-        _of(project, traced.recipe)
+        _of(project, recipe)
         if project
-        else write(traced.recipe, traced.named, "--full" in arguments.flags)
+        else write(recipe, shipped_choices(result.layers), "--full" in arguments.flags)
     )
     if output and forms == ["--yaml"] and not project and (Path(output).parent / SCHEMA).is_file():
         text = f"# yaml-language-server: $schema={SCHEMA}\n{text}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.cli.argv import Arguments, is_hydra, wrong_words
 from fp8cfg.cli.recipe_arguments import say, settled
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.merge import NAME, application, recipe_from
+from fp8cfg.composition.hydra_application import NAME, application, recipe_from
 from fp8cfg.composition.overrides import hydra_word
 from fp8cfg.composition.precedence import Change
 from fp8cfg.composition.sweep_overrides import read
@@ -92,7 +92,7 @@ def show(arguments: Arguments, file: Path | None) -> int:
                 hydra,
                 arguments,
                 package,
-                [*run.overrides, *(change.word for change in found.changes)],
+                [*run.overrides, *(change.override for change in found.changes)],
                 hydra_words,
             )
     return 0
@@ -146,7 +146,7 @@ def run_dir(arguments: Arguments, file: Path | None, changes: Sequence[Change]) 
     library = Library(Path(folder) if folder else None)
     plan = read(words, library, recipe_from(file, library) if file else None)
     with application(plan.nodes) as hydra:
-        said = [*plan.overrides, *(change.word for change in changes), *theirs]
+        said = [*plan.overrides, *(change.override for change in changes), *theirs]
         made = hydra.compose_config(NAME, said, RunMode.RUN, with_log_configuration=False)
         return Path(str(made.hydra.run.dir))
 

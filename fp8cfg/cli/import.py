@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fp8cfg.cli.argv import Arguments, split, wrong_words
 from fp8cfg.cli.output import print_or_write
-from fp8cfg.cli.recipe_arguments import composed
-from fp8cfg.composition.provenance import trace
+from fp8cfg.cli.recipe_arguments import composed, settled
+from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.interop.projects import DOORS, comments, door, from_file, from_words
 from fp8cfg.report import recipe_export
 from fp8cfg.schema.errors import ConfigError
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
         arguments.one("--output"),
     )
     chosen = [word for word in arguments.words if word.startswith("recipe=")]
-    base = trace(chosen, folder)
+    base = settled(chosen, folder)
     try:
         found = (
             from_file(project, file, base.recipe)
@@ -76,7 +76,10 @@ def run(argv: list[str]) -> int:
         "--json": recipe_export.json_text,
         "--python": recipe_export.python_text,
     }[forms[0]]
-    text = write(recipe, {k: v for k, v in base.named.items() if k == "recipe"}, False)
+    named = {
+        group: name for group, name in shipped_choices(base.layers).items() if group == "recipe"
+    }
+    text = write(recipe, named, False)
     remarks = [*found.lost, *found.unknown]
     if forms == ["--json"]:
         _say("note", found.lost)

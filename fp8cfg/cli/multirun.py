@@ -30,9 +30,8 @@ from fp8cfg.cli.recipe_arguments import say, settled
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import precedence, to_yaml
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.merge import NAME, application, recipe_from
+from fp8cfg.composition.hydra_application import GIVEN, NAME, application, recipe_from
 from fp8cfg.composition.overrides import quoted
-from fp8cfg.composition.precedence import Authors
 from fp8cfg.composition.sweep_overrides import Sweep, refused
 from fp8cfg.composition.sweep_overrides import read as read_overrides
 from fp8cfg.run_folder.files import RunFiles
@@ -159,18 +158,26 @@ def _share(files: RunFiles) -> float | None:
     return share
 
 
-def job(authors: Authors, library: Library, config: DictConfig) -> float:
-    """Train, and leave the result in the folder of the job. `authors` are those of the recipe that the words of the job change,
-    of which `library` has the choices. Returns the loss, for sweepers that search. Raises nothing but KeyboardInterrupt, once a
-    signal has stopped it."""
+def job(library: Library, file: Path | None, config: DictConfig) -> float:
+    """Trains one job of a sweep and leaves its result in the job's folder.
+
+    Args:
+        library: The choices of each group.
+        file: The recipe's file, instead of `recipe=`.
+        config: What Hydra composed. Only Hydra's own settings in it are read.
+
+    Returns:
+        The loss, for sweepers that search.
+
+    Raises:
+        KeyboardInterrupt: Once a signal has stopped the job. Nothing else is raised.
+    """
 
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     made = list[RunFolder]()
     words = list(hydra.overrides.task)
-    code, error = _train(
-        OmegaConf.to_container(config, resolve=True), words, (library, authors), folder, made
-    )
+    code, error = _train(words, library, file, folder, made)
     result = write(folder, hydra.job.num, words, code, error, ran=bool(made))
     if code in (75, 130):
         raise KeyboardInterrupt
@@ -179,23 +186,24 @@ def job(authors: Authors, library: Library, config: DictConfig) -> float:
 
 
 def _train(
-    values: Any,
     words: list[str],
-    written: tuple[Library, Authors],
+    library: Library,
+    file: Path | None,
     folder: Path,
     made: list[RunFolder],
 ) -> tuple[int, str]:
-    """Train the recipe of `values`, composed of `words`, into `folder`, which is put into `made` once it is this job's. Returns
-    the exit code, and the lines of the error."""
+    """Trains the recipe of `words` into `folder`, which is put into `made` once it is this job's.
+
+    Returns the exit code, and the lines of the error.
+    """
 
     def own() -> RunFolder:
         made.append(RunFolder.create(folder, recipe.name, datetime.now(), to_yaml(recipe), folder))
         return made[0]
 
     try:
-        composed = Recipe(**values)
-        authors = precedence.of_words(words, *written, composed)
-        found = precedence.settled(composed, authors, sweep=True)
+        words = [word for word in words if word != f"recipe={GIVEN}"]
+        found = precedence.composed(words, library, file, sweep=True)
         refuse_if(found.problems)
         say(found.notes)
         recipe = launch_run.sized(found.recipe)
@@ -247,10 +255,9 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     plan = read_overrides(words, library, recipe_from(file, library) if file else None)
     recipe = _checked(plan, config_dir, file)
     overrides = ["hydra/job_logging=none", *plan.overrides, *hydra_words, "hydra.mode=MULTIRUN"]
-    authors = precedence.of_file(file, library.data(file), library) if file else {}
     with application(plan.nodes, hydra_flags.settings(recipe)) as hydra:
         folder = _folder(hydra, overrides, len(plan.combinations))
-        ended = _multirun(hydra, folder, overrides, functools.partial(job, authors, library))
+        ended = _multirun(hydra, folder, overrides, functools.partial(job, library, file))
     return report(folder, ended)
 
 

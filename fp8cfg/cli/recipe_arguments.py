@@ -12,7 +12,7 @@ from fp8cfg.cli.argv import Arguments, is_hydra, is_recipe_file
 from fp8cfg.cli.help import choices
 from fp8cfg.composition import precedence
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.overrides import malformed, parse, parsed
+from fp8cfg.composition.overrides import Overrides, malformed, parsed
 from fp8cfg.composition.precedence import Settled
 from fp8cfg.planning.fit_search import Fit, Line, differences
 from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if
@@ -135,9 +135,8 @@ def settled_on_ranks(
     base: Recipe | None = None,
 ) -> Settled:
     """As `settled`; of a layout that the recipe's own machines do not have, with those on which a launcher has started ranks."""
-    return precedence.composed_ranks(
-        words, Library(Path(config_dir) if config_dir else None), file, base
-    )
+    library = Library(Path(config_dir) if config_dir else None)
+    return precedence.composed(words, library, file, base, on_ranks=True)
 
 
 def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
@@ -145,8 +144,8 @@ def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
     if config_dir is None:
         return []
     library = Library(Path(config_dir))
-    chosen = parse(words, library, has_recipe=True)[0].items()
-    files = [library.file(group, library.stem(group, name)) for group, name in chosen]
+    choices = Overrides.parse(words, library, has_recipe=True).choices
+    files = [library.file(group, choice.name) for group, choice in choices.items()]
     if any(file.is_relative_to(Path(config_dir).resolve()) for file in files if file):
         return []
     return [

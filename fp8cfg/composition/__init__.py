@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.merge import recipe_from, recipe_of
-from fp8cfg.composition.precedence import Settled, of_file
-from fp8cfg.composition.precedence import composed_ranks as composed
-from fp8cfg.composition.precedence import settled_ranks as settled
+from fp8cfg.composition.layers import Rank
+from fp8cfg.composition.precedence import Settled, composed, from_file_layers
+from fp8cfg.composition.recipe_layers import data_layers, file_layers
 from fp8cfg.composition.recipe_yaml import to_yaml
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import record
@@ -46,7 +45,8 @@ def compose(
             " recipe=llama_8b"
         )
     library = Library(Path(config_dir) if config_dir else None)
-    return _checked(composed(words, library, Path(file) if file else None, base))
+    path = Path(file) if file else None
+    return _checked(composed(words, library, path, base, on_ranks=True))
 
 
 def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) -> Recipe:
@@ -54,15 +54,14 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
     ConfigError with every problem."""
     library = Library(Path(config_dir) if config_dir else None)
     if isinstance(text_or_path, Path):
-        recipe, data = recipe_from(text_or_path, library), library.data(text_or_path)
-        return _checked(settled(recipe, of_file(text_or_path, data, library)))
+        return _checked(from_file_layers(file_layers(text_or_path, library, Rank.USER)))
     if "\n" not in text_or_path and text_or_path.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(
             f"from_yaml: {text_or_path}: a str is the text itself; write"
             f" from_yaml(Path({text_or_path!r}))"
         )
-    data, nowhere = parse_yaml(text_or_path, "YAML"), Path("YAML")
-    return _checked(settled(recipe_of(data, nowhere, library), of_file(nowhere, data, library)))
+    data = parse_yaml(text_or_path, "YAML")
+    return _checked(from_file_layers(data_layers(data, Path("YAML"), library)))
 
 
 def _checked(found: Settled) -> Recipe:

@@ -7,12 +7,13 @@ import math
 import re
 import shlex
 import unicodedata
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.config_groups import GROUPS, Library
-from fp8cfg.composition.recipe_yaml import is_node
+from fp8cfg.composition.layers import Location
+from fp8cfg.composition.recipe_yaml import is_node, settings
 from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
 from fp8cfg.schema.keys import PLUGIN, full, short, spelled
@@ -22,7 +23,7 @@ from fp8cfg.schema.safe_files import plain
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import Override
+    from hydra.core.override_parser.types import Override as HydraOverride
 
 _FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _TEXT = (str, str | None)
@@ -174,7 +175,7 @@ def parsed(word: str) -> tuple[str, Any, str]:
     return said.key_or_group, value, word.partition("=")[2]
 
 
-def override(word: str) -> Override:
+def override(word: str) -> HydraOverride:
     """`word` as Hydra parses it, its key dotted. Raises ConfigError for what Hydra's grammar or our closed schema does not
     take."""
     from hydra.core.override_parser.types import OverrideType
@@ -237,8 +238,8 @@ def parser() -> OverridesParser:
 
 
 @functools.lru_cache(maxsize=256)
-def _parsed_by_hydra(word: str) -> Override:
-    """Not to be changed. Kept, since one composition asks for each word several times, and ANTLR takes a millisecond."""
+def _parsed_by_hydra(word: str) -> HydraOverride:
+    """The result is shared and must not be changed. ANTLR takes a millisecond for each argument."""
     return parser().parse_override(word)
 
 
@@ -259,75 +260,133 @@ def _sweeps(value: Any) -> bool:
     return isinstance(value, (Sweep, Glob)) or any(map(_sweeps, inner))
 
 
-def parse(
-    words: Iterable[str], library: Library, has_recipe: bool = False
-) -> tuple[dict[str, str], list[str]]:
-    """Split `words` into choices (group -> name) and values (Hydra overrides on full keys).
+@dataclass(frozen=True)
+class Override:
+    """One argument: the choice `name` of a `group`, or `values` by full key, or neither.
 
-    Raises ConfigError with a line for each word that is no override, names nothing that exists, or has a value of the wrong
-    type or out of bounds.
+    Attributes:
+        location: The argument, or the file that makes the choice. None for a default choice.
+        group: Group of the choice, else empty.
+        name: Name of the choice, as its file or its function is named.
+        values: Value by full key, as the schema holds it.
     """
-    chosen: dict[str, str] = {}
-    values: list[str] = []
-    problems: list[str] = []
-    for word in words:
-        try:
-            group, text = one(word, library)
-            if group == "recipe" and has_recipe:
-                raise ConfigError(f"{word}: the recipe is given already; drop one of the two")
-            if group:
-                chosen[group] = text
-            elif text:
-                values.append(text)
-        except ConfigError as e:
-            problems += e.problems
-    refuse_if(problems)
-    return chosen, values
+
+    location: Location | None
+    group: str = ""
+    name: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def one(word: str, library: Library) -> tuple[str, str]:
-    """A choice as (group, name), or a value as ("", override); ("", "") where there is nothing to do."""
+@dataclass(frozen=True)
+class Overrides:
+    """The arguments of a command line, parsed and checked.
+
+    Attributes:
+        choices: The last choice of each group. Choices act before settings.
+        settings: Arguments that set values, in order. The last one of a key wins.
+    """
+
+    choices: Mapping[str, Override]
+    settings: Sequence[Override]
+
+    @classmethod
+    def parse(
+        cls, arguments: Iterable[str], library: Library, has_recipe: bool = False
+    ) -> Overrides:
+        """Parses each argument once.
+
+        Args:
+            arguments: Such as `recipe=llama_8b` or `fp8.margin=1`.
+            library: The choices of each group.
+            has_recipe: Whether a file or a recipe is given, so that `recipe=` is an error.
+
+        Raises:
+            ConfigError: With a line for each argument that is no override, names nothing that
+                exists, or has a value of the wrong type or out of bounds.
+        """
+        choices: dict[str, Override] = {}
+        values: list[Override] = []
+        problems: list[str] = []
+        for argument in arguments:
+            try:
+                override = parse_argument(argument, library)
+                if override.group == "recipe" and has_recipe:
+                    raise ConfigError(
+                        f"{argument}: the recipe is given already; drop one of the two"
+                    )
+            except ConfigError as e:
+                problems += e.problems
+                continue
+            if override.group:
+                choices[override.group] = override
+            elif override.values:
+                values.append(override)
+        refuse_if(problems)
+        return cls(choices, values)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Full keys of all settings."""
+        return frozenset(key for override in self.settings for key in override.values)
+
+    def value(self, key: str) -> Any:
+        """The last value of the full `key`; None if no argument sets it."""
+        for override in reversed(self.settings):
+            if key in override.values:
+                return override.values[key]
+        return None
+
+
+def parse_argument(argument: str, library: Library) -> Override:
+    """Parses and checks one argument. Raises ConfigError as `Overrides.parse` does."""
     try:
-        return _one(word, library)
+        return _parse_argument(argument, library)
     except ConfigError as e:
-        if e.problems == [key_exists(word)]:
-            _one(word.lstrip("+"), library)  # what that line offers is to be taken
+        if e.problems == [key_exists(argument)]:
+            _parse_argument(argument.lstrip("+"), library)  # that line's advice must be valid
         raise
 
 
-def _one(word: str, library: Library) -> tuple[str, str]:
-    key, value, text = parsed(word)
-    if value is None and (key in GROUPS or library.own(key)):
-        return "", ""
-    if isinstance(value, str) and (own := library.own(key)):
-        if problem := library.problem(own, value):
-            raise ConfigError(problem)
-        return own, value
-    node = is_node(full(key))
-    if word[:1] == "+" and node:
-        raise ConfigError(key_exists(word))
-    if key in ("precision", PLUGIN) and isinstance(value, str):
-        key = "precision"
-    elif key not in GROUPS or isinstance(value, dict):
-        if (
-            isinstance(value, str)
-            and node
-            and (group := next((g for g in GROUPS if value in library.choices(g)), None))
-        ):
-            raise ConfigError(
-                f"{word}: expected keys of {short(full(key))}; did you mean '{group}={value}'?"
-            )
-        _check_text(key, value, text)
-        _check_value(key, value)
-        return "", f"{full(key)}={text}"
-    if not isinstance(value, str):
-        ours = foreign_names.meant(key, value)
-        raise ConfigError(
-            f"{word}: expected the name of a preset" + (f"; did you mean {ours!r}?" if ours else "")
-        )
-    if problem := library.problem(key, value):
+def _parse_argument(argument: str, library: Library) -> Override:
+    key, value, text = parsed(argument)
+    location = Location(argument)
+    folder_group = library.own(key)
+    if value is None and (key in GROUPS or folder_group):
+        return Override(location)  # `precision=null` keeps what the recipe says
+    if isinstance(value, str) and folder_group:
+        return _choice(location, folder_group, value, library)
+    if argument.startswith("+") and is_node(full(key)):
+        raise ConfigError(key_exists(argument))
+    if isinstance(value, str) and key in ("precision", PLUGIN):
+        return _choice(location, "precision", value, library)
+    if isinstance(value, str) and key in GROUPS:
+        return _choice(location, key, value, library)
+    if key in GROUPS and not isinstance(value, dict):
+        similar = foreign_names.meant(key, value)
+        hint = f"; did you mean {similar!r}?" if similar else ""
+        raise ConfigError(f"{argument}: expected the name of a preset{hint}")
+    if isinstance(value, str) and is_node(full(key)):
+        _check_misplaced_choice(argument, key, value, library)
+    _check_text(key, value, text)
+    _check_value(key, value)
+    return Override(location, values=settings({full(key): value}))
+
+
+def _choice(location: Location, group: str, name: str, library: Library) -> Override:
+    problem = library.problem(group, name)
+    if problem:
         raise ConfigError(problem)
-    return key, library.stem(key, value)
+    return Override(location, group, library.stem(group, name))
+
+
+def _check_misplaced_choice(argument: str, key: str, value: str, library: Library) -> None:
+    """Raises ConfigError if `value`, which is set to a node, is the name of a choice."""
+    for group in GROUPS:
+        if value in library.choices(group):
+            node = short(full(key))
+            raise ConfigError(
+                f"{argument}: expected keys of {node}; did you mean '{group}={value}'?"
+            )
 
 
 def _check_text(key: str, value: Any, text: str) -> None:

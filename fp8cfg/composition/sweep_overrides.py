@@ -9,8 +9,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from fp8cfg.composition.config_groups import GROUPS, Library
-from fp8cfg.composition.merge import GIVEN, Nodes, node, part_of
-from fp8cfg.composition.overrides import in_quotes, one, override
+from fp8cfg.composition.hydra_application import GIVEN, Nodes, node
+from fp8cfg.composition.overrides import Override, in_quotes, override, parse_argument
+from fp8cfg.composition.recipe_layers import part_of
 from fp8cfg.composition.recipe_yaml import is_node, listed
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import PLUGIN, full, short
@@ -18,7 +19,7 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import default_recipe
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+    from hydra.core.override_parser.types import Override as HydraOverride
 
 MAX_JOBS = 1000
 """Combinations of one sweep; each is composed, in 0.06 s, before the first runs."""
@@ -114,15 +115,15 @@ def _vary(word: str, library: Library) -> tuple[str, list[str]]:
         if parsed.is_sweep_override()
         else [word]
     )
-    chosen: list[tuple[str, str]] = []
+    chosen: list[Override] = []
     problems: list[str] = []
     for each in single:
         try:
-            chosen.append(one(each, library))
+            chosen.append(parse_argument(each, library))
         except ConfigError as e:
             problems += e.problems
     refuse_if(_brief(problems, word))
-    kinds = {"value" if name and not group else "preset" for group, name in chosen}
+    kinds = {"value" if each.values else "preset" for each in chosen}
     if kinds == {"value"}:
         return f"{full(key)}={text}", single
     if len(kinds) > 1:
@@ -130,10 +131,10 @@ def _vary(word: str, library: Library) -> tuple[str, list[str]]:
     group = library.own(key) or ("precision" if key == PLUGIN else key)
     nothing = default_recipe() if group == "recipe" else "null"
     plus = "+" if library.own(key) and key not in GROUPS else ""  # it stands in no list of defaults
-    return f"{plus}{group}={','.join(name or nothing for _, name in chosen)}", single
+    return f"{plus}{group}={','.join(each.name or nothing for each in chosen)}", single
 
 
-def _values(parsed: Override, word: str, library: Library) -> list[str]:
+def _values(parsed: HydraOverride, word: str, library: Library) -> list[str]:
     """The values of a sweep, as they are written in a word; the two ends of an interval."""
     from hydra.core.override_parser.types import Glob, IntervalSweep
     from hydra.errors import HydraException

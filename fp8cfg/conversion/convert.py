@@ -33,7 +33,8 @@ from fp8cfg.backends.any_model.module_swap import replaced
 from fp8cfg.backends.autocast import AutocastContext
 from fp8cfg.backends.choice import Choice, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
-from fp8cfg.composition.precedence import Author, fitted, settled
+from fp8cfg.composition.layers import Rank
+from fp8cfg.composition.precedence import fitted, settled_recipe
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.numerics import Region, seed_rounding
 from fp8cfg.numerics.stored_state import fp8_state_dict, load_fp8_state_dict
@@ -65,10 +66,9 @@ def fit_layers(recipe: Recipe, lists: Mapping[str, int]) -> Recipe:
             {name: 0 for name in may if getattr(recipe.fp8, name)},
             "a model without a list of like layers",
         )
-    authors = dict.fromkeys(flat(recipe), Author.USER) | {
-        full(f"fp8.{name}"): Author.PRESET for name in may
-    }
-    fitting = settled(recipe, authors, tacitly=False).recipe.fp8
+    ranks = dict.fromkeys(flat(recipe), Rank.USER)
+    ranks |= {full(f"fp8.{name}"): Rank.PRESET for name in may}
+    fitting = settled_recipe(recipe, ranks, change_harmless=False).recipe.fp8
     layers = recipe.model.num_layers
     return _said(
         recipe,

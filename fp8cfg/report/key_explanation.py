@@ -8,8 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.backends.choice import Hardware, choose
-from fp8cfg.composition.precedence import Settled
-from fp8cfg.composition.provenance import Layer, Origin, Trace, trace
+from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.layers import (
+    Layer,
+    Location,
+    Rank,
+    Source,
+    default_layer,
+    fold,
+    key_history,
+    stated_values,
+)
+from fp8cfg.composition.precedence import Settled, composed
 from fp8cfg.composition.recipe_yaml import assigned, flat, is_node
 from fp8cfg.planning.layer_plan import plan
 from fp8cfg.report.recipe_export import key_schema
@@ -223,7 +233,7 @@ class Explanation:
             "value": self.value,
             "schema": self.schema,
             "effect": self.effect,
-            "layers": [_layer_data(layer) for layer in self.layers],
+            "layers": [_layer_data(layer, self.full_name) for layer in self.layers],
         }
 
     def __str__(self) -> str:
@@ -240,13 +250,13 @@ def explain(recipe: Recipe | Sequence[str], key: str) -> Explanation:
         raise ConfigError(f"explain: expected a key such as 'fp8.margin', got {type(key).__name__}")
     name = known(key)
     if isinstance(recipe, Recipe):
-        return explained(_at_hand(recipe), name)
+        return explained(_from_object(recipe), name)
     if not isinstance(recipe, (list, tuple)) or not all(isinstance(word, str) for word in recipe):
         raise ConfigError(
             "explain: expected a Recipe, or a list of words such as ['recipe=llama_8b',"
             f" 'fp8.margin=1'], got {type(recipe).__name__}"
         )
-    return explained(trace(recipe), name)
+    return explained(composed(recipe, Library()), name)
 
 
 def known(key: str) -> str:
@@ -260,29 +270,22 @@ def known(key: str) -> str:
     return full(key)
 
 
-def explained(trace: Trace, key: str) -> Explanation:
-    """Explanation of the full `key` under a traced recipe."""
+def explained(settled: Settled, key: str) -> Explanation:
+    """Explanation of the full `key` under a composed recipe."""
     if is_node(key):
-        values = {short(k): v for k, v in flat(trace.recipe).items() if k.startswith(f"{key}.")}
+        values = {short(k): v for k, v in flat(settled.recipe).items() if k.startswith(f"{key}.")}
         return Explanation(short(key), key, values, _line(fields()[key].description), {}, "", ())
-    schema, layers = key_schema(key), tuple(trace.layers[key])
-    does = effect(trace.recipe, key, trace.settled.written)
+    schema, layers = key_schema(key), tuple(key_history(fold(settled.layers), key))
+    does = effect(settled.recipe, key, settled.written)
     return Explanation(
-        short(key), key, layers[-1].value, _line(schema["description"]), schema, does, layers
+        short(key), key, layers[-1].values[key], _line(schema["description"]), schema, does, layers
     )
 
 
-def _at_hand(recipe: Recipe) -> Trace:
+def _from_object(recipe: Recipe) -> Settled:
     """The layers of a recipe of which only its values are known."""
-    layers = {key: [Layer("schema default", value)] for key, value in flat(Recipe()).items()}
-    for key, value in flat(recipe).items():
-        *nodes, leaf = key.split(".")
-        node: Any = recipe
-        for name in nodes:
-            node = getattr(node, name)
-        if leaf in node.model_fields_set or value != layers[key][0].value:
-            layers[key].append(Layer("recipe", value))
-    return Trace(recipe, layers, {}, Settled(recipe))
+    layer = Layer(Source.ASSIGNED, Location(), stated_values(recipe), Rank.USER)
+    return Settled(recipe, (default_layer(), layer))
 
 
 def _key_text(e: Explanation) -> str:
@@ -301,15 +304,14 @@ def _key_text(e: Explanation) -> str:
     for name, fact in facts.items():
         lines.append(wrapped(f"{name:11}{fact}", "  ", " " * 13))
     lines += ["", "set by, in order"]
-    width = min(_VALUE, max(len(shown(layer.value)) for layer in e.layers))
-    for layer in e.layers:
-        mark, value = "  ->" if layer is e.layers[-1] else "    ", shown(layer.value)
+    values = [shown(layer.values[e.full_name]) for layer in e.layers]
+    width = min(_VALUE, max(map(len, values)))
+    for layer, value in zip(e.layers, values, strict=True):
+        mark, where = "  ->" if layer is e.layers[-1] else "    ", _where(layer, e.full_name)
         if len(value) <= width:
-            lines.append(
-                wrapped(f"{value:{width}}  {_where(layer)}", f"{mark} ", " " * (width + 7))
-            )
+            lines.append(wrapped(f"{value:{width}}  {where}", f"{mark} ", " " * (width + 7)))
         else:
-            lines += [wrapped(value, f"{mark} ", " " * 5), wrapped(_where(layer), " " * 7, " " * 7)]
+            lines += [wrapped(value, f"{mark} ", " " * 5), wrapped(where, " " * 7, " " * 7)]
     return "\n".join(lines)
 
 
@@ -339,36 +341,52 @@ def _short(value: str) -> str:
     return value if len(value) <= 16 else f"{value[:13]}..."
 
 
-def _where(layer: Layer) -> str:
-    at, by = _origin(layer.at), _origin(layer.by)
-    if layer.kind in ("schema default", "recipe function", "recipe"):
-        return at or layer.kind
-    if layer.kind in ("command line", "gave way"):
-        return f"{layer.kind}{' to' if layer.kind == 'gave way' else ':'} {at}"
-    missing = "" if layer.at.line else " does not have it"
-    return at + missing + (f", by {by}" if by else "")
+def _where(layer: Layer, key: str) -> str:
+    """Where the value of the full `key` comes from, in one line."""
+    location = layer.location
+    if layer.source is Source.CONFLICT:
+        return f"gave way to {shown(location.text)}"
+    if layer.source is Source.COMMAND_LINE:
+        return f"command line: {shown(location.text)}"
+    if layer.source is Source.RECIPE:
+        text = f"recipe function {layer.name}" if layer.name else f"recipe {location.text}"
+    elif layer.source is Source.CHECKPOINT:
+        text = f"checkpoint {shown(location.text)}"
+    elif location.file is None:
+        return str(layer.source.value)
+    else:
+        text = _shown_location(location, key)
+        if location.line(key) is None:
+            text += " does not have it"
+    if layer.chosen_by is None:
+        return text
+    return f"{text}, by {_shown_location(layer.chosen_by, key)}"
 
 
-def _origin(origin: Origin) -> str:
-    if not origin.file:
-        return shown(origin.text) if origin.text else ""
-    line = f":{origin.line}" if origin.line else ""
-    return path(origin.file) + line + (f" in {origin.text}" if origin.text else "")
+def _shown_location(location: Location, key: str) -> str:
+    """A file with the line of the full `key`, or an argument."""
+    if location.file is None:
+        return shown(location.text)
+    line = location.line(key)
+    return path(location.file) + (f":{line}" if line else "")
 
 
-def _layer_data(layer: Layer) -> dict[str, Any]:
+def _layer_data(layer: Layer, key: str) -> dict[str, Any]:
     return {
-        "layer": layer.kind,
-        "value": layer.value,
-        "at": _origin_data(layer.at),
-        "by": _origin_data(layer.by),
+        "layer": layer.source.value,
+        "value": layer.values[key],
+        "at": _location_data(layer.location, key),
+        "by": _location_data(layer.chosen_by, key),
     }
 
 
-def _origin_data(origin: Origin) -> dict[str, Any] | None:
+def _location_data(location: Location | None, key: str) -> dict[str, Any] | None:
+    """File, line and text, as far as they are known."""
+    if location is None:
+        return None
     data = {
-        "file": str(origin.file) if origin.file else None,
-        "line": origin.line,
-        "text": origin.text or None,
+        "file": str(location.file) if location.file else None,
+        "line": location.line(key),
+        "text": location.text or None,
     }
-    return {k: v for k, v in data.items() if v is not None} or None
+    return {name: value for name, value in data.items() if value is not None} or None

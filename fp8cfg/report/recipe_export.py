@@ -13,7 +13,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema
 
 from fp8cfg.composition.config_groups import GROUPS, LEAVES, PARTS, Library
-from fp8cfg.composition.merge import node
+from fp8cfg.composition.hydra_application import node
 from fp8cfg.composition.recipe_yaml import flat, listed, nested, owner, to_yaml
 from fp8cfg.schema import __version__, recipe_registry
 from fp8cfg.schema.keys import ALIASES, PLUGIN, short

@@ -16,7 +16,7 @@ from typing import Any
 from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Hardware
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.merge import node
+from fp8cfg.composition.hydra_application import node
 from fp8cfg.planning.hardware import find_hardware, free_memory
 from fp8cfg.schema import __version__
 from fp8cfg.schema.backends import capabilities

@@ -8,7 +8,6 @@ import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from inspect import isroutine
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -304,11 +303,6 @@ def shown_value(value: Any) -> str:
 
 
 N = TypeVar("N", bound="Node")
-WATCH: ContextVar[Callable[[Node, Iterable[str], Node | None], None] | None] = ContextVar(
-    "WATCH", default=None
-)
-"""Where it is set, called after a node is built or changed, with the fields that were given, and after one is copied, with
-its original."""
 _PLAIN = frozenset({str, int, float, bool, type(None), frozenset})
 LARGEST = 2**63 - 1
 """Of whole numbers: what tensors and files count by. Sizes that are made of several stay within a float."""
@@ -353,7 +347,6 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
             super().__init__(**values)
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
-        _watched(self, values)
 
     def _assign(self, name: str, value: Any) -> None:
         kind = getattr(type(self), name, None)
@@ -376,7 +369,6 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
         except pydantic.ValidationError as e:
             raise ConfigError(problems(type(self), e)) from None
         written(self, name, of_preset)
-        _watched(self, (name,))
 
     def __delattr__(self, name: str) -> None:
         field, short_name = (
@@ -402,16 +394,13 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
                 return super().__getattr__(name)
             raise NoSuchKey(unknown_key(type(self), name))
 
-    def __copy__(self) -> Self:
-        return _watched(super().__copy__(), (), self)
-
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Nodes, and what else could change, anew; leaves are shared: pydantic would take each of them through copy.deepcopy."""
         new = super().__copy__()
         for name, value in vars(new).items():
             if type(value) not in _PLAIN:
                 vars(new)[name] = copy.deepcopy(value, memo)
-        return _watched(new, (), self)
+        return new
 
     def merged(self, changes: dict[str, Any]) -> Self:
         """A copy with `changes`, nested mappings key by key. Raises ConfigError as assignment does."""
@@ -491,13 +480,6 @@ def as_declared(node: N, declared: type[N]) -> N:
         if cls is declared
         else declared(**{name: getattr(node, name) for name in declared.model_fields})
     )
-
-
-def _watched(node: N, given: Iterable[str], copied: Node | None = None) -> N:
-    watch = WATCH.get()
-    if watch:
-        watch(node, given, copied)
-    return node
 
 
 def expand_home(value: Any) -> Any:

@@ -16,8 +16,9 @@ from fp8cfg.recipes import llama_tiny
 from fp8cfg.report.key_explanation import effect, refusals
 from fp8cfg.schema.keys import full, short
 from fp8cfg.schema.recipe import Recipe
+from tests.support.layers import compose_layers
 from tests.support.overrides import value
-from tests.support.verbs import ROOT, line, loads, refused, said
+from tests.support.verbs import ROOT, loads, refused, said
 
 Out = pytest.CaptureFixture[str]
 
@@ -50,24 +51,15 @@ set by, in order
     )
 
 
-def test_through_derived_recipe_functions(capsys: Out) -> None:
-    made, preset = (
-        line("recipes/pretraining.py", part)
-        for part in ("    return Recipe(", "plugins=precision_preset")
-    )
-    renamed = line("recipes/llama.py", "base.name = name")
-    assert said(capsys, "explain", "name", "recipe=llama_8b").splitlines()[-4:] == [
+def test_a_recipe_function_is_named(capsys: Out) -> None:
+    assert said(capsys, "explain", "name", "recipe=llama_8b").splitlines()[-3:] == [
         "set by, in order",
-        "     unnamed     schema default",
-        f"     llama31_8b  recipes/pretraining.py:{made} in llama_8b > llama31_8b > _pretrain",
-        f"  -> llama_8b    recipes/llama.py:{renamed} in llama_8b > _renamed",
+        "     unnamed   schema default",
+        "  -> llama_8b  recipe function llama_8b, by recipe=llama_8b",
     ]
-    assert said(capsys, "explain", "trainer.plugins.compute", "recipe=llama_1b").splitlines()[
-        -2:
-    ] == [
-        f"  -> bf16  conf/precision/bf16.yaml:2, by recipes/pretraining.py:{preset} in llama_1b",
-        "           > llama32_1b > _pretrain",
-    ]
+    assert said(capsys, "explain", "name").splitlines()[-1] == (
+        "  -> llama_tiny  recipe function llama_tiny"
+    )
 
 
 def test_files_with_their_bases(
@@ -222,12 +214,11 @@ def test_any_value_of_a_key_without_effect_is_refused_by_the_rules(
 
 
 def test_every_key_is_explained_in_80_columns(capsys: Out) -> None:
-    from fp8cfg.composition.provenance import trace
     from fp8cfg.report.key_explanation import explained
 
-    traced = trace(["recipe=llama_70b", "precision=bf16_fp8"])
-    for key in traced.layers:
-        assert max(map(len, str(explained(traced, key)).splitlines())) <= 80, key
+    composed = compose_layers(["recipe=llama_70b", "precision=bf16_fp8"])
+    for key in composed.folded.values:
+        assert max(map(len, str(explained(composed, key)).splitlines())) <= 80, key
     for node in (
         "model",
         "trainer",
@@ -236,7 +227,7 @@ def test_every_key_is_explained_in_80_columns(capsys: Out) -> None:
         "trainer.strategy",
         "model.rope_scaling",
     ):
-        assert max(map(len, str(explained(traced, node)).splitlines())) <= 80, node
+        assert max(map(len, str(explained(composed, node)).splitlines())) <= 80, node
 
 
 def test_a_node_lists_its_keys(capsys: Out) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.merge import node, recipe_from
+from fp8cfg.composition.hydra_application import node, recipe_from
 from fp8cfg.composition.recipe_yaml import assigned, flat
 from fp8cfg.report.recipe_export import deltas, json_text, python_text, recipe_schema, yaml_text
 from fp8cfg.schema import presets, recipe_registry

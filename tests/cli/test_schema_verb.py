@@ -182,9 +182,9 @@ def test_what_fp8cfg_refuses_is_not_valid(text: str) -> None:
 
 def _read(text: str) -> Recipe:
     """As `from_yaml`, without the rules between keys, which are not a schema's."""
-    from fp8cfg.composition.merge import recipe_of
+    from tests.support.layers import recipe_of_data
 
-    return recipe_of(parse_yaml(text, "YAML"), Path("YAML"), Library())
+    return recipe_of_data(parse_yaml(text, "YAML"), Library())
 
 
 @settings(max_examples=50, deadline=None)

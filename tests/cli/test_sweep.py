@@ -285,7 +285,7 @@ process = partial(launch, 1)
 
 
 def test_composing_inside_a_sweep() -> None:
-    from fp8cfg.composition.merge import application
+    from fp8cfg.composition.hydra_application import application
 
     plan = read(["precision=bf16,fp16"], Library())
     with application(plan.nodes) as hydra:

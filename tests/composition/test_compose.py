@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp8cfg
-from fp8cfg.composition import merge
 from fp8cfg.composition.config_groups import Library
+from fp8cfg.composition.hydra_application import NAME, application
 from fp8cfg.composition.sweep_overrides import read
 from fp8cfg.recipes import llama_8b, llama_tiny
 from fp8cfg.schema.presets import choices
@@ -260,26 +260,27 @@ def test_a_python_recipe_through_an_entry_point(monkeypatch: pytest.MonkeyPatch)
     recipe_registry._load.cache_clear()
 
 
-@pytest.fixture
-def composed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choices that an earlier test composed are composed by Hydra again."""
-    monkeypatch.setattr(merge, "_COMPOSED", {})
+def hydra_composes(*words: str) -> None:
+    """Composes by a Hydra session of its own, as a sweep does."""
+    from hydra.types import RunMode
+
+    sweep = read(words, Library())
+    with application(sweep.nodes) as hydra:
+        hydra.compose_config(NAME, sweep.overrides, RunMode.RUN, with_log_configuration=False)
 
 
-@pytest.mark.usefixtures("composed_anew")
-def test_composing_leaves_no_trace_in_hydra() -> None:
+def test_a_session_leaves_no_trace_in_hydra() -> None:
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
 
-    fp8cfg.compose([])
+    hydra_composes()
     before = set(ConfigStore.instance().repo)
-    fp8cfg.compose(["precision=bf16_fp8"])
+    hydra_composes("precision=bf16_fp8")
     assert set(ConfigStore.instance().repo) == before
     assert not {"recipe", "precision", "data"} & before
     assert GlobalHydra.instance().hydra is None
 
 
-@pytest.mark.usefixtures("composed_anew")
 def test_composing_inside_a_hydra_application() -> None:
     from hydra import initialize, version
     from hydra.core.global_hydra import GlobalHydra
@@ -287,7 +288,7 @@ def test_composing_inside_a_hydra_application() -> None:
     before = version.getbase()
     with initialize(config_path=None, version_base="1.2"):
         outer, base = GlobalHydra.instance().hydra, version.getbase()
-        fp8cfg.compose(["precision=bf16_fp8"])
+        hydra_composes("precision=bf16_fp8")
         assert GlobalHydra.instance().hydra is outer and version.getbase() == base
     version.VersionBase.instance().version_base = before
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg.composition.config_groups import Library
-from fp8cfg.composition.merge import node, recipe_of, unchecked
+from fp8cfg.composition.hydra_application import node
 from fp8cfg.composition.recipe_yaml import listed, nested
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import dump_yaml
+from tests.support.layers import recipe_of_arguments, recipe_of_data
 
 PRESETS = {
     "precision": ["bf16_fp8", "fp16", "bf16_fp8_current"],
@@ -137,9 +138,9 @@ def test_a_defaults_list_means_what_it_means_in_hydra(
             for part in ("Duplicate _self_", "Multiple values", "appears more than once")
         ), refused
         with contextlib.suppress(fp8cfg.ConfigError):
-            assert recipe_of(text, Path("f.yaml"), Library())
+            assert recipe_of_data(text, Library())
         return
-    assert recipe_of(text, Path("f.yaml"), Library()) == want
+    assert recipe_of_data(text, Library()) == want
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def test_a_defaults_list_means_what_it_means_in_hydra(
 )
 def test_self_and_override(defaults: list[Any]) -> None:
     text = {"defaults": defaults, "trainer": {"plugins": {"fp8": {"margin": 3}}, "max_steps": 9}}
-    assert recipe_of(text, Path("f.yaml"), Library()) == by_hydra(text)
+    assert recipe_of_data(text, Library()) == by_hydra(text)
 
 
 def test_an_override_acts_in_the_list_of_the_file_below(tmp_path: Path) -> None:
@@ -175,7 +176,7 @@ def test_an_override_acts_in_the_list_of_the_file_below(tmp_path: Path) -> None:
         "optim": {"lr": 0.5},
     }
     want = by_hydra(text, more={"recipe/below": ("_global_", below)})
-    found = recipe_of(text, Path("f.yaml"), Library(tmp_path))
+    found = recipe_of_data(text, Library(tmp_path))
     assert found == want and found.fp8.scaling == "current" and found.fp8.margin == 2
 
 
@@ -214,7 +215,7 @@ def test_groups_of_ones_own(words: list[str], folder: Path) -> None:
         f"+{word.lstrip('+')}" if library.own(word.lstrip("+").partition("=")[0]) else word
         for word in words
     ]
-    assert unchecked(words, library) == by_hydra(primary, appended, more)
+    assert recipe_of_arguments(words, library) == by_hydra(primary, appended, more)
 
 
 REFUSED = {

@@ -10,13 +10,14 @@ import yaml
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.composition.provenance import trace
+from fp8cfg.composition.layers import Location, Source
 from fp8cfg.recipes import llama_8b, llama_tiny, qwen3_8b
 from fp8cfg.schema.data import Data
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import CONF
 from fp8cfg.training.data import run_data
+from tests.support.layers import compose_layers, layers_of
 
 NEMO = {  # default_finetune_recipe, default_finetune_trainer and llama3_8b.finetune_recipe of NeMo 2.0
     "optim.min_lr": 0,
@@ -98,19 +99,17 @@ def test_what_stays_under_a_task_is_still_of_the_file(
 
 
 def test_the_task_is_the_author(tmp_path: Path) -> None:
-    layers = trace(["recipe=llama_8b", "task=lora"]).layers
+    composed = compose_layers(["recipe=llama_8b", "task=lora"])
     said = yaml.safe_load((CONF / "task/lora.yaml").read_text())
     for key in [f"{node}.{leaf}" for node, values in said.items() for leaf in values]:
-        assert (
-            layers[key][-1].by.text == "task=lora"
-            and layers[key][-1].at.file == CONF / "task/lora.yaml"
-        ), key
+        last = layers_of(composed, key)[-1]
+        assert last.chosen_by == Location("task=lora"), key
+        assert last.location.file == CONF / "task/lora.yaml", key
     (tmp_path / "mine.yaml").write_text("recipe: llama_8b\ntask: lora\noptim: {lr: 0.01}\n")
-    last = trace([], file=tmp_path / "mine.yaml").layers
-    assert (
-        last["lora.enabled"][-1].by.file == tmp_path / "mine.yaml"
-        and last["optim.lr"][-1].kind == "recipe file"
-    )
+    composed = compose_layers(file=tmp_path / "mine.yaml")
+    chosen_by = layers_of(composed, "lora.enabled")[-1].chosen_by
+    assert chosen_by and chosen_by.file == tmp_path / "mine.yaml"
+    assert layers_of(composed, "optim.lr")[-1].source is Source.FILE
 
 
 def test_a_task_of_ones_own_and_one_in_an_experiment(tmp_path: Path) -> None:

@@ -1,0 +1,353 @@
+"""Layers of a command line, of a recipe's file, or of a recipe: one function for each kind.
+
+    arguments -> Overrides -> layers -> resolve conflicts -> fold -> Recipe
+               (parsed once)
+
+The order is Hydra's: the recipe, then presets and tasks in the order of conf/config.yaml, then
+groups of the user's own folder, then values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.composition.config_groups import (
+    LEAVES,
+    PARTS,
+    SELF,
+    Library,
+    Part,
+    Step,
+    part,
+    refuse_package,
+    steps,
+    taken,
+)
+from fp8cfg.composition.layers import (
+    Layer,
+    Location,
+    Rank,
+    Source,
+    default_layer,
+    defaults,
+    fold,
+    node_layer,
+)
+from fp8cfg.composition.overrides import Override, Overrides
+from fp8cfg.composition.recipe_yaml import (
+    deep_merge,
+    flat,
+    full_names,
+    key_lines,
+    listed,
+    settings,
+)
+from fp8cfg.schema import foreign_names, recipe_registry
+from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.hugging_face import CONFIG_FILE, FROM_HF, shaped
+from fp8cfg.schema.keys import full
+from fp8cfg.schema.node import Node
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.safe_files import STDIN, default_recipe, primary_config
+
+
+def collect_layers(
+    overrides: Overrides, library: Library, file: Path | None = None, base: Recipe | None = None
+) -> list[Layer]:
+    """Returns the layers of a recipe, in the order in which they act. Their fold may break rules.
+
+    Args:
+        overrides: The arguments of the command line.
+        library: The choices of each group.
+        file: The recipe's file, instead of `recipe=`.
+        base: The recipe, instead of `recipe=`.
+
+    Raises:
+        ConfigError: With every problem of the file, or a choice that cannot be made.
+    """
+    choices = _with_implied_choices(overrides, library, file is not None or base is not None)
+    layers = [default_layer()]
+    if file is not None:
+        layers += file_layers(file, library, Rank.USER)
+    elif base is not None:
+        layers.append(node_layer(base, Source.RECIPE, Location(base.name), Rank.RECIPE))
+    else:
+        layers += _chosen_recipe_layers(choices["recipe"], library, overrides.value("model.path"))
+    base_path = fold(layers).values["model.path"]
+    for group in _groups_in_order(choices):
+        choice = choices[group]
+        layers.append(
+            _choice_layer(group, choice.name, library, layers, Rank.PRESET, choice.location)
+        )
+    for override in overrides.settings:
+        assert override.location is not None  # only a default choice has no location
+        layers.append(Layer(Source.COMMAND_LINE, override.location, override.values, Rank.USER))
+    path = fold(layers).values["model.path"]
+    is_from_hf = file is None and base is None and choices["recipe"].name == FROM_HF
+    if path not in (None, base_path) and not is_from_hf:
+        raise ConfigError(
+            f"model.path={path}: only recipe={FROM_HF} takes the model's shape from a folder; write"
+            f" recipe={FROM_HF}, or model.weights={path} to load weights"
+        )
+    return layers
+
+
+def _with_implied_choices(
+    overrides: Overrides, library: Library, has_recipe: bool
+) -> dict[str, Override]:
+    """The choice of each group: an argument's, or else the one of a file that an argument chose."""
+    choices = dict(overrides.choices)
+    for group, choice in overrides.choices.items():
+        if library.own(group) is None:
+            continue
+        location = Location(file=library.file(group, choice.name))
+        for other, name in part_of(group, choice.name, library).chosen.items():
+            if other == "recipe" and has_recipe:
+                raise ConfigError(
+                    f"{group}={choice.name}: chooses recipe={name}, and the recipe is given already"
+                )
+            choices.setdefault(other, Override(location, other, library.stem(other, name)))
+    if not has_recipe:
+        choices.setdefault("recipe", Override(None, "recipe", default_recipe()))
+    return choices
+
+
+def _groups_in_order(choices: Mapping[str, Override]) -> list[str]:
+    """Hydra's order: the defaults of conf/config.yaml, then the user's groups as first named."""
+    ranks: dict[str, int] = {}
+    for entry in primary_config()["defaults"]:
+        if isinstance(entry, dict):
+            ranks |= dict.fromkeys(entry, len(ranks))
+    ordered = sorted(choices, key=lambda group: ranks.get(group, len(ranks)))
+    return [group for group in ordered if group != "recipe"]
+
+
+def _chosen_recipe_layers(choice: Override, library: Library, folder: str | None) -> list[Layer]:
+    """Layers of `recipe=NAME`, a function or a file of the user's folder."""
+    path = library.file("recipe", choice.name)
+    if path is not None:
+        return file_layers(path, library, Rank.RECIPE, choice.location)
+    if choice.name == FROM_HF and folder is None:
+        raise ConfigError(
+            f"recipe={FROM_HF}: needs model.path, the folder of a Hugging Face checkpoint"
+        )
+    return _function_layers(choice.name, choice.location, folder)
+
+
+def _function_layers(name: str, chosen_by: Location | None, folder: str | None) -> list[Layer]:
+    """The layer of a recipe function; for from_hf, the shape of the checkpoint in `folder` too."""
+    recipe = recipe_registry.named(name)
+    location = Location(f"{recipe_registry.recipes()[name].__module__}.{name}")
+    layer = node_layer(recipe, Source.RECIPE, location, Rank.RECIPE)
+    layers = [replace(layer, group="recipe", name=name, chosen_by=chosen_by)]
+    if name == FROM_HF and folder is not None:
+        layers.append(_checkpoint_layer(recipe, folder))
+    return layers
+
+
+def _checkpoint_layer(recipe: Recipe, folder: str) -> Layer:
+    """What a Hugging Face checkpoint says about the model, if that differs from the recipe."""
+    recipe_values = flat(recipe)
+    recipe.model.path = folder
+    values: dict[str, Any] = {}
+    for key, value in flat(shaped(recipe)).items():
+        if value != recipe_values[key] and key != "model.path":  # the user sets the path
+            values[key] = value
+    return Layer(Source.CHECKPOINT, Location(f"{folder}/{CONFIG_FILE}"), values)
+
+
+def _choice_layer(
+    group: str,
+    name: str,
+    library: Library,
+    below: Sequence[Layer],
+    rank: Rank,
+    chosen_by: Location | None,
+) -> Layer:
+    """The layer of a preset, which replaces a node, or of a task or user's group, which merges."""
+    name = library.stem(group, name)
+    path = library.file(group, name)
+    assert path is not None, f"{group}={name} is no choice"
+    if group in LEAVES:
+        location = Location(file=path, node=LEAVES[group][1])
+        layer = node_layer(preset_node(group, path, library), Source.PRESET, location, rank)
+    else:
+        choice = part_of(group, name, library)
+        if group in PARTS:
+            choice = choice.over(group, fold(below).values)  # a task makes no recipe larger
+        location = Location(file=path, node=choice.package)
+        layer = Layer(Source.PRESET, location, choice.values, rank)
+    return replace(layer, group=group, name=name, chosen_by=chosen_by)
+
+
+def preset_node(group: str, path: Path, library: Library) -> Node:
+    """The node of the preset in the file `path`. Raises ConfigError with the file's name."""
+    with _named_file(path):
+        refuse_package(path, group, library)
+        data = library.data(path)
+        if "defaults" in data:
+            raise ConfigError(
+                f"defaults: a {group} preset builds on no other; write all its keys here, or"
+                f" '/{group}: NAME' in the defaults of a recipe's file, and there what differs"
+            )
+        return LEAVES[group][0](**data)
+
+
+def part_of(group: str, name: str, library: Library) -> Part:
+    """The keys that the choice `name` of a task or of a user's group sets."""
+    path = library.file(group, name)
+    assert path is not None, f"{group}={name} is no choice"
+    with _named_file(path):
+        return part(path, group, library)
+
+
+# Recipe files.
+
+
+@dataclass(frozen=True)
+class _File:
+    """A recipe's file, and what its layers have in common.
+
+    Attributes:
+        path: The file.
+        rank: Rank of its own values.
+        folder: The Hugging Face folder that a from_hf recipe takes its shape from.
+        chosen_by: What chose the file.
+    """
+
+    path: Path
+    rank: Rank
+    folder: str | None
+    chosen_by: Location | None
+
+
+def file_layers(
+    path: Path, library: Library, rank: Rank, chosen_by: Location | None = None
+) -> list[Layer]:
+    """Layers of the recipe's file `path` and of what it builds on.
+
+    Args:
+        path: The file.
+        library: The choices of each group.
+        rank: Rank of the file's own values.
+        chosen_by: The argument that chose it, if it belongs to the user's folder.
+
+    Raises:
+        ConfigError: With every problem; each line begins with the file and the line of the key.
+    """
+    data = library.data(path)  # before _named_file, because invalid YAML has no lines to look up
+    with _named_file(path):
+        return data_layers(data, path, library, rank, chosen_by)
+
+
+def data_layers(
+    data: dict[str, Any],
+    path: Path,
+    library: Library,
+    rank: Rank = Rank.USER,
+    chosen_by: Location | None = None,
+) -> list[Layer]:
+    """As `file_layers`, for the file's content `data`."""
+    project = foreign_names.project(data)
+    if project:
+        raise ConfigError(f"has the keys of another project; write: fp8cfg import {project} {path}")
+    _check_choices(data, library)
+    sequence = list(steps(data, path, library))
+    folder = None
+    for step in sequence:
+        folder = _model_path(step.values) or folder
+    file = _File(path, rank, folder, chosen_by)
+    layers = [default_layer()]
+    for step in sequence:
+        with contextlib.nullcontext() if step.path == path else _named_file(step.path):
+            added = _step_layers(step, file, library, layers)
+        layers += added
+        is_own = step.choice.group == SELF
+        if is_own and added[0].values.keys() >= defaults().keys():
+            # Nobody wrote an exported file, which has every key.
+            layers = [replace(layer, rank=Rank.RECIPE) for layer in layers]
+    return layers[1:]
+
+
+def _step_layers(step: Step, file: _File, library: Library, below: Sequence[Layer]) -> list[Layer]:
+    group, name = step.choice.group, step.choice.name
+    rank = Rank.RECIPE
+    if step.path == file.path:
+        rank = min(file.rank, Rank.USER if group == SELF else Rank.PRESET)
+    if group == SELF:
+        return [_own_values_layer(step, rank, file.chosen_by)]
+    problem = library.problem(group, name)
+    if problem:
+        raise ConfigError(problem)
+    chosen_by = None
+    if not step.choice.standard:
+        chosen_by = Location(file=step.path, key=step.choice.key)
+    if group == "recipe":
+        return _function_layers(name, chosen_by, file.folder)
+    if group not in LEAVES:
+        chosen = part_of(group, name, library).chosen
+        line = "{0}={1}: chooses {2} on the command line only; write '/{2}: {3}' in this file too"
+        refuse_if([line.format(group, name, *choice) for choice in chosen.items()])
+    return [_choice_layer(group, name, library, below, rank, chosen_by)]
+
+
+def _own_values_layer(step: Step, rank: Rank, chosen_by: Location | None) -> Layer:
+    """The layer of a file's own values."""
+    data = full_names(dict(step.values))
+    Recipe(**data)  # reports every wrong value at once; settings() stops at the first one
+    if step.by is not None:
+        chosen_by = Location(file=step.by[0], key=step.by[1])
+    layer = Layer(Source.FILE, Location(file=step.path), settings(data), rank)
+    return replace(layer, chosen_by=chosen_by)
+
+
+def _check_choices(data: Mapping[str, Any], library: Library) -> None:
+    """Raises ConfigError for unknown choices, together with every wrong value of the file."""
+    values = dict(data)
+    problems: list[str] = []
+    for choice in taken(values, library):
+        if choice.group == SELF or not choice.name or choice.optional:
+            continue
+        problem = library.problem(choice.group, choice.name)
+        if problem:
+            problems.append(problem)
+    if problems:
+        try:
+            Recipe(**deep_merge(listed(Recipe()), full_names(values)))
+        except ConfigError as e:
+            problems += e.problems
+    refuse_if(problems)
+
+
+def _model_path(values: Mapping[str, Any]) -> str | None:
+    """The value of model.path among a file's own `values`."""
+    model = full_names(dict(values)).get("model")
+    path = model.get("path") if isinstance(model, dict) else None
+    return path if isinstance(path, str) else None
+
+
+@contextlib.contextmanager
+def _named_file(path: Path) -> Iterator[None]:
+    """Begins each line of a ConfigError with the file's name and the line of the key."""
+    try:
+        yield
+    except ConfigError as e:
+        lines: dict[str, int] = {}
+        if path == STDIN or path.is_file():
+            lines = {full(key): line for key, line in key_lines(path).items()}
+        raise ConfigError([_with_file(problem, path, lines) for problem in e.problems]) from None
+
+
+def _with_file(problem: str, path: Path, lines: Mapping[str, int]) -> str:
+    """The problem, after the file's name and the line of the key that the problem begins with."""
+    if problem.startswith(str(path)):
+        return problem
+    line = lines.get(full(re.split("[=:]", problem, maxsplit=1)[0]))
+    if line is None:
+        return f"{path}: {problem}"
+    return f"{path}:{line}: {problem}"
