@@ -1,11 +1,12 @@
-"""Config groups: recipes, precision presets and data presets that can be chosen by name, shipped or from a given folder, and every
-other group that the folder has.
+"""Config groups: recipes, presets and tasks that are chosen by name, and the defaults lists of files.
 
-A group of one's own is a folder of files with keys of the recipe: those of the node with its path (optim/, trainer/strategy/), or
-of the one that the file names in its first line, as in Hydra: `# @package _global_` is the recipe itself.
+A group is a folder of YAML files: a shipped one below conf/, or one below the user's --config-dir.
+The user may add groups: a folder whose files have keys of one node, the node with the folder's path
+(optim/, trainer/strategy/). A file may name another node in its first line, as in Hydra:
+`# @package _global_` is the recipe itself.
 
-A library lists each folder and reads each file once, however many words and files name it; what is composed of them is
-merge.py's. Make another to see what has changed on disk.
+`Library` lists folders and reads files. `file_steps` reads the defaults list of a recipe's file.
+`recipe_layers` turns both into layers.
 """
 
 from __future__ import annotations
@@ -32,80 +33,97 @@ LEAVES: dict[str, tuple[type[Node], str]] = {
     "precision": (Precision, PLUGIN),
     "data": (Data, "data"),
 }
-"""Groups whose choices are one node: the node's class, and its home in the recipe."""
+"""Groups whose choices replace one node: the class of the node, and its full key."""
 PARTS = ("task",)
-"""Groups whose choices are some keys of the whole recipe, merged over it, as those of a group of one's own can be."""
+"""Shipped groups whose choices set some keys of the recipe and leave the rest."""
 GROUPS = ("recipe", *LEAVES, *PARTS)
-"""Groups of which there are shipped choices."""
-_LONG = 1000
-"""Letters of a path that is printed whole."""
-_DEEP = 3
-"""Folders, one in another, of which the path of a group is made."""
+"""Groups with shipped choices."""
+_MAX_PRINTED_PATH = 1000
+"""Longest path, in characters, that an error prints in full."""
+_MAX_DEPTH = 3
+"""Nested folders that a group of the user may have."""
 
 
 class Library:
-    """The choices of each group. Raises ConfigError where `folder` is not a folder."""
+    """The choices of each group.
+
+    A library lists each folder once and reads each file once. Make a new one to see changes on
+    disk.
+
+    Args:
+        folder: The user's --config-dir, or None.
+
+    Raises:
+        ConfigError: If `folder` is not a folder.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         if folder is not None and not os.path.isdir(folder):
-            named = name if len(name := str(folder)) <= _LONG else f"{name[:40]}..."
-            raise ConfigError(f"--config-dir {named}: no such folder")
+            name = str(folder)
+            if len(name) > _MAX_PRINTED_PATH:
+                name = f"{name[:40]}..."
+            raise ConfigError(f"--config-dir {name}: no such folder")
         self.folder = folder.resolve() if folder else None
         self._groups: list[str] | None = None
         self._choices: dict[str, list[str]] = {}
         self._data: dict[Path, dict[str, Any]] = {}
 
     def groups(self) -> list[str]:
-        """Every group: those with shipped choices, and then those of the folder alone, by its path."""
+        """Every group: those with shipped choices, then those of the user's folder."""
         if self._groups is None:
-            found = (
-                {
-                    p.parent
-                    for n in range(_DEEP)
-                    for p in self.folder.glob("*/" * (n + 1) + "*.yaml")
-                }
-                if self.folder
-                else set()
-            )
-            paths = (p.relative_to(self.folder) for p in sorted(found) if self.folder)
-            own = (
-                path.as_posix()
-                for path in paths
-                if all(NAME.fullmatch(part) for part in path.parts)
-            )
-            self._groups = [
-                *GROUPS,
-                *(group for group in own if group.split("/")[0] not in (*GROUPS, "hydra")),
-            ]
+            self._groups = [*GROUPS, *self._folder_groups()]
         return self._groups
 
+    def _folder_groups(self) -> list[str]:
+        """Groups that only the user's folder has, by their path below it."""
+        if self.folder is None:
+            return []
+        folders: set[Path] = set()
+        for depth in range(1, _MAX_DEPTH + 1):
+            folders |= {file.parent for file in self.folder.glob("*/" * depth + "*.yaml")}
+        groups: list[str] = []
+        for folder in sorted(folders):
+            path = folder.relative_to(self.folder)
+            is_named = all(NAME.fullmatch(part) for part in path.parts)
+            if is_named and path.parts[0] not in (*GROUPS, "hydra"):
+                groups.append(path.as_posix())
+        return groups
+
     def own(self, key: str) -> str | None:
-        """The group of parts that `key` names, shipped or the folder's, with '/' or '.' in it; None where it is none."""
+        """Returns the group of tasks, or of the user's folder, that `key` names.
+
+        The key may have dots in place of slashes. None if it names no such group.
+        """
         group = key.replace(".", "/")
-        return group if group in PARTS or (group not in GROUPS and group in self.groups()) else None
+        if group in PARTS:
+            return group
+        if group not in GROUPS and group in self.groups():
+            return group
+        return None
 
     def home(self, group: str) -> str:
-        """The key of the node that choices of `group` are of; of the whole recipe _global_."""
-        return (
-            LEAVES[group][1]
-            if group in LEAVES
-            else "_global_"
-            if group in ("recipe", *PARTS)
-            else group.replace("/", ".")
-        )
+        """Key of the node that the choices of `group` set; `_global_` for the whole recipe."""
+        if group in LEAVES:
+            return LEAVES[group][1]
+        if group in ("recipe", *PARTS):
+            return "_global_"
+        return group.replace("/", ".")
 
     def choices(self, group: str) -> list[str]:
-        """The names that `group` offers, sorted; file stems and recipe functions."""
+        """The names that `group` offers, sorted: file stems and recipe functions."""
         if group not in self._choices:
-            files = (p for root in self._roots() for p in (root / group).glob("*.yaml"))
-            names = {p.stem for p in files if NAME.fullmatch(p.stem) and p.is_file()}
-            self._choices[group] = sorted(
-                names | set(recipe_registry.recipes() if group == "recipe" else ())
-            )
+            names: set[str] = set()
+            for root in self._roots():
+                for file in (root / group).glob("*.yaml"):
+                    if NAME.fullmatch(file.stem) and file.is_file():
+                        names.add(file.stem)
+            if group == "recipe":
+                names |= set(recipe_registry.recipes())
+            self._choices[group] = sorted(names)
         return self._choices[group]
 
     def problem(self, group: str, name: str) -> str | None:
-        """The line that refuses `group=name`, or None where it can be chosen."""
+        """The error line if `group=name` cannot be chosen, else None."""
         stem, known = self.stem(group, name), self.choices(group)
         if stem in known:
             return None
@@ -119,28 +137,36 @@ class Library:
         if not NAME.fullmatch(stem):
             near = suggest(name.rpartition("/")[2].replace(".", "").replace("-", "_"), known)
             return (
-                f"{group}={name}: a choice is a name of letters, digits and '_', not a path" + near
+                f"{group}={name}: a choice is a name of letters, digits and '_', not a path{near}"
             )
-        spellings = [*known, *(presets.FUNCTIONS if group == "precision" else ())]
-        refusal = (
-            f"{group}={name}: no such {group if group in ('recipe', *PARTS) else group + ' preset'}"
-        )
-        sized = f"_{name}" if group == "recipe" else "."  # 8b, of every family
-        family = [
-            choice for choice in known if choice.startswith(f"{name}_") or choice.endswith(sized)
-        ]
-        if ours := foreign_names.meant(group, name):
-            return f"{refusal}; did you mean {ours!r}?"
+        return self._unknown_choice(group, name)
+
+    def _unknown_choice(self, group: str, name: str) -> str:
+        """The error line for a well-formed name that the group does not have."""
+        known = self.choices(group)
+        kind = group if group in ("recipe", *PARTS) else f"{group} preset"
+        line = f"{group}={name}: no such {kind}"
+        synonym = foreign_names.meant(group, name)
+        if synonym:
+            return f"{line}; did you mean {synonym!r}?"
+        family: list[str] = []
+        for choice in known:
+            is_size = group == "recipe" and choice.endswith(f"_{name}")  # "8b" of every family
+            if choice.startswith(f"{name}_") or is_size:
+                family.append(choice)
         if len(family) > 1:
-            return f"{refusal}; did you mean one of {', '.join(family)}?"
-        return refusal + (suggest(name, spellings) or f"; fp8cfg list {group} has them")
+            return f"{line}; did you mean one of {', '.join(family)}?"
+        spellings = [*known, *presets.FUNCTIONS] if group == "precision" else known
+        return line + (suggest(name, spellings) or f"; fp8cfg list {group} has them")
 
     def stem(self, group: str, name: str) -> str:
-        """The choice that `name` spells: functions of NeMo and hyphens are understood for precision."""
-        return name if group != "precision" or name in self.choices(group) else presets.stem(name)
+        """The choice that `name` spells. For precision, names of NeMo's functions are known too."""
+        if group != "precision" or name in self.choices(group):
+            return name
+        return presets.stem(name)
 
     def file(self, group: str, stem: str) -> Path | None:
-        """The file of a choice, one's own before a shipped one; None where there is none."""
+        """The file of a choice, the user's before a shipped one; None if it has no file."""
         for root in self._roots():
             path = root / group / f"{stem}.yaml"
             if NAME.fullmatch(stem) and path.is_file():
@@ -150,14 +176,16 @@ class Library:
         return None
 
     def data(self, path: Path) -> dict[str, Any]:
-        """The keys and values of the file `path`, which are not to be changed. Raises ConfigError as `read_yaml` does."""
+        """Keys and values of the file `path`, shared: do not change them. Raises as `read_yaml`."""
         if path not in self._data:
             self._data[path] = read_yaml(path)
         return self._data[path]
 
     def _roots(self) -> list[Path]:
-        return [*([self.folder] if self.folder else []), CONF]
+        return [self.folder, CONF] if self.folder else [CONF]
 
+
+# Defaults lists: what a recipe's file builds on.
 
 SELF = "_self_"
 _MAX_BASES = 16
@@ -166,9 +194,17 @@ _KEYWORDS = ("override", "optional")
 
 @dataclass(frozen=True)
 class Choice:
-    """An entry: the choice `name` of `group`, or the values of the file itself where that is `_self_`; `key` is the key that names
-    it, as `yaml_lines.key_lines` has it. One that is `standard` is said by nobody; one that is `free`, of a list of choices, by its
-    path or with its package, stands beside others of its group, and no override reaches it."""
+    """An entry of a defaults list.
+
+    Attributes:
+        group: Group of the choice; `_self_` for the file's own values.
+        name: Name of the choice; empty if the entry is null.
+        key: The key of the file that makes the choice, as `key_lines` names it.
+        optional: Whether a choice that does not exist is skipped.
+        override: Whether it replaces the choice of a file below.
+        standard: Whether nobody wrote it: the default recipe.
+        free: Whether no override reaches it: a choice of a list, by its path or with a package.
+    """
 
     group: str
     name: str = ""
@@ -181,8 +217,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Step:
-    """A recipe function, a preset, or the own values (`values`) of the file `path`, which says `choice`; `above` are the files that
-    build on that one, and `by` the file and the key that chose it."""
+    """A recipe function, a preset, or the own values of a file, in the order in which they act.
+
+    Attributes:
+        choice: The entry.
+        path: The file that has the entry.
+        above: The files that build on that file.
+        values: The file's own values, if the choice is `_self_`.
+        by: The file and the key that chose this file.
+    """
 
     choice: Choice
     path: Path
@@ -191,262 +234,311 @@ class Step:
     by: tuple[Path, str] | None = None
 
 
-def taken(data: dict[str, Any], library: Library) -> list[Choice]:
-    """Take the entries out of `data`, in their order, `_self_` among them. Raises ConfigError for what is no entry, and for two
-    choices of one group."""
-    listed = _entries(data.pop("defaults", None), library)
-    named = list(_named(data))
-    at = next((i for i, entry in enumerate(listed) if entry.group == SELF), len(listed))
-    found = [
-        *listed[:at],
-        *(n for n in named if not any((n.group, n.name) == (o.group, o.name) for o in listed)),
-        *listed[at:],
-    ]
-    if at == len(listed):
-        found.append(Choice(SELF))
-    once: dict[str, str] = {}
-    for entry in found:
-        if entry.group == SELF or entry.override or entry.free or not entry.name:
+def take_choices(data: dict[str, Any], library: Library) -> list[Choice]:
+    """Removes the choices from a file's `data` and returns them in order, with `_self_`.
+
+    Raises:
+        ConfigError: For an entry that is not valid, and for two choices of one group.
+    """
+    entries = _defaults_entries(data.pop("defaults", None), library)
+    listed = {(entry.group, entry.name) for entry in entries}
+    as_keys = [entry for entry in _choices_as_keys(data) if (entry.group, entry.name) not in listed]
+    position = len(entries)
+    for index, entry in enumerate(entries):
+        if entry.group == SELF:
+            position = index
+            break
+    choices = [*entries[:position], *as_keys, *entries[position:]]
+    if position == len(entries):
+        choices.append(Choice(SELF))
+    _check_chosen_once(choices)
+    return choices
+
+
+def _check_chosen_once(choices: Sequence[Choice]) -> None:
+    names: dict[str, str] = {}
+    for choice in choices:
+        if choice.group == SELF or choice.override or choice.free or not choice.name:
             continue
-        if once.setdefault(entry.group, entry.name) != entry.name:
+        if names.setdefault(choice.group, choice.name) != choice.name:
             raise ConfigError(
-                f"{entry.group}: given twice, as {once[entry.group]} and as {entry.name}; to"
-                f" replace one write 'override /{entry.group}: {entry.name}'"
+                f"{choice.group}: given twice, as {names[choice.group]} and as {choice.name}; to"
+                f" replace one write 'override /{choice.group}: {choice.name}'"
             )
-    return found
 
 
-def steps(
+Overriding = Mapping[str, tuple[Path, Choice]]
+"""Choices by group that replace those of files below, each with the file that makes it."""
+
+
+def file_steps(
     data: Mapping[str, Any],
     path: Path,
     library: Library,
     above: tuple[Path, ...] = (),
-    overridden: Mapping[str, tuple[Path, Choice]] | None = None,
+    overridden: Overriding | None = None,
     by: tuple[Path, str] | None = None,
 ) -> Iterator[Step]:
-    """The steps of the recipe file `path` with the content `data`, those of the recipes that it builds on first. `overridden` are
-    choices, by group, of the files `above`. Raises ConfigError for an entry that cannot be, and for files in a circle.
+    """Yields the steps of a recipe's file, after those of the recipe that it builds on.
+
+    Args:
+        data: The file's content.
+        path: The file.
+        library: The choices of each group.
+        above: The files that build on this one.
+        overridden: Choices of the files above that replace choices of this one.
+        by: The file and the key that chose this file.
+
+    Raises:
+        ConfigError: For an entry that is not valid, and for files that build on one another.
     """
     values = dict(data)
-    found = taken(values, library)
+    choices = take_choices(values, library)
     if path in above or len(above) >= _MAX_BASES:
         raise ConfigError("recipe: recipes build on one another in a circle")
-    instead = {c.group: (path, c) for c in found if c.override} | dict(overridden or {})
-    plain = [(path, c) for c in found if not c.override]
-    if not any(c.group == "recipe" and c.name for _, c in plain):
-        plain = [
-            (path, Choice("recipe", default_recipe(), standard=True)),
-            *(s for s in plain if s[1].group != "recipe"),
-        ]
-    standing = {c.group for _, c in plain if not c.free}
-    for said in plain:
-        where, choice = said if said[1].free else instead.get(said[1].group, said)
+    overriding = {choice.group: (path, choice) for choice in choices if choice.override}
+    overriding |= overridden or {}
+    plain = [choice for choice in choices if not choice.override]
+    if not any(choice.group == "recipe" and choice.name for choice in plain):
+        plain = [choice for choice in plain if choice.group != "recipe"]
+        plain.insert(0, Choice("recipe", default_recipe(), standard=True))
+    chosen_here = {choice.group for choice in plain if not choice.free}
+    for entry in plain:
+        source, choice = path, entry
+        if not entry.free and entry.group in overriding:
+            source, choice = overriding[entry.group]
         if choice.group == SELF:
             yield Step(choice, path, above, values, by)
         elif choice.group == "recipe":
-            yield from _based(
-                choice,
-                where,
-                path,
-                library,
-                above,
-                {g: s for g, s in instead.items() if g not in standing},
-            )
-        elif choice.name and not (choice.optional and library.problem(choice.group, choice.name)):
-            yield Step(choice, where, above)
+            below = {g: found for g, found in overriding.items() if g not in chosen_here}
+            yield from _base_steps(choice, source, path, library, above, below)
+        elif choice.name and not _is_missing(choice, library):
+            yield Step(choice, source, above)
 
 
-def _based(
+def _is_missing(choice: Choice, library: Library) -> bool:
+    return choice.optional and library.problem(choice.group, choice.name) is not None
+
+
+def _base_steps(
     choice: Choice,
-    where: Path,
+    source: Path,
     path: Path,
     library: Library,
     above: tuple[Path, ...],
-    instead: Mapping[str, tuple[Path, Choice]],
+    overriding: Overriding,
 ) -> Iterator[Step]:
-    """The steps of the recipe that the file `path` builds on; `instead` act in it where it has such a group, and else after it. A
-    file of a shipped recipe's name builds on that recipe."""
-    base = None if library.problem("recipe", choice.name) else library.file("recipe", choice.name)
+    """Yields the steps of the recipe `choice` that the file `path` builds on.
+
+    Choices of `overriding` act in that recipe if it has such a group, and otherwise after it. A
+    file with the name of a shipped recipe builds on that recipe.
+    """
+    base = None
+    if library.problem("recipe", choice.name) is None:
+        base = library.file("recipe", choice.name)
     here = (*above, path.resolve())
-    passed = dict[str, tuple[Path, Choice]]()
-    if base and base != path.resolve():
-        passed = {
-            group: said for group, said in instead.items() if _stands(group, base, library, here)
-        }
-        yield from steps(
-            library.data(base),
-            base,
-            library,
-            here,
-            passed,
-            (where, choice.key) if choice.key else None,
-        )
+    passed: dict[str, tuple[Path, Choice]] = {}
+    if base is not None and base != path.resolve():
+        for group, replacement in overriding.items():
+            if _has_choice(group, base, library, here):
+                passed[group] = replacement
+        by = (source, choice.key) if choice.key else None
+        yield from file_steps(library.data(base), base, library, here, passed, by)
     else:
-        yield Step(choice, where, above)
-    yield from (
-        Step(c, of, above) for group, (of, c) in instead.items() if group not in passed and c.name
-    )
+        yield Step(choice, source, above)
+    for group, (file, replacement_choice) in overriding.items():
+        if group not in passed and replacement_choice.name:
+            yield Step(replacement_choice, file, above)
 
 
-def _stands(group: str, path: Path, library: Library, above: tuple[Path, ...]) -> bool:
-    """Whether the file `path`, or one that it builds on, has an entry of `group`."""
+def _has_choice(group: str, path: Path, library: Library, above: tuple[Path, ...]) -> bool:
+    """Whether the file `path`, or a file that it builds on, chooses from `group`."""
     if path in above or len(above) >= _MAX_BASES:
         return False
-    found = taken(dict(library.data(path)), library)
-    base = next(
-        (library.file("recipe", c.name) for c in found if c.group == "recipe" and c.name), None
-    )
-    return any(c.group == group and not c.free for c in found) or bool(
-        base and _stands(group, base, library, (*above, path))
-    )
+    choices = take_choices(dict(library.data(path)), library)
+    if any(choice.group == group and not choice.free for choice in choices):
+        return True
+    for choice in choices:
+        if choice.group == "recipe" and choice.name:
+            base = library.file("recipe", choice.name)
+            return base is not None and _has_choice(group, base, library, (*above, path))
+    return False
 
 
-def _named(data: dict[str, Any]) -> Iterator[Choice]:
-    """Take the presets out of `data` that are named in the place of keys."""
+def _choices_as_keys(data: dict[str, Any]) -> list[Choice]:
+    """Removes the choices from `data` that are written as keys, such as `precision: bf16_fp8`."""
+    choices: list[Choice] = []
     for group in GROUPS:
-        if group in data and (
-            data[group] is None or isinstance(data[group], str) or group == "recipe"
-        ):
-            yield from _choice(group, data.pop(group), group)
-    if isinstance(data.get("trainer"), dict) and isinstance(data["trainer"].get("plugins"), str):
-        data["trainer"] = dict(data["trainer"])
-        yield from _choice("precision", data["trainer"].pop("plugins"), PLUGIN)
+        value = data.get(group)
+        if group in data and (value is None or isinstance(value, str) or group == "recipe"):
+            choices.append(_choice(group, data.pop(group), group))
+    trainer = data.get("trainer")
+    if isinstance(trainer, dict) and isinstance(trainer.get("plugins"), str):
+        trainer = dict(trainer)
+        choices.append(_choice("precision", trainer.pop("plugins"), PLUGIN))
+        data["trainer"] = trainer
     if isinstance(data.get(PLUGIN), str):
-        yield from _choice("precision", data.pop(PLUGIN), PLUGIN)
+        choices.append(_choice("precision", data.pop(PLUGIN), PLUGIN))
+    return choices
 
 
-def _entries(entries: Any, library: Library) -> list[Choice]:
+def _defaults_entries(entries: Any, library: Library) -> list[Choice]:
     """The entries of Hydra's `defaults`."""
     if not isinstance(entries, list | None):
         raise ConfigError(f"defaults={entries}: expected a list, as in defaults: [llama_8b]")
-    found: list[Choice] = []
+    choices: list[Choice] = []
     for index, entry in enumerate(entries or ()):
         key = f"defaults.{index}"
         if isinstance(entry, dict):
-            for said, name in entry.items():
-                found += _grouped(said, name, f"{key}.{said}", library)
+            for group, name in entry.items():
+                choices += _entry_choices(group, name, f"{key}.{group}", library)
         elif entry == SELF:
-            found.append(Choice(SELF, key=key))
-        elif isinstance(entry, str) and "/" in entry.partition("@")[0].lstrip(
-            "/"
-        ):  # a config by its path: /precision/bf16
+            choices.append(Choice(SELF, key=key))
+        elif isinstance(entry, str) and "/" in entry.partition("@")[0].lstrip("/"):
+            # A config by its path, such as /precision/bf16.
             path, at, package = entry.partition("@")
             group, _, name = path.lstrip("/").rpartition("/")
-            found += [
-                replace(c, free=True) for c in _grouped(f"{group}{at}{package}", name, key, library)
-            ]
+            for choice in _entry_choices(f"{group}{at}{package}", name, key, library):
+                choices.append(replace(choice, free=True))
         else:
-            found += _grouped("recipe", entry, key, library)
-    if sum(c.group == SELF for c in found) > 1:
+            choices += _entry_choices("recipe", entry, key, library)
+    if sum(choice.group == SELF for choice in choices) > 1:
         raise ConfigError("defaults: _self_ stands twice")
-    return found
+    return choices
 
 
-def _grouped(said: str, name: Any, key: str, library: Library) -> list[Choice]:
-    """The choices of an entry `said: name`. Raises ConfigError for what is not taken: a package that is not the group's home."""
-    *keywords, group = said.split()
-    if wrong := next((word for word in keywords if word not in _KEYWORDS), None):
-        raise ConfigError(f"defaults: {said}: no such keyword {wrong!r}{suggest(wrong, _KEYWORDS)}")
-    group, at, package = group.partition("@")
+def _entry_choices(entry: str, name: Any, key: str, library: Library) -> list[Choice]:
+    """The choices of one entry `override /group@package: name`, whose name may be a list.
+
+    Raises:
+        ConfigError: For an unknown keyword or group, and for a package that is not the group's.
+    """
+    *keywords, target = entry.split()
+    for keyword in keywords:
+        if keyword not in _KEYWORDS:
+            raise ConfigError(
+                f"defaults: {entry}: no such keyword {keyword!r}{suggest(keyword, _KEYWORDS)}"
+            )
+    group, at, package = target.partition("@")
     group = group.lstrip("/")
+    _check_entry(entry, group, package if at else None, name, library)
+    optional, override = "optional" in keywords, "override" in keywords
+    if isinstance(name, list) and name and group != "recipe":
+        if override:
+            raise ConfigError(
+                f"defaults: {entry}: one choice replaces another; write 'override /{group}:"
+                f" {name[-1]}'"
+            )
+        return [replace(_choice(group, one, key), free=True, optional=optional) for one in name]
+    choice = _choice(group, name, key)
+    is_free = bool(at) and not override
+    return [replace(choice, optional=optional, override=override, free=is_free)]
+
+
+def _check_entry(entry: str, group: str, package: str | None, name: Any, library: Library) -> None:
+    """Raises ConfigError unless the group exists and the package is its own node."""
     if group not in library.groups():
         if group.split("/")[0] == "hydra":
             raise ConfigError(
-                f"defaults: {said}: settings of Hydra itself are not part of a recipe; the command"
+                f"defaults: {entry}: settings of Hydra itself are not part of a recipe; the command"
                 " line takes them"
             )
         raise ConfigError(f"defaults: {group}: no such group{suggest(group, library.groups())}")
+    if package is None:
+        return
     home = library.home(group)
-    if at and re.sub(r"^_global_\.|^_here_$", "", package) not in (
-        home,
-        "" if group == "recipe" else home,
-    ):
+    relative = re.sub(r"^_global_\.|^_here_$", "", package)
+    if relative != home and not (relative == "" and group == "recipe"):
         raise ConfigError(
-            f"defaults: {said}: packages are fixed, {group} stands at {home}; write '/{group}:"
+            f"defaults: {entry}: packages are fixed, {group} stands at {home}; write '/{group}:"
             f" {name}'"
         )
-    if isinstance(name, list) and name and group != "recipe":
-        listed = [c for one in name for c in _choice(group, one, key)]
-        if "override" in keywords:
-            raise ConfigError(
-                f"defaults: {said}: one choice replaces another; write 'override /{group}:"
-                f" {name[-1]}'"
-            )
-        return [replace(c, free=True, optional="optional" in keywords) for c in listed]
-    optional, override = "optional" in keywords, "override" in keywords
-    return [
-        replace(c, optional=optional, override=override, free=bool(at) and not override)
-        for c in _choice(group, name, key)
-    ]
 
 
-def _choice(group: str, name: Any, key: str) -> Sequence[Choice]:
+def _choice(group: str, name: Any, key: str) -> Choice:
     if name == "???":
         raise ConfigError(
             f"{group}=???: needs the name of a choice in this file; a run asks for none"
         )
-    if name == "" or not isinstance(name, str | None):
-        raise ConfigError(f"{group}{'' if name == '' else f'={name}'}: needs the name of a preset")
-    return [Choice(group, name or "", key)]
+    if name == "":
+        raise ConfigError(f"{group}: needs the name of a preset")
+    if not isinstance(name, str | None):
+        raise ConfigError(f"{group}={name}: needs the name of a preset")
+    return Choice(group, name or "", key)
 
 
-_HEADER = re.compile(r"\s*#\s*@package\s+(\S+)\s*")
+# Files of tasks, and of groups of the user.
+
+_PACKAGE_COMMENT = re.compile(r"\s*#\s*@package\s+(\S+)\s*")
 
 
 @dataclass(frozen=True)
 class Part:
-    """The values of a file, as the schema holds them, by full keys; the choices that it makes in other groups; and the key of the
-    node that stands before each key as the file has it."""
+    """What a file of a task or of a user's group sets.
+
+    Attributes:
+        values: Value by full key, as the schema holds it.
+        chosen: Its choices in other groups, name by group.
+        package: Full key of the node that the file's keys are relative to; empty for the recipe.
+    """
 
     values: dict[str, Any]
     chosen: dict[str, str]
     package: str = ""
 
     def over(self, group: str, base: Mapping[str, Any]) -> Part:
-        """What is merged over a recipe with the values `base`, by full keys: of a task what does not make it larger."""
+        """What it changes in a recipe with the values `base`: a task makes no recipe larger."""
         if group not in PARTS:
             return self
-        return replace(
-            self,
-            values={k: v for k, v in self.values.items() if not keeps_recipe_value(k, v, base[k])},
-        )
+        values: dict[str, Any] = {}
+        for key, value in self.values.items():
+            if not keeps_recipe_value(key, value, base[key]):
+                values[key] = value
+        return replace(self, values=values)
 
     @property
     def data(self) -> dict[str, Any]:
         """The values as nested plain data."""
-        return nested(
-            {key: list(v) if isinstance(v, tuple) else v for key, v in self.values.items()}
-        )
+        plain: dict[str, Any] = {}
+        for key, value in self.values.items():
+            plain[key] = list(value) if isinstance(value, tuple) else value
+        return nested(plain)
 
 
-def part(path: Path, group: str, library: Library) -> Part:
-    """What the file `path` of `group`, one of one's own, says. Raises ConfigError for keys that are none, and for a package that is
-    no node."""
+def read_part(path: Path, group: str, library: Library) -> Part:
+    """Reads the file `path` of a task or of a user's group.
+
+    Raises:
+        ConfigError: For unknown keys, wrong values, and a package that is no node.
+    """
     data = dict(library.data(path))
-    chosen = _overrides(data, group, library)
+    chosen = _take_overrides(data, group, library)
     package = package_of(path, group) or library.home(group)
-    at = "" if package == "_global_" else full(package.removeprefix("_global_."))
-    if at and (at not in fields() or not _has_keys(at)):
+    if package == "_global_":
+        return Part(settings(full_names(data)), chosen)
+    node = full(package.removeprefix("_global_."))
+    if not any(key.startswith(f"{node}.") for key in fields()):
         raise ConfigError(
             f"{package}: no node of a recipe; begin the file with '# @package _global_' for keys of"
             " the whole recipe"
         )
-    values = settings(nested({at: data}) if at else full_names(data))
-    return Part(values, chosen, at)
+    return Part(settings(nested({node: data})), chosen, node)
 
 
 def package_of(path: Path, group: str) -> str | None:
-    """The package that the comments at the top of the file `path` name, written out; None where they name none."""
+    """The package that a comment at the top of the file `path` names; None if it names none."""
     for line in read_text(path).splitlines():
-        if found := _HEADER.fullmatch(line):
-            return found[1].replace("_group_", group.replace("/", ".")).replace("_name_", path.stem)
+        match = _PACKAGE_COMMENT.fullmatch(line)
+        if match is not None:
+            package = match[1].replace("_group_", group.replace("/", "."))
+            return package.replace("_name_", path.stem)
         if line.strip() and not line.lstrip().startswith("#"):
             break
     return None
 
 
-def refuse_package(path: Path, group: str, library: Library) -> None:
-    """Raise ConfigError where the file `path` of a shipped `group` names another package than the home of that group."""
+def check_package(path: Path, group: str, library: Library) -> None:
+    """Raises ConfigError if a file of a shipped `group` names another package than the group's."""
     package, home = package_of(path, group), library.home(group)
     if package is not None and package.removeprefix("_global_.") != home:
         raise ConfigError(
@@ -454,37 +546,35 @@ def refuse_package(path: Path, group: str, library: Library) -> None:
         )
 
 
-def _overrides(data: dict[str, Any], group: str, library: Library) -> dict[str, str]:
-    """Take `defaults` out of `data`: choices of other groups, which stand in the recipe already."""
-    named = {"defaults": data.pop("defaults", None)}
-    found = taken(named, library)
-    plain = [c for c in found if c.group != "_self_" and not c.override]
-    others = [
-        c.name for c in plain if c.group == "recipe" and library.problem("recipe", c.name)
-    ]  # to Hydra of the file's group
-    refuse_if(
-        [
-            f"defaults: {name}: a file of {group}/ builds on no other; write its keys here"
-            for name in others
-        ]
-    )
-    refuse_if(
-        [
-            f"defaults: {c.group}: stands in every recipe already; write 'override /{c.group}:"
-            f" {c.name}'"
-            for c in plain
-        ]
-    )
-    own = [c for c in found if library.own(c.group) and c.group not in PARTS]
-    refuse_if(
-        [f"defaults: {c.group}: a group of your own is a word: {c.group}={c.name}" for c in own]
-    )
-    return {
-        c.group: c.name
-        for c in found
-        if c.override and c.name and not (c.optional and library.problem(c.group, c.name))
-    }
-
-
-def _has_keys(key: str) -> bool:
-    return any(name.startswith(f"{key}.") for name in fields())
+def _take_overrides(data: dict[str, Any], group: str, library: Library) -> dict[str, str]:
+    """Removes `defaults` from `data`: choices of other groups, which every recipe has already."""
+    choices = take_choices({"defaults": data.pop("defaults", None)}, library)
+    chosen: dict[str, str] = {}
+    bases: list[str] = []
+    repeated: list[str] = []
+    own: list[str] = []
+    for choice in choices:
+        if choice.group == SELF:
+            continue
+        if not choice.override:
+            repeated.append(
+                f"defaults: {choice.group}: stands in every recipe already; write 'override"
+                f" /{choice.group}: {choice.name}'"
+            )
+            # To Hydra, a name that is no recipe is a file of the same group.
+            if choice.group == "recipe" and library.problem("recipe", choice.name):
+                bases.append(
+                    f"defaults: {choice.name}: a file of {group}/ builds on no other; write its"
+                    " keys here"
+                )
+        if library.own(choice.group) and choice.group not in PARTS:
+            own.append(
+                f"defaults: {choice.group}: a group of your own is an argument:"
+                f" {choice.group}={choice.name}"
+            )
+        if choice.override and choice.name and not _is_missing(choice, library):
+            chosen[choice.group] = choice.name
+    refuse_if(bases)
+    refuse_if(repeated)
+    refuse_if(own)
+    return chosen

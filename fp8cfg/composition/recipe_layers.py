@@ -23,10 +23,10 @@ from fp8cfg.composition.config_groups import (
     Library,
     Part,
     Step,
-    part,
-    refuse_package,
-    steps,
-    taken,
+    check_package,
+    file_steps,
+    read_part,
+    take_choices,
 )
 from fp8cfg.composition.layers import (
     Layer,
@@ -188,7 +188,7 @@ def _choice_layer(
 def preset_node(group: str, path: Path, library: Library) -> Node:
     """The node of the preset in the file `path`. Raises ConfigError with the file's name."""
     with _named_file(path):
-        refuse_package(path, group, library)
+        check_package(path, group, library)
         data = library.data(path)
         if "defaults" in data:
             raise ConfigError(
@@ -203,7 +203,7 @@ def part_of(group: str, name: str, library: Library) -> Part:
     path = library.file(group, name)
     assert path is not None, f"{group}={name} is no choice"
     with _named_file(path):
-        return part(path, group, library)
+        return read_part(path, group, library)
 
 
 # Recipe files.
@@ -257,7 +257,7 @@ def data_layers(
     if project:
         raise ConfigError(f"has the keys of another project; write: fp8cfg import {project} {path}")
     _check_choices(data, library)
-    sequence = list(steps(data, path, library))
+    sequence = list(file_steps(data, path, library))
     folder = None
     for step in sequence:
         folder = _model_path(step.values) or folder
@@ -310,7 +310,7 @@ def _check_choices(data: Mapping[str, Any], library: Library) -> None:
     """Raises ConfigError for unknown choices, together with every wrong value of the file."""
     values = dict(data)
     problems: list[str] = []
-    for choice in taken(values, library):
+    for choice in take_choices(values, library):
         if choice.group == SELF or not choice.name or choice.optional:
             continue
         problem = library.problem(choice.group, choice.name)
