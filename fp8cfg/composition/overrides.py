@@ -262,12 +262,13 @@ def _sweeps(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Override:
-    """One argument: the choice `name` of a `group`, or `values` by full key, or neither.
+    """One argument: the choice `name` of a `group`, or `values` by full key.
 
     Attributes:
         location: The argument, or the file that makes the choice. None for a default choice.
         group: Group of the choice, else empty.
-        name: Name of the choice, as its file or its function is named.
+        name: Name of the choice, as its file or its function is named. Empty for `precision=null`,
+            which keeps what the recipe says.
         values: Value by full key, as the schema holds it.
     """
 
@@ -317,7 +318,7 @@ class Overrides:
             except ConfigError as e:
                 problems += e.problems
                 continue
-            if override.group:
+            if override.name:
                 choices[override.group] = override
             elif override.values:
                 values.append(override)
@@ -352,7 +353,7 @@ def _parse_argument(argument: str, library: Library) -> Override:
     location = Location(argument)
     folder_group = library.own(key)
     if value is None and (key in GROUPS or folder_group):
-        return Override(location)  # `precision=null` keeps what the recipe says
+        return Override(location, group=folder_group or key)
     if isinstance(value, str) and folder_group:
         return _choice(location, folder_group, value, library)
     if argument.startswith("+") and is_node(full(key)):

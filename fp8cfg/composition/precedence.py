@@ -201,7 +201,7 @@ def resolve_conflicts(
         folded = fold(layers)
         problems = rules.broken(folded.recipe, written)
         change = None
-        for line in (*problems, *_of_backend(folded.recipe)):
+        for line in (*problems, *_backend_problems(folded.recipe)):
             if not isinstance(line, Refusal) or (line.tacit and not change_harmless):
                 continue
             change = _yielding_layer(line, folded)
@@ -211,7 +211,7 @@ def resolve_conflicts(
             break
         layers.append(change)
     kept = [line for line in dict.fromkeys(problems) if holds(line, written)]
-    remarks = tuple(unread(folded.recipe, written))
+    remarks = tuple(idle_settings(folded.recipe, written))
     return Settled(folded.recipe, tuple(layers), tuple(kept), written, remarks)
 
 
@@ -247,79 +247,71 @@ def _rank_over(author: Rank, cause: str, folded: Folded) -> Rank:
     return folded.rank_as_cause(full(cause))
 
 
-def _of_backend(recipe: Recipe) -> list[str]:
-    """What an explicit backend refuses, wherever it runs."""
-    p = recipe.precision
-    if p.backend == "auto" or not p.fp8.enabled:
+def _backend_problems(recipe: Recipe) -> list[str]:
+    """What an explicitly chosen backend rejects on any hardware."""
+    precision = recipe.precision
+    if precision.backend == "auto" or not precision.fp8.enabled:
         return []
     try:
-        of = backends.part(p.backend, "rules")
-    except ConfigError:  # who runs the recipe says so
+        backend_rules = backends.part(precision.backend, "rules")
+    except ConfigError:  # the backend is not installed; whoever runs the recipe reports it
         return []
-    return [*of.against_sharding(p), *of.refusals(as_held(p), Hardware("cpu"))]
+    return [
+        *backend_rules.against_sharding(precision),
+        *backend_rules.refusals(as_held(precision), Hardware("cpu")),
+    ]
 
 
 def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else spelled(value)
+    """A value in a note; floats without trailing digits."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return spelled(value)
 
 
-def unread(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
-    """A line for each of the keys `written`, by their short names. Sizes are often cut for a trial, so none is refused."""
-    m, o, steps = recipe.model, recipe.optim, recipe.trainer.max_steps
-    if (
-        m.sliding_window is not None
-        and m.sliding_window >= m.seq_length
-        and "model.sliding_window" in written
-    ):
+def idle_settings(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
+    """Yields a line for each of the keys `written`, by short names, that changes nothing here.
+
+    Sizes are often cut for a trial run, so none of these is an error.
+    """
+    model, optim, precision = recipe.model, recipe.optim, recipe.precision
+    steps = recipe.trainer.max_steps
+    window, frequency = model.sliding_window, model.window_attn_skip_freq
+    if "model.sliding_window" in written and window is not None and window >= model.seq_length:
         yield (
-            f"note: model.sliding_window={m.sliding_window}: masks nothing,"
-            f" model.seq_length={m.seq_length} is no longer; an exported checkpoint states it"
+            f"note: model.sliding_window={window}: masks nothing,"
+            f" model.seq_length={model.seq_length} is no longer; an exported checkpoint states it"
         )
-    if (
-        (every := m.window_attn_skip_freq)
-        and every > m.num_layers
-        and "model.window_attn_skip_freq" in written
-    ):
+    if "model.window_attn_skip_freq" in written and frequency and frequency > model.num_layers:
         yield (
-            f"note: model.window_attn_skip_freq={every}: leaves the window to all layers, there are"
-            f" model.num_layers={m.num_layers}"
+            f"note: model.window_attn_skip_freq={frequency}: leaves the window to all layers, there"
+            f" are model.num_layers={model.num_layers}"
         )
-    p, good = recipe.precision, recipe.precision.loss_scale_window
-    if (
-        p.compute == "fp16"
-        and p.loss_scale is None
-        and good >= steps
-        and "precision.loss_scale_window" in written
-    ):
+    has_dynamic_scale = precision.compute == "fp16" and precision.loss_scale is None
+    growth = precision.loss_scale_window
+    if "precision.loss_scale_window" in written and has_dynamic_scale and growth >= steps:
         yield (
-            f"note: precision.loss_scale_window={good}: doubles no scale, the run ends with"
+            f"note: precision.loss_scale_window={growth}: doubles no scale, the run ends with"
             f" trainer.max_steps={steps}"
         )
-    yield from _history(recipe, written)
-    if o.warmup_steps < steps - 1:  # the step after warm-up is the first of the decay
-        return
-    found = [
-        said
-        for name in ("min_lr", "lr_decay_style")
-        if f"optim.{name}" in written
-        for said in changed(o, name)
-    ]
-    if found:
+    fp8 = recipe.fp8
+    has_history = fp8.enabled and SCALINGS[fp8.scaling].history
+    reads_last_amax = fp8.amax_compute_algo == "most_recent" and fp8.amax_history_len > 1
+    if "fp8.amax_history_len" in written and has_history and reads_last_amax:
         yield (
-            f"note: {', '.join(found)}: of the decay, and there is none;"
-            f" optim.warmup_steps={o.warmup_steps}, trainer.max_steps={steps}"
+            f"note: fp8.amax_history_len={fp8.amax_history_len}:"
+            " fp8.amax_compute_algo=most_recent reads the last amax alone"
         )
-
-
-def _history(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
-    """Of a history of amaxes that no step reads whole. One amax is all that the rules leave to read with it."""
-    f = recipe.fp8
-    if not f.enabled or not SCALINGS[f.scaling].history or "fp8.amax_history_len" not in written:
+    if optim.warmup_steps < steps - 1:  # the decay begins with the step after the warm-up
         return
-    if f.amax_compute_algo == "most_recent" and f.amax_history_len > 1:
+    idle: list[str] = []
+    for name in ("min_lr", "lr_decay_style"):
+        if f"optim.{name}" in written:
+            idle += changed(optim, name)
+    if idle:
         yield (
-            f"note: fp8.amax_history_len={f.amax_history_len}: fp8.amax_compute_algo=most_recent"
-            " reads the last amax alone"
+            f"note: {', '.join(idle)}: of the decay, and there is none;"
+            f" optim.warmup_steps={optim.warmup_steps}, trainer.max_steps={steps}"
         )
 
 
@@ -392,7 +384,7 @@ def fitted(recipe: Recipe) -> Recipe:
     before = vars(recipe).get(_TOLD) or defaults()
     result = settled.recipe
     new = frozenset(short(key) for key, value in flat(result).items() if value != before[key])
-    for line in replace(settled, remarks=tuple(unread(result, new))).notes:
+    for line in replace(settled, remarks=tuple(idle_settings(result, new))).notes:
         logging.getLogger("fp8cfg").warning(line)
     return result
 

@@ -21,58 +21,65 @@ from fp8cfg.schema.safe_files import dump_yaml, read_text
 
 
 def flat(node: Node, at: str = "") -> dict[str, Any]:
-    """Full key -> value of every leaf below `node`, whose own key is `at`; an empty `at` is the recipe."""
-    out: dict[str, Any] = {}
+    """Returns value by full key of every leaf below `node`, whose own key is `at`."""
+    values: dict[str, Any] = {}
     for name in type(node).model_fields:
-        value, key = getattr(node, name), f"{at}.{name}" if at else name
-        out |= flat(value, key) if isinstance(value, Node) else {key: value}
-    return out
+        value = getattr(node, name)
+        key = f"{at}.{name}" if at else name
+        if isinstance(value, Node):
+            values |= flat(value, key)
+        else:
+            values[key] = value
+    return values
 
 
 def flat_data(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """As `flat`, of nested mappings."""
-    out: dict[str, Any] = {}
+    """As `flat`, for nested mappings."""
+    values: dict[str, Any] = {}
     for name, value in data.items():
         key = f"{at}.{name}" if at else name
-        out |= flat_data(value, key) if isinstance(value, Mapping) else {key: value}
-    return out
+        if isinstance(value, Mapping):
+            values |= flat_data(value, key)
+        else:
+            values[key] = value
+    return values
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings from a table of dotted keys: {"a.b": 1} gives {"a": {"b": 1}}."""
-    out: dict[str, Any] = {}
+    """Nested mappings from dotted keys: {"a.b": 1} gives {"a": {"b": 1}}."""
+    tree: dict[str, Any] = {}
     for key, value in values.items():
         *path, leaf = key.split(".")
-        node = out
+        node = tree
         for name in path:
             node = node.setdefault(name, {})
         node[leaf] = value
-    return out
+    return tree
 
 
 def listed(node: Node) -> dict[str, Any]:
-    """`node` as plain data: mappings, lists (for tuples) and scalars."""
+    """`node` as plain data: mappings, lists in place of tuples, and scalars."""
+    data: dict[str, Any] = _with_lists(node.model_dump())
+    return data
 
-    def lists(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: lists(v) for k, v in value.items()}
-        return [lists(v) for v in value] if isinstance(value, (list, tuple)) else value
 
-    plain: dict[str, Any] = lists(node.model_dump())
-    return plain
+def _with_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lists(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_lists(inner) for inner in value]
+    return value
 
 
 def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it; mappings merge, everything else replaces."""
-    out = dict(base)
+    """`base` with `changes` laid over it. Mappings merge; anything else is replaced."""
+    merged = dict(base)
     for key, value in changes.items():
-        under = out.get(key)
-        out[key] = (
-            deep_merge(under, value)
-            if isinstance(under, dict) and isinstance(value, dict)
-            else value
-        )
-    return out
+        below = merged.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            value = deep_merge(below, value)
+        merged[key] = value
+    return merged
 
 
 def assigned(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -94,46 +101,60 @@ def typed(key: str, value: Any) -> Any:
 
 
 def settings(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that nested `data` sets, as the schema holds them, by full keys. A preset's name given for a node sets all
-    of its keys. Raises ConfigError where one is not valid."""
-    out: dict[str, Any] = {}
+    """Returns the values that nested `data` sets, as the schema holds them, by full key.
+
+    The name of a preset as the value of a node sets all keys of the node.
+
+    Raises:
+        ConfigError: For a value that is not valid.
+    """
+    values: dict[str, Any] = {}
     for key, value in flat_data(data).items():
-        made = typed(key, value)
-        out |= flat(made, key) if isinstance(made, Node) else {key: made}
-    return out
+        converted = typed(key, value)
+        if isinstance(converted, Node):
+            values |= flat(converted, key)
+        else:
+            values[key] = converted
+    return values
 
 
 def is_node(key: str) -> bool:
-    """Whether the full `key` is a node, with keys of its own."""
-    annotation = fields()[key].annotation if key in fields() else None
+    """Whether the full `key` is a node, with keys below it."""
+    if key not in fields():
+        return False
+    annotation = fields()[key].annotation
     return isinstance(annotation, type) and issubclass(annotation, Node)
 
 
 def key_lines(path: Path) -> dict[str, int]:
-    """The line of each dotted key in the file `path`, which `read_yaml` has accepted; the entries of a list have their index
-    for a name."""
-    found: dict[str, int] = {}
+    """Returns the line of each dotted key in the file `path`, which `read_yaml` has accepted.
 
-    def walk(node: yaml.Node | None, at: str) -> None:
-        if isinstance(node, yaml.MappingNode):
-            for key, value in sorted(
-                node.value, key=lambda item: item[0].value == "<<"
-            ):  # own keys before merged ones
-                if key.value == "<<":
-                    for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                        walk(merged, at)
-                elif at + key.value not in found:
-                    found[at + key.value] = key.start_mark.line + 1
-                    walk(value, f"{at}{key.value}.")
-        elif isinstance(node, yaml.SequenceNode):
-            for index, entry in enumerate(node.value):
-                found[f"{at}{index}"] = entry.start_mark.line + 1
-                walk(entry, f"{at}{index}.")
+    The entries of a list have their index as name.
+    """
+    text = read_text(path).replace("\t", " ")  # JSON has tabs between its values
+    lines: dict[str, int] = {}
+    root = yaml.compose(text, yaml.SafeLoader)
+    if root is not None:
+        _add_lines(root, "", lines)
+    return lines
 
-    walk(
-        yaml.compose(read_text(path).replace("\t", " "), yaml.SafeLoader), ""
-    )  # JSON has tabs between its values
-    return found
+
+def _add_lines(node: yaml.Node, at: str, lines: dict[str, int]) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for index, entry in enumerate(node.value):
+            lines[f"{at}{index}"] = entry.start_mark.line + 1
+            _add_lines(entry, f"{at}{index}.", lines)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    own_keys_first = sorted(node.value, key=lambda item: item[0].value == "<<")
+    for key, value in own_keys_first:
+        if key.value == "<<":  # keys that are merged in
+            merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            for mapping in merged:
+                _add_lines(mapping, at, lines)
+        elif at + key.value not in lines:
+            lines[at + key.value] = key.start_mark.line + 1
+            _add_lines(value, f"{at}{key.value}.", lines)
 
 
 _SCHEMA_LINE = "# A whole recipe of fp8cfg, as composed.\n"
@@ -158,13 +179,12 @@ def full_names(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_leaf(a: Any, b: Any, at: str = "") -> str | None:
+    """The first key that two nested mappings share and at least one has a value for."""
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return at
-    return next(
-        (
-            found
-            for k in a
-            if k in b and (found := _common_leaf(a[k], b[k], f"{at}.{k}".lstrip(".")))
-        ),
-        None,
-    )
+    for key in a:
+        if key in b:
+            common = _common_leaf(a[key], b[key], f"{at}.{key}".lstrip("."))
+            if common is not None:
+                return common
+    return None

@@ -1,7 +1,7 @@
-"""Structured config: a recipe, or a node of one, as a dataclass that OmegaConf types, for Hydra applications with fp8cfg as a part.
+"""Structured config: a recipe or a node as a dataclass, for Hydra applications that use fp8cfg.
 
-OmegaConf 2.3 knows neither options nor bounds nor tuples, so options are text and tuples lists there: it checks names and kinds of
-values, and the Recipe that is made of the composed node checks the rest.
+OmegaConf 2.3 has no options, bounds or tuples. Options become text and tuples become lists:
+OmegaConf checks names and types, and the Recipe that is made of the config checks the rest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,19 @@ from fp8cfg.schema.recipe import Recipe
 
 
 def structured_config(node: Node | None = None) -> Any:
-    """An instance of the dataclass with the keys of `node`, by default a Recipe, and its values, for `ConfigStore.store(node=...)`;
-    two of one kind of node merge. `Recipe(**cfg.fp8cfg)` makes a recipe of what is composed. Raises ConfigError for what is no
-    node."""
-    node = Recipe() if node is None else node
+    """Returns `node` as an instance of a dataclass, for `ConfigStore.store(node=...)`.
+
+    `Recipe(**cfg.fp8cfg)` makes a recipe of the composed config. Two instances of one class of
+    node merge.
+
+    Args:
+        node: A Recipe or a node of one. Default: a Recipe.
+
+    Raises:
+        ConfigError: If `node` is no node.
+    """
+    if node is None:
+        node = Recipe()
     if not isinstance(node, Node):
         raise ConfigError(
             f"structured_config: expected a Recipe or a node of one, got {type(node).__name__}; a"
@@ -32,47 +41,40 @@ def structured_config(node: Node | None = None) -> Any:
 
 
 def _instance(node: Node) -> Any:
-    values = {name: getattr(node, name) for name in type(node).model_fields}
-    return _dataclass(type(node))(**{name: _plain(value) for name, value in values.items()})
+    values = {name: _plain(getattr(node, name)) for name in type(node).model_fields}
+    return _dataclass(type(node))(**values)
 
 
 def _plain(value: Any) -> Any:
-    return (
-        _instance(value)
-        if isinstance(value, Node)
-        else list(value)
-        if isinstance(value, tuple)
-        else value
-    )
+    if isinstance(value, Node):
+        return _instance(value)
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
-@functools.cache
+@functools.cache  # one class for each node, because OmegaConf merges only objects of one class
 def _dataclass(cls: type[Node]) -> Callable[..., Any]:
-    """The dataclass of a node: one for each, since OmegaConf merges objects of one class alone."""
-    found = []
+    """The dataclass of a node."""
+    members: list[tuple[str, Any, Any]] = []
     for name, info in cls.model_fields.items():
         default = info.get_default(call_default_factory=True)
-        found.append(
-            (
-                name,
-                _widened(info.annotation),
-                dataclasses.field(default_factory=functools.partial(_plain, default)),
-            )
-        )
-    return dataclasses.make_dataclass(cls.__name__, found, namespace={"__doc__": cls.__doc__})
+        factory = functools.partial(_plain, default)
+        annotation = _omegaconf_type(info.annotation)
+        members.append((name, annotation, dataclasses.field(default_factory=factory)))
+    return dataclasses.make_dataclass(cls.__name__, members, namespace={"__doc__": cls.__doc__})
 
 
-def _widened(annotation: Any) -> Any:
-    """`annotation` as OmegaConf takes it."""
+def _omegaconf_type(annotation: Any) -> Any:
+    """`annotation` as OmegaConf understands it."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        return _widened(next(a for a in args if a is not types.NoneType)) | None
+        first = next(arg for arg in args if arg is not types.NoneType)
+        return _omegaconf_type(first) | None
     if origin is typing.Literal:
         return str
     if origin is tuple:
         return list[args[0]]  # type: ignore[valid-type]
-    return (
-        _dataclass(annotation)
-        if isinstance(annotation, type) and issubclass(annotation, Node)
-        else annotation
-    )
+    if isinstance(annotation, type) and issubclass(annotation, Node):
+        return _dataclass(annotation)
+    return annotation

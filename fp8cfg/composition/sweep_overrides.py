@@ -14,175 +14,215 @@ from fp8cfg.composition.overrides import Override, in_quotes, override, parse_ar
 from fp8cfg.composition.recipe_layers import part_of
 from fp8cfg.composition.recipe_yaml import is_node, listed
 from fp8cfg.schema.errors import ConfigError, refuse_if
-from fp8cfg.schema.keys import PLUGIN, full, short
+from fp8cfg.schema.keys import full, short
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import default_recipe
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Glob
     from hydra.core.override_parser.types import Override as HydraOverride
 
 MAX_JOBS = 1000
-"""Combinations of one sweep; each is composed, in 0.06 s, before the first runs."""
-
-_SHOWN = 3
-"""Lines on one word, whose values may all be wrong."""
+"""Most combinations of one sweep. All of them are composed before the first one runs."""
+_MAX_LINES = 3
+"""Most error lines about one argument, each value of which may be wrong."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """`overrides` are Hydra's words, on full keys; `combinations` the words of each job, as a single run would take them;
-    `nodes` what can be chosen."""
+    """A sweep that was read from arguments.
+
+    Attributes:
+        overrides: Arguments for Hydra, on full keys.
+        combinations: The arguments of each job, as a single run would take them.
+        nodes: The nodes of every choice.
+    """
 
     overrides: list[str]
     combinations: list[list[str]]
     nodes: Nodes
 
 
-def read(words: Iterable[str], library: Library, given: Recipe | None = None) -> Sweep:
-    """The sweep that `words` ask for, over `given` in place of `recipe=`. Raises ConfigError with a line for each value of
-    each word that a single run would refuse."""
-    varied: dict[
-        str, tuple[str, list[str]]
-    ] = {}  # the last word of a key counts, as for Hydra's sweeper
+@dataclass(frozen=True)
+class _Axis:
+    """One argument of a sweep: for Hydra, and as the arguments of single runs."""
+
+    override: str
+    arguments: list[str]
+
+
+def read(arguments: Iterable[str], library: Library, given: Recipe | None = None) -> Sweep:
+    """Reads the sweep of `arguments`.
+
+    Args:
+        arguments: Arguments of the command line; a value may be a list of values.
+        library: The choices of each group.
+        given: A recipe, instead of `recipe=`.
+
+    Raises:
+        ConfigError: With a line for each value that a single run would reject.
+    """
+    axes: dict[str, _Axis] = {}  # the last argument of a key counts, as for Hydra's sweeper
     problems: list[str] = []
-    for word in words:
+    for argument in arguments:
         try:
-            text, single = _vary(word, library)
-            key = text.partition("=")[0]
-            if key == "recipe" and given is not None:
-                raise ConfigError(f"{word}: the recipe is given already; drop one of the two")
-            if key == "log.dir" and len(single) > 1:
-                raise ConfigError(f"{word}: a sweep has one folder; write hydra.sweep.dir=FOLDER")
-            if key in varied and is_node(full(key)) and max(len(single), len(varied[key][1])) > 1:
-                # Hydra's sweeper keeps the last word of a key, and one run merges all mappings.
-                raise ConfigError(
-                    f"{word}: {short(key)} stands twice in this sweep, and only one of them would"
-                    f" be swept; sweep its keys instead, as in {short(key)}.KEY=a,b"
-                )
-            varied[key] = text, single
+            axis = _read_axis(argument, library)
+            key = axis.override.partition("=")[0]
+            _check_axis(argument, key, axis, axes.get(key), given is not None)
+            axes[key] = axis
         except ConfigError as e:
             problems += e.problems
     refuse_if(problems)
-    if prod(len(single) for _, single in varied.values()) > MAX_JOBS:
+    if prod(len(axis.arguments) for axis in axes.values()) > MAX_JOBS:
         raise ConfigError(f"more than {MAX_JOBS} jobs in one sweep")
-    overrides = [text for text, _ in varied.values()]
-    return Sweep(
-        [f"recipe={GIVEN}", *overrides] if given is not None else overrides,
-        [list(c) for c in product(*(single for _, single in varied.values()))],
-        _nodes(overrides, library, given),
-    )
+    overrides = [axis.override for axis in axes.values()]
+    combinations = [list(job) for job in product(*(axis.arguments for axis in axes.values()))]
+    nodes = _nodes(overrides, library, given)
+    if given is not None:
+        overrides = [f"recipe={GIVEN}", *overrides]
+    return Sweep(overrides, combinations, nodes)
+
+
+def _check_axis(
+    argument: str, key: str, axis: _Axis, previous: _Axis | None, has_recipe: bool
+) -> None:
+    """Raises ConfigError if the argument cannot be part of this sweep."""
+    if key == "recipe" and has_recipe:
+        raise ConfigError(f"{argument}: the recipe is given already; drop one of the two")
+    if key == "log.dir" and len(axis.arguments) > 1:
+        raise ConfigError(f"{argument}: a sweep has one folder; write hydra.sweep.dir=FOLDER")
+    if previous is None or not is_node(full(key)):
+        return
+    if max(len(axis.arguments), len(previous.arguments)) > 1:
+        # Hydra's sweeper keeps the last argument of a key, and a single run merges all mappings.
+        raise ConfigError(
+            f"{argument}: {short(key)} stands twice in this sweep, and only one of them would"
+            f" be swept; sweep its keys instead, as in {short(key)}.KEY=a,b"
+        )
 
 
 def refused(
     combinations: Sequence[Sequence[str]], build: Callable[[Sequence[str]], object]
 ) -> dict[int, list[str]]:
-    """The combinations, by their number, that `build` refuses, with its lines. Raises ConfigError for a word that no
-    combination can have: then it is the word that is wrong."""
+    """Returns the lines of the combinations that `build` rejects, by their number.
+
+    Raises:
+        ConfigError: For an argument that no combination can have: then the argument is wrong.
+    """
     problems: dict[int, list[str]] = {}
-    for number, words in enumerate(combinations):
+    for number, arguments in enumerate(combinations):
         try:
-            build(words)
+            build(arguments)
         except ConfigError as e:
             problems[number] = e.problems
+    distinct = dict.fromkeys(chain.from_iterable(combinations))
     wrong: list[str] = []
-    for word in {word: None for words in combinations for word in words} or [""]:
-        having = [number for number, words in enumerate(combinations) if word in words or not word]
-        if all(number in problems for number in having):
-            lines = [problems[number] for number in having]
-            wrong += [line for line in lines[0] if all(line in other for other in lines)] or list(
-                chain(*lines)
-            )
-    refuse_if(_brief(list(dict.fromkeys(wrong)), "the sweep"))
+    for argument in distinct or [""]:
+        numbers = list(range(len(combinations)))
+        if argument:
+            numbers = [number for number in numbers if argument in combinations[number]]
+        if not all(number in problems for number in numbers):
+            continue
+        lines = [problems[number] for number in numbers]
+        common = [line for line in lines[0] if all(line in other for other in lines)]
+        wrong += common or list(chain.from_iterable(lines))
+    refuse_if(_shorten(list(dict.fromkeys(wrong)), "the sweep"))
     return problems
 
 
-def _brief(lines: list[str], word: str) -> list[str]:
-    """Lines of the values of one word, of many the first two."""
-    return (
-        lines
-        if len(lines) <= _SHOWN
-        else [*lines[: _SHOWN - 1], f"{word}: and {len(lines) - _SHOWN + 1} lines more like these"]
-    )
+def _shorten(lines: list[str], argument: str) -> list[str]:
+    """The first lines about the values of one argument, and how many there are more."""
+    if len(lines) <= _MAX_LINES:
+        return lines
+    shown = _MAX_LINES - 1
+    return [*lines[:shown], f"{argument}: and {len(lines) - shown} lines more like these"]
 
 
-def _vary(word: str, library: Library) -> tuple[str, list[str]]:
-    """The word for Hydra, on its full key, and the words of single runs that it stands for."""
-    word = in_quotes(word)
-    parsed = override(word)
-    key, text = parsed.key_or_group, word.partition("=")[2]
-    single = (
-        [f"{key}={value}" for value in _values(parsed, word, library)]
-        if parsed.is_sweep_override()
-        else [word]
-    )
+def _read_axis(argument: str, library: Library) -> _Axis:
+    """Reads one argument. Raises ConfigError with the problems of its values."""
+    argument = in_quotes(argument)
+    parsed = override(argument)
+    key, text = parsed.key_or_group, argument.partition("=")[2]
+    arguments = [argument]
+    if parsed.is_sweep_override():
+        arguments = [f"{key}={value}" for value in _values(parsed, argument, library)]
     chosen: list[Override] = []
     problems: list[str] = []
-    for each in single:
+    for single in arguments:
         try:
-            chosen.append(parse_argument(each, library))
+            chosen.append(parse_argument(single, library))
         except ConfigError as e:
             problems += e.problems
-    refuse_if(_brief(problems, word))
-    kinds = {"value" if each.values else "preset" for each in chosen}
-    if kinds == {"value"}:
-        return f"{full(key)}={text}", single
-    if len(kinds) > 1:
-        raise ConfigError(f"{word}: expected names of presets alone")
-    group = library.own(key) or ("precision" if key == PLUGIN else key)
-    nothing = default_recipe() if group == "recipe" else "null"
-    plus = "+" if library.own(key) and key not in GROUPS else ""  # it stands in no list of defaults
-    return f"{plus}{group}={','.join(each.name or nothing for each in chosen)}", single
+    refuse_if(_shorten(problems, argument))
+    if not any(each.group for each in chosen):
+        return _Axis(f"{full(key)}={text}", arguments)
+    if not all(each.group for each in chosen):
+        raise ConfigError(f"{argument}: expected names of presets alone")
+    group = chosen[0].group
+    default = default_recipe() if group == "recipe" else "null"
+    names = ",".join(each.name or default for each in chosen)
+    # Hydra appends groups that are not in the defaults list of conf/config.yaml.
+    plus = "" if group in GROUPS else "+"
+    return _Axis(f"{plus}{group}={names}", arguments)
 
 
-def _values(parsed: HydraOverride, word: str, library: Library) -> list[str]:
-    """The values of a sweep, as they are written in a word; the two ends of an interval."""
-    from hydra.core.override_parser.types import Glob, IntervalSweep
+def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]:
+    """The values of a sweep, as the text of arguments."""
+    from hydra.core.override_parser import types
     from hydra.errors import HydraException
 
     value, key = parsed.value(), parsed.key_or_group
-    if isinstance(value, IntervalSweep):
+    if isinstance(value, types.IntervalSweep):
         start, end = value.start, value.end
         if start is not None and end is not None and start > end:
             raise ConfigError(
-                f"{word}: begins above its end; write {key}=interval({end:g},{start:g})"
+                f"{argument}: begins above its end; write {key}=interval({end:g},{start:g})"
             )
         return [str(start), str(end)]
-    if isinstance(value, Glob):
-        group = library.own(key) or key
-        if group not in library.groups():
-            raise ConfigError(
-                f"{word}: glob() chooses among presets, and {short(full(key))} is no group of them"
-            )
-        found = value.filter(library.choices(group))
-        refuse_if([] if found else [f"{word}: no {group} matches; fp8cfg list {group} has them"])
-    else:
-        try:
-            found = list(islice(parsed.sweep_string_iterator(), MAX_JOBS + 1))
-        except (HydraException, ValueError):  # a range without a step
-            raise ConfigError(f"{word}: a range that has no end") from None
-    if not found:
-        raise ConfigError(f"{word}: no value")
-    return found
+    if isinstance(value, types.Glob):
+        return _matching_choices(value, key, argument, library)
+    try:
+        values = list(islice(parsed.sweep_string_iterator(), MAX_JOBS + 1))
+    except (HydraException, ValueError):  # a range without a step
+        raise ConfigError(f"{argument}: a range that has no end") from None
+    if not values:
+        raise ConfigError(f"{argument}: no value")
+    return values
+
+
+def _matching_choices(glob: Glob, key: str, argument: str, library: Library) -> list[str]:
+    """The choices that a glob() matches."""
+    group = library.own(key) or key
+    if group not in library.groups():
+        raise ConfigError(
+            f"{argument}: glob() chooses among presets, and {short(full(key))} is no group of them"
+        )
+    names = glob.filter(library.choices(group))
+    if not names:
+        raise ConfigError(f"{argument}: no {group} matches; fp8cfg list {group} has them")
+    return names
 
 
 def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> Nodes:
-    """The node of every preset that `overrides` choose."""
-    said = (
-        (key.lstrip("+"), text.split(",")) for key, _, text in (o.partition("=") for o in overrides)
-    )
-    names = {key: text for key, text in said if key in library.groups()}
+    """The node of every choice that `overrides` make."""
+    names: dict[str, list[str]] = {}
+    for text in overrides:
+        group, _, value = text.lstrip("+").partition("=")
+        if group in library.groups():
+            names[group] = value.split(",")
     if given is None:
         names.setdefault("recipe", [default_recipe()])
     for group in [group for group in names if library.own(group)]:
         for name in names[group]:
-            for other, its in part_of(group, name, library).chosen.items():
+            for other, chosen in part_of(group, name, library).chosen.items():
                 if other == "recipe" and given is not None:
                     raise ConfigError(
-                        f"{group}={name}: chooses recipe={its}, and the recipe is given already"
+                        f"{group}={name}: chooses recipe={chosen}, and the recipe is given already"
                     )
-                names[other] = list(dict.fromkeys([*names.get(other, []), its]))
-    nodes = {
-        group: {name: node(group, name, library) for name in of if name != "null"}
-        for group, of in names.items()
-    }
-    return nodes if given is None else {**nodes, "recipe": {GIVEN: listed(given)}}
+                names[other] = list(dict.fromkeys([*names.get(other, []), chosen]))
+    nodes: Nodes = {}
+    for group, choices in names.items():
+        nodes[group] = {name: node(group, name, library) for name in choices if name != "null"}
+    if given is not None:
+        nodes["recipe"] = {GIVEN: listed(given)}
+    return nodes
