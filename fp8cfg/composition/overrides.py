@@ -1,4 +1,7 @@
-"""Command-line overrides, checked against the schema before anything is composed; all problems are reported at once."""
+"""Overrides of the command line: parsed once by Hydra's grammar, and checked against the schema.
+
+All problems are reported at once, before anything is composed.
+"""
 
 from __future__ import annotations
 
@@ -13,54 +16,62 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.composition.config_groups import GROUPS, Library
 from fp8cfg.composition.layers import Location
-from fp8cfg.composition.recipe_yaml import is_node, settings
+from fp8cfg.composition.recipe_yaml import is_node, owner, settings
 from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
 from fp8cfg.schema.keys import PLUGIN, full, short, spelled
 from fp8cfg.schema.node import THOUSANDS, Node, example
-from fp8cfg.schema.recipe import Recipe, fields, short_keys
+from fp8cfg.schema.recipe import fields, short_keys
 from fp8cfg.schema.safe_files import plain
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override as HydraOverride
 
-_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
-_TEXT = (str, str | None)
-_PLAIN = frozenset(" _/-+.%*@?|")
-"""Signs beside letters and digits that a text without quotes may have; '$' is left to be refused as a variable."""
+_HYDRA_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
+_TEXT_TYPES = (str, str | None)
+_PLAIN_CHARACTERS = frozenset(" _/-+.%*@?|")
+"""Besides letters and digits, what a text without quotes may have. '$' is a variable."""
 
 
-def in_quotes(word: str) -> str:
-    """Returns `word` with quotes around a text that only Hydra wants in quotes.
+def in_quotes(argument: str) -> str:
+    """Returns `argument` with quotes around a text that only Hydra wants in quotes.
 
-    These are a path below `~`, and a text with letters of other scripts and nothing else that needs quotes.
+    These are a path below `~`, and a text with letters of other scripts and nothing else that needs
+    quotes.
     """
-    key, _, value = word.partition("=")
+    key, _, value = argument.partition("=")
     if value.startswith("~/"):
         return f'{key}="{value}"'
     if value.isascii():
-        return word
+        return argument
     if value[:1] == "[" and value[-1:] == "]" and _takes_texts(key):
-        return f"{key}=[{','.join(map(_in_quotes, value[1:-1].split(',')))}]"
-    return f"{key}={_in_quotes(value)}" if takes_text(key) else word
+        items = [_quoted_if_plain(item) for item in value[1:-1].split(",")]
+        return f"{key}=[{','.join(items)}]"
+    if takes_text(key):
+        return f"{key}={_quoted_if_plain(value)}"
+    return argument
 
 
-def _in_quotes(text: str) -> str:
-    plain = all(_plain_sign(sign) for sign in text)
-    return quoted(text.strip()) if plain and not text.isascii() else text
+def _quoted_if_plain(text: str) -> str:
+    """`text` in quotes, if it has letters of other scripts and no special characters."""
+    if text.isascii() or not all(_is_plain(character) for character in text):
+        return text
+    return quoted(text.strip())
 
 
-def _plain_sign(sign: str) -> bool:
-    return sign in _PLAIN or (
-        sign.isalnum() if sign.isascii() else unicodedata.category(sign)[0] in "LM"
-    )
+def _is_plain(character: str) -> bool:
+    if character in _PLAIN_CHARACTERS:
+        return True
+    if character.isascii():
+        return character.isalnum()
+    return unicodedata.category(character)[0] in "LM"  # a letter or an accent
 
 
 def takes_text(key: str) -> bool:
     """Whether any text is a value of `key`: a name, or a path."""
     name = full(key.lstrip("+"))
-    return name in _FOLDERS or (name in fields() and fields()[name].annotation in _TEXT)
+    return name in _HYDRA_FOLDERS or (name in fields() and fields()[name].annotation in _TEXT_TYPES)
 
 
 def _takes_texts(key: str) -> bool:
@@ -70,61 +81,63 @@ def _takes_texts(key: str) -> bool:
 
 
 def quoted(text: str) -> str:
-    """`text` in double quotes, as Hydra's grammar has them."""
+    """`text` in double quotes, escaped as Hydra's grammar requires."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(text, Quote.double).with_quotes()
 
 
-_EQUALS = re.compile(r"(?<=[{,])(\w+)=")
+_KEY_IN_BRACES = re.compile(r"(?<=[{,])(\w+)=")
+_SEVERAL_ARGUMENTS = re.compile(r",\s*(?=[\w.]+=)")
 _FUNCTIONS = ("choice", "range", "interval", "glob", "shuffle", "sort")
 _QUOTES = frozenset("'\"\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb")
-_SHELL = "is a variable, which no shell has replaced; write its value"
 
 
-def malformed(word: str) -> str:
-    """The line for a word that Hydra's grammar does not take."""
-    if "=" in word and (hint := _mistake(word)):
-        return f"{word}: {hint}"
-    if "=" in word:
-        return (
-            f"{word}: not of the form key=value; quote a value with special signs, as in 'name=\"a"
-            " b\"'"
-        )
-    if word in short_keys() or word in GROUPS:
-        return f"{word}: needs a value, as in {word}={'NAME' if word in GROUPS else 'VALUE'}"
-    if (key := word.partition(":")[0].strip()) in {*short_keys(), *GROUPS} and ":" in word:
-        return f"{word}: not of the form key=value; write {key}={word.partition(':')[2].strip()}"
-    if word.startswith("$"):
-        return f"{word}: {_SHELL}"
-    near = nearest(word, [*short_keys(), *GROUPS], 0.75)
-    return f"{word or repr(word)}: not of the form key=value" + (
-        f"; did you mean {near!r}?" if near else ""
-    )
+def malformed(argument: str) -> str:
+    """The error line for an argument that Hydra's grammar does not take."""
+    key, equals, value = argument.partition("=")
+    if equals:
+        hint = _mistake(argument, key, value)
+        if not hint:
+            hint = (
+                "not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"
+            )
+        return f"{argument}: {hint}"
+    if argument in short_keys() or argument in GROUPS:
+        example_value = "NAME" if argument in GROUPS else "VALUE"
+        return f"{argument}: needs a value, as in {argument}={example_value}"
+    key, colon, value = argument.partition(":")
+    key = key.strip()
+    if colon and (key in short_keys() or key in GROUPS):
+        return f"{argument}: not of the form key=value; write {key}={value.strip()}"
+    if argument.startswith("$"):
+        return f"{argument}: is a variable, which no shell has replaced; write its value"
+    near = nearest(argument, [*short_keys(), *GROUPS], 0.75)
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"{argument or repr(argument)}: not of the form key=value{hint}"
 
 
-def _mistake(word: str) -> str:
-    """What is wrong with a word with a `=` that is no override, where that is plain; else nothing."""
-    key, _, value = word.partition("=")
-    if word == "=":
+def _mistake(argument: str, key: str, value: str) -> str:
+    """What is wrong with `key=value`, which is no override; empty if that is not plain to see."""
+    if argument == "=":
         return "stands alone; key=value has no spaces"
-    text = takes_text(key) and value.isprintable() and not set(word) & _QUOTES
-    if not text and (
-        strange := next((sign for sign in word if not sign.isascii() and sign.isprintable()), "")
-    ):
-        return (
-            f"{strange!r} is not a sign of a key or a number; type it anew, or quote a text as in"
-            " 'name=\"a b\"'"
-        )
-    if word[:1] in "'\"":
+    is_text = takes_text(key) and value.isprintable() and not set(argument) & _QUOTES
+    if not is_text:
+        for character in argument:
+            if not character.isascii() and character.isprintable():
+                return (
+                    f"{character!r} is not a sign of a key or a number; type it anew, or quote a"
+                    " text as in 'name=\"a b\"'"
+                )
+    if argument[:1] in "'\"":
         return "quoted twice; leave the inner quotes out"
-    if " " in word and all("=" in part for part in word.split()):
-        return f"several words in one; write {' '.join(word.split())} without quotes"
+    if " " in argument and all("=" in word for word in argument.split()):
+        return f"several words in one; write {' '.join(argument.split())} without quotes"
     if value.startswith("(") and is_node(full(key)):
         node = fields()[full(key)].annotation
-        values = [each.strip() for each in value.strip("()").split(",")]
+        values = [item.strip() for item in value.strip("()").split(",")]
         return f"expected keys{example(full(key), node, values)}"
-    if value.startswith("(") and not text:
+    if value.startswith("(") and not is_text:
         return f"a list is written {key}=[{value.strip('()')}]"
     if key != key.strip() or value != value.strip():
         return f"spaces around '='; write {key.strip()}={value.strip()}"
@@ -132,132 +145,150 @@ def _mistake(word: str) -> str:
         return f"two signs '='; write {key}={value.lstrip('=')}"
     if value.endswith(","):
         return f"ends in a comma; write {key}={value.rstrip(',')}"
-    if len(parts := re.split(r",\s*(?=[\w.]+=)", word)) > 1 and not set(word) & set("[]{}'\""):
-        return f"several words in one; write {' '.join(parts)}"
-    if value[:1] in "[{" and "{" in value and (mapped := _EQUALS.sub(r"\1: ", value)) != value:
-        return f"inside of braces stands a colon and a space, as in '{key}={mapped}'"
-    if text:
-        return (
-            f"a text with special signs wants quotes; write {shlex.quote(f'{key}={quoted(value)}')}"
-        )
-    called = value.partition("(")[0] if value.endswith(")") else ""
-    if called and (near := nearest(called, _FUNCTIONS)):
-        return f"no such function {called!r}; did you mean {near!r}?"
+    arguments = _SEVERAL_ARGUMENTS.split(argument)
+    if len(arguments) > 1 and not set(argument) & set("[]{}'\""):
+        return f"several words in one; write {' '.join(arguments)}"
+    with_colons = _KEY_IN_BRACES.sub(r"\1: ", value)
+    if value[:1] in "[{" and "{" in value and with_colons != value:
+        return f"inside of braces stands a colon and a space, as in '{key}={with_colons}'"
+    if is_text:
+        correct = shlex.quote(f"{key}={quoted(value)}")
+        return f"a text with special signs wants quotes; write {correct}"
+    function = value.partition("(")[0] if value.endswith(")") else ""
+    near = nearest(function, _FUNCTIONS) if function else None
+    if near:
+        return f"no such function {function!r}; did you mean {near!r}?"
     for opening, closing in ("[]", "{}"):
         if value.count(opening) > value.count(closing):
             return f"{opening!r} without its {closing!r}; quote the word where it has spaces"
     return ""
 
 
-def parsed(word: str) -> tuple[str, Any, str]:
-    """Key, value and the value's text. Raises ConfigError as `override` does, and for a sweep."""
-    word = in_quotes(word)
-    said = override(word)
-    if said.is_sweep_override():
-        key = full(said.key_or_group)
-        listed = key in fields() and "tuple" in str(fields()[key].annotation)
-        text = word.partition("=")[2]
-        if not listed and THOUSANDS.fullmatch(text):
-            raise ConfigError(
-                f"{word}: several values are a sweep; a number is written without commas: "
-                f"{said.key_or_group}={text.replace(',', '')}"
-            )
-        write = f"{said.key_or_group}=[{text}]" if listed else "[a,b]"
+def parsed(argument: str) -> tuple[str, Any, str]:
+    """Parses one argument of a single run.
+
+    Returns:
+        The key with dots, the value as plain data, and the value's text.
+
+    Raises:
+        ConfigError: As `override`, and for several values, which are a sweep.
+    """
+    argument = in_quotes(argument)
+    parse = override(argument)
+    key, text = parse.key_or_group, argument.partition("=")[2]
+    if parse.is_sweep_override():
+        raise ConfigError(f"{argument}: {_sweep_hint(key, text, argument)}")
+    value = _without_quotes(parse.value())
+    if _has_sweep(value):
         raise ConfigError(
-            f"{word}: several values are a sweep, and a run takes one; a list is written {write}"
+            f"{argument}: a sweep inside of braces; write it as a word of its own, as in"
+            f" {key}.KEY=a,b"
         )
-    value = _plain(said.value())
-    if _sweeps(value):
-        raise ConfigError(
-            f"{word}: a sweep inside of braces; write it as a word of its own, as in"
-            f" {said.key_or_group}.KEY=a,b"
-        )
-    return said.key_or_group, value, word.partition("=")[2]
+    return key, value, text
 
 
-def override(word: str) -> HydraOverride:
-    """`word` as Hydra parses it, its key dotted. Raises ConfigError for what Hydra's grammar or our closed schema does not
-    take."""
+def _sweep_hint(key: str, text: str, argument: str) -> str:
+    """What to write in place of several values, in a single run."""
+    is_list = full(key) in fields() and "tuple" in str(fields()[full(key)].annotation)
+    if is_list:
+        return f"several values are a sweep, and a run takes one; a list is written {key}=[{text}]"
+    if THOUSANDS.fullmatch(text):
+        number = text.replace(",", "")
+        return f"several values are a sweep; a number is written without commas: {key}={number}"
+    return "several values are a sweep, and a run takes one; a list is written [a,b]"
+
+
+def override(argument: str) -> HydraOverride:
+    """Parses `argument` by Hydra's grammar. The key of the result has dots.
+
+    Raises:
+        ConfigError: For what Hydra's grammar or our closed schema does not take.
+    """
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
-    if "${" in word:
-        raise ConfigError(f"{word}: interpolation is not accepted; write the value")
+    if "${" in argument:
+        raise ConfigError(f"{argument}: interpolation is not accepted; write the value")
     try:
-        parsed = _parsed_by_hydra(in_quotes(word))
+        parse = _parsed_by_hydra(in_quotes(argument))
     except HydraException:
-        raise ConfigError(malformed(word)) from None
+        raise ConfigError(malformed(argument)) from None
     except RecursionError:
-        raise ConfigError(f"{word[:40]}...: nested too deeply") from None
-    except ValueError:  # Python's own limit (sys.set_int_max_str_digits)
-        raise ConfigError(f"{word[:40]}...: a number of more digits than any key takes") from None
-    key = parsed.key_or_group.replace("/", ".")
-    if not key:
-        raise ConfigError(malformed(word))
-    if key == "hydra" or key.startswith("hydra."):
-        raise ConfigError(f"{word}: settings of Hydra itself are not part of a recipe")
-    if parsed.type is OverrideType.DEL:
+        raise ConfigError(f"{argument[:40]}...: nested too deeply") from None
+    except ValueError:  # Python's limit (sys.set_int_max_str_digits)
         raise ConfigError(
-            f"{word}: keys cannot be removed; set {key.partition('=')[0]} to its default instead"
-        )
-    if parsed.type is not OverrideType.CHANGE and key.rpartition(".")[2] in foreign_names.CODE_KEYS:
-        raise ConfigError(foreign_names.unknown(key, ()))
-    if (
-        parsed.type is not OverrideType.CHANGE
-        and full(key) in {*fields(), *GROUPS}
-        and (key in GROUPS or not is_node(full(key)))
-    ):
-        raise ConfigError(key_exists(word))
-    if parsed.package:
-        raise ConfigError(f"{word}: packages are fixed; write {key}={word.partition('=')[2]}")
-    return replace(parsed, key_or_group=key)
+            f"{argument[:40]}...: a number of more digits than any key takes"
+        ) from None
+    key = parse.key_or_group.replace("/", ".")
+    if not key:
+        raise ConfigError(malformed(argument))
+    if key == "hydra" or key.startswith("hydra."):
+        raise ConfigError(f"{argument}: settings of Hydra itself are not part of a recipe")
+    if parse.type is OverrideType.DEL:
+        name = key.partition("=")[0]
+        raise ConfigError(f"{argument}: keys cannot be removed; set {name} to its default instead")
+    if parse.type is not OverrideType.CHANGE:  # a plus
+        if key.rpartition(".")[2] in foreign_names.CODE_KEYS:
+            raise ConfigError(foreign_names.unknown(key, ()))
+        if key in GROUPS or (full(key) in fields() and not is_node(full(key))):
+            raise ConfigError(key_exists(argument))
+    if parse.package:
+        value = argument.partition("=")[2]
+        raise ConfigError(f"{argument}: packages are fixed; write {key}={value}")
+    return replace(parse, key_or_group=key)
 
 
-def key_exists(word: str) -> str:
-    """The line for a word that adds a key, of which there are no others than those of the schema."""
-    return f"{word}: every key exists already; write {word.lstrip('+')}"
+def key_exists(argument: str) -> str:
+    """The error line for an argument that adds a key: the schema has all keys there are."""
+    return f"{argument}: every key exists already; write {argument.lstrip('+')}"
 
 
-def hydra_word(word: str) -> str:
-    """`word`, a setting of Hydra itself, as its grammar takes it. Raises ConfigError where it cannot."""
+def hydra_word(argument: str) -> str:
+    """A setting of Hydra itself, in quotes if its grammar needs them. Raises ConfigError."""
     from hydra.errors import HydraException
 
+    quoted_argument = in_quotes(argument)
     try:
-        _parsed_by_hydra(in_quotes(word))
+        _parsed_by_hydra(quoted_argument)
     except HydraException:
-        raise ConfigError(malformed(word)) from None
-    return in_quotes(word)
+        raise ConfigError(malformed(argument)) from None
+    return quoted_argument
 
 
-@functools.cache
+@functools.cache  # a new parser inspects the signatures of its functions
 def parser() -> OverridesParser:
-    """Hydra's parser of override words, which inspects the signatures of its functions when it is made."""
+    """Hydra's parser of overrides."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create()
 
 
-@functools.lru_cache(maxsize=256)
-def _parsed_by_hydra(word: str) -> HydraOverride:
-    """The result is shared and must not be changed. ANTLR takes a millisecond for each argument."""
-    return parser().parse_override(word)
+@functools.lru_cache(maxsize=256)  # ANTLR takes a millisecond for each argument
+def _parsed_by_hydra(argument: str) -> HydraOverride:
+    """The result is shared and must not be changed."""
+    return parser().parse_override(argument)
 
 
-def _plain(value: Any) -> Any:
-    """Hydra's parsed value as plain data: quoted strings unwrapped."""
+def _without_quotes(value: Any) -> Any:
+    """Hydra's parsed value as plain data, with quoted strings as text."""
     if isinstance(value, dict):
-        return {str(_plain(k)): _plain(v) for k, v in value.items()}
+        return {str(_without_quotes(key)): _without_quotes(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(v) for v in value]
-    return value.text if hasattr(value, "text") else value
+        return [_without_quotes(inner) for inner in value]
+    if hasattr(value, "text"):
+        return value.text
+    return value
 
 
-def _sweeps(value: Any) -> bool:
-    """Whether a sweep stands inside of `value`, which Hydra leaves there."""
+def _has_sweep(value: Any) -> bool:
+    """Whether a sweep is nested in `value`. Hydra leaves it there."""
     from hydra.core.override_parser.types import Glob, Sweep
 
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return isinstance(value, (Sweep, Glob)) or any(map(_sweeps, inner))
+    if isinstance(value, dict):
+        return any(_has_sweep(inner) for inner in value.values())
+    if isinstance(value, list):
+        return any(_has_sweep(inner) for inner in value)
+    return isinstance(value, (Sweep, Glob))
 
 
 @dataclass(frozen=True)
@@ -391,50 +422,48 @@ def _check_misplaced_choice(argument: str, key: str, value: str, library: Librar
 
 
 def _check_text(key: str, value: Any, text: str) -> None:
-    """Raise ConfigError where `text` is another one than `value` is written, and a line about `value` would not have it."""
+    """Raises ConfigError if Hydra reads `text` as another type than the key takes."""
     if takes_text(key) and isinstance(value, (bool, int, float)):
         raise ConfigError(
             f"{key}={text}: expected a string, got {type(value).__name__}; write '{key}=\"{text}\"'"
         )
-    if (
-        full(key) in fields()
-        and isinstance(value, float)
-        and math.isinf(value)
-        and "inf" not in text.lower()
-    ):
+    is_infinite = isinstance(value, float) and math.isinf(value)
+    if full(key) in fields() and is_infinite and "inf" not in text.lower():
         raise ConfigError(
             f"{key}={text}: more than any number here can be; expected a finite number"
         )
 
 
 def _check_value(key: str, value: Any) -> None:
-    """Raise ConfigError unless `key` exists and takes `value`; a mapping is checked key by key."""
+    """Raises ConfigError unless `key` exists and takes `value`. Checks a mapping key by key."""
     plain({key: value}, "command line")
     if full(key) not in fields():
-        raise ConfigError(
-            foreign_names.unknown(short(full(key)), short_keys() | set(GROUPS), value)
-        )
-    node = fields()[full(key)].annotation
-    if isinstance(node, type) and issubclass(node, Node):
-        if not isinstance(value, dict):
-            raise ConfigError(
-                f"{key}={spelled(value)}: expected keys of"
-                f" {short(full(key))}{example(full(key), node, value)}"
+        known = short_keys() | set(GROUPS)
+        raise ConfigError(foreign_names.unknown(short(full(key)), known, value))
+    annotation = fields()[full(key)].annotation
+    if isinstance(annotation, type) and issubclass(annotation, Node):
+        _check_mapping(key, value, annotation)
+        return
+    node, leaf = owner(key=full(key))
+    node(**{leaf: value})  # every field has a default, so this checks this one value
+
+
+def _check_mapping(key: str, value: Any, node: type[Node]) -> None:
+    """Raises ConfigError with every problem of the keys that `value` sets in a node."""
+    if not isinstance(value, dict):
+        hint = example(full(key), node, value)
+        raise ConfigError(f"{key}={spelled(value)}: expected keys of {short(full(key))}{hint}")
+    problems: list[str] = []
+    for name, inner in value.items():
+        inner_key = f"{key}.{name}"
+        if "." in name and full(inner_key) in fields():
+            problems.append(
+                f"{inner_key}: no key in braces has a dot; write"
+                f" {short(full(inner_key))}={spelled(inner)}"
             )
-        problems: list[str] = []
-        for k, v in value.items():
-            try:
-                if "." in k and full(f"{key}.{k}") in fields():
-                    raise ConfigError(
-                        f"{key}.{k}: no key in braces has a dot; write"
-                        f" {short(full(f'{key}.{k}'))}={spelled(v)}"
-                    )
-                _check_value(f"{key}.{k}", v)
-            except ConfigError as e:
-                problems += e.problems
-        return refuse_if(problems)
-    parent, _, leaf = full(key).rpartition(".")
-    owner = fields()[parent].annotation if parent else Recipe
-    owner(
-        **{leaf: value}
-    )  # every field has a default, so that a node with this one value checks this one value
+            continue
+        try:
+            _check_value(inner_key, inner)
+        except ConfigError as e:
+            problems += e.problems
+    refuse_if(problems)
