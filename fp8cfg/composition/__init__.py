@@ -1,4 +1,4 @@
-"""Recipe composition: command-line words, YAML files and Python calls give one and the same Recipe."""
+"""Recipe composition: command-line arguments, YAML files and Python calls give the same Recipe."""
 
 from __future__ import annotations
 
@@ -25,17 +25,24 @@ def compose(
     file: str | Path | None = None,
     base: Recipe | None = None,
 ) -> Recipe:
-    """The checked Recipe that `python -m fp8cfg *overrides` trains.
+    """Returns the checked Recipe that `python -m fp8cfg *overrides` trains.
 
-    `overrides` are words such as `recipe=llama_8b`, `precision=bf16_fp8`, `fp8.margin=1`, in any order: presets are chosen
-    first, then values are set, the last one of a key winning. `config_dir` adds a folder with `recipe/`, `precision/` and
-    `data/` YAML files of one's own. `file`, a recipe's YAML file, or `base`, a recipe, stands in place of `recipe=`. What
-    the recipe, a preset or a default says gives way where it contradicts a word, with a line to the logger `fp8cfg`; a layout
-    that the recipe's own machines do not have is that of the ranks which a launcher has started. Raises ConfigError with every
-    problem found.
+    Values of the recipe, a preset or a default yield to your overrides if they contradict them,
+    with a line to the logger `fp8cfg`. If the layout does not fit the recipe's machines and a
+    launcher has started ranks, the launcher's machines are used.
+
+    Args:
+        overrides: Arguments such as `recipe=llama_8b`, `precision=bf16_fp8` or `fp8.margin=1`, in
+            any order. Presets are chosen first, then values are set; the last one of a key wins.
+        config_dir: Folder with your own `recipe/`, `precision/` and `data/` YAML files.
+        file: A recipe's YAML file, instead of `recipe=`.
+        base: A recipe, instead of `recipe=`.
+
+    Raises:
+        ConfigError: With every problem.
     """
-    words = [] if overrides is None else list(overrides)
-    if isinstance(overrides, (str, Mapping)) or not all(isinstance(word, str) for word in words):
+    arguments = [] if overrides is None else list(overrides)
+    if isinstance(overrides, (str, Mapping)) or not all(isinstance(a, str) for a in arguments):
         raise ConfigError(
             "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])"
         )
@@ -44,14 +51,21 @@ def compose(
             f"compose: base: expected a Recipe, got {type(base).__name__}; a name is a word, as in"
             " recipe=llama_8b"
         )
+    if base is not None and file is not None:
+        raise ConfigError("compose: file and base are two recipes; drop one of them")
     library = Library(Path(config_dir) if config_dir else None)
     path = Path(file) if file else None
-    return _checked(composed(words, library, path, base, on_ranks=True))
+    return _checked(composed(arguments, library, path, base, on_ranks=True))
 
 
 def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) -> Recipe:
-    """The checked Recipe of a YAML file (a Path) or of YAML text (a str), in which values give way as in `compose`. Raises
-    ConfigError with every problem."""
+    """Returns the checked Recipe of a YAML file (a Path) or of YAML text (a str).
+
+    Values yield as in `compose`.
+
+    Raises:
+        ConfigError: With every problem.
+    """
     library = Library(Path(config_dir) if config_dir else None)
     if isinstance(text_or_path, Path):
         return _checked(from_file_layers(file_layers(text_or_path, library, Rank.USER)))
@@ -64,10 +78,12 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
     return _checked(from_file_layers(data_layers(data, Path("YAML"), library)))
 
 
-def _checked(found: Settled) -> Recipe:
-    refuse_if(found.problems)
-    for line in found.notes:
+def _checked(settled: Settled) -> Recipe:
+    """The recipe, after its notes are logged. Raises ConfigError with its problems."""
+    refuse_if(settled.problems)
+    for line in settled.notes:
         logging.getLogger("fp8cfg").warning(line)
-    fp8 = found.recipe.fp8
-    record(fp8, [name for name in type(fp8).model_fields if fp8.key(name) not in found.written])
-    return found.recipe
+    fp8 = settled.recipe.fp8
+    of_preset = [name for name in type(fp8).model_fields if fp8.key(name) not in settled.written]
+    record(fp8, of_preset)
+    return settled.recipe

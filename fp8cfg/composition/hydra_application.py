@@ -39,27 +39,66 @@ _PLUGINS = {
     "hydra/sweeper/ax": "hydra-ax-sweeper",
 }
 """What brings choices of Hydra's own groups."""
-_CHOICE = re.compile(r"Could not find '(hydra/\w+)/(\w+)'")
-_OVERRIDE = re.compile(r"\s*Could not override '(hydra\.[\w.]+)'")
+_UNKNOWN_CHOICE = re.compile(r"Could not find '(hydra/\w+)/(\w+)'")
+_UNKNOWN_SETTING = re.compile(r"\s*Could not override '(hydra\.[\w.]+)'")
 
 
 @contextlib.contextmanager
 def application(nodes: Nodes, settings: dict[str, Any] | None = None) -> Iterator[Hydra]:
-    """A Hydra session with `nodes` to choose from, and `settings` as the `hydra` node of the primary config. Its errors, and
-    those of the body, are raised as ConfigError."""
+    """A Hydra session with `nodes` to choose from.
+
+    Args:
+        nodes: Complete nodes by group and name.
+        settings: The `hydra` node of the primary config.
+
+    Raises:
+        ConfigError: For errors of Hydra and OmegaConf, also in the body.
+    """
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
 
     with _LOCK, _stored(nodes, settings):
-        # hydra.initialize without a path comes to this, after reading the source of all functions on the stack for its caller.
+        # As hydra.initialize without a path, which would read the source of every function on the
+        # stack to find its caller.
         hydra = Hydra.create_main_hydra2("fp8cfg", create_config_search_path(None))
         with _one_line_errors():
             yield hydra
 
 
 @contextlib.contextmanager
+def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
+    """Puts the primary config and `nodes` into Hydra's store, and restores Hydra's state after."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.version import VersionBase, setbase
+
+    store = ConfigStore.instance()
+    repository = store.repo
+    running = GlobalHydra.instance().hydra
+    base = VersionBase.instance().version_base
+    ours = {group.split("/")[0] for group in nodes} | {f"{NAME}.yaml"}
+    store.repo = {key: value for key, value in repository.items() if key not in ours}
+    GlobalHydra.instance().clear()
+    setbase("1.3")
+    try:
+        primary = primary_config()
+        if settings:
+            primary = {**primary, "hydra": settings}
+        store.store(NAME, primary, provider="fp8cfg")
+        for group, choices in nodes.items():
+            package = LEAVES[group][1] if group in LEAVES else "_global_"
+            for name, data in choices.items():
+                store.store(name, data, group=group, package=package, provider="fp8cfg")
+        yield
+    finally:
+        store.repo = repository
+        GlobalHydra.instance().hydra = running
+        VersionBase.instance().version_base = base
+
+
+@contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Errors of Hydra and OmegaConf are raised as ConfigError."""
+    """Raises errors of Hydra and OmegaConf as ConfigError."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -70,101 +109,64 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Hydra's first line, and the options that it lists further down."""
+    """Hydra's first line, with the options that it lists further down or a suggestion."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines:  # Hydra raises an empty error over OmegaConf's own
         return _one_line(error.__cause__) if error.__cause__ else type(error).__name__
-    options = [
-        line.strip() for line in lines[1:] if line.startswith("\t") and "provider=" not in line
-    ]
-    listed = any(line.startswith("Available options") for line in lines)
-    if lines[0].startswith("Error merging override") and error.__cause__:
+    first = lines[0].strip()
+    if first.startswith("Error merging override") and error.__cause__:
         return f"{lines[0]}: {_one_line(error.__cause__)}"
-    if (wrong := _OVERRIDE.match(lines[0])) and (instead := _instead(wrong[1])):
-        return lines[0].strip().rstrip(".") + instead
-    if "INTERVAL_SWEEP" in lines[0]:
-        return f"{lines[0].strip()}; one that searches does: hydra/sweeper=optuna"
-    if (wrong := _CHOICE.search(lines[0])) and (
-        instead := _choice_instead(wrong[1], wrong[2], options)
-    ):
-        return f"{wrong[1]}={wrong[2]}: no such choice{instead}"
-    missing = next(
-        (f"; pip install {package}" for name, package in _PLUGINS.items() if name in lines[0]), ""
-    )
-    return (
-        lines[0].strip()
-        + (f"; choose from {', '.join(options)}" if listed and options else "")
-        + missing
-    )
+    setting = _UNKNOWN_SETTING.match(lines[0])
+    hint = _setting_hint(setting[1]) if setting else ""
+    if hint:
+        return first.rstrip(".") + hint
+    if "INTERVAL_SWEEP" in first:
+        return f"{first}; one that searches does: hydra/sweeper=optuna"
+    options: list[str] = []
+    for line in lines[1:]:
+        if line.startswith("\t") and "provider=" not in line:
+            options.append(line.strip())
+    choice = _UNKNOWN_CHOICE.search(lines[0])
+    hint = _choice_hint(choice[1], choice[2], options) if choice else ""
+    if choice and hint:
+        return f"{choice[1]}={choice[2]}: no such choice{hint}"
+    if options and any(line.startswith("Available options") for line in lines):
+        first += f"; choose from {', '.join(options)}"
+    for name, package in _PLUGINS.items():
+        if name in lines[0]:
+            return f"{first}; pip install {package}"
+    return first
 
 
-def _choice_instead(group: str, name: str, options: list[str]) -> str:
-    """The choice of Hydra's `group` that `name` is meant for; empty for one that can be installed, and for none."""
-    plugins = [of.rpartition("/")[2] for of in _PLUGINS if of.startswith(f"{group}/")]
-    near = None if name in plugins else nearest(name, [*options, *plugins])
+def _choice_hint(group: str, name: str, options: list[str]) -> str:
+    """A suggestion for an unknown choice; empty if a plugin that can be installed has it."""
+    plugins = [plugin.rpartition("/")[2] for plugin in _PLUGINS if plugin.startswith(f"{group}/")]
+    if name in plugins:
+        return ""
+    near = nearest(name, [*options, *plugins])
     return f"; did you mean {near!r}?" if near else ""
 
 
-def _instead(key: str) -> str:
-    """What may be meant by a setting that Hydra has not with its launcher and its sweeper; empty where nothing is."""
+def _setting_hint(key: str) -> str:
+    """A suggestion for an unknown setting of Hydra, or empty."""
     from hydra.conf import HydraConf
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    known = dict.fromkeys(
-        flat_data({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))}), ""
-    )
+    settings = flat_data({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))})
+    choice_of: dict[str, str] = dict.fromkeys(settings, "")
     for kind in ("launcher", "sweeper"):
-        del known[f"hydra.{kind}"]
-        for file, said in ConfigStore.instance().repo["hydra"].get(kind, {}).items():
+        del choice_of[f"hydra.{kind}"]
+        for file, config in ConfigStore.instance().repo["hydra"].get(kind, {}).items():
             if file.endswith(".yaml"):
-                known |= {
-                    f"hydra.{kind}.{name}": f"hydra/{kind}={file.removesuffix('.yaml')}"
-                    for name in said.node
-                }
-    near = nearest(key, known, 0.8)
-    return (
-        ""
-        if near is None
-        else f"; it is of {known[key]}"
-        if near == key
-        else f"; did you mean {near!r}?"
-    )
-
-
-@contextlib.contextmanager
-def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.version import VersionBase, setbase
-
-    store, running, base = (
-        ConfigStore.instance(),
-        GlobalHydra.instance().hydra,
-        VersionBase.instance().version_base,
-    )
-    before = {key: store.repo.get(key) for key in (*nodes, f"{NAME}.yaml")}
-    for key in before:
-        store.repo.pop(key, None)
-    GlobalHydra.instance().clear()
-    setbase("1.3")
-    try:
-        primary = primary_config()
-        store.store(
-            NAME, {**primary, "hydra": settings} if settings else primary, provider="fp8cfg"
-        )
-        for group, named in nodes.items():
-            package = LEAVES[group][1] if group in LEAVES else "_global_"
-            for name, node in named.items():
-                store.store(name, node, group=group, package=package, provider="fp8cfg")
-        yield
-    finally:
-        for key, value in before.items():
-            store.repo.pop(key, None)
-            if value is not None:
-                store.repo[key] = value
-        GlobalHydra.instance().hydra = running
-        VersionBase.instance().version_base = base
+                choice = f"hydra/{kind}={file.removesuffix('.yaml')}"
+                choice_of |= {f"hydra.{kind}.{name}": choice for name in config.node}
+    near = nearest(key, choice_of, 0.8)
+    if near is None:
+        return ""
+    if near == key:
+        return f"; it is of {choice_of[key]}"
+    return f"; did you mean {near!r}?"
 
 
 def node(group: str, name: str, library: Library) -> dict[str, Any]:

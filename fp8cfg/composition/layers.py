@@ -189,7 +189,8 @@ def key_history(folded: Folded, key: str) -> list[Layer]:
     """
     layers: list[Layer] = []
     for layer in folded.history[key]:
-        if key in layer.implied and len(layers) < 2:
+        is_first = len(layers) < 2  # the first of all is the schema's default
+        if key in layer.implied and is_first:
             continue
         layers.append(layer)
     return layers

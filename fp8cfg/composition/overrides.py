@@ -239,7 +239,7 @@ def override(argument: str) -> HydraOverride:
 
 
 def key_exists(argument: str) -> str:
-    """The error line for an argument that adds a key: the schema has all keys there are."""
+    """The error line for `+key=value`. The schema is closed, so no key can be added."""
     return f"{argument}: every key exists already; write {argument.lstrip('+')}"
 
 
@@ -422,7 +422,7 @@ def _check_misplaced_choice(argument: str, key: str, value: str, library: Librar
 
 
 def _check_text(key: str, value: Any, text: str) -> None:
-    """Raises ConfigError if Hydra reads `text` as another type than the key takes."""
+    """Rejects a value that loses what was typed, such as `name=007` or `lr=1e999`."""
     if takes_text(key) and isinstance(value, (bool, int, float)):
         raise ConfigError(
             f"{key}={text}: expected a string, got {type(value).__name__}; write '{key}=\"{text}\"'"

@@ -169,9 +169,18 @@ def composed(
     layers = collect_layers(overrides, library, file, base)
     settled = resolve_conflicts(layers, sweep, change_harmless=base is None)
     if on_ranks and settled.problems and not overrides.keys & machines().keys():
-        settled = _with_machines(settled, layers)
-    mark_reported(settled.recipe)
-    return replace(settled, remarks=(*settled.remarks, *_run_remarks(settled)))
+        layers += _launcher_layers()
+        settled = resolve_conflicts(layers, sweep, change_harmless=base is None)
+    return _with_run_remarks(settled)
+
+
+def from_file_layers(layers: Sequence[Layer]) -> Settled:
+    """Resolves the conflicts of a file's layers, on a launcher's machines if it needs them."""
+    layers = [default_layer(), *layers]
+    settled = resolve_conflicts(layers)
+    if settled.problems:
+        settled = resolve_conflicts([*layers, *_launcher_layers()])
+    return _with_run_remarks(settled)
 
 
 def _file_problems(file: Path | None, library: Library) -> list[str]:
@@ -196,9 +205,9 @@ def resolve_conflicts(
         change_harmless: Whether values yield that do no harm. A resumed recipe keeps them.
     """
     layers = list(layers)
-    written = _written(fold(layers), sweep)
+    folded = fold(layers)
+    written = _written(folded, sweep)
     for _ in range(_MAX_CHANGES):
-        folded = fold(layers)
         problems = rules.broken(folded.recipe, written)
         change = None
         for line in (*problems, *_backend_problems(folded.recipe)):
@@ -210,6 +219,7 @@ def resolve_conflicts(
         if change is None:
             break
         layers.append(change)
+        folded = fold(layers)
     kept = [line for line in dict.fromkeys(problems) if holds(line, written)]
     remarks = tuple(idle_settings(folded.recipe, written))
     return Settled(folded.recipe, tuple(layers), tuple(kept), written, remarks)
@@ -310,13 +320,13 @@ def idle_settings(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
             idle += changed(optim, name)
     if idle:
         yield (
-            f"note: {', '.join(idle)}: of the decay, and there is none;"
+            f"note: {', '.join(idle)}: has no effect, there is no decay;"
             f" optim.warmup_steps={optim.warmup_steps}, trainer.max_steps={steps}"
         )
 
 
-def _run_remarks(settled: Settled) -> list[str]:
-    """Lines about what a run of the recipe starts from and saves."""
+def _with_run_remarks(settled: Settled) -> Settled:
+    """Adds lines about what a run of the recipe starts from and saves."""
     recipe = settled.recipe
     steps, interval = recipe.trainer.max_steps, recipe.checkpoint.every_n_steps
     task = None
@@ -334,7 +344,8 @@ def _run_remarks(settled: Settled) -> list[str]:
             f"note: checkpoint.every_n_steps={interval}: saves at the end alone, the run ends with"
             f" trainer.max_steps={steps}"
         )
-    return lines
+    mark_reported(settled.recipe)
+    return replace(settled, remarks=(*settled.remarks, *lines))
 
 
 # Recipes that Python statements have changed.
@@ -369,7 +380,7 @@ def ranks_of_object(recipe: Recipe) -> dict[str, Rank]:
 
 
 def mark_reported(recipe: Recipe) -> None:
-    """Keeps the values of `recipe`, about which remarks were made, so `fitted` repeats none."""
+    """Remembers the values of `recipe`, so that `fitted` does not repeat remarks about them."""
     vars(recipe)[_TOLD] = flat(recipe)
 
 
@@ -406,19 +417,9 @@ def machines() -> dict[str, int]:
     return {"trainer.num_nodes": int(world) // int(local), "trainer.devices": int(local)}
 
 
-def _with_machines(settled: Settled, layers: Sequence[Layer]) -> Settled:
-    """`settled` with a launcher's machines in place of the recipe's, if there is a launcher."""
+def _launcher_layers() -> list[Layer]:
+    """The layer of a launcher's machines, if there is a launcher."""
     values = machines()
     if not values:
-        return settled
-    launcher = Layer(Source.LAUNCHER, Location("WORLD_SIZE"), values, Rank.USER)
-    return resolve_conflicts([*layers, launcher])
-
-
-def from_file_layers(layers: Sequence[Layer]) -> Settled:
-    """Resolves the conflicts of a file's layers, on a launcher's machines if it needs them."""
-    layers = [default_layer(), *layers]
-    settled = resolve_conflicts(layers)
-    if settled.problems:
-        settled = _with_machines(settled, layers)
-    return settled
+        return []
+    return [Layer(Source.LAUNCHER, Location("WORLD_SIZE"), values, Rank.USER)]

@@ -179,7 +179,7 @@ def full_names(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_leaf(a: Any, b: Any, at: str = "") -> str | None:
-    """The first key that two nested mappings share and at least one has a value for."""
+    """The first key at which two trees overlap and at least one of them has a leaf."""
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return at
     for key in a:

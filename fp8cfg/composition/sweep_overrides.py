@@ -14,7 +14,7 @@ from fp8cfg.composition.overrides import Override, in_quotes, override, parse_ar
 from fp8cfg.composition.recipe_layers import part_of
 from fp8cfg.composition.recipe_yaml import is_node, listed
 from fp8cfg.schema.errors import ConfigError, refuse_if
-from fp8cfg.schema.keys import full, short
+from fp8cfg.schema.keys import PLUGIN, full, short
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import default_recipe
 
@@ -62,14 +62,15 @@ def read(arguments: Iterable[str], library: Library, given: Recipe | None = None
     Raises:
         ConfigError: With a line for each value that a single run would reject.
     """
-    axes: dict[str, _Axis] = {}  # the last argument of a key counts, as for Hydra's sweeper
+    axes: dict[str, _Axis] = {}
     problems: list[str] = []
     for argument in arguments:
         try:
             axis = _read_axis(argument, library)
             key = axis.override.partition("=")[0]
-            _check_axis(argument, key, axis, axes.get(key), given is not None)
-            axes[key] = axis
+            _check_axis(argument, key, axis, key in axes, given is not None)
+            axes.pop(key, None)
+            axes[key] = axis  # at the end, because the last argument of a key counts
         except ConfigError as e:
             problems += e.problems
     refuse_if(problems)
@@ -83,21 +84,17 @@ def read(arguments: Iterable[str], library: Library, given: Recipe | None = None
     return Sweep(overrides, combinations, nodes)
 
 
-def _check_axis(
-    argument: str, key: str, axis: _Axis, previous: _Axis | None, has_recipe: bool
-) -> None:
+def _check_axis(argument: str, key: str, axis: _Axis, is_repeated: bool, has_recipe: bool) -> None:
     """Raises ConfigError if the argument cannot be part of this sweep."""
     if key == "recipe" and has_recipe:
         raise ConfigError(f"{argument}: the recipe is given already; drop one of the two")
     if key == "log.dir" and len(axis.arguments) > 1:
         raise ConfigError(f"{argument}: a sweep has one folder; write hydra.sweep.dir=FOLDER")
-    if previous is None or not is_node(full(key)):
-        return
-    if max(len(axis.arguments), len(previous.arguments)) > 1:
+    if is_repeated and is_node(full(key)):
         # Hydra's sweeper keeps the last argument of a key, and a single run merges all mappings.
         raise ConfigError(
-            f"{argument}: {short(key)} stands twice in this sweep, and only one of them would"
-            f" be swept; sweep its keys instead, as in {short(key)}.KEY=a,b"
+            f"{argument}: {short(key)} stands twice in this sweep, and only the last one would"
+            f" count; set its keys instead, as in {short(key)}.KEY=a,b"
         )
 
 
@@ -192,7 +189,7 @@ def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]
 
 def _matching_choices(glob: Glob, key: str, argument: str, library: Library) -> list[str]:
     """The choices that a glob() matches."""
-    group = library.own(key) or key
+    group = library.own(key) or ("precision" if key == PLUGIN else key)
     if group not in library.groups():
         raise ConfigError(
             f"{argument}: glob() chooses among presets, and {short(full(key))} is no group of them"

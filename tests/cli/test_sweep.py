@@ -488,3 +488,10 @@ def test_a_signal_stops_the_sweep_after_a_checkpoint(tmp_path: Path) -> None:
     assert (
         job["exit_code"] == 75 and list((sweep / "0" / "checkpoints").iterdir()) and "75\n" in out
     )
+
+
+def test_the_last_argument_of_a_key_counts_as_in_a_single_run() -> None:
+    words = ["fp8.margin=1", "trainer.max_steps=2,3", "fp8.margin=2"]
+    assert [job[-1] for job in read(words, Library()).combinations] == ["fp8.margin=2"] * 2
+    with pytest.raises(fp8cfg.ConfigError, match="fp8 stands twice in this sweep"):
+        read(["fp8={margin: 1}", "fp8={interval: 2}", "optim.lr=1e-4,1e-3"], Library())

@@ -339,3 +339,10 @@ def test_what_cannot_be_composed_is_refused_as_ever() -> None:
     assert compose_layers(["fp8.margin=1"]).recipe.fp8.margin == 1, (
         "rules between keys are not asked"
     )
+
+
+def test_a_file_and_a_base_are_two_recipes(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: llama_tiny\n")
+    with pytest.raises(fp8cfg.ConfigError, match="file and base are two recipes"):
+        fp8cfg.compose(file=file, base=llama_tiny())
