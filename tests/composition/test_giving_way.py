@@ -189,8 +189,8 @@ GIVES_WAY = [
     ),
     (
         "optim.warmup_steps=9 trainer.max_steps=10 optim.min_lr=1e-6 optim.lr_decay_style=linear",
-        "optim.min_lr=1e-06, optim.lr_decay_style=linear: of the decay, "
-        "and there is none; optim.warmup_steps=9, trainer.max_steps=10",
+        "optim.min_lr=1e-06, optim.lr_decay_style=linear: has no effect, "
+        "there is no decay; optim.warmup_steps=9, trainer.max_steps=10",
     ),
     ("optim.warmup_steps=8 trainer.max_steps=10 optim.min_lr=1e-6", None),
     ("optim.warmup_steps=10 trainer.max_steps=10", None),
