@@ -7,24 +7,27 @@ from pathlib import Path
 
 from fp8cfg.cli.argv import split, wrong_words
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
-from fp8cfg.planning import layout, preflight, remarks
+from fp8cfg.planning import layout, preflight, remarks, training_data
 from fp8cfg.planning.coverage import planned
 from fp8cfg.planning.layer_plan import plan
 from fp8cfg.report.key_explanation import refusals
 from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
 
 USAGE = """
 fp8cfg check [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...] [--json]
 
 Composes a recipe and asks everything that needs no hardware: types and bounds,
-the rules between keys, layer patterns, and what no backend has.
-One line and exit code 0, or every problem and exit code 2. On standard error
+the rules between keys, layer patterns, and what no backend has. A large model
+on a corpus or on bytes that nobody chose is a problem too.
+One line, a line on its data, and exit code 0, or every problem and exit
+code 2. On standard error
 notes: what gave way to the words, what is allowed and may not be meant, and
 what this version, this machine or its disks do not have.
 
   --config-dir FOLDER  recipes and presets of your own
-  --json               the line, or the problems, and the notes as JSON; the
+  --json               the lines, or the problems, and the notes as JSON; the
                        exit codes are the same
 """
 
@@ -38,7 +41,7 @@ def run(argv: list[str]) -> int:
             folder, file = arguments.one("--config-dir"), recipe_file(arguments.plain, ())
         except ConfigError as e:
             raise ConfigError(e.problems + wrong_words(arguments)) from None
-        line, notes = _checked(arguments.words, folder, file)
+        recipe, line, notes = _checked(arguments.words, folder, file)
     except ConfigError as e:
         if not as_json:
             raise
@@ -50,6 +53,7 @@ def run(argv: list[str]) -> int:
                 {
                     "ok": True,
                     "recipe": line,
+                    "data": training_data.summary(recipe),
                     "notes": [note.removeprefix("note: ") for note in notes],
                 },
                 indent=1,
@@ -57,15 +61,22 @@ def run(argv: list[str]) -> int:
         )
     else:
         print(wrapped(f"ok: {line}", more="  "))
+        print(wrapped(training_data.line(recipe), more="  "))
         say(notes)
     return 0
 
 
-def _checked(words: list[str], folder: str | None, file: Path | None) -> tuple[str, list[str]]:
-    """A line on the recipe, and the notes. Raises ConfigError with every problem."""
+def _checked(
+    words: list[str], folder: str | None, file: Path | None
+) -> tuple[Recipe, str, list[str]]:
+    """Returns the recipe, a line on it and the notes.
+
+    Raises:
+        ConfigError: It has every problem of the recipe.
+    """
     found = settled(words, folder, file)
     recipe = found.recipe
-    refuse_if(refusals(recipe, found.written))
+    refuse_if([*refusals(recipe, found.written), *training_data.unintended(recipe)])
     coverage, p, t = planned(recipe, plan(recipe)), recipe.precision, recipe.trainer
     if p.fp8.enabled and coverage.share < p.fp8.min_coverage:
         raise ConfigError(
@@ -76,4 +87,5 @@ def _checked(words: list[str], folder: str | None, file: Path | None) -> tuple[s
     fp8 = f", FP8 {p.fp8.scaling} in {count}" if p.fp8.enabled else ""
     said = remarks.lines(recipe, layout.shards(recipe, t.num_nodes * t.devices))
     here = [f"note: {note}" for note in preflight.lines(recipe, folder)]
-    return f"{recipe.name}, {p.compute}{fp8}", [*found.notes, *said, *here]
+    line = f"{recipe.name}, {p.compute}{fp8}"
+    return recipe, line, [*found.notes, *said, *here]

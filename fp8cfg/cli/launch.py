@@ -13,7 +13,7 @@ from fp8cfg.execution import executor as runs
 from fp8cfg.execution.executor import TorchrunExecutor
 from fp8cfg.execution.slurm import SBATCH, SlurmExecutor, unknown
 from fp8cfg.planning import hardware as machine
-from fp8cfg.planning import preflight, smoke
+from fp8cfg.planning import preflight, smoke, training_data
 from fp8cfg.planning.fit_search import Line
 from fp8cfg.planning.layout import placed
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
@@ -58,6 +58,7 @@ def run(argv: list[str]) -> int:
         *_two_counts(arguments.words, found.recipe, ranks),
         *_too_many(found.recipe, ranks),
         *problems,
+        *training_data.unintended(found.recipe),
     ]
     refuse_if([*_other_machines(found.recipe, ranks, None if lines else whole_line), *lines])
     say(found.notes)

@@ -18,12 +18,12 @@ from fp8cfg.composition.precedence import Settled
 from fp8cfg.execution.executor import start
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import hardware as machine
-from fp8cfg.planning import layout, preflight, remarks, smoke
+from fp8cfg.planning import layout, preflight, remarks, smoke, training_data
 from fp8cfg.planning.fit_search import Line, Takes, offering, words_alone
 from fp8cfg.planning.layout import refused, shared_by
 from fp8cfg.report import run_header
 from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
-from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.signals import waiting_to_stop
 
@@ -50,6 +50,7 @@ def started(
     with the line of each, with lines that run here: of a run that is gone on with those that it `takes`.
     """
     recipe = found.recipe
+    refuse_if(training_data.unintended(recipe))
     if found.problems:
         preflight.refuse(
             recipe,

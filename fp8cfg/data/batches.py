@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Batches:
     """The training samples of a run, in their order.
 
-    tokenizer_sha256: of the file that made the tokens, where there was one. remark: what a run is to say of them, such as what was
+    tokenizer_sha256: of the file that made the tokens, where there was one. remark: the `data:` line of a run, with what was
     cut.
     """
 

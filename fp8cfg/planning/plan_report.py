@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fp8cfg.backends.choice import BLOCK_CUDA, Choice, Hardware, choose
-from fp8cfg.planning import graph_text, job_plan, remarks, smoke
+from fp8cfg.planning import graph_text, job_plan, remarks, smoke, training_data
 from fp8cfg.planning import hardware as speedups
 from fp8cfg.planning.communication import Sent, of_step
 from fp8cfg.planning.coverage import Coverage
@@ -46,7 +46,7 @@ from fp8cfg.schema.tables import amount, size, table, wrapped
 def text(p: Plan) -> str:
     """The sections of the plan."""
     sections = [
-        _runs(p),
+        f"{_runs(p)}\n{_data(p)}",
         str(p.coverage),
         remarks.text(p.recipe, p.widest.part.shards),
         _layout(p),
@@ -71,6 +71,15 @@ def _runs(p: Plan) -> str:
         lines = [wrapped(f"backend on {where}: {p.choice.backend}, {p.choice.why}", more="  ")]
         return "\n".join([*lines, *passed_over(p.choice)])
     return "\n".join(wrapped(f"cannot run on {where}: {line}", more="  ") for line in p.refusals)
+
+
+def _data(p: Plan) -> str:
+    """The `data:` line, and the error of a run on data that nobody meant."""
+    lines = [wrapped(training_data.line(p.recipe), more="  ")]
+    lines += [
+        wrapped(f"before a run: {line}", more="  ") for line in training_data.unintended(p.recipe)
+    ]
+    return "\n".join(lines)
 
 
 def _verdict(p: Plan) -> str:
@@ -320,6 +329,7 @@ class Plan:
         published = speedups.published(self.recipe, self.hardware.capability)
         return {
             "recipe": self.recipe.name,
+            "data": training_data.summary(self.recipe),
             "gpu": asdict(self.gpu) if self.gpu else None,
             "gpus": self.world,
             "runs": asdict(self.choice) if self.choice else None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice, Hardware, choose
 from fp8cfg.parallel import sharding
-from fp8cfg.planning import layout, smoke
+from fp8cfg.planning import layout, smoke, training_data
 from fp8cfg.planning.fit_search import (
     Fit,
     Line,
@@ -47,7 +47,7 @@ def refuse(
     """Raise ConfigError, before anything is made, for a recipe without data, for one with `problems_of_layout`, and for one whose
     layout or memory the ranks here, or `ranks` that are to be started here, do not have. Its line ends with those that run here, as
     `whole_line` has them."""
-    refuse_if(list(missing_data(recipe)))
+    refuse_if([*missing_data(recipe), *training_data.unintended(recipe)])
     if lines := _problems(recipe, hardware, problems_of_layout, ranks):
         raise ConfigError(with_offers(lines, recipe, hardware, whole_line, ranks, takes))
 

@@ -25,10 +25,12 @@ from fp8cfg.data.stream import Shards, Stream, StreamBatches
 from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, refuse_vocabulary
 from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.process_group import World
+from fp8cfg.planning import training_data
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.hugging_face import BYTES, PREFIX, chosen_tokenizer, tokenizer_path
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules import missing_data
+from fp8cfg.schema.tables import amount
 
 RunData = tuple[Batches, Samples | None]
 """The training samples and the held-out part; None of a stream without data.validation_path."""
@@ -64,7 +66,7 @@ def run_data(recipe: Recipe) -> RunData:
     """What `recipe` trains and validates on. Raises ConfigError for data that
     cannot be had or do not fit."""
     t, d = recipe.trainer, recipe.data
-    refuse_if(list(missing_data(recipe)))
+    refuse_if([*missing_data(recipe), *training_data.unintended(recipe)])
     try:
         tokenizer = recipe_tokenizer(recipe)
         held_out = _validation(recipe, d.validation_path, tokenizer) if d.validation_path else None
@@ -72,7 +74,11 @@ def run_data(recipe: Recipe) -> RunData:
             stream = _stream(recipe, tokenizer)
             return (
                 StreamBatches(
-                    stream, t.seed, t.global_batch_size, tokenizer.sha256, stream.shards.description
+                    stream,
+                    t.seed,
+                    t.global_batch_size,
+                    tokenizer.sha256,
+                    training_data.described(recipe, stream.shards.description),
                 ),
                 held_out,
             )
@@ -80,7 +86,7 @@ def run_data(recipe: Recipe) -> RunData:
             _whole(recipe, path, tokenizer)
             for path in [part["path"] for part in d.mixture] or [d.path]
         ]
-        remark = "; ".join(part.description for part in parts if isinstance(part, Conversations))
+        remark = training_data.described(recipe, "; ".join(map(_description, parts)))
         weights = [part["weight"] for part in d.mixture]
         if held_out:
             train = _together([_samples(recipe, part, d.eod_mask_loss) for part in parts], weights)
@@ -162,6 +168,13 @@ def _whole(recipe: Recipe, path: str | None, tokenizer: Tokenizer) -> Corpus | C
     if d.name == "chat":
         return load_conversations(str(path), tokenizer, m.seq_length, m.vocab_size)
     return load_corpus(d.name, path, m.vocab_size, d.text_key, tokenizer)
+
+
+def _description(part: Corpus | Conversations) -> str:
+    """What a run prints about one part of its data."""
+    if isinstance(part, Corpus) and part.name == "tokens":  # has the number of tokens
+        return part.description
+    return f"{part.description}, {amount(len(part.tokens))} tokens"
 
 
 def _cut(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Samples | None]:

@@ -247,7 +247,7 @@ class _Training:
         self.recipe = job.recipe
         self.batches, self.held_out = data or run_data(job.recipe)
         if self.batches.remark:
-            self.say(wrapped(f"data: {self.batches.remark}") + "\n")
+            self.say(wrapped(self.batches.remark, more="  ") + "\n")
         refuse_layout(self.recipe, self.world.size, job.foreign)
         self.backend = registry.backend(job.choice.backend)
         if microbatches(job, world) > 1:

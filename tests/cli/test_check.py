@@ -13,7 +13,9 @@ from fp8cfg.__main__ import main
 from fp8cfg.planning import preflight
 from tests.support.verbs import loads, refused, said
 
+BYTES = "data.tokenizer=bytes"
 Out = pytest.CaptureFixture[str]
+DATA = "data: stdlib, the source of Python's standard library, tokenizer bytes\n"
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def notes(capsys: Out, *argv: str) -> list[str]:
     ],
 )
 def test_a_recipe_that_can_be(capsys: Out, argv: list[str], line: str) -> None:
-    assert said(capsys, "check", *argv) == f"{line}\n"
+    assert said(capsys, "check", *argv) == f"{line}\n{DATA}"
 
 
 def test_a_file(capsys: Out, tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("recipe: llama_1b\nprecision: mine\n")
     assert said(
-        capsys, "check", str(file), "--config-dir", str(tmp_path), "trainer.devices=1"
+        capsys, "check", str(file), "--config-dir", str(tmp_path), "trainer.devices=1", BYTES
     ).startswith("ok: llama_1b, bf16, FP8 delayed in ")
     assert refused(capsys, "check", str(file)) == [
         f"{file}:2: precision=mine: no such precision preset; fp8cfg list precision has them"
@@ -144,7 +146,7 @@ def test_what_may_not_be_meant_is_noted_in_one_line(capsys: Out, words: str, lin
     assert main(["check", "precision=bf16_fp8", *words.split()]) == 0
     out, err = capsys.readouterr()
     assert (out, err) == (
-        "ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n",
+        f"ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n{DATA}",
         f"note: {line}\n",
     )
 
@@ -164,7 +166,7 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
     ("words", "wanted"),
     [
         (
-            "recipe=llama_8b trainer.strategy.pipeline_model_parallel_size=2 opt_level=O2",
+            f"recipe=llama_8b {BYTES} trainer.strategy.pipeline_model_parallel_size=2 opt_level=O2",
             [
                 "opt_level=O2: goes with data parallelism alone, not with pipeline_model_parallel_size=2, context_parallel_size=2; write opt_level=null",
                 "trainer.devices=8: meant for 8 GPUs, this machine has none; fp8cfg plan needs none",
@@ -253,6 +255,13 @@ def test_json(capsys: Out) -> None:
     assert out == {
         "ok": True,
         "recipe": "llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers",
+        "data": {
+            "name": "stdlib",
+            "paths": [],
+            "weights": [],
+            "validation_path": None,
+            "tokenizer": "bytes",
+        },
         "notes": ["fp8.params true -> false: what the preset says gives way to opt_level=O2"],
     }
     code, printed = main(["check", "--json", "precision=bf16_pf8", "nonsense"]), capsys.readouterr()
@@ -320,7 +329,7 @@ def test_standard_input(capsys: Out, monkeypatch: pytest.MonkeyPatch, text: str)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert (
         said(capsys, "check", "-", "fp8.margin=1")
-        == "ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n"
+        == f"ok: llama_tiny, bf16, FP8 delayed in 16 of 17 linear layers\n{DATA}"
     )
     assert said(capsys, "diff", "-", "--", "precision=bf16_fp8", "fp8.margin=1").endswith(
         "\nfp8.margin  0  1\n"
@@ -345,11 +354,11 @@ def test_words_of_other_tools_are_accepted(capsys: Out, tmp_path: Path) -> None:
     (tmp_path / "precision").mkdir()
     (tmp_path / "precision" / "mine.yaml").write_text("compute: fp32\n")
     for option in (["-cd", str(tmp_path)], [f"-cd={tmp_path}"]):
-        assert said(capsys, "check", *option, "precision=mine") == "ok: llama_tiny, fp32\n"
+        assert said(capsys, "check", *option, "precision=mine") == f"ok: llama_tiny, fp32\n{DATA}"
     assert '"precision"' in said(capsys, "list", "precisions", "--json", "-cd", str(tmp_path))
     assert said(capsys, "list", "recipes") == said(capsys, "list", "recipe")
     for word, compile in (("false", "off"), ("true", "on"), ("off", "off"), ("auto", "auto")):
-        assert said(capsys, "check", f"trainer.compile={word}") == "ok: llama_tiny, bf16\n"
+        assert said(capsys, "check", f"trainer.compile={word}") == f"ok: llama_tiny, bf16\n{DATA}"
         assert fp8cfg.compose([f"trainer.compile={word}"]).trainer.compile == compile
     assert (
         fp8cfg.from_yaml("trainer: {compile: true}").trainer.compile

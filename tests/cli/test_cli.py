@@ -65,7 +65,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], line: str) -> No
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
-    done = fp8cfg("recipe=llama_405b", "precision=bf16_fp8", "trainer.accelerator=cpu")
+    words = ["recipe=llama_405b", "precision=bf16_fp8", "data.tokenizer=bytes"]
+    done = fp8cfg(*words, "trainer.accelerator=cpu")
     assert done.returncode == 2
     for part in (
         "scaling: delayed",
@@ -85,7 +86,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
         in line
     )
     assert line.endswith(
-        "; runs here: fp8cfg recipe=llama_405b precision=bf16_fp8 trainer.accelerator=cpu trainer.smoke=true"
+        f"; runs here: fp8cfg {' '.join(words)} trainer.accelerator=cpu trainer.smoke=true"
     )
     assert max(map(len, done.stdout.splitlines())) <= 80
 

@@ -23,6 +23,7 @@ TENSOR, PIPELINE = (
     "trainer.strategy.tensor_model_parallel_size",
     "trainer.strategy.pipeline_model_parallel_size",
 )
+BYTES = "data.tokenizer=bytes"
 CONTEXT = "trainer.strategy.context_parallel_size"
 
 
@@ -148,6 +149,7 @@ def test_a_smoke_run_cuts_a_layout_that_the_gpus_do_not_have() -> None:
     [
         [
             "recipe=llama_405b",
+            BYTES,
             "precision=bf16_fp8",
             "trainer.num_nodes=1",
             f"{TENSOR}=8",
@@ -242,6 +244,7 @@ def test_launch_on_one_machine_of_what_is_meant_for_several_ends_with_lines_that
                 "--local",
                 "2",
                 *words.split(),
+                BYTES,
                 "trainer.accelerator=cpu",
                 f"log.dir={tmp_path}",
             ]
@@ -327,7 +330,7 @@ def test_a_start_on_gpus_ends_with_lines_that_start_ranks(
 ) -> None:
     """The machine, one, is a part of what was searched, where the recipe is meant for others."""
     begun = machine_of(gpus)
-    assert main(words.split()) == 2
+    assert main([*words.split(), BYTES]) == 2
     offered = lines(capsys.readouterr().err, "here")
     assert set(more.split()) <= set(offered[0]) and offered[-1][-1] == "trainer.smoke=true"
     assert [main(line) for line in offered] == [0] * len(offered) and begun == [
@@ -345,6 +348,7 @@ def test_of_several_nodes_a_line_is_printed_where_it_runs(
         main(
             [
                 "recipe=qwen25_14b",
+                BYTES,
                 "precision=bf16_fp8",
                 "backend=te",
                 "trainer.num_nodes=2",
@@ -358,9 +362,9 @@ def test_of_several_nodes_a_line_is_printed_where_it_runs(
     )
     begun = machine_of(4)
     assert main(
-        ["recipe=llama_70b", "precision=bf16_fp8_block"]
+        ["recipe=llama_70b", BYTES, "precision=bf16_fp8_block"]
     ) == 2 and capsys.readouterr().err.startswith("error: fp8.format=hybrid: ")
-    assert main(["recipe=llama_70b", "precision=bf16_fp8"]) == 2
+    assert main(["recipe=llama_70b", BYTES, "precision=bf16_fp8"]) == 2
     (line,) = lines(capsys.readouterr().err, "here")
     assert main(line) == 0 and begun == [(4, line)]
 
@@ -402,7 +406,7 @@ def test_ranks_that_are_launched_are_those_of_the_recipe(
             "--local 5: each process takes a GPU, and this machine has 4; write --local 4",
         ),
         (
-            "2 recipe=llama_70b trainer.num_nodes=1",
+            f"2 recipe=llama_70b {BYTES} trainer.num_nodes=1",
             f"{TENSOR}=4: so many ranks share each matrix, and 2 ranks are no multiple of it; start 4, or write 2",
         ),
     ],

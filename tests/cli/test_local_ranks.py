@@ -24,8 +24,9 @@ from fp8cfg.training import metrics
 from tests.support.ranks import LIMIT, ROOT, ranks_environment
 from tests.support.small import small, small_words
 
-CONTEXT = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=2")
-DATA_PARALLEL = ("recipe=llama_8b", "trainer.strategy.context_parallel_size=1")
+BYTES = "data.tokenizer=bytes"
+CONTEXT = ("recipe=llama_8b", BYTES, "trainer.strategy.context_parallel_size=2")
+DATA_PARALLEL = ("recipe=llama_8b", BYTES, "trainer.strategy.context_parallel_size=1")
 
 
 def composed(*words: str) -> Recipe:

@@ -55,6 +55,7 @@ def test_the_whole_plan(capsys: pytest.CaptureFixture[str]) -> None:
 backend on h100: native, auto; FP8 matrix products of the GPU
   passed over te: it is not installed
   passed over torchao: it is not installed
+data: stdlib, the source of Python's standard library, tokenizer bytes
 
    linear layers                        FLOPs  fprop     dgrad     wgrad
 4  layers.*.self_attention.linear_qkv   15.1%  e4m3xe4m3 e5m2xe4m3 e5m2xe4m3
@@ -302,6 +303,7 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
     found = json.loads(out)
     assert list(found) == [
         "recipe",
+        "data",
         "gpu",
         "gpus",
         "runs",

@@ -274,9 +274,9 @@ def refused_here(
 def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words = ["recipe=llama_8b", "precision=bf16_fp8"]
+    words = ["recipe=llama_8b", "precision=bf16_fp8", "data.tokenizer=bytes"]
     one = refused_here(words, 1, 139, monkeypatch)
-    assert [line.split()[3:] for line in one] == [
+    assert [line.split()[4:] for line in one] == [
         ["model.recompute_granularity=full", "trainer.strategy.context_parallel_size=1"],
         [SMOKE],
     ]
@@ -295,7 +295,7 @@ def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(
         plan = fp8cfg.plan(recipe, "h100", ranks)
         assert not plan.problems
     line, *_ = refused_here(
-        ["recipe=llama_70b", "precision=bf16_fp8", "task=lora"], 8, 139, monkeypatch
+        ["recipe=llama_70b", *words[1:], "task=lora"], 8, 139, monkeypatch
     )  # of four nodes
     recipe = fp8cfg.compose(line.split()[1:])
     assert (

@@ -168,7 +168,7 @@ def test_a_stream_has_the_documents_of_its_files(folder: Path) -> None:
         and validation.masked
         and len(validation.read(validation.spread(1))) == 3
     )
-    assert batches.remark.startswith(f"stream of 3 files of {folder}/shards, ")
+    assert batches.remark.startswith(f"data: jsonl, stream of 3 files of {folder}/shards, ")
     parts = [run_data(stream(folder))[0].batch(0, rank, 2)[0] for rank in range(2)]
     assert torch.equal(torch.cat(parts), tokens)
 

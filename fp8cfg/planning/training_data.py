@@ -1,0 +1,86 @@
+"""Training data of a recipe in one line, and large models that would train on the default."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from fp8cfg.models.config import parameter_shapes
+from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.schema.data import SHIPPED, Data
+from fp8cfg.schema.hugging_face import BYTES, chosen_tokenizer
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.tables import amount
+
+LARGE = 100_000_000
+"""Parameters of a model that nobody trains on bytes by accident. The tiny recipes have 3 million."""
+CORPORA = {
+    "stdlib": "the source of Python's standard library",
+    "tiny": "a small text that fp8cfg ships",
+}
+"""The corpora that need no path."""
+
+
+def summary(recipe: Recipe) -> dict[str, Any]:
+    """Returns what `recipe` trains on as plain data: the kind, its paths and the tokenizer.
+
+    A smoke run trains on the shipped text.
+    """
+    data = recipe.data
+    if recipe.trainer.smoke:
+        data = Data(name="tiny", tokenizer=data.tokenizer)
+    paths = [part["path"] for part in data.mixture]
+    if data.path:
+        paths.append(data.path)
+    return {
+        "name": data.name,
+        "paths": paths,
+        "weights": [part["weight"] for part in data.mixture],
+        "validation_path": data.validation_path,
+        "tokenizer": tokenizer(recipe),
+    }
+
+
+def line(recipe: Recipe) -> str:
+    """Returns the `data:` line of `recipe` before its data is read."""
+    data = summary(recipe)
+    place = ", ".join(data["paths"]) or "data.path=null"
+    return described(recipe, CORPORA.get(data["name"], place))
+
+
+def described(recipe: Recipe, place: str) -> str:
+    """Returns the `data:` line of `recipe`, whose data is `place`."""
+    data = summary(recipe)
+    by = f", tokenizer {data['tokenizer']}" if data["tokenizer"] else ""
+    return f"data: {data['name']}, {place}{by}"
+
+
+def tokenizer(recipe: Recipe) -> str | None:
+    """Returns the tokenizer of `recipe` by name; None if token files do not name theirs."""
+    chosen = chosen_tokenizer(recipe)
+    is_unknown = recipe.data.name == "tokens" and recipe.data.tokenizer is None
+    return chosen if chosen or is_unknown else BYTES
+
+
+def unintended(recipe: Recipe) -> list[str]:
+    """Returns a line if a large model would train on a shipped corpus or on bytes by default.
+
+    A smoke run is small. data.tokenizer=bytes asks for bytes.
+    """
+    data = recipe.data
+    if recipe.trainer.smoke or data.tokenizer == BYTES or data.name == "tokens":
+        return []
+    is_shipped = data.name in SHIPPED
+    if not is_shipped and chosen_tokenizer(recipe):
+        return []
+    parameters = sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
+    if parameters <= LARGE:
+        return []
+    model = f"a model of {amount(parameters)} parameters would train on"
+    instead = f"(data.tokenizer={BYTES} if you mean bytes, trainer.smoke=true for a small run)"
+    if not is_shipped:
+        return [f"data.tokenizer=null: {model} bytes; set data.tokenizer=FOLDER {instead}"]
+    wanted = "data=jsonl data.path=PATH"
+    if not (data.tokenizer or recipe.model.path or recipe.model.weights):
+        wanted += " data.tokenizer=FOLDER"
+    return [f"data={data.name}: {model} {CORPORA[data.name]}; set {wanted} {instead}"]
