@@ -31,7 +31,7 @@ fp8cfg data prepare OUT data=NAME [FILE.yaml] [data.path=PATH]
 
 Writes OUT.bin and OUT.idx, token files as Megatron's preprocess_data.py
 --append-eod writes them, from any source of text: stdlib, tiny, text, jsonl,
-parquet or dataset. Documents are read, tokenized and written one after the
+csv, parquet or dataset. Documents are read, tokenized and written one after the
 other, whatever their size; OUT is there when it is whole. Training on it,
   fp8cfg data=tokens data.path=OUT ...
 has the losses of training on the source, and begins at once.

@@ -448,7 +448,7 @@ class Conversations:
 def load_conversations(
     path: str, tokenizer: Tokenizer, seq_length: int, vocab_size: int | None = None
 ) -> Conversations:
-    """The conversations at `path`, a JSONL or Parquet file, a folder of these, or a saved dataset.
+    """The conversations at `path`, a JSONL, CSV or Parquet file, a folder of these, or a saved dataset.
 
     One that is longer than seq_length + 1 tokens is cut there; one of whose tokens none is left to learn is left out; the
     description says how many. DataError as `encode_row`, and where no conversation is left.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
 import gzip
 import importlib
@@ -12,7 +13,7 @@ import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +21,50 @@ from typing import Any
 
 from fp8cfg.data.files import DataError, files_under, is_pattern, readable_files, require, size_of
 
-SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}
+SUFFIXES = {
+    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
+    "csv": (".csv", ".csv.gz", ".csv.zst"),
+    "parquet": (".parquet",),
+}
 """Kinds of tables that are files, and the ends of their names."""
+MAX_TEXT_BYTES = 1 << 30  # held in memory as 2 bytes each; more belongs in token files
 Row = tuple[str, Mapping[str, Any]]
 """A row, after the place that an error names."""
 
 
+OnBadRow = Callable[[DataError], None]
+"""Is called with the error of a row that can't be used. The row is skipped unless it raises."""
+
+
+def raise_error(error: DataError) -> None:
+    """Raises `error`: a bad row ends the reading."""
+    raise error
+
+
 def file_rows(
-    kind: str, path: Path, first: int = 0, column: str | None = None
+    kind: str,
+    path: Path,
+    first: int = 0,
+    column: str | None = None,
+    on_bad_row: OnBadRow = raise_error,
 ) -> Iterator[tuple[int, Row]]:
-    """The rows of one file from number `first` on, each with its number; of Parquet that `column` alone, where one is named and
-    there. DataError for a file that cannot be read, and a line that is no JSON object."""
-    return _json_lines(path, first) if kind == "jsonl" else _parquet(path, first, column)
+    """Yields the rows of one file from number `first` on, each with its number.
+
+    Args:
+        kind: A key of SUFFIXES.
+        path: The file.
+        first: Number of the first row, from 0.
+        column: The column to read of Parquet, if the file has it.
+        on_bad_row: Is called for a line that is no JSON object, or a CSV row of another length than the header.
+
+    Raises:
+        DataError: The file can't be read.
+    """
+    if kind == "jsonl":
+        return _json_lines(path, first, on_bad_row)
+    if kind == "csv":
+        return _csv_rows(path, first, on_bad_row)
+    return _parquet(path, first, column)
 
 
 def library(name: str, path: Path) -> Any:
@@ -45,12 +78,41 @@ def library(name: str, path: Path) -> Any:
         ) from None
 
 
-def _json_lines(path: Path, first: int) -> Iterator[tuple[int, Row]]:
+def _json_lines(path: Path, first: int, on_bad_row: OnBadRow) -> Iterator[tuple[int, Row]]:
     with _opened(path) as file:
         for number, line in enumerate(file):
-            if number >= first and line.strip():
-                place = f"{path}:{number + 1}"
-                yield number, (place, _object(place, line))
+            if number < first or not line.strip():
+                continue
+            place = f"{path}:{number + 1}"
+            try:
+                row = _object(place, line)
+            except DataError as e:
+                on_bad_row(e)
+                continue
+            yield number, (place, row)
+
+
+def _csv_rows(path: Path, first: int, on_bad_row: OnBadRow) -> Iterator[tuple[int, Row]]:
+    """The rows after the header, whose cells are the columns."""
+    csv.field_size_limit(MAX_TEXT_BYTES)  # the default, 128 KiB, is less than a long document
+    with _opened(path) as file:
+        reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        rows = enumerate(reader)
+        while True:
+            try:
+                number, row = next(rows)
+            except StopIteration:
+                return
+            except (csv.Error, UnicodeDecodeError) as e:
+                raise DataError(f"{path}:{reader.line_num + 1}: not CSV in UTF-8 ({e})") from None
+            place = f"{path}:{reader.line_num}"
+            if number < first:
+                continue
+            if None in row or None in row.values():
+                columns = len(reader.fieldnames or ())
+                on_bad_row(DataError(f"{place}: doesn't have the {columns} cells of the header"))
+                continue
+            yield number, (place, row)
 
 
 @contextmanager
@@ -123,8 +185,7 @@ def _parquet(path: Path, first: int, column: str | None) -> Iterator[tuple[int, 
         ) from None
 
 
-TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
-MAX_TEXT_BYTES = 1 << 30  # held in memory as 2 bytes each; more belongs in token files
+TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt", ".txt.gz", ".txt.zst")
 
 # Debian ships no tests with its standard library, other builds do: leaving them out keeps the corpora alike.
 _NOT_THE_LIBRARY = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
@@ -160,7 +221,7 @@ def stdlib_documents() -> Documents:
 
 
 def text_documents(path: str | os.PathLike[str]) -> Documents:
-    """One UTF-8 text file, or every .md, .py, .rst and .txt file below a folder, one document each.
+    """One UTF-8 text file, or every one below a folder (TEXT_SUFFIXES), one document each.
 
     Links below the folder and hidden folders are left out: a link can lead out of the folder, or to the same text
     twice. DataError for a missing path, a folder without text, a file that is not UTF-8 text.
@@ -191,7 +252,7 @@ def refuse_too_much(documents: Documents, root: object) -> None:
         raise DataError(
             f"{root}: {documents.size / 2**30:.1f} GiB of text, more than the"
             f" {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in memory; write token files with"
-            " 'fp8cfg data prepare' and use source 'tokens', or read JSONL and Parquet as it comes"
+            " 'fp8cfg data prepare' and use source 'tokens', or read JSONL, CSV and Parquet as it comes"
             " with data.streaming=true"
         )
 
@@ -204,7 +265,8 @@ def _read(path: Path) -> bytes:
 
 
 def _read_text(path: Path) -> bytes:
-    raw = _read(path)
+    with _opened(path) as file:
+        raw: bytes = file.read()
     try:
         raw.decode("utf-8")
         bad = raw.find(b"\0")
@@ -219,6 +281,7 @@ def _read_text(path: Path) -> bytes:
 
 TABLES = {
     "jsonl": "a .jsonl file, a JSON object a line, or a folder of them",
+    "csv": "a .csv file with a header, or a folder of them",
     "parquet": "a .parquet file, or a folder of them",
     "dataset": "a folder that Dataset.save_to_disk wrote",
 }
@@ -254,21 +317,25 @@ def kind_of(path: str) -> str:
         require(at)
     if at.is_dir() and ((at / "dataset_info.json").exists() or (at / "dataset_dict.json").exists()):
         return "dataset"
-    return (
-        "parquet"
-        if at.suffix == ".parquet" or (at.is_dir() and any(at.rglob("*.parquet")))
-        else "jsonl"
-    )
+    names = [file.name for file in at.rglob("*")] if at.is_dir() else [path]
+    for kind in ("parquet", "csv"):
+        if any(name.lower().endswith(SUFFIXES[kind]) for name in names):
+            return kind
+    return "jsonl"
+
+
+CONVERSATIONS = frozenset({"messages", "conversations", "completion", "instruction"})
+"""Columns that only rows of conversations have."""
 
 
 def text_of(place: str, row: Mapping[str, Any], key: str) -> str:
     """The text in the column `key`."""
     if key not in row:
         near = difflib.get_close_matches(key, map(str, row), n=1)
-        raise DataError(
-            f"{place}: has no {key!r}; "
-            + (f"did you mean {near[0]!r}?" if near else f"it has {_names(row)}")
-        )
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {_names(row)}"
+        if not CONVERSATIONS.isdisjoint(row):
+            hint += "; for conversations set data=chat"
+        raise DataError(f"{place}: has no {key!r}; {hint}")
     value = row[key]
     if not isinstance(value, str):
         raise DataError(f"{place}: {key!r} is {type(value).__name__}, not text")

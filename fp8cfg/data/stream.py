@@ -24,7 +24,14 @@ from fp8cfg.data.batches import Batches
 from fp8cfg.data.corpus import encoded
 from fp8cfg.data.files import DataError, size_of
 from fp8cfg.data.samples import Rows, rows_of
-from fp8cfg.data.sources import SUFFIXES, file_rows, table_files, text_of
+from fp8cfg.data.sources import (
+    SUFFIXES,
+    OnBadRow,
+    file_rows,
+    raise_error,
+    table_files,
+    text_of,
+)
 from fp8cfg.data.tokenizer import Tokenizer
 
 
@@ -53,7 +60,7 @@ class Shards:
         """The shards at `path`, a file, a folder or a pattern. DataError where there is none, and for a kind without shards."""
         if kind not in SUFFIXES:
             raise DataError(
-                f"data source {kind!r} is not read as a stream; {' and '.join(SUFFIXES)} are"
+                f"data source {kind!r} is not read as a stream; {', '.join(SUFFIXES)} are"
             )
         return cls(kind, path, text_key, tuple(sorted(table_files(kind, path)[0])))
 
@@ -76,38 +83,52 @@ class Shards:
         count = f"{len(self.paths)} files of " if len(self.paths) > 1 else ""
         return f"stream of {count}{self.path}, {size_of(list(self.paths)) / 1e6:.2f} MB"
 
-    def texts(self, start: Cursor) -> Iterator[tuple[Cursor, bytes]]:
-        """The texts from the row of `start` on, without an end; empty ones are left out. DataError for a row without text, and
-        where no row of an epoch has some."""
-        epoch, shard, row, *_ = start
+    def texts(
+        self, start: Cursor, on_bad_row: OnBadRow = raise_error
+    ) -> Iterator[tuple[Cursor, bytes]]:
+        """Yields the texts from the row of `start` on, without an end. Empty ones are left out.
+
+        Args:
+            start: Place of the first text.
+            on_bad_row: Is called for a row without text. The row is skipped unless it raises.
+
+        Raises:
+            DataError: A file can't be read, or no row of an epoch has text.
+        """
+        epoch, shard, first, *_ = start
         while True:
-            some = bool(shard or row)
+            is_empty = not (shard or first)
             for number in range(shard, len(self.paths)):
-                for at, (place, found) in file_rows(
-                    self.kind, self.paths[number], row, self.text_key
-                ):
-                    if text := text_of(place, found, self.text_key).encode("utf-8", "replace"):
-                        some = True
-                        yield (
-                            Cursor(
-                                epoch,
-                                number,
-                                at,
-                                0,
-                                hashlib.blake2b(text, digest_size=16).hexdigest(),
-                            ),
-                            text,
-                        )
-                row = 0
-            if not some:
+                for row, text in self._texts_of_file(self.paths[number], first, on_bad_row):
+                    is_empty = False
+                    digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+                    yield Cursor(epoch, number, row, 0, digest), text
+                first = 0
+            if is_empty:
                 raise DataError(f"{self.path}: empty, there is no text in it")
             epoch, shard = epoch + 1, 0
+
+    def _texts_of_file(
+        self, path: Path, first: int, on_bad_row: OnBadRow
+    ) -> Iterator[tuple[int, bytes]]:
+        """The texts of one file from row `first` on, each with the number of its row."""
+        for number, (place, row) in file_rows(self.kind, path, first, self.text_key, on_bad_row):
+            try:
+                text = text_of(place, row, self.text_key).encode("utf-8", "replace")
+            except DataError as e:
+                on_bad_row(e)
+                continue
+            if text:
+                yield number, text
 
 
 class Stream:
     """Samples in the order of a stream, by their numbers since the start of a run. Those of a step, of which there are `held`, are
     read together, so that all ranks find a wrong row in the same step, and kept, so that it can be asked for in pieces and twice.
     For earlier ones the stream is read again.
+
+    The first row must have text. A later row without it is skipped and counted in `skipped_rows`: one bad row in terabytes must
+    not end a run. `last_skipped` has the error of the last one.
 
     eod, end: as of Windows."""
 
@@ -122,6 +143,8 @@ class Stream:
     ) -> None:
         self.shards, self.tokenizer, self.seq_length = shards, tokenizer, seq_length
         self._held, self._eod, self._end = held, eod, end
+        self.skipped_rows = 0
+        self.last_skipped = ""
         self.restart(0, Cursor())
 
     @property
@@ -192,9 +215,20 @@ class Stream:
     def _documents(self, start: Cursor) -> Iterator[tuple[Cursor, np.ndarray]]:
         """The tokens of each text from `start` on, its end token included, and where they stand."""
         cursors = deque[Cursor]()
+        first_epoch = start.epoch
+        epoch: int | None = None
+
+        def on_bad_row(error: DataError) -> None:
+            if epoch is None:
+                raise error
+            if epoch == first_epoch:  # later epochs skip the same rows again
+                self.skipped_rows += 1
+                self.last_skipped = str(error)
 
         def texts() -> Iterator[bytes]:
-            for cursor, text in self.shards.texts(start):
+            nonlocal epoch
+            for cursor, text in self.shards.texts(start, on_bad_row):
+                epoch = cursor.epoch
                 cursors.append(cursor)
                 yield text
 

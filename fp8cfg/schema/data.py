@@ -36,24 +36,24 @@ class Data(Node):
 
     home: ClassVar[str] = "data"
 
-    name: Literal["stdlib", "tiny", "text", "jsonl", "parquet", "dataset", "tokens", "chat"] = (
-        "stdlib"
-    )
-    """stdlib: the running Python's standard library; tiny: a small shipped corpus; at data.path: text: files; jsonl, parquet,
+    name: Literal[
+        "stdlib", "tiny", "text", "jsonl", "csv", "parquet", "dataset", "tokens", "chat"
+    ] = "stdlib"
+    """stdlib: the running Python's standard library; tiny: a small shipped corpus; at data.path: text: files; jsonl, csv, parquet,
     dataset: a column of a table; tokens: Megatron's .bin/.idx; chat: conversations, with a loss of the assistant's words alone.
-    Default stdlib: real text without a download."""
+    Default: the kind of the files at data.path, or stdlib if it is null."""
     path: str | None = None
     """Folder, file or pattern (shards/*.jsonl), for tokens a prefix or .idx, for dataset a folder of save_to_disk. Default null."""
     mixture: tuple[dict[str, Any], ...] = Field(default=(), json_schema_extra={"items": _PART})
     """In place of data.path several, each with its share of the samples: [{path: a, weight: 0.7}, {path: b, weight: 0.3}]. A path
     that is small for its weight is read several times. Default [] (Megatron's blend)."""
     text_key: str = Field(default="text", min_length=1)
-    """Column of the text in jsonl, parquet and dataset. Default text (Megatron's json-keys)."""
+    """Column of the text in jsonl, csv, parquet and dataset. Default text (Megatron's json-keys)."""
     tokenizer: str | None = None
     """A tokenizer.json, a folder with it, hf://OWNER/NAME, or bytes. For token files, the tokenizer that made them. Default null: the
     tokenizer of model.path or model.weights, or bytes if the recipe has no pretrained model."""
     streaming: bool = False
-    """Read the rows of jsonl or parquet while the run goes on, in their order, and hold none: for what does not fit into memory.
+    """Read the rows of jsonl, csv or parquet while the run goes on, in their order, and hold none: for what does not fit into memory.
     Default false (datasets' load_dataset)."""
     eod_mask_loss: bool = False
     """Take no loss of the first token of a document, which those before it say nothing of. Default false (Megatron)."""

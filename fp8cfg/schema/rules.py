@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from fp8cfg.schema import data_kinds
 from fp8cfg.schema.backends import capabilities
-from fp8cfg.schema.data import NO_ADDRESS, SHIPPED
+from fp8cfg.schema.data import NO_ADDRESS, SHIPPED, Data
 from fp8cfg.schema.errors import refuse_if
+from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.model import LoRA
 from fp8cfg.schema.refusal import WRITTEN, Refusal, holds, idle
 from fp8cfg.schema.rules_layout import batches, multiple, strategy_rules
@@ -50,7 +52,7 @@ DOCUMENTS = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
 """Keys of data that act where documents end."""
 LONGEST_NAME = 255
 """Bytes of the longest name of a file or folder (NAME_MAX of Linux and macOS)."""
-STREAMS = ("jsonl", "parquet")
+STREAMS = data_kinds.TABLES
 """Kinds of data that data.streaming reads row by row."""
 
 
@@ -183,16 +185,42 @@ def missing_data(recipe: Recipe) -> Iterator[str]:
         yield f"data={d.name}: needs data.path, a {what}"
 
 
+def _kinds_of_paths(data: Data) -> Iterator[str]:
+    """Every rule between the kind of the data and its files."""
+    if data.name in SHIPPED and data.mixture:
+        paths = [part["path"] for part in data.mixture]
+        shown = f"data.mixture={spelled(data.mixture)}"
+        yield _kind_of_shipped(data, "data.mixture", shown, paths)
+    elif data.name in SHIPPED and data.path:
+        yield _kind_of_shipped(data, "data.path", f"data.path={data.path}", [data.path])
+    elif data.name in ("text", "tokens", "dataset", *data_kinds.TABLES):
+        for key, path in data.paths.items():
+            kind = data_kinds.kind_by_ending(path)
+            if kind in data_kinds.TABLES and kind != data.name:
+                as_text = ", it would train on the raw file" if data.name == "text" else ""
+                yield f"{key}={path}: not data={data.name}{as_text}; write data={kind}"
+
+
+def _kind_of_shipped(data: Data, key: str, shown: str, paths: Sequence[str]) -> str:
+    """The error of paths next to a shipped corpus. The default corpus gives way to their kind."""
+    kinds = {data_kinds.kind_at(path) for path in paths}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    line = f"{shown}: has no effect with data={data.name}"
+    if kind is None:
+        names = [*data_kinds.ENDINGS, "dataset"]
+        return f"{line}; set data to its kind: {', '.join(names)} or chat"
+    if data.name != "stdlib":
+        return f"{line}; write data={kind}"
+    return Refusal(f"{line}; write data={kind}", [("data.name", kind)], [key])
+
+
 def data_rules(recipe: Recipe) -> Iterator[str]:
     d = recipe.data
-    shipped, tables = d.name in SHIPPED, ("jsonl", "parquet", "dataset")
+    shipped, tables = d.name in SHIPPED, (*data_kinds.TABLES, "dataset")
     if d.name != "chat":  # which task=sft says, that can be planned before there is a file
         yield from missing_data(recipe)
-    if shipped and d.path:
-        yield (
-            f"data.path={d.path}: has no effect with data={d.name}; write data=text or data=tokens"
-        )
-    elif d.mixture and d.path:
+    yield from _kinds_of_paths(d)
+    if d.mixture and d.path:
         yield (
             f"data.path={d.path}: has no effect beside data.mixture; put it in there, with a weight"
         )
@@ -200,22 +228,15 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
     if shipped:
         yield from idle(
             d,
-            ("mixture",),
-            f" with data={d.name}, which is one corpus; write data=text",
-            "data.name",
-        )
-    if shipped:
-        yield from idle(
-            d,
             ("validation_path",),
-            f" with data={d.name}, which holds out its own end; write data=text",
+            f" with data={d.name}, which holds out its own end; set data.path too",
             "data.name",
         )
     if d.name not in STREAMS:
         yield from idle(
             d,
             ("streaming",),
-            f" with data={d.name}; what is streamed is {' or '.join(STREAMS)}",
+            f" with data={d.name}; what is streamed is {', '.join(STREAMS[:-1])} or {STREAMS[-1]}",
             "data.name",
         )
     if d.streaming and d.mixture:

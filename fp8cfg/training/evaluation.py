@@ -16,6 +16,7 @@ from fp8cfg.data import IGNORED, DataError, Samples
 from fp8cfg.data.tokenizer import Tokenizer
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.data import SHIPPED
+from fp8cfg.schema.data_kinds import kind_at
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hugging_face import BYTES, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
@@ -117,7 +118,7 @@ def samples_of(recipe: Recipe, path: str) -> Samples:
     data: Any = {"mixture": (), "path": path, "streaming": False, "validation_path": None}
     changed.data = data
     if recipe.data.name in SHIPPED:
-        changed.data.name = "text"
+        changed.data.name = kind_at(path) or "text"  # type: ignore[assignment]
     return all_samples(changed)
 
 

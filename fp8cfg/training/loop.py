@@ -22,6 +22,7 @@ from fp8cfg.checkpoint import job_state
 from fp8cfg.checkpoint.load import LoadedTensors, Tensors, refuse_unlike
 from fp8cfg.checkpoint.saver import Diverged, Saver
 from fp8cfg.data import DataError
+from fp8cfg.data.stream import Stream
 from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.parallel.process_group import World, current, stages
 from fp8cfg.planning.coverage import Coverage, low_share
@@ -257,6 +258,7 @@ class _Training:
                 self.recipe, self.held_out, world
             )  # a batch that cannot be had is said before the first step
         self.val_loss: float | None = None
+        self.reported_rows = 0
         self.saver = Saver(job, run, world, self.batches, self.say, self._saved)
 
     def run_all(self, start_from: Loaded | None) -> Result:
@@ -302,13 +304,27 @@ class _Training:
                 self.logs.statistics(self.batches, step, self.world)
                 steps.take(step, settled=not self.record.proved or self._looks(step + 1))
                 self.world.waits("start", step + 1)
+                # At 1, 2, 4, 8, ... rows: a broken shard must not flood the log.
+                self._report_skipped_rows(at_least=max(1, self.reported_rows))
                 self._after(step + 1)
                 self.world.waits("step", step + 2)
                 if step + 1 < last and steps.stop_requested():
                     steps.settle()
                     self._interrupt(step + 1)
+        self._report_skipped_rows()
         self._refuse_diverged(last, self.record.loss, self.val_loss)
         return Result(last, self.record.loss, self.val_loss)
+
+    def _report_skipped_rows(self, at_least: int = 1) -> None:
+        """Prints how many rows of a stream were skipped, if `at_least` so many are new."""
+        samples = self.batches.samples
+        if not isinstance(samples, Stream):
+            return
+        count = samples.skipped_rows
+        if count - self.reported_rows >= at_least:
+            self.reported_rows = count
+            rows = "1 row" if count == 1 else f"{count} rows"
+            self.say(f"data: {rows} of the stream skipped so far, the last: {samples.last_skipped}")
 
     def _refuse_diverged(self, last: int, training: Value, validation: Value) -> None:
         """Raise Diverged where no step was taken, or the last losses are not finite: under a loss scale such steps are skipped, and

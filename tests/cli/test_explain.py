@@ -105,7 +105,11 @@ def test_files_with_their_bases(
             ["optim.lr_decay_style=constant"],
             "no effect with optim.lr_decay_style=constant; use cosine or linear",
         ),
-        ("data.path", [], "no effect with data=stdlib; write data=text or data=tokens"),
+        (
+            "data.path",
+            [],
+            "no effect with data=stdlib; set data to its kind: jsonl, csv, parquet, tokens, text, dataset or chat",
+        ),
         (
             "model.kv_channels",
             [],

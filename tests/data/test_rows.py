@@ -137,3 +137,55 @@ def test_parquet_and_saved_datasets_have_the_documents_of_jsonl(tmp_path: Path) 
         load_corpus("parquet", tmp_path / "p")
     with pytest.raises(DataError, match=r"no folder that Dataset.save_to_disk wrote"):
         load_corpus("dataset", tmp_path / "p")
+
+
+CSV = 'n,text\r\n1,"first, with ""quotes"""\r\n2,"two\nlines"\r\n3,\r\n'
+
+
+@pytest.mark.parametrize("end", ["csv", "csv.gz"])
+def test_rows_of_csv_are_documents(tmp_path: Path, end: str) -> None:
+    raw = ("\ufeff" + CSV).encode()  # as Excel writes it
+    path = tmp_path / f"a.{end}"
+    path.write_bytes(gzip.compress(raw) if end.endswith("gz") else raw)
+    for at in (path, tmp_path):
+        texts = list(table_documents("csv", str(at), "text").texts)
+        assert texts == [b'first, with "quotes"', b"two\nlines"]
+    assert kind_of(str(path)) == kind_of(str(tmp_path)) == "csv"
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ("text\nfine\na,b", r"a.csv:3: doesn't have the 1 cells of the header"),
+        ("n,text\n1,fine\n2", r"a.csv:3: doesn't have the 2 cells of the header"),
+        ("body\nfine", r"a.csv:2: has no 'text'; it has 'body'"),
+        ('text\n"not closed', r"a.csv:\d: not CSV in UTF-8"),
+        ("text\n\udcff", r"a.csv:\d: not CSV in UTF-8"),
+        ("text\n", "a.csv: empty, there is no text in it"),
+    ],
+)
+def test_csv_that_is_no_table_is_an_error(tmp_path: Path, rows: str, says: str) -> None:
+    (tmp_path / "a.csv").write_bytes(rows.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=says) as caught:
+        load_corpus("csv", tmp_path / "a.csv")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_long_cell_of_csv_is_read(tmp_path: Path) -> None:
+    text = "word " * 100_000
+    (tmp_path / "a.csv").write_text(f"text\n{text}\n")
+    assert len(load_corpus("csv", tmp_path / "a.csv").tokens) == len(text) + 1
+
+
+def test_conversations_are_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"messages": []}')
+    with pytest.raises(DataError, match="it has 'messages'; for conversations set data=chat"):
+        load_corpus("jsonl", tmp_path / "a.jsonl")
+
+
+def test_packed_text_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"packed"))
+    assert bytes(load_corpus("text", tmp_path).tokens[:6].astype("u1")) == b"packed"
+    (tmp_path / "a.txt.gz").write_bytes(b"not packed")
+    with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read"):
+        load_corpus("text", tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -180,22 +181,30 @@ def test_rows_after_the_cursor_may_be_mended_and_those_before_not(tmp_path: Path
         ('{"text": 3}', r"000.jsonl:2: 'text' is int, not text"),
     ],
 )
-def test_a_wrong_row_is_named_when_it_is_reached(tmp_path: Path, line: str, says: str) -> None:
-    (tmp_path / "000.jsonl").write_text('{"text": "fine for a while"}\n' + line)
-    read = stream(tmp_path / "000.jsonl", 8, held=1)
-    batches = StreamBatches(read, 1, 1)
-    assert len(windows(read, 2)) == 2 and batches.state(2)["stream"]["token"] == 16, (
-        "what stands before it is trained on, and saved"
-    )
-    with pytest.raises(DataError, match=says) as caught:
-        batches.batch(2)
+def test_a_row_without_text_is_skipped_unless_it_is_the_first(
+    tmp_path: Path, line: str, says: str
+) -> None:
+    fine = [json.dumps({"text": text}) for text in ("fine for a while", "and a text after it")]
+    (tmp_path / "000.jsonl").write_text("\n".join([fine[0], line, fine[1]]))
+    (tmp_path / "want.jsonl").write_text("\n".join(fine))
+    read, want = stream(tmp_path / "000.jsonl"), stream(tmp_path / "want.jsonl", held=1)
+    assert (read.skipped_rows, read.last_skipped) == (0, "")
+    assert windows(read, 4) == windows(want, 4)
+    assert read.skipped_rows == 1
+    assert re.search(says, read.last_skipped) and "\n" not in read.last_skipped
+    resumed = stream(tmp_path / "000.jsonl")
+    resumed.restart(3, read.cursor(3))
+    assert windows(resumed, 1, 3) == windows(want, 1, 3)
+    (tmp_path / "000.jsonl").write_text("\n".join([line, *fine]))
+    with pytest.raises(DataError, match=says.replace(":2", ":1")) as caught:
+        stream(tmp_path / "000.jsonl").read(np.arange(1))
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_no_shard_is_refused(tmp_path: Path) -> None:
     for kind, says in (
         ("jsonl", "no .jsonl file below this folder"),
-        ("text", "data source 'text' is not read as a stream; jsonl and parquet are"),
+        ("text", "data source 'text' is not read as a stream; jsonl, csv, parquet are"),
     ):
         with pytest.raises(DataError, match=says):
             stream(tmp_path, kind=kind)
@@ -233,5 +242,23 @@ def test_parquet_shards_are_read_from_any_row(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"0.parquet, row 0: has no 'text'; it has 'body'"):
         stream(tmp_path / "0.parquet", kind="parquet").read(np.arange(1))
     parquet.write_table(pa.table({"text": ["x", None]}), tmp_path / "0.parquet")
-    with pytest.raises(DataError, match=r"0.parquet, row 1: 'text' is NoneType, not text"):
-        stream(tmp_path / "0.parquet", kind="parquet").read(np.arange(1))
+    read = stream(tmp_path / "0.parquet", kind="parquet")
+    read.read(np.arange(1))
+    assert read.last_skipped.endswith("0.parquet, row 1: 'text' is NoneType, not text")
+
+
+def test_csv_shards_are_read_from_any_row(tmp_path: Path) -> None:
+    write(tmp_path / "jsonl")
+    (tmp_path / "csv").mkdir()
+    for number, rows in enumerate(TEXTS):
+        lines = ["n,text", *(f'{n},"{text}"' for n, text in enumerate(rows)), "a row of one cell"]
+        (tmp_path / "csv" / f"{number}.csv").write_text("\n".join(lines))
+    want = windows(stream(tmp_path / "jsonl"), 30)
+    read = stream(tmp_path / "csv", kind="csv")
+    assert windows(read, 30) == want
+    assert read.last_skipped.endswith(": doesn't have the 2 cells of the header")
+    whole = stream(tmp_path / "csv", kind="csv")
+    for number in range(0, 28, 4):
+        again = stream(tmp_path / "csv", kind="csv")
+        again.restart(number, whole.cursor(number))
+        assert windows(again, 1, number) == [want[number]]

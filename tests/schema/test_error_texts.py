@@ -23,7 +23,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ),
     (
         "data=wiki",
-        "data=wiki: no such data preset; choose from chat, dataset, jsonl, parquet, stdlib, text, tiny, tokens",
+        "data=wiki: no such data preset; choose from chat, csv, dataset, jsonl, parquet, stdlib, text, tiny, tokens",
     ),
     ("exprt", "exprt: no such command; did you mean 'export'?"),
     ("lst --json", "lst: no such command; did you mean 'list'?"),

@@ -123,33 +123,41 @@ def test_a_killed_run_is_resumed_on_another_number_of_ranks_and_run_again(
     )
 
 
-def test_a_wrong_row_ends_a_run_with_its_place_and_is_mended(
+def test_a_wrong_row_is_skipped_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "_BYTES_AT_ONCE", 1000)
-    file = tmp_path / "rows.jsonl"
     good = [json.dumps({"text": f"{row} " + "word " * 40}) for row in range(40)]
-    file.write_text("\n".join([*good[:30], "{", *good[31:]]))
-    line = [
-        *SMALL,
-        "data=jsonl",
-        f"data.path={file}",
-        "data.streaming=true",
-        f"log.folder={tmp_path}/run",
-        "log.resume=auto",
-        "precision=bf16",
-        "trainer.max_steps=30",
-        "checkpoint.every_n_steps=5",
-    ]
-    line = [word for word in line if not word.startswith(("trainer.val", "trainer.limit"))]
-    assert main(line) == 2
-    assert re.search(r"error: data=jsonl: .*rows.jsonl:31: not JSON", capsys.readouterr().err)
-    done = max(losses(tmp_path / "run"))
-    assert done >= 10
-    file.write_text("\n".join(good))
-    assert main(line) == 0 and max(losses(tmp_path / "run")) == 30 > done
+    files = {
+        "bad": [*good[:30], "{", *good[30:35], '{"text": null}', *good[35:]],
+        "good": good,
+        "first": ["{", *good],
+    }
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    line = [word for word in SMALL if not word.startswith(("trainer.val", "trainer.limit"))]
+    line += ["data=jsonl", "data.streaming=true", "precision=bf16", "trainer.max_steps=30"]
+    line += ["log.resume=auto", "checkpoint.every_n_steps=5"]
+
+    def train(name: str, *more: str) -> int:
+        path = f"data.path={tmp_path}/{name}.jsonl"
+        return main([*line, path, f"log.folder={tmp_path}/{name}", *more])
+
+    assert train("bad") == 0
+    out = capsys.readouterr().out.splitlines()
+    reports = [text.replace(str(tmp_path), "") for text in out if "stream skipped" in text]
+    assert reports[0] == (
+        "data: 1 row of the stream skipped so far, the last: /bad.jsonl:31: not JSON (Expecting"
+        " property name enclosed in double quotes, column 2)"
+    )
+    assert reports[1].startswith("data: 2 rows of the stream skipped so far, the last: ")
+    assert reports[1].endswith("bad.jsonl:37: 'text' is NoneType, not text")
+    assert train("good") == 0
+    assert losses(tmp_path / "bad") == losses(tmp_path / "good")
+    assert train("first") == 2
+    assert re.search(r"error: data=jsonl: .*first.jsonl:1: not JSON", capsys.readouterr().err)
     assert (
-        main([*line, "data.streaming=false"]) == 2
+        train("bad", "data.streaming=false") == 2
         and "data.streaming=false: this run was started with true; start a new run"
         in capsys.readouterr().err
     )
@@ -225,7 +233,7 @@ def test_without_a_file_to_validate_on_nothing_is_validated(
     [
         (
             "data=stdlib data.streaming=true",
-            "data.streaming=true: has no effect with data=stdlib; what is streamed is jsonl or parquet",
+            "data.streaming=true: has no effect with data=stdlib; what is streamed is jsonl, csv or parquet",
         ),
         (
             "data=chat data.path=x data.streaming=true",
