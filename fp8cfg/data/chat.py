@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -26,7 +27,7 @@ import numpy as np
 
 from fp8cfg.data.files import DataError
 from fp8cfg.data.samples import IGNORED, Rows, epochs, permute
-from fp8cfg.data.sources import MAX_TEXT_BYTES, kind_of, table_rows, text_of
+from fp8cfg.data.sources import MAX_TEXT_BYTES, Row, kind_of, table_rows, text_of
 from fp8cfg.data.tokenizer import Tokenizer, refuse_vocabulary
 
 if TYPE_CHECKING:
@@ -448,10 +449,13 @@ class Conversations:
 def load_conversations(
     path: str, tokenizer: Tokenizer, seq_length: int, vocab_size: int | None = None
 ) -> Conversations:
-    """The conversations at `path`, a JSONL, CSV or Parquet file, a folder of these, or a saved dataset.
+    """Returns the conversations at `path`: a file or a folder of JSONL, CSV or Parquet, or a saved dataset.
 
-    One that is longer than seq_length + 1 tokens is cut there; one of whose tokens none is left to learn is left out; the
-    description says how many. DataError as `encode_row`, and where no conversation is left.
+    A conversation of more than seq_length + 1 tokens is cut. One with nothing to learn is left out. The description has the number
+    of both, and the reasons.
+
+    Raises:
+        DataError: A row can't be read, as in `encode_row`, or no conversation has something to learn.
     """
     if vocab_size is not None:
         refuse_vocabulary(tokenizer, vocab_size)
@@ -461,37 +465,74 @@ def load_conversations(
             f"{path}: {size / 2**30:.1f} GiB of conversations, more than the"
             f" {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in memory; give a part of them"
         )
-    encoded = (encode_row(place, row, tokenizer) for place, row in rows)
-    kept, cut, without = _fitting(encoded, seq_length + 1)
+    kept, cut, left_out = _encode_rows(rows, tokenizer, seq_length)
     if not kept:
-        raise DataError(
-            f"{path}: no conversation in which the assistant's words begin within"
-            f" seq_length={seq_length} tokens"
-        )
+        raise DataError(f"{path}: no conversation to learn from; {left_out or 'no rows'}")
+    parts = [f"{len(kept)} conversations of {path}"]
+    if cut:
+        parts.append(f"{cut} longer than seq_length={seq_length} were cut")
+    if left_out:
+        parts.append(str(left_out))
     lengths = np.array([len(ids) for ids, _ in kept], dtype=np.int64)
-    said = [f"{len(kept)} conversations of {path}"]
-    said += [f"{cut} longer than seq_length={seq_length} were cut"] if cut else []
-    said += (
-        [f"{without} without a word of the assistant within it were left out"] if without else []
-    )
     return Conversations(
         np.concatenate([ids for ids, _ in kept]).astype(np.int32),
         np.concatenate([learned for _, learned in kept]),
         np.append(0, np.cumsum(lengths)),
         seq_length,
         tokenizer.pad,
-        ", ".join(said),
+        ", ".join(parts),
     )
 
 
-def _fitting(conversations: Iterator[Encoded], most: int) -> tuple[list[Encoded], int, int]:
-    """Conversations of at most so many tokens; how many were cut, and how many left out because nothing is learned in them."""
-    kept, cut, without = list[Encoded](), 0, 0
-    for ids, learned in conversations:
-        cut += len(ids) > most
-        ids, learned = ids[:most], learned[:most]
-        if learned[1:].any():  # the first token has none before it that would predict it
-            kept.append((ids, learned))
+class LeftOut:
+    """Counts the rows that are left out, by reason, and keeps the place of the first of each."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+        self._first: dict[str, str] = {}
+
+    def add(self, reason: str, place: str) -> None:
+        """Counts the row at `place`."""
+        self._counts[reason] += 1
+        self._first.setdefault(reason, place)
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{count} {reason} (first: {self._first[reason]})"
+            for reason, count in self._counts.items()
+        ]
+        return f"left out: {', '.join(parts)}"
+
+
+def _encode_rows(
+    rows: Iterator[Row], tokenizer: Tokenizer, seq_length: int
+) -> tuple[list[Encoded], int, LeftOut]:
+    """Returns conversations of at most seq_length + 1 tokens, how many were cut, and the rows with nothing to learn."""
+    kept = list[Encoded]()
+    cut = 0
+    left_out = LeftOut()
+    for place, row in rows:
+        ids, learned = encode_row(place, row, tokenizer)
+        cut += len(ids) > seq_length + 1
+        # The loss of the first token would need a token before it.
+        if learned[1 : seq_length + 1].any():
+            kept.append((ids[: seq_length + 1], learned[: seq_length + 1]))
+        elif learned[1:].any():
+            left_out.add(f"whose answers begin after model.seq_length={seq_length}", place)
         else:
-            without += 1
-    return kept, cut, without
+            _add_without_answer(left_out, place, row)
+    return kept, cut, left_out
+
+
+def _add_without_answer(left_out: LeftOut, place: str, row: Mapping[str, Any]) -> None:
+    """Counts a row in which nothing is to be learned, of any length."""
+    messages = _messages_of_row(place, row) or []
+    roles = dict.fromkeys(message["role"] for message in messages)
+    if messages and "assistant" not in roles:
+        names = " and ".join(roles)
+        left_out.add("without a message of role assistant", f"{place} has {names}")
+    else:
+        left_out.add("whose answers are empty or have weight 0", place)

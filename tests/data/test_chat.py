@@ -194,7 +194,9 @@ def test_what_is_cut_and_left_out_is_said(tmp_path: Path) -> None:
     samples = load_conversations(pairs(tmp_path, "abc", prompt="longer"), BYTES, 8)
     assert samples.description.endswith("1 longer than seq_length=8 were cut")
     with pytest.raises(
-        DataError, match="no conversation in which the assistant's words begin within seq_length=4"
+        DataError,
+        match=r"no conversation to learn from; left out: 1 whose answers begin after"
+        r" model.seq_length=4 \(first: .*chat.jsonl:1\)$",
     ):
         load_conversations(pairs(tmp_path, "abc", prompt="longer"), BYTES, 4)
 

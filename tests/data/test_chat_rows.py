@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fp8cfg.data import DataError
-from fp8cfg.data.chat import encode_row
+from fp8cfg.data.chat import encode_row, load_conversations
 from fp8cfg.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from tests.support.tiny_tokenizer import CHATML, GENERATION, write_tokenizer
 
@@ -107,3 +109,31 @@ def test_rows_of_sharegpt_and_alpaca_are_conversations() -> None:
 def test_the_assistants_other_names_are_learned(role: str) -> None:
     messages = [TALK[0], {"role": role, "content": "one"}]
     assert texts({"messages": messages}, BYTES) == texts({"messages": TALK[:2]}, BYTES)
+
+
+def test_rows_that_are_left_out_are_counted_by_reason(tmp_path: Path) -> None:
+    rows = [
+        TALK,
+        [TALK[0], {"role": "critic", "content": "no"}],
+        [{"role": "user", "content": "long " * 40}, TALK[1]],
+        [TALK[0], {**TALK[1], "weight": 0}],
+        [TALK[0]],
+    ]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    samples = load_conversations(str(path), BYTES, 100)
+    assert len(samples) == 1
+    assert samples.description == (
+        f"1 conversations of {path}, 1 longer than seq_length=100 were cut, left out:"
+        f" 2 without a message of role assistant (first: {path}:2 has user and critic),"
+        f" 1 whose answers begin after model.seq_length=100 (first: {path}:3),"
+        f" 1 whose answers are empty or have weight 0 (first: {path}:4)"
+    )
+
+
+def test_alpaca_rows_of_csv(tmp_path: Path) -> None:
+    path = tmp_path / "alpaca.csv"
+    path.write_text('instruction,input,output\n"Add, please","1 and 1",2\nSay hi,,hi\n')
+    samples = load_conversations(str(path), BYTES, 64)
+    texts = [BYTES.decode(row.tolist()) for row in samples.read(np.arange(2))[0]]
+    assert "Add, please\n\n1 and 1" in texts[0] and "<|user|>\nSay hi" in texts[1]
