@@ -21,6 +21,7 @@ from fp8cfg.composition.layers import shipped_choices
 from fp8cfg.execution.slurm import batch_script
 from fp8cfg.interop.projects import DOORS, to_text
 from fp8cfg.models.config import projections
+from fp8cfg.planning import training_data
 from fp8cfg.planning.layer_plan import adapted, transformer_config
 from fp8cfg.report import recipe_export
 from fp8cfg.schema import hugging_face
@@ -335,6 +336,7 @@ def run_slurm(arguments: Arguments) -> int:
         )
     folder, said = arguments.one("--config-dir"), arguments.plain[1:]
     recipe = composed(arguments.words, folder, recipe_file(said, ()))
+    refuse_if(training_data.unintended(recipe))
     words = [*said, *arguments.words, *(["--config-dir", folder] if folder else [])]
     text = batch_script(recipe, words, settings(arguments.one("--slurm") or "", submitit=False))
     return print_or_write(text, arguments.one("--output"))

@@ -106,7 +106,7 @@ def held_out(recipe: Recipe) -> Samples:
     found = run_data(recipe)[1]
     if found is None:
         raise ConfigError(
-            "data.validation_path=null: nothing of a stream is held out; name text with --data FILE"
+            "data.validation_path=null: this run held out no data; name text with --data FILE"
         )
     return found
 

@@ -11,7 +11,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.planning import training_data
 from fp8cfg.training.data import run_data
-from tests.support.verbs import refused, said
+from tests.support.verbs import said
 
 Out = pytest.CaptureFixture[str]
 LARGE = "recipe=llama_8b"
@@ -41,8 +41,10 @@ BYTES = (
     ],
 )
 def test_a_large_model_needs_data(words: str, line: str, capsys: Out) -> None:
-    for verb in ([], ["check"], ["launch", "--local", "1"], ["launch", "--slurm", "partition=a"]):
-        assert line in refused(capsys, *verb, LARGE, "trainer.num_nodes=1", *words.split())
+    launches = (["launch", "--local", "1"], ["launch", "--slurm", "partition=a"])
+    for verb in ([], ["check"], ["export", "slurm"], *launches):
+        assert main([*verb, LARGE, "trainer.num_nodes=1", *words.split()]) == 2
+        assert f"error: {line}" in capsys.readouterr().err.splitlines()
     with pytest.raises(fp8cfg.ConfigError) as e:
         run_data(fp8cfg.compose([LARGE, *words.split()]))
     assert str(e.value) == line

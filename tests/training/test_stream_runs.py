@@ -217,7 +217,7 @@ def test_without_a_file_to_validate_on_nothing_is_validated(
         in caplog.text
     )
     with pytest.raises(
-        fp8cfg.ConfigError, match=r"nothing of a stream is held out; name text with --data FILE"
+        fp8cfg.ConfigError, match=r"this run held out no data; name text with --data FILE"
     ):
         held_out(recipe)
     assert len(samples_of(recipe, f"{folder}/val.jsonl"))
