@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from fp8cfg.cli.argv import Arguments, split, wrong_words
 from fp8cfg.cli.output import print_or_write
 from fp8cfg.cli.recipe_arguments import composed, settled
 from fp8cfg.composition.layers import shipped_choices
-from fp8cfg.interop.projects import DOORS, comments, door, from_file, from_words
+from fp8cfg.interop.projects import (
+    DOORS,
+    comments,
+    door,
+    from_file,
+    from_words,
+    recipe_of_file,
+)
 from fp8cfg.report import recipe_export
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.recipe_registry import recipes
 from fp8cfg.schema.safe_files import default_recipe
 
 FORMS = ("--yaml", "--json", "--python")
@@ -21,18 +30,20 @@ fp8cfg import PROJECT FILE [recipe=NAME] [key=value ...]
               [--yaml | --json | --python] [--output FILE]
 fp8cfg import PROJECT [recipe=NAME] [key=value ...] -- WORDS
 
-A recipe from what another project says about precision, on top of recipe=NAME
-(llama_tiny), with the values of key=value on top. What it says and no recipe
-can is a comment. A key that it does not have is refused in words and in a call
-of Python, as there; in other files, of whatever version, it is a warning too.
+A recipe from another project's configuration, on top of recipe=NAME
+(llama_tiny), with the values of key=value on top. Everything in a file is read,
+or named in a comment as not read. An unknown key is an error in words and in a
+call of Python, and a warning in files of other versions.
 
   accelerate  its configuration file, or Python with one of its handlers, which
               is read and not run: -- 'TERecipeKwargs(margin=1)'
   deepspeed   its JSON
-  nemo        a YAML file of MegatronMixedPrecision's fields, or these as words,
-              Python with its plugin or a finetune_recipe, which is read and not
-              run, or, in place of FILE, a preset: bf16_with_fp8_mixed
-  bridge      a run_config.yaml of Megatron-Bridge's, its fields, or a preset
+  nemo        a YAML file of NeMo 1 or of MegatronMixedPrecision's fields, these
+              as words, Python with its plugin or a recipe function, which is
+              read and not run, or, in place of FILE, a preset:
+              bf16_with_fp8_mixed
+  bridge      Megatron-Bridge's run_config.yaml, its fields, its Python, or a
+              preset
   megatron    a shell script with its flags, or these: -- --bf16 --fp8-margin 1.
               Precision flags must not depend on a condition of the script
   torchtitan  a Python configuration, which is read and not run, one function of
@@ -60,6 +71,12 @@ def run(argv: list[str]) -> int:
         arguments.one("--output"),
     )
     chosen = [word for word in arguments.words if word.startswith("recipe=")]
+    remarks: list[str] = []
+    source = recipe_of_file(project, file) if file else None
+    if source and not chosen:
+        chosen = [f"recipe={source}"]
+    elif source and chosen != [f"recipe={source}"]:
+        remarks.append(f"{source}: the source builds on it; {chosen[0]} takes its place")
     base = settled(chosen, folder)
     try:
         found = (
@@ -70,25 +87,29 @@ def run(argv: list[str]) -> int:
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
     _say("warning", found.unknown)
+    choices = shipped_choices(base.layers)
+    named = {"recipe": choices["recipe"]} if "recipe" in choices else {}
+    if not chosen and found.recipe.model.hidden_size != base.recipe.model.hidden_size:
+        remarks += _name_shape(found.recipe, base.recipe)
+        name = found.recipe.name
+        named = {"recipe": name} if name in recipes() else {}
     recipe = _composed(arguments, base.recipe, found.recipe)
     write = {
         "--yaml": recipe_export.yaml_text,
         "--json": recipe_export.json_text,
         "--python": recipe_export.python_text,
     }[forms[0]]
-    named = {
-        group: name for group, name in shipped_choices(base.layers).items() if group == "recipe"
-    }
     text = write(recipe, named, False)
-    remarks = [*found.lost, *found.unknown]
+    remarks += found.lost
     if forms == ["--json"]:
-        _say("note", found.lost)
-    elif remarks:
+        _say("note", remarks)
+    elif remarks or found.unknown:
         text = (
             comments(
                 [
                     f"Imported from {name}. What has no counterpart here, or is read otherwise:",
                     *remarks,
+                    *found.unknown,
                 ]
             )
             + text
@@ -131,6 +152,39 @@ def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
         ) from None
 
 
+_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "activation",
+    "normalization",
+    "position_embedding_type",
+)
+
+
+def _name_shape(recipe: Recipe, base: Recipe) -> list[str]:
+    """Names a recipe after the shipped one of its shape, and takes its vocabulary if the source has none. Returns a line on the
+    vocabulary."""
+    is_given = recipe.model.vocab_size != base.model.vocab_size
+    recipe.name = "imported"
+    for name, make in recipes().items():
+        shipped = make().model
+        if all(getattr(shipped, key) == getattr(recipe.model, key) for key in _SHAPE):
+            recipe.name = name
+            if not is_given:
+                recipe.model.vocab_size = shipped.vocab_size
+            break
+    if is_given:
+        return []
+    origin = f"as in recipe={recipe.name}" if recipe.name != "imported" else "of bytes"
+    return [
+        f"model.vocab_size={recipe.model.vocab_size}: not given there, {origin}; set it to your"
+        " tokenizer's"
+    ]
+
+
 def _source(arguments: Arguments, words: list[str]) -> tuple[str, Path | None]:
     """The project and its file; no file where there are words."""
     if not arguments.plain:
@@ -158,6 +212,6 @@ def _a_name(word: str) -> bool:
     return "/" not in word and not Path(word).suffix and not Path(word).exists()
 
 
-def _say(kind: str, lines: tuple[str, ...]) -> None:
+def _say(kind: str, lines: Iterable[str]) -> None:
     for line in lines:
         print(f"{kind}: {line}", file=sys.stderr)

@@ -21,6 +21,7 @@ from fp8cfg.interop.key_table import (
     delayed,
     integer,
     is_on,
+    not_read,
     number,
     one_of,
     option,
@@ -30,6 +31,7 @@ from fp8cfg.interop.key_table import (
     shown,
     write_only,
 )
+from fp8cfg.interop.python_items import rest_of_call
 from fp8cfg.interop.source_files import call_in
 from fp8cfg.interop.torchao import TORCHAO, fields_of, made
 from fp8cfg.interop.translation import read, write
@@ -239,6 +241,28 @@ def _fsdp(ours: Values) -> bool:
     return bool(ours["storage.shard"] == "fsdp")
 
 
+_PARALLEL = {
+    "parallelism_config.parallelism_config_tp_size": "trainer.strategy.tensor_model_parallel_size",
+    "parallelism_config.parallelism_config_cp_size": "trainer.strategy.context_parallel_size",
+    "parallelism_config.parallelism_config_dp_replicate_size": "trainer.strategy.data_parallel_replicate_size",
+}
+
+
+def _parallel(ours: Values) -> bool:
+    """Of recipes with tensor or context parallelism, or with replicas of shards."""
+    return any(ours[key] > 1 for key in _PARALLEL.values())
+
+
+def _shards(ours: Values) -> Any:
+    """Ranks that share the weights of one replica; 1 without FSDP."""
+    if not _fsdp(ours):
+        return SILENT
+    replicas = 1
+    for key in _PARALLEL.values():
+        replicas *= ours[key]
+    return max(world(ours) // replicas, 1)
+
+
 _TOP = (
     Entry(
         "mixed_precision",
@@ -295,6 +319,12 @@ _TOP = (
         lambda ours: ours["storage.gather"] == "fp8",
         lambda ours: engine(ours) == "AO",
     ),
+    *(same(theirs, ours, integer, _parallel) for theirs, ours in _PARALLEL.items()),
+    write_only("parallelism_config.parallelism_config_dp_shard_size", _shards, _parallel),
+    read_only(
+        "RANKS",
+        lambda ranks: {"trainer.num_nodes": ranks[0], "trainer.devices": ranks[1]},
+    ),
 )
 _LAUNCH = Unsaid(
     "how processes are started; torchrun says that",
@@ -340,7 +370,24 @@ _UNSAID = {
     ),
     "fsdp_config.": _SHARDING,
     "fsdp_config.fsdp_activation_checkpointing_offload": _SHARDING,
-    "parallelism_config.": Unsaid("training here is data-parallel"),
+    **dict.fromkeys(
+        (
+            "parallelism_config.",
+            *(
+                f"parallelism_config.parallelism_config_{name}"
+                for name in (
+                    "sp_size",
+                    "sp_backend",
+                    "sp_seq_length",
+                    "sp_seq_length_is_variable",
+                    "sp_attn_implementation",
+                    "cp_backend",
+                    "cp_comm_strategy",
+                )
+            ),
+        ),
+        Unsaid("Ulysses, and how context parallelism communicates, have no key here", (1, None)),
+    ),
     "fsdp_config.fsdp_version": _SHARDING._replace(usual=(2,)),
     "fsdp_config.fsdp_reshard_after_forward": _SHARDING._replace(usual=(True, "FULL_SHARD")),
     "megatron_lm_config.": Unsaid("Megatron-LM's own; `fp8cfg import megatron` reads its flags"),
@@ -366,6 +413,10 @@ _SPELLINGS = {
     "fp8_config.amax_compute_algorithm": "fp8_config.amax_compute_algo",
     "fp8_config.optimization_level": "fp8_config.opt_level",
     "dynamo_backend": "dynamo_config.dynamo_backend",
+    **{
+        f"parallelism_config.{name}": f"parallelism_config.parallelism_config_{name}"
+        for name in ("tp_size", "cp_size", "dp_replicate_size", "dp_shard_size")
+    },
 }
 
 
@@ -399,11 +450,16 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
         for key in ("num_machines", "num_processes")
         if theirs.get(key, 1) not in (1, -1)
     ]
-    lines += [f"{', '.join(started)}: {_LAUNCH.why}"] if started else []
+    parallel = any(theirs.get(key, 1) not in (1, "1") for key in _PARALLEL)
+    if parallel and "num_processes" in theirs:
+        machines = integer(theirs.get("num_machines", 1))
+        theirs["RANKS"] = (machines, integer(theirs["num_processes"]) // max(machines, 1))
+    elif started:
+        lines.append(f"{', '.join(started)}: {_LAUNCH.why}")
     if str(theirs.get("distributed_type", "no")).lower() not in _RANKS:
         lines.append(
-            f"{shown('distributed_type', theirs['distributed_type'])}: training here is"
-            " data-parallel"
+            f"{shown('distributed_type', theirs['distributed_type'])}: not read; storage.shard and"
+            " trainer.strategy set how ranks share the work"
         )
     if str(theirs.get(_DYNAMO, "no")).lower() not in _COMPILED:
         lines.append(
@@ -505,6 +561,7 @@ ACCELERATE = Dialect(
     WHY,
     DOUBTS,
     differs=_differs,
+    beyond=tuple(_PARALLEL.values()),
 )
 
 _CLASSES = {"TERecipeKwargs": "TE", "MSAMPRecipeKwargs": "MSAMP", "AORecipeKwargs": "AO"}
@@ -586,22 +643,19 @@ def from_call(text: str, base: Recipe | None = None) -> Read:
     precision of an Accelerator. Raises ConfigError where there is neither, and for keywords that no handler takes.
     """
     if not any(name in text for name in NAMES) and "Accelerator" in text:
-        return read(
-            ACCELERATE,
-            {
-                "mixed_precision": (
-                    call_in(text, ("Accelerator",), "class", ("mixed_precision",)).get(
-                        "mixed_precision", "no"
-                    )
-                )
-            },
-            base,
-        )
+        given = call_in(text, ("Accelerator",), "class", ("mixed_precision",))
+        found = read(ACCELERATE, {"mixed_precision": given.get("mixed_precision", "no")}, base)
+        return _with_rest(found, rest_of_call(text, ("Accelerator",), ("mixed_precision",)))
     given = call_in(text, NAMES, "handler of Accelerate")
     name = given.pop("class")
     found = read(HANDLERS, {"backend": _CLASSES.get(name, "TE"), **given}, base)
     refuse_if(found.unknown)
-    return _taken(found, name, given.get("backend"))
+    found = _taken(found, name, given.get("backend"))
+    return _with_rest(found, rest_of_call(text, NAMES))
+
+
+def _with_rest(found: Read, rest: list[str]) -> Read:
+    return found._replace(lost=(*found.lost, *not_read(rest)))
 
 
 def _taken(found: Read, name: str, backend: object) -> Read:

@@ -36,6 +36,7 @@ _NUMBERS = {
     "optimizer.params.eps": "optim.eps",
     "optimizer.params.weight_decay": "optim.weight_decay",
 }
+_TENSOR_PARALLEL = "trainer.strategy.tensor_model_parallel_size"
 _SWITCHES = ("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states")
 _HALF_MASTERS = {"storage.master_weight": "bf16", "storage.weight_grad": "bf16"}
 _HALF_MOMENTS = {"storage.exp_avg": "bf16", "storage.exp_avg_sq": "bf16"}
@@ -77,8 +78,12 @@ def _scale(value: Any) -> dict[str, Any]:
 def _prepare(theirs: dict[str, Any]) -> list[str]:
     """What is `auto` is left to the caller, and here to the defaults; without bf16 and fp16 there is float32."""
     lines = []
-    for key in [k for k, v in theirs.items() if v == "auto" and not k.endswith(".enabled")]:
-        del theirs[key]
+    left = [key for key, value in theirs.items() if value == "auto"]
+    if left:
+        lines.append(f"{', '.join(left)}: auto, which the Trainer's arguments set; not read")
+    for key in left:
+        if key not in _AUTO_COMPUTE:
+            del theirs[key]
     if str(theirs.get("zero_optimization.stage")) == "3":
         lines.append("zero_optimization.stage=3: weights are split by torch's FSDP2 here")
     if "msamp.enabled" in theirs and boolean(theirs["msamp.enabled"]):
@@ -86,6 +91,8 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
             lines.append(held_otherwise(shown("msamp.opt_level", theirs["msamp.opt_level"])))
     else:
         theirs.pop("msamp.opt_level", None)
+    if "auto" in [theirs.get(key) for key in _AUTO_COMPUTE]:
+        lines.append("precision.compute=bf16: not given there; pass precision.compute=fp16 or fp32")
     on = [
         dtype
         for dtype in ("bf16", "fp16")
@@ -110,6 +117,7 @@ def _differs(ours: Values) -> list[str]:
     return differs_under_deepspeed(ours)
 
 
+_AUTO_COMPUTE = ("bf16.enabled", "fp16.enabled")
 _OWN = Unsaid("DeepSpeed's own", (False, None))
 DEEPSPEED = Dialect(
     "DeepSpeed",
@@ -166,6 +174,11 @@ DEEPSPEED = Dialect(
         ),
         *(same(theirs, ours, number) for theirs, ours in _NUMBERS.items()),
         Entry(
+            "tensor_parallel.autotp_size",
+            lambda value: {_TENSOR_PARALLEL: max(integer(value), 1)},  # 0 is off
+            lambda ours: ours[_TENSOR_PARALLEL] if ours[_TENSOR_PARALLEL] > 1 else SILENT,
+        ),
+        Entry(
             "optimizer.type",
             lambda value: {"optim.name": one_of(value, {"adamw": "adamw", "adam": "adam"})},
             lambda ours: {"adamw": "AdamW", "adam": "Adam"}.get(ours["optim.name"], SILENT),
@@ -197,6 +210,37 @@ DEEPSPEED = Dialect(
                 "torch_autocast.",
                 "aio.",
                 "seq_parallel_communication_data_type",
+                "zero_force_ds_cpu_optimizer",
+                "compile.",
+                "tensor_parallel.",
+                "sequence_parallel_size",
+                "checkpoint.",
+                "dataloader_drop_last",
+                "data_efficiency.",
+                "curriculum_learning.",
+                "elasticity.",
+                "autotuning.",
+                "sparse_attention.",
+                "sparse_gradients",
+                "gradient_predivide_factor",
+                "disable_allgather",
+                "dump_state",
+                "memory_breakdown",
+                "tensorboard.",
+                "wandb.",
+                "csv_monitor.",
+                "comet.",
+                "monitor_config.",
+                "hybrid_engine.",
+                "compression_training.",
+                "zero_allow_comm_data_type_fp32",
+                "graph_harvesting",
+                "use_node_local_storage",
+                "load_universal_checkpoint",
+                "pipeline.",
+                "nebula.",
+                "weight_quantization.",
+                "zenflow.",
             ),
             _OWN,
         ),
@@ -218,5 +262,5 @@ DEEPSPEED = Dialect(
         "backend": "DeepSpeed has MS-AMP, with use_te or without",
         "optim.name": "DeepSpeed's types are AdamW and Adam",
     },
-    beyond=(*_NUMBERS.values(), "optim.betas", "optim.name"),
+    beyond=(*_NUMBERS.values(), _TENSOR_PARALLEL, "optim.betas", "optim.name"),
 )

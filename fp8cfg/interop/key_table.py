@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,6 +66,11 @@ def nothing_differs(ours: Values) -> list[str]:
     return []
 
 
+def no_place(key: str) -> str | None:
+    """For projects whose keys have one name each."""
+    return None
+
+
 def nothing_refused(ours: Values) -> list[str]:
     """For projects that can write every recipe, as far as they can say it."""
     return []
@@ -81,7 +86,8 @@ class Dialect:
     theirs, before it is read, to what its keys mean together, and gives remarks; ConfigError where they cannot stand together.
     `refuse` says which recipes it cannot write at all. `why` says of keys of ours (of a whole node, with a dot at the end) why it has none for them,
     `doubts` of keys that it has what comes of them when they are not our default, and `beyond` names those outside of precision
-    that it has. `differs` has a line for each value that it can say and that is not quite the same there.
+    that it has. `differs` has a line for each value that it can say and that is not quite the same there. `place` gives the name
+    of a key that stands in a section of a job.
     """
 
     name: str
@@ -95,11 +101,12 @@ class Dialect:
     doubts: Mapping[str, str] = field(default_factory=dict)
     beyond: tuple[str, ...] = ()
     differs: Callable[[Values], list[str]] = nothing_differs
+    place: Callable[[str], str | None] = no_place
 
     def named(self, key: str) -> str:
         """The table's name of a key that may be spelled otherwise."""
         spelled = key.strip().lower().removeprefix("--").replace("-", "_")
-        return self.spellings.get(spelled, spelled)
+        return self.spellings.get(spelled) or self.place(spelled) or spelled
 
     def knows(self, key: str) -> bool:
         """Whether `key` is one that means something here, under any of its names."""
@@ -274,6 +281,11 @@ def flattened(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
         )
         out |= more
     return out
+
+
+def not_read(names: Sequence[str]) -> list[str]:
+    """The line on what a source has and no importer reads; none if it reads everything."""
+    return [f"{', '.join(map(printable, names))}: not read"] if names else []
 
 
 def shown(key: str, value: Any) -> str:

@@ -373,7 +373,7 @@ MODEL_UNSAID = {
     "transformer_impl": Unsaid("backend says who multiplies", ("transformer_engine",)),
     "recompute_modules": Unsaid(
         "selective recomputes core attention, norms and the activation function here",
-        ("core_attn",),
+        ("core_attn", ["core_attn"]),
     ),
     "te_rng_tracker": Unsaid("random numbers follow from trainer.seed"),
 }
@@ -424,11 +424,16 @@ MODEL_WHY = {
 }
 
 
+def betas(theirs: dict[str, Any]) -> None:
+    """Makes one value of both betas, with Megatron's default for a missing one."""
+    if "adam_beta1" in theirs or "adam_beta2" in theirs:
+        theirs["BETAS"] = (theirs.get("adam_beta1", 0.9), theirs.get("adam_beta2", 0.999))
+
+
 def shape(theirs: dict[str, Any]) -> list[str]:
     """Megatron's own defaults of a model, where flags give one; betas become one value; a line for what a recipe cannot say."""
     lines: list[str] = []
-    if "adam_beta1" in theirs or "adam_beta2" in theirs:
-        theirs["BETAS"] = (theirs.get("adam_beta1", 0.9), theirs.get("adam_beta2", 0.999))
+    betas(theirs)
     if "hidden_size" in theirs and "num_attention_heads" in theirs:
         hidden = integer(theirs["hidden_size"])
         theirs.setdefault(

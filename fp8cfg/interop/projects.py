@@ -10,20 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.composition.recipe_yaml import nested as tree
-from fp8cfg.interop import accelerate, nemo, shell_flags, source_files, transformer_engine
+from fp8cfg.interop import (
+    accelerate,
+    nemo_python,
+    shell_flags,
+    source_files,
+    transformer_engine,
+)
 from fp8cfg.interop.accelerate import ACCELERATE
 from fp8cfg.interop.deepspeed import DEEPSPEED
-from fp8cfg.interop.key_table import Dialect, Read, Written
+from fp8cfg.interop.job_keys import run_config
+from fp8cfg.interop.key_table import Dialect, Read, Written, not_read, shown
 from fp8cfg.interop.megatron import MEGATRON, PRECISION_FLAGS
 from fp8cfg.interop.nemo import BRIDGE, NEMO
+from fp8cfg.interop.python_items import rest_of_call
+from fp8cfg.interop.recognition import other_project
 from fp8cfg.interop.torchtitan import TORCHTITAN, configuration
 from fp8cfg.interop.transformer_engine import TE
 from fp8cfg.interop.translation import read, where, write
 from fp8cfg.schema import __version__
 from fp8cfg.schema.errors import ConfigError, refuse_if, suggest
-from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.recipe_registry import apply_task
+from fp8cfg.schema.recipe_registry import apply_task, named
 from fp8cfg.schema.safe_files import dump_yaml
 
 
@@ -98,10 +106,11 @@ class Door:
 
 
 def _te_text(text: str) -> source_files.Said:
-    found = transformer_engine.from_text(text)
-    return source_files.Said(
-        found, called="printed" not in found
-    )  # by a Transformer Engine that may be newer
+    fields = transformer_engine.from_text(text)
+    if "printed" in fields:  # by a Transformer Engine that may be newer
+        return source_files.Said(fields)
+    rest = rest_of_call(text, transformer_engine.NAMES)
+    return source_files.Said(fields, called=True, items=tuple(rest))
 
 
 def no_text(text: str) -> source_files.Said:
@@ -115,8 +124,8 @@ def no_text(text: str) -> source_files.Said:
 DOORS = {
     "accelerate": Door(ACCELERATE, yaml, call=accelerate.from_call),
     "deepspeed": Door(DEEPSPEED, json, remarks=False),
-    "nemo": Door(NEMO, yaml, source_files.plugin, python=nemo.precision, presets=True),
-    "bridge": Door(BRIDGE, bridge, source_files.plugin, python=nemo.precision, presets=True),
+    "nemo": Door(NEMO, yaml, run_config, python=nemo_python.settings, presets=True),
+    "bridge": Door(BRIDGE, bridge, run_config, python=nemo_python.settings, presets=True),
     "megatron": Door(MEGATRON, flags, text=source_files.shell(MEGATRON, PRECISION_FLAGS)),
     "torchtitan": Door(TORCHTITAN, text=no_text, python=configuration),
     "te": Door(TE, te, text=_te_text),
@@ -146,10 +155,7 @@ def from_file(name: str, path: Path, base: Recipe | None = None) -> Read:
     """The recipe in a file of the project `name`, on top of `base`; FILE.py:NAME is one function of a file. Raises ConfigError,
     naming the file."""
     found = door(name)
-    if found.python and ".py:" in path.name:
-        path, function = path.with_name(path.name.partition(":")[0]), path.name.partition(":")[2]
-    else:
-        function = ""
+    path, function = _function_in(found, path)
     try:
         if found.call and path.suffix == ".py":
             return found.call(source_files.text_of(path), base)
@@ -159,12 +165,33 @@ def from_file(name: str, path: Path, base: Recipe | None = None) -> Read:
             raise ConfigError(
                 f"is Python, which {found.dialect.name} is not read from; expected YAML or JSON"
             )
-        said = (
-            found.text(source_files.text_of(path))
-            if found.text
-            else found.keys(source_files.mapping(path))
-        )
-        return _read(found, said, base)
+        if found.text:
+            return _read(found, found.text(source_files.text_of(path)), base)
+        data = source_files.mapping(path)
+        if other := other_project(name, data):
+            raise ConfigError(other.replace("FILE", str(path)))
+        return _read(found, found.keys(data), base)
+    except ConfigError as e:
+        raise where(str(path), e) from None
+
+
+def _function_in(found: Door, path: Path) -> tuple[Path, str]:
+    """Splits FILE.py:NAME, if the project's Python is read by functions."""
+    if not found.python or ".py:" not in path.name:
+        return path, ""
+    file, _, function = path.name.partition(":")
+    return path.with_name(file), function
+
+
+def recipe_of_file(name: str, path: Path) -> str | None:
+    """The recipe of this package that a file of the project `name` builds on, as
+    `llm.llama3_8b.pretrain_recipe()` does; None if it names none."""
+    found = door(name)
+    path, function = _function_in(found, path)
+    if not found.python or path.suffix != ".py":
+        return None
+    try:
+        return found.python(source_files.text_of(path), function).recipe
     except ConfigError as e:
         raise where(str(path), e) from None
 
@@ -186,17 +213,18 @@ def from_words(name: str, words: Sequence[str], base: Recipe | None = None) -> R
 
 
 def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
+    """The recipe of what was read. Everything else in the source has a line that names it."""
+    name = said.recipe if base is None else None
+    if name is not None:
+        base = named(name)
     if said.task is not None:
         base = (base or Recipe()).model_copy(deep=True)
         apply_task(base, said.task)
         base.lora = base.lora.merged(dict(said.lora))
-    if said.preset is not None:
-        recipe = (base or Recipe()).model_copy(deep=True)
-        recipe.precision = precision_preset(said.preset)
-        return Read(recipe, said.lost, ())
-    back = read(found.dialect, said.data, base)
+    _refuse_interpolations(found, said)
+    back = read(found.dialect, said.data, base, said.preset)
     refuse_if(back.unknown if said.called else ())
-    if not any(map(found.dialect.knows, said.data)):
+    if said.preset is None and not any(map(found.dialect.knows, said.data)):
         none = (
             f"has no key that {found.dialect.name} says precision by, such as"
             f" {found.dialect.entries[0].theirs}"
@@ -204,7 +232,19 @@ def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
         raise ConfigError(
             [line for line in (*said.unknown, *back.unknown) if "did you mean" in line] or none
         )
-    return back._replace(lost=(*back.lost, *said.lost), unknown=(*back.unknown, *said.unknown))
+    lost = (*back.lost, *said.lost, *not_read(said.unread))
+    return Read(back.recipe, lost, (*back.unknown, *said.unknown))
+
+
+def _refuse_interpolations(found: Door, said: source_files.Said) -> None:
+    """Raises ConfigError for keys that are read and whose values only OmegaConf can compute."""
+    refuse_if(
+        [
+            f"{shown(key, said.data[key])}: interpolation is not accepted here; write the value"
+            for key in source_files.interpolated(said.data)
+            if found.dialect.knows(key)
+        ]
+    )
 
 
 def to_text(name: str, recipe: Recipe) -> tuple[str, tuple[str, ...]]:

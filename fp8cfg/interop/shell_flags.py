@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,7 +95,8 @@ def read_flags(
                 remarks += remark_twice(flag, values)
                 values[flag.name] = flag.text
     if conditional:
-        remarks.append(f"{shortened(conditional)}: in a condition of the script, not read")
+        names = ", ".join(dict.fromkeys(conditional))
+        remarks.append(f"{names}: in a condition of the script, not read")
     several = "\n" in text.strip()
     lines = [f"line {n}: {line}" if several else line for n, line in sorted(problems)]
     refuse_if(lines)
@@ -159,27 +160,17 @@ def is_value(word: Word) -> bool:
     return not FLAG.match(word.text) and not (word.unknown and SEVERAL_WORDS.search(word.text))
 
 
-def known_flags(dialect: Dialect, flags: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the flags that `dialect` knows or that are meant for it, and a line on the others."""
-    known: dict[str, Any] = {}
-    others: list[str] = []
-    for name, value in flags.items():
-        if is_known(name, dialect) or dialect.lacks(name):
-            known[dashed(name)] = value
-        else:
-            others.append(dashed(name))
-    remarks = [f"{shortened(others)}: not about precision or shape, not read"] if others else []
-    return known, remarks
+def known_flags(dialect: Dialect, flags: dict[str, Any]) -> dict[str, Any]:
+    """Returns the flags that `dialect` knows or that are meant for it."""
+    return {
+        dashed(name): value
+        for name, value in flags.items()
+        if is_known(name, dialect) or dialect.lacks(name)
+    }
 
 
 def dashed(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def shortened(flags: Iterable[str]) -> str:
-    """Returns at most 12 of the flags, each once."""
-    names = list(dict.fromkeys(flags))
-    return ", ".join(names[:12]) + (" and others" if len(names) > 12 else "")
 
 
 def line(data: dict[str, Any]) -> list[str]:

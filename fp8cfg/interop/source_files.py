@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fp8cfg.interop import shell_flags
 from fp8cfg.interop.key_table import Dialect, flattened
+from fp8cfg.interop.recognition import SWIFT, other_command
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
 from fp8cfg.schema.safe_files import parse_yaml, plain, read_text
 
@@ -116,7 +117,8 @@ _CODE = re.compile(r"(^\s*(?:- +)?|[{,]\s*)_(target|partial|args|call)_(?=\s*:)"
 class Said(NamedTuple):
     """What a source says: a flat table, with a line on each thing that is left out of it, and on each key that looks like a typing
     error; or the name of a preset. `task` is what it is trained for, and `lora` has values of that node. `called` says that its
-    keys are words of a call, of which the project itself takes no unknown one."""
+    keys are words of a call, of which the project itself takes no unknown one. `recipe` is the recipe of this package that the source
+    builds on. `items` names everything in the source, and `read` the items that were read."""
 
     data: dict[str, Any]
     lost: tuple[str, ...] = ()
@@ -125,6 +127,14 @@ class Said(NamedTuple):
     task: str | None = None
     lora: Mapping[str, Any] = MappingProxyType({})
     called: bool = False
+    recipe: str | None = None
+    items: tuple[str, ...] = ()
+    read: frozenset[str] = frozenset()
+
+    @property
+    def unread(self) -> list[str]:
+        """Names of the items of the source that no key of `data` stands for, each once."""
+        return list(dict.fromkeys(item for item in self.items if item not in self.read))
 
 
 def text_of(path: Path) -> str:
@@ -142,7 +152,8 @@ def mapping(path: Path) -> dict[str, Any]:
         if path.suffix == ".json":
             data = json.loads(text, object_pairs_hook=_each_once)
         else:
-            return parse_yaml(_CODE.sub(r"\1their_\2", text), str(path))
+            data = parse_yaml(_CODE.sub(r"\1their_\2", text), str(path), interpolations=True)
+            return _resolved_references(data, flattened(data))
     except json.JSONDecodeError as e:
         raise ConfigError(f"{path}: line {e.lineno}: not valid JSON ({e.msg})") from None
     except RecursionError:
@@ -153,8 +164,38 @@ def mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: a number has more digits than can be read") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected keys and values, got {type(data).__name__}")
-    checked: dict[str, Any] = plain(data, str(path))
+    checked: dict[str, Any] = plain(data, str(path), interpolations=True)
     return checked
+
+
+_REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")
+
+
+def _resolved_references(
+    data: Mapping[str, Any], values: Mapping[str, Any], section: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Returns `data` with OmegaConf's references to other keys of the file replaced by their values.
+
+    `${a.b}` counts from the top, `${.b}` from the section. Others, such as `${multiply:4,2}`, stay.
+    """
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            value = _resolved_references(value, values, (*section, key))
+        for _ in range(8):  # a reference to a reference
+            match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if not match:
+                break
+            dots = len(match[1])
+            home = section[: len(section) + 1 - dots] if dots else ()
+            value = values.get(".".join((*home, match[2])), value)
+        out[key] = value
+    return out
+
+
+def interpolated(data: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of `data` whose value only OmegaConf can compute."""
+    return [key for key, value in data.items() if isinstance(value, str) and "${" in value]
 
 
 def _each_once(keys: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -175,32 +216,8 @@ def pairs(words: Sequence[str]) -> dict[str, Any]:
 
 
 def nested(data: Mapping[str, Any]) -> Said:
-    """A file's keys by dotted names."""
+    """A file's keys by dotted names. All of them are for the table, which has a line on each that it does not know."""
     return Said(flattened(data))
-
-
-def plugin(data: Mapping[str, Any]) -> Said:
-    """The precision of a file of NeMo's or Megatron-Bridge's: under mixed_precision or plugins, or the file itself."""
-    trainer = data.get("trainer")
-    places = {"mixed_precision": data, "plugins": trainer if isinstance(trainer, Mapping) else data}
-    for key, place in places.items():
-        said = place.get(key)
-        if isinstance(said, list) and len(said) == 1:  # as a Trainer's plugins may be
-            said = said[0]
-        if isinstance(said, str):
-            return Said({}, preset=said)
-        if isinstance(said, Mapping):
-            return Said(_clean(said))
-    return Said(_clean(data))
-
-
-def _clean(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an object in a file; what is an object itself is the name of its class or function."""
-    return {
-        k: v.get("their_target", v) if isinstance(v, Mapping) else v
-        for k, v in data.items()
-        if not k.startswith("their_")
-    }
 
 
 def shell(dialect: Dialect, precision: frozenset[str]) -> Callable[[str], Said]:
@@ -208,11 +225,19 @@ def shell(dialect: Dialect, precision: frozenset[str]) -> Callable[[str], Said]:
 
     def read(text: str) -> Said:
         flags, remarks = shell_flags.read_flags(text, dialect, precision)
-        known, others = shell_flags.known_flags(dialect, flags)
+        known = shell_flags.known_flags(dialect, flags)
         if not known:
             line = f"no flag of {dialect.name} that is known here, such as --fp8-format hybrid"
-            raise ConfigError([*remarks, line])
-        return Said(known, (*remarks, *others))
+            raise ConfigError([*remarks, other_command(text) or line])
+        if match := SWIFT.search(text):
+            remarks.append(
+                f"megatron {match[1]}: is ms-swift's, whose flags are Megatron-LM's; it computes in bf16"
+                " and takes the shape from --model, here model.path"
+            )
+            if "fp16" not in flags:
+                known["--bf16"] = True
+        items = tuple(map(shell_flags.dashed, flags))
+        return Said(known, tuple(remarks), items=items, read=frozenset(known))
 
     return read
 

@@ -14,11 +14,14 @@ from fp8cfg.interop.key_table import (
     Entry,
     Unsaid,
     boolean,
+    integer,
     is_on,
+    number,
     one_of,
     read_only,
     shown,
 )
+from fp8cfg.interop.python_items import position, rest_of
 from fp8cfg.interop.source_files import Said, constants, last, literal, resolved, short
 from fp8cfg.interop.torchao import gather
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if, suggest
@@ -32,7 +35,13 @@ CONVERTERS = {
 }
 """The classes of converters, and the library class of torchao that each stands for."""
 _NOT_HERE = ("NVFP4LinearConverter",)
-TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+_SIZES = {
+    "steps": "trainer.max_steps",
+    "seq_len": "model.seq_length",
+    "local_batch_size": "trainer.micro_batch_size",
+    "global_batch_size": "trainer.global_batch_size",
+}
+TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce", "max_norm", *_SIZES)
 _IGNORED = ("model_compile_enabled",)
 
 
@@ -91,6 +100,8 @@ class FieldReader:
     def __init__(self, constants: dict[str, ast.expr], functions: frozenset[str]) -> None:
         self.constants, self.functions = constants, functions
         self.problems: list[str] = []
+        self.positions: set[tuple[int, int]] = set()
+        """Lines and columns of the values that are read."""
 
     def field(
         self, settings: Settings, name: str, value: ast.expr, names: dict[str, ast.expr]
@@ -149,6 +160,7 @@ class FieldReader:
         """A converter's class and its fields. `usual` is Float8LinearConverter's recipe_name where none is given: rowwise since it
         is one of model_registry's converters (#3127), tensorwise before."""
         name = last(call.func.value)  # type: ignore[attr-defined]
+        self.positions.add(position(call))
         values: dict[str, Any] = {"recipe_name": usual} if name == "Float8LinearConverter" else {}
         if name.startswith("MXFP8"):  # which have fqns instead, and convert the output layer too
             values["filter_fqns"] = []
@@ -165,6 +177,7 @@ class FieldReader:
         self, into: dict[str, Any], key: str, value: ast.expr, names: dict[str, ast.expr]
     ) -> None:
         """Put a literal into a table; None is as if it were not given."""
+        self.positions.add(position(value))
         try:
             made = literal(resolved(value, {**self.constants, **names}))
         except ValueError:
@@ -273,6 +286,14 @@ def _choice(theirs: str, options: Mapping[str, dict[str, Any]]) -> Entry:
     return read_only(theirs, lambda name: one_of(name, options))
 
 
+def _size(theirs: str, ours: str) -> Entry:
+    """A size, where -1 is torchtitan's default."""
+    return read_only(
+        f"training.{theirs}",
+        lambda value: {} if integer(value) == -1 else {ours: integer(value)},
+    )
+
+
 TORCHTITAN = Dialect(
     "torchtitan",
     (
@@ -290,6 +311,8 @@ TORCHTITAN = Dialect(
             "training.mixed_precision_reduce",
             {"float32": {"storage.comm": "fp32"}, "bfloat16": {"storage.comm": "bf16"}},
         ),
+        *(_size(theirs, ours) for theirs, ours in _SIZES.items()),
+        read_only("training.max_norm", lambda value: {"trainer.gradient_clip_val": number(value)}),
         read_only("converter", _on),
         _choice("recipe_name", _RECIPES),
         read_only("FILTER", _filter),
@@ -342,7 +365,10 @@ def configuration(text: str, name: str = "") -> Said:
         )
     )
     assert settings is not None
-    return settings.by_key()
+    visited = [reader.functions[name] for name in reader.made]
+    tree = ast.Module(body=[*visited] if found else module.body, type_ignores=[])
+    said = settings.by_key()
+    return said._replace(items=tuple(rest_of(tree, reader.fields.positions)))
 
 
 class _Reader:

@@ -14,6 +14,7 @@ from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.fp8 import ONLY_UNDER, power_2_scales, weights_2d
 from fp8cfg.schema.keys import PLUGIN, full, short
 from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe, fields
 from fp8cfg.schema.rules_precision import KEPT
 from fp8cfg.schema.scalings import SCALINGS
@@ -241,9 +242,36 @@ def gpus(recipe: Recipe, ours: Values) -> list[str]:
     ]
 
 
-def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) -> Read:
+def batches(recipe: Recipe, ours: Values) -> list[str]:
+    """Fits the batch sizes that the source doesn't give to its ranks. Returns a line on the change."""
+    trainer = recipe.trainer
+    replicas = max(trainer.num_nodes * trainer.devices // trainer.strategy.size, 1)
+    if trainer.global_batch_size % (trainer.micro_batch_size * replicas) == 0:
+        return []
+    if "trainer.micro_batch_size" not in ours and trainer.global_batch_size % replicas == 0:
+        trainer.micro_batch_size = gcd(
+            trainer.micro_batch_size, trainer.global_batch_size // replicas
+        )
+        key = "trainer.micro_batch_size"
+    elif "trainer.global_batch_size" not in ours:
+        step = trainer.micro_batch_size * replicas
+        trainer.global_batch_size = -(-trainer.global_batch_size // step) * step
+        key = "trainer.global_batch_size"
+    else:
+        return []  # which the check of the recipe rejects
+    value = getattr(trainer, key.rpartition(".")[2])
+    return [f"{key}={value}: not given there; set to fit {replicas} data-parallel replicas"]
+
+
+def read(
+    dialect: Dialect,
+    data: Mapping[str, Any],
+    base: Recipe | None = None,
+    preset: str | None = None,
+) -> Read:
     """The recipe that `data` means, by the names that `dialect` knows, on top of `base`, whose precision it replaces. It is not
-    yet checked as a whole. Raises ConfigError with a line for each value that cannot be, and then for each unknown key too.
+    yet checked as a whole. `preset` is the precision that `data` changes. Raises ConfigError with a line for each value that
+    cannot be, and then for each unknown key too.
     """
     theirs, spelled, problems = _named(dialect, data)
     remarks, vague = list[str](), list[str]()
@@ -269,16 +297,22 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
                 entry.theirs, SILENT
             ):
                 origin |= dict.fromkeys(found, shown(spelled[entry.theirs], theirs[entry.theirs]))
-    remarks += without_effect(ours, origin)
-    problems += contradictions(ours, origin)
-    remarks += by_backend(ours, origin)
+    if preset is None:
+        remarks += without_effect(ours, origin)
+        problems += contradictions(ours, origin)
+        remarks += by_backend(ours, origin)
+    else:
+        ours = _without_defaults(ours, origin)
+        together = {**_changes(preset), **ours}
+        remarks += without_effect(together, origin)
+        ours = {key: value for key, value in together.items() if key in ours}
     remarks += [
         f"{origin[k]}: is so here; {why}"
         for k, why in dialect.doubts.items()
         if k in origin and k in changed(ours)
     ]
     recipe = (base or Recipe()).model_copy(deep=True)
-    recipe.precision = Precision()
+    recipe.precision = Precision() if preset is None else precision_preset(preset)
     unsaid, unknown = _rest(dialect, theirs, spelled)
     try:
         recipe = assigned(recipe, {full(k): v for k, v in ours.items()})
@@ -291,8 +325,23 @@ def read(dialect: Dialect, data: Mapping[str, Any], base: Recipe | None = None) 
         if name in theirs and (first := dialect.within(name))
     ]
     refuse_if([*problems, *unknown] if problems else [])
-    remarks += gpus(recipe, ours) + (output_layer(recipe) if base else [])
+    remarks += gpus(recipe, ours) + batches(recipe, ours) + (output_layer(recipe) if base else [])
     return Read(recipe, tuple(remarks + unsaid), tuple(unknown))
+
+
+def _changes(preset: str) -> dict[str, Any]:
+    """Returns the values of a preset that are not our defaults."""
+    values = {short(key): value for key, value in flat(precision_preset(preset), PLUGIN).items()}
+    return {key: value for key, value in values.items() if value != default(key)}
+
+
+def _without_defaults(ours: Values, origin: Mapping[str, str]) -> dict[str, Any]:
+    """Returns `ours` without the other project's defaults of precision, which its preset replaces."""
+    return {
+        key: value
+        for key, value in ours.items()
+        if key in origin or not full(key).startswith(f"{PLUGIN}.")
+    }
 
 
 def write(dialect: Dialect, recipe: Recipe) -> Written:

@@ -143,16 +143,17 @@ def plain_text(data: bytes, path: Path) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """As `read_yaml`, from text; `where` names it in errors. What was parsed lately is not parsed again."""
-    return copy.deepcopy(_parsed(text, where))
+def parse_yaml(text: str, where: str, interpolations: bool = False) -> dict[str, Any]:
+    """As `read_yaml`, from text; `where` names it in errors. What was parsed lately is not parsed again. `interpolations` leaves
+    `${...}` as it stands, for files of other projects."""
+    return copy.deepcopy(_parsed(text, where, interpolations))
 
 
 @functools.lru_cache(64)
-def _parsed(text: str, where: str) -> dict[str, Any]:
+def _parsed(text: str, where: str, interpolations: bool) -> dict[str, Any]:
     try:
         _bounded(text)
-        return _mapping(lambda: yaml.load(text, _Loader), where)
+        return _mapping(lambda: yaml.load(text, _Loader), where, interpolations)
     except ConfigError as e:
         raise ConfigError(
             [p if p.startswith(where) else f"{where}: {p}" for p in e.problems]
@@ -190,8 +191,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _mapping(load: Callable[[], Any], where: str) -> dict[str, Any]:
-    data = plain(load(), where)
+def _mapping(load: Callable[[], Any], where: str, interpolations: bool = False) -> dict[str, Any]:
+    data = plain(load(), where, interpolations=interpolations)
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -215,8 +216,9 @@ def _bounded(text: str) -> None:
             )
 
 
-def plain(data: Any, where: str, key: str = "") -> Any:
-    """`data` again, if it names no code and holds no interpolation; aliases unfolded count against the size bound."""
+def plain(data: Any, where: str, key: str = "", interpolations: bool = False) -> Any:
+    """`data` again, if it names no code and holds no interpolation, unless `interpolations` are accepted; aliases unfolded count
+    against the size bound."""
     budget = [MAX_NODES]
 
     def walk(value: Any, at: str) -> Any:
@@ -233,7 +235,7 @@ def plain(data: Any, where: str, key: str = "") -> Any:
             return {k: walk(v, f"{at}{k}.") for k, v in value.items()}
         if isinstance(value, list):
             return [walk(v, at) for v in value]
-        if isinstance(value, str) and "${" in value:
+        if isinstance(value, str) and "${" in value and not interpolations:
             raise ConfigError(
                 f"{where}: {at.rstrip('.')}: interpolation ({value}) is not accepted; write the"
                 " value"

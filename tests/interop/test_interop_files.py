@@ -55,7 +55,7 @@ def test_a_script_of_megatrons(tmp_path: Path) -> None:
         "gather": "auto",
     }
     assert found.recipe.optim.lr == 3e-4
-    assert found.lost == ("--tensorboard-dir: not about precision or shape, not read",)
+    assert found.lost == ("--tensorboard-dir: not read",)
     assert found.unknown == (
         "--fp8-margn: no such flag of Megatron-LM; did you mean '--fp8-margin'?",
     )

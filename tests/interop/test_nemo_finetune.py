@@ -21,11 +21,11 @@ HEAD = "import nemo_run as run\nfrom nemo.collections import llm\n"
     [
         (
             'recipe = llm.llama3_8b.finetune_recipe(name="mine", peft_scheme="lora")\n',
-            llama3_8b(task="lora"),
+            llama3_8b(task="lora", name="mine"),
         ),
         (
             'recipe = llm.llama3_8b.finetune_recipe(name="mine")\nrecipe.peft.dim = 16\nrecipe.peft.target_modules = ["linear_qkv"]\n',
-            llama3_8b(task="lora", lora={"rank": 16, "targets": ["linear_qkv"]}),
+            llama3_8b(task="lora", name="mine", lora={"rank": 16, "targets": ["linear_qkv"]}),
         ),
         (
             "recipe = llm.llama3_8b.finetune_recipe(peft_scheme=None)\nrecipe.trainer.plugins = bf16_with_fp8_mixed()\n",

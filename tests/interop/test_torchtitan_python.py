@@ -143,7 +143,8 @@ def test_a_function_of_a_registry(
     (tmp_path / "config_registry.py").write_text(REGISTRY)
     found = interop.from_file("torchtitan", tmp_path / f"config_registry.py:{name}")
     assert {k: table(found.recipe)[k] for k in ours} == ours
-    assert (found.lost, found.unknown) == (lost, ())
+    read = tuple(line for line in found.lost if not line.endswith(": not read"))
+    assert (read, found.unknown) == (lost, ())
 
 
 ONE = "def a() -> Trainer.Config:\n    return Trainer.Config(model_spec=model_registry('8B', converters=[Float8LinearConverter.Config({})]))\n"
