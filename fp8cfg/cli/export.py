@@ -69,8 +69,10 @@ and written at a time: no GPU, and memory of about two of the largest matrices.
 peft writes the adapters of a LoRA run as PEFT loads them.
 
 slurm writes a script for sbatch, with its settings from --slurm: a rank for
-each GPU of the recipe. Before the job's time is over it saves, goes back into
-the queue, and goes on with its run folder, log.folder or runs/NAME.
+each GPU of the recipe. setup="source ENV/bin/activate" is a line before the
+ranks start, container-image=IMAGE and other container-* settings of pyxis go to
+srun. Output goes to NAME-JOB.out. Before the job's time is over it saves, goes
+back into the queue, and goes on with its run folder, log.folder or runs/NAME.
 """
 
 

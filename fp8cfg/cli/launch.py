@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fp8cfg.cli import WORDS
@@ -138,12 +139,18 @@ def _executor(arguments: Arguments) -> TorchrunExecutor | SlurmExecutor:
 
 
 def settings(said: str, submitit: bool = True) -> dict[str, str]:
-    """The settings of `KEY=VALUE,...`, where a value may be a list, as in nodelist=a,b. Raises ConfigError for what has another
-    form, for a key given twice, and for misspelt options of sbatch, or parameters of `submitit`."""
+    """The settings of `KEY=VALUE,...`, where a value may be a list, as in nodelist=a,b. A space between two settings is a comma.
+    Raises ConfigError for what has another form, for a key given twice, and for misspelt options of sbatch, or parameters of
+    `submitit`."""
+    refuse_if(
+        [f"--slurm {said!r}: has a line break; write one line"]
+        if len(said.splitlines()) > 1
+        else []
+    )
     pairs: list[list[str]] = []
-    for part in said.split(",") if said else ():
+    for part in _between_settings(said) if said else ():
         key, _, value = part.partition("=")
-        if key and value:
+        if key and value and " " not in key:
             pairs.append([key, value])
         elif part and pairs and "=" not in part and part.replace("-", "_") not in SBATCH:
             pairs[-1][1] += f",{part}"
@@ -158,4 +165,20 @@ def settings(said: str, submitit: bool = True) -> dict[str, str]:
         [f"--slurm {key}: given {keys.count(key)} times" for key in found if keys.count(key) > 1]
     )
     refuse_if([f"--slurm {line}" for line in unknown(found, submitit)])
+    refuse_if(
+        [
+            f"--slurm {key}={value}: has a space; put a comma between settings"
+            for key, value in found.items()
+            if " " in value and key not in _WITH_SPACES
+        ]
+    )
     return found
+
+
+_WITH_SPACES = ("setup", "teardown", "comment", "wrap", "srun_args", "srun-args")
+"""Settings whose value may have spaces."""
+
+
+def _between_settings(said: str) -> list[str]:
+    """Splits at commas, and at spaces before the name of an option and `=`."""
+    return re.split(rf",|\s+(?=(?:{'|'.join(sorted(SBATCH))})=)", said.strip().replace(", ", ","))

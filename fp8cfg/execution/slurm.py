@@ -84,6 +84,8 @@ def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]
             yield f"{key}={value}: submitit sends its own signal; write signal_delay_s=SECONDS"
         elif name in _RECIPES:
             yield f"{key}={value}: follows {_RECIPES[name]}; write {_RECIPES[name]}={value}"
+        elif not submitit and name == "setup":
+            continue  # a line of the script
         elif not submitit and name in _OWN:
             yield f"{key}={value}: a parameter of submitit, which a script does without; drop it"
         elif name not in known and near:
@@ -113,12 +115,14 @@ _SCRIPT = """\
 #!/bin/bash
 {settings}
 
+{setup}
 # Slurm sends SIGTERM to the ranks 90 seconds before the time is over: they save and end
 # with exit code {code}.
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export WORLD_SIZE=$SLURM_NTASKS
-srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python -m fp8cfg "$@"' fp8cfg \\
+srun {container}bash -c \\
+  'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python -m fp8cfg "$@"' fp8cfg \\
   {words}
 code=$?
 if [ $code -eq {code} ]; then
@@ -126,32 +130,44 @@ if [ $code -eq {code} ]; then
 fi
 exit $code
 """
+_NO_SETUP = """\
+# The job has the environment of the shell that runs sbatch. For another one, pass
+# --slurm setup="source ENV/bin/activate" or container-image=IMAGE to fp8cfg export slurm."""
 
 
 def batch_script(recipe: Recipe, words: Sequence[str], parameters: Mapping[str, str]) -> str:
     """The script for `sbatch` that trains `recipe`, of which `words` are the command line, on trainer.num_nodes machines with
-    trainer.devices ranks each. `parameters` are sbatch's long options by name, which replace ours. The run folder is log.folder,
-    by default runs/NAME, and each start goes on with it."""
+    trainer.devices ranks each. `parameters` are sbatch's long options by name, which replace ours, `setup`, a line before the
+    ranks start, and pyxis' `container-*`, which `srun` takes: the script itself needs the host's `scontrol`. The run folder is
+    log.folder, by default runs/NAME, and each start goes on with it."""
     t, name = recipe.trainer, recipe.name
-    ours = {
+    given = {key.replace("_", "-"): value for key, value in parameters.items()}
+    setup = given.pop("setup", "")
+    container = {key: given.pop(key) for key in list(given) if key.startswith("container-")}
+    options = {
         "job-name": name,
         "nodes": t.num_nodes,
         "ntasks-per-node": t.devices,
         "gpus-per-node": t.devices,
+        "output": f"{name}-%j.out",
         "requeue": "",
         "open-mode": "append",
         "signal": "TERM@90",
+        **given,
     }
-    said = {**ours, **{key.replace("_", "-"): value for key, value in parameters.items()}}
     own = [] if recipe.log.folder else [f"log.folder={recipe.log.dir}/{name}"]
     again = [] if recipe.log.resume == "auto" else ["log.resume=auto"]
     return _SCRIPT.format(
-        settings="\n".join(
-            f"#SBATCH --{key}{f'={value}' if value != '' else ''}" for key, value in said.items()
-        ),
+        settings="\n".join(f"#SBATCH {_option(key, value)}" for key, value in options.items()),
+        setup=setup or ("" if container else _NO_SETUP),
+        container="".join(f"{_option(key, value)} " for key, value in container.items()),
         words=shlex.join([*words, *own, *again]),
         code=REQUEUE,
     )
+
+
+def _option(key: str, value: object) -> str:
+    return f"--{key}" if value == "" else f"--{key}={shlex.quote(str(value))}"
 
 
 WARNING = signal.SIGUSR2

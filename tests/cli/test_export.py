@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 from pathlib import Path
 
 import jsonschema
@@ -363,11 +364,19 @@ def test_a_path_that_is_no_text_is_escaped(capsys: Out) -> None:
             ],
         ),
         (
-            ["slurm", "--slurm", "cpus-per-tsk=4,setup=x"],
+            ["slurm", "--slurm", "cpus-per-tsk=4,teardown=x"],
             [
                 "--slurm cpus-per-tsk=4: no option of sbatch; did you mean 'cpus-per-task'?",
-                "--slurm setup=x: a parameter of submitit, which a script does without; drop it",
+                "--slurm teardown=x: a parameter of submitit, which a script does without; drop it",
             ],
+        ),
+        (
+            ["slurm", "--slurm", "partition=gpu foo=1"],
+            ["--slurm partition=gpu foo=1: has a space; put a comma between settings"],
+        ),
+        (
+            ["slurm", "--slurm", "partition=gpu\nrm=x"],
+            ["--slurm 'partition=gpu\\nrm=x': has a line break; write one line"],
         ),
         (["slrum"], ["slrum: no such project; did you mean 'slurm'?"]),
         (
@@ -388,3 +397,36 @@ def test_mistakes(capsys: Out, argv: list[str], lines: list[str]) -> None:
 
 def test_neither_torch_nor_fiddle_is_loaded() -> None:
     assert not loads("export", "--python", *FP8) & {"torch", "fiddle", "numpy"}
+
+
+def test_a_batch_script_has_a_line_for_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """A space between settings is a comma: sbatch would take the second for a part of the first."""
+    script = said(capsys, "export", "slurm", "--slurm", "partition=gpu time=04:00:00 nodelist=a,b")
+    settings = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert settings[-3:] == [
+        "#SBATCH --partition=gpu",
+        "#SBATCH --time=04:00:00",
+        "#SBATCH --nodelist=a,b",
+    ]
+    assert "#SBATCH --output=llama_tiny-%j.out" in settings
+    named = said(capsys, "export", "slurm", "--slurm", "output=logs/%x.txt")
+    assert [line for line in named.splitlines() if "output" in line] == [
+        "#SBATCH --output=logs/%x.txt"
+    ]
+
+
+def test_a_batch_script_sets_up_an_environment_or_a_container(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = "time=10,setup=source venv/bin/activate && module load cuda,container-image=a#b:1,container_mounts=/data"
+    script = said(capsys, "export", "slurm", "--slurm", settings)
+    lines = script.splitlines()
+    assert lines.index("source venv/bin/activate && module load cuda") < lines.index(
+        "export WORLD_SIZE=$SLURM_NTASKS"
+    )
+    assert "srun --container-image='a#b:1' --container-mounts=/data bash -c \\" in lines
+    assert not [line for line in lines if line.startswith("#SBATCH --container")]
+    plain = said(capsys, "export", "slurm")
+    assert "container-image=IMAGE" in plain
+    for text in (script, plain):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
