@@ -569,12 +569,12 @@ def _take_overrides(data: dict[str, Any], group: str, library: Library) -> dict[
                 )
         if library.own(choice.group) and choice.group not in PARTS:
             own.append(
-                f"defaults: {choice.group}: a group of your own is an argument:"
-                f" {choice.group}={choice.name}"
+                f"defaults: {choice.group}: a file chooses in shipped groups alone; drop it, and"
+                f" pass {choice.group}={choice.name} on the command line"
             )
         if choice.override and choice.name and not _is_missing(choice, library):
             chosen[choice.group] = choice.name
+    refuse_if(own)
     refuse_if(bases)
     refuse_if(repeated)
-    refuse_if(own)
     return chosen

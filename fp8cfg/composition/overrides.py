@@ -20,7 +20,7 @@ from fp8cfg.composition.recipe_yaml import is_node, owner, settings
 from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
 from fp8cfg.schema.keys import PLUGIN, full, short, spelled
-from fp8cfg.schema.node import THOUSANDS, Node, example
+from fp8cfg.schema.node import THOUSANDS, Node, example, several_files
 from fp8cfg.schema.recipe import fields, short_keys
 from fp8cfg.schema.safe_files import plain
 
@@ -195,7 +195,10 @@ def _sweep_hint(key: str, text: str, argument: str) -> str:
     if THOUSANDS.fullmatch(text):
         number = text.replace(",", "")
         return f"several values are a sweep; a number is written without commas: {key}={number}"
-    return "several values are a sweep, and a run takes one; a list is written [a,b]"
+    if full(key) == "data.path":
+        return f"takes one path{several_files(text.split(','))}"
+    command = f"fp8cfg sweep {shlex.quote(argument)}"
+    return f"several values are a sweep, and a run takes one; write: {command}"
 
 
 def override(argument: str) -> HydraOverride:

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError, NoSuchKey, refuse_if, suggest
 from fp8cfg.schema.keys import full, preset_keys, short, spelled, written
+from fp8cfg.schema.units import EXAMPLES, in_unit
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass as _ModelType
@@ -186,6 +187,8 @@ def _line(cls: type[Node], e: Any) -> str:
     instead = (
         _instead(cls.key(field), e["type"], given) if texts or e["type"] != "tuple_type" else ""
     )
+    if field in cls.units and isinstance(given, str):
+        instead = f"; write {cls.units[field]}, or {EXAMPLES[cls.units[field]]}"
     if e["type"] == "model_type":
         if (
             isinstance(given, tuple)
@@ -201,7 +204,10 @@ def _line(cls: type[Node], e: Any) -> str:
 def _instead(key: str, kind: str, given: Any) -> str:
     """What to write in place of a value of another type, where that is plain."""
     if kind == "tuple_type":
-        return f"; write \"{key}=['{given}']\"" if isinstance(given, str) else ""
+        if not isinstance(given, str):
+            return ""
+        items = [item.strip(" '\"") for item in given.strip("[] ").split(",")]
+        return f'; write "{key}={items}"'
     if kind == "bool_type":
         word = str(given).lower()
         if word in ("true", "false"):
@@ -209,8 +215,12 @@ def _instead(key: str, kind: str, given: Any) -> str:
         return (
             f"; write {key}={'true' if word in _ON else 'false'}" if word in (*_ON, *_OFF) else ""
         )
-    if kind == "string_type" and isinstance(given, (int, float)):
+    if kind == "string_type" and isinstance(given, float):
+        return "; put it in quotes"  # a float has lost the text that it was written as
+    if kind == "string_type" and isinstance(given, int):
         return f"; write '{key}=\"{spelled(given)}\"'"
+    if kind == "string_type" and key == "data.path" and isinstance(given, tuple):
+        return several_files(given)
     if kind not in ("int_type", "float_type"):
         return ""
     listed = False
@@ -221,7 +231,8 @@ def _instead(key: str, kind: str, given: Any) -> str:
     if not isinstance(given, str):
         return ""
     if _NUMBER.fullmatch(given):
-        return "; write it without quotes"
+        plain = re.sub(r"(?<![\d.])0+(?=\d)", "", given)
+        return f"; write {key}={plain}" if plain != given else "; write it without quotes"
     if THOUSANDS.fullmatch(given):
         return f"; write it out, as {re.sub('[,_]', '', given)}"
     if unit := _UNIT.fullmatch(given):
@@ -231,6 +242,12 @@ def _instead(key: str, kind: str, given: Any) -> str:
             f" {float(unit[1]) * 1024**powers:.0f}"
         )
     return ""
+
+
+def several_files(paths: Sequence[Any]) -> str:
+    """What to write in place of several paths for data.path."""
+    parts = ", ".join(f"{{path: {path}, weight: 1}}" for path in paths)
+    return f"; write 'data.mixture=[{parts}]'"
 
 
 def _node_instead(key: str, node: type[Node], given: Any) -> str:
@@ -326,6 +343,8 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
     )
     home: ClassVar[str] = ""
     """Where the node stands in the recipe, by its short name."""
+    units: ClassVar[Mapping[str, str]] = {}
+    """Unit of the fields that take a text such as `10m`: seconds or bytes."""
     root: ClassVar[type[Node] | None] = None
     """The class at the top of the tree, once it is defined: Recipe."""
 
@@ -436,6 +455,8 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
         ):
             return as_declared(value, annotation)
         if isinstance(value, str):
+            if unit := cls.units.get(info.field_name or ""):
+                return in_unit(value, unit)
             return {o.lower(): o for o in options(annotation)}.get(value.lower(), value)
         if (
             isinstance(value, float)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import pydantic
@@ -121,11 +122,12 @@ class Timeout(Node):
     """How long a rank waits for the others in a collective before the run ends, with a line that says who is missing."""
 
     home: ClassVar[str] = "trainer.timeout"
+    units: ClassVar[Mapping[str, str]] = {"start": "seconds", "step": "seconds"}
 
     start: float = Field(default=600.0, gt=0, le=86400)
-    """Seconds at the start, which compiles, and in evaluations and saves. Default 600."""
+    """Seconds, or 10m, 1h, at the start, which compiles, and in evaluations and saves. Default 600."""
     step: float = Field(default=100.0, gt=0, le=86400)
-    """Seconds within steps after the first. Default 100 (torchtitan)."""
+    """Seconds, or 10m, 1h, within steps after the first. Default 100 (torchtitan)."""
 
 
 class Trainer(Node):

@@ -139,7 +139,7 @@ GOLDEN = [
     ("fp8.margin", "fp8.margin: needs a value, as in fp8.margin=VALUE"),
     (
         "fp8.margin=0,1",
-        "fp8.margin=0,1: several values are a sweep, and a run takes one; a list is written [a,b]",
+        "fp8.margin=0,1: several values are a sweep, and a run takes one; write: fp8cfg sweep fp8.margin=0,1",
     ),
     ("precision@x=bf16", "precision@x=bf16: packages are fixed; write precision=bf16"),
     ("mixed_precision=fp8", "mixed_precision=fp8: no such key; write precision=bf16_fp8"),

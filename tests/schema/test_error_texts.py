@@ -118,7 +118,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("=1", "=1: not of the form key=value; quote a value with special signs, as in 'name=\"a b\"'"),
     (
         "fp8.margin=0,1",
-        "fp8.margin=0,1: several values are a sweep, and a run takes one; a list is written [a,b]",
+        "fp8.margin=0,1: several values are a sweep, and a run takes one; write: fp8cfg sweep fp8.margin=0,1",
     ),
     (
         "precision=bf16_fp8,fp8.margin=1",
