@@ -14,6 +14,8 @@ OPTIONS_OF_OTHERS = {
     "--temp": "--temperature T",
     "--config": "the file alone: fp8cfg FILE.yaml",
     "--factory": "recipe=NAME",
+    "--log-level": "log.every_n_steps=N, which sets how often a step is printed",
+    "--verbose": "log.every_n_steps=N, which sets how often a step is printed",
 }
 """Options of torchrun, NeMo-Run, axolotl and others, and how to write them here."""
 SHORT = {"-cd": "--config-dir"}

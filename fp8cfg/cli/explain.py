@@ -11,6 +11,9 @@ from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.precedence import composed
 from fp8cfg.report.key_explanation import explained, known
 from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.keys import short
+from fp8cfg.schema.node import options
+from fp8cfg.schema.recipe import fields
 from fp8cfg.schema.scalings import SCALINGS
 
 LEVELS = ("O1", "O2", "O3")
@@ -43,7 +46,11 @@ def run(argv: list[str]) -> int:
         full_key = known(keys[0]) if not problems else ""
     except ConfigError as e:
         chosen = chooses(keys[0])
-        values = {**dict.fromkeys(SCALINGS, "fp8.scaling"), **dict.fromkeys(LEVELS, "opt_level")}
+        values = {
+            **_keys_by_value(),
+            **dict.fromkeys(SCALINGS, "fp8.scaling"),
+            **dict.fromkeys(LEVELS, "opt_level"),
+        }
         if keys[0] in values:
             raise ConfigError(
                 f"{keys[0]}: is a value of {values[keys[0]]}; write: fp8cfg explain"
@@ -68,3 +75,12 @@ def run(argv: list[str]) -> int:
     explanation = explained(settled, full_key)
     print(json.dumps(explanation.data(), indent=1) if "--json" in arguments.flags else explanation)
     return 0
+
+
+def _keys_by_value() -> dict[str, str]:
+    """Keys by the options that one key alone has."""
+    keys: dict[str, set[str]] = {}
+    for key, field in fields().items():
+        for option in options(field.annotation):
+            keys.setdefault(option, set()).add(short(key))
+    return {option: names.pop() for option, names in keys.items() if len(names) == 1}

@@ -76,6 +76,22 @@ back into the queue, and goes on with its run folder, log.folder or runs/NAME.
 """
 
 
+_HF = "reads Hugging Face folders; write: fp8cfg export hf RUN_FOLDER OUT"
+_GGUF = (
+    "write fp8cfg export hf RUN_FOLDER OUT, and convert OUT with llama.cpp's convert_hf_to_gguf.py"
+)
+_INSTEAD = {
+    **dict.fromkeys(("vllm", "sglang", "tensorrt-llm", "trtllm"), f"{_HF} --fp8 block"),
+    **dict.fromkeys(("transformers", "huggingface", "tgi", "safetensors"), _HF),
+    **dict.fromkeys(("gguf", "ollama", "llama.cpp"), _GGUF),
+    "lora": "write: fp8cfg export peft RUN_FOLDER OUT",
+    "adapters": "write: fp8cfg export peft RUN_FOLDER OUT",
+    "sbatch": "write: fp8cfg export slurm",
+    "onnx": "is not written; fp8cfg export hf writes weights as transformers loads them",
+}
+"""Programs that read what another export writes."""
+
+
 def run(argv: list[str]) -> int:
     """Export the recipe of `argv`. Returns the exit code."""
     arguments = split(
@@ -123,6 +139,8 @@ def _project(arguments: Arguments) -> str | None:
     if not arguments.plain or is_recipe_file(arguments.plain[0]):
         return None
     name = arguments.plain[0]
+    if name.lower() in _INSTEAD:
+        raise ConfigError(f"export {name}: {_INSTEAD[name.lower()]}")
     if name not in DOORS:
         near = nearest(name, [*DOORS, "hf", "peft", "slurm"])
         if near:

@@ -37,6 +37,22 @@ _THEIRS = {
     "preprocess": "data prepare",
 }
 """Commands of other trainers by ours."""
+_INSTEAD = {
+    "nemo": "nemo llm pretrain --factory NAME is: fp8cfg recipe=NAME, and finetune adds task=sft",
+    "llm": "nemo llm pretrain --factory NAME is: fp8cfg recipe=NAME, and finetune adds task=sft",
+    "accelerate": "the ranks of this machine are started by: fp8cfg launch --local N",
+    "torchrun": "the ranks of this machine are started by: fp8cfg launch --local N",
+    "deepspeed": "the ranks of this machine are started by: fp8cfg launch --local N",
+    "sbatch": "a script for it is written by: fp8cfg export slurm",
+    "serve": "vLLM serves what this writes: fp8cfg export hf RUN_FOLDER OUT --fp8 block",
+    "convert": "write: fp8cfg export hf RUN_FOLDER OUT, or fp8cfg import PROJECT FILE",
+    "runs": "run folders are in log.dir, runs/ by default; fp8cfg diff compares two",
+    "compare": "write: fp8cfg diff RUN_FOLDER RUN_FOLDER",
+    "plot": "log.tensorboard=true writes curves; the steps are in RUN_FOLDER/metrics.jsonl",
+    "bench": "write: fp8cfg plan, which predicts step time and memory",
+    "profile": "write: fp8cfg plan, which predicts step time and memory",
+}
+"""Words that other tools begin with, and what does it here."""
 
 
 def changed_words(arguments: Arguments, changes: Sequence[str]) -> list[str]:
@@ -88,6 +104,8 @@ def no_verb(arg: str, verbs: tuple[str, ...]) -> str:
         return f"{arg}: not of the form key=value; did you mean '{chosen}={arg}'?"
     if os.path.isfile(f"{arg}.yaml"):
         return f"{arg}: no command, recipe file or key=value; did you mean '{arg}.yaml'?"
+    if arg in _INSTEAD:
+        return f"{arg}: no such command; {_INSTEAD[arg]}"
     verb = _THEIRS.get(arg) or nearest(arg, verbs, 0.75)
     if verb:
         return f"{arg}: no such command; did you mean {verb!r}?"

@@ -146,6 +146,12 @@ _BELONGS = {
     "precompute_float8_dynamic_scale_for_fsdp": "storage.gather=fp8",
     "pipeline_parallel_degree": "trainer.strategy.pipeline_model_parallel_size",
     "data_parallel_shard_degree": "storage.shard",
+    # axolotl, TRL, LLaMA-Factory
+    "base_model": "recipe and model.path",
+    "dataset": "data.path",
+    "dataset_name": "data.path",
+    "datasets": "data.path",
+    "num_epochs": "trainer.max_steps",
     # NeMo, Megatron-Bridge, DeepSpeed
     "exp_dir": "log.dir",
     "lr_warmup_steps": "optim.warmup_steps",
@@ -381,6 +387,27 @@ DERIVED = {
 }
 """Keys that follow from others and cannot be set, with what they follow from."""
 
+_NO_WANDB = "metrics go to metrics.jsonl, to log.tensorboard=true, and to callbacks of fp8cfg.fit"
+_NO_LEVEL = "there are no log levels; log.every_n_steps sets how often a step is printed"
+ABSENT = {
+    **dict.fromkeys(
+        ("wandb", "wandb_project", "wandb_entity", "wandb_name", "use_wandb", "mlflow", "logger"),
+        _NO_WANDB,
+    ),
+    **dict.fromkeys(
+        ("log.level", "log_level", "logging_level", "loglevel", "verbose", "verbosity"), _NO_LEVEL
+    ),
+    **dict.fromkeys(
+        ("load_in_8bit", "load_in_4bit", "quantization_config"),
+        "integer weights are not trained here; fp8.params=true stores weights in FP8",
+    ),
+    **dict.fromkeys(
+        ("flash_attention", "use_flash_attn", "use_flash_attention", "flash_attn"),
+        "torch's scaled_dot_product_attention chooses the kernel",
+    ),
+}
+"""Keys, or their last names, of things that this package doesn't have, with what there is."""
+
 CODE_KEYS = frozenset(
     {
         "_target_",
@@ -464,6 +491,9 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
             return f"{key}={value}: no such key; write {home}={ours}"
         preset = " (precision=bf16_fp8)" if home in ("precision", "trainer.plugins") else ""
         return f"{key}: no such key; it belongs to {home}{preset}"
+    absent = ABSENT.get(key.lower()) or ABSENT.get(leaf.lower())
+    if absent and key not in known:
+        return f"{key}: no such key; {absent}"
     if key in known:  # what stands inside a node has one name
         return f"{key}: dotted names are read at the top of a file alone; write a node for each dot"
     same_leaf = sorted(k for k in known if k.rsplit(".", 1)[-1] == leaf)

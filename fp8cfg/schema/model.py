@@ -25,10 +25,19 @@ class LoRA(Node):
     """Share of an adapter's inputs that is dropped in training. Default 0 (NeMo)."""
     targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     """Layers with adapters: names or patterns, from any dot on, of this model's (linear_qkv) or of transformers' projections
-    (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head). Default all but the output layer (NeMo)."""
+    (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head). Default all but the output layer (NeMo), which PEFT
+    calls all-linear."""
     weights: str | None = None
     """Folder of adapters in PEFT's format, or hf://OWNER/NAME, to start from; null draws A from trainer.seed, and B is 0.
     Default null."""
+
+    @pydantic.field_validator("targets", mode="before")
+    @classmethod
+    def _all_linear(cls, value: Any) -> Any:
+        """PEFT's name of all linear layers but the output layer."""
+        if value in ("all-linear", ["all-linear"], ("all-linear",)):
+            return cls.model_fields["targets"].default
+        return value
 
 
 class RopeScaling(Node):

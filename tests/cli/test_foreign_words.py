@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
+from pathlib import Path
 
+import pytest
+import yaml
+
+import fp8cfg
 from fp8cfg.__main__ import main
 
 ANSWERS = {
@@ -25,8 +30,26 @@ ANSWERS = {
     "plan recipe=llama_8b --gpu v100": "it has a100-40, a100-80, h100",
     "explain mxfp8": "write: fp8cfg explain fp8.scaling",
     "explain O2": "write: fp8cfg explain opt_level",
-    "plot": "fp8cfg --help has them",
-    "compare": "fp8cfg --help has them",
+    "explain hybrid": "write: fp8cfg explain fp8.format",
+    "plot": "log.tensorboard=true writes curves",
+    "compare": "fp8cfg diff RUN_FOLDER RUN_FOLDER",
+    "runs": "run folders are in log.dir",
+    "serve": "fp8cfg export hf RUN_FOLDER OUT --fp8 block",
+    "nemo llm pretrain --factory llama3_8b": "is: fp8cfg recipe=NAME",
+    "export vllm": "write: fp8cfg export hf RUN_FOLDER OUT --fp8 block",
+    "export vllm recipe=llama_8b": "write: fp8cfg export hf RUN_FOLDER OUT --fp8 block",
+    "export gguf": "convert_hf_to_gguf.py",
+    "export adapters": "fp8cfg export peft RUN_FOLDER OUT",
+    "check log.level=debug": "there are no log levels; log.every_n_steps",
+    "--log-level debug": "log.every_n_steps=N",
+    "check log.wandb=true": "log.tensorboard=true",
+    "check log.wandb_project=x": "log.tensorboard=true",
+    "check report_to=wandb": "log.tensorboard",
+    "check resume.restore_config=x": "fp8cfg resume FOLDER",
+    "check base_model=x": "recipe and model.path",
+    "check dataset=x": "it belongs to data.path",
+    "check num_epochs=3": "it belongs to trainer.max_steps",
+    "check load_in_8bit=true": "fp8.params=true",
 }
 
 
@@ -35,3 +58,34 @@ def test_the_answer_names_what_does_it_here(line: str, capsys: pytest.CaptureFix
     assert main(line.split()) == 2
     error = capsys.readouterr().err
     assert ANSWERS[line] in error and "did you mean" not in error
+
+
+KEYS = [line.split()[1].partition("=") for line in ANSWERS if line.startswith("check ")]
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, _, value in KEYS])
+def test_each_door_has_the_same_answer(key: str, value: str, tmp_path: Path) -> None:
+    """A word, a line of a file, an assignment."""
+    with pytest.raises(fp8cfg.ConfigError) as word:
+        fp8cfg.compose([f"{key}={value}"])
+    *nodes, leaf = key.split(".")
+    data: dict[str, object] = {leaf: yaml.safe_load(value)}
+    for node in reversed(nodes):
+        data = {node: data}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(fp8cfg.ConfigError) as line:
+        fp8cfg.compose([], file=tmp_path / "a.yaml")
+    with pytest.raises(fp8cfg.ConfigError) as assignment:
+        setattr(functools.reduce(getattr, nodes, fp8cfg.Recipe()), leaf, yaml.safe_load(value))
+    answer = str(word.value).partition(": ")[2]
+    assert str(line.value).endswith(answer) and str(assignment.value).endswith(answer)
+
+
+def test_all_linear_is_what_it_is_to_peft(tmp_path: Path) -> None:
+    recipe = fp8cfg.compose(["task=lora", "lora.targets=all-linear"])
+    assert recipe.lora.targets == ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    (tmp_path / "a.yaml").write_text("task: lora\nlora: {targets: all-linear}\n")
+    assert fp8cfg.compose([], file=tmp_path / "a.yaml") == recipe
+    other = fp8cfg.compose(["task=lora", "lora.targets=[q_proj]"])
+    other.lora.targets = "all-linear"  # type: ignore[assignment]
+    assert other == recipe
