@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-SECONDS = {
+SECONDS: dict[str, float] = {
     "ms": 0.001,
     "s": 1,
     "sec": 1,
@@ -14,7 +14,7 @@ SECONDS = {
     "h": 3600,
     "d": 86400,
 }
-BYTES = {
+BYTES: dict[str, float] = {
     "b": 1,
     "kb": 1000,
     "mb": 1000**2,

@@ -59,7 +59,7 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("trainer.compile=maybe", "trainer.compile=maybe: not an option; choose from auto, on, off"),
     (
         "log.wandb=true",
-        "log.wandb: no such key; log has dir, every_n_steps, folder, fp8_stats_every_n_steps, resume, tensorboard",
+        "log.wandb: no such key; metrics go to metrics.jsonl, to log.tensorboard=true, and to callbacks of fp8cfg.fit",
     ),
     ("log.tensorbord=true", "log.tensorbord: no such key; did you mean 'log.tensorboard'?"),
     ("optim.weight_decy=1", "optim.weight_decy: no such key; did you mean 'optim.weight_decay'?"),
