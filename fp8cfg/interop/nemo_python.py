@@ -62,7 +62,6 @@ def settings(text: str, function: str = "") -> Said:
 class _Reader:
     def __init__(self, tree: ast.AST) -> None:
         self.tree = tree
-        self.factories: dict[str, ast.Call] = {}
         self.reader = ItemReader(tree, self.section)
         self.read: set[str] = set()
         self.values: dict[str, Any] = {}
@@ -82,7 +81,7 @@ class _Reader:
     def said(self) -> Said:
         roots, models = self.sources()
         task = self.task()
-        preset, objects = self.precision(bool(roots))
+        preset, objects = self.precision()
         for item in self.reader.items:
             self.take(item, roots, task)
         refuse_if(self.problems)
@@ -92,18 +91,28 @@ class _Reader:
             if path in said.read:
                 self.read.update(texts)
         items = tuple(item.text for item in self.reader.items)
+        known = [name for name in models if name in recipes()]
         return said._replace(
+            lost=tuple(
+                f"{name}: no recipe of this model here; recipe=NAME gives its shape"
+                for name in models
+                if name not in known
+            ),
             items=items,
             read=frozenset(self.read),
             preset=preset,
             task=task,
             lora=self.lora,
             called=bool(objects),
-            recipe=models[0] if models else None,
+            recipe=known[0] if known else None,
         )
 
     def sources(self) -> tuple[list[str], list[str]]:
-        """Variables that a recipe function made, and recipes of this package by their names."""
+        """Variables that a recipe function made, and the models of the file.
+
+        Raises:
+            ConfigError: The file has several models.
+        """
         roots: list[str] = []
         names: list[str] = []
         for variable, calls in self.reader.calls.items():
@@ -114,8 +123,12 @@ class _Reader:
                 name = class_of(node)[0]
                 names += filter(None, [factory_of(name) or model_of(name)])
         models = list(dict.fromkeys(names))
-        known = [name for name in models if name in recipes()]
-        return roots, known
+        if len(models) > 1:
+            raise ConfigError(
+                f"has {len(models)} models, {', '.join(models)}; name the function that has the one,"
+                " as FILE.py:NAME"
+            )
+        return roots, models
 
     def task(self) -> str | None:
         """The task of a finetune_recipe, LoRA's unless peft_scheme says otherwise."""
@@ -134,7 +147,7 @@ class _Reader:
             return "sft" if scheme == "none" else "lora"
         return None
 
-    def precision(self, has_factory: bool) -> tuple[str | None, int]:
+    def precision(self) -> tuple[str | None, int]:
         """The preset, and the number of plugin objects.
 
         Raises:
@@ -142,14 +155,9 @@ class _Reader:
         """
         nodes = list(ast.walk(self.tree))
         presets = list(dict.fromkeys(filter(None, map(_preset, nodes))))
-        objects = [
-            name
-            for node in nodes
-            if isinstance(node, ast.Call)
-            for name in [class_of(node)[0].rpartition(".")[2]]
-            if name in PLUGINS
-        ]
-        if has_factory and not presets and not objects:
+        calls = [class_of(node)[0] for node in nodes if isinstance(node, ast.Call)]
+        objects = [name for call in calls if (name := call.rpartition(".")[2]) in PLUGINS]
+        if any(map(factory_of, calls)) and not presets and not objects:
             presets = ["bf16_mixed"]  # of NeMo's and Bridge's recipe functions
         if len(presets) + len(objects) == 1:
             return (presets[0] if presets else None), len(objects)
