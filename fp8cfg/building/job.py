@@ -146,7 +146,7 @@ class Job:
     `optimizer` holds `model`'s parameters; its step also rolls FP8 histories and moves scales. `plan` is what each linear
     layer is meant to do, `choice` the backend that does it; `foreign` says that the model was given. `forward` is `model`,
     compiled where `compile_model` was called, as `compiled` says. `summed` says that the gradients of this step were added up over
-    the ranks.
+    the ranks. `steps_begun` counts the calls of the optimizer's step, also those that failed.
     """
 
     recipe: Recipe
@@ -161,6 +161,7 @@ class Job:
     compiled: bool = field(init=False, default=False)
     _scales: bool = field(init=False, default=False)
     summed: bool = field(init=False, default=False)
+    steps_begun: int = field(init=False, default=0)
     _sums_checked: bool = field(init=False, default=False)
     _trainer_checked: bool = field(init=False, default=False)
     _frozen: dict[str, nn.Parameter] = field(init=False)
@@ -176,6 +177,7 @@ class Job:
         if self.recipe.fp8.enabled:
             self.optimizer.register_step_pre_hook(lambda *_: self._check_first_pass())
         self.optimizer.register_step_pre_hook(lambda *_: self._check_trainer())
+        self.optimizer.register_step_pre_hook(lambda *_: self._count_step())  # after the checks
         self.optimizer.register_step_post_hook(lambda *_: setattr(self, "summed", False))
         if self.foreign and self.recipe.fp8.enabled:
             from fp8cfg.backends.any_model import conversion_state
@@ -399,6 +401,9 @@ class Job:
         return self.recipe.fp8.enabled and not (
             stage and all(PLANNED not in vars(layer) for layer in self.model.modules())
         )
+
+    def _count_step(self) -> None:
+        self.steps_begun += 1
 
     def _check_frozen(self) -> None:
         """Raises ConfigError if a parameter that was frozen in `build` requires a gradient now."""

@@ -193,12 +193,26 @@ def one_line(error: Exception) -> str:
     return line if len(line) <= 300 else f"{line[:297]}..."
 
 
-def share(job: Job, batches: Batches, step: int, world: World) -> Share:
-    """What this rank writes of a checkpoint after `step` optimizer steps. All ranks call it."""
+RandomState = tuple[dict[str, Tensor], dict[str, Any]]
+"""What `capture` returns."""
+
+
+def share(
+    job: Job, batches: Batches, step: int, world: World, rng: RandomState | None = None
+) -> Share:
+    """What this rank writes of a checkpoint after `step` optimizer steps. All ranks call it.
+
+    Args:
+        job: The job.
+        batches: Its data.
+        step: Optimizer steps done.
+        world: The ranks.
+        rng: The random state to save; None is the current one.
+    """
     boxes, optimizer = to_write(job_tensors.boxes(job, world)), whole_json(job)
     if not world.first:
         return Share(boxes, {}, {})
-    random, random_json = capture()
+    random, random_json = rng or capture()
     state = {
         "step": step,
         "data": batches.state(step),

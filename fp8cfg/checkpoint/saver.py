@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -165,6 +166,7 @@ class Saver:
         )
         self._saves = world.any(run is not None)
         self._saved_at = self._steps_saved = -1
+        self._saved_when = time.monotonic()
         self._root: RunFiles | None = None
         self._running: BackgroundWrite | None = None
         self._copies = HostCopies(say)
@@ -187,21 +189,36 @@ class Saver:
         if self.world.any(bool(problem)):
             raise RunFolderNotWritable(problem or "the first rank has no space for one checkpoint")
 
-    def save(self, done: int, skipping: bool = False, last: bool = False) -> None:
-        """Save step `done`. Where that fails the older checkpoints stay and the next call tries again; CheckpointError where this
+    def is_due(self) -> bool:
+        """Whether checkpoint.every_minutes asks for a save now. The clock of the first rank decides."""
+        minutes = self.job.recipe.checkpoint.every_minutes
+        if not minutes or self.run is None:
+            return False
+        return time.monotonic() - self._saved_when >= 60 * minutes
+
+    def save(
+        self,
+        done: int,
+        skipping: bool = False,
+        last: bool = False,
+        rng: job_state.RandomState | None = None,
+    ) -> bool:
+        """Save step `done`, and return whether there was anything to save. Where that fails the older checkpoints stay and the next call tries again; CheckpointError where this
         is the `last`. Raises Diverged for weights that are not finite, and RunFolderDeleted.
 
         While steps are `skipping` no older checkpoint is removed, since it may be the one to go back to; and none is written
         where nothing has changed since the one before, but the last. Under checkpoint.async_save a thread writes, from copies in
-        the host's memory, all but the last; a save waits for the one before, and `settle` says how it ended.
+        the host's memory, all but the last; a save waits for the one before, and `settle` says how it ended. `rng` is the random
+        state to save, where it is not the current one.
         """
         self.settle(wait=True)
+        self._saved_when = time.monotonic()
         if not self._saves or done == self._saved_at:
-            return
+            return False
         steps = self.job.optimizer.steps
         if skipping and steps == self._steps_saved and not last:
-            return
-        share = job_state.share(self.job, self.batches, done, self.world)
+            return False
+        share = job_state.share(self.job, self.batches, done, self.world, rng)
         keep = None if skipping else self.job.recipe.checkpoint.keep
         if problem := self._ready(share, done):
             self._settled(Written(done, steps, problem=problem), last)
@@ -212,6 +229,7 @@ class Saver:
             )
         else:
             self._settled(self._write(Written(done, steps), share, keep, self.world), last)
+        return True
 
     def settle(self, wait: bool = False) -> None:
         """Say how the save that a thread was writing ended, if it has, or once it has. What is not a CheckpointError is raised."""

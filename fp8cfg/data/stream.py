@@ -122,6 +122,11 @@ class Shards:
                 yield number, text
 
 
+_STEPS_BEFORE = 3
+"""Steps whose samples are kept before those of the latest: a run reads up to two steps ahead, and saves the place after the step
+before the one that is under way."""
+
+
 class Stream:
     """Samples in the order of a stream, by their numbers since the start of a run. Those of a step, of which there are `held`, are
     read together, so that all ranks find a wrong row in the same step, and kept, so that it can be asked for in pieces and twice.
@@ -195,7 +200,7 @@ class Stream:
         step = number // self._held * self._held
         while self._first + len(self._windows) < step + self._held:
             self._windows.append(next(self._ahead))
-        while self._first < step:
+        while self._first < step - _STEPS_BEFORE * self._held:
             self._windows.popleft()
             self._first += 1
         return self._windows[number - self._first][0]

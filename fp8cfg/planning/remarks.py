@@ -116,12 +116,17 @@ def _one_rank(recipe: Recipe, ranks: int) -> Iterator[str]:
 def _folders(recipe: Recipe) -> Iterator[str]:
     every, steps, log = recipe.checkpoint.every_n_steps, recipe.trainer.max_steps, recipe.log
     saves, keep = -(-steps // every) if every else 1, recipe.checkpoint.keep
-    if 1 < saves < keep:
+    by_time = bool(recipe.checkpoint.every_minutes)  # nobody knows how often
+    if 1 < saves < keep and not by_time:
         yield (
             f"checkpoint.keep={keep}: there are {saves} checkpoints;"
             f" checkpoint.every_n_steps={every}, trainer.max_steps={steps}"
         )
-    if every >= steps and (found := changed(recipe.checkpoint, "keep", "async_save")):
+    if (
+        every >= steps
+        and not by_time
+        and (found := changed(recipe.checkpoint, "keep", "async_save"))
+    ):
         yield (
             f"{', '.join(found)}: there is one checkpoint, the last;"
             f" checkpoint.every_n_steps={every}, trainer.max_steps={steps}"

@@ -346,7 +346,7 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
             [("trainer.compile", "off")],
             ["backend"],
         )
-    if recipe.checkpoint.every_n_steps == 0:
+    if recipe.checkpoint.every_n_steps == 0 and not recipe.checkpoint.every_minutes:
         yield from idle(
             recipe.checkpoint,
             ("keep", "async_save"),

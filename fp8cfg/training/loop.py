@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from textwrap import fill
@@ -33,11 +33,13 @@ from fp8cfg.schema.tables import wrapped
 from fp8cfg.training.compile import compile_as_chosen
 from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.evaluation import Stopped, evaluate
+from fp8cfg.training.last_step import LastStep
+from fp8cfg.training.look_ahead import LookAhead
 from fp8cfg.training.metrics import Progress, RunLogs, Value
 from fp8cfg.training.overflow_watch import OverflowWatch
 from fp8cfg.training.signals import StopSignals
 from fp8cfg.training.step import Step, microbatches
-from fp8cfg.training.step_sequence import Done, StepSequence, may_launch_ahead
+from fp8cfg.training.step_sequence import Done, StepSequence, Wish, may_launch_ahead
 
 
 class Callback:
@@ -275,6 +277,13 @@ class _Training:
             self.record = StepRecord(
                 self.job, self.run, self.world, self.say, self.callbacks, self.logs
             )
+            # A callback finds the job as the step that it is called of left it.
+            ahead = may_launch_ahead(self.job) and not self.world.any(bool(self.callbacks))
+            # A wish is known one step later where steps are launched ahead.
+            self.look_ahead = LookAhead(
+                self.job, self.batches, self.world, first, steps=2 if ahead else 1
+            )
+            self.last_step = LastStep(self.job, self.saver, self.world, first, self.say)
             agree = self.world.any if self.world.size > 1 else None
             self.stop = stack.enter_context(StopSignals(agree)) if _main_thread() else None
             if first and self._evaluates(first) and self.world.any(not self.logs.evaluated(first)):
@@ -294,26 +303,43 @@ class _Training:
                 self.record.progress = stack.enter_context(
                     Progress(last, self.recipe.log.every_n_steps)
                 )
-            # A callback finds the job as the step that it is called of left it.
-            ahead = may_launch_ahead(self.job) and not self.world.any(bool(self.callbacks))
             stack.enter_context(self.saver)
             steps = stack.enter_context(
-                StepSequence(self.job, self.batches, self.world, self.stop, self.record.add, ahead)
+                StepSequence(self.job, self.batches, self.world, self._wish, self._record, ahead)
             )
-            for step in range(first, last):
-                self.logs.statistics(self.batches, step, self.world)
-                steps.take(step, settled=not self.record.proved or self._looks(step + 1))
-                self.world.waits("start", step + 1)
-                # At 1, 2, 4, 8, ... rows: a broken shard must not flood the log.
-                self._report_skipped_rows(at_least=max(1, self.reported_rows))
-                self._after(step + 1)
-                self.world.waits("step", step + 2)
-                if step + 1 < last and steps.stop_requested():
+            try:
+                for step in range(first, last):
+                    self._take(steps, step, last)
+            except Exception as error:
+                with suppress(Exception):
                     steps.settle()
-                    self._interrupt(step + 1)
+                self.last_step.save(error, self.record.skipped > 0)
+                raise
         self._report_skipped_rows()
         self._refuse_diverged(last, self.record.loss, self.val_loss)
         return Result(last, self.record.loss, self.val_loss)
+
+    def _take(self, steps: StepSequence, step: int, last: int) -> None:
+        """Step number `step`, the first being 0, and all that is due after it."""
+        self.look_ahead.read(step)
+        self.last_step.begin(step)
+        self.logs.statistics(self.batches, step, self.world)
+        steps.take(step, settled=not self.record.proved or self._looks(step + 1))
+        self.world.waits("start", step + 1)
+        # At 1, 2, 4, 8, ... rows: a broken shard must not flood the log.
+        self._report_skipped_rows(at_least=max(1, self.reported_rows))
+        self._after(step + 1)
+        self.world.waits("step", step + 2)
+        if step + 1 == last:
+            return
+        wish = steps.wish_of_all()
+        if wish == Wish.NONE:
+            return
+        self.world.waits("start", step + 1)
+        if wish == Wish.STOP:
+            self._interrupt(step + 1)
+        self._save(step + 1)
+        self.world.waits("step", step + 2)
 
     def _report_skipped_rows(self, at_least: int = 1) -> None:
         """Prints how many rows of a stream were skipped, if `at_least` so many are new."""
@@ -325,6 +351,16 @@ class _Training:
             self.reported_rows = count
             rows = "1 row" if count == 1 else f"{count} rows"
             self.say(f"data: {rows} of the stream skipped so far, the last: {samples.last_skipped}")
+
+    def _record(self, of: Done) -> None:
+        self.last_step.record(of.number)
+        self.record.add(of)
+
+    def _wish(self) -> Wish:
+        """What this rank wants after the step that it is in."""
+        if self.look_ahead.problem or (self.stop is not None and self.stop.received is not None):
+            return Wish.STOP
+        return Wish.SAVE if self.saver.is_due() else Wish.NONE
 
     def _refuse_diverged(self, last: int, training: Value, validation: Value) -> None:
         """Raise Diverged where no step was taken, or the last losses are not finite: under a loss scale such steps are skipped, and
@@ -356,6 +392,10 @@ class _Training:
 
     def _interrupt(self, done: int) -> None:
         self.saver.save(done, self.record.skipped > 0, last=True)
+        for problem in self.world.texts(self.look_ahead.problem):
+            if problem.strip():
+                self.say(f"step {done} is saved; the data of a later step cannot be used")
+                raise DataError(problem)
         raise Interrupted(
             f"stopped after step {done} of {self.recipe.trainer.max_steps}; resume goes on from"
             " there"
@@ -381,10 +421,13 @@ class _Training:
             self._evaluate(done)
         self.saver.settle()
         if self._saves(done):
-            began = time.perf_counter()
-            self.saver.save(done, self.record.skipped > 0, done == self.recipe.trainer.max_steps)
-            if self.recipe.checkpoint.async_save:
-                self.logs.write(done, {"save_seconds": time.perf_counter() - began})
+            self._save(done)
+
+    def _save(self, done: int) -> None:
+        began = time.perf_counter()
+        self.saver.save(done, self.record.skipped > 0, done == self.recipe.trainer.max_steps)
+        if self.recipe.checkpoint.async_save:
+            self.logs.write(done, {"save_seconds": time.perf_counter() - began})
 
     def _saves(self, done: int) -> bool:
         every = self.recipe.checkpoint.every_n_steps

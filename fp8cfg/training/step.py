@@ -118,9 +118,13 @@ def targets_here(job: Job, targets: Tensor) -> int:
     return int((part != IGNORED).sum())
 
 
+class NoTargets(ConfigError):
+    """No token of a step has a loss. All ranks raise it in the same step."""
+
+
 def refuse_without_targets(job: Job, step: int) -> None:
-    """Raises ConfigError for step number `step`, the first being 0."""
-    raise ConfigError(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
+    """Raises NoTargets for step number `step`, the first being 0."""
+    raise NoTargets(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
 
 
 def count_pass(recipe: Recipe, samples: int, world: World) -> None:

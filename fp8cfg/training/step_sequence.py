@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -30,19 +31,26 @@ from fp8cfg.training.overflow_watch import (
     values_of,
     with_own_amaxes,
 )
-from fp8cfg.training.signals import StopSignals
 from fp8cfg.training.step import Step, refuse_without_targets, run_step, train_step
+
+
+class Wish(IntEnum):
+    """What a rank wants after a step. The largest wish of all ranks counts."""
+
+    NONE = 0
+    SAVE = 1
+    STOP = 2
 
 
 @dataclass(frozen=True)
 class Seen:
     """What the host knows of a step that is done: `step` itself, what its FP8 tensors did not hold, how many values that were where
-    they are counted, and whether a rank wants to stop."""
+    they are counted, and the largest wish of all ranks."""
 
     step: Step
     overflow: Overflow | None
     values: list[int] | None
-    stop: bool
+    wish: Wish
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ class LaunchedStep:
         """Wait until it is done, and settle it in the optimizer. Steps are settled in the order in which they were launched. Raises
         ConfigError where it had no targets."""
         numbers = self._numbers.read()
-        loss, norm, stop, *empty = numbers[: self._own].tolist()
+        loss, norm, wish, *empty = numbers[: self._own].tolist()
         values = numbers[self._own : self._own + self._values].long().tolist() or None
         lr = lr_after(self.lr, deferred.made)
         stepped = deferred.settle(norm)
@@ -73,7 +81,7 @@ class LaunchedStep:
             Step(loss, lr, norm, stepped),
             self._overflow(numbers) if stepped else None,
             values,
-            stop > 0,
+            Wish(round(wish)),
         )
 
     def _overflow(self, numbers: Tensor) -> Overflow | None:
@@ -91,12 +99,12 @@ def launch_step(
     step: int,
     world: World,
     deferred: DeferredSteps,
-    stop: Callable[[], bool],
+    wish: Callable[[], Wish],
 ) -> LaunchedStep:
-    """Launch optimizer step number `step`, the first being 0. `stop` gives this rank's wish."""
+    """Launch optimizer step number `step`, the first being 0. `wish` gives this rank's wish."""
     mean, lr, _, targets = run_step(job, batches, step, world)
     used = over_ranks(ranges_used(job.model), with_own_amaxes(job))
-    asked, values = _over_ranks(float(stop()), values_of(job), mean, world)
+    asked, values = _over_ranks(float(wish()), values_of(job), mean, world)
     counts = (
         [counts_over_stages(used, mean, here)] if (here := stages(job.prepared)).size > 1 else []
     )
@@ -122,13 +130,13 @@ def launch_step(
 
 
 def _over_ranks(
-    stop: float, counter: Tensor | None, like: Tensor, world: World
+    wish: float, counter: Tensor | None, like: Tensor, world: World
 ) -> tuple[Tensor, list[Tensor]]:
-    """The largest `stop` of all ranks, [], and their largest numbers of values, [2], if there is a `counter`: in one reduction, for
+    """The largest `wish` of all ranks, [], and their largest numbers of values, [2], if there is a `counter`: in one reduction, for
     which the wish has a place behind the counts."""
     if counter is None:
-        return world.largest(torch.full_like(like, stop)), []
-    counter[2].fill_(stop)
+        return world.largest(torch.full_like(like, wish)), []
+    counter[2].fill_(wish)
     most = world.largest(counter[:3]).to(like.dtype)
     return most[2], [most[:2]]
 
@@ -153,29 +161,29 @@ def may_launch_ahead(job: Job) -> bool:
 
 
 class StepSequence:
-    """Takes the steps of a run. `record` is called with each that is done, in order, and may raise to end the run; `stop` is None
-    where signals are not caught. All ranks make the same calls."""
+    """Takes the steps of a run. `record` is called with each that is done, in order, and may raise to end the run; `wish` gives what
+    this rank wants after a step. All ranks make the same calls."""
 
     def __init__(
         self,
         job: Job,
         batches: Batches,
         world: World,
-        stop: StopSignals | None,
+        wish: Callable[[], Wish],
         record: Callable[[Done], None],
         ahead: bool,
     ) -> None:
-        self._job, self._batches, self._world, self._stop, self._record = (
+        self._job, self._batches, self._world, self._wish, self._record = (
             job,
             batches,
             world,
-            stop,
+            wish,
             record,
         )
         optimizer: Any = job.optimizer  # of a kind that can defer, can_defer says so
         self._deferred = DeferredSteps(optimizer) if ahead else None
         self._launched: LaunchedStep | None = None
-        self._asked = False
+        self._asked = Wish.NONE
         self._entered = ExitStack()
         values_of(job)  # of whatever was quantized before
 
@@ -215,21 +223,24 @@ class StepSequence:
         seen = launched.settle(self._deferred)
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
-        self._asked = self._asked or seen.stop
+        self._asked = max(self._asked, seen.wish)
         self._record(
             Done(launched.done, seen.step, seen.overflow, seen.values, launched.traffic, seconds)
         )
 
-    def _wish(self) -> bool:
-        return self._stop is not None and self._stop.received is not None
-
-    def stop_requested(self) -> bool:
-        """Whether to stop after the step that was taken last: a rank's wish is known to all once a step of it is settled."""
-        if self._stop is None:
-            return False
-        if self._deferred is None or self._world.size == 1:
-            return self._stop.stop_requested()
-        return self._asked
+    def wish_of_all(self) -> Wish:
+        """The largest wish of all ranks after the step that was taken last. Where there is one, all steps are settled."""
+        if self._world.size == 1:
+            wish = self._wish()
+        elif self._deferred is None:
+            own = torch.tensor(float(self._wish()), device=self._world.device)
+            wish = Wish(round(self._world.largest(own).item()))
+        else:
+            wish = self._asked  # known to all once a step that carried it is settled
+        if wish:
+            self.settle()
+            self._asked = Wish.NONE
+        return wish
 
     def __enter__(self) -> StepSequence:
         if self._deferred is not None:

@@ -135,7 +135,7 @@ def test_a_run_that_ends_otherwise_is_whole(tmp_path: Path) -> None:
     with pytest.raises(fp8cfg.ConfigError, match="stop"):
         run(tmp_path / "run", [], saved=Stops())
     found = newest(tmp_path / "run" / "checkpoints", print)
-    assert found is not None and found.name == "step-00000002"
+    assert found is not None and found.name == "step-00000003"
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
 
 
