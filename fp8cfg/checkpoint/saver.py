@@ -27,7 +27,13 @@ from fp8cfg.data import Batches
 from fp8cfg.parallel.process_group import World
 from fp8cfg.parallel.stalled_ranks import APART
 from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
+from fp8cfg.run_folder.run_folder import (
+    CHECKPOINTS,
+    FP8_STATS,
+    METRICS,
+    RunFolder,
+    RunFolderNotWritable,
+)
 from fp8cfg.schema.errors import Fp8cfgError
 
 
@@ -272,6 +278,10 @@ class Saver:
             if self.run and not problem:
                 self.run.check_there()
                 self._root = self.run.files.folder(CHECKPOINTS, make=True)
+                # A power cut must not leave a checkpoint whose steps the metrics do not have.
+                for name in (METRICS, FP8_STATS):
+                    self.run.files.sync_file(name)
+                self.run.files.sync()
         except OSError as e:
             problem = CheckpointError(
                 f"cannot save step {done} in {self.run.checkpoints if self.run else ''}: {e}"

@@ -245,6 +245,12 @@ class RunFiles(FolderDescriptor):
         """Bring the names in the folder to disk."""
         sync(self.descriptor)
 
+    def sync_file(self, name: str) -> None:
+        """Bring the bytes of the file `name` to disk, whoever wrote them; nothing where it is not there."""
+        if self.kind(name):
+            with self.open(name) as file:
+                sync(file.fileno())
+
 
 def write_all(file: FileIO, data: bytes | memoryview) -> None:
     """Write all of `data` to an unbuffered file, which may take less at once. Raises OSError."""

@@ -71,7 +71,7 @@ def take_lock(files: RunFiles) -> FileIO:
     Raises RunFolderInUse where another process has it, OSError, StrangeFile.
     """
     # Held open as long as the run.
-    file = open(files.shared("run.lock"), "rb+", buffering=0)  # noqa: SIM115
+    file = open(files.shared(LOCK), "rb+", buffering=0)  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -92,6 +92,7 @@ def take_lock(files: RunFiles) -> FileIO:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
 METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
+LOCK = "run.lock"
 
 
 @dataclass
@@ -131,12 +132,10 @@ class RunFolder:
             )
             path.mkdir(parents=True, exist_ok=True)
             files = RunFiles.at(path)
-            if files.kind(RECIPE):
-                raise _taken(path)
+            _refuse_run(files)
             run = cls(files, take_lock(files))
             try:
-                if files.kind(RECIPE):  # of a run that began and ended since
-                    raise _taken(path)
+                _refuse_run(files)  # again: one may have begun and ended since
                 preflight(files, need_bytes)
                 files.folder(CHECKPOINTS, make=True)
                 files.replace(
@@ -153,8 +152,8 @@ class RunFolder:
     @staticmethod
     def refuse_taken(path: Path) -> None:
         """Raise RunFolderError, as `create` does, where `path` has a run in it: before what takes time."""
-        if (path / RECIPE).exists():
-            raise _taken(path)
+        if path.is_dir():
+            _refuse_run(RunFiles.at(path))
 
     @classmethod
     def open(cls, path: str | Path, lock: bool = True) -> RunFolder:
@@ -283,8 +282,21 @@ def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
         )
 
 
-def _taken(path: Path) -> RunFolderError:
-    return RunFolderError(taken(str(path)))
+def _refuse_run(files: RunFiles) -> None:
+    """Raises RunFolderError if the folder has a run, or files that a new run would overwrite."""
+    if files.kind(RECIPE):
+        raise RunFolderError(taken(str(files.path)))
+    names = [name for name in (METRICS, FP8_STATS, COVERAGE) if files.kind(name)]
+    # A run that was killed as it began leaves these two, and nothing in them is lost.
+    if files.kind(ENVIRONMENT) and not files.kind(LOCK):
+        names.append(ENVIRONMENT)
+    if files.kind(CHECKPOINTS) == "folder" and files.folder(CHECKPOINTS).names():
+        names.append(CHECKPOINTS)
+    if names:
+        raise RunFolderError(
+            f"{files.path}: has no {RECIPE}, but {names[0]}, which a run would overwrite; choose"
+            " another folder, or move it away"
+        )
 
 
 def _new_folder(root: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ import torch
 from fp8cfg.backends import registry
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state
+from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.load import LoadedTensors, Tensors, refuse_unlike
 from fp8cfg.checkpoint.saver import Diverged, Saver
 from fp8cfg.data import DataError
@@ -27,7 +27,7 @@ from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.parallel.process_group import World, current, stages
 from fp8cfg.planning.coverage import Coverage, low_share
 from fp8cfg.planning.preflight import refuse_layout
-from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder, RunFolderNotWritable
+from fp8cfg.run_folder.run_folder import CHECKPOINTS, COVERAGE, RunFolder, RunFolderNotWritable
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError
 from fp8cfg.schema.tables import wrapped
 from fp8cfg.training.compile import compile_as_chosen
@@ -274,6 +274,7 @@ class _Training:
         self.world.waits("start", first + 1)  # the groups that the job has made, too
         with ExitStack() as stack:
             self.logs = stack.enter_context(RunLogs(self.job, self.run, first))
+            self._say_holes()
             self.record = StepRecord(
                 self.job, self.run, self.world, self.say, self.callbacks, self.logs
             )
@@ -351,6 +352,13 @@ class _Training:
             self.reported_rows = count
             rows = "1 row" if count == 1 else f"{count} rows"
             self.say(f"data: {rows} of the stream skipped so far, the last: {samples.last_skipped}")
+
+    def _say_holes(self) -> None:
+        # A run that starts from the checkpoint of another has no lines of its steps.
+        if self.run and manifest.steps(self.run.files.folder(CHECKPOINTS)):
+            holes = self.logs.holes()
+            if holes:
+                self.say(holes)
 
     def _record(self, of: Done) -> None:
         self.last_step.record(of.number)

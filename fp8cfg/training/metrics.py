@@ -46,6 +46,9 @@ class MetricsLog:
         self._at = folder, name
         self.last: dict[str, tuple[int, Value]] = {}
         """The last line that was found of each value, where `done` is given: its step, and the value."""
+        self.holes: list[tuple[int, int]] = []
+        """The first and the last step of each gap in the file that was found, up to step `done`."""
+        coming = 1
         self._waiting = bytearray()
         with ExitStack() as stack:
             there = stack.enter_context(folder.open(name)) if folder.kind(name) else ()
@@ -55,11 +58,16 @@ class MetricsLog:
                         values = _parse(f"{path}:{number}", line)
                         if values["step"] > done:
                             continue
+                        if values["step"] > coming:
+                            self.holes.append((coming, values["step"] - 1))
+                        coming = max(coming, values["step"] + 1)
                         self.last |= {
                             name: (values["step"], value) for name, value in values.items()
                         }
                     write_all(new, line)
                 self._file = open(os.dup(new.fileno()), "ab", buffering=0)  # noqa: SIM115
+        if done is not None and coming <= done:
+            self.holes.append((coming, done))
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Append one line, `step` and then `values`. TypeError for a value JSON has no word for, such as a tensor; OSError, but
@@ -261,6 +269,17 @@ class RunLogs:
         for log in (self._metrics, self._board):
             if log:
                 log.write(done, values)
+
+    def holes(self) -> str:
+        """A line on steps that are done and have no line in metrics.jsonl; empty if there are none."""
+        if not self._metrics or not self._metrics.holes:
+            return ""
+        spans = [f"{a} to {b}" if a < b else str(a) for a, b in self._metrics.holes]
+        more = f" and {len(spans) - 4} more gaps" if len(spans) > 4 else ""
+        return (
+            f"note: {METRICS} has no lines of steps {', '.join(spans[:4])}{more}, which the"
+            " checkpoint has; a crash of the machine or an edit lost them, and training is as before"
+        )
 
     def evaluated(self, done: int) -> bool:
         """Whether the file that was found has a validation loss of step `done`."""
