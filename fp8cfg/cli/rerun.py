@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8cfg.checkpoint.manifest import steps
-from fp8cfg.checkpoint.resume_rules import changes
+from fp8cfg.checkpoint.resume_rules import changes, matches
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import split
 from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
@@ -36,6 +36,8 @@ Says first what has changed: code, versions, hardware, environment variables,
 data, and the keys given here; and at the end whether the losses equal those of
 the first run, bit for bit, or how far they are apart. Needs the folder's
 recipe.yaml alone: what else is missing or damaged is named, and not compared.
+A run that was resumed with other values is run with its last recipe, and a
+line names the values that earlier steps had.
 """
 
 
@@ -64,6 +66,7 @@ def run(argv: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"rerun of {printable(str(first.path))}")
         changed = [f"changed: {line}" for line in _changes(first, before, recipe, missing)]
+        changed += _stages(first, before, missing)
         if not changed + missing:
             changed = ["nothing that is recorded has changed"]
         print(
@@ -113,6 +116,24 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str
         and run_data(recipe)[0].sha256 != digest
     ):
         lines.append("data: the text or tokens to train on are not those of the first run")
+    return lines
+
+
+UNIMPORTANT = ("name", "log.*", "checkpoint.*", "trainer.timeout.*")
+"""Keys that change no loss."""
+
+
+def _stages(first: RunFolder, before: Recipe, missing: list[str]) -> list[str]:
+    """Returns a line for each stage of the first run that had another recipe than its last."""
+    lines = []
+    for step, recipe in _compared_or(first.past_recipes, "earlier recipes", missing) or []:
+        keys = [key for key in changes(before, recipe) if not matches(key, UNIMPORTANT)]
+        if keys:
+            values = ", ".join(f"{key}={spelled(_at(recipe, key))}" for key in keys)
+            lines.append(
+                f"not repeated: up to step {step} the first run had {values}; this run has the last"
+                " recipe from its first step, and losses can differ"
+            )
     return lines
 
 

@@ -233,6 +233,10 @@ class RunFiles(FolderDescriptor):
         """Give `old` the name `new`."""
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
+    def unlink(self, name: str) -> None:
+        """Remove the file `name`."""
+        os.unlink(name, dir_fd=self.descriptor)
+
     def remove(self, name: str, ignore_errors: bool = False) -> None:
         """Remove the folder `name` with all that is in it. What a link in it leads to stays."""
         shutil.rmtree(name, ignore_errors, dir_fd=self.descriptor)

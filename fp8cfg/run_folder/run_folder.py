@@ -93,6 +93,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
 METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
 LOCK = "run.lock"
+PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")
 
 
 @dataclass
@@ -228,15 +229,39 @@ class RunFolder:
 
     def read_recipe(self, config_dir: str | None = None) -> Recipe:
         """The checked recipe of recipe.yaml. Raises ConfigError, naming the file, and StrangeFile."""
+        return self._read_recipe(RECIPE, config_dir)
+
+    def _read_recipe(self, name: str, config_dir: str | None = None) -> Recipe:
         from fp8cfg.composition import from_yaml
 
+        path = self.path / name
         try:
-            return from_yaml(plain_text(self.files.read(RECIPE), self.recipe), config_dir)
+            return from_yaml(plain_text(self.files.read(name), path), config_dir)
         except OSError as e:
-            raise RunFolderError(f"{self.recipe}: cannot be read ({e.strerror})") from None
+            raise RunFolderError(f"{path}: cannot be read ({e.strerror})") from None
         except ConfigError as e:
-            lines = [p.removeprefix("YAML: ").removeprefix(f"{self.recipe}: ") for p in e.problems]
-            raise ConfigError([f"{self.recipe}: {line}" for line in lines]) from None
+            lines = [p.removeprefix("YAML: ").removeprefix(f"{path}: ") for p in e.problems]
+            raise ConfigError([f"{path}: {line}" for line in lines]) from None
+
+    def past_recipes(self) -> list[tuple[int, Recipe]]:
+        """The recipes that a resume replaced by others, each with the last step that ran with it. Raises as `read_recipe`."""
+        return [(step, self._read_recipe(name)) for step, name in self._past_names()]
+
+    def keep_recipe(self, step: int, text: str) -> None:
+        """Keep the recipe `text`, with which steps up to `step` ran. Raises RunFolderNotWritable."""
+        with writable(self.path):
+            self.files.replace(f"recipe-until-step-{step}.yaml", text.encode())
+
+    def forget_recipes(self, step: int) -> None:
+        """Forget the past recipes that ended at `step` or later, for the run goes back to there."""
+        with writable(self.path):
+            for last, name in self._past_names():
+                if last >= step:
+                    self.files.unlink(name)
+
+    def _past_names(self) -> list[tuple[int, str]]:
+        matches = [PAST_RECIPE.fullmatch(name) for name in self.files.names()]
+        return sorted((int(match[1]), match[0]) for match in matches if match)
 
     def write_recipe(self, text: str) -> None:
         """Put `text` in the place of recipe.yaml. Raises RunFolderNotWritable."""

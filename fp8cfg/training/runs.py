@@ -274,9 +274,16 @@ def _done(loaded: Loaded | None, recipe: Recipe) -> Iterator[str]:
 
 
 def write_recipe(run: RunFolder, recipe: Recipe, loaded: Loaded | None) -> None:
-    """Put `recipe` in the place of recipe.yaml, unless the checkpoint `loaded` has all of its steps: none runs with it then."""
-    if not loaded or loaded[1]["step"] < recipe.trainer.max_steps:
-        run.write_recipe(to_yaml(recipe))
+    """Put `recipe` in the place of recipe.yaml, unless the checkpoint `loaded` has all of its steps: none runs with it then. The
+    recipe of the checkpoint stays under another name if it differs, for earlier steps ran with it."""
+    done = loaded[1]["step"] if loaded else 0
+    if done >= recipe.trainer.max_steps:
+        return
+    run.forget_recipes(done)
+    before = Recipe(**loaded[1]["recipe"]) if loaded else recipe
+    if resume_rules.changes(before, recipe):
+        run.keep_recipe(done, to_yaml(before))
+    run.write_recipe(to_yaml(recipe))
 
 
 def _trained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from fp8cfg.__main__ import main
 from fp8cfg.cli.rerun import compared
 from fp8cfg.run_folder.environment import differences, environment
+from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError
 from tests.support.small import SMALL
 
@@ -272,3 +274,26 @@ def test_a_run_without_a_checkpoint_has_no_digest_of_its_data(tmp_path: Path) ->
         folder.mkdir()
         (folder / "state.json").write_text(json.dumps({"data": {"corpus_sha256": digest}}))
     assert _data_digest(RunFolder.reading(tmp_path)) == "ten"
+
+
+def test_a_run_whose_recipe_a_resume_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model.num_layers=1", "trainer.max_steps=4", f"log.folder={tmp_path / 'run'}"]
+    first = tmp_path / "run"
+    assert main([*SMALL, *words]) == 0
+    assert main(["resume", str(first), "trainer.max_steps=6", "checkpoint.keep=5"]) == 0
+    assert [step for step, _ in RunFolder.reading(first).past_recipes()] == [4]
+    capsys.readouterr()
+    assert main(["rerun", str(first), "log.dir=" + str(tmp_path / "again")]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing that is recorded has changed" not in out
+    assert (
+        "not repeated: up to step 4 the first run had trainer.max_steps=4; this run has the last"
+        " recipe from its first step, and losses can differ" in out
+    )
+    # A resume from before the change forgets it.
+    for step in ("00000004", "00000006"):
+        shutil.rmtree(first / "checkpoints" / f"step-{step}")
+    assert main(["resume", str(first)]) == 0
+    assert RunFolder.reading(first).past_recipes() == []
