@@ -164,14 +164,26 @@ def _put_together(
     if p.fp8.tp_only_amax_red and model is None:
         prepared.same_samples = same_samples(t.strategy)
     optimizer = job_optimizer.optimizer(prepared, p, o, t.gradient_clip_val, choice, scaler, t.seed)
-    schedule = Schedule(
+    return Job(
+        recipe,
+        prepared,
+        optimizer,
+        schedule_of(recipe),
+        plans,
+        choice,
+        scaler,
+        foreign=model is not None,
+    )
+
+
+def schedule_of(recipe: Recipe) -> Schedule:
+    """The learning-rate schedule of `recipe`."""
+    o = recipe.optim
+    return Schedule(
         max_lr=o.lr,
         min_lr=o.end_lr,
         warmup_steps=o.warmup_steps,
-        max_steps=t.max_steps,
+        max_steps=recipe.trainer.max_steps,
         constant_steps=o.constant_steps,
         decay=o.lr_decay_style,
-    )
-    return Job(
-        recipe, prepared, optimizer, schedule, plans, choice, scaler, foreign=model is not None
     )

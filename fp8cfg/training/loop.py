@@ -17,6 +17,7 @@ import torch
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.stored_weights import DTYPES
+from fp8cfg.building.assembly import schedule_of
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.load import LoadedTensors, Tensors, refuse_unlike
@@ -29,6 +30,7 @@ from fp8cfg.planning.coverage import Coverage, low_share
 from fp8cfg.planning.preflight import refuse_layout
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, COVERAGE, RunFolder, RunFolderNotWritable
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError
+from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
 from fp8cfg.training.compile import compile_as_chosen
 from fp8cfg.training.data import RunData, run_data, validation_batches
@@ -418,7 +420,23 @@ class _Training:
             start_from[1], self.recipe, self.job.choice.backend
         ):
             self.say(other)
-        return job_state.restore(self.job, *start_from, self.batches)
+        done = job_state.restore(self.job, *start_from, self.batches)
+        if change := self._lr_change(Recipe(**start_from[1]["recipe"]), done):
+            self.say(change)
+        return done
+
+    def _lr_change(self, before: Recipe, done: int) -> str:
+        """A line if the next step has another learning rate than by the schedule of the recipe `before`."""
+        steps = self.job.optimizer.steps  # skipped ones do not count
+        old, new = schedule_of(before).lr_at(steps), self.job.schedule.lr_at(steps)
+        if old == new or done >= self.recipe.trainer.max_steps:
+            return ""
+        ratio = f", {new / old:.3g} times as high" if old else ""
+        return wrapped(
+            f"note: the learning rate of step {done + 1} is {new:.3g}{ratio}, for the schedule has"
+            f" changed; by the schedule of the checkpoint it is {old:.3g}. Set optim.lr and"
+            " optim.lr_decay_style to choose another"
+        )
 
     def _saved(self, done: int, folder: Path) -> None:
         for callback in self.callbacks:

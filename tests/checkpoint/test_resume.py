@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
 from tests.support.ranks import launch
+from tests.support.short_runs import fit
 from tests.support.small import SMALL, small, steps
 
 FP8 = "precision=bf16_fp8"
@@ -339,3 +341,25 @@ def test_what_is_edited_in_a_run_folder_is_said_and_the_checkpoint_holds(
         )
     )
     assert edited.startswith("optim.lr") and fp8cfg.from_yaml(file).optim.lr == 0.003
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        (
+            "trainer.max_steps=8",
+            "note: the learning rate of step 5 is 0.00232, 7.75 times as high",
+        ),
+        ("optim.lr=1e-4", "is 0.0001, 0.0333 times as high"),
+        ("trainer.max_steps=4", ""),
+    ],
+)
+def test_a_change_of_the_learning_rate_is_said(
+    word: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = fit(tmp_path, "checkpoint.every_n_steps=2")
+    if word == "optim.lr=1e-4":
+        shutil.rmtree(folder.checkpoints / "step-00000004")
+    fp8cfg.resume(folder.path, [word], say=print)
+    out = " ".join(capsys.readouterr().out.split())
+    assert says in out and ("learning rate" in out) == bool(says)
