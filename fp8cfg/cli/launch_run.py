@@ -222,6 +222,7 @@ def _train(
 ) -> None:
     from fp8cfg.training.data import run_data
     from fp8cfg.training.loop import train
+    from fp8cfg.training.runs import remove_unused
 
     recipe, data = job.recipe, run_data(job.recipe)
     run_folder = folder() if ranks.first else None
@@ -237,6 +238,9 @@ def _train(
             from fp8cfg.training.runs import resume_smoke as resume
 
             resume(recipe, run_folder.path if run_folder else None, result, ranks, say)
+    except Exception as error:
+        remove_unused(run_folder, error)
+        raise
     finally:
         if run_folder:
             if run_folder.files.there:

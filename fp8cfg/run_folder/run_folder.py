@@ -9,7 +9,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from io import FileIO
@@ -92,7 +92,7 @@ def take_lock(files: RunFiles) -> FileIO:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
 METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
-LOCK = "run.lock"
+LOCK, TENSORBOARD = "run.lock", "tensorboard"
 PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")
 
 
@@ -105,6 +105,8 @@ class RunFolder:
 
     files: RunFiles
     _lock: FileIO | None = None
+    _is_new: bool = False  # nothing was in it before this process made a run of it
+    _made_folder: bool = False
 
     @classmethod
     def create(
@@ -128,15 +130,17 @@ class RunFolder:
                 f"run name {name!r}: letters, digits, '.', '_' and '-' only, at most 100 of them"
             )
         with writable(folder or root, key):
+            made_folder = folder is None or not Path(folder).exists()
             path = (
                 Path(folder) if folder else _new_folder(Path(root), f"{name}-{now:%Y%m%d-%H%M%S}")
             )
             path.mkdir(parents=True, exist_ok=True)
             files = RunFiles.at(path)
             _refuse_run(files)
-            run = cls(files, take_lock(files))
+            run = cls(files, take_lock(files), _made_folder=made_folder)
             try:
                 _refuse_run(files)  # again: one may have begun and ended since
+                run._is_new = True
                 preflight(files, need_bytes)
                 files.folder(CHECKPOINTS, make=True)
                 files.replace(
@@ -146,6 +150,8 @@ class RunFolder:
                 run.write_recipe(recipe)
                 files.sync()
             except BaseException:
+                with suppress(OSError):
+                    run.remove_unused()
                 run.close()
                 raise
             return run
@@ -274,6 +280,36 @@ class RunFolder:
             raise RunFolderDeleted(
                 f"{self.path}: was deleted while the run used it; nothing can be saved any more"
             )
+
+    def remove_unused(self) -> None:
+        """Removes the folder if this process created it, no step was done, and all files in it are ours: its name is free again.
+        Raises OSError."""
+        if not self._is_new or not self._is_unused():
+            return
+        path = self.path
+        for name in self.files.names():
+            if self.files.kind(name) == "folder":
+                self.files.remove(name)
+            else:
+                self.files.unlink(name)
+        if self._made_folder:
+            path.rmdir()
+
+    def _is_unused(self) -> bool:
+        for name in self.files.names():
+            kind = self.files.kind(name)
+            if name in (METRICS, FP8_STATS):
+                unused = kind == "file" and self.files.size(name) == 0
+            elif name == CHECKPOINTS:
+                unused = kind == "folder" and not self.files.folder(name).names()
+            elif name == TENSORBOARD:
+                events = self.files.folder(name).names() if kind == "folder" else [""]
+                unused = all(event.startswith("events.out.tfevents") for event in events)
+            else:
+                unused = kind == "file" and name in (RECIPE, ENVIRONMENT, LOCK)
+            if not unused:
+                return False
+        return True
 
     def lock(self) -> None:
         """Take the lock, if it is not held. Raises RunFolderInUse, RunFolderNotWritable, StrangeFile."""

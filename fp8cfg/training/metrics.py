@@ -23,7 +23,7 @@ from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.statistics import collect_statistics
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles, write_all
-from fp8cfg.run_folder.run_folder import FP8_STATS, METRICS, RunFolder
+from fp8cfg.run_folder.run_folder import FP8_STATS, METRICS, TENSORBOARD, RunFolder
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training.step import microbatches
 
@@ -259,7 +259,7 @@ class RunLogs:
             self._statistics = _log(run.files, FP8_STATS, done, opened)
         if self.job.recipe.log.tensorboard:
             try:
-                self._board = TensorBoardLog(run.files.folder("tensorboard", make=True).path)
+                self._board = TensorBoardLog(run.files.folder(TENSORBOARD, make=True).path)
             except ImportError as e:
                 raise ConfigError(f"log.tensorboard=true: {e}") from None
             opened.callback(self._board.close)

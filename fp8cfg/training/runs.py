@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +23,7 @@ from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import RunData, run_data
-from fp8cfg.training.loop import Callback, Loaded, Result, train
+from fp8cfg.training.loop import Callback, Interrupted, Loaded, Result, train
 from fp8cfg.training.metrics import read
 
 if TYPE_CHECKING:
@@ -297,9 +298,20 @@ def _trained(
 ) -> Result:
     try:
         return _left(train(job, run, start_from, world, say, callbacks, data), run)
+    except Exception as error:
+        remove_unused(run, error)
+        raise
     finally:
         if run and run.files.there:
             say(f"run folder: {printable(str(run.path))}")
+
+
+def remove_unused(run: RunFolder | None, error: Exception) -> None:
+    """Removes the folder of a run that `error` ended before its first step, unless it waits to be resumed."""
+    if run is None or isinstance(error, Interrupted):
+        return
+    with suppress(OSError):
+        run.remove_unused()
 
 
 def _left(result: Result, run: RunFolder | None) -> Result:

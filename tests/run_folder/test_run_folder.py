@@ -195,11 +195,13 @@ def test_space(tmp_path: Path) -> None:
     preflight(tmp_path)
     with pytest.raises(RunFolderNotWritable):
         preflight(tmp_path / "none")
-    (path,) = tmp_path.iterdir()
-    assert not [p for p in path.iterdir() if p.name.startswith(".probe")]
-    create(
-        tmp_path, folder=path
-    ).close()  # the lock was released, and a folder without a recipe can be used
+    assert list(tmp_path.iterdir()) == []  # nothing is left of a run that cannot begin
+    path = tmp_path / "mine"
+    path.mkdir()
+    with pytest.raises(RunFolderNotWritable):
+        create(tmp_path, folder=path, need_bytes=2**70)
+    assert list(path.iterdir()) == []
+    create(tmp_path, folder=path).close()  # the lock was released
 
 
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
