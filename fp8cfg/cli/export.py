@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from fp8cfg.training.trained_model import RunWeights
 
 FORMS = ("--yaml", "--json", "--python")
+WEIGHT_DTYPES = ("bf16", "fp16", "fp32")
 SCHEMA = "fp8cfg.schema.json"
 USAGE = f"""
 fp8cfg export [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
               [--yaml | --json | --python] [--full] [--output FILE]
 fp8cfg export PROJECT [recipe=NAME | FILE.yaml] [key=value ...] [--output FILE]
-fp8cfg export hf RUN_FOLDER OUT [--fp8 block | tensor] [--merge]
+fp8cfg export hf RUN_FOLDER OUT [--dtype bf16 | fp16 | fp32]
+              [--fp8 block | tensor] [--merge]
 fp8cfg export peft RUN_FOLDER OUT
 fp8cfg export slurm [recipe=NAME | FILE.yaml] [key=value ...]
               [--slurm KEY=VALUE,...] [--output FILE]
@@ -60,9 +62,11 @@ project reads it, which `fp8cfg import PROJECT` reads too. What it cannot say
 stands in it as comments, and their number on standard error.
 
 hf writes the weights of the newest checkpoint of a run into the new folder OUT
-as transformers loads them: BF16, or FP8 with scales of 128x128 blocks, which
-vLLM reads too, or of whole weights. Embeddings, norms and output layer stay
-BF16, and of a run in FP8 the layers that did not run in it. --merge adds the
+as transformers loads them. --dtype sets their dtype; by default it is the
+run's precision.compute. --fp8 writes linear weights in FP8, with scales of
+128x128 blocks, which vLLM reads too, or of whole weights. Embeddings, norms and
+output layer stay in --dtype, and so do the layers that an FP8 run kept in high
+precision. --merge adds the
 adapters of a LoRA run to the weights that they stand beside. A tensor is read
 and written at a time: no GPU, and memory of about two of the largest matrices.
 
@@ -95,7 +99,9 @@ _INSTEAD = {
 def run(argv: list[str]) -> int:
     """Export the recipe of `argv`. Returns the exit code."""
     arguments = split(
-        argv, ("--config-dir", "--output", "--fp8", "--slurm"), (*FORMS, "--full", "--merge")
+        argv,
+        ("--config-dir", "--output", "--fp8", "--dtype", "--slurm"),
+        (*FORMS, "--full", "--merge"),
     )
     if arguments.plain[:1] == ["hf"]:
         return run_hf(arguments)
@@ -105,8 +111,11 @@ def run(argv: list[str]) -> int:
         return run_slurm(arguments)
     if arguments.one("--slurm"):
         raise ConfigError("--slurm: of export slurm alone")
-    if arguments.one("--fp8") or "--merge" in arguments.flags:
-        raise ConfigError(f"{'--fp8' if arguments.one('--fp8') else '--merge'}: of export hf alone")
+    for option in ("--fp8", "--dtype"):
+        if arguments.one(option):
+            raise ConfigError(f"{option}: of export hf alone")
+    if "--merge" in arguments.flags:
+        raise ConfigError("--merge: of export hf alone")
     project = _project(arguments)
     forms = [form for form in FORMS if form in arguments.flags] or ["--yaml"]
     try:
@@ -208,18 +217,26 @@ def run_hf(arguments: Arguments) -> int:
     if fp8 not in (None, "block", "tensor"):
         raise ConfigError(
             f"--fp8 {fp8}: not an option; write --fp8 block or --fp8 tensor, or leave it out for"
-            " BF16"
+            " --dtype alone"
         )
+    asked = arguments.one("--dtype")
+    if asked not in (None, *WEIGHT_DTYPES):
+        raise ConfigError(f"--dtype {asked}: not a dtype; choose from {', '.join(WEIGHT_DTYPES)}")
     refuse_what_is_there(out)
+    from fp8cfg.models.hf_export import WeightOverflow
     from fp8cfg.training.trained_model import RunWeights
 
     found = RunWeights(Path(arguments.plain[1]), print)
     _refuse_unless_merged(found, arguments)
     family = hugging_face.of_model(found.recipe.model)
-    with new_folder(out) as made:
-        _write(found, family, made, fp8)
-        _copy_tokenizer(found.recipe, made)
-    what = f"FP8 with {fp8} scales" if fp8 else "BF16"
+    dtype = asked or found.recipe.precision.compute
+    try:
+        with new_folder(out) as made:
+            _write(found, family, made, fp8, dtype)
+            _copy_tokenizer(found.recipe, made)
+    except WeightOverflow as e:
+        raise ConfigError(f"--dtype {dtype}: {e}; choose bf16 or fp32") from None
+    what = f"FP8 with {fp8} scales, the rest {dtype.upper()}" if fp8 else dtype.upper()
     print(
         f"wrote {printable(str(out))}: {family.architecture}, {what}, the weights of step"
         f" {found.step}"
@@ -278,7 +295,8 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
         )
 
 
-def _write(found: RunWeights, family: Family, out: Path, fp8: str | None) -> None:
+def _write(found: RunWeights, family: Family, out: Path, fp8: str | None, dtype: str) -> None:
+    from fp8cfg.backends.stored_weights import DTYPES
     from fp8cfg.building.model import hf_layout
     from fp8cfg.models import hf_export
 
@@ -296,12 +314,14 @@ def _write(found: RunWeights, family: Family, out: Path, fp8: str | None) -> Non
         found.read,
         fp8,
         planned - {"output_layer"},
+        dtype=DTYPES[dtype],
     )
 
 
 def run_peft(arguments: Arguments) -> int:
     """Write the folder that `arguments` name: peft, the run, and where to. Returns the exit code."""
-    if len(arguments.plain) != 3 or arguments.words or arguments.flags or arguments.one("--fp8"):
+    options = arguments.flags or arguments.one("--fp8") or arguments.one("--dtype")
+    if len(arguments.plain) != 3 or arguments.words or options:
         raise ConfigError(
             "export peft: needs a run folder and a new folder, as in: fp8cfg export peft"
             " runs/NAME OUT"

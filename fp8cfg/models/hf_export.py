@@ -1,4 +1,5 @@
-"""Hugging Face export: the weights of a Transformer as sharded safetensors, in BF16, or with FP8 linear weights and their scales.
+"""Hugging Face export: the weights of a Transformer as sharded safetensors, in BF16, FP16 or FP32, or with FP8 linear weights and their
+scales.
 
 FP8 is transformers' `fp8` layout, DeepSeek-V3's: beside each float8_e4m3fn `weight` a float32 `weight_scale_inv` that multiplies,
 for blocks of 128x128 or for the whole. Scales of blocks are powers of two, so that weights that were held in FP8 under such scales
@@ -21,10 +22,19 @@ from fp8cfg.models.hf_checkpoint import INDEX, WHOLE, Layout
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 """In the order in which their tensors stand."""
 CHUNK = 1 << 26
 """Bytes of a tensor that are copied to the CPU at a time."""
+
+
+class WeightOverflow(Exception):
+    """A weight has larger values than the dtype it is to be written in."""
 
 
 def nbytes(form: Form) -> int:
@@ -81,9 +91,11 @@ def write(
     fp8: str | None = None,
     quantized: Collection[str] = (),
     shard: int = SHARD,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write `folder`, which is empty: config.json, which is `said`, and the weights that `read` gives by our names, each written
-    before the next is read. With `fp8` "block" or "tensor" those of the modules `quantized` in FP8.
+    """Write `folder`, which is empty: config.json, which is `said`, and the weights that `read` gives by our names in `dtype`, each
+    written before the next is read. With `fp8` "block" or "tensor" those of the modules `quantized` in FP8. Raises WeightOverflow if
+    a weight does not fit in float16.
     """
     parts = layout.parts(config)
     in_fp8 = {
@@ -114,7 +126,7 @@ def write(
     files = _files(
         folder,
         [
-            _forms(theirs, shape, fp8 if name in in_fp8 else None)
+            _forms(theirs, shape, fp8 if name in in_fp8 else None, dtype)
             for name, named in parts.items()
             for theirs, shape in named.items()
         ],
@@ -122,11 +134,12 @@ def write(
     )
     for name, named in parts.items():
         for theirs, tensor in _tensors(
-            name, list(named), config, layout, read, fp8 if name in in_fp8 else None
+            name, list(named), config, layout, read, fp8 if name in in_fp8 else None, dtype
         ):
             files[theirs].write(theirs, tensor)
+    dtype_name = str(dtype).removeprefix("torch.")
     text = json.dumps(
-        {**said, "dtype": "bfloat16", "torch_dtype": "bfloat16", **quantization}, indent=2
+        {**said, "dtype": dtype_name, "torch_dtype": dtype_name, **quantization}, indent=2
     )
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -138,25 +151,31 @@ def _tensors(
     layout: Layout,
     read: Callable[[str], Weight],
     fp8: str | None,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[str, Tensor]]:
     """What is written of our parameter `name`, whose parts are `named`."""
     weight, scale = read(name)
     if (
         weight.dim() > 1 and not fp8
     ):  # a vector may be that of a norm, which is shifted in its own dtype
-        weight = weight.to(torch.bfloat16)
+        weight = weight.to(dtype)
     for theirs, part in zip(named, layout.split(name, weight, config, len(named)), strict=True):
         if fp8:
             codes, scale_inv = _quantized(part.float(), fp8 == "block", scale)
             yield from ((theirs, codes), (f"{theirs}_scale_inv", scale_inv))
         else:
-            yield theirs, part.to(torch.bfloat16)
+            stored = part.to(dtype)
+            if dtype == torch.float16 and not stored.isfinite().all():
+                raise WeightOverflow(f"{theirs} has values beyond 65504, the largest of fp16")
+            yield theirs, stored
 
 
-def _forms(theirs: str, shape: tuple[int, ...], fp8: str | None) -> dict[str, Form]:
+def _forms(
+    theirs: str, shape: tuple[int, ...], fp8: str | None, dtype: torch.dtype
+) -> dict[str, Form]:
     """What is written of a part by their names."""
     if not fp8:
-        return {theirs: (torch.bfloat16, shape)}
+        return {theirs: (dtype, shape)}
     scales = tuple(-(-size // BLOCK) for size in shape) if fp8 == "block" else ()
     return {theirs: (torch.float8_e4m3fn, shape), f"{theirs}_scale_inv": (torch.float32, scales)}
 

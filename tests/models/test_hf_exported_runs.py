@@ -178,3 +178,73 @@ def test_shards_are_named_by_the_index(tmp_path: Path) -> None:
     assert all(
         torch.equal(back[name], tensor.bfloat16()) for name, tensor in model.state_dict().items()
     )
+
+
+@pytest.fixture(scope="module")
+def in_fp32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in float32."""
+    return trained(tmp_path_factory.mktemp("wide"), "precision=fp32")
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ([], torch.float32),
+        (["--dtype", "bf16"], torch.bfloat16),
+        (["--dtype", "fp16"], torch.float16),
+    ],
+)
+def test_the_dtype_is_that_of_the_run_or_chosen(
+    options: list[str],
+    dtype: torch.dtype,
+    in_fp32: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from fp8cfg.__main__ import main
+
+    out = tmp_path / "out"
+    assert main(["export", "hf", str(in_fp32), str(out), *options]) == 0
+    name = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}[dtype]
+    assert f", {name}, the weights of step" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == str(dtype).removeprefix("torch.")
+    stored = Checkpoint(out)
+    ours = dict(plain(in_fp32).named_parameters())["layers.0.mlp.linear_fc2.weight"]
+    theirs = stored.where["model.layers.0.mlp.down_proj.weight"].get_tensor(
+        "model.layers.0.mlp.down_proj.weight"
+    )
+    assert torch.equal(theirs, ours.to(dtype))
+
+
+def test_a_weight_too_large_for_fp16_is_refused() -> None:
+    from fp8cfg.models import hf_export
+    from fp8cfg.models.config import TransformerConfig
+
+    class Layout:
+        def split(self, name: str, weight: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+            return [weight]
+
+    config = TransformerConfig.__new__(TransformerConfig)
+    wide = torch.tensor([1.0, 70_000.0])
+    with pytest.raises(hf_export.WeightOverflow, match="values beyond 65504"):
+        list(
+            hf_export._tensors(
+                "norm.weight",
+                ["norm.weight"],
+                config,
+                Layout(),
+                lambda _: (wide, None),
+                None,
+                torch.float16,
+            )
+        )
+
+
+def test_other_dtypes_are_answered(in_fp32: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fp8cfg.__main__ import main
+
+    assert main(["export", "hf", str(in_fp32), "out", "--dtype", "half"]) == 2
+    assert "--dtype half: not a dtype; choose from bf16, fp16, fp32" in capsys.readouterr().err
+    assert main(["export", "recipe=llama_tiny", "--dtype", "bf16"]) == 2
+    assert "--dtype: of export hf alone" in capsys.readouterr().err
