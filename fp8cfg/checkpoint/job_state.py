@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,13 @@ from fp8cfg.checkpoint.job_tensors import (
     refuse_other,
     whole_json,
 )
-from fp8cfg.checkpoint.load import Tensors
+from fp8cfg.checkpoint.load import LoadedTensors, Tensors
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
 from fp8cfg.checkpoint.tensor_layout import to_write
 from fp8cfg.composition.recipe_yaml import listed
 from fp8cfg.data import Batches
-from fp8cfg.numerics.stored_state import is_fp8_state, stored_state_dict
+from fp8cfg.numerics.stored_state import ANEW, is_fp8_state, stored_state_dict
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
@@ -235,9 +236,15 @@ def collect(
     return whole.tensors(), whole.state
 
 
-def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches) -> int:
+def restore(
+    job: Job,
+    tensors: Tensors,
+    state: dict[str, Any],
+    batches: Batches,
+    say: Callable[[str], None] = lambda _: None,
+) -> int:
     """Put a checkpoint into `job`; returns the number of steps done. The losses that follow are those of the run without the
-    interruption, bit for bit. Raises DamagedCheckpoint, and ConfigError where the recipe is another and the tensors do not fit it.
+    interruption, bit for bit, unless FP8 state is recalibrated, which `say` is told. Raises DamagedCheckpoint, and ConfigError where the recipe is another and the tensors do not fit it.
     """
     check_saved_state(tensors, state)
     changed = [
@@ -246,6 +253,7 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
         if not matches(k, (*FREE, *ORIGIN))
     ]
     refuse_other(job.recipe, state.get("base"))
+    recalibrates = isinstance(tensors, LoadedTensors) and tensors.recalibrate_fp8
     try:
         # None before a step where parameters are their own masters, nor of plain SGD.
         optimizer = of_this_layout(job, tensors.get("optimizer", {}))
@@ -255,6 +263,7 @@ def restore(job: Job, tensors: Tensors, state: dict[str, Any], batches: Batches)
             optimizer,
             any(matches(k, ["fp8", "storage.weight"]) for k in changed),
             done=state["step"],
+            recalibrate=partial(recalibrate_fp8, say=say) if recalibrates else None,
         )
         job.optimizer.load_state(optimizer, json_part(job, state["optimizer"]))
         if otherwise:
@@ -281,22 +290,72 @@ def check_fp8_state(
     """
     missing = [name for name in own if is_fp8_state(name) and name not in saved]
     if missing:
-        raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more like it")
+        fix = _RECALIBRATE if _layer_state(missing[0]) else ""
+        raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more like it{fix}")
     for name, tensor in saved.items():
         # Integers and FP8 values have no impossible ones: E8M0 bytes, counts, packed weights.
         if not is_fp8_state(name) or tensor.dtype != torch.float32:
             continue
         if not (tensor >= 0).all():
-            raise ValueError(f"{name} has values that are NaN or negative")
+            fix = _RECALIBRATE if _layer_state(name) else ""
+            raise ValueError(f"{name} has values that are NaN or negative{fix}")
         history = saved.get(name.removesuffix("fp8_scale") + "fp8_amax_history")
         if name.endswith("fp8_scale") and history is not None and scales_are_set:
             is_unset = (tensor == 0) | tensor.isinf()
             if (is_unset & (history.amax(dim=0) > 0)).any():
-                raise ValueError(f"{name} is 0 or infinite, and its amax history is not empty")
+                raise ValueError(
+                    f"{name} is 0 or infinite, and its amax history is not empty{_RECALIBRATE}"
+                )
+
+
+_RECALIBRATE = "; resume with --recalibrate-fp8 to start such scales and histories anew"
+_SCALE, _HISTORY = "fp8_scale", "fp8_amax_history"
+
+
+def _layer_state(name: str) -> str:
+    """The layer, with a dot behind it, whose scale or amax history `name` is; empty for other FP8 state."""
+    layer, _, last = name.rpartition(".")
+    return f"{layer}." if last in (_SCALE, _HISTORY) else ""
+
+
+def recalibrate_fp8(
+    saved: dict[str, Tensor],
+    own: Mapping[str, Tensor],
+    scales_are_set: bool,
+    say: Callable[[str], None],
+) -> set[str]:
+    """Removes, in place, the scales and histories of layers where one is missing or impossible.
+
+    A layer that loads a state without them starts anew: its next step scales from the tensors
+    themselves. Arguments are as of `check_fp8_state`. Returns the names that were removed.
+    """
+    removed: set[str] = set()
+    layers = {layer for layer in map(_layer_state, own) if layer}
+    count = 0
+    for layer in layers:
+        names = {layer + _SCALE, layer + _HISTORY} & own.keys()
+        state = {name: saved[name] for name in names & saved.keys()}
+        try:
+            check_fp8_state(state, {name: own[name] for name in names}, scales_are_set)
+        except ValueError:
+            count += 1
+            removed |= names
+    for name in removed:
+        saved.pop(name, None)
+    if count:
+        say(f"--recalibrate-fp8: scales and amax histories of {count} layers start anew")
+    else:
+        say("note: --recalibrate-fp8: has no effect, no scale or amax history is missing or wrong")
+    return removed
 
 
 def _restore_model(
-    job: Job, tensors: Tensors, optimizer: dict[str, Tensor], otherwise: bool, done: int
+    job: Job,
+    tensors: Tensors,
+    optimizer: dict[str, Tensor],
+    otherwise: bool,
+    done: int,
+    recalibrate: Callable[..., set[str]] | None,
 ) -> bool:
     """Load the model, of which `optimizer` may have the masters, or gets them. Where weights are stored `otherwise` they come from
     the masters, which is returned, and scales and histories are taken where they still mean something.
@@ -306,7 +365,10 @@ def _restore_model(
     saved = completed(job.recipe, job.model, saved)
     own = stored_state_dict(job.model)
     if not otherwise:
-        check_fp8_state(saved, own, scales_are_set=done >= job.recipe.fp8.interval)
+        scales_are_set = done >= job.recipe.fp8.interval
+        anew = recalibrate(saved, own, scales_are_set) if recalibrate else set()
+        wanted = {name: tensor for name, tensor in own.items() if name not in anew}
+        check_fp8_state(saved, wanted, scales_are_set)
     if otherwise:
         saved = {
             **own,
@@ -317,6 +379,9 @@ def _restore_model(
             },
         }
     job.model.load_state_dict(saved)
+    if recalibrate:
+        for layer in job.model.modules():
+            vars(layer).pop(ANEW, None)  # it is said already
     return otherwise
 
 

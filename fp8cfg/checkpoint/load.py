@@ -255,7 +255,13 @@ MAX_STATE = 1 << 30
 
 
 class LoadedTensors(dict[str, Mapping[str, Tensor]]):
-    """The groups of tensors of a checkpoint. Sums of `unchecked` files are still to be compared with the manifest."""
+    """The groups of tensors of a checkpoint. Sums of `unchecked` files are still to be compared with the manifest.
+
+    Attributes:
+        recalibrate_fp8: Whether scales and amax histories that are missing or impossible start anew, instead of an error.
+    """
+
+    recalibrate_fp8 = False
 
     def __init__(
         self,

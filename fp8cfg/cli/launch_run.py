@@ -30,6 +30,7 @@ from fp8cfg.training.signals import waiting_to_stop
 if TYPE_CHECKING:
     from fp8cfg.parallel.process_group import World
     from fp8cfg.training.loop import Loaded
+    from fp8cfg.training.runs import CheckpointChoice
 
 FIRST = "FIRST_NODE"
 """Stands for the name of a node that this one does not know."""
@@ -180,10 +181,11 @@ def go_on(
     whole_line: Line,
     allow: Sequence[str] = (),
     anew: bool = False,
+    choice: CheckpointChoice | None = None,
 ) -> int:
     """Go on with the run folder at `path` from its newest checkpoint that verifies, with what `changed` makes of the checkpoint's
     recipe, or, with `anew`, with the one that it starts with. A change that would not continue the same run is refused unless
-    `allow` has its key. `whole_line` is as of `launch`. Returns the exit code."""
+    `allow` has its key. `whole_line` is as of `launch`; `choice` is of the checkpoint. Returns the exit code."""
     first = os.environ.get("RANK", "0") == "0"
     say = print if first else _nothing
     with RunFolder.open(path, lock=first) as folder:
@@ -197,13 +199,15 @@ def go_on(
                 runs.write_recipe(
                     folder, recipe, loaded
                 )  # what the folder says is what runs from here on
+                if choice:
+                    choice.set_aside(folder, say)
                 return folder
 
             return launch(
                 recipe, taken, loaded, whole_line, lambda other: goes_on(recipe, other, [*allow])
             )
 
-        return runs.from_newest(folder, attempt, say)
+        return runs.from_newest(folder, attempt, say, choice or runs.NEWEST)
 
 
 def sized(recipe: Recipe) -> Recipe:

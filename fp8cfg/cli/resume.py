@@ -17,12 +17,17 @@ from fp8cfg.schema.keys import short
 from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
-fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...]
-              [--config-dir FOLDER]
+fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...] [--step N]
+              [--recalibrate-fp8] [--config-dir FOLDER]
 
-Goes on with a run from its newest checkpoint that verifies, on as many GPUs of
+Continues a run from its newest checkpoint that verifies, on as many GPUs of
 this machine as training takes. A change that would not continue the same run
 is refused unless allowed by its key (fp8 or 'fp8.*' for all of a node).
+
+  --step N           continue from the checkpoint of step N; later ones are
+                     renamed to step-NNNNNNNN.aside-1
+  --recalibrate-fp8  start FP8 scales and amax histories anew where they are
+                     missing from the checkpoint or impossible
 """
 
 
@@ -30,7 +35,7 @@ def run(argv: list[str]) -> int:
     """Resume the run folder of `argv`. Returns the exit code."""
     from fp8cfg.training import runs
 
-    arguments = split(argv, ("--config-dir", "--allow"))
+    arguments = split(argv, ("--config-dir", "--allow", "--step"), ("--recalibrate-fp8",))
     if len(arguments.plain) != 1:
         raise ConfigError("resume: needs one run folder, as in: fp8cfg resume runs/NAME")
     path, folder, allow = (
@@ -38,8 +43,11 @@ def run(argv: list[str]) -> int:
         arguments.one("--config-dir"),
         arguments.options.get("--allow", []),
     )
+    choice = runs.CheckpointChoice(
+        _step(arguments.one("--step")), "--recalibrate-fp8" in arguments.flags
+    )
     with RunFolder.open(arguments.plain[0], lock=False) as run_folder:
-        before = runs.newest_recipe(run_folder)
+        before = runs.newest_recipe(run_folder, choice)
 
     def settle(words: Sequence[str]) -> Settled:
         return settled_on_ranks(words, folder, base=before)
@@ -55,13 +63,26 @@ def run(argv: list[str]) -> int:
         )
         return found.recipe
 
-    whole_line = whole_lines(
-        arguments, settle, "resume", *(word for key in allow for word in ("--allow", key))
-    )
+    options = [word for key in allow for word in ("--allow", key)]
+    if choice.step is not None:
+        options += ["--step", str(choice.step)]
+    if choice.recalibrate_fp8:
+        options.append("--recalibrate-fp8")
+    whole_line = whole_lines(arguments, settle, "resume", *options)
     found = settle(arguments.words)
     refuse_if([] if found.layout_alone else found.problems)
     refuse_changes(before, found.recipe, allow, {short(c.key): c.cause for c in found.changes})
     code = launch_run.started(
         found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow)
     )
-    return go_on(path, changed, whole_line, allow) if code is None else code
+    if code is not None:
+        return code
+    return go_on(path, changed, whole_line, allow, choice=choice)
+
+
+def _step(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"--step {text}: needs the number of a step, as in --step 200")
+    return int(text)

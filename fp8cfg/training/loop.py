@@ -420,7 +420,7 @@ class _Training:
             start_from[1], self.recipe, self.job.choice.backend
         ):
             self.say(other)
-        done = job_state.restore(self.job, *start_from, self.batches)
+        done = job_state.restore(self.job, *start_from, self.batches, self.say)
         if change := self._lr_change(Recipe(**start_from[1]["recipe"]), done):
             self.say(change)
         return done

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +20,7 @@ from fp8cfg.parallel.process_group import World, current
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning.fit_search import differences
 from fp8cfg.planning.smoke import SAVED_AT, STEPS
+from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
 from fp8cfg.schema.recipe import Recipe
@@ -101,15 +103,21 @@ def resume(
     model: nn.Module | None = None,
     say: Say = print,
     callbacks: Sequence[Callback] = (),
+    step: int | None = None,
+    recalibrate_fp8: bool = False,
 ) -> Result:
     """Go on with the run in `folder` from its newest checkpoint that verifies, or from the start where it has none. `overrides` are
     words that change its recipe, such as "trainer.max_steps=200"; one that would not continue the same run is refused unless
     `allow` has its key. `model` is that of a run of your own model, as it was given to `build`. Otherwise as `fit`.
+
+    `step` chooses the checkpoint of that step; later ones are set aside. With `recalibrate_fp8` scales and amax histories that are
+    missing or impossible start anew.
     """
     _check_callbacks(callbacks)
     allow = _keys(allow)
     world = current()
     tell = say if world.first else _nothing
+    choice = CheckpointChoice(step, recalibrate_fp8)
     with RunFolder.open(_path(folder), lock=world.first) as run:
 
         def go_on(name: str, loaded: Loaded | None) -> Result:
@@ -120,21 +128,68 @@ def resume(
             if world.first:
                 run.lock()
                 write_recipe(run, recipe, loaded)
+                choice.set_aside(run, tell)
             return _trained(job, run if world.first else None, loaded, world, say, callbacks)
 
-        return from_newest(run, go_on, tell)
+        return from_newest(run, go_on, tell, choice)
 
 
-def from_newest(run: RunFolder, go_on: Callable[[str, Loaded | None], T], say: Say) -> T:
-    """What `go_on` makes of the name and the contents of the newest checkpoint that verifies; of "" and None where there is none.
-    It may raise DamagedCheckpoint before the first step: that one is passed over too. Raises NoUsableCheckpoint.
+@dataclass(frozen=True)
+class CheckpointChoice:
+    """How a resumed run chooses and reads its checkpoint.
+
+    Attributes:
+        step: The step of the checkpoint; None is the newest that verifies.
+        recalibrate_fp8: As of `resume`.
+    """
+
+    step: int | None = None
+    recalibrate_fp8: bool = False
+
+    def of(self, root: RunFiles) -> list[tuple[int, str]]:
+        """Step and folder name of each checkpoint to try. Raises ConfigError if there is none of the step."""
+        every = manifest.steps(root)
+        if self.step is None:
+            return every
+        chosen = [(step, name) for step, name in every if step == self.step]
+        if not chosen:
+            steps = ", ".join(dict.fromkeys(str(step) for step, _ in reversed(every))) or "none"
+            raise ConfigError(f"--step {self.step}: no checkpoint of that step; there are: {steps}")
+        return chosen
+
+    def set_aside(self, run: RunFolder, say: Say) -> None:
+        """Renames checkpoints later than the chosen step: the run writes others in their place."""
+        if self.step is None:
+            return
+        root = run.files.folder(CHECKPOINTS)
+        for step, name in manifest.steps(root):
+            if step <= self.step:
+                continue
+            number = next(n for n in count(1) if not root.kind(f"{name}.aside-{n}"))
+            root.rename(name, f"{name}.aside-{number}")
+            say(f"{name} is later than --step {self.step}: renamed to {name}.aside-{number}")
+
+
+NEWEST = CheckpointChoice()
+
+
+def from_newest(
+    run: RunFolder,
+    go_on: Callable[[str, Loaded | None], T],
+    say: Say,
+    choice: CheckpointChoice = NEWEST,
+) -> T:
+    """What `go_on` makes of the name and the contents of the newest checkpoint that verifies, or of those of `choice`; of "" and
+    None where there is none. It may raise DamagedCheckpoint before the first step: that one is passed over too. Raises
+    NoUsableCheckpoint, ConfigError.
     """
     root = run.files.folder(CHECKPOINTS)
-    found = manifest.steps(root)
+    found = choice.of(root)
     size = ranks() if ranks() > 1 else current().size
     for _, name in found:
         try:
             loaded = local_save.load_named(root, name, size)
+            loaded[0].recalibrate_fp8 = choice.recalibrate_fp8
             job_state.check_saved_state(*loaded)
             return go_on(name, loaded)
         except DamagedCheckpoint as e:
@@ -163,17 +218,17 @@ def _refuse_lost_checkpoints(run: RunFolder) -> None:
         )
 
 
-def newest_recipe(run: RunFolder) -> Recipe:
+def newest_recipe(run: RunFolder, choice: CheckpointChoice = NEWEST) -> Recipe:
     """The recipe with which `run` would go on: of the newest checkpoint whose state verifies, whatever its tensors are, or else of
     recipe.yaml; a smoke run's as it was cut, and cut no more."""
-    recipe = _newest_recipe(run)
+    recipe = _newest_recipe(run, choice)
     recipe.trainer.smoke = False
     return recipe
 
 
-def _newest_recipe(run: RunFolder) -> Recipe:
+def _newest_recipe(run: RunFolder, choice: CheckpointChoice) -> Recipe:
     root = run.files.folder(CHECKPOINTS)
-    for _, name in manifest.steps(root):
+    for _, name in choice.of(root):
         try:
             loaded = local_save.load_named(
                 root, name, ranks=2

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import fp8cfg
 from fp8cfg.__main__ import main
+from fp8cfg.training import metrics
 from tests.support.short_runs import fit
 
 State = dict[str, Tensor]
@@ -58,6 +60,55 @@ def test_impossible_fp8_state_is_not_resumed(
     assert main(["resume", str(run), "trainer.max_steps=5"]) == 4
     out, err = capsys.readouterr()
     assert reason in out + err
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("door", ["command line", "python"])
+def test_it_starts_anew_where_that_is_asked_for(
+    door: str, fault: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [Path(shutil.copytree(trained, tmp_path / name)) for name in ("whole", "damaged")]
+    (step,) = (runs[1] / "checkpoints").glob("step-*")
+    state = load_file(step / "fp8.safetensors")
+    FAULTS[fault][0](state)
+    save_file(state, step / "fp8.safetensors")
+    write_sums(step)
+    assert main(["resume", str(runs[1])]) == 4
+    assert "resume with --recalibrate-fp8" in "".join(capsys.readouterr())
+    assert main(["resume", str(runs[0]), "trainer.max_steps=5"]) == 0
+    capsys.readouterr()
+    if door == "command line":
+        assert main(["resume", str(runs[1]), "trainer.max_steps=5", "--recalibrate-fp8"]) == 0
+    else:
+        fp8cfg.resume(runs[1], ["trainer.max_steps=5"], recalibrate_fp8=True)
+    out = capsys.readouterr()
+    line = "--recalibrate-fp8: scales and amax histories of 4 layers start anew"
+    assert line in out.out and "started anew" not in out.err
+    whole, anew = (metrics.read(run / "metrics.jsonl")[-1] for run in runs)
+    # The weights are the same, and each tensor has a scale of its own first step again.
+    assert anew["step"] == 5 and abs(float(anew["val_loss"]) / float(whole["val_loss"]) - 1) < 0.01
+
+
+def test_an_option_without_effect_is_said(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    assert main(["resume", str(run), "trainer.max_steps=5", "--recalibrate-fp8"]) == 0
+    assert "note: --recalibrate-fp8: has no effect" in capsys.readouterr().out
+
+
+def test_a_missing_scale_of_stored_weights_cannot_be_made_anew(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (step,) = (run / "checkpoints").glob("step-*")
+    state = load_file(step / "fp8.safetensors")
+    drop("fp8_weight_scale_inv")(state)
+    save_file(state, step / "fp8.safetensors")
+    write_sums(step)
+    assert main(["resume", str(run), "trainer.max_steps=5", "--recalibrate-fp8"]) == 4
+    said = "".join(capsys.readouterr())
+    assert "is missing" in said and "resume with --recalibrate-fp8" not in said
 
 
 def write_sums(step: Path) -> None:

@@ -363,3 +363,25 @@ def test_a_change_of_the_learning_rate_is_said(
     fp8cfg.resume(folder.path, [word], say=print)
     out = " ".join(capsys.readouterr().out.split())
     assert says in out and ("learning rate" in out) == bool(says)
+
+
+def test_a_step_is_chosen_and_later_checkpoints_are_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = fit(tmp_path, "checkpoint.every_n_steps=2", "checkpoint.keep=9")
+    whole = read(folder.metrics)
+    assert main(["resume", str(folder.path), "--step", "3"]) == 2
+    assert "--step 3: no checkpoint of that step; there are: 2, 4" in capsys.readouterr().err
+    assert main(["resume", str(folder.path), "--step", "x"]) == 2
+    assert "--step x: needs the number of a step" in capsys.readouterr().err
+    assert main(["resume", str(folder.path), "--step", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "from step-00000002" in out
+    assert "step-00000004 is later than --step 2: renamed to step-00000004.aside-1" in out
+    names = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert names == ["step-00000002", "step-00000004", "step-00000004.aside-1"]
+    again = read(folder.metrics)
+    assert [row.get("loss") for row in again] == [row.get("loss") for row in whole]
+    fp8cfg.resume(folder.path, ["trainer.max_steps=5"], say=lambda _: None, step=2)
+    names = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert "step-00000004.aside-2" in names and "step-00000005" in names
