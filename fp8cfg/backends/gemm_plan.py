@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from fp8cfg.schema.errors import ConfigError, refuse_if, suggest
 from fp8cfg.schema.fp8 import FP8
+from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.scalings import SCALINGS
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -134,6 +135,10 @@ def layers(num_layers: int) -> Numbering:
     return number
 
 
+_NO_OUTPUT = "fp8.output_layer=false"
+_EXCLUDED = "fp8.exclude"
+
+
 def plan_linears(
     shapes: Shapes,
     fp8: FP8,
@@ -167,6 +172,7 @@ def plan_linears(
         for s, reason in zip(shapes, why_not, strict=True)
     ]
     if not any(p.fp8 for p in plans):
+        refuse_if(_all_excluded(fp8, plans))
         why = "; ".join([*(sorted({p.reason for p in plans}) or ["the model has none"]), *other])
         cure = f"; {_NAME_IT}" if any(p.reason.endswith(OWN_FORWARD) for p in plans) else ""
         raise ConfigError(
@@ -174,6 +180,17 @@ def plan_linears(
         )
     refuse_if(_without_effect(fp8, plans, output))
     return plans
+
+
+def _all_excluded(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[str]:
+    """A line if fp8.exclude alone keeps all layers out of FP8 that could run in it."""
+    reasons = {p.reason for p in plans} - {_NO_OUTPUT}
+    if not reasons or not all(reason.startswith(_EXCLUDED) for reason in reasons):
+        return []
+    return [
+        f"fp8.exclude={spelled(list(fp8.exclude))}: none of {len(plans)} linear layers would run in"
+        " FP8; exclude fewer of them, or write fp8.enabled=false"
+    ]
 
 
 def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]]:
@@ -203,12 +220,12 @@ def _excluded(
     if not in_features or not out_features:
         return f"{in_features} x {out_features}: nothing to multiply"
     if name in output and not fp8.output_layer:
-        return "fp8.output_layer=false"
+        return _NO_OUTPUT
     if (layer := number(name)) and (reason := _outside(layer[0], fp8, layer[1])):
         return reason
     for pattern in fp8.exclude:
         if fnmatchcase(name, pattern):
-            return f"fp8.exclude {pattern}"
+            return f"{_EXCLUDED} {pattern}"
     if fp8.include and not any(fnmatchcase(name, p) for p in fp8.include):
         return "not in fp8.include"
     return misfit(fp8, in_features, out_features)

@@ -25,6 +25,7 @@ from fp8cfg.planning.coverage import (
     warn_of_share,
 )
 from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.schema import scalings
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
@@ -82,7 +83,7 @@ def precision(recipe: Recipe) -> str:
         if SCALINGS[f.scaling].history
         else ""
     )
-    return f"{p.compute}, FP8 {f.scaling} {f.format}{history}" + (
+    return f"{p.compute}, {scalings.title(f.scaling)} {f.format}{history}" + (
         f", opt_level {p.opt_level}" if p.opt_level else ""
     )
 

@@ -95,10 +95,12 @@ def refuse_changes(
     allow: list[str],
     causes: Mapping[str, str] | None = None,
     line: Sequence[str] = (),
+    step: int | None = None,
 ) -> None:
     """Raise ConfigError for each change that a resumed run may not make, or not without being allowed; with its cause where a value
     gave way to it, by the short name of its key. `line` are the words of a command that makes the change where it is allowed, for
-    one that has no --allow."""
+    one that has no --allow. `saved` is the recipe of the checkpoint of `step`, or of a run that has none."""
+    whose = "this run" if step is None else f"the checkpoint of step {step}"
     old, new = _flat(saved), _flat(wanted)
     allow = [short(full(key)) for key in allow]
     lines = [
@@ -124,11 +126,10 @@ def refuse_changes(
         cure = "start a new run" if matches(key, fixed) else resumed
         if cause := (causes or {}).get(key):
             lines.append(
-                f"{cause}: {key}={was}, with which this run was started, would give way to it and"
-                f" be {now}; {cure}"
+                f"{cause}: {key}={was}, which {whose} has, would change to {now} with it; {cure}"
             )
         else:
-            lines.append(f"{key}={now}: this run was started with {was}; {cure}")
+            lines.append(f"{key}={now}: {whose} has {was}; {cure}")
     if lines:
         raise ConfigError(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import distributed_save, job_state, job_tensors, local_save
+from fp8cfg.checkpoint import distributed_save, job_state, job_tensors, local_save, manifest
 from fp8cfg.checkpoint.distributed_save import Share
 from fp8cfg.checkpoint.local_save import CheckpointError, OldCheckpointStays
 from fp8cfg.checkpoint.tensor_layout import Groups, TensorBox
@@ -273,7 +274,7 @@ class Saver:
     def _ready(self, share: Share, done: int) -> CheckpointError | None:
         """Why there is nowhere to write, on every rank, or None. Raises Diverged for weights that are not finite, and
         RunFolderDeleted, on the first rank, and CheckpointError on the others."""
-        problem: Fp8cfgError | None = _not_finite(share, done, self.world)
+        problem: Fp8cfgError | None = _not_finite(share, done, self.world, self.run)
         try:
             if self.run and not problem:
                 self.run.check_there()
@@ -325,7 +326,7 @@ def _group(job: Job) -> dist.ProcessGroup | None:
     return group
 
 
-def _not_finite(share: Share, done: int, world: World) -> Diverged | None:
+def _not_finite(share: Share, done: int, world: World, run: RunFolder | None) -> Diverged | None:
     """Why `share` and those of the others are not to be saved: a checkpoint of weights that are not finite, or
     whose masters are not, would take the place of a good one."""
     weights = share.boxes["model"] + [
@@ -343,8 +344,20 @@ def _not_finite(share: Share, done: int, world: World) -> Diverged | None:
         return None
     return Diverged(
         f"step {done}: {len(names)} of {sum(count for count, _ in found)} weights are not finite,"
-        f" the first is {next(iter(names))}; they are not saved, lower optim.lr or resume from an"
-        " earlier checkpoint"
+        f" the first is {next(iter(names))}; they are not saved; {after_divergence(run)}"
+    )
+
+
+def after_divergence(run: RunFolder | None) -> str:
+    """What to do after a run diverged: how to resume from a step before, if one was saved."""
+    saved = manifest.steps(run.files.folder(CHECKPOINTS)) if run else []
+    if run is None or not saved:
+        return "lower optim.lr and start again"
+    steps = sorted({step for step, _ in saved})
+    folder = shlex.quote(str(run.path))
+    return (
+        f"lower optim.lr and resume from an earlier step ({', '.join(map(str, steps))}), as in:"
+        f" fp8cfg resume {folder} --step {steps[0]} optim.lr=LR"
     )
 
 

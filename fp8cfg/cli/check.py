@@ -8,10 +8,11 @@ from pathlib import Path
 from fp8cfg.cli.argv import split, wrong_words
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
 from fp8cfg.planning import layout, preflight, remarks, training_data
-from fp8cfg.planning.coverage import planned
+from fp8cfg.planning.coverage import planned, refuse_low_share
 from fp8cfg.planning.layer_plan import plan
 from fp8cfg.report.key_explanation import refusals
-from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema import scalings
+from fp8cfg.schema.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import wrapped
 
@@ -22,8 +23,8 @@ Composes a recipe and asks everything that needs no hardware: types and bounds,
 the rules between keys, layer patterns, and what no backend has. A large model
 on a corpus or on bytes that nobody chose is a problem too.
 One line, a line on its data, and exit code 0, or every problem and exit
-code 2. On standard error
-notes: what gave way to the words, what is allowed and may not be meant, and
+code 2; 3 if less would run in FP8 than fp8.min_coverage asks for. On standard
+error notes: what gave way to the words, what is allowed and may not be meant, and
 what this version, this machine or its disks do not have.
 
   --config-dir FOLDER  recipes and presets of your own
@@ -42,10 +43,11 @@ def run(argv: list[str]) -> int:
         except ConfigError as e:
             raise ConfigError(e.problems + wrong_words(arguments)) from None
         recipe, line, notes = _checked(arguments.words, folder, file)
-    except ConfigError as e:
+    except (ConfigError, NotFP8Error) as e:
         if not as_json:
             raise
-        print(json.dumps({"ok": False, "problems": e.problems, "notes": []}, indent=1))
+        problems = e.problems if isinstance(e, ConfigError) else [str(e)]
+        print(json.dumps({"ok": False, "problems": problems, "notes": []}, indent=1))
         return e.exit_code
     if as_json:
         print(
@@ -78,13 +80,9 @@ def _checked(
     recipe = found.recipe
     refuse_if([*refusals(recipe, found.written), *training_data.unintended(recipe)])
     coverage, p, t = planned(recipe, plan(recipe)), recipe.precision, recipe.trainer
-    if p.fp8.enabled and coverage.share < p.fp8.min_coverage:
-        raise ConfigError(
-            f"fp8.min_coverage={p.fp8.min_coverage:g}: {coverage.share:.1%} of matmul FLOPs would"
-            " run in FP8"
-        )
+    refuse_low_share(recipe, coverage)
     count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"
-    fp8 = f", FP8 {p.fp8.scaling} in {count}" if p.fp8.enabled else ""
+    fp8 = f", {scalings.title(p.fp8.scaling)} in {count}" if p.fp8.enabled else ""
     said = remarks.lines(recipe, layout.shards(recipe, t.num_nodes * t.devices))
     here = [f"note: {note}" for note in preflight.lines(recipe, folder)]
     line = f"{recipe.name}, {p.compute}{fp8}"

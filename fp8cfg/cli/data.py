@@ -69,13 +69,13 @@ def run(argv: list[str]) -> int:
             "data.mixture: token files are written one by one and mixed in training; prepare each"
             " data.path"
         )
-    began, key = time.perf_counter(), "data.tokenizer"
+    began = time.perf_counter()
     try:
         with _stopped_cleanly():
-            tokenizer, key = load_tokenizer(tokenizer_path(d.tokenizer)), f"data={d.name}"
+            tokenizer = _tokenizer(d.tokenizer)
             made = prepare(out, d.name, d.path, d.text_key, tokenizer)
     except DataError as e:
-        raise ConfigError(f"{key}: {e}") from None
+        raise ConfigError(f"data={d.name}: {e}") from None
     except OSError as e:
         raise NotWritable(f"{out}: cannot be written ({e.strerror or e})") from None
     print(
@@ -84,6 +84,13 @@ def run(argv: list[str]) -> int:
     )
     print(f"train on it: {_line(made.path, d.tokenizer, tokenizer)}")
     return 0
+
+
+def _tokenizer(name: str | None) -> Tokenizer:
+    try:
+        return load_tokenizer(tokenizer_path(name))
+    except DataError as e:
+        raise ConfigError(f"data.tokenizer={name}: {str(e).removeprefix(f'{name}: ')}") from None
 
 
 def _line(path: Path, given: str | None, tokenizer: Tokenizer) -> str:

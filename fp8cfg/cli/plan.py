@@ -11,6 +11,7 @@ from fp8cfg.cli.argv import split, wrong_words
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
 from fp8cfg.composition.precedence import Settled
 from fp8cfg.planning import graph_text
+from fp8cfg.planning.coverage import low_share_line, refuse_low_share
 from fp8cfg.planning.fit_search import Fit, offering
 from fp8cfg.planning.hardware import GPUS, named
 from fp8cfg.planning.layout import machines, placed
@@ -96,6 +97,8 @@ def run(argv: list[str]) -> int:
     if (
         not {"--tree", "--dot", "--code"} & arguments.flags
     ):  # a graph, which export and tools of Fiddle take, runs nothing
+        if list(plan.problems) == [low_share_line(recipe, plan.coverage)]:
+            refuse_low_share(recipe, plan.coverage)
         refuse_if(offering(plan.problems, where, plan.lines) if plan.problems else [])
         if (
             not arguments.flags

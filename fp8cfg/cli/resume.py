@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
         _step(arguments.one("--step")), "--recalibrate-fp8" in arguments.flags
     )
     with RunFolder.open(arguments.plain[0], lock=False) as run_folder:
-        before = runs.newest_recipe(run_folder, choice)
+        before, step = runs.newest_recipe(run_folder, choice)
 
     def settle(words: Sequence[str]) -> Settled:
         return settled_on_ranks(words, folder, base=before)
@@ -71,7 +71,8 @@ def run(argv: list[str]) -> int:
     whole_line = whole_lines(arguments, settle, "resume", *options)
     found = settle(arguments.words)
     refuse_if([] if found.layout_alone else found.problems)
-    refuse_changes(before, found.recipe, allow, {short(c.key): c.cause for c in found.changes})
+    causes = {short(c.key): c.cause for c in found.changes}
+    refuse_changes(before, found.recipe, allow, causes, step=step)
     code = launch_run.started(
         found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow)
     )

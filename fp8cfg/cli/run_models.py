@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from fp8cfg.cli.argv import Arguments
 from fp8cfg.run_folder.files import MAX_BYTES, RunFiles, StrangeFile
 from fp8cfg.run_folder.run_folder import RunFolder
+from fp8cfg.schema import scalings
 from fp8cfg.schema.backends import EMULATE
 from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.schema.presets import precision_preset
@@ -108,7 +109,7 @@ def _cured_by_options() -> Iterator[None]:
 def title(run: RunModel) -> str:
     """The precision of `run` in words."""
     p = run.recipe.precision
-    return f"{p.compute}, FP8 {p.fp8.scaling}" if p.fp8.enabled else p.compute
+    return f"{p.compute}, {scalings.title(p.fp8.scaling)}" if p.fp8.enabled else p.compute
 
 
 def whole(arguments: Arguments, option: str, least: int, default: int | None = None) -> int | None:

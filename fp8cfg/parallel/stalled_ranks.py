@@ -8,6 +8,7 @@ says which ranks are silent.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import textwrap
@@ -225,11 +226,12 @@ class Heartbeat:
     def others(self) -> str:
         """What the other ranks do, those first that do not beat; what another rank has found of that, where one has. Within some
         seconds, whatever the store does."""
-        return (
+        told = (
             _within(self.patience, self._told, None)
             or next(iter(self.heard), None)
             or _silent_store()
         )
+        return seen_from(self.rank, told)
 
     def silent(self, ranks: Sequence[int]) -> str | None:
         """Which of `ranks` do not beat, or that the store is silent or has ended; None where all of them do."""
@@ -354,6 +356,14 @@ def _said_of(silent: Sequence[int]) -> str | None:
         if silent
         else None
     )
+
+
+def seen_from(rank: int, diagnosis: str) -> str:
+    """Returns `diagnosis`, or what it means to `rank` if that is the silent one: it was stopped, and continues."""
+    silent = re.match(r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:is|are) silent", diagnosis)
+    if silent is None or str(rank) not in silent[1].split(", "):
+        return diagnosis
+    return "the other ranks waited for this one, which was stopped, or busy outside of Python"
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: U) -> T | U:

@@ -225,6 +225,21 @@ def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     )
 
 
+def refuse_low_share(recipe: Recipe, coverage: Coverage) -> None:
+    """Raises NotFP8Error if the planned `coverage` is below fp8.min_coverage."""
+    line = low_share_line(recipe, coverage)
+    if line:
+        raise NotFP8Error(line)
+
+
+def low_share_line(recipe: Recipe, coverage: Coverage) -> str:
+    """A line if the planned `coverage` is below fp8.min_coverage; else empty."""
+    least = recipe.fp8.min_coverage
+    if not recipe.fp8.enabled or coverage.share >= least:
+        return ""
+    return f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8"
+
+
 def _reach(tokens: int, window: int | None) -> float:
     """Twice the tokens that one attends to on average, in the leading order: half of each product is masked."""
     return tokens if window is None or window >= tokens else 2 * window - window * window / tokens

@@ -10,7 +10,7 @@ from fp8cfg.backends.choice import BLOCK_CUDA, Choice, Hardware, choose
 from fp8cfg.planning import graph_text, job_plan, remarks, smoke, training_data
 from fp8cfg.planning import hardware as speedups
 from fp8cfg.planning.communication import Sent, of_step
-from fp8cfg.planning.coverage import Coverage
+from fp8cfg.planning.coverage import Coverage, low_share_line
 from fp8cfg.planning.coverage import planned as planned_coverage
 from fp8cfg.planning.fit_search import (
     Fit,
@@ -420,7 +420,8 @@ def make(
     if problems or layout_problems:
         problems, offered = _instead(problems, recipe, world, hardware, memory_of_each)
     line = whole_line(offered) if offered else ""
-    problems = [*problems, *_below_least(recipe, coverage)]
+    low = low_share_line(recipe, coverage)
+    problems = [*problems, *([low] if low else [])]
     return Plan(
         recipe,
         world,
@@ -446,13 +447,6 @@ def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
         strategy=recipe.trainer.strategy,
         adapters=recipe.lora.enabled,
     )
-
-
-def _below_least(recipe: Recipe, coverage: Coverage) -> list[str]:
-    least = recipe.fp8.min_coverage
-    if not recipe.fp8.enabled or coverage.share >= least:
-        return []
-    return [f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8"]
 
 
 def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:

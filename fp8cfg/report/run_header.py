@@ -11,14 +11,13 @@ from fp8cfg.composition.recipe_yaml import listed
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import layout
-from fp8cfg.planning.coverage import planned
+from fp8cfg.planning.coverage import planned, refuse_low_share
 from fp8cfg.planning.fsdp_memory import gather_line
 from fp8cfg.planning.layer_plan import plan, transformer_config
 from fp8cfg.planning.peak_memory import memory_table
 from fp8cfg.planning.plan_report import passed_over
 from fp8cfg.planning.preflight import choose_backend
 from fp8cfg.schema import __version__
-from fp8cfg.schema.errors import NotFP8Error
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import shown
 from fp8cfg.schema.recipe import Recipe
@@ -135,11 +134,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
     choice, parts = choose_backend(recipe, hardware, sharding.ranks()), list[str]()
     if recipe.fp8.enabled:
         coverage = planned(recipe, plan(recipe, choice.backend))
-        least = recipe.fp8.min_coverage
-        if coverage.share < least:
-            raise NotFP8Error(
-                f"fp8.min_coverage={least:g}: {coverage.share:.1%} of matmul FLOPs would run in FP8"
-            )
+        refuse_low_share(recipe, coverage)
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
         backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")

@@ -37,7 +37,7 @@ class NoSuchKey(ConfigError, AttributeError):
 
 
 class NotFP8Error(Fp8cfgError):
-    """FP8 was asked for and is not what ran. Exit code 3."""
+    """FP8 was asked for and is not what ran, or less is planned than fp8.min_coverage. Exit code 3."""
 
     exit_code = 3
 

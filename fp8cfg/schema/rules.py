@@ -12,6 +12,7 @@ from fp8cfg.schema.errors import refuse_if
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.model import LoRA
 from fp8cfg.schema.refusal import WRITTEN, Refusal, holds, idle
+from fp8cfg.schema.rules_fp8 import without_fp8
 from fp8cfg.schema.rules_layout import batches, multiple, strategy_rules
 from fp8cfg.schema.rules_precision import precision_rules
 from fp8cfg.schema.storage import low_bit
@@ -388,8 +389,7 @@ def log_rules(recipe: Recipe) -> Iterator[str]:
         yield from idle(
             recipe.log,
             ("fp8_stats_every_n_steps",),
-            f", precision.compute={recipe.precision.compute} runs no FP8; "
-            "write precision=bf16_fp8 or drop it",
+            f"{without_fp8(recipe.precision)}; write precision=bf16_fp8 or drop it",
             "fp8.enabled",
         )
     elif every > steps:

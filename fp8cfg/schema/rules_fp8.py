@@ -8,7 +8,7 @@ from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.fp8 import FP8, ONLY_UNDER, per_row
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.refusal import Refusal, changed, idle
+from fp8cfg.schema.refusal import WRITTEN, Refusal, changed, idle
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import fp8_weights, resolved
 
@@ -32,14 +32,23 @@ def fp8_rules(p: Precision, num_layers: int) -> Iterator[str]:
 
 def _fp8_off(p: Precision) -> Iterator[str]:
     base = {"fp16": "fp16_fp8"}.get(p.compute, "bf16_fp8")
-    from_preset = p.fp8.params or changed(
-        p.fp8, "scaling"
-    )  # an FP8 preset with fp8.enabled=false over it
-    cure = f"precision={p.compute}" if from_preset else f"precision={base} or fp8.enabled=true"
+    # An FP8 preset with fp8.enabled=false over it leaves these.
+    from_preset = p.fp8.params or bool(changed(p.fp8, "scaling"))
+    cure = f"write precision={base} or fp8.enabled=true"
+    if from_preset:
+        cure = f"write precision={p.compute}"
+    if "fp8.enabled" in WRITTEN.get():
+        cure = "drop one of the two"
+    why = f"{without_fp8(p, from_preset)}; {cure}"
     others = [name for name in FP8.model_fields if name != "enabled"]
-    yield from idle(
-        p.fp8, others, f", precision.compute={p.compute} runs no FP8; write {cure}", "fp8.enabled"
-    )
+    yield from idle(p.fp8, others, why, "fp8.enabled")
+
+
+def without_fp8(p: Precision, from_preset: bool = False) -> str:
+    """Why `p` runs no FP8: the user or a preset turned it off, or the compute dtype stands alone."""
+    if from_preset or "fp8.enabled" in WRITTEN.get():
+        return ", fp8.enabled=false runs no FP8"
+    return f", precision.compute={p.compute} runs no FP8"
 
 
 def _fp8_on(p: Precision, layers: int) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.schema.backends import capabilities, gathering
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.refusal import Refusal, conflicting, idle
-from fp8cfg.schema.rules_fp8 import fp8_rules
+from fp8cfg.schema.rules_fp8 import fp8_rules, without_fp8
 from fp8cfg.schema.storage import (
     COLUMNS,
     FP8_CODECS,
@@ -388,7 +388,7 @@ def _storage(recipe: Recipe) -> Iterator[str]:
         yield from idle(
             p,
             ("backend",),
-            f", precision.compute={p.compute} runs no FP8; drop it or write precision=bf16_fp8",
+            f"{without_fp8(p)}; drop it or write precision=bf16_fp8",
             "fp8.enabled",
         )
 

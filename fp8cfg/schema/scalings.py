@@ -174,3 +174,8 @@ GENERATIONS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 def needed(capability: Capability) -> str:
     """A compute capability for a line that refuses a GPU, such as "9.0 (Hopper)"."""
     return f"{capability[0]}.{capability[1]} ({GENERATIONS[capability]})"
+
+
+def title(scaling: str) -> str:
+    """What a scaling makes of the layers, in words: NVFP4 has 4-bit values."""
+    return "NVFP4" if scaling == "nvfp4" else f"FP8 {scaling}"

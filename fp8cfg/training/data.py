@@ -41,7 +41,12 @@ def named_tokenizer(name: str | None) -> Tokenizer:
     try:
         return load_tokenizer(tokenizer_path(name))
     except DataError as e:
-        raise ConfigError(f"data.tokenizer: {e}") from None
+        raise ConfigError(f"data.tokenizer={name or 'null'}: {_without(e, name)}") from None
+
+
+def _without(error: DataError, name: str | None) -> str:
+    """What `error` says of the tokenizer `name`, which the key names already."""
+    return str(error).removeprefix(f"{name}: ")
 
 
 def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -108,7 +113,7 @@ def refuse_absent(recipe: Recipe) -> None:
         if d.tokenizer not in (None, BYTES) and not d.tokenizer.startswith(PREFIX):
             require(Path(d.tokenizer))
     except DataError as e:
-        raise ConfigError(f"data.tokenizer: {e}") from None
+        raise ConfigError(f"data.tokenizer={d.tokenizer}: {_without(e, d.tokenizer)}") from None
     try:
         for path in filter(
             None, (d.validation_path, d.path, *(part["path"] for part in d.mixture))

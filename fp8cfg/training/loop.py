@@ -21,7 +21,7 @@ from fp8cfg.building.assembly import schedule_of
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.load import LoadedTensors, Tensors, refuse_unlike
-from fp8cfg.checkpoint.saver import Diverged, Saver
+from fp8cfg.checkpoint.saver import Diverged, Saver, after_divergence
 from fp8cfg.data import DataError
 from fp8cfg.data.stream import Stream
 from fp8cfg.models.sdpa_backend import sdpa_backends
@@ -185,14 +185,13 @@ class StepRecord:
         if not result.stepped and (self._job.loss_scaler is None or self.skipped >= SKIPS):
             often = f" for {self.skipped} steps in a row" if self.skipped > 1 else ""
             raise Diverged(
-                f"step {done}: the gradient norm is {result.grad_norm}{often} (loss {result.loss});"
-                " weights are those of the step before, lower optim.lr or resume from an earlier"
-                " checkpoint"
+                f"step {done}: the gradient norm is {result.grad_norm}{often} (loss {result.loss}),"
+                f" and the step was skipped; {after_divergence(self._run)}"
             )
 
 
 class Interrupted(Fp8cfgError):
-    """The run was asked to stop, and what it had done is saved. Exit code 75: run it again to go on."""
+    """The run got SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and what it had done is saved. Exit code 75: run it again to go on."""
 
     exit_code = 75
 
@@ -392,10 +391,7 @@ class _Training:
                 if self.record.skipped
                 else ""
             )
-            raise Diverged(
-                f"step {last}: {', '.join(bad)}{skipped}; lower optim.lr or resume from an earlier"
-                " checkpoint"
-            )
+            raise Diverged(f"step {last}: {', '.join(bad)}{skipped}; {after_divergence(self.run)}")
 
     def _asked(self) -> bool:
         return self.stop is not None and self.stop.stop_requested()

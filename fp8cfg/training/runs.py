@@ -218,15 +218,15 @@ def _refuse_lost_checkpoints(run: RunFolder) -> None:
         )
 
 
-def newest_recipe(run: RunFolder, choice: CheckpointChoice = NEWEST) -> Recipe:
-    """The recipe with which `run` would go on: of the newest checkpoint whose state verifies, whatever its tensors are, or else of
-    recipe.yaml; a smoke run's as it was cut, and cut no more."""
-    recipe = _newest_recipe(run, choice)
+def newest_recipe(run: RunFolder, choice: CheckpointChoice = NEWEST) -> tuple[Recipe, int | None]:
+    """The recipe with which `run` would go on, and the step of its checkpoint: of the newest checkpoint whose state verifies,
+    whatever its tensors are, or else of recipe.yaml, without a step; a smoke run's as it was cut, and cut no more."""
+    recipe, step = _newest_recipe(run, choice)
     recipe.trainer.smoke = False
-    return recipe
+    return recipe, step
 
 
-def _newest_recipe(run: RunFolder, choice: CheckpointChoice) -> Recipe:
+def _newest_recipe(run: RunFolder, choice: CheckpointChoice) -> tuple[Recipe, int | None]:
     root = run.files.folder(CHECKPOINTS)
     for _, name in choice.of(root):
         try:
@@ -234,10 +234,10 @@ def _newest_recipe(run: RunFolder, choice: CheckpointChoice) -> Recipe:
                 root, name, ranks=2
             )  # one rank would take the sums of all tensors
             job_state.check_saved_state(*loaded)
-            return Recipe(**loaded[1]["recipe"])
+            return Recipe(**loaded[1]["recipe"]), loaded[1]["step"]
         except DamagedCheckpoint:  # whoever goes on says so
             continue
-    return run.read_recipe()
+    return run.read_recipe(), None
 
 
 def continued(
@@ -264,7 +264,11 @@ def continued(
         smoke or anew
     ) and recipe.trainer.smoke  # a resume has written False
     resume_rules.refuse_changes(
-        before, recipe, list(allow), line=_resume_line(run, loaded, before, recipe) if anew else ()
+        before,
+        recipe,
+        list(allow),
+        line=_resume_line(run, loaded, before, recipe) if anew else (),
+        step=loaded[1]["step"] if loaded else None,
     )
     if not anew:
         refuse_if([*_elsewhere(run, before, recipe), *_done(loaded, recipe)])

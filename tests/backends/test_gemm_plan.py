@@ -84,8 +84,12 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_layer() -> 
 
 
 def test_fp8_that_reaches_no_layer_is_an_error() -> None:
-    with pytest.raises(fp8cfg.ConfigError, match="none of 5 linear layers would run in FP8"):
+    line = r"fp8\.exclude=\['\*'\]: none of 5 linear layers would run in FP8; exclude fewer"
+    with pytest.raises(fp8cfg.ConfigError, match=line):
         plans(exclude=("*",))
+    line = r"fp8\.enabled=true: none of 5 linear layers would run in FP8 \(fp8.high"
+    with pytest.raises(fp8cfg.ConfigError, match=line):
+        plans(high_precision_at_start=3)
 
 
 def test_share_of_flops_by_hand() -> None:

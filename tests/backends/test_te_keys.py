@@ -320,7 +320,10 @@ def test_without_its_compiled_part_it_is_not_available(
     monkeypatch.setattr(rules, "installed_version", lambda _: "2.2.0")
     assert rules.unavailable() == "transformer-engine 2.2.0 is installed, at least 2.8 is needed"
     monkeypatch.setattr(rules.importlib.util, "find_spec", lambda _: None)
-    assert rules.unavailable() == "transformer-engine is not installed; pip install fp8cfg[te]"
+    assert (
+        rules.unavailable()
+        == "transformer-engine is not installed; pip install 'fp8cfg[te]' (needs an NVIDIA GPU)"
+    )
     monkeypatch.undo()
     assert not rules._extension(tmp_path / "te")
     (tmp_path / "te" / "wheel_lib").mkdir(parents=True)

@@ -102,19 +102,19 @@ def test_an_optimizer_without_tensors_is_resumed(
 REFUSED = [
     (
         "fp8.margin=1",
-        "fp8.margin=1: this run was started with 0; resume it with --allow fp8.margin",
+        "fp8.margin=1: this run has 0; resume it with --allow fp8.margin",
     ),
     (
         "fp8.format=e4m3",
-        "fp8.format=e4m3: this run was started with hybrid; resume it with --allow fp8.format",
+        "fp8.format=e4m3: this run has hybrid; resume it with --allow fp8.format",
     ),
-    ("model.num_layers=3", "model.num_layers=3: this run was started with 2; start a new run"),
+    ("model.num_layers=3", "model.num_layers=3: this run has 2; start a new run"),
     (
         "precision.compute=fp16",
-        "precision.compute=fp16: this run was started with bf16; start a new run",
+        "precision.compute=fp16: this run has bf16; start a new run",
     ),
-    ("trainer.seed=1", "trainer.seed=1: this run was started with 1234; start a new run"),
-    ("data=stdlib", "data.name=stdlib: this run was started with tiny; start a new run"),
+    ("trainer.seed=1", "trainer.seed=1: this run has 1234; start a new run"),
+    ("data=stdlib", "data.name=stdlib: this run has tiny; start a new run"),
 ]
 
 
@@ -309,7 +309,7 @@ def test_what_is_edited_in_a_run_folder_is_said_and_the_checkpoint_holds(
     capsys.readouterr()
     assert main(["resume", str(folder), "trainer.micro_batch_size=3"]) == 2
     assert capsys.readouterr().err.startswith(
-        "error: trainer.micro_batch_size=3: trainer.global_batch_size=8, with which this run was started, would "
+        "error: trainer.micro_batch_size=3: trainer.global_batch_size=8, which the checkpoint of step 2 has, would "
     )
     assert (
         main(

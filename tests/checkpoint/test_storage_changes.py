@@ -14,26 +14,26 @@ from tests.support.storage_rows import FP8, OWN, after, words
 @pytest.mark.parametrize(
     ("before", "now", "line"),
     [
-        (f"{FP8}", "opt_level=O2", "opt_level=O2: this run was started with null; start a new run"),
+        (f"{FP8}", "opt_level=O2", "opt_level=O2: this run has null; start a new run"),
         (
             f"{FP8} opt_level=O2",
             "storage.exp_avg=fp8_pow2",
-            "storage.exp_avg=fp8_pow2: this run was started with auto; start a new run",
+            "storage.exp_avg=fp8_pow2: this run has auto; start a new run",
         ),
         (
             f"{FP8} opt_level=O2",
             "opt_level=O1",
-            "opt_level=O1: this run was started with O2; start a new run",
+            "opt_level=O1: this run has O2; start a new run",
         ),
         (
             f"{FP8} opt_level=O2",
             "opt_level=O3",
-            "opt_level=O3: this run was started with O2; start a new run",
+            "opt_level=O3: this run has O2; start a new run",
         ),
         (
             f"{FP8} opt_level=O3",
             "fp8.exclude=['*linear_fc2']",
-            "fp8.exclude=['*linear_fc2']: this run was started with []; start a new run",
+            "fp8.exclude=['*linear_fc2']: this run has []; start a new run",
         ),
     ],
 )

@@ -372,3 +372,8 @@ def test_words_of_other_tools_are_accepted(capsys: Out, tmp_path: Path) -> None:
 
 def test_neither_torch_nor_fiddle_is_loaded() -> None:
     assert not loads("check", "precision=bf16_fp8") & {"torch", "fiddle"}
+
+
+def test_nvfp4_is_not_called_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "recipe=llama_tiny", "precision=bf16_nvfp4"]) == 0
+    assert capsys.readouterr().out == "ok: llama_tiny, bf16, NVFP4 in 16 of 17 linear layers\n"

@@ -381,10 +381,6 @@ def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixtu
         (["--jsn"], "--jsn: no such option; did you mean '--json'?"),
         (["precision=bf16_fp8", "fp8.exclude=['x']"], "fp8.exclude=x: matches no linear layer"),
         (
-            ["precision=bf16_fp8", "fp8.min_coverage=0.95"],
-            "fp8.min_coverage=0.95: 90.5% of matmul FLOPs would run in FP8",
-        ),
-        (
             ["precision=bf16_fp8", "--gpu", "a100-40", "--tree"],
             "fp8.enabled=true: this GPU has compute capability 8.0",
         ),
@@ -399,6 +395,16 @@ def test_mistakes(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]
     assert main(["plan", *argv]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {line}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", [["check"], ["check", "--json"], ["plan"], []])
+def test_too_little_fp8_has_one_exit_code(
+    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["recipe=llama_tiny", "precision=bf16_fp8", "fp8.min_coverage=0.95"]
+    assert main([*verb, *words, f"log.dir={tmp_path}"]) == 3
+    line = "fp8.min_coverage=0.95: 90.5% of matmul FLOPs would run in FP8"
+    assert line in "".join(capsys.readouterr()) and list(tmp_path.iterdir()) == []
 
 
 def test_mistakes_of_options_and_words_come_together(capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,7 +243,7 @@ def test_a_model_that_is_loaded_has_no_float32_original(
         ),
         (
             ["sample", "RUN", "x", "--tokenizer", "gone"],
-            "data.tokenizer: gone: no such file or folder",
+            "data.tokenizer=gone: no such file or folder",
         ),
         (["evaluate", "RUN", "--data", "gone"], "--data gone: no such file or folder"),
         (["evaluate", "hf://o/n"], "hf://o/n is not a run folder: there is no hf://o/n"),
@@ -265,7 +265,7 @@ def test_a_model_that_is_loaded_has_no_float32_original(
         (["data", "prepare", "OUT", "data=jsonl", "data.path=gone"], "gone: no such file"),
         (
             ["data", "prepare", "OUT", "data=tiny", "data.tokenizer=gone"],
-            "data.tokenizer: gone: no such file",
+            "data.tokenizer=gone: no such file",
         ),
         (
             ["data", "prepare", "OUT", "data=tiny", "data.eod_mask_loss=true"],

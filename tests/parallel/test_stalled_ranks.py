@@ -195,3 +195,20 @@ def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(
         monkeypatch.setenv("RANK", rank)
         assert __main__.main([]) == 1 and [line for line in lines if line[0]] == [(5, said)]
         lines.clear()
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "silent"),
+    [
+        ("rank 1 is silent: stopped, or gone with the machine", {1}),
+        ("ranks 1, 3, 12 are silent: stopped, or gone with the machine", {1, 3, 12}),
+        ("ranks 1, 2 and 30 more are silent: stopped", {1, 2}),
+        ("rank 0, which holds the store, is silent: stopped", set()),
+        ("rank 1 is in the collective all_reduce", set()),
+    ],
+)
+def test_a_rank_that_was_stopped_does_not_name_itself(diagnosis: str, silent: set[int]) -> None:
+    for rank in (0, 1, 2, 3, 12):
+        said = stalled_ranks.seen_from(rank, diagnosis)
+        waited = "the other ranks waited for this one, which was stopped, or busy outside of Python"
+        assert said == (waited if rank in silent else diagnosis)

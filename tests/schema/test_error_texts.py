@@ -109,6 +109,14 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
         "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true",
     ),
     (
+        "fp8.margin=1 precision=bf16_fp8 fp8.enabled=false",
+        "fp8.margin=1: has no effect, fp8.enabled=false runs no FP8; drop one of the two",
+    ),
+    (
+        "log.fp8_stats_every_n_steps=2 precision=bf16_fp8 fp8.enabled=false",
+        "log.fp8_stats_every_n_steps=2: has no effect, fp8.enabled=false runs no FP8; write precision=bf16_fp8 or drop it",
+    ),
+    (
         "fp8.margin=1 precision=bf16_fp8_current",
         "fp8.margin=1: has no effect under fp8.scaling=current, only under delayed; drop it or write fp8.scaling=delayed",
     ),

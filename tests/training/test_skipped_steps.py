@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fp8cfg
+from fp8cfg.building.job import Job
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training import loop, step_sequence
 from fp8cfg.training.step import Step
@@ -40,6 +41,29 @@ def test_a_run_whose_gradients_are_not_finite_stops_with_its_weights(tmp_path: P
     with pytest.raises(loop.Diverged, match="step 1: the gradient norm is nan"):
         loop.train(job, say=lambda _: None)
     assert torch.equal(before, job.model.embedding.weight)
+
+
+def test_a_run_that_diverged_says_how_to_go_back(tmp_path: Path) -> None:
+    def diverge(job: Job, folder: Path, after: int) -> str:
+        class Breaks(fp8cfg.Callback):
+            def step(self, done: int, values: object) -> None:
+                if done == after:
+                    job.optimizer.masters[job.model.final_layernorm.weight].data.fill_(math.nan)
+                    job.optimizer.write_parameters()
+
+        with pytest.raises(loop.Diverged) as end:
+            fp8cfg.fit(job, folder, say=lambda _: None, callbacks=[Breaks()])
+        return str(end.value)
+
+    words = ["precision=bf16", "trainer.val_check_interval=0", "checkpoint.every_n_steps=2"]
+    early = diverge(fp8cfg.build(small(*words)), tmp_path / "early", after=1)
+    assert early.startswith(
+        "step 2: the gradient norm is nan (loss nan), and the step was skipped;"
+    )
+    assert early.endswith("lower optim.lr and start again")
+    late = diverge(fp8cfg.build(small(*words)), tmp_path / "late", after=5)
+    command = f"fp8cfg resume {tmp_path / 'late'} --step 2 optim.lr=LR"
+    assert late.endswith(f"resume from an earlier step (2, 4), as in: {command}")
 
 
 def test_an_overflow_that_never_ends_stops_the_run() -> None:

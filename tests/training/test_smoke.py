@@ -222,7 +222,7 @@ def test_a_smoke_run_is_resumed_as_any_run_is(
     assert main(["resume", str(folder), "trainer.smoke=true"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: trainer.smoke=true: this run was started with false; start a new run\n"
+        == "error: trainer.smoke=true: the checkpoint of step 5 has false; start a new run\n"
     )
     again = ["trainer.smoke=true", "trainer.compile=off", f"log.folder={folder}", "log.resume=auto"]
     assert (

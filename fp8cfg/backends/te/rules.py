@@ -208,7 +208,7 @@ HAS = {
 def unavailable() -> str:
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
-        return "transformer-engine is not installed; pip install fp8cfg[te]"
+        return "transformer-engine is not installed; pip install 'fp8cfg[te]' (needs an NVIDIA GPU)"
     version = installed_version("transformer-engine")
     if version is None:
         return "transformer-engine has no version, its installation is not complete"
@@ -220,7 +220,7 @@ def unavailable() -> str:
     if not _extension(Path(spec.origin).parent):
         return (
             f"transformer-engine {version} has no compiled part for torch here; pip install"
-            " transformer-engine[pytorch]"
+            " 'transformer-engine[pytorch]' (needs an NVIDIA GPU)"
         )
     return ""
 
