@@ -22,10 +22,11 @@ fp8cfg check [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...] [--json]
 Composes a recipe and asks everything that needs no hardware: types and bounds,
 the rules between keys, layer patterns, and what no backend has. A large model
 on a corpus or on bytes that nobody chose is a problem too.
-One line, a line on its data, and exit code 0, or every problem and exit
-code 2; 3 if less would run in FP8 than fp8.min_coverage asks for. On standard
-error notes: what gave way to the words, what is allowed and may not be meant, and
-what this version, this machine or its disks do not have.
+
+Prints a line on the recipe and a line on its data, with exit code 0, or every
+problem, with exit code 2. The code is 3 if less would run in FP8 than
+fp8.min_coverage asks for. Notes go to standard error: what yielded to your
+arguments, legal but unusual settings, and what this machine does not have.
 
   --config-dir FOLDER  recipes and presets of your own
   --json               the lines, or the problems, and the notes as JSON; the

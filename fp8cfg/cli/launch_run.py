@@ -7,6 +7,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from fp8cfg.report import run_header
 from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.training.signals import waiting_to_stop
+from fp8cfg.training.signals import ranks_meeting, waiting_to_stop
 
 if TYPE_CHECKING:
     from fp8cfg.parallel.process_group import World
@@ -151,6 +152,7 @@ def launch(
     is offered what it `takes`."""
     from fp8cfg.training.data import refuse_absent
 
+    sharding.refuse_incomplete_launch()
     say = print if os.environ.get("RANK", "0") == "0" else _nothing
     say(run_header.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
@@ -162,11 +164,12 @@ def launch(
     for line in remarks.lines(recipe, layout.shards(recipe, sharding.ranks())):
         say(line, file=sys.stderr)
 
-    with waiting_to_stop():
+    with waiting_to_stop(), ExitStack() as stack:
         from fp8cfg.parallel.process_group import world
 
-        with world(hardware.device, recipe.trainer) as ranks:
-            _train(builder.build(recipe), folder, start_from, ranks, say)
+        with ranks_meeting(sharding.ranks()):
+            ranks = stack.enter_context(world(hardware.device, recipe.trainer))
+        _train(builder.build(recipe), folder, start_from, ranks, say)
     return 0
 
 

@@ -246,7 +246,7 @@ def _start_group(backend: str, timeout: Timeout) -> None:
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
     limit = timedelta(seconds=timeout.start)
     if not _MEETING:
-        with all_started(timeout):
+        with all_started(timeout), _free_port():
             _MEETING.append(
                 next(rendezvous("env://", timeout=limit))
             )  # one for all: a second may meet the end of the first
@@ -255,6 +255,20 @@ def _start_group(backend: str, timeout: Timeout) -> None:
     with all_started(timeout, partial(stalled_ranks.not_arrived, store, size)):
         stalled_ranks.arrive(store, rank)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+
+
+@contextmanager
+def _free_port() -> Iterator[None]:
+    """Around the start of the store, which rank 0 has: raises ConfigError if its port is taken."""
+    try:
+        yield
+    except dist.DistNetworkError as e:
+        if "EADDRINUSE" not in str(e):
+            raise
+        raise ConfigError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']}: another program uses this port; set another"
+            " one, or let torchrun --standalone choose it"
+        ) from None
 
 
 _MEETING: list[tuple[Any, int, int]] = []

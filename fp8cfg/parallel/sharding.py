@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
 
+from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.storage import low_bit
 
@@ -36,6 +37,32 @@ def _owners(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 def ranks() -> int:
     """The ranks of this run, as torchrun says (WORLD_SIZE); 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def refuse_incomplete_launch() -> None:
+    """Raises ConfigError if the environment names several ranks, but not how this one meets them."""
+    if ranks() == 1:
+        return
+    missing = [name for name in _MEETING if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={ranks()}: {', '.join(missing)} must be set too; start the ranks with"
+            " torchrun, which sets all of them, or unset WORLD_SIZE to train on one rank"
+        )
+    rank, port = int(os.environ["RANK"]), os.environ["MASTER_PORT"]
+    if rank >= ranks():
+        raise ConfigError(
+            f"RANK={rank}: WORLD_SIZE={ranks()} has the ranks 0 to {ranks() - 1}; start the ranks"
+            " with torchrun, or correct one of both"
+        )
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            f"MASTER_PORT={port[:40]}: not a port; set it to a number from 1 to {2**16 - 1}"
+        )
+
+
+_MEETING = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The variables with which torch.distributed meets the other ranks, besides WORLD_SIZE."""
 
 
 def by_columns(precision: Precision, name: str, shape: Sequence[int], ranks: int) -> bool:

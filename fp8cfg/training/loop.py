@@ -39,7 +39,7 @@ from fp8cfg.training.last_step import LastStep
 from fp8cfg.training.look_ahead import LookAhead
 from fp8cfg.training.metrics import Progress, RunLogs, Value
 from fp8cfg.training.overflow_watch import OverflowWatch
-from fp8cfg.training.signals import StopSignals
+from fp8cfg.training.signals import REQUEUE, StopSignals
 from fp8cfg.training.step import Step, microbatches
 from fp8cfg.training.step_sequence import Done, StepSequence, Wish, may_launch_ahead
 
@@ -193,7 +193,7 @@ class StepRecord:
 class Interrupted(Fp8cfgError):
     """The run got SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and what it had done is saved. Exit code 75: run it again to go on."""
 
-    exit_code = 75
+    exit_code = REQUEUE
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,19 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fp8cfg.__main__ import main
+from fp8cfg.parallel import process_group
 from tests.parallel.test_stalled_ranks import until
 from tests.run_folder.test_log_folder import SAVES, steps
 from tests.support.ranks import LIMIT, ROOT, ended, launch, ranks_environment, running
+from tests.support.small import small_words
 
 ENDS = """
 import json, os, sys, time
@@ -60,6 +64,81 @@ def test_how_ranks_end(case: str, tmp_path: Path) -> None:
         assert said[0][1].startswith(
             "step 3: barrier over dp_shard was not done in 4 s (trainer.timeout.start): rank 1 is in ends.py:"
         )
+
+
+ALONE = """
+import os
+import sys
+
+from fp8cfg.__main__ import entry
+from fp8cfg.parallel import process_group
+
+rendezvous = process_group.rendezvous
+
+
+def reported_rendezvous(*given, **named):
+    print("ranks meet", file=sys.stderr, flush=True)
+    return rendezvous(*given, **named)
+
+
+process_group.rendezvous = reported_rendezvous
+entry()
+"""
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
+def test_a_signal_ends_a_rank_that_waits_for_the_others(
+    rank: int, number: signal.Signals, tmp_path: Path
+) -> None:
+    """Which it does in C++, where Python calls no handler."""
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    words = [*small_words(), "trainer.micro_batch_size=1", f"log.folder={tmp_path / 'run'}"]
+    with running(1, *words, script=script, **{**ranks_environment(2), "RANK": str(rank)}) as (
+        processes,
+        folder,
+    ):
+        said = folder / "0.err"
+        until(lambda: said.exists() and "ranks meet" in said.read_text(), "no rendezvous")
+        os.kill(processes[0].pid or 0, number)
+        assert not ended(processes, 10)
+        assert processes[0].exitcode == (75 if number is signal.SIGTERM else 130)
+        assert said.read_text().splitlines()[-1] == (
+            f"{number.name}: stopped while waiting for the other ranks, nothing was trained"
+        )
+
+
+MEETING = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (dict.fromkeys(MEETING), "WORLD_SIZE=2: RANK, MASTER_ADDR, MASTER_PORT must be set too;"),
+        ({"MASTER_PORT": None}, "WORLD_SIZE=2: MASTER_PORT must be set too;"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: not a port;"),
+        ({"RANK": "2"}, "RANK=2: WORLD_SIZE=2 has the ranks 0 to 1;"),
+        ({"MASTER_PORT": "taken"}, "MASTER_PORT={port}: another program uses this port;"),
+    ],
+)
+def test_a_launch_that_cannot_meet_is_one_line(
+    changes: dict[str, str | None],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(process_group, "_MEETING", [])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        for name, value in {"WORLD_SIZE": "2", **MEETING, **changes}.items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, port if value == "taken" else value)
+        words = [*small_words(), "trainer.micro_batch_size=1", f"log.folder={tmp_path / 'run'}"]
+        assert main(words) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.removeprefix("rank 2: ").startswith("error: " + line.format(port=port))
 
 
 LAYOUTS = {  # which ranks stand still, and how the others wait, some of them for those that wait themselves

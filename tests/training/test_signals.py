@@ -103,6 +103,35 @@ def test_in_a_process(first: signal.Signals, second: signal.Signals | None) -> N
         assert child.wait(30) == (75 if second is None else 128 + second)
 
 
+BLOCKED = """
+import ctypes
+from fp8cfg.training import signals
+signals.own_process = True
+with signals.waiting_to_stop(), signals.StopSignals():
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    print("ready", flush=True)
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_process_that_waits_in_c(number: signal.Signals) -> None:
+    """As a rank does in a collective: Python's own handlers would not run before it ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        child.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(0.5)
+        child.send_signal(number)
+        try:
+            assert child.wait(10) == 128 + number
+        finally:
+            child.kill()
+
+
 def test_in_a_process_of_others_the_end_is_theirs() -> None:
     """What is to be done at its end is done, and it ends as a signal of the keyboard ends it."""
     with subprocess.Popen(

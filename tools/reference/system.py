@@ -17,6 +17,7 @@ DEFINES = re.compile(r"^class \w+\(\w*(Error|Checkpoint|Folder)\w*(, \w+)*\):", 
 """Modules that define errors."""
 OWN = {
     "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE": "set by torchrun: which rank this is, of how many; without them there is one",
+    "MASTER_ADDR, MASTER_PORT": "set by torchrun: where the ranks meet; several ranks need both",
     "FP8CFG_FAILPOINT": "tests alone: the process kills itself at a named point of saving a checkpoint",
 }
 """Variables that fp8cfg itself reads; no key of a recipe is taken from the environment."""
