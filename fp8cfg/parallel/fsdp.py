@@ -21,7 +21,8 @@ Beside adapters fsdp splits frozen weights too; others leave them whole on each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, partialmethod
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -299,6 +300,26 @@ class FullyShardedStages:
         for hook in self.model._forward_pre_hooks.values():
             if isinstance(hook, partial) and hook.func in (widen_gradients, send_in):
                 hook(self.model, ())
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward pass of a stage, whose FSDP root is the model, as if that ran itself.
+
+        Otherwise each layer would begin as a root, and a root's all-gather waits for all that the
+        compute stream has to do: communication and computation would take turns (torch 2.13).
+        """
+        state: Any = self.model._get_fsdp_state()
+        state._root_pre_forward(self.model, (), {})
+        try:
+            yield
+        finally:
+            # The end of FSDPState._post_forward of a root: free the last all-gather's buffer.
+            state._state_ctx.iter_forward_root = None
+            last = state._comm_ctx.all_gather_state
+            if last:
+                state._comm_ctx.all_gather_copy_in_stream.wait_event(last.event)
+                state._comm_ctx.all_gather_stream.wait_event(last.event)
+                state._comm_ctx.all_gather_state = None
 
     def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
         """Whether the next backward pass sums gradients: of all microbatches under zero2 and fsdp, else in the last of `layers`,

@@ -9,6 +9,7 @@ come in the order of the microbatches, as on one rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -70,6 +71,9 @@ class StageSync(Protocol):
     def begin(self) -> None:
         """Before the passes of a step, or of an evaluation."""
 
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward pass of a microbatch through one stage."""
+
     def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
         """Before the backward pass of a microbatch, the `last` of its stage or another, through `layers`, the `first` of the rank's
         or others."""
@@ -100,6 +104,11 @@ class _Stage(PipelineStage):
         """The receives of its gradient, into new memory."""
         self._lend(self.grad_recv_info, bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of a microbatch."""
+        with nullcontext() if self.sync is None else self.sync.forward():
+            return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a microbatch, after which both are given back."""

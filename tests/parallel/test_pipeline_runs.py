@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.parallel.process_group import World
+from fp8cfg.training.data import run_data
 from fp8cfg.training.overflow_watch import over_stages
-from tests.support.ranks import launch
-from tests.support.small import small_words
+from fp8cfg.training.step import train_step
+from tests.support.ranks import launch, on_ranks
+from tests.support.small import small, small_words
 
 
 def test_overflow_is_counted_over_stages() -> None:
@@ -88,3 +93,39 @@ def test_four_ranks_rehearse_the_layout_of_a_large_recipe(tmp_path: Path) -> Non
             ["evaluate", str(run), "--samples", "2"],
         )
     ] == [0, 0]
+
+
+def _forward_roots(world: World) -> list[int]:
+    """Forward passes of FSDP modules in a step of this rank, and how many of them began as a root."""
+    calls, roots, before = 0, 0, FSDPState._root_pre_forward
+
+    def counted(state: Any, *given: Any) -> Any:
+        nonlocal calls, roots
+        calls += 1
+        roots += state._state_ctx.iter_forward_root is None
+        return before(state, *given)
+
+    job = fp8cfg.build(
+        small(
+            "precision=bf16",
+            "model.num_layers=8",
+            "trainer.devices=2",
+            "trainer.micro_batch_size=2",
+            "trainer.strategy.pipeline_model_parallel_size=2",
+            "storage.shard=fsdp",
+        )
+    )
+    try:
+        FSDPState._root_pre_forward = counted
+        train_step(job, run_data(job.recipe)[0], 0, world)
+    finally:
+        FSDPState._root_pre_forward = before
+    return [calls, roots]
+
+
+@pytest.mark.slow
+def test_layers_of_a_stage_are_gathered_while_others_compute(tmp_path: Path) -> None:
+    """FSDP2's all-gathers wait for the compute stream at each root: the stage is one, not each layer."""
+    layers, microbatches = 4, 4
+    for calls, roots in on_ranks(2, _forward_roots, tmp_path):
+        assert calls == microbatches * (layers + 1) and roots == microbatches
