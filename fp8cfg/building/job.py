@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fp8cfg.optim.low_bit.adam import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
     from fp8cfg.optim.scheduler import StepScheduler
+    from fp8cfg.planning.communication import Sent
 
 
 def summary(
@@ -147,7 +148,8 @@ class Job:
     `optimizer` holds `model`'s parameters; its step also rolls FP8 histories and moves scales. `plan` is what each linear
     layer is meant to do, `choice` the backend that does it; `foreign` says that the model was given. `forward` is `model`,
     compiled where `compile_model` was called, as `compiled` says. `summed` says that the gradients of this step were added up over
-    the ranks. `steps_begun` counts the calls of the optimizer's step, also those that failed.
+    the ranks. `steps_begun` counts the calls of the optimizer's step, also those that failed. `sent_in_pass` is what this rank sends
+    in the passes of a microbatch, by its samples, once that was counted.
     """
 
     recipe: Recipe
@@ -163,6 +165,7 @@ class Job:
     _scales: bool = field(init=False, default=False)
     summed: bool = field(init=False, default=False)
     steps_begun: int = field(init=False, default=0)
+    sent_in_pass: dict[int, list[Sent]] = field(init=False, default_factory=dict)
     _sums_checked: bool = field(init=False, default=False)
     _trainer_checked: bool = field(init=False, default=False)
     _frozen: dict[str, nn.Parameter] = field(init=False)

@@ -14,6 +14,7 @@ from fp8cfg.building.job import Job
 from fp8cfg.checkpoint.saver import Diverged
 from fp8cfg.data import IGNORED, DataError, Samples
 from fp8cfg.data.tokenizer import Tokenizer
+from fp8cfg.numerics.async_copies import HostCopy, sent
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.data import SHIPPED
 from fp8cfg.schema.data_kinds import kind_at
@@ -38,8 +39,7 @@ def evaluate(
     masked: bool = False,
 ) -> float:
     """Mean loss over `batches` on all ranks, in high precision unless fp8.use_autocast_during_eval; of their targets where these
-    are `masked`, and so not as many in each. Moves no FP8 state. Raises Stopped where `stop`, which all ranks ask before each
-    microbatch, says so."""
+    are `masked`, and so not as many in each. Moves no FP8 state. Raises Stopped soon after `stop` is true on any rank."""
     training = job.model.training
     job.model.eval()
     losses, counts = (
@@ -47,9 +47,10 @@ def evaluate(
         [0.0],
     )  # of stages without an output layer
     passes = _evaluated if job.prepared.pipeline is None else _evaluated_in_stages
+    requests = _StopRequests(stop, world, job.device)
     try:
         with job.autocast(job.recipe.fp8.use_autocast_during_eval):
-            found = [each for batch in batches for each in passes(job, batch, world, stop)]
+            found = [each for batch in batches for each in passes(job, batch, world, requests)]
             losses, counts = (
                 (list(each) for each in zip(*found, strict=True)) if found else (losses, counts)
             )
@@ -71,23 +72,45 @@ def evaluate(
     return world.sum(mean).item()
 
 
+class _StopRequests:
+    """Whether `stop` is true on any rank.
+
+    Each check starts a maximum over the ranks and reads that of the check before, which a GPU has computed by then. So the host
+    waits for no rank, and an evaluation ends one microbatch after the first request.
+    """
+
+    def __init__(self, stop: Callable[[], bool], world: World, device: torch.device) -> None:
+        self._stop, self._world, self._device = stop, world, device
+        self._earlier: HostCopy | None = None
+
+    def check(self) -> None:
+        """Raises Stopped. All ranks call it before each microbatch."""
+        if self._world.size == 1:
+            if self._stop():
+                raise Stopped
+            return
+        earlier = self._earlier
+        request = sent(torch.tensor(float(self._stop()), dtype=torch.float32), self._device)
+        self._earlier = HostCopy.of(self._world.largest(request))
+        if earlier is not None and earlier.read() > 0:
+            raise Stopped
+
+
 def _evaluated(
-    job: Job, batch: tuple[Tensor, ...], world: World, stop: Callable[[], bool]
+    job: Job, batch: tuple[Tensor, ...], world: World, requests: _StopRequests
 ) -> Iterator[tuple[Tensor, float]]:
     """The loss of each microbatch of `batch`, and the number of its targets here."""
     parts = [torch.split(t, job.recipe.trainer.micro_batch_size) for t in batch]
     for part in zip(*parts, strict=True):
-        if stop():
-            raise Stopped
+        requests.check()
         yield job.model(*on_device(part, job.device)), float(targets_here(job, part[1]))
 
 
 def _evaluated_in_stages(
-    job: Job, batch: tuple[Tensor, ...], world: World, stop: Callable[[], bool]
+    job: Job, batch: tuple[Tensor, ...], world: World, requests: _StopRequests
 ) -> Iterator[tuple[Tensor, float]]:
     """The same of a pipeline, on its last stage."""
-    if stop():
-        raise Stopped
+    requests.check()
     losses = pipeline(job, world).evaluate(on_device(batch, job.device))
     targets = torch.split(batch[1], job.recipe.trainer.micro_batch_size)
     yield from zip(losses, (float(targets_here(job, each)) for each in targets), strict=False)

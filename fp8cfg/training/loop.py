@@ -396,6 +396,10 @@ class _Training:
     def _asked(self) -> bool:
         return self.stop is not None and self.stop.stop_requested()
 
+    def _signalled(self) -> bool:
+        """Whether this rank got a signal."""
+        return self.stop is not None and self.stop.received is not None
+
     def _interrupt(self, done: int) -> None:
         self.saver.save(done, self.record.skipped > 0, last=True)
         for problem in self.world.texts(self.look_ahead.problem):
@@ -467,7 +471,7 @@ class _Training:
         batches = validation_batches(self.recipe, self.held_out, self.world)
         try:
             masked = self.held_out is not None and self.held_out.masked
-            self.val_loss = loss = evaluate(self.job, batches, self.world, self._asked, masked)
+            self.val_loss = loss = evaluate(self.job, batches, self.world, self._signalled, masked)
         except Stopped:
             self._interrupt(done)
         self.logs.write(done, {"val_loss": loss})

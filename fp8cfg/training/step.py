@@ -26,7 +26,6 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.communication import of_pass
 from fp8cfg.planning.layout import quantizes_once, stage_parts
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.training import Strategy
 
 if TYPE_CHECKING:
@@ -127,11 +126,16 @@ def refuse_without_targets(job: Job, step: int) -> None:
     raise NoTargets(f"data={job.recipe.data.name}: no token of step {step + 1} has a loss")
 
 
-def count_pass(recipe: Recipe, samples: int, world: World) -> None:
+def count_pass(job: Job, samples: int, world: World) -> None:
     """Count what this rank sends in a forward and a backward pass over that many samples."""
-    strategy = recipe.trainer.strategy
-    stage = stage_parts(recipe, strategy.size)[coordinates(strategy, world.rank, world.size)["pp"]]
-    for sent in of_pass(recipe, stage, samples):
+    if world.size == 1:
+        return
+    if samples not in job.sent_in_pass:  # which takes milliseconds for many layers
+        strategy = job.recipe.trainer.strategy
+        stage = coordinates(strategy, world.rank, world.size)["pp"]
+        part = stage_parts(job.recipe, strategy.size)[stage]
+        job.sent_in_pass[samples] = list(of_pass(job.recipe, part, samples))
+    for sent in job.sent_in_pass[samples]:
         world.traffic.add(sent.what, sent.bytes, sent.messages)
 
 
@@ -224,7 +228,7 @@ def _passes(
         with job.autocast(), job.optimizer.storing() if stores else nullcontext():
             loss = _loss(job, batch)
             job.backward(loss, parts)
-        count_pass(job.recipe, len(batch[0]), world)
+        count_pass(job, len(batch[0]), world)
         yield loss.detach(), parts
 
 
@@ -237,7 +241,7 @@ def _pipelined(
     with job.autocast():
         losses = pipeline(job, world).train(whole, loss_factors(job.optimizer, parts))
     for batch in batches:
-        count_pass(job.recipe, len(batch[0]), world)
+        count_pass(job, len(batch[0]), world)
     return list(zip(losses, parts, strict=False))
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import fp8cfg
 from fp8cfg.composition import to_yaml
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.stored_state import stored_state_dict
-from fp8cfg.parallel.process_group import World
+from fp8cfg.parallel.process_group import Traffic, World
+from fp8cfg.planning.communication import Sent
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training import loop
+from fp8cfg.training import step as training_step
 from fp8cfg.training.data import run_data, validation_batches
-from fp8cfg.training.evaluation import evaluate
+from fp8cfg.training.evaluation import Stopped, evaluate
 from fp8cfg.training.metrics import read
 from tests.support.small import losses, small, steps
 
@@ -158,6 +161,51 @@ def test_evaluation_moves_no_fp8_state(in_fp8: bool) -> None:
     assert loss != evaluate(
         reference, validation_batches(job.recipe, held_out, World()), World()
     ), "the key acts"
+
+
+class Second(World):
+    """One of two ranks, of which the other one asks to stop."""
+
+    asks = 0.0
+
+    def any(self, flag: bool) -> bool:
+        raise AssertionError("the host waits for the other rank")
+
+    def largest(self, value: torch.Tensor) -> torch.Tensor:
+        return value.clamp(min=self.asks)
+
+
+def test_an_evaluation_on_several_ranks_ends_a_microbatch_after_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each microbatch reads what the one before it asked the other ranks."""
+    job = fp8cfg.build(small("trainer.micro_batch_size=2", "trainer.val_check_interval=1"))
+    batches = validation_batches(job.recipe, run_data(job.recipe)[1], World())
+    passes: list[int] = []
+    job.model.register_forward_hook(lambda *_: passes.append(1))
+    world = Second(0, 2)
+    monkeypatch.setattr(Second, "asks", 1.0)
+    with pytest.raises(Stopped):
+        evaluate(job, batches, world)
+    assert len(passes) == 1
+    monkeypatch.setattr(Second, "asks", 0.0)
+    monkeypatch.setattr(Second, "sum", lambda world, value: value)
+    evaluate(job, batches, world)
+    assert len(passes) > 2
+
+
+def test_traffic_of_a_pass_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, counted = fp8cfg.build(small()), []
+
+    def of_pass(recipe: Any, part: Any, samples: int) -> Iterator[Sent]:
+        counted.append(samples)
+        yield Sent("tensor", "activations", 100 * samples, 1)
+
+    monkeypatch.setattr(training_step, "of_pass", of_pass)
+    world = World(0, 2, Traffic())
+    for samples in (2, 2, 1, 2):
+        training_step.count_pass(job, samples, world)
+    assert counted == [2, 1] and world.traffic.bytes == {"activations": 700}
 
 
 def test_a_signal_stops_at_a_checkpoint(tmp_path: Path) -> None:
