@@ -66,8 +66,7 @@ class PreparedModel:
 
     @property
     def mesh(self) -> Any:
-        """The DeviceMesh of the ranks that share parameters or layers, with the axes shards and tp and, before them, pp; None where
-        every rank has the whole model."""
+        """The device mesh, if ranks share matrices or layers; None if every rank has the whole model."""
         place = self.pipeline or self.tensor_parallel
         return place.mesh if place is not None else None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fp8cfg.backends.any_model.conversion_state import mark, refuse_ddp
 from fp8cfg.backends.choice import Choice
@@ -18,10 +19,11 @@ from fp8cfg.conversion import convert
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.optim import LossScaler, Schedule
 from fp8cfg.parallel.context import split_sequences
+from fp8cfg.parallel.fsdp import start_alone
 from fp8cfg.parallel.fsdp_refusals import refuse_uneven
-from fp8cfg.parallel.mesh import device_mesh, shard_mesh
-from fp8cfg.parallel.pipeline import keep_stage, pipeline_rank
-from fp8cfg.parallel.process_group import current, same_samples
+from fp8cfg.parallel.mesh import SAME_SAMPLES, connect, device_mesh, fsdp_mesh
+from fp8cfg.parallel.pipeline import PipelineRank, keep_stage, pipeline_rank
+from fp8cfg.parallel.process_group import along, current
 from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
 from fp8cfg.planning.fit_search import refuse_if_too_large
 from fp8cfg.planning.hardware import find_hardware, free_memory
@@ -96,41 +98,53 @@ def prepared_model(
     )
     strategy = recipe.trainer.strategy
     fsdp2 = not loaded and by_fsdp2(recipe, shards(recipe, _ranks_here()), choice.backend)
-    empty.groups, empty.stages = (
-        strategy.data_parallel_replicate_size,
-        strategy.pipeline_model_parallel_size,
-    )
-    if strategy.context_parallel_size > 1:
-        split_sequences(empty, device_mesh(strategy, device))
-    if strategy.tensor_model_parallel_size == strategy.pipeline_model_parallel_size == 1:
-        return job_parts.prepared_model(
-            empty, precision, plans, choice, seed, device, fill, adapters(recipe), fsdp2, loaded
-        )
-    return _of_this_rank(
+    mesh = _mesh(strategy, device, precision.storage.shard if fsdp2 else None)
+    pipeline = _keep_part(empty, strategy, device, mesh) if mesh is not None else None
+    prepared = job_parts.prepared_model(
         empty,
-        strategy,
+        precision,
+        planned_here(plans, empty),
+        choice,
+        seed,
         device,
-        lambda: job_parts.prepared_model(
-            empty, precision, planned_here(plans, empty), choice, seed, device, fill, fsdp2=fsdp2
-        ),
+        fill,
+        adapters(recipe),
+        fsdp_mesh(mesh) if mesh is not None and fsdp2 else None,
+        loaded,
     )
+    prepared.pipeline = pipeline
+    if strategy.tensor_model_parallel_size > 1:
+        finish_layers(empty)
+    if mesh is not None:
+        if precision.fp8.tp_only_amax_red:
+            prepared.same_samples = along(mesh, SAME_SAMPLES).group
+        connect(mesh)
+    return prepared
 
 
-def _of_this_rank(
-    model: Transformer, strategy: Strategy, device: str, prepare: Callable[[], PreparedModel]
-) -> PreparedModel:
-    """What `prepare` makes of `model`, which is on the meta device, once it has this rank's layers and parts of matrices alone."""
-    mesh, pipeline = shard_mesh(strategy, device), None
+def _mesh(strategy: Strategy, device: str, shard: str | None) -> DeviceMesh | None:
+    """The device mesh of a model that is split, or that FSDP2 shards as `shard` asks for."""
+    if shard is not None:
+        start_alone(device)
+    elif strategy.size == 1:
+        return None
+    return device_mesh(strategy, device, shard)
+
+
+def _keep_part(
+    model: Transformer, strategy: Strategy, device: str, mesh: DeviceMesh
+) -> PipelineRank | None:
+    """Let `model`, which is on the meta device, keep what this rank computes: its layers, its parts of matrices and its tokens.
+    Returns its place in the pipeline, if there is one."""
+    pipeline = None
+    if strategy.context_parallel_size > 1:
+        split_sequences(model, mesh)
     if strategy.tensor_model_parallel_size > 1:
         split_model(model, tensor_rank(strategy, device, mesh))
     if strategy.pipeline_model_parallel_size > 1:
         pipeline = pipeline_rank(strategy, model.config.num_layers, mesh)
         keep_stage(model, pipeline)
-    prepared = prepare()
-    prepared.pipeline = pipeline
-    if strategy.tensor_model_parallel_size > 1:
-        finish_layers(model)
-    return prepared
+    return pipeline
 
 
 def planned_here(plans: Sequence[PlannedLinear], model: nn.Module) -> list[PlannedLinear]:
@@ -161,8 +175,6 @@ def _put_together(
         if p.compute == "fp16"
         else None
     )
-    if p.fp8.tp_only_amax_red and model is None:
-        prepared.same_samples = same_samples(t.strategy)
     optimizer = job_optimizer.optimizer(prepared, p, o, t.gradient_clip_val, choice, scaler, t.seed)
     return Job(
         recipe,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _NormBase
 
 from fp8cfg.backends import registry, stored_weights
@@ -72,13 +73,13 @@ def prepared_model(
     device: str = "",
     fill: Fill | None = None,
     adapters: Adapters | None = None,
-    fsdp2: bool = False,
+    fsdp_mesh: DeviceMesh | None = None,
     loaded: bool = False,
 ) -> PreparedModel:
     """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
     originals become the optimizer's masters, so that no second copy is made. One on the meta device gets memory on `device`, and
-    its weights by `fill`: under `fsdp2` no more than this rank's shards. Under `adapters` all of that is frozen, without
-    masters; weights of linear layers are filled in the compute dtype then, and but for shard=fsdp `fsdp2` has adapters alone.
+    its weights by `fill`: with an `fsdp_mesh` no more than this rank's shards. Under `adapters` all of that is frozen, without
+    masters; weights of linear layers are filled in the compute dtype then, and FSDP2 shards adapters only unless shard=fsdp.
     One that is `loaded` next, and not trained, has no float32 originals.
 
     Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
@@ -86,9 +87,11 @@ def prepared_model(
     compute dtype there, over float32 masters. Under a backend with an optimizer of its own they stay in float32.
     """
     region = Region()
-    if fsdp2 and not (adapters and precision.storage.shard != "fsdp"):
+    if fsdp_mesh is not None and not (adapters and precision.storage.shard != "fsdp"):
         assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
-        return _fully_sharded(model, precision, plan, choice, region, seed, device, fill, adapters)
+        return _fully_sharded(
+            model, precision, plan, choice, region, seed, device, fill, adapters, fsdp_mesh
+        )
     if adapters:
         adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
     own = registry.capabilities(choice.backend).own_state
@@ -123,17 +126,17 @@ def prepared_model(
         columns |= dict.fromkeys(originals, others(precision))
     exact = (
         {name: {**columns[name], "weight": "fp32", "weight_grad": "fp32"} for name in originals}
-        if fsdp2
+        if fsdp_mesh is not None
         else {}
     )  # of shards
     stored_weights.cast_parameters(model, precision, {**columns, **exact})
     if mixed and others(precision)["weight"] != precision.compute:
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
     linear_like.attach(model, shells)
-    if fsdp2:
+    if fsdp_mesh is not None:
         assert isinstance(model, Transformer)
         fsdp.shard(
-            model, precision, device, stored_weights.DTYPES[others(precision)["weight_grad"]]
+            model, precision, fsdp_mesh, stored_weights.DTYPES[others(precision)["weight_grad"]]
         )
     narrow = {name for name, p in _trained(model).items() if p.dtype != torch.float32}
     masters = {n: t for n, t in originals.items() if n in narrow}
@@ -144,7 +147,7 @@ def prepared_model(
         next(model.parameters()).device,
         columns,
         shard=precision.storage.shard,
-        fsdp2=fsdp2,
+        fsdp2=fsdp_mesh is not None,
         tensor_parallel=model.tensor_parallel if isinstance(model, Transformer) else None,
     )
 
@@ -163,8 +166,9 @@ def _fully_sharded(
     device: str,
     fill: Fill,
     adapters: Adapters | None,
+    mesh: DeviceMesh,
 ) -> PreparedModel:
-    """`model`, on the meta device, with its linear layers in FP8 as planned, split over the ranks by FSDP2, which casts what it
+    """`model`, on the meta device, with its linear layers in FP8 as planned, split over `mesh` by FSDP2, which casts what it
     gathers; then it gets memory and weights, so that no rank ever has more than its parts. Under `adapters` these are trained and
     all else is frozen, weights of linear layers in the compute dtype."""
     if adapters:
@@ -196,7 +200,7 @@ def _fully_sharded(
     if adapters:
         adapters.attach(model, seed)
         columns |= dict.fromkeys(_trained(model), others(precision))
-    fsdp.shard(model, precision, device, gradient)
+    fsdp.shard(model, precision, mesh, gradient)
     fill(model.to_empty(device=device))
     if adapters:
         adapters.fill(model, seed)

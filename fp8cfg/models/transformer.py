@@ -185,8 +185,6 @@ class Transformer(nn.Module):
             None  # of which the output layer makes logits, where that is split
         )
         self.shards: dict[str, TensorShard] = {}  # what it has of the parameters that are split
-        self.groups = 1  # of ranks, each with all that FSDP2 shards
-        self.stages = 1  # of a pipeline, of which this is one
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.learned_positions:
             self.position_embedding = nn.Embedding(config.learned_positions, config.hidden_size)

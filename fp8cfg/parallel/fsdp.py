@@ -43,7 +43,6 @@ from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.optim.low_bit.columns import load_into_one, state_dict_of_one
 from fp8cfg.parallel.fsdp_refusals import refuse_after_error, refuse_copy, refuse_shards
-from fp8cfg.parallel.mesh import fsdp_mesh
 from fp8cfg.parallel.process_group import SENT, World, current, on_ring
 from fp8cfg.parallel.sharding import by_columns
 from fp8cfg.schema.precision import Precision
@@ -51,11 +50,12 @@ from fp8cfg.schema.rules_layout import ZERO, gathered_plain
 from fp8cfg.schema.storage import resolved
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fp8cfg.backends.protocol import PreparedModel
     from fp8cfg.models.transformer import Transformer
     from fp8cfg.optim.low_bit.adam import LowBitTraining
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
-    from fp8cfg.parallel.tensor import TensorRank
 
 
 REDUCED_IN_EACH_PASS = ("zero2", "fsdp")
@@ -109,21 +109,24 @@ def _count_sum(world: World, kept: torch.dtype, part: Tensor) -> None:
         part.copy_(part.to(kept))
 
 
-def shard(model: Transformer, precision: Precision, device: str, gradient: torch.dtype) -> None:
-    """Split `model`, in place, over all ranks, which compute on `device`: each layer by itself, then the rest; but under fsdp what
-    is trained of it, under none into one shard each. The gradients of gathered weights are in `gradient`. With tensor parallelism
-    over those ranks that have the same part of it, in groups over those of one, which sum gradients with the others. One rank alone
-    gets a process group of its own, to compute what several do."""
-    if not dist.is_initialized():
-        current()  # which raises where torchrun has started several
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1
-        )
-    here: TensorRank | None = model.tensor_parallel
-    tensor, chosen = here.size if here else 1, precision.storage.shard
-    groups = dist.get_world_size() // (model.stages * tensor) if chosen == "none" else model.groups
-    mesh = fsdp_mesh(device, model.stages, groups, tensor)
+def start_alone(device: str) -> None:
+    """Start a process group of one rank, if there is none: FSDP2 needs one to compute what several ranks do."""
+    if dist.is_initialized():
+        return
+    current()  # which raises where torchrun has started several
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1
+    )
+
+
+def shard(
+    model: Transformer, precision: Precision, mesh: DeviceMesh, gradient: torch.dtype
+) -> None:
+    """Split `model`, in place, over the last axis of `mesh`, as of fsdp_mesh: each layer by itself, then the rest; but under fsdp
+    what is trained of it, under none into one shard each. The gradients of gathered weights are in `gradient`. Groups of ranks that
+    have all shards sum gradients with each other."""
+    chosen = precision.storage.shard
     worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
     # Activations have the compute dtype already, and rotary tables are to stay in float32.
     once, comm = chosen != "fsdp", DTYPES[resolved(precision)["comm"]]

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8cfg.schema.training import Strategy
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -87,44 +88,116 @@ def neighbours(strategy: Strategy, rank: int, ranks: int, most: int = 8) -> list
     return sorted(found)
 
 
-def device_mesh(strategy: Strategy, device: str) -> DeviceMesh:
-    """The mesh of the process group that is initialised, over `device` ("cpu" or "cuda"); all ranks call it. Axes of one rank are
-    left out, for which there is nothing to send."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+def device_mesh(strategy: Strategy, device: str, shard: str | None = None) -> DeviceMesh:
+    """Returns the mesh of the current process group, the same one for each job of the same layout.
 
-    sizes = {axis: n for axis, n in axis_sizes(strategy, dist.get_world_size()).items() if n > 1}
-    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    All ranks call it at the same point. Its process groups are the only ones that a job has: `submesh` joins its axes.
 
-
-def shard_mesh(strategy: Strategy, device: str) -> DeviceMesh:
-    """The mesh of those ranks with the axes shards, those with the same parameters, data-parallel and context ranks together, and
-    tp, either of which may be of one rank; and before them pp, where there is a pipeline."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    sizes = axis_sizes(strategy, dist.get_world_size())
-    pipeline = {"pp": sizes["pp"]} if sizes["pp"] > 1 else {}
-    shape = {
-        **pipeline,
-        "shards": sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"],
-        "tp": sizes["tp"],
-    }
-    return init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
-
-
-def fsdp_mesh(device: str, stages: int, groups: int, tensor: int) -> DeviceMesh:
-    """The mesh of the ranks that have this one's of the `stages` of a pipeline and of the `tensor` parts of each matrix: over its
-    last axis FSDP2 shards state, over the one before it, where there are several `groups`, these sum gradients. All call it.
+    Args:
+        strategy: The layout of the ranks.
+        device: "cpu" or "cuda".
+        shard: storage.shard, resolved, if FSDP2 shards the model. Under none it has one shard on each rank, so that all
+            data-parallel ranks are replicas.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = {
-        "pp": stages,
-        "dp_replicate": groups,
-        "dp_shard": dist.get_world_size() // (stages * groups * tensor),
-        "tp": tensor,
+    sizes = axis_sizes(strategy, dist.get_world_size())
+    if shard == "none":
+        sizes["dp_replicate"] *= sizes["dp_shard"]
+        sizes["dp_shard"] = 1
+    sharded_alone = shard == "none" or (shard is not None and sizes["dp_shard"] * sizes["cp"] == 1)
+    axes = {
+        axis: size
+        for axis, size in sizes.items()
+        if size > 1 or (axis == "dp_shard" and sharded_alone)  # FSDP2 needs this axis
     }
-    mesh = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    return mesh["dp_replicate", "dp_shard"] if groups > 1 else mesh["dp_shard"]
+    if dist.group.WORLD is not _LAYOUTS.world:
+        forget_meshes()
+        _LAYOUTS.world = dist.group.WORLD
+    key = (device, *axes.items())
+    if key not in _LAYOUTS.meshes:
+        mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        for joined in (SAME_PARAMETERS, SAME_LAYERS):  # now, when all ranks are here
+            submesh(mesh, joined)
+        _LAYOUTS.meshes[key] = mesh
+    return _LAYOUTS.meshes[key]
+
+
+class _Layouts:
+    """The meshes of the process group `world`."""
+
+    def __init__(self) -> None:
+        self.world: ProcessGroup | None = None
+        self.meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
+_LAYOUTS = _Layouts()
+
+
+def forget_meshes() -> None:
+    """Drop the meshes of a process group that has ended, and what torch keeps of them.
+
+    DTensor caches the results of sharding propagation by a mesh's shape, with the mesh inside. A new mesh of that shape would get
+    the old one, whose process groups are gone (torch 2.13).
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    if _LAYOUTS.meshes:
+        _clear_sharding_prop_cache()
+    _LAYOUTS.world = None
+    _LAYOUTS.meshes.clear()
+
+
+SAME_PARAMETERS = ("dp_replicate", "dp_shard", "cp")
+"""The axes of the ranks that have the same layers and the same part of each matrix."""
+SAME_LAYERS = AXES[1:]
+"""The axes of the ranks of a pipeline stage."""
+SAME_SAMPLES = ("cp", "tp")
+"""The axes of the ranks of a pipeline stage that read the same samples."""
+
+
+def submesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh | None:
+    """Returns the one-dimensional mesh of the ranks that differ from this one along `axes` only, in the order of AXES; None if
+    there is no other. All ranks call it at the same point."""
+    names = mesh.mesh_dim_names or ()
+    present = tuple(axis for axis in axes if axis in names and mesh[axis].size() > 1)
+    if not present:
+        return None
+    if len(present) == 1:
+        return mesh[present[0]]
+    return mesh[present]._flatten("_".join(present))
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh over whose last axis FSDP2 shards state. The groups along the axis before it, if any, sum gradients.
+
+    Under storage.shard=none, whose last axis has one rank, context ranks are replicas too.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    shards = submesh(mesh, ("dp_shard", "cp"))
+    replicas = submesh(mesh, ("dp_replicate",))
+    if "dp_shard" in (mesh.mesh_dim_names or ()) and mesh["dp_shard"].size() == 1:
+        shards = mesh["dp_shard"]
+        replicas = submesh(mesh, ("dp_replicate", "cp"))
+    assert shards is not None, "device_mesh keeps an axis for FSDP2"
+    if replicas is None:
+        return shards
+    return DeviceMesh._concatenate([replicas, shards])
+
+
+def connect(mesh: DeviceMesh) -> None:
+    """Let NCCL connect the ranks of each process group of `mesh`, in one order on all ranks.
+
+    NCCL connects a group at its first call, and waits for all its ranks then. Two groups whose first calls come in another order on
+    some rank, as sends between pipeline stages may, would wait for each other.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if mesh.device_type != "cuda":
+        return
+    one = torch.ones(1, device="cuda")
+    for axis in (*(mesh.mesh_dim_names or ()), *mesh._flatten_mapping):
+        dist.all_reduce(one, group=mesh.get_group(axis))

@@ -57,12 +57,10 @@ EMBEDDING = "embedding.weight"
 
 @dataclass
 class PipelineRank:
-    """One of the ranks that share the layers of a model: the axis pp of `mesh`. `chunks` has the layers of each of its chunks,
-    `stage` is the process group of all ranks that have the same layers."""
+    """One of the ranks that share the layers of a model: the axis pp of `mesh`. `chunks` has the layers of each of its chunks."""
 
     mesh: DeviceMesh
     chunks: Sequence[range]
-    stage: dist.ProcessGroup
     schedule: Any = field(default=None, repr=False)  # what runs its passes, once it is made
 
     @cached_property
@@ -92,12 +90,10 @@ class PipelineRank:
 
 
 def pipeline_rank(strategy: Strategy, layers: int, mesh: DeviceMesh) -> PipelineRank:
-    """This rank's place in a pipeline of so many `layers`. All ranks call it."""
+    """This rank's place in a pipeline of so many `layers`."""
     ranks = strategy.pipeline_model_parallel_size
     chunks = stage_chunks(layers, ranks, strategy.virtual_pipeline_model_parallel_size or 1)
-    # pp is the slowest axis: the ranks of a stage are neighbours.
-    group, _ = dist.new_subgroups(dist.get_world_size() // ranks)
-    return PipelineRank(mesh, chunks[mesh.get_local_rank("pp")], group)
+    return PipelineRank(mesh, chunks[mesh.get_local_rank("pp")])
 
 
 def keep_stage(model: Transformer, here: PipelineRank) -> None:
@@ -144,8 +140,8 @@ def counted_elsewhere(model: Transformer, here: PipelineRank) -> list[Tensor]:
 @torch.no_grad()
 def sum_tied(model: Transformer, here: PipelineRank) -> Tensor | None:
     """Sum the gradient of a tied embedding over the first and the last stage, in its own dtype; what was sent, where it was."""
-    if not _shares(model, here):
-        return None
+    if not _shares(model, here) or not model.embedding.weight.requires_grad:
+        return None  # adapters leave it frozen
     grad = model.embedding.weight.grad
     assert grad is not None, "the stage has trained"
     mine: Tensor = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -24,12 +24,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.parallel import stalled_ranks
+from fp8cfg.parallel.mesh import SAME_LAYERS, SAME_PARAMETERS, forget_meshes, submesh
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.parallel.stalled_ranks import Phase, StallWatch, all_started, broken, first_line
 from fp8cfg.schema.errors import ConfigError, RankLost
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.tables import size
-from fp8cfg.schema.training import Strategy, Timeout, Trainer
+from fp8cfg.schema.training import Timeout, Trainer
 
 _NAME = "pt_gloo_runloop"
 _LOOKS = 3
@@ -233,6 +234,7 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
 
 
 def _end_group() -> None:
+    forget_meshes()
     dist.destroy_process_group()
     wait_until_idle()
 
@@ -254,7 +256,11 @@ def _start_group(backend: str, timeout: Timeout) -> None:
     store = PrefixStore(f"restart {again}, group {next(_GROUPS)}", meeting)
     with all_started(timeout, partial(stalled_ranks.not_arrived, store, size)):
         stalled_ranks.arrive(store, rank)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        # With its device NCCL connects all ranks now, and splits their communicator for each axis.
+        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device
+        )
 
 
 @contextmanager
@@ -295,10 +301,15 @@ def sharing(prepared: PreparedModel) -> World:
     parallelism those with the same part of each matrix, with a pipeline those of the same stage."""
     if prepared.mesh is None:
         return current()
-    mesh: DeviceMesh = prepared.mesh
-    return World(
-        mesh.get_local_rank("shards"), mesh["shards"].size(), group=mesh.get_group("shards")
-    )
+    return along(prepared.mesh, SAME_PARAMETERS)
+
+
+def along(mesh: DeviceMesh, axes: Sequence[str]) -> World:
+    """The ranks that differ from this one along `axes` of `mesh` only. All ranks call it at the same point."""
+    ranks = submesh(mesh, axes)
+    if ranks is None:
+        return World()
+    return World(ranks.get_local_rank(), ranks.size(), group=ranks.get_group())
 
 
 def stages(prepared: PreparedModel) -> World:
@@ -309,12 +320,7 @@ def stages(prepared: PreparedModel) -> World:
 
 def same_layers(prepared: PreparedModel) -> World:
     """The ranks with the same layers as this one: all, or those of its pipeline stage."""
-    here = prepared.pipeline
-    return (
-        current()
-        if here is None
-        else World(dist.get_rank(here.stage), dist.get_world_size(here.stage), group=here.stage)
-    )
+    return current() if prepared.pipeline is None else along(prepared.mesh, SAME_LAYERS)
 
 
 def amax_group(prepared: PreparedModel, fp8: FP8) -> dist.ProcessGroup | None:
@@ -325,13 +331,4 @@ def amax_group(prepared: PreparedModel, fp8: FP8) -> dist.ProcessGroup | None:
     if fp8.tp_only_amax_red:
         group: dist.ProcessGroup | None = prepared.same_samples
         return group
-    return dist.group.WORLD if prepared.pipeline is None else prepared.pipeline.stage
-
-
-def same_samples(strategy: Strategy) -> dist.ProcessGroup | None:
-    """The process group of this rank and those that share its layers and its samples, tensor- and context-parallel ones; None where
-    it is alone. All ranks call it."""
-    neighbours = (
-        strategy.tensor_model_parallel_size * strategy.context_parallel_size
-    )  # the fastest axes
-    return dist.new_subgroups(neighbours)[0] if neighbours > 1 else None
+    return dist.group.WORLD if prepared.pipeline is None else same_layers(prepared).group

@@ -32,7 +32,7 @@ from fp8cfg.models.transformer import Transformer, TransformerLayer
 from fp8cfg.models.weight_init import TensorShard
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup, largest
 from fp8cfg.parallel import tensor_collectives
-from fp8cfg.parallel.mesh import shard_mesh
+from fp8cfg.parallel.mesh import device_mesh
 from fp8cfg.parallel.tensor_collectives import summed, total
 from fp8cfg.schema.training import Strategy
 
@@ -109,8 +109,7 @@ COLUMN, ROW = ((WEIGHT, 0), (GRAD_OUTPUT, 1)), ((INPUT, 1), (WEIGHT, 1))
 
 @dataclass(frozen=True)
 class TensorRank:
-    """One of the ranks that share each matrix: the axis tp of `mesh`, whose other axis, shards, has those with the same parameters.
-    `sequence` says that they share sequences too."""
+    """One of the ranks that share each matrix: the axis tp of `mesh`. `sequence` says that they share sequences too."""
 
     mesh: DeviceMesh
     sequence: bool = False
@@ -157,9 +156,9 @@ class TensorRank:
 
 
 def tensor_rank(strategy: Strategy, device: str, mesh: DeviceMesh | None = None) -> TensorRank:
-    """This rank's place in the layout of `strategy`, whose ranks compute on `device`; `mesh` is its shard_mesh, where there is one.
+    """This rank's place in the layout of `strategy`, whose ranks compute on `device`; `mesh` is its device mesh, if there is one.
     All ranks call it."""
-    return TensorRank(mesh or shard_mesh(strategy, device), strategy.sequence_parallel)
+    return TensorRank(mesh or device_mesh(strategy, device), strategy.sequence_parallel)
 
 
 def split_model(model: Transformer, here: TensorRank) -> None:
@@ -206,14 +205,16 @@ def finish_layers(model: Transformer) -> None:
 
 def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that are whole on every rank, and of whose gradients each rank has a share: those that its own heads, or its
-    own tokens, went through."""
+    own tokens, went through; and of an adapter the matrix beside the one that is split."""
     here: TensorRank = model.tensor_parallel  # type: ignore[assignment]
     shards = cast(dict[str, TensorShard], model.shards)
     whole = [(name, p) for name, p in model.named_parameters() if name not in shards]
     return [
         p
         for name, p in whole
-        if here.sequence or name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))
+        if here.sequence
+        or ".lora." in name
+        or name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))
     ]
 
 

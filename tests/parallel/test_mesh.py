@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from fp8cfg.parallel.mesh import AXES, batch_share, coordinates, group_axes, neighbours
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fp8cfg.parallel.mesh import (
+    AXES,
+    SAME_LAYERS,
+    SAME_PARAMETERS,
+    SAME_SAMPLES,
+    axis_sizes,
+    batch_share,
+    coordinates,
+    device_mesh,
+    forget_meshes,
+    fsdp_mesh,
+    group_axes,
+    neighbours,
+    submesh,
+)
 from fp8cfg.schema.training import Strategy
 
 
@@ -44,3 +65,74 @@ def test_ranks_of_a_replica_are_neighbours_and_read_one_share() -> None:
     ] * 2
     with pytest.raises(ValueError, match="6 ranks are no whole number of replicas, each of 4"):
         batch_share(strategy, 0, 6)
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[Callable[[int], None]]:
+    """Starts torch's fake process group of so many ranks, of which this process is the first."""
+
+    def start(ranks: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)  # type: ignore[no-untyped-call]
+
+    yield start
+    dist.destroy_process_group()
+    forget_meshes()
+
+
+TENSOR, PIPELINE = Strategy(tensor_model_parallel_size=2), "pipeline_model_parallel_size"
+EVERY = Strategy(**{**TENSOR.model_dump(), PIPELINE: 2, "context_parallel_size": 2})
+HYBRID = Strategy(data_parallel_replicate_size=2, context_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shard", "fsdp"),
+    [
+        (EVERY, "fsdp", [(0, 2, 4, 6)]),
+        (EVERY, "none", [(0, 2, 4, 6), (0,)]),
+        (EVERY, None, None),
+        (TENSOR, "zero1", [(0, 2, 4, 6, 8, 10, 12, 14)]),
+        (HYBRID, "fsdp", [(0, 8), (0, 1, 2, 3, 4, 5, 6, 7)]),
+        (Strategy(), "none", [tuple(range(16)), (0,)]),
+        (Strategy(**{PIPELINE: 16}), "fsdp", [(0,)]),
+    ],
+)
+def test_each_set_of_ranks_has_one_process_group(
+    strategy: Strategy,
+    shard: str | None,
+    fsdp: list[tuple[int, ...]] | None,
+    fake_ranks: Callable[[int], None],
+) -> None:
+    """However many jobs are built; FSDP2 shards over the last axis of its mesh."""
+    fake_ranks(16)
+    for _ in range(2):
+        mesh = device_mesh(strategy, "cpu", shard)
+        for axes in (SAME_PARAMETERS, SAME_LAYERS, SAME_SAMPLES):
+            joined = submesh(mesh, axes)
+            ranks = [0] if joined is None else dist.get_process_group_ranks(joined.get_group())
+            differing = [
+                axis
+                for axis in AXES
+                if len({coordinates(strategy, rank, 16)[axis] for rank in ranks}) > 1
+            ]
+            sizes = axis_sizes(strategy, 16)
+            assert differing == [axis for axis in axes if sizes[axis] > 1]
+        if fsdp is not None:
+            groups = fsdp_mesh(mesh).get_all_groups()
+            assert [tuple(dist.get_process_group_ranks(group)) for group in groups] == fsdp
+    every = [
+        tuple(dist.get_process_group_ranks(group)) for group in dist.distributed_c10d._world.pg_map
+    ]
+    assert len(every) == len(set(every)), every
+
+
+def test_a_second_process_group_has_its_own_meshes(fake_ranks: Callable[[int], None]) -> None:
+    """DTensor caches results by the shape of a mesh, with the mesh: its groups would have ended."""
+    for before in ([EVERY], []):
+        fake_ranks(8)
+        for strategy in before:  # so that groups have other numbers
+            device_mesh(strategy, "cpu")
+        mesh = device_mesh(TENSOR, "cpu")["tp"]
+        doubled: Any = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False) * 2
+        assert doubled.device_mesh.get_group() in dist.distributed_c10d._world.pg_map

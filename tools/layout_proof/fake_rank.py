@@ -9,7 +9,7 @@ meta device does not have, is left out, and nothing of a recipe's own Transforme
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -23,7 +23,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
-    _disable_current_modes,
     is_traceable_wrapper_subclass_type,
 )
 
@@ -32,7 +31,7 @@ from fp8cfg.building import assembly, builder
 from fp8cfg.building.job import Job
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import codecs
-from fp8cfg.parallel import fsdp, quantized_allreduce
+from fp8cfg.parallel import quantized_allreduce
 from fp8cfg.parallel.process_group import SENT, current
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.step import run_step
@@ -108,7 +107,6 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
         for target, name, instead in (
             (Transformer, "to_empty", without_memory),
             (assembly, "first_weights", lambda *_: lambda model: None),
-            (fsdp, "fsdp_mesh", _with_numbers(fsdp.fsdp_mesh)),
             (assembly, "free_memory", lambda device: MUCH),
             (checks, "check", lambda model: False),
             (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
@@ -124,16 +122,6 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
         )
         modes.callback(dist.destroy_process_group)
         yield
-
-
-def _with_numbers(made: Callable[..., Any]) -> Callable[..., Any]:
-    """`made`, as without the modes above: adapters are split once the model has its memory."""
-
-    def real(*args: Any) -> Any:
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return made(*args)
-
-    return real
 
 
 def stepped(recipe: Recipe, counter: TorchDispatchMode | None = None) -> Job:
