@@ -2,6 +2,9 @@
 
     y = W x + alpha / rank B A dropout(x)        A [rank, in]    B [out, rank]
 
+Under tensor parallelism a rank has its rows of B beside its rows of W (column-parallel), and all of A; or its columns of A beside
+its columns of W (row-parallel), and all of B. It multiplies as one rank does, with its part of y or a share of the sum y.
+
 Adapters are a child `lora` of the layer that they stand beside, whoever multiplies there, and a forward hook adds what they make.
 A layer of several projections has an adapter for each, as PEFT has. First weights are PEFT's: A from uniform(-1 / sqrt(in), 1 /
 sqrt(in)), which is kaiming_uniform with a = sqrt(5), and B 0, so that a model begins as it was.
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 
 from fp8cfg.models.config import Projection
 from fp8cfg.models.hf_checkpoint import json_object
-from fp8cfg.models.weight_init import block_seed, local_part
+from fp8cfg.models.weight_init import TensorShard, block_seed, local_parts
 
 
 class LowRank(nn.Module):
@@ -38,7 +41,8 @@ class LowRank(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.out_features, self.scaling, self.dropout = projection.out_features, scaling, dropout
+        self.rank, self.scaling, self.dropout = rank, scaling, dropout
+        self.in_features, self.out_features = projection.in_features, projection.out_features
         self.lora_A = nn.Parameter(
             torch.empty(rank, projection.in_features, dtype=torch.float32, device=device)
         )
@@ -138,12 +142,18 @@ class Adapters:
 
     @torch.no_grad()
     def attach(self, model: nn.Module, seed: int) -> None:
-        """Put them beside the layers of `model`, float32, with first weights where the layers have memory (`fill`)."""
+        """Put them beside the layers of `model`, which may be a pipeline stage and have parts of matrices, float32, with first
+        weights where the layers have memory (`fill`)."""
+        layers = dict(model.named_modules())
         for module in dict.fromkeys(p.module for p in self.found):
-            layer = model.get_submodule(module)
+            if module not in layers:
+                continue
+            layer: Any = layers[module]
             layer.lora = self.of(module, next(layer.parameters()).device)
             layer.lora.train(layer.training)
             layer.register_forward_hook(_add)
+            if f"{module}.weight" in _shards(model):
+                _keep_part(model, module, layer.lora)
         self.fill(model, seed)
         # Recomputation repeats what it drew.
         model.draws = self.dropout > 0  # type: ignore[assignment]
@@ -152,6 +162,7 @@ class Adapters:
     def fill(self, model: nn.Module, seed: int) -> None:
         """Write the first weights of the adapters of `model`, or this rank's parts of them; those that are drawn come from `seed`
         and their names."""
+        shards = _shards(model)
         for module, _, adapter in adapted(model):
             low: dict[str, Any] = dict(adapter.items())
             for name, one in low.items():
@@ -160,16 +171,40 @@ class Adapters:
                     self.first(full)
                     if self.first
                     else (
-                        _drawn(one.lora_A.shape, seed, f"{full}.lora_A"),
-                        torch.zeros(one.lora_B.shape, dtype=torch.float32),
+                        _drawn((one.rank, one.in_features), seed, f"{full}.lora_A"),
+                        torch.zeros(one.out_features, one.rank, dtype=torch.float32),
                     )
                 )
-                for own, whole in zip((one.lora_A, one.lora_B), given, strict=True):
-                    part, (row, column) = local_part(own)
-                    if not part.is_meta:
-                        part.copy_(
-                            whole[row : row + part.shape[0], column : column + part.shape[1]]
-                        )
+                for matrix, whole in zip(("lora_A", "lora_B"), given, strict=True):
+                    shard = shards.get(f"{full}.{matrix}")
+                    for part, (row, column) in local_parts(getattr(one, matrix), shard):
+                        if not part.is_meta:
+                            part.copy_(
+                                whole[row : row + part.shape[0], column : column + part.shape[1]]
+                            )
+
+
+def _shards(model: nn.Module) -> dict[str, TensorShard]:
+    """Which part of each parameter of `model` this rank has, by name, where matrices are split over ranks."""
+    return getattr(model, "shards", {})
+
+
+def _keep_part(model: nn.Module, module: str, adapter: Adapter) -> None:
+    """Leave of the `adapter` of the layer `module` what belongs to this rank's part of its weight."""
+    shards = _shards(model)
+    shard = shards[f"{module}.weight"]
+    matrix = "lora_B" if shard.dim == 0 else "lora_A"
+    of_matrix = TensorShard(shard.rank, shard.ranks, shard.dim)
+    for name, one in adapter.items():
+        whole = getattr(one, matrix)
+        setattr(one, matrix, nn.Parameter(of_matrix.part(whole.detach()).clone()))
+        shards[f"{module}.lora.{name}.{matrix}"] = of_matrix
+    if shard.dim == 0:
+        if adapter.groups > 1:
+            adapter.groups //= shard.ranks
+        adapter.projections = {
+            name: size // shard.ranks for name, size in adapter.projections.items()
+        }
 
 
 def _add(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -185,7 +220,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, Adapter]]:
             yield name, layer, adapter
 
 
-def _drawn(shape: torch.Size, seed: int, name: str) -> Tensor:
+def _drawn(shape: tuple[int, int], seed: int, name: str) -> Tensor:
     """The first A of that shape [rank, in]."""
     bound, random = shape[1] ** -0.5, torch.Generator().manual_seed(block_seed(seed, name, 0))
     return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=random)

@@ -17,8 +17,15 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.planning.layer_plan import adapted
-from fp8cfg.planning.layout import Part, local_shapes, microbatches, shard_degree
+from fp8cfg.models.config import linear_layers
+from fp8cfg.planning.layer_plan import adapted, transformer_config
+from fp8cfg.planning.layout import (
+    Part,
+    local_shapes,
+    microbatches,
+    shard_degree,
+    split_dimension,
+)
 from fp8cfg.planning.linear_memory import CODEC, held_beside
 from fp8cfg.planning.peak_memory import linears_of
 from fp8cfg.planning.state_shards import (
@@ -89,6 +96,7 @@ def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -
         [
             *_data_parallel(recipe, part, linears, backend, count, rank),
             *_tied_embedding(recipe, part, backend),
+            *_adapter_gradients(recipe, part, backend),
             *(each.times(count) for each in of_pass(recipe, part, recipe.trainer.micro_batch_size)),
         ]
     )
@@ -121,17 +129,52 @@ def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
     layer that is recomputed stops before its last sum, which nothing reads.
     """
     axis = Axis("tensor", part.tensor)
-    layers = len(part.layers)
-    again = int(recipe.model.recompute_granularity == "full")
+    layers, back = len(part.layers), _backward_passes(recipe, part)
+    again = back.layers if recipe.model.recompute_granularity == "full" else 0
     stream = _tokens(recipe, part, samples) * recipe.model.hidden_size * _compute(recipe)
-    sums = layers * (4 + again) + part.embedding + part.output
+    sums = 2 * layers + part.embedding + back.inputs + again
     if not part.sequence_parallel:
         yield from axis.all_reduce("activations", stream, sums)
         return
-    gathers = layers * (4 + 2 * again) + part.embedding + part.output
+    gathers = 2 * layers + part.output + back.outputs + 2 * again
     gathers += _gathered_again(recipe, part)
     yield from axis.all_gather("activations", stream // part.tensor, gathers)
     yield from axis.reduce_scatter("activations", stream // part.tensor, sums)
+
+
+class _BackwardPasses(NamedTuple):
+    """How often a backward pass of a part reaches what it may: with adapters, nothing before the first of them."""
+
+    layers: int
+    attention: int
+    inputs: int
+    """Inputs of attention, MLP and output layer."""
+    outputs: int
+    """Outputs of attention, MLP and embedding."""
+
+
+def _backward_passes(recipe: Recipe, part: Part) -> _BackwardPasses:
+    first = _first_trained(recipe)
+    starts = [4 * layer for layer in part.layers]
+    attention = sum(first <= at for at in starts)
+    of_layers = sum((first < at) + (first < at + 2) for at in starts)
+    of_output = int(part.output and first < 4 * recipe.model.num_layers)
+    outputs = sum((first <= at + 1) + (first <= at + 3) for at in starts)
+    of_embedding = int(part.embedding and first < 0)
+    return _BackwardPasses(
+        sum(first <= at + 3 for at in starts),
+        attention,
+        of_layers + of_output,
+        outputs + of_embedding,
+    )
+
+
+def _first_trained(recipe: Recipe) -> int:
+    """The number of the linear layer with the first adapter, in the order of the forward pass; -1 if all weights are trained."""
+    if not recipe.lora.enabled:
+        return -1
+    names = [linear.name for linear in linear_layers(transformer_config(recipe))]
+    return names.index(adapted(recipe)[0].module)
 
 
 def _gathered_again(recipe: Recipe, part: Part) -> int:
@@ -148,23 +191,13 @@ def _keys_and_values(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]
     """In each layer an all-gather over context ranks, another one if it is recomputed, and a
     reduce-scatter of the gradients. Layers before the first adapter have no gradients."""
     axis = Axis("context", part.context)
-    layers = len(part.layers)
-    trained = layers - _frozen_layers(recipe)
-    again = trained if recipe.model.recompute_granularity == "full" else 0
+    back = _backward_passes(recipe, part)
+    again = back.layers if recipe.model.recompute_granularity == "full" else 0
     groups = recipe.model.num_query_groups // part.tensor
     channels = 2 * groups * recipe.model.head_dim
     shard = _tokens(recipe, part, samples) * channels * _compute(recipe)
-    yield from axis.all_gather("keys and values", shard, layers + again)
-    yield from axis.reduce_scatter("keys and values", shard, trained)
-
-
-def _frozen_layers(recipe: Recipe) -> int:
-    """The layers before the first adapter."""
-    if not recipe.lora.enabled:
-        return 0
-    modules = [projection.module.split(".") for projection in adapted(recipe)]
-    layers = recipe.model.num_layers
-    return min(int(module[1]) if module[0] == "layers" else layers for module in modules)
+    yield from axis.all_gather("keys and values", shard, len(part.layers) + again)
+    yield from axis.reduce_scatter("keys and values", shard, back.attention)
 
 
 def _stage_outputs(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
@@ -276,6 +309,8 @@ def _tied_embedding(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     if not recipe.model.share_embeddings_and_output_weights or stages == 1:
         return
+    if recipe.lora.enabled:  # it is frozen
+        return
     if not part.embedding and not part.output:
         return
     rows, width = local_shapes(recipe, part)["embedding.weight"]
@@ -284,6 +319,19 @@ def _tied_embedding(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
         each = CODEC["fp32"]
         rows = shard_rows(rows, shard_degree(recipe, part))
     yield from Axis("pipeline", stages).send("gradients", rows * width * each)
+
+
+def _adapter_gradients(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
+    """The gradients of adapter matrices that each tensor-parallel rank has whole, in float32."""
+    if not recipe.lora.enabled or part.tensor == 1:
+        return
+    ranks = shard_degree(recipe, part) if by_fsdp2(recipe, part.shards, backend) else 1
+    elements = sum(
+        shard_elements(recipe, name, shape, ranks)
+        for name, shape in trained_shapes(recipe, part).items()
+        if split_dimension(recipe, name) is None
+    )
+    yield from Axis("tensor", part.tensor).all_reduce("gradients", CODEC["fp32"] * elements)
 
 
 def _same_parameters(part: Part) -> Axis:

@@ -26,7 +26,7 @@ from fp8cfg.composition.layers import Rank
 from fp8cfg.composition.precedence import settled_recipe
 from fp8cfg.composition.recipe_yaml import assigned, flat
 from fp8cfg.parallel.sharding import ranks
-from fp8cfg.planning import smoke
+from fp8cfg.planning import layout_limits, smoke
 from fp8cfg.planning.layout import machines, placed, refused, uneven_batch
 from fp8cfg.planning.peak_memory import memory, widest
 from fp8cfg.schema.errors import ConfigError
@@ -141,12 +141,12 @@ def _layouts(recipe: Recipe, world: int) -> Iterator[Strategy]:
     strategy, model = recipe.trainer.strategy, recipe.model
     if world % strategy.size == 0:
         yield strategy
-    tensor = pipeline = 1  # adapters are not split
-    if not recipe.lora.enabled:
-        heads = gcd(model.num_attention_heads, model.num_query_groups)
-        tensor = gcd(strategy.tensor_model_parallel_size, world, heads, model.ffn_hidden_size)
-        tensor = gcd(tensor, model.vocab_size)
-        pipeline = gcd(strategy.pipeline_model_parallel_size, world // tensor)
+    heads = gcd(model.num_attention_heads, model.num_query_groups)
+    tensor = gcd(strategy.tensor_model_parallel_size, world, heads, model.ffn_hidden_size)
+    tensor = gcd(tensor, model.vocab_size)
+    pipeline = gcd(strategy.pipeline_model_parallel_size, world // tensor)
+    if layout_limits.of_adapters(recipe, pipeline, strategy.chunks):
+        pipeline = 1
     if strategy.virtual_pipeline_model_parallel_size is None:
         pipeline = gcd(pipeline, model.num_layers)
     context = gcd(strategy.context_parallel_size, world // (tensor * pipeline))

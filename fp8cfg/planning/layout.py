@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
@@ -164,16 +164,6 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
             f"{s.key('data_parallel_replicate_size')}={groups}: {ranks} ranks are no {groups}"
             f" groups of several ranks each; start {2 * groups * s.size}, or write 1"
         )
-    if tp > 1 and recipe.lora.enabled:
-        lines.append(
-            f"{s.key('tensor_model_parallel_size')}={tp}: splits matrices, and adapters stand"
-            " beside whole ones (lora.enabled=true); write 1"
-        )
-    if pp > 1 and recipe.lora.enabled:
-        lines.append(
-            f"{s.key('pipeline_model_parallel_size')}={pp}: splits the model, and adapters stand"
-            " beside a whole one (lora.enabled=true); write 1"
-        )
     if not given and not any(ranks % size for size in (tp, cp, pp)) and ranks % s.size:
         split = {
             "tensor_model_parallel_size": tp,
@@ -279,6 +269,10 @@ COLUMN, ROW = (
 
 def split_dimension(recipe: Recipe, name: str) -> int | None:
     """The dimension of the parameter `name` that tensor parallelism splits; None of one that every rank has whole."""
+    layer, _, adapter = name.partition(".lora.")
+    if adapter:
+        column = layer.rpartition(".")[2] in COLUMN
+        return int(not column) if name.endswith("lora_B" if column else "lora_A") else None
     module = name.split(".")[-2]
     if module in COLUMN or (
         recipe.model.qk_layernorm == "hidden" and module in ("q_layernorm", "k_layernorm")
@@ -288,10 +282,13 @@ def split_dimension(recipe: Recipe, name: str) -> int | None:
 
 
 def local_shapes(
-    recipe: Recipe, part: Part, layers: Sequence[int] | None = None
+    recipe: Recipe,
+    part: Part,
+    layers: Sequence[int] | None = None,
+    of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter by name that a rank of `part` has before storage.shard splits it, or of so many of its `layers`
-    alone. A tied output layer on its own pipeline stage holds a copy of the embedding."""
+    alone; `of` gives whole shapes, by default those of all weights. A tied output layer on its own pipeline stage holds a copy of the embedding."""
     here = set(part.layers if layers is None else layers)
     tied = recipe.model.share_embeddings_and_output_weights and part.output
 
@@ -313,11 +310,9 @@ def local_shapes(
             else tuple(-(-n // part.tensor) if dim == split else n for dim, n in enumerate(shape))
         )
 
-    return {
-        name: local(name, shape)
-        for name, shape in parameter_shapes(transformer_config(recipe)).items()
-        if there(name)
-    }
+    if of is None:
+        of = parameter_shapes(transformer_config(recipe))
+    return {name: local(name, shape) for name, shape in of.items() if there(name)}
 
 
 def vectors(recipe: Recipe, part: Part) -> int:

@@ -6,10 +6,12 @@ They are remarks for a recipe that is planned, or exported to a project that has
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from math import gcd
 
 from fp8cfg.backends.choice import ALIGNMENT, against_layout
-from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.models.config import stage_chunks
+from fp8cfg.planning.layer_plan import adapted, plan, transformer_config
 from fp8cfg.schema.backends import capabilities, ordered
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
@@ -23,7 +25,9 @@ def pipeline_limits(recipe: Recipe, ranks: int) -> list[str]:
     """A line for each reason why `recipe` is not trained with its pipeline_model_parallel_size on `ranks` ranks."""
     if recipe.trainer.strategy.pipeline_model_parallel_size == 1:
         return []
-    return [*_microbatches(recipe, ranks), *of_precision(recipe)]
+    strategy = recipe.trainer.strategy
+    stages = of_adapters(recipe, strategy.pipeline_model_parallel_size, strategy.chunks)
+    return [*_microbatches(recipe, ranks), *of_precision(recipe), *stages]
 
 
 def of_precision(recipe: Recipe) -> list[str]:
@@ -39,6 +43,27 @@ def of_precision(recipe: Recipe) -> list[str]:
             )
         )
     return lines
+
+
+def of_adapters(recipe: Recipe, stages: int, chunks: int) -> list[str]:
+    """A line if adapters leave one of so many pipeline stages nothing to train, or the first chunk of layers no gradient to send
+    back."""
+    layers = recipe.model.num_layers
+    if not recipe.lora.enabled or layers % (stages * chunks):
+        return []  # another line is about sizes
+    modules = [projection.module.split(".") for projection in adapted(recipe)]
+    numbers = {int(module[1]) if module[0] == "layers" else layers - 1 for module in modules}
+    every = stage_chunks(layers, stages, chunks)
+    empty = [stage for stage, own in enumerate(every) if not numbers & {*chain(*own)}]
+    if not numbers & {*every[0][0]}:
+        empty = [0]
+    if not empty:
+        return []
+    key = recipe.trainer.strategy.key("pipeline_model_parallel_size")
+    return [
+        f"lora.targets: no layer of pipeline stage {empty[0]} has an adapter, so that it has nothing"
+        f" to train; name layers of each stage, or write {key}=1"
+    ]
 
 
 def _microbatches(recipe: Recipe, ranks: int) -> Iterator[str]:
@@ -79,8 +104,24 @@ def limits(recipe: Recipe, ranks: int) -> list[str]:
     """A line for each reason why `recipe` is not trained with its tensor_model_parallel_size on `ranks` ranks."""
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
     return (
-        [] if tensor == 1 else [*_sizes(recipe, tensor), *of_state(recipe), *_fp8(recipe, tensor)]
+        []
+        if tensor == 1
+        else [
+            *_sizes(recipe, tensor),
+            *of_state(recipe),
+            *_dropout(recipe, tensor),
+            *_fp8(recipe, tensor),
+        ]
     )
+
+
+def _dropout(recipe: Recipe, tensor: int) -> Iterator[str]:
+    """Tensor-parallel ranks draw the same random numbers, as all of them need for a whole input."""
+    if recipe.lora.enabled and recipe.lora.dropout:
+        yield LayoutRefusal(
+            f"lora.dropout={recipe.lora.dropout:g}: ranks would drop the same channels of each part"
+            f" of an input, and tensor_model_parallel_size={tensor} splits inputs; write 0"
+        )
 
 
 def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ from math import prod
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.models.config import adapter_parameters, parameter_shapes
+from fp8cfg.models.config import parameter_shapes
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning import remarks
 from fp8cfg.planning.activation_memory import activations
@@ -24,7 +24,7 @@ from fp8cfg.planning.fsdp_memory import (
     stores_early,
     waiting,
 )
-from fp8cfg.planning.layer_plan import adapted, plan, transformer_config
+from fp8cfg.planning.layer_plan import plan, transformer_config
 from fp8cfg.planning.layout import (
     Part,
     keeps_weights,
@@ -34,7 +34,7 @@ from fp8cfg.planning.layout import (
     vectors,
 )
 from fp8cfg.planning.linear_memory import CODEC, held_beside
-from fp8cfg.planning.state_shards import row_scales, state_bytes, until_stored
+from fp8cfg.planning.state_shards import row_scales, state_bytes, trained_shapes, until_stored
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.scalings import SCALINGS
@@ -254,10 +254,14 @@ def parameters(
     if part.embedding:
         matrices += prod(shapes.get("position_embedding.weight", (0,)))
     final = sum(prod(shape) for name, shape in shapes.items() if name.startswith("final_layernorm"))
-    names = {p.name for p in linears or linears_of(recipe, part)}
-    adapters = adapter_parameters(
-        [p for p in adapted(recipe) if p.module in names], recipe.lora.rank
-    )
+    adapters = 0
+    if recipe.lora.enabled:
+        names = {p.name for p in linears or linears_of(recipe, part)}
+        adapters = sum(
+            prod(shape)
+            for name, shape in trained_shapes(recipe, part).items()
+            if name.partition(".lora.")[0] in names
+        )
     return Parameters(
         narrow, matrices + len(part.layers) * vectors(recipe, part) + part.output * final, adapters
     )

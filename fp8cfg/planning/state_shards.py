@@ -170,11 +170,12 @@ def trained_shapes(recipe: Recipe, part: Part) -> dict[str, tuple[int, ...]]:
     if not recipe.lora.enabled:
         return local_shapes(recipe, part)
     rank = recipe.lora.rank
-    return {
+    whole = {
         f"{p.module}.lora.{p.name}.lora_{matrix}": shape
         for p in adapted(recipe)
         for matrix, shape in (("A", (rank, p.in_features)), ("B", (p.out_features, rank)))
     }
+    return local_shapes(recipe, part, of=whole)
 
 
 def parameter_columns(

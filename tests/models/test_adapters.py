@@ -262,12 +262,11 @@ def test_refusals(words: tuple[str, ...], line: str) -> None:
     assert any(problem.startswith(line) for problem in e.value.problems), e.value.problems
 
 
-def test_matrices_that_are_split_take_no_adapters() -> None:
-    recipe = small(*LORA, "trainer.strategy.tensor_model_parallel_size=2", "trainer.devices=2")
-    assert any(
-        "adapters stand beside whole ones (lora.enabled=true); write 1" in line
-        for line in refused(recipe, 2)
-    )
+def test_adapters_of_split_matrices_have_no_dropout() -> None:
+    split = (*LORA, "trainer.strategy.tensor_model_parallel_size=2", "trainer.devices=2")
+    assert not refused(small(*split, "lora.dropout=0"), 2)
+    (line,) = refused(small(*split, "lora.dropout=0.1"), 2)
+    assert line.startswith("lora.dropout=0.1: ") and line.endswith("splits inputs; write 0")
 
 
 def test_a_pattern_that_names_no_layer_and_a_model_of_ones_own_are_refused() -> None:

@@ -39,8 +39,14 @@ TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
             f"log.fp8_stats_every_n_steps=2: one rank measures, and under {KEY} none has all layers; write 0",
         ),
         (
-            "task=lora",
-            f"{PIPELINE}=2: splits the model, and adapters stand beside a whole one (lora.enabled=true); write 1",
+            "task=lora lora.targets=[layers.0.*]",
+            "lora.targets: no layer of pipeline stage 1 has an adapter, so that it has nothing to train; name layers of each"
+            f" stage, or write {PIPELINE}=1",
+        ),
+        (
+            "task=lora lora.targets=[lm_head]",
+            "lora.targets: no layer of pipeline stage 0 has an adapter, so that it has nothing to train; name layers of each"
+            f" stage, or write {PIPELINE}=1",
         ),
     ],
 )

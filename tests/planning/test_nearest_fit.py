@@ -214,12 +214,18 @@ def test_gpus_over_which_nothing_divides_are_offered_as_many_as_a_launch_starts(
         assert launch_run.count(fp8cfg.compose(kept), gpus) == 4
 
 
-@pytest.mark.parametrize("way", ["tensor", "pipeline"])
-def test_a_layout_that_gains_ranks_keeps_its_own_sharding(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "refused"),
+    [
+        ("tensor", ["model.num_query_groups=1"]),
+        ("pipeline", ["lora.enabled=true", "lora.targets=[layers.0.*]"]),
+    ],
+)
+def test_a_layout_that_gains_ranks_keeps_its_own_sharding(way: str, refused: list[str]) -> None:
     """storage.shard=auto is none over one rank that shares state and zero1 over two, and no word for either is needed."""
     words = [
         "recipe=llama_tiny",
-        "lora.enabled=true",
+        *refused,
         f"trainer.strategy.{way}_model_parallel_size=2",
         "trainer.devices=2",
     ]
