@@ -11,6 +11,7 @@ Build it without memory, then give it some:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -27,19 +28,19 @@ from fp8cfg.models.attention import (
 )
 from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.cross_entropy import VocabularyPart, cross_entropy
-from fp8cfg.models.norms import norm
+from fp8cfg.models.norms import RMSNorm, norm
 from fp8cfg.models.recompute import discarded, keep_products, recomputed
 from fp8cfg.models.weight_init import TensorShard, fill_first, local_parts
 
 
 class MLP(nn.Module):
     """`linear_fc2` of the activation of `linear_fc1`, which under swiglu and geglu holds the gate's rows and then the up
-    projection's. GELU is the tanh approximation, as in Gemma, GPT-2 and Transformer Engine's kernels. `selective` recomputes the
-    activation."""
+    projection's. GELU is the tanh approximation, as in Gemma, GPT-2 and Transformer Engine's kernels. Unless `recompute` is
+    "full" nothing is kept between the activation's input and output, as in Megatron's fused kernels."""
 
-    def __init__(self, config: TransformerConfig, selective: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, recompute: str = "none") -> None:
         super().__init__()
-        self.activation, self.selective = config.activation, selective
+        self.activation, self.recompute = config.activation, recompute
         self.linear_fc1 = nn.Linear(
             config.hidden_size, config.fc1_size, bias=config.add_bias_linear
         )
@@ -49,8 +50,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.linear_fc1(x)
-        activated = recomputed(self._activated, None, up) if self.selective else self._activated(up)
-        with discarded(activated):
+        if self.recompute == "full":
+            activated = self._activated(up)
+        else:
+            activated = recomputed(self._activated, None, up)
+        with discarded(activated) if self.recompute == "selective" else nullcontext():
             down: Tensor = self.linear_fc2(activated)
         return down
 
@@ -69,8 +73,8 @@ class TransformerLayer(nn.Module):
     """Attention and MLP, each between norms and added to the residual stream: [B, T, D] -> [B, T, D]. `layer` is its number from 0.
 
     A norm stands before each (pre), after each (post, OLMo 2) or both (Gemma 2). `mask` is that of CoreAttention, or nothing;
-    `packed` says that it may keep documents apart, and that positions may differ between samples; `selective` recomputes norms,
-    activation function and explicit matrices of attention (recompute.py). `enter`, where tensor parallelism sets it,
+    `packed` says that it may keep documents apart, and that positions may differ between samples; `recompute` is the model's. Norms
+    keep their input alone, unless the whole layer is computed again. `enter`, where tensor parallelism sets it,
     makes the input of attention and MLP of what stands before them."""
 
     def __init__(
@@ -78,27 +82,32 @@ class TransformerLayer(nn.Module):
         config: TransformerConfig,
         layer: int = 0,
         packed: bool = False,
-        selective: bool = False,
+        recompute: str = "none",
     ) -> None:
         super().__init__()
-        self.config, self.placement, self.packed, self.selective = (
+        self.config, self.placement, self.packed, self.recompute = (
             config,
             config.layernorm_placement,
             packed,
-            selective,
+            recompute,
         )
+        self.selective = recompute == "selective"
         self.enter: Callable[[Tensor], Tensor] | None = None
         before, after = self.placement != "post", self.placement != "pre"
         if before:
             self.input_layernorm = norm(config)
-        self.self_attention = SelfAttention(config, layer, selective)
+        self.self_attention = SelfAttention(config, layer, self.selective)
         if after:
             self.post_self_attn_layernorm = norm(config)
         if before:
             self.pre_mlp_layernorm = norm(config)
-        self.mlp = MLP(config, selective)
+        self.mlp = MLP(config, recompute)
         if after:
             self.post_mlp_layernorm = norm(config)
+        attention, mlp = self.self_attention, self.mlp
+        for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+            # Instead of a quantized copy: inputs are made again, or are kept as attention's output.
+            linear.keeps_input = self.selective  # type: ignore[assignment]
 
     @property
     def takes_mask(self) -> bool:
@@ -143,7 +152,11 @@ class TransformerLayer(nn.Module):
             return module(read, *more)  # type: ignore[no-any-return]
 
     def _normed(self, norm: nn.Module, y: Tensor) -> Tensor:
-        return recomputed(norm, norm, y) if self.selective else norm(y)
+        # A norm of another library keeps no more than its input by itself.
+        keeps_more = self.recompute == "none" and isinstance(norm, RMSNorm)
+        if self.selective or keeps_more:
+            return recomputed(norm, norm, y)
+        return norm(y)  # type: ignore[no-any-return]
 
 
 def positions_within(documents: Tensor) -> Tensor:
@@ -158,7 +171,8 @@ class Transformer(nn.Module):
     """A decoder-only language model, of the family that `config` describes.
 
     `recompute` is Megatron's `recompute_granularity`: under "full" each layer keeps only its input, and its forward pass is
-    computed again in the backward pass; "selective" repeats what lies between its products (recompute.py).
+    computed again in the backward pass; "selective" keeps no input of a product that norms and activation functions give, and no
+    matrix of scores (recompute.py). Norms and activation functions keep nothing but their input under "none" too.
 
     `reset_attention_mask` and `reset_position_ids` are Megatron's: attention stays inside of each document of a sample, and
     positions begin anew with each.
@@ -190,8 +204,7 @@ class Transformer(nn.Module):
             self.position_embedding = nn.Embedding(config.learned_positions, config.hidden_size)
         packed = reset_attention_mask or reset_position_ids
         self.layers = nn.ModuleList(
-            TransformerLayer(config, layer, packed, recompute == "selective")
-            for layer in range(config.num_layers)
+            TransformerLayer(config, layer, packed, recompute) for layer in range(config.num_layers)
         )
         self.final_layernorm = norm(config)
         self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -34,6 +34,7 @@ from fp8cfg.numerics.quantize import count_values, quantize, quantize_nvfp4, qua
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup, Scaling, scale_now
 from fp8cfg.numerics.state_dict_conversion import BUFFERS, ROUNDING_COUNT, prepare_load
 from fp8cfg.numerics.stored_state import AMAX, ANEW, BACKWARD_AMAX, RAN, PassRecords, amax_record
+from fp8cfg.numerics.token_shard import TokenShard
 from fp8cfg.numerics.weight_storage import QuantizedWeight
 from fp8cfg.numerics.weight_workspace import NOTHING, WeightWorkspace
 
@@ -105,6 +106,59 @@ class Plan(NamedTuple):
         None,
         None,
     )  # format and tile of the weight as fprop and dgrad read it, where it is at hand so
+    shard: TokenShard | None = (
+        None  # this rank's tokens of the input, if all ranks have gathered it
+    )
+    samples: int = 1  # sequences in the input
+    keeps_input: bool = False  # as it came, because it takes no memory: recompute.py makes it again
+
+    @property
+    def quantizes_later(self) -> bool:
+        """Whether wgrad's operand of the input is made in the backward pass."""
+        in_fp8 = not (self.high_precision[FPROP] or self.high_precision[WGRAD])
+        return in_fp8 and (self.keeps_input or self.shard is not None)
+
+    @property
+    def one_scale(self) -> bool:
+        """Whether one scale covers the input, whatever is contracted."""
+        return self.scaling.tile(INPUT, 0) is None
+
+    @property
+    def gathers_input(self) -> bool:
+        """Whether a pass keeps this rank's tokens of the input and gathers them again for wgrad."""
+        return self.shard is not None and (self.one_scale or not self.keeps_input)
+
+    def input_shard(self, quantized: Operand) -> Operand | None:
+        """This rank's tokens of the input, float8, from fprop's operand [T, in]; None unless one scale covers the input."""
+        if not (self.gathers_input and self.one_scale):
+            return None
+        assert self.shard is not None and quantized.fmt is not None
+        data = self.shard.part(quantized.data, self.samples)
+        return Operand(data.to(quantized.fmt.dtype), quantized.scale_inv, quantized.fmt)
+
+    def input_source(self, x: Tensor) -> Tensor:
+        """What wgrad's operand is quantized from in the backward pass: the input [T, in], or this rank's tokens of it."""
+        if not self.gathers_input:
+            return x
+        # Scales lie along the contracted tokens, so that those of all ranks are quantized together.
+        assert self.shard is not None
+        return self.shard.part(x, self.samples)
+
+    def wgrad_input(self, kept: Operand | None, source: Tensor | None, state: State) -> Operand:
+        """Wgrad's operand of the input, from its `input_shard` or `input_source`."""
+        if kept is not None:
+            assert self.shard is not None and kept.fmt is not None
+            data = self.shard.whole(kept.data, self.samples)
+            return kept._replace(data=data.to(self.carrier or kept.fmt.dtype)).t()
+        assert source is not None
+        x = source
+        if self.gathers_input:
+            assert self.shard is not None
+            x = self.shard.whole(source, self.samples)
+        # The forward pass has recorded the amax.
+        plan = self._replace(record=False)
+        operands = plan.operands(INPUT, [WGRAD], lambda *how: plan.operand(x, INPUT, state, *how))
+        return operands[WGRAD]
 
     def operands(
         self, role: int, slots: Sequence[int], make: Callable[[bool, int, bool], Operand]
@@ -202,9 +256,9 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         (*buffers, plan), (needs_dx, needs_dw) = rest, ctx.needs_input_grad[:2]
         state, kept_weight = State._make(buffers[:-6]), buffers[-6:]
-        xs = plan.operands(
-            INPUT, [FPROP] + [WGRAD] * needs_dw, lambda *how: plan.operand(x, INPUT, state, *how)
-        )
+        quantizes_later = needs_dw and plan.quantizes_later
+        slots = [FPROP] if quantizes_later or not needs_dw else [FPROP, WGRAD]
+        xs = plan.operands(INPUT, slots, lambda *how: plan.operand(x, INPUT, state, *how))
         ws = plan.weights(w, state, kept_weight, [FPROP] + [DGRAD] * needs_dx)
         ran = state.ran if plan.trains or not plan.high_precision[FPROP] else None
         y = gemm(xs[FPROP], ws[FPROP], plan.out, ran, FPROP, bias)
@@ -215,10 +269,15 @@ class LinearFunction(torch.autograd.Function):
             and state.stored is not None
             and (plan.codec is None or plan.high_precision[DGRAD])
         )
-        kept = xs.get(WGRAD), None if reads_again else ws.get(DGRAD)
+        kept_input, source = xs.get(WGRAD), None
+        if quantizes_later:
+            kept_input = plan.input_shard(xs[FPROP])
+            source = plan.input_source(x) if kept_input is None else None
+        kept = kept_input, None if reads_again else ws.get(DGRAD)
         ctx.save_for_backward(
             *(t for operand in kept for t in (operand.tensors if operand else (None,) * 3)),
             state.stored,
+            source,
         )
         ctx.kinds = [operand and (operand.fmt, operand.tile) for operand in kept]
         ctx.state, ctx.plan = state._replace(stored=None), plan
@@ -228,7 +287,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, stored = ctx.saved_tensors
+        *saved, stored, source = ctx.saved_tensors
         x, w = Operand.of(saved[:3], ctx.kinds[0]), Operand.of(saved[3:], ctx.kinds[1])
         plan, state = ctx.plan, ctx.state.in_backward(stored)
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
@@ -245,6 +304,8 @@ class LinearFunction(torch.autograd.Function):
                     )[DGRAD]
                 dx = gemm(gs[DGRAD], w, ctx.dtypes[0], state.ran, DGRAD)
             if needs_dw:
+                if plan.quantizes_later:
+                    x = plan.wgrad_input(x, source, state)
                 assert x is not None
                 dw = gemm(gs[WGRAD], x, plan.weight_grad, state.ran, WGRAD)
                 if g.dtype == torch.float16 and g.numel():
@@ -285,6 +346,8 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
     range_used: Tensor | None = None
     sharded = gathered_once = False
     adds_bias = True
+    token_shard: TokenShard | None = None
+    keeps_input = False
     shard_place: ShardPlace
     shard_scales: ShardScales
     shard_codec: Codec | None = None
@@ -309,7 +372,8 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         to it; its gradient has the dtype that `linear.weight` had, unless `weight.grad_dtype` is set later. With `codec` it is
         held in that one, and each pass decodes it: also where all products stay in high precision. Either stands for a weight in
         `read_as`, by default the dtype of `linear.weight`. Of a `linear` that is split over tensor-parallel ranks the attributes
-        `amax_group` and `adds_bias` go with it. Raises ValueError where the hardware's product cannot have the layer's shape.
+        `amax_group`, `token_shard`, `keeps_input` and `adds_bias` go with it. Raises ValueError where the hardware's product cannot
+        have the layer's shape.
         """
         n, k = linear.weight.shape
         if product not in ("emulate", "scaled_mm"):
@@ -333,6 +397,8 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
             getattr(linear, "amax_group", None),
             getattr(linear, "adds_bias", True),
         )
+        new.token_shard = getattr(linear, "token_shard", None)
+        new.keeps_input = getattr(linear, "keeps_input", False)
         new.scaling, new.region, new.high_precision, new.product = (
             scaling,
             region,
@@ -422,6 +488,12 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
     def forward(self, x: Tensor) -> Tensor:
         weight, state, plan = self.pass_inputs(x.dtype, device := x.device.type)
         bias = self.bias if self.adds_bias else None
+        plan = plan._replace(
+            shard=self.token_shard,
+            samples=x.shape[:-2].numel() if self.token_shard else 1,
+            # A compiler decides itself what it keeps.
+            keeps_input=self.keeps_input and not torch.compiler.is_compiling(),
+        )
         with torch.autocast(device, enabled=False):
             kept = self.kept_weight(weight, plan, state, x.requires_grad)
             of_weight, plan = (

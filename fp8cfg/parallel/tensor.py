@@ -31,6 +31,7 @@ from fp8cfg.models.norms import LayerNorm, RMSNorm
 from fp8cfg.models.transformer import Transformer, TransformerLayer
 from fp8cfg.models.weight_init import TensorShard
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup, largest
+from fp8cfg.numerics.token_shard import TokenShard
 from fp8cfg.parallel import tensor_collectives
 from fp8cfg.parallel.mesh import device_mesh
 from fp8cfg.parallel.tensor_collectives import summed, total
@@ -154,6 +155,11 @@ class TensorRank:
         """Of something for each token [..., T] that for this rank's tokens."""
         return of_sequence.chunk(self.size, dim=-1)[self.rank] if self.sequence else of_sequence
 
+    @property
+    def token_shard(self) -> TokenShard | None:
+        """This rank's tokens of the inputs that `enter` gathers; None if every rank has all tokens."""
+        return TokenShard(self.rank, self.size, self.group) if self.sequence else None
+
 
 def tensor_rank(strategy: Strategy, device: str, mesh: DeviceMesh | None = None) -> TensorRank:
     """This rank's place in the layout of `strategy`, whose ranks compute on `device`; `mesh` is its device mesh, if there is one.
@@ -187,6 +193,8 @@ def split_model(model: Transformer, here: TensorRank) -> None:
             )
             last.adds_bias = False  # type: ignore[assignment]
     _vocabulary(model, here)
+    if model.recompute != "full":
+        _keep_tokens(model, here)
     model.shards = {
         name: p.shard
         for name, p in model.named_parameters(remove_duplicate=False)
@@ -225,6 +233,17 @@ def _column(linear: nn.Linear, here: TensorRank, pieces: int = 1) -> None:
         _keep(linear, "bias", shard)
     linear.out_features //= here.size
     linear.amax_group = AmaxGroup(COLUMN, here.group)  # type: ignore[assignment]
+
+
+def _keep_tokens(model: Transformer, here: TensorRank) -> None:
+    """Lets FP8 layers keep this rank's tokens of a gathered input for the backward pass.
+
+    Not under full recomputation, whose second forward pass gathers the input just before.
+    """
+    for layer in cast("list[TransformerLayer]", list(model.layers)):
+        layer.self_attention.linear_qkv.token_shard = here.token_shard  # type: ignore[assignment]
+        layer.mlp.linear_fc1.token_shard = here.token_shard  # type: ignore[assignment]
+    model.output_layer.token_shard = here.token_shard  # type: ignore[assignment]
 
 
 def _row(linear: nn.Linear, here: TensorRank) -> None:

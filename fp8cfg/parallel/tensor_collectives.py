@@ -19,15 +19,13 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from fp8cfg.numerics.async_copies import waited
+from fp8cfg.numerics.token_shard import all_gather
 
 SEQUENCE = 1
 """The dimension of tokens in [B, T, C]."""
-_all_gather = (
-    getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-)  # until torch 2.13
 _reduce_scatter = (
     getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
-)
+)  # until torch 2.13
 
 
 def summed(t: Tensor, group: Any) -> Tensor:
@@ -36,10 +34,7 @@ def summed(t: Tensor, group: Any) -> Tensor:
 
 
 def _gathered(t: Tensor, dim: int, group: Any) -> Tensor:
-    every = waited(
-        _all_gather, t.contiguous(), 0, group=group
-    )  # along 0: what torch 2.11 moves is not for compiled code
-    return every.view(-1, *t.shape).movedim(0, dim).flatten(dim, dim + 1)
+    return all_gather(t, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _scattered(t: Tensor, dim: int, group: Any) -> Tensor:

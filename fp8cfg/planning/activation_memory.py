@@ -55,6 +55,11 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits in float32 at a time (models/cross_entropy.py, CHUNK and GPU_CHUNK)."""
 
 
+ACTIVATION_BACKWARD = {"swiglu": (3, 6), "geglu": (3, 6), "gelu": (2, 3), "squared_relu": (4, 6)}
+"""The most tensors of the width of the MLP in the backward pass of an activation function: gradients beside what the forward pass
+has kept, and where that kept its input alone. Those are made again: silu and the product of SwiGLU, relu and its square."""
+
+
 class LogitBytes(NamedTuple):
     """Bytes of a microbatch: kept from the forward to the backward pass, at the widest moment of the forward pass, and of both."""
 
@@ -99,6 +104,12 @@ def kept(b: LinearBytes, layer: int, proj_quantized: bool) -> tuple[float, float
         return found + scores, scores + outputs
     if window is not None or b.device == "cpu":
         masked = b.softmax + copied + b.c * keys
+        chunk = m.seq_length // (2 * b.context)
+        if window is None or chunk <= window:
+            # The first rank's first chunk needs no mask, and its keys are a view of all.
+            last = min(m.seq_length, chunk + window - 1) if window else m.seq_length
+            first = (copied + b.c * keys) * last / 2 / keys
+            masked = max(masked, b.softmax + first + gathered(b))
         return found + masked, masked + outputs
     return (
         found + b.softmax + (copied if b.c == 4 and b.q > b.k else gathered(b)),
@@ -150,12 +161,14 @@ def dropped(
     explicit: float,
 ) -> Dropped:
     """Of a layer of those products, that keeps `inner` bytes between those of its MLP, and `explicit` ones of attention that is
-    recomputed; nothing without selective recomputation."""
+    recomputed. Norms and the activation function keep their input alone; nothing is dropped where a whole layer is repeated."""
     m = b.recipe.model
-    if m.recompute_granularity != "selective":
+    if m.recompute_granularity == "full":
         return Dropped()
     before, after = m.layernorm_placement != "post", m.layernorm_placement != "pre"
     norm = b.norm - b.c * b.d
+    if m.recompute_granularity == "none":
+        return Dropped((before + 2 * after) * norm, before * norm, 0.0, inner - b.c * b.fc1)
     inputs = [discarded(b, p, b.wide) if before else 0.0 for p in (qkv, fc1)]
     second = discarded(b, fc2, b.f)
     attention = b.head_norms + explicit + before * norm + inputs[0] + 2 * after * norm
@@ -222,11 +235,8 @@ def activations(
     ]
     recompute = recipe.model.recompute_granularity == "full"
     masks = model.masks(n for n in part.layers if n not in attends)
-    alone = recipe.model.recompute_granularity == "none" and model.c < 4
-    received = (
-        part.chunks - part.embedding if alone else 0
-    )  # else the first layer of a chunk keeps it
-    ends = (received + part.chunks - part.output) / part.chunks * model.c * model.d
+    # What a stage has sent. The first layer of a chunk keeps what the stage has received.
+    ends = (part.chunks - part.output) / part.chunks * model.c * model.d
     each = sum(model.c * model.d if recompute else layer.kept for layer in layers) + ends
     streams = 4 * part.chunks if part.chunks > 1 else 2 - part.embedding - part.output
     kept = (
@@ -352,19 +362,16 @@ class _Layer:
                 + b.multiplying(self.fc2, 1, b.f)
                 + quantized
             )
-            yield (
-                b.tokens * (residual + incoming + made + b.c * b.f)
-                + quantized
-                + b.gradient(self.fc2, made=True)
-            )
-        used = self.fc2_in - again.fc2 - again.activation
+            beside = b.tokens * (residual + incoming + made + b.c * b.f) + quantized
+            quantizing, there = b.input_again(self.fc2, b.f)
+            yield beside + quantizing
+            yield beside + there + b.gradient(self.fc2, made=True)
         there = (
             residual + b.c * b.f - self.fc2_in + again.fc2 + (again.activation if again.fc2 else 0)
         )
         yield b.tokens * there + b.gradient(self.fc2, made=False)
         fresh = b.fresh(self.fc2)
-        # SwiGLU: of its product, of silu and of up; the first twice where a graph that was made again is gone through
-        yield fresh + b.tokens * (residual + (4 if again.activation else 3) * b.c * b.f - used)
+        yield fresh + b.tokens * (residual + self.activation_backward() - self.fc2_in + again.fc2)
         used = self.inner + self.fc2_in - again.activation
         made = again.norm if again.fc1 else 0.0
         if b.requantizes:
@@ -378,7 +385,10 @@ class _Layer:
             yield fresh + b.tokens * (residual + b.c * b.fc1 - used + made) + making
             beside = fresh + b.tokens * (residual + b.c * b.fc1 - used + made) + quantized
             yield beside + b.multiplying(self.fc1, 1, b.wide)
-            yield beside + b.tokens * b.c * b.wide + b.gradient(self.fc1, made=True)
+            beside += b.tokens * b.c * b.wide
+            quantizing, there = b.input_again(self.fc1, b.wide)
+            yield beside + quantizing
+            yield beside + there + b.gradient(self.fc1, made=True)
         used += self.fc1_in - again.fc1
         there = residual + b.c * b.wide - used + (again.norm if again.fc1 else 0)
         yield fresh + b.tokens * there + b.gradient(self.fc1, made=False)
@@ -386,11 +396,16 @@ class _Layer:
         yield fresh + b.tokens * (residual + b.norm_backward - used + again.norm)
         if b.context > 1:  # of gathered keys and values, as they were gathered and in their order
             yield fresh + b.tokens * (2 * residual - used + 2 * gathered(b))
-        if again.total and self.explicit:  # gradients are as large as what they are of
+        if b.selective and self.explicit:  # gradients are as large as what they are of
             yield fresh + b.tokens * (2 * residual - used + 2 * self.explicit)
         if self.attends:
             scores = b.recipe.model.num_attention_heads / b.tp * b.recipe.model.seq_length
             yield fresh + b.tokens * (2 * residual - used + (8.5 + 2 * b.e) * scores)
+
+    def activation_backward(self) -> float:
+        """Bytes of a token at most in the backward pass of the activation function: gradients, and what is made again."""
+        kept, again = ACTIVATION_BACKWARD[self.b.recipe.model.activation]
+        return (again if self.b.remakes else kept) * self.b.c * self.b.f
 
     def repeated(self) -> Iterator[float]:
         """As moments, of the layer's forward pass where that is repeated: while the weights of the MLP are quantized, beside the
@@ -425,10 +440,9 @@ class _Head:
         else:
             making, quantized = b.incoming(self.linear, b.v)
             yield b.tokens * b.c * b.v + making
-            yield (
-                b.tokens * (b.c * b.v + b.c * b.wide)
-                + quantized
-                + b.gradient(self.linear, made=True)
-            )
+            beside = b.tokens * (b.c * b.v + b.c * b.wide) + quantized
+            quantizing, there = b.input_again(self.linear, b.wide)
+            yield beside + quantizing
+            yield beside + there + b.gradient(self.linear, made=True)
         yield b.tokens * (b.c * b.wide - self.input) + b.gradient(self.linear, made=False)
         yield b.fresh(self.linear) + b.tokens * (b.norm_backward - self.input)

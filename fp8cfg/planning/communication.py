@@ -26,7 +26,13 @@ from fp8cfg.planning.layout import (
     shard_degree,
     split_dimension,
 )
-from fp8cfg.planning.linear_memory import CODEC, held_beside
+from fp8cfg.planning.linear_memory import (
+    CODEC,
+    held_beside,
+    input_shard,
+    keeps_input,
+    keeps_input_shard,
+)
 from fp8cfg.planning.peak_memory import linears_of
 from fp8cfg.planning.state_shards import (
     owner_of,
@@ -126,7 +132,8 @@ def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
     The forward pass sums the outputs of attention, MLP and embedding; the backward pass sums the
     gradients of their inputs and of the output layer's input. Each is an all-reduce. Under sequence
     parallelism each is a reduce-scatter and an all-gather of the same size in the other pass. A
-    layer that is recomputed stops before its last sum, which nothing reads.
+    layer that is recomputed stops before its last sum, which nothing reads. FP8 layers keep a rank's
+    tokens of their gathered input and gather them again for wgrad.
     """
     axis = Axis("tensor", part.tensor)
     layers, back = len(part.layers), _backward_passes(recipe, part)
@@ -140,6 +147,10 @@ def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
     gathers += _gathered_again(recipe, part)
     yield from axis.all_gather("activations", stream // part.tensor, gathers)
     yield from axis.reduce_scatter("activations", stream // part.tensor, sums)
+    shard = stream // part.tensor // _compute(recipe) * input_shard(recipe)
+    linears = linears_of(recipe, part)
+    inputs = sum(keeps_input_shard(recipe, part, linear) for linear in linears)
+    yield from axis.all_gather("activations", shard, inputs)
 
 
 class _BackwardPasses(NamedTuple):
@@ -184,7 +195,12 @@ def _gathered_again(recipe: Recipe, part: Part) -> int:
         return 0
     names = ("linear_qkv", "linear_fc1")
     columns = [linear for linear in linears_of(recipe, part) if linear.name.endswith(names)]
-    return sum("wgrad" not in linear.left_out and not linear.gemms[2] for linear in columns)
+    return sum(
+        "wgrad" not in linear.left_out
+        and not (linear.gemms[2] and not keeps_input(recipe, linear))
+        and not keeps_input_shard(recipe, part, linear)
+        for linear in columns
+    )
 
 
 def _keys_and_values(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:

@@ -205,6 +205,31 @@ def _multiplied(c: float, blocks: bool, a: float, b: float, out: float) -> float
     return (0 if blocks else a + b) + c * out
 
 
+GATHERED = ("linear_qkv", "linear_fc1", "output_layer")
+"""Column-parallel layers, whose input is gathered under sequence parallelism."""
+
+
+def keeps_input_shard(recipe: Recipe, part: Part, linear: PlannedLinear) -> bool:
+    """Whether a rank keeps its own tokens of `linear`'s gathered input, and gathers them again for wgrad (numerics/token_shard.py)."""
+    if not part.sequence_parallel or recipe.model.recompute_granularity == "full":
+        return False
+    if directions(recipe) == 2 and keeps_input(recipe, linear):
+        return False
+    return linear.name.endswith(GATHERED) and bool(linear.gemms[0] and linear.gemms[2])
+
+
+def keeps_input(recipe: Recipe, linear: PlannedLinear) -> bool:
+    """Whether `linear` keeps its input as it came and quantizes it again for wgrad: selective recomputation makes it again."""
+    if recipe.model.recompute_granularity != "selective" or linear.name == "output_layer":
+        return False
+    return bool(linear.gemms[0] and linear.gemms[2])
+
+
+def input_shard(recipe: Recipe) -> float:
+    """Bytes for an element of that shard. Inputs that wgrad reads with other scales than fprop are quantized again."""
+    return CODEC["fp8"] if directions(recipe) == 1 else CODEC[recipe.precision.compute]
+
+
 class LinearBytes:
     """Those sizes and bytes on one rank, letters as in planning/activation_memory.py. Gradients have `grads` bytes an element, and
     those that are not there before the backward pass `fresh`."""
@@ -227,6 +252,10 @@ class LinearBytes:
         # of a token that is an input of a column-parallel layer, gathered where sequences are split
         self.wide = m.hidden_size
         self.gathers = part.sequence_parallel
+        self.part, self.native = part, backend == registry.REFERENCE
+        self.selective = m.recompute_granularity == "selective"
+        # norms and activation functions, by themselves
+        self.remakes = m.recompute_granularity != "full"
         self.q, self.k = (
             m.num_attention_heads * m.head_dim / tp,
             -(-m.num_query_groups // tp) * m.head_dim,
@@ -275,7 +304,11 @@ class LinearBytes:
         by_head = self.masked(layer) or (
             self.device == "cuda" and self.c == 4
         )  # flash attention takes neither
-        copied = 2 * self.c * (self.q - self.k) if by_head else 0  # of keys and values
+        copied = 0.0  # keys and values, in place of those of each group
+        if by_head and m.position_embedding_type == "rope":
+            copied = self.c * (self.q - 3 * self.k)  # what the product gave is not kept either
+        elif by_head:
+            copied = 2 * self.c * self.q
         if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype
             return copied + m.seq_length * m.num_attention_heads / self.tp * (
                 8 + (self.c if self.c < 4 else 0)
@@ -316,7 +349,27 @@ class LinearBytes:
         weight what adapters keep."""
         if "wgrad" in linear.left_out:
             return self.adapters(linear, width)
+        if self.keeps_shard(linear):
+            return input_shard(self.recipe) * width / self.tp
         return (self.e if self.keeps_quantized(linear) else self.c) * width
+
+    def keeps_shard(self, linear: PlannedLinear) -> bool:
+        """Whether `linear` keeps this rank's tokens of its gathered input alone."""
+        return keeps_input_shard(self.recipe, self.part, linear)
+
+    def input_again(self, linear: PlannedLinear, width: float) -> tuple[float, float]:
+        """Wgrad's input of `linear`, `width` wide: bytes while it is made, and then; 0 if the layer has kept it."""
+        gathers = self.keeps_shard(linear)
+        if not linear.gemms[2] or (self.keeps_quantized(linear) and not gathers):
+            return 0, 0
+        elements = width * self.tokens
+        if not gathers or directions(self.recipe) == 2:
+            made = quantizing(self.recipe, self.device, elements, gradient=False)
+            return gathers * self.c * elements + made, self.e * elements
+        if emulated(self.recipe, self.device):
+            return (CODEC["fp8"] + self.e) * elements, self.e * elements
+        # The hardware reads a transposed copy.
+        return 2 * CODEC["fp8"] * elements, 2 * CODEC["fp8"] * elements
 
     def adapters(self, linear: PlannedLinear, width: float) -> float:
         """What adapters of `linear` keep: the input in their dtype, and A's output of each; with dropout its mask and a copy."""
@@ -334,7 +387,10 @@ class LinearBytes:
 
     def keeps_quantized(self, linear: PlannedLinear) -> bool:
         """Whether `linear` keeps its input quantized, beside what its input is elsewhere."""
-        return bool(linear.gemms[2]) and not self.requantizes
+        if self.keeps_shard(linear):
+            return True
+        again = self.native and keeps_input(self.recipe, linear)
+        return bool(linear.gemms[2]) and not self.requantizes and not again
 
     def held(self, linear: PlannedLinear) -> bool:
         """Whether the weight is held or gathered in FP8 alone; a tied output layer's is the embedding's, in high precision."""
@@ -425,7 +481,10 @@ class LinearBytes:
             beside = self.c * self.elements(linear)
         if not linear.gemms[2]:
             return beside + (self.c + (out if held or casts else 0)) * self.elements(linear)
-        channels = linear.in_features + linear.out_features / self.tp
+        if linear.name.endswith(GATHERED):
+            channels = linear.in_features + linear.out_features / self.tp
+        else:
+            channels = linear.in_features / self.tp + linear.out_features
         return beside + product(
             self.recipe, self.device, out, self.elements(linear), channels * self.tokens
         )

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fp8cfg.checkpoint import local_save
 from fp8cfg.models import TransformerConfig
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.models.weight_init import TensorShard
+from fp8cfg.numerics import token_shard
 from fp8cfg.parallel import tensor_collectives
 from fp8cfg.parallel.process_group import SENT, World
 from fp8cfg.parallel.tensor import finish_layers, partial_gradients, split_model, tensor_rank
@@ -347,8 +349,8 @@ def sent(words: str, world: World) -> list[int]:
     """Bytes of activations that a step counts, and those that are handed to the collectives."""
     job, handed = job_of(words, 2, 2), [0]
 
-    def counting(name: str, share: int) -> Any:
-        collective = getattr(tensor_collectives, name)
+    def counting(module: ModuleType, name: str, share: int) -> Any:
+        collective = getattr(module, name)
 
         def counted(t: Tensor, *args: Any) -> Tensor:
             handed[0] += t.nbytes // share if t.dim() == 3 and t.shape[-1] == 64 else 0
@@ -359,8 +361,13 @@ def sent(words: str, world: World) -> list[int]:
 
     SENT.clear()
     with pytest.MonkeyPatch.context() as patch:
-        for name, share in (("summed", 1), ("_gathered", 1), ("_scattered", 2)):
-            patch.setattr(tensor_collectives, name, counting(name, share))
+        for module, name, share in (
+            (tensor_collectives, "summed", 1),
+            (tensor_collectives, "_gathered", 1),
+            (tensor_collectives, "_scattered", 2),
+            (token_shard, "all_gather", 1),
+        ):
+            patch.setattr(module, name, counting(module, name, share))
         train_step(job, run_data(job.recipe)[0], 0, world)
     return [SENT.bytes["activations"], handed[0]]
 
