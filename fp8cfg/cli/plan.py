@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from fp8cfg.building.builder import lower
 from fp8cfg.cli.argv import split, wrong_words
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
 from fp8cfg.composition.precedence import Settled
+from fp8cfg.parallel.sharding import ranks as ranks_here
 from fp8cfg.planning import graph_text
 from fp8cfg.planning.coverage import low_share_line, refuse_low_share
 from fp8cfg.planning.fit_search import Fit, offering
@@ -31,8 +33,11 @@ sizes, and what will be built.
 
   --gpu NAME           {textwrap.fill(", ".join(GPUS), 57, subsequent_indent=" " * 23)};
                        otherwise a CPU, which emulates FP8
-  --gpus N             ranks; otherwise trainer.num_nodes x trainer.devices
-  --measure            build it here, run one microbatch, and say what it took
+  --gpus N             ranks; otherwise those that torchrun has started, or
+                       trainer.num_nodes x trainer.devices
+  --measure            build it here, run one microbatch, and say what it took;
+                       on several ranks through torchrun, of which the first
+                       says what it took
   --json               everything, as JSON
   --tree, --dot, --code
                        the Fiddle graph instead: as paths, for Graphviz, or as
@@ -77,10 +82,10 @@ def run(argv: list[str]) -> int:
         return settled(words, folder, file)
 
     found = settle(arguments.words)
-    if (
-        found.problems and ranks is not None
-    ):  # a layout for more GPUs than the recipe has, which --gpus may name
-        nodes, devices = machines(ranks)
+    started = ranks or _launched()
+    if found.problems and started is not None:
+        # A layout for more GPUs than the recipe has, which --gpus or a launcher may name.
+        nodes, devices = machines(started)
         found = settle(
             [*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
         )
@@ -88,10 +93,12 @@ def run(argv: list[str]) -> int:
     say(found.notes)
     recipe = found.recipe
     refuse_hardware(recipe, name, "--gpu ")
-    world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
+    world = started or recipe.trainer.num_nodes * recipe.trainer.devices
     whole_line = whole_lines(arguments, settle)
     plan = planned(recipe, world, gpu, whole_line, found.problems)
-    print(_shown(plan, *arguments.flags))
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        print(_shown(plan, *arguments.flags), flush=True)
     where = plan.offered.where("there") if plan.offered else "there"
     refuse_if(offering(plan.refusals, where, plan.lines) if plan.refusals else [])
     if (
@@ -101,16 +108,32 @@ def run(argv: list[str]) -> int:
             refuse_low_share(recipe, plan.coverage)
         refuse_if(offering(plan.problems, where, plan.lines) if plan.problems else [])
         if (
-            not arguments.flags
+            is_first
+            and not arguments.flags
             and (name or ranks)
             and (line := whole_line(Fit(_there(recipe, world), ())))
         ):
             say([f"runs there: {line}"])
     if "--measure" in arguments.flags:
-        from fp8cfg.training.memory_measurement import measured_table
-
-        print(f"\n{measured_table(recipe)}")
+        _measure(recipe, is_first)
     return 0
+
+
+def _measure(recipe: Recipe, is_first: bool) -> None:
+    """Trains a step of `recipe` on the ranks of this launch; the first prints what it took."""
+    from fp8cfg.parallel.process_group import world
+    from fp8cfg.planning.hardware import find_hardware
+    from fp8cfg.training.memory_measurement import measured_table
+
+    with world(find_hardware(recipe.trainer.accelerator).device, recipe.trainer):
+        text = measured_table(recipe)
+    if is_first:
+        print(f"\n{text}")
+
+
+def _launched() -> int | None:
+    """The ranks that a launcher such as torchrun has started; None without one."""
+    return ranks_here() if "WORLD_SIZE" in os.environ else None
 
 
 def _there(recipe: Recipe, ranks: int) -> Recipe:

@@ -35,6 +35,7 @@ from fp8cfg.planning.peak_memory import (
     multiplying,
     parameters,
 )
+from fp8cfg.planning.reserve import reserve
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.refusal import LayoutRefusal
@@ -138,17 +139,26 @@ def _memory(p: Plan) -> str:
         size(p.recomputing(granularity)) for granularity in ("none", "selective", "full")
     )
     lines.append(f"activations, backward: none {none}, selective {selective}, full {full}")
-    if p.gpu:
-        left = p.gpu.memory - p.widest.total
-        gpu = f"{p.gpu.name}, {size(p.gpu.memory)}"
-        if refused(p.recipe, p.world):
-            gpu += ", as planned for"
-        lines.append(
-            f"fits {gpu}: {size(left)} to spare"
-            if left >= 0
-            else f"does not fit {gpu}: {size(-left)} too much"
-        )
+    if p.gpu and p.choice:
+        lines.append(_room(p, p.gpu))
     return "\n".join(lines)
+
+
+def _room(p: Plan, gpu: GPU) -> str:
+    """Whether the widest rank fits `gpu`, and whether it leaves the reserve free."""
+    left = gpu.memory - p.widest.total
+    name = f"{gpu.name}, {size(gpu.memory)}"
+    if refused(p.recipe, p.world):
+        name += ", as planned for"
+    if left < 0:
+        return f"does not fit {name}: {size(-left)} too much"
+    if not p.tight:
+        return f"fits {name}: {size(left)} to spare"
+    return wrapped(
+        f"fits {name}, tight: {size(left)} to spare, and the CUDA context, NCCL's buffers and"
+        f" fragmentation may take {size(p.reserve)}",
+        more="  ",
+    )
 
 
 def _sent(p: Plan) -> str:
@@ -305,6 +315,19 @@ class Plan:
         """The rank that takes most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
 
+    @property
+    def reserve(self) -> int:
+        """Bytes of its GPU to keep free on that rank: CUDA context, NCCL's buffers, fragmentation; 0 on a CPU."""
+        if self.gpu is None:
+            return 0
+        return reserve(self.recipe, self.widest.part, self.world, self.widest.total)
+
+    @property
+    def tight(self) -> bool:
+        """Whether that rank fits its GPU, and does not leave the reserve free."""
+        left = self.gpu.memory - self.widest.total if self.gpu else 0
+        return 0 <= left < self.reserve
+
     def recomputing(self, granularity: str) -> int:
         """Bytes of activations, logits and backward pass on the widest rank, less gradients that are to come, under that
         model.recompute_granularity."""
@@ -357,6 +380,8 @@ class Plan:
             ],
             "widest": self.widest.part.name,
             "fits": fits,
+            "reserve": self.reserve,
+            "tight": self.tight,
             "problems": self.problems,
             "write": self.write,
             "lines": self.lines,
