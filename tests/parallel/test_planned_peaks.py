@@ -81,4 +81,3 @@ def test_the_planned_peak_is_the_measured_one(layout: str, four: list[dict[str, 
         most[planned] = max(most.get(planned, 0), here)
     for planned, here in most.items():
         assert planned == pytest.approx(here, rel=0.05)
-        print(f"{planned / here:.3f}")

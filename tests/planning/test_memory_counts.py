@@ -327,8 +327,8 @@ weights          212.6 KiB      2.0  fp16
 masters          425.2 KiB      4.0  fp32
 gradients        212.6 KiB      2.0  fp16
 moments          850.5 KiB      8.0  fp32+fp32
-activations      201.6 KiB           1 x 32 tokens, recompute none
+activations      137.1 KiB           1 x 32 tokens, recompute none
 logits           102.0 KiB           vocab_size=272
-optimizer step   121.6 KiB           fp32 gradients
+optimizer step   186.1 KiB           fp32 gradients
 total              2.1 MiB"""
     )

@@ -33,9 +33,9 @@ RECOMPUTE = "model.recompute_granularity"
     ("words", "gpu", "gpus", "write"),
     [
         (
-            f"recipe=llama_8b precision=bf16 {RECOMPUTE}=none",
+            f"recipe=llama_70b precision=bf16 {RECOMPUTE}=none",
             "h100",
-            8,
+            32,
             [f"{RECOMPUTE}=selective"],
         ),
         (
@@ -194,7 +194,7 @@ def test_fewer_gpus_than_a_replica_are_offered_a_layout_and_memory_together(
     [
         ("recipe=llama_8b precision=bf16_fp8", "b200", 7, "trainer.devices=4"),
         (
-            "recipe=llama_8b precision=bf16_fp8",
+            "recipe=llama_8b precision=bf16_fp8 trainer.micro_batch_size=2",
             "h100",
             6,
             "model.recompute_granularity=full trainer.devices=4",
