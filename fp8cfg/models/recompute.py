@@ -3,8 +3,10 @@
 Megatron's `recompute_granularity=selective` (arXiv 2205.05198, section 5) with its recompute_modules core_attn and layernorm, and
 the activation function, which Megatron repeats in experts alone (moe_act): cheap parts of a layer whose outputs take much memory.
 The layer behind such a part keeps that output too, as its input; it is discarded there, and made again when that layer's backward
-pass asks for it (Megatron's CheckpointWithoutOutput), once for both. Products themselves are not repeated: nothing is quantized or
-counted twice, and every number is that of a run without recomputation.
+pass asks for it (Megatron's CheckpointWithoutOutput), once for both. Products themselves are not repeated. FP8 layers quantize an input that
+was made again with the same scale, and count it once. Every number is that of a run without recomputation.
+
+Without recomputation norms and activation functions are `recomputed` too, as fused kernels do, and nothing is `discarded`.
 
 In compiled code a layer is a checkpoint that keeps outputs of products (torch's selective activation checkpointing), of which the
 compiler makes as few repeated operations as it needs.

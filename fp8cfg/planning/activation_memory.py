@@ -6,21 +6,27 @@ Letters are bytes or sizes for one token on this rank:
 
 Kept by each layer for its backward pass (fp8cfg/models/transformer.py, numerics/fp8_linear.py):
 
-    2 norms     each the float32 input 4D and 1 / rms 4; on a CPU the normalized input too, 4D: RMSNorm is fused on GPUs alone
+    2 norms     their inputs, cD each
     linear_qkv  its input, cD, or eD quantized; its output c(Q + 2K), of which the values are a view
     attention   rotated queries and keys c(Q + K), output cQ, log-sum-exp 4 a head (flash attention)
     linear_proj its input is attention's output; quantized it is eQ beside it
     linear_fc1  its input, cD or eD; its output 2cF, of which gate and up are views
-    linear_fc2  silu(gate) cF, and its input cF, or eF in place of it; without a gate only cF of the activation, and the input
+    linear_fc2  its input, cF or eF; the activation function reads linear_fc1's output, and keeps no more
 
-LayerNorm keeps no normalized input. Where scores have a soft cap attention keeps explicit matrices of them, 8 + c each; with one,
+A layer that is repeated as a whole keeps more, for as long as its backward pass runs: of each norm the float32 input 4D, 1 / rms 4, and
+on a CPU the normalized input 4D, since RMSNorm is fused on GPUs alone; silu(gate) cF. LayerNorm keeps no normalized input.
+
+Selective recomputation keeps no input of linear_qkv, linear_fc1 and linear_fc2, and FP8 layers no quantized copy of any input, but for
+a rank's tokens of one that is gathered.
+
+Where scores have a soft cap attention keeps explicit matrices of them, 8 + c each; with one,
 with a sliding window or with documents kept apart a copy of keys and values for each head. The mask of the latter two, c x tokens
 x tokens, is one for all layers that have the same. Norms of queries and keys keep these in float32; norms after attention and MLP
 are two more.
 
-With sequences split over context ranks keys and values are whole ones (planning/activation_memory.py). With sequences split
-over tensor-parallel ranks D is a rank's part of the tokens in norms and the residual stream, and all of them in the inputs of
-linear_qkv, linear_fc1 and the output layer, which are gathered.
+With sequences split over context ranks keys and values are whole ones. With sequences split
+over tensor-parallel ranks D is a rank's part of the tokens in norms and the residual stream. Inputs of linear_qkv, linear_fc1 and the
+output layer are gathered: BF16 layers keep all tokens, FP8 layers the rank's part (numerics/token_shard.py).
 
 Attention in FP8 (numerics/attention.py) keeps quantized queries, keys and values alone, e(Q + 2K), and takes its matrices of
 scores one layer at a time: 8 + 2e and a mask for each of heads x T x T in the backward pass.
@@ -29,8 +35,8 @@ Where weights are frozen, inputs are kept by adapters alone, in their dtype (mod
 
 torchao's layers keep inputs in c, and no quantized weights (planning/linear_memory.py).
 
-The final norm and the output layer's input come on top, and logits and loss (report/memory/cross_entropy.py). Recomputation keeps
-cD a layer, and all this for the one at hand; selective recomputation is in planning/activation_memory.py.
+The final norm and the output layer's input come on top, and logits and loss (report/memory/cross_entropy.py). Full recomputation
+keeps cD a layer, and all this for the one at hand.
 
 A pipeline stage keeps what it has received and what it has sent, cD each for each chunk, until the backward pass of the microbatch;
 beside that the gradient that it receives for this pass, to its end, and the one that it has sent after the pass before. Of several

@@ -134,8 +134,8 @@ class Model(Node):
     scale_embeddings: bool = False
     """Multiply embeddings by the square root of hidden_size (Gemma). Default false (Llama)."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing: full recomputes each layer in backward; selective what lies between its products: norms, the
-    activation function, attention where it is not flash attention, and gathers of sequence parallelism. Default none (NeMo)."""
+    """Activation checkpointing: full recomputes each layer in backward; selective keeps no input that a norm or the activation
+    function gives to a product, and no scores of attention where it is not flash attention. Default none (NeMo)."""
 
     @pydantic.field_validator("path", "weights", mode="before")
     @classmethod
