@@ -213,7 +213,9 @@ def test_a_backend_that_splits_no_matrices_is_refused_with_one_that_does(
         and f"{TENSOR}=2" in offered[0]
         and [main(line) for line in offered] == [0] * len(offered)
     )
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    launched = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29400"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     assert main(words) == 2
     assert all(
         {*started} <= {*line, "trainer.devices=2"}

@@ -79,7 +79,12 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
         ),
         ((*DATA_PARALLEL, "trainer.strategy.data_parallel_replicate_size=2"), 8, 8),
         (
-            (*DATA_PARALLEL, "lora.enabled=true", "trainer.strategy.tensor_model_parallel_size=2"),
+            (
+                *DATA_PARALLEL,
+                "lora.enabled=true",
+                "lora.dropout=0.1",
+                "trainer.strategy.tensor_model_parallel_size=2",
+            ),
             8,
             1,
         ),

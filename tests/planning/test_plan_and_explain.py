@@ -144,22 +144,22 @@ def test_an_explanation_of_a_recipe_at_hand(capsys: Out) -> None:
         == "Delayed scaling: scales are divided by 2^margin, as headroom. Default 0 (TE)."
         and e.schema["default"] == 0
     )
-    assert [(layer.kind, layer.value) for layer in e.layers] == [
+    assert [(layer.source.value, layer.values[e.full_name]) for layer in e.layers] == [
         ("schema default", 0),
-        ("recipe", 1),
+        ("assigned", 1),
     ]
     by_words = said(
         capsys, "explain", "fp8.margin", "recipe=llama_8b", "precision=bf16_fp8", "fp8.margin=1"
     )
     assert str(e).partition("set by")[0] == by_words.partition("set by")[0] and str(e).endswith(
-        "     0  schema default\n  -> 1  recipe"
+        "     0  schema default\n  -> 1  assigned"
     )
-    assert [layer.kind for layer in fp8cfg.explain(fp8_recipe(), "fp8.interval").layers] == [
+    assert [layer.source.value for layer in fp8cfg.explain(fp8_recipe(), "fp8.interval").layers] == [
         "schema default"
     ]
-    assert [layer.kind for layer in fp8cfg.explain(fp8_recipe(), "fp8.format").layers] == [
+    assert [layer.source.value for layer in fp8cfg.explain(fp8_recipe(), "fp8.format").layers] == [
         "schema default",
-        "recipe",
+        "assigned",
     ], "a preset says it"
     node = fp8cfg.explain(fp8_recipe(), "fp8")
     assert (
