@@ -197,7 +197,7 @@ class Checkpoint(Node):
 
     every_n_steps: int = Field(default=100, ge=0)
     """Optimizer steps between checkpoints; 0 saves at the end alone. Default 100."""
-    every_minutes: float = Field(default=0, ge=0, le=10080)
+    every_minutes: float = Field(default=0.0, ge=0, le=10080)
     """Minutes after which a run saves between two of those checkpoints; 0 is never. The first rank's clock decides. Default 0."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept. Default 2: one to fall back on."""

@@ -510,6 +510,7 @@ RUNS = {
     "trainer.strategy.pipeline_model_parallel_size": "test_pipeline_runs.py",
     "trainer.strategy.virtual_pipeline_model_parallel_size": "test_pipeline.py",
     "checkpoint.async_save": "test_async_save.py",
+    "checkpoint.every_minutes": "test_last_step.py",
     "lora.weights": "test_peft_format.py",
     "log.folder": "test_log_folder.py",
     "log.resume": "test_log_folder.py",
