@@ -37,7 +37,7 @@ class PlannedLinear:
     """The plan of one linear layer. `gemms` holds, for fprop, dgrad and wgrad, the kinds of the two operands, such as (e4m3,
     e4m3), or None where the product stays in high precision; `reason` says why where any does. `rows` is the observed number of
     rows that it multiplied, None where it was not observed. `output` says that it is an output layer. `left_out` names the products
-    that nothing asks for, of a layer whose weight is frozen: they do not run, and are no part of its FLOPs.
+    that autograd does not need, such as wgrad of a frozen weight: they do not run, and are no part of its FLOPs.
     """
 
     name: str
@@ -280,6 +280,26 @@ def not_engaged(
                 " of the autocast context"
             )
     return lines + differences(plan, rest)
+
+
+def products_left_out(ran: Mapping[str, Kinds], is_frozen: bool, trained: bool) -> tuple[str, ...]:
+    """Returns the backward products of a linear layer that autograd did not need.
+
+    Args:
+        ran: The products that the layer was observed to run. Empty if it is not watched.
+        is_frozen: Whether its weight needs no gradient.
+        trained: Whether any layer of the model ran a backward pass. The others then have no backward pass either: their input
+            and weight need no gradient, or the loss does not depend on them.
+    """
+    needless = {"wgrad"} if is_frozen else set()
+    if trained and ran.get("fprop") is not None:
+        needless |= {"dgrad", "wgrad"}
+    return tuple(gemm for gemm in GEMMS if gemm in needless and ran.get(gemm) is None)
+
+
+def has_trained(seen: Mapping[str, Mapping[str, Kinds]]) -> bool:
+    """Whether any layer ran a backward product."""
+    return any(ran.get(gemm) is not None for ran in seen.values() for gemm in ("dgrad", "wgrad"))
 
 
 def _shown(kinds: Kinds) -> str:

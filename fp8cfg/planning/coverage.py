@@ -21,7 +21,9 @@ from fp8cfg.backends.gemm_plan import (
     PlannedLinear,
     Unwatched,
     differences,
+    has_trained,
     not_engaged,
+    products_left_out,
 )
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.models.config import adapter_parameters
@@ -268,11 +270,13 @@ def ran(
         from fp8cfg.backends.any_model import conversion_state as rows
         from fp8cfg.backends.any_model import eligibility
 
-        asked = of_layers(
-            [replace(p, rows=rows.multiplied(model.get_submodule(p.name))) for p in plan],
-            eligibility.beside(model),
-            recipe.fp8,
-        )
+        trained, linears = has_trained(seen), []
+        for p in plan:
+            layer = model.get_submodule(p.name)
+            frozen = eligibility.has_frozen_weight(layer)
+            left_out = products_left_out(seen.get(p.name, {}), frozen, trained)
+            linears.append(replace(p, rows=rows.multiplied(layer), left_out=left_out))
+        asked = of_layers(linears, eligibility.beside(model), recipe.fp8)
     else:
         asked = planned(recipe, plan)
     return replace(
@@ -284,8 +288,9 @@ def ran(
 
 def coverage(model: nn.Module) -> Coverage:
     """What ran in each linear layer of `model`, by its name, since the record was last cleared, whatever loop it runs in; and in
-    attention where that is in FP8. A product of a converted layer that has not run counts as high precision. Raises ConfigError for
-    what is no nn.Module."""
+    attention where that is in FP8. A converted layer that has not run counts as high precision. Products that autograd does not need,
+    such as dgrad of a first layer or wgrad of a frozen weight, are no part of the FLOPs. Raises ConfigError for what is no
+    nn.Module."""
     from torch import nn
 
     from fp8cfg.backends.any_model.eligibility import beside, observed
@@ -326,7 +331,8 @@ def low_share(seen: Coverage) -> str:
 
 def _filled(ran: PlannedLinear, planned: PlannedLinear) -> tuple[Kinds, Kinds, Kinds]:
     gemms = [
-        want if got is None else got for got, want in zip(ran.gemms, planned.gemms, strict=True)
+        want if got is None and name not in ran.left_out else got
+        for name, got, want in zip(GEMMS, ran.gemms, planned.gemms, strict=True)
     ]
     return gemms[0], gemms[1], gemms[2]
 

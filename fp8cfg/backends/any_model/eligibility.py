@@ -24,7 +24,9 @@ from fp8cfg.backends.gemm_plan import (
     PlannedAttention,
     PlannedLinear,
     Unwatched,
+    has_trained,
     plan_linears,
+    products_left_out,
 )
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -338,6 +340,7 @@ def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttenti
     seen: Observed = {}
     for backend in registry.used():
         seen |= backend.observed(model)
+    trained = has_trained(seen)
     linears, attentions = [], []
     for name, module in model.named_modules():
         ran = seen.get(name, {})
@@ -356,11 +359,18 @@ def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttenti
                     gemms,  # type: ignore[arg-type]
                     _reason(module, ran),
                     conversion_state.multiplied(module),
+                    left_out=products_left_out(ran, has_frozen_weight(module), trained),
                 )
             )
         elif ran:
             attentions.append(PlannedAttention(name, tuple(ran.get(g) for g in ATTENTION_GEMMS)))
     return linears, attentions
+
+
+def has_frozen_weight(module: nn.Module) -> bool:
+    """Whether the weight of a linear layer needs no gradient."""
+    weight = module._parameters.get("weight")
+    return weight is not None and not weight.requires_grad
 
 
 def beside(model: nn.Module) -> list[Unwatched]:
