@@ -25,9 +25,15 @@ from fp8cfg.numerics.fp8_weights import (
 from fp8cfg.numerics.kernels.store import store_recorded
 from fp8cfg.numerics.scaling import AmaxGroup, Scaling
 from fp8cfg.numerics.stored_state import StoredWeight, amax_record, in_stored_form, persistent
+from fp8cfg.schema.errors import ConfigError
 
 SCALE_INV = "fp8_weight_scale_inv"
 """The buffer of a layer's weight that is stored in float8, or in a codec with a scale: what its codes are multiplied by."""
+
+_RECOMPUTED = (
+    "pruning, weight norm and other parametrizations cannot change a converted layer; apply them before"
+    " the conversion, and the layer stays in high precision"
+)
 
 
 class NarrowWeight(StoredWeight):
@@ -49,9 +55,16 @@ class NarrowWeight(StoredWeight):
     @property
     def parameter(self) -> nn.Parameter:
         """The weight as it is stored."""
-        parameter = self._parameters["weight"]
-        assert parameter is not None
+        parameter = self._parameters.get("weight")
+        if parameter is None:  # a parametrization of torch.nn.utils has taken it
+            raise ConfigError(f"{type(self).__name__}.weight: {_RECOMPUTED}")
         return parameter
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Rejects the parameters that pruning, weight norm and spectral norm compute a weight from."""
+        if name.startswith("weight_"):
+            raise ConfigError(f"{type(self).__name__}.{name}: {_RECOMPUTED}")
+        super().register_parameter(name, param)
 
     @property
     def scaled(self) -> bool:

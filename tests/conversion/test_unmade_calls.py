@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import fp8cfg
 from tests.support.convert_models import Block, recipe
@@ -43,6 +45,111 @@ def test_a_step_that_is_never_called_is_said_once(fused: bool) -> None:
     assert said[0].filename == __file__
     delayed(fused=fused, steps=True)
     delayed(fused=fused, steps=False, parts=4, updates=1)
+
+
+def two_layers() -> tuple[nn.Sequential, fp8cfg.Conversion]:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    words = ["precision=bf16_fp8", "fp8.params=false", "fp8.output_layer=true"]
+    return model, fp8cfg.convert_model(model, fp8cfg.compose(words))
+
+
+class Sam(torch.optim.SGD):
+    """Sharpness-aware minimization: a second pass with weights that a step takes back."""
+
+    @torch.no_grad()
+    def perturb(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["step"] = p.grad / p.grad.norm() * 0.01
+            p.add_(self.state[p]["step"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.state[p].pop("step"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_passes_within_a_sam_step_are_no_updates() -> None:
+    model, fp8 = two_layers()
+    optimizer = Sam(model.parameters(), lr=0.01)
+    for _ in range(2):
+        with fp8.autocast():
+            model(torch.randn(16, 64)).sum().backward()
+        optimizer.perturb()
+        with fp8.autocast():
+            model(torch.randn(16, 64)).sum().backward()
+        optimizer.take_back()
+        optimizer.step()
+        optimizer.zero_grad()
+        fp8.step()
+
+
+@pytest.mark.filterwarnings("error")
+def test_passes_within_an_lbfgs_step_are_no_updates() -> None:
+    model, fp8 = two_layers()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3, max_iter=4)
+    x = torch.randn(16, 64)
+    passes = 0
+
+    def closure() -> Tensor:
+        nonlocal passes
+        passes += 1
+        optimizer.zero_grad()
+        with fp8.autocast():
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert passes > 2
+    fp8.step()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_grad_scaler_skips_are_no_updates(fused: bool) -> None:
+    model, fp8 = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for step in range(4):
+        optimizer.zero_grad()
+        with fp8.autocast():
+            loss = model(torch.randn(16, 64)).sum()
+            if step < 3:
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+        before = model[0].weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        is_skipped = torch.equal(model[0].weight, before)
+        assert is_skipped == (step < 3)
+        if not is_skipped:
+            fp8.step()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3),
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        nn.utils.parametrizations.weight_norm,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_parametrized_weight_is_an_error(change: Callable[[nn.Module], Any]) -> None:
+    model, fp8 = two_layers()
+    with pytest.raises(fp8cfg.ConfigError, match="cannot change a converted layer; apply them"):
+        change(model[0])
+        with fp8.autocast():
+            model(torch.randn(16, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    change(model[0])
+    fp8 = fp8cfg.convert_model(
+        model, fp8cfg.compose(["precision=bf16_fp8", "fp8.params=false", "fp8.output_layer=true"])
+    )
+    assert [planned.fp8 for planned in fp8.plan] == [False, True]
 
 
 @pytest.mark.parametrize(

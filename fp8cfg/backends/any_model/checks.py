@@ -11,12 +11,14 @@ for. Compiled passes are not looked at one by one; the step after them is.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8cfg.backends.any_model.conversion_state import CONVERSION, PLANNED, Converted, converted
 from fp8cfg.backends.gemm_plan import HIGH_PRECISION
@@ -106,27 +108,30 @@ _SUMMING = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEng
 
 
 class StepWatch:
-    """Detects that weights are updated while `fp8.step()` is never called, which leaves delayed scaling with the scales of its
-    first pass.
+    """Detects that an optimizer trains the weights while `fp8.step()` is never called, which leaves delayed scaling with the scales
+    of its first pass.
 
-    An update shows in a weight's version, or, with torch's fused optimizers, which leave that as it is, in a gradient that was
-    there and is gone. Microbatches leave both."""
+    It counts finished steps of torch's optimizers, not writes to the weights: SAM and LBFGS change weights within a step, and
+    GradScaler skips steps whose gradients overflow.
+    """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.weights = [w for w in weights if w.requires_grad]
-        self.first: list[int] | None = None
-        self.backward = False
-        self.done = not self.weights
+        self.weights = {id(w) for w in weights if w.requires_grad}
+        self.updated = False
+        # The optimizer module keeps the hook: it must not keep the model alive.
+        watch = weakref.ref(self)
+        self.hook = register_optimizer_step_post_hook(
+            lambda optimizer, *_: _note_update(watch, optimizer)
+        )
+        weakref.finalize(self, self.hook.remove)
 
     def entered(self, steps: int) -> None:
         """Called where a training pass begins, after `steps` calls of `fp8.step()`. Warns once."""
-        if self.done or steps:
-            self.done = True
-        elif self.first is None:
-            self.first = self._versions()
-            self.handle = self.weights[0].register_post_accumulate_grad_hook(self._note)
-        elif self.backward and (self._versions() != self.first or self.weights[0].grad is None):
-            self.done = True
+        if steps:
+            self.hook.remove()
+        elif self.updated:
+            self.updated = False
+            self.hook.remove()
             warnings.warn(
                 "weights were updated and fp8.step() was never called, which rolls histories and"
                 " moves scales under fp8.scaling=delayed; call it after each optimizer step",
@@ -134,12 +139,15 @@ class StepWatch:
                 stacklevel=4,
             )
 
-    def _versions(self) -> list[int]:
-        return [w._version for w in self.weights]
 
-    def _note(self, weight: Tensor) -> None:
-        self.backward = True
-        self.handle.remove()
+def _note_update(watch: weakref.ref[StepWatch], optimizer: torch.optim.Optimizer) -> None:
+    alive = watch()
+    # Fused optimizers get the overflow from GradScaler and skip the step themselves.
+    overflow = getattr(optimizer, "found_inf", None)
+    if alive is None or (overflow is not None and overflow.item()):
+        return
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    alive.updated = alive.updated or any(id(p) in alive.weights for p in parameters)
 
 
 def warn_of_sums(model: nn.Module) -> None:
