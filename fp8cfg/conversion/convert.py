@@ -36,7 +36,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
 from fp8cfg.composition.layers import Rank
 from fp8cfg.composition.precedence import fitted, settled_recipe
 from fp8cfg.composition.recipe_yaml import flat
-from fp8cfg.numerics import Region, seed_rounding
+from fp8cfg.numerics import Region, fp8_linears, seed_rounding
 from fp8cfg.numerics.stored_state import fp8_state_dict, load_fp8_state_dict
 from fp8cfg.planning.coverage import Coverage, coverage, of_layers, warn_of_share
 from fp8cfg.planning.hardware import find_hardware
@@ -180,8 +180,8 @@ class Conversion:
         )
 
     def step(self) -> None:
-        """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales; under other scalings there
-        is nothing to roll. Beside `apply_fp8_autowrap`, whose passes roll, it warns and does nothing. Raises NotFP8Error where the
+        """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales. Under other scalings there
+        is nothing to roll. If a step has several microbatches, later steps quantize each weight once, until this call. Beside `apply_fp8_autowrap`, whose passes roll, it warns and does nothing. Raises NotFP8Error where the
         model was trained and no layer has multiplied in FP8 yet."""
         if checks.check(self.model):
             warn_of_share(self.model, coverage(self.model))
@@ -195,6 +195,8 @@ class Conversion:
             )
             return
         state.step(self.model)
+        for layer in fp8_linears(self.model):
+            layer.end_loop_step()
 
     def state_dict(self) -> dict[str, Tensor]:
         """FP8 state of the model by name, copies: scales, amax histories, counts of random draws. `model.state_dict()` has none of
@@ -263,6 +265,8 @@ def convert_model(
     mark(whole, fp8, plan, choice)
     conversion_state.watch(whole)
     checks.watch(whole)
+    for layer in fp8_linears(whole):
+        layer.in_loop = True
     return Conversion(holder.model, plan, choice, fp8)
 
 

@@ -5,9 +5,15 @@ is what each of them would make, and the amax that it recorded is theirs. So it 
 workspace is under `is_first_microbatch` (pytorch/module/base.py, get_weight_workspace). Of a weight that is stored or gathered in
 float8 the transpose alone is kept, which dgrad reads, where `keeps_transpose` says so.
 
-It is there inside of `weights_kept` alone, which holds the passes of one step: neither a step nor an evaluation nor code between
-steps ever reads it, and scales do not move in it. A weight that is another one, or was written to (torch's count of writes), is
-quantized again. In compiled code, which cannot count, it is made before the code runs (`FP8Linear.quantize_kept`).
+In `fit` it is there inside of `weights_kept` alone, which holds the passes of one step: neither a step nor an evaluation nor code
+between steps ever reads it, and scales do not move in it. A weight that is another one, or was written to (torch's count of writes),
+is quantized again. In compiled code, which cannot count, it is made before the code runs (`FP8Linear.quantize_kept`).
+
+In a user's training loop `fp8.step()` ends it (`end_loop_step`). Fused optimizers and writes to `weight.data` are not counted, so a
+layer keeps its weight there only
+    after a first `fp8.step()`, which shows that the loop calls it,
+    if the step before had several microbatches,
+    and while `.grad` is there to be added to, as between microbatches.
 """
 
 from __future__ import annotations
@@ -73,12 +79,33 @@ class WeightWorkspace(nn.Module):
     """Base class of a linear layer that can keep its quantized weight."""
 
     keeps_weight = keeps_transpose = False
+    in_loop = False
+    """Whether the passes are those of a user's loop, whose steps `end_loop_step` ends."""
+    loop_passes = 0
+    """Forward passes in training since the last `end_loop_step`."""
     quantized_weight: Quantized | None = None
     _quantized_of: Source | None = None
 
     def keep_weight(self, on: bool) -> None:
         """Whether the weight that the next pass quantizes is kept for those that follow; what was kept is let go either way."""
         self.keeps_weight, self.quantized_weight, self._quantized_of = on, None, None
+
+    def end_loop_step(self) -> None:
+        """Drops the quantized weight after an optimizer step of a user's loop."""
+        is_sharded = hasattr(
+            self._parameters["weight"], "placements"
+        )  # FSDP2 frees it between passes
+        self.keep_weight(on=self.loop_passes > 1 and not is_sharded)
+        self.loop_passes = 0
+
+    def _loop_can_reuse(self, plan: Plan) -> bool:
+        """Whether this pass of a user's loop may read the weight that an earlier one quantized; it is counted."""
+        if not plan.record:
+            return False
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation in a backward pass
+            self.loop_passes += 1
+        weight = self._parameters["weight"]
+        return weight is not None and (weight.grad is not None or not weight.requires_grad)
 
     def kept_weight(self, w: Tensor, plan: Plan, state: State, dgrad: bool) -> Quantized | None:
         """The weight `w` as products of a pass read it, where one is kept; made where there is none yet, and this pass records
@@ -88,20 +115,21 @@ class WeightWorkspace(nn.Module):
         if stored is not None and (plan.codec is not None or not self.keeps_transpose):
             return None
         if torch.compiler.is_compiling():
-            of = self._quantized_of if self.keeps_weight else None
+            of = self._quantized_of if self.keeps_weight and not self.in_loop else None
             there = (
                 of is not None
                 and of.carrier == plan.carrier
                 and of.high_precision == plan.high_precision
             )
             return self.quantized_weight if there else None
+        reuses = not self.in_loop or self._loop_can_reuse(plan)
         if not self.keeps_weight:
             return None
         read = w if stored is None else stored
         source = Source(
             read, read._version, read.data_ptr(), plan.carrier, plan.high_precision, dgrad
         )
-        if self._quantized_of is not None and self._quantized_of.serves(source):
+        if reuses and self._quantized_of is not None and self._quantized_of.serves(source):
             return self.quantized_weight
         slots = [
             slot

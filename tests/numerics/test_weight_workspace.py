@@ -192,3 +192,88 @@ def test_compiled_code_reads_the_weights_that_are_kept(monkeypatch: pytest.Monke
         torch.equal(t.float(), other[name].float()) for name, t in state.items()
     )
     assert filled == ([True] * 4 + [False] * 4) * 2 + [False] * 16
+
+
+def loop_losses(
+    quantized: list[Tensor], keeps: bool, preset: str, update: str, calls_step: bool = True
+) -> tuple[list[float], list[int]]:
+    """The losses of a user's loop with two microbatches and an evaluation a step, and the weights quantized in each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    recipe = fp8cfg.compose([f"precision={preset}", "fp8.params=false", "fp8.output_layer=true"])
+    fp8 = fp8cfg.convert_model(model, recipe)
+    for one in fp8_linears(model):
+        one.in_loop = keeps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=update == "fused")
+    losses, counts = [], []
+    for number in range(4):
+        quantized.clear()
+        for micro in range(2):
+            with fp8.autocast():
+                loss = model(inputs(2 * number + micro)).square().mean()
+                loss.backward()
+            losses.append(loss.item())
+        counts.append(len(quantized))
+        if update == "data":
+            for p in model.parameters():
+                p.data.sub_(p.grad, alpha=1e-2)
+        else:
+            optimizer.step()
+        with torch.no_grad(), fp8.autocast():  # before the step is ended
+            losses.append(model(inputs(99)).square().mean().item())
+        optimizer.zero_grad()
+        if calls_step:
+            fp8.step()
+    return losses, counts
+
+
+@pytest.mark.parametrize("update", ["fused", "data"])
+@pytest.mark.parametrize("preset", ["bf16_fp8", "bf16_fp8_current"])
+def test_a_users_loop_quantizes_each_weight_once_a_step(
+    quantized: list[Tensor], preset: str, update: str
+) -> None:
+    """From the second step on. Neither fused optimizers nor writes to `.data` raise the version of a weight."""
+    losses, counts = loop_losses(quantized, True, preset, update)
+    expected, all_passes = loop_losses(quantized, False, preset, update)
+    assert losses == expected
+    assert all_passes == [4] * 4
+    assert counts == [4, 2, 2, 2]
+
+
+def test_a_users_loop_without_fp8_step_never_reads_an_old_weight(quantized: list[Tensor]) -> None:
+    arguments = "bf16_fp8_current", "data", False
+    losses, counts = loop_losses(quantized, True, *arguments)
+    assert losses == loop_losses(quantized, False, *arguments)[0]
+    assert counts == [4] * 4
+
+
+def test_weights_changed_between_passes_of_a_step_are_quantized_again(
+    quantized: list[Tensor],
+) -> None:
+    """Sharpness-aware minimization: gradients are cleared between the two passes."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    words = ["precision=bf16_fp8_current", "fp8.params=false", "fp8.output_layer=true"]
+    fp8 = fp8cfg.convert_model(model, fp8cfg.compose(words))
+    for _ in range(2):
+        quantized.clear()
+        outputs = []
+        for _ in range(2):
+            with fp8.autocast():
+                outputs.append(model(inputs(0)))
+                outputs[-1].sum().backward()
+            model[0].weight.data.mul_(1.5)
+            model.zero_grad()
+        assert len(quantized) == 2 and not torch.equal(*outputs)
+        fp8.step()
+
+
+def test_a_loop_without_microbatches_keeps_nothing() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    words = ["precision=bf16_fp8", "fp8.params=false", "fp8.output_layer=true"]
+    fp8 = fp8cfg.convert_model(model, fp8cfg.compose(words))
+    for _ in range(3):
+        with fp8.autocast():
+            model(inputs(0)).sum().backward()
+        fp8.step()
+        model.zero_grad()
+    assert [layer.kept_bytes for layer in fp8_linears(model)] == [0]
