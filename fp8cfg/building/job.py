@@ -372,7 +372,7 @@ class Job:
         warnings.filterwarnings(
             "ignore", "Float8TrainingTensor does not implement", UserWarning, r"torch\._functorch\."
         )
-        options = compile_options(self.recipe.precision, self.device.type)
+        options = compile_options(self.device.type)
         return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

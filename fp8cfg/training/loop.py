@@ -270,8 +270,10 @@ class _Training:
             if isinstance(start_from[0], LoadedTensors):
                 start_from[0].check_sums(self.world)
             job_state.check_saved_state(*start_from)
-        compile_as_chosen(self.job, start_from[1] if start_from else None, self.world, self.say)
         first, last = self._load(start_from), self.recipe.trainer.max_steps
+        if first < last:
+            before = start_from[1] if start_from else None
+            compile_as_chosen(self.job, before, self.batches, first, self.world, self.say)
         self.world.waits("start", first + 1)  # the groups that the job has made, too
         with ExitStack() as stack:
             self.logs = stack.enter_context(RunLogs(self.job, self.run, first))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -193,9 +194,7 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
     total = torch.zeros((), dtype=torch.float32, device=job.device)
     job.optimizer.zero_grad()
     with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
-        for loss, parts in (_passes if job.prepared.pipeline is None else _pipelined)(
-            job, every, world
-        ):
+        for loss, parts in _passes(job, every, count, world):
             share = whole / parts
             total += loss * (share.float() if isinstance(share, Tensor) else share)
     sum_gradients(job.prepared, job.optimizer, world)
@@ -211,21 +210,43 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
     return RunStep(mean, lr, stepped, targets)
 
 
+def check_pass(job: Job, batches: Batches, step: int, world: World) -> Tensor:
+    """Runs forward and backward passes of the first microbatch of a step, of all in a pipeline.
+
+    Returns their loss, []. The gradients of this rank stay in `.grad`.
+    """
+    every, _ = parts_of_step(job, batches, step, world)
+    count = microbatches(job, world)
+    if job.prepared.pipeline is None:
+        every, count = itertools.islice(every, 1), 1
+    job.optimizer.zero_grad()
+    total = torch.zeros((), dtype=torch.float32, device=job.device)
+    with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
+        for loss, _ in _passes(job, every, count, world, stores=False):
+            total += loss
+    return total
+
+
 def _passes(
-    job: Job, every: Iterable[Part], world: World
+    job: Job, every: Iterable[Part], count: int, world: World, stores: bool = True
+) -> Iterable[tuple[Tensor, float | Tensor]]:
+    """Forward and backward passes over the `count` microbatches: the loss of each, and of how many parts it is one."""
+    if job.prepared.pipeline is not None:
+        return _pipelined(job, every, world)
+    return _one_by_one(job, every, count, world, stores)
+
+
+def _one_by_one(
+    job: Job, every: Iterable[Part], count: int, world: World, stores: bool
 ) -> Iterator[tuple[Tensor, float | Tensor]]:
-    """Forward and backward passes over the microbatches of a step: the loss of each, and of how many parts it is one."""
-    count, again = (
-        microbatches(job, world),
-        job.recipe.storage.accumulate == "stored",
-    )  # then the optimizer stores each by itself
+    again = job.recipe.storage.accumulate == "stored"  # then the optimizer stores each by itself
     if job.prepared.fsdp2:
         from fp8cfg.parallel import fsdp  # inside: it takes a second to load
     for i, (batch, parts) in enumerate(every):
         if job.prepared.fsdp2:
             fsdp.microbatch(job.model, job.prepared.shard, i + 1 == count)
-        stores = not again and i + 1 == count and stores_early(job.prepared)
-        with job.autocast(), job.optimizer.storing() if stores else nullcontext():
+        early = stores and not again and i + 1 == count and stores_early(job.prepared)
+        with job.autocast(), job.optimizer.storing() if early else nullcontext():
             loss = _loss(job, batch)
             job.backward(loss, parts)
         count_pass(job, len(batch[0]), world)

@@ -18,7 +18,6 @@ if not torch.cuda.is_available():
 
 from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.numerics import FP8Linear, Region
-from fp8cfg.schema.precision import Precision
 from tests.support import low_bit
 from tests.support.fp8_net import ALL
 
@@ -39,7 +38,7 @@ def check_divisions(ptx: str) -> None:
 def test_of_an_emulated_layer(name: str, tmp_path: Path) -> None:
     linear = nn.Linear(256, 384, device="cuda", dtype=torch.bfloat16)
     layer = FP8Linear.from_linear(linear, ALL[name], Region(active=True))
-    layer.compile(fullgraph=True, dynamic=False, options=compile_options(Precision(), "cuda"))
+    layer.compile(fullgraph=True, dynamic=False, options=compile_options("cuda"))
     with torch.no_grad():
         check_divisions(
             ptx_of(

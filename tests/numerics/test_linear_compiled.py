@@ -7,10 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.backends.compiled_layers import compile_options
 from fp8cfg.numerics import FP8Linear, Region, Scaling
-from fp8cfg.schema.fp8 import FP8
-from fp8cfg.schema.precision import Precision
 from tests.support.fp8_net import (
     CURRENT,
     DELAYED,
@@ -85,8 +82,7 @@ def test_compiled_under_autocast(scaling: Scaling, backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "mxfp8"])
 def test_compiled_incomplete_tiles_of_few_columns(name: str) -> None:
-    """Bit for bit, by Inductor: 224 columns in blocks of 128, and 80 and 48 ones in those of 32; a job's options for blocks."""
-    options = compile_options(Precision(fp8=FP8(enabled=True, scaling=name)), "cpu")
+    """Bit for bit, by Inductor: 224 columns in blocks of 128, and 80 and 48 ones in those of 32."""
     widths = {"block": (224, 112), "mxfp8": (80, 48)}[name]
     passes = []
     for compiled in (False, True):
@@ -95,11 +91,7 @@ def test_compiled_incomplete_tiles_of_few_columns(name: str) -> None:
             nn.Linear(*widths, bias=False, dtype=torch.bfloat16), TILED[name], Region(active=True)
         )
         x = torch.randn(72, widths[0], dtype=torch.bfloat16, requires_grad=True)
-        y = (
-            torch.compile(layer, fullgraph=True, dynamic=False, options=options)
-            if compiled
-            else layer
-        )(x)
+        y = (torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer)(x)
         y.backward(torch.randn_like(y))
         assert x.grad is not None and layer.parameter.grad is not None
         passes.append((y.detach(), x.grad, layer.parameter.grad))
@@ -121,15 +113,16 @@ class _TwoLinears(nn.Module):
 @pytest.mark.parametrize(
     "words",
     [
+        ["precision=bf16_fp8"],
         ["precision=bf16_fp8_current", "fp8.granularity=row"],
         ["precision=bf16_fp8_block"],
         ["precision=bf16_mxfp8"],
     ],
-    ids=["row", "block", "mxfp8"],
+    ids=["tensor", "row", "block", "mxfp8"],
 )
 def test_a_users_own_compiled_model_has_the_gradients_of_eager_code(words: list[str]) -> None:
     """Several layers and an activation in one graph, which Inductor fuses horizontally."""
-    norms = []
+    gradients = []
     for compiled in (False, True):
         torch.manual_seed(0)
         model = _TwoLinears().bfloat16()
@@ -140,7 +133,6 @@ def test_a_users_own_compiled_model_has_the_gradients_of_eager_code(words: list[
         gradient = torch.randn(64, 64, dtype=torch.bfloat16) * 1e-3
         with fp8.autocast():
             (torch.compile(model) if compiled else model)(x).backward(gradient)
-        norms.append(
-            torch.cat([p.grad.float().flatten() for p in model.parameters()]).norm().item()
-        )
-    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+        gradients.append([p.grad.float() for p in model.parameters() if p.grad is not None])
+    for eager, got in zip(*gradients, strict=True):
+        assert (got - eager).norm() < 0.1 * eager.norm()

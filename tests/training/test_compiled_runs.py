@@ -75,7 +75,9 @@ def test_fit_compiles_where_the_recipe_says_so() -> None:
         loop.train(job, say=said.append)
         assert job.compiled == compiled and any("compiling" in text for text in said) == compiled
         compared = [
-            text for text in said if "compiled gradients of one layer are the eager ones (" in text
+            text
+            for text in said
+            if "compiled gradients of the first microbatch match the eager ones (" in text
         ]
         assert len(compared) == compiled
 
@@ -115,14 +117,14 @@ def test_the_compiler_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch
 def test_a_run_that_was_compiled_does_not_go_on_where_nothing_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is it said that compiled gradients are the eager ones."""
     from fp8cfg.training.compile import compile_as_chosen
 
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     job = fp8cfg.build(small(FP8))
+    batches, _ = run_data(job.recipe)
     before = {"recipe": {"trainer": {"compile": "auto"}}, "compiled": True}
     with pytest.raises(ConfigError, match=r"^TORCHDYNAMO_DISABLE=1: "):
-        compile_as_chosen(job, before, World(), say=lambda line: pytest.fail(line))
+        compile_as_chosen(job, before, batches, 0, World(), say=lambda line: pytest.fail(line))
     assert not job.compiled
 
 

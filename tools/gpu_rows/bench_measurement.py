@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 import fp8cfg
+from fp8cfg.parallel.process_group import World
 from fp8cfg.training.compile import compare
+from fp8cfg.training.data import run_data
 from tools.gpu_rows import proof
 from tools.gpu_rows.bench_cases import CASES, ModelCase, ModuleCase, Runner
 from tools.gpu_rows.contenders import CONTENDERS, Contender
@@ -159,7 +161,8 @@ def probe(args: argparse.Namespace, scaling: str) -> str:
         job.compiler = lambda: partial(
             torch.compile, fullgraph=True, dynamic=False, backend=args.compiler
         )  # type: ignore[method-assign]
-    apart = compare(job) or 0.0
+    batches, _ = run_data(job.recipe)
+    apart = compare(job, batches, 0, World())
     return (
         "compiled, and not compared with eager code"
         if args.no_proof
