@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.schema.backends import capabilities, gathering
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.refusal import Refusal, conflicting, idle
+from fp8cfg.schema.refusal import WRITTEN, Refusal, conflicting, idle
 from fp8cfg.schema.rules_fp8 import fp8_rules, without_fp8
 from fp8cfg.schema.storage import (
     COLUMNS,
@@ -357,6 +357,13 @@ def _storage(recipe: Recipe) -> Iterator[str]:
             [("fp8.params", False)],
             ["opt_level", "backend"],
             tacit=True,
+        )
+    elif fp8_weights(p) and level(p) == "O3" and not f.params and "fp8.params" in WRITTEN.get():
+        yield Refusal(
+            "fp8.params=false: has no effect, opt_level=O3 stores weights in FP8; drop it or write"
+            " opt_level=O2",
+            [("fp8.params", True)],
+            ["opt_level", "backend"],
         )
     for column in ("weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq"):
         if getattr(s, column) == "none":

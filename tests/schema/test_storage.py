@@ -52,7 +52,6 @@ TABLE = [
         True,
         False,
     ),
-    ("precision=bf16_fp8 fp8.params=false opt_level=O3", O3, REST_O3, True, True),
     ("precision=fp32 opt_level=O2", O2, REST, True, False),
     ("precision=bf16 opt_level=O3", O3, REST_O3, True, False),
     ("precision=fp16_fp8 opt_level=O2", O2, REST, True, False),
@@ -366,3 +365,14 @@ def test_no_advice_that_is_refused() -> None:
         problems("precision=bf16 storage.weight_grad=fp8_expand storage.comm=fp8")[-1]
         == "storage.comm=fp8: gradients are stored in fp8_expand and sent as they are; write bf16 or fp32 to add them up before they are stored"
     )
+
+
+def test_fp8_params_false_is_rejected_under_o3() -> None:
+    words = ["precision=bf16_fp8", "opt_level=O3"]
+    with pytest.raises(fp8cfg.ConfigError, match="fp8.params=false: has no effect, opt_level=O3"):
+        fp8cfg.compose([*words, "fp8.params=false"])
+    recipe = fp8cfg.compose(words)
+    assert recipe.fp8.params
+    assert fp8cfg.compose([], base=recipe) == recipe
+    # The default of a preset, which nobody wrote, is no contradiction.
+    assert fp8_weights(fp8cfg.compose(["precision=bf16_fp8_block", "opt_level=O3"]).precision)
