@@ -131,7 +131,10 @@ def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
             layer.codec.decode(layer.in_codec).to(dtype),
             requires_grad=layer.parameter.requires_grad,
         )
-    layer.parameter.data = layer.parameter.data.to(dtype)
+    if layer.parameter.dtype != dtype:
+        layer.parameter.grad = None  # it has the dtype of before
+        layer.parameter.grad_dtype = None
+        layer.parameter.data = layer.parameter.data.to(dtype)
     return layer.parameter
 
 

@@ -273,7 +273,7 @@ def convert_model(
 def convert_back(model: nn.Module) -> nn.Module:
     """Put an nn.Linear with the very same Parameters in the place of each FP8 layer of `model`; returns it, or its replacement
     where it is itself such a layer. Weights that were held in FP8 alone, or in a codec,
-    come back in the dtype that most other parameters have, float32 where there are none. Raises ConfigError for what is no
+    come back in the dtype that most other matrices have. Raises ConfigError for what is no
     nn.Module, and for a model that FSDP2 has split."""
     expect("convert_back", model, nn.Module, "a torch.nn.Module, such as job.model")
     if _has(model, "torch.distributed.fsdp"):
@@ -284,13 +284,7 @@ def convert_back(model: nn.Module) -> nn.Module:
     holder = nn.Module()
     holder.model = model
     shells = linear_like.shells(holder)
-    held = {layer.parameter for layer in stored_weights.in_codec(model)}
-    wide = Counter(
-        p.dtype
-        for p in model.parameters()
-        if p.is_floating_point() and p.dtype.itemsize > 1 and p not in held
-    )
-    dtype = wide.most_common(1)[0][0] if wide else torch.float32
+    dtype = _plain_dtype(model)
     stored_weights.unhold(holder, dtype)
     for name, layer in list(holder.named_modules()):
         for backend in registry.used():
@@ -304,6 +298,26 @@ def convert_back(model: nn.Module) -> nn.Module:
     checks.unwatch(holder)
     linear_like.back(holder, shells)
     return holder.model
+
+
+def _plain_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype in which quantized weights come back, which must multiply with the other layers of `model`.
+
+    Most other matrices decide; if there are none, the biases of the quantized layers do; then other vectors. Norms come last:
+    they may stay in float32 in a bfloat16 model.
+    """
+    layers: list[Any] = [*stored_weights.in_codec(model)]
+    layers += [layer for layer in fp8_linears(model) if layer.held]
+    stored = {layer.parameter for layer in layers}
+    wide = [
+        p
+        for p in model.parameters()
+        if p.is_floating_point() and p.dtype.itemsize > 1 and p not in stored
+    ]
+    matrices = [p for p in wide if p.dim() > 1]
+    biases = [layer.bias for layer in layers if getattr(layer, "bias", None) is not None]
+    counts = Counter(p.dtype for p in matrices or biases or wide)
+    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 def has_fp8_layers(model: nn.Module) -> bool:

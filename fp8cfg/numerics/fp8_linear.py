@@ -486,6 +486,11 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         return self
 
     def forward(self, x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            raise RuntimeError(
+                f"FP8 layer: input of dtype {x.dtype}, expected a float dtype as nn.Linear does;"
+                " cast it, for example with x.float()"
+            )
         weight, state, plan = self.pass_inputs(x.dtype, device := x.device.type)
         bias = self.bias if self.adds_bias else None
         plan = plan._replace(

@@ -361,3 +361,17 @@ def test_libraries_layers_are_known_without_loading_them() -> None:
     assert not fp8cfg.has_transformer_engine_layers(Model()) and not fp8cfg.has_fp8_layers(Model())
     script = "import sys, torch, fp8cfg; assert not fp8cfg.has_fp8_layers(torch.nn.Linear(2, 2)); assert not {'torchao', 'transformer_engine'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_inputs_that_are_no_floats_are_an_error_as_in_nn_linear(
+    dtype: torch.dtype, enabled: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    x = torch.ones(32, 64).to(dtype)
+    with pytest.raises(RuntimeError):
+        model(x)
+    fp8 = fp8cfg.convert_model(model, recipe("fp8.output_layer=true"))
+    with fp8.autocast(enabled), pytest.raises(RuntimeError, match="expected a float dtype"):
+        model(x)

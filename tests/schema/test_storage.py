@@ -369,7 +369,7 @@ def test_no_advice_that_is_refused() -> None:
 
 def test_fp8_params_false_is_rejected_under_o3() -> None:
     words = ["precision=bf16_fp8", "opt_level=O3"]
-    with pytest.raises(fp8cfg.ConfigError, match="fp8.params=false: has no effect, opt_level=O3"):
+    with pytest.raises(fp8cfg.ConfigError, match=r"fp8\.params=false: has no effect, opt_level=O3"):
         fp8cfg.compose([*words, "fp8.params=false"])
     recipe = fp8cfg.compose(words)
     assert recipe.fp8.params
