@@ -45,6 +45,7 @@ from fp8cfg.schema.errors import ConfigError, NotFP8Error, expect, refuse_if
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import full, preset_keys
 from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.presets import built_config
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.refusal import changed
 from fp8cfg.schema.scalings import SCALINGS
@@ -103,6 +104,7 @@ def _said(recipe: Recipe, values: Mapping[str, int], to: str) -> Recipe:
 def given_recipe(given: Any) -> Any:
     """The Recipe that `given` means, with a line to the logger for each thing in it that has no counterpart here; `given` itself
     where it is no such object."""
+    given = built_config(given)
     if isinstance(given, Recipe):
         return given
     if isinstance(given, (Precision, str)):  # or a preset's name

@@ -73,6 +73,15 @@ def precision_preset(name: str) -> Precision:
     return preset
 
 
+def built_config(value: Any) -> Any:
+    """Builds a Fiddle Config of a preset, such as `fdl.Config(fp8cfg.bf16_with_fp8_mixed)`; returns other values as they are."""
+    if "fiddle" not in type(value).__module__.split("."):
+        return value
+    import fiddle as fdl  # inside: few recipes need it
+
+    return fdl.build(value)
+
+
 def _function(name: str, stem: str) -> PresetFunction:
     def preset(**changes: Any) -> Precision:
         return precision_preset(stem).merged(changes)

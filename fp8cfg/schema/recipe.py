@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import html
 import textwrap
+import typing
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
+import pydantic
 from pydantic import Field
 
 from fp8cfg.schema.data import Data
@@ -18,6 +20,7 @@ from fp8cfg.schema.keys import ALIASES, short, shown
 from fp8cfg.schema.model import LoRA, Model
 from fp8cfg.schema.node import Node, as_declared, walk
 from fp8cfg.schema.precision import Backend, OptLevel, Precision, Storage
+from fp8cfg.schema.safe_files import CONF, read_yaml
 from fp8cfg.schema.training import Checkpoint, Log, Optim, Trainer
 
 _WIDTH = 80
@@ -126,6 +129,27 @@ class Recipe(Node):
     log: Log = Field(default_factory=Log)
     """Run folder and printed lines."""
 
+    @pydantic.field_validator("data", mode="before")
+    @classmethod
+    def _source(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def task(self) -> str:
+        """What the recipe trains: lora, sft or pretrain. Assigning a name sets the values of that task preset."""
+        if self.lora.enabled:
+            return "lora"
+        return "sft" if self.data.name == "chat" else "pretrain"
+
+    @task.setter
+    def task(self, name: str) -> None:
+        folder = CONF / "task"
+        names = sorted(file.stem for file in folder.glob("*.yaml"))
+        if name not in names:
+            raise ConfigError(f"task={name}: no such task; choose from {', '.join(names)}")
+        for node, values in read_yaml(folder / f"{name}.yaml").items():
+            setattr(self, node, values)
+
     @property
     def precision(self) -> Precision:
         """`trainer.plugins`, by its short name."""
@@ -150,8 +174,12 @@ class Recipe(Node):
         return self.trainer.plugins.storage
 
     @storage.setter
-    def storage(self, value: Storage | dict[str, Any]) -> None:
-        self.trainer.plugins.storage = value  # type: ignore[assignment]
+    def storage(self, value: Storage | dict[str, Any] | OptLevel) -> None:
+        levels = typing.get_args(OptLevel)
+        if isinstance(value, str) and value.upper() in levels:
+            self.opt_level = value
+        else:
+            self.trainer.plugins.storage = value  # type: ignore[assignment]
 
     @property
     def backend(self) -> Backend:
@@ -195,7 +223,11 @@ class Recipe(Node):
         return differences(self, other)
 
     def check(self) -> None:
-        """Raise ConfigError with every rule between keys that this recipe breaks, one line each."""
+        """Raises ConfigError with every rule between keys that this recipe breaks, one line each.
+
+        Patterns such as fp8.exclude are compared with layer names in `fp8cfg.plan` and `fp8cfg.build`: the recipe may be for a model
+        of your own, whose layers have other names.
+        """
         from fp8cfg.schema import rules
 
         rules.check(as_declared(self, Recipe))

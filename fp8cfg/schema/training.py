@@ -12,7 +12,7 @@ from pydantic import Field
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.node import Node, expand_home
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.presets import precision_preset
+from fp8cfg.schema.presets import built_config, precision_preset
 
 
 class Optim(Node):
@@ -187,7 +187,7 @@ class Trainer(Node):
     @pydantic.field_validator("plugins", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        return precision_preset(value) if isinstance(value, str) else value
+        return precision_preset(value) if isinstance(value, str) else built_config(value)
 
 
 class Checkpoint(Node):

@@ -247,6 +247,7 @@ class _Training:
     ) -> None:
         self.job, self.run, self.world = job, run, world
         self.say = say if world.first else lambda _: None
+        self.say_steps = None if say is print else say  # print: a line that a terminal redraws
         self.callbacks = callbacks if world.first else ()
         self.recipe = job.recipe
         self.batches, self.held_out = data or run_data(job.recipe)
@@ -305,7 +306,7 @@ class _Training:
                 )
             if self.world.first:
                 self.record.progress = stack.enter_context(
-                    Progress(last, self.recipe.log.every_n_steps)
+                    Progress(last, self.recipe.log.every_n_steps, say=self.say_steps)
                 )
             stack.enter_context(self.saver)
             steps = stack.enter_context(

@@ -151,7 +151,8 @@ class TensorBoardLog:
 class Progress:
     """One line on how far a run is: redrawn in place on a terminal; elsewhere a plain line every `every` steps.
 
-    `console` and `clock` (seconds) are for tests. Whatever is printed meanwhile appears above the line.
+    `say` gets the plain lines in place of the console. `console` and `clock` (seconds) are for tests. Whatever is printed meanwhile
+    appears above the line.
     """
 
     def __init__(
@@ -160,12 +161,13 @@ class Progress:
         every: int = 10,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        self.max_steps, self.every = max_steps, every
+        self.max_steps, self.every, self._say = max_steps, every, say
         self._console = console or Console()
         self._clock = clock
         self._start: tuple[int, float] | None = None
-        redraw = self._console.is_terminal and not self._console.is_dumb_terminal
+        redraw = say is None and self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, refresh_per_second=4) if redraw else None
 
     def update(self, step: int, loss: float, lr: float, tokens_per_s: float) -> None:
@@ -178,7 +180,11 @@ class Progress:
         line += f"  ETA {self._eta(step)}"
         if self._live:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
-        elif step % self.every == 0 or step == self.max_steps:
+        elif step % self.every != 0 and step != self.max_steps:
+            return
+        elif self._say:
+            self._say(line)
+        else:
             # Not console.print: it would wrap the line at the width it assumes where there is no terminal.
             self._console.file.write(line + "\n")
             self._console.file.flush()

@@ -46,7 +46,7 @@ def fit(
 ) -> Result:
     """Train `job` to trainer.max_steps and leave a run folder, with recipe, metrics, coverage and checkpoints, as the command line
     does: `folder`, by default log.folder, which has no run in it yet unless log.resume goes on with it, or a new one under log.dir.
-    `result.folder` says where. `say` gets each message and `callbacks` are called on the first rank alone; `start_from` is a loaded
+    `result.folder` says where. `say` gets each message, a line every log.every_n_steps steps among them, and `callbacks` are called on the first rank alone; `start_from` is a loaded
     checkpoint to go on from. A RunFolder that is given is written to as it is, and stays open.
 
     Raises NotFP8Error where the first step did not run as planned, Interrupted after a signal, with all that is done saved,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fiddle as fdl
 import numpy as np
 import pytest
+from torch import nn
 
 import fp8cfg
 from fp8cfg.recipes import llama_tiny
@@ -96,3 +98,38 @@ def test_numbers_that_nothing_counts_by_are_refused(statement: str) -> None:
     for key in ("hidden_size", "vocab_size", "seq_length", "kv_channels", "ffn_hidden_size"):
         setattr(recipe.model, key, 2**62)
     fp8cfg.plan(recipe)
+
+
+def test_a_data_source_by_its_name() -> None:
+    recipe = fp8cfg.Recipe()
+    recipe.data = "jsonl"
+    assert recipe.data.name == "jsonl"
+    with pytest.raises(fp8cfg.ConfigError, match=r"^data\.name=nope: not an option; choose from"):
+        recipe.data = "nope"
+
+
+def test_a_task_by_its_name() -> None:
+    recipe = fp8cfg.compose(["recipe=llama_8b"])
+    assert recipe.task == "pretrain"
+    recipe.task = "lora"
+    assert recipe.task == "lora"
+    assert recipe == fp8cfg.compose(["recipe=llama_8b", "task=lora"])
+    with pytest.raises(fp8cfg.ConfigError, match="task=nope: no such task; choose from lora, pre"):
+        recipe.task = "nope"
+
+
+def test_a_level_of_storage() -> None:
+    recipe = fp8cfg.Recipe()
+    recipe.storage = "o2"
+    assert recipe.opt_level == "O2"
+    with pytest.raises(fp8cfg.ConfigError, match="storage=nope: expected a mapping of keys"):
+        recipe.storage = "nope"
+
+
+def test_a_fiddle_config_of_a_preset() -> None:
+    recipe = fp8cfg.Recipe()
+    recipe.trainer.plugins = fdl.Config(fp8cfg.bf16_with_fp8_mixed, fp8={"margin": 1})
+    assert recipe.fp8.enabled and recipe.fp8.margin == 1
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fp8 = fp8cfg.convert_model(model, fdl.Config(fp8cfg.bf16_with_fp8_mixed))
+    assert fp8.plan[0].fp8

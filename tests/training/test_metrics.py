@@ -16,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import fp8cfg
 from fp8cfg.run_folder.files import RunFiles
+from fp8cfg.training import loop
 from fp8cfg.training.metrics import MetricsLog, Progress, TensorBoardLog, read
+from tests.support.small import small
 
 
 def bits(value: float) -> bytes:
@@ -103,7 +106,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from fp8cfg.training.metrics import MetricsLog
+import fp8cfg
 from fp8cfg.run_folder.files import RunFiles
+from fp8cfg.training import loop
 log = MetricsLog(RunFiles.at(Path(sys.argv[1]).parent), "m")
 for step in range(1, 6):
     log.write(step, {"loss": 1 / step})
@@ -121,6 +126,15 @@ def shown(console: Console, steps: range, every: int = 5) -> None:
     with Progress(steps.stop - 1, every, console, clock=lambda: float(next(times))) as progress:
         for step in steps:
             progress.update(step, loss=2.25 / step, lr=3e-4, tokens_per_s=12345.6)
+
+
+def test_say_gets_the_lines_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    messages: list[str] = []
+    words = "trainer.max_steps=5", "log.every_n_steps=2"
+    loop.train(fp8cfg.build(small(*words)), say=messages.append)
+    lines = [message.split("  loss")[0] for message in messages if "tokens/s" in message]
+    assert lines == ["step 2/5", "step 4/5", "step 5/5"]
+    assert capsys.readouterr().out == ""
 
 
 def test_lines_without_space_wait_and_hide_no_other_error(
