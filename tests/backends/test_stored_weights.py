@@ -234,4 +234,4 @@ def test_torchao_refuses_weights_in_fp8_by_name() -> None:
         fp8cfg.ConfigError,
         match="opt_level=O3: torchao does not multiply weights that are held in FP8",
     ):
-        fp8cfg.build(small(*TORCHAO[:2], "opt_level=O3", "model.num_layers=3"))
+        fp8cfg.build(small(*TORCHAO, "opt_level=O3"))

@@ -566,7 +566,7 @@ def storage(backend: str) -> list[Applied]:
 
 
 def te() -> list[Cell]:
-    weights = (*PRESET["current"], PLAIN, "precision.compute=fp32")
+    weights = (*PRESET["current"], "precision.compute=fp32")
     return (
         [
             Refused(
