@@ -154,9 +154,9 @@ def test_an_explanation_of_a_recipe_at_hand(capsys: Out) -> None:
     assert str(e).partition("set by")[0] == by_words.partition("set by")[0] and str(e).endswith(
         "     0  schema default\n  -> 1  assigned"
     )
-    assert [layer.source.value for layer in fp8cfg.explain(fp8_recipe(), "fp8.interval").layers] == [
-        "schema default"
-    ]
+    assert [
+        layer.source.value for layer in fp8cfg.explain(fp8_recipe(), "fp8.interval").layers
+    ] == ["schema default"]
     assert [layer.source.value for layer in fp8cfg.explain(fp8_recipe(), "fp8.format").layers] == [
         "schema default",
         "assigned",
