@@ -9,7 +9,7 @@ from fp8cfg.cli import WORDS
 from fp8cfg.cli.argv import Arguments, split
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
 from fp8cfg.composition.overrides import parsed
-from fp8cfg.composition.precedence import Settled
+from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.execution import executor as runs
 from fp8cfg.execution.executor import TorchrunExecutor
 from fp8cfg.execution.slurm import SBATCH, SlurmExecutor, unknown
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
     executor = _executor(arguments)
     ranks = executor.ranks if isinstance(executor, TorchrunExecutor) else None
 
-    def settle(words: Sequence[str]) -> Settled:
+    def settle(words: Sequence[str]) -> ResolvedRecipe:
         found = settled(words, arguments.one("--config-dir"), file)
         if ranks is None or found.recipe.trainer.smoke:  # which is cut to its ranks
             return found
@@ -108,7 +108,7 @@ def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) 
     return preflight.with_offers(lines, here, hardware, whole_line, ranks)
 
 
-def _refuse(found: Settled, ranks: int, whole_line: Line) -> None:
+def _refuse(found: ResolvedRecipe, ranks: int, whole_line: Line) -> None:
     """Raise ConfigError, before there is a run folder, where `ranks` of this machine do not have the layout or the memory, with the
     line that runs here. Each rank refuses what is not free on its own GPU."""
     from fp8cfg.training.data import refuse_absent

@@ -15,7 +15,7 @@ from fp8cfg.building import builder
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint.resume_rules import goes_on
 from fp8cfg.cli.recipe_arguments import say as say_notes
-from fp8cfg.composition.precedence import Settled
+from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.execution.executor import start
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import hardware as machine
@@ -45,7 +45,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def started(
-    found: Settled, argv: Sequence[str], whole_line: Line, takes: Takes | None = None
+    found: ResolvedRecipe, argv: Sequence[str], whole_line: Line, takes: Takes | None = None
 ) -> int | None:
     """The exit code of `fp8cfg ARGV`, which trains `found`, on the ranks that are started here; None where this process is to
     train: one of a launcher, or the only one. Raises ConfigError for a layout that `found` is refused for, and for several nodes,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fp8cfg.building.builder import lower
 from fp8cfg.cli.argv import split, wrong_words
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
-from fp8cfg.composition.precedence import Settled
+from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.parallel.sharding import ranks as ranks_here
 from fp8cfg.planning import graph_text
 from fp8cfg.planning.coverage import low_share_line, refuse_low_share
@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
     except ConfigError as e:
         raise ConfigError(e.problems + wrong_words(arguments)) from None
 
-    def settle(words: Sequence[str]) -> Settled:
+    def settle(words: Sequence[str]) -> ResolvedRecipe:
         return settled(words, folder, file)
 
     found = settle(arguments.words)

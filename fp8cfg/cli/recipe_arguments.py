@@ -13,7 +13,7 @@ from fp8cfg.cli.help import choices
 from fp8cfg.composition import precedence
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.overrides import Overrides, malformed, parsed
-from fp8cfg.composition.precedence import Settled
+from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.planning.fit_search import Fit, Line, differences
 from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if
 from fp8cfg.schema.keys import full
@@ -139,7 +139,7 @@ def settled(
     file: Path | None = None,
     base: Recipe | None = None,
     sweep: bool = False,
-) -> Settled:
+) -> ResolvedRecipe:
     """As `composed`, or as a job of a `sweep`, with what gave way, and nothing said or refused."""
     return precedence.composed(
         words, Library(Path(config_dir) if config_dir else None), file, base, sweep
@@ -151,7 +151,7 @@ def settled_on_ranks(
     config_dir: str | None = None,
     file: Path | None = None,
     base: Recipe | None = None,
-) -> Settled:
+) -> ResolvedRecipe:
     """As `settled`; of a layout that the recipe's own machines do not have, with those on which a launcher has started ranks."""
     library = Library(Path(config_dir) if config_dir else None)
     return precedence.composed(words, library, file, base, on_ranks=True)
@@ -178,7 +178,7 @@ def say(notes: Iterable[str]) -> None:
         print(printable(line), file=sys.stderr)
 
 
-Settle = Callable[[Sequence[str]], "Settled"]
+Settle = Callable[[Sequence[str]], "ResolvedRecipe"]
 """What a verb makes of words."""
 _TIMES = 4
 """A line is settled at most: as it was found, with the machine, with the batch that comes out otherwise on it, and once more."""
@@ -200,6 +200,6 @@ def whole_lines(arguments: Arguments, settle: Settle, *verb: str) -> Line:
     return line
 
 
-def _apart(typed: Settled, fit: Fit) -> tuple[str, ...]:
+def _apart(typed: ResolvedRecipe, fit: Fit) -> tuple[str, ...]:
     """The words that make what was `typed` into the recipe of `fit`; none of a smoke run, whose size is cut once it is started."""
     return () if fit.recipe.trainer.smoke else differences(typed.recipe, fit.recipe)

@@ -15,7 +15,7 @@ from fp8cfg.cli.argv import split
 from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import to_yaml
-from fp8cfg.composition.precedence import Settled
+from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.run_folder.environment import differences, environment
 from fp8cfg.run_folder.files import StrangeFile
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, RunFolder
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
     before = first.read_recipe()
     before.log.folder, before.log.resume = None, "never"  # which the first run has
 
-    def settle(words: Sequence[str]) -> Settled:
+    def settle(words: Sequence[str]) -> ResolvedRecipe:
         return settled_on_ranks(words, arguments.one("--config-dir"), base=before)
 
     found, whole_line = settle(arguments.words), whole_lines(arguments, settle, "rerun")

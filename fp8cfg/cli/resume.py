@@ -10,7 +10,7 @@ from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import split
 from fp8cfg.cli.launch_run import go_on
 from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
-from fp8cfg.composition.precedence import Settled
+from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import short
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
     with RunFolder.open(arguments.plain[0], lock=False) as run_folder:
         before, step = runs.newest_recipe(run_folder, choice)
 
-    def settle(words: Sequence[str]) -> Settled:
+    def settle(words: Sequence[str]) -> ResolvedRecipe:
         return settled_on_ranks(words, folder, base=before)
 
     def changed(base: Recipe) -> Recipe:

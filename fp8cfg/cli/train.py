@@ -13,7 +13,7 @@ from fp8cfg.cli.argv import Arguments, is_hydra, split, wrong_words
 from fp8cfg.cli.launch_run import go_on, is_run, launch, sized
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled_on_ranks, whole_lines
 from fp8cfg.composition import to_yaml
-from fp8cfg.composition.precedence import Settled
+from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.planning import remarks
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
         return hydra.show(arguments, file)
     hydra.refuse_idle(arguments)
 
-    def settle(words: Sequence[str]) -> Settled:
+    def settle(words: Sequence[str]) -> ResolvedRecipe:
         return settled_on_ranks(words, arguments.one("--config-dir"), file)
 
     found = settle([word for word in arguments.words if not is_hydra(word)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.layers import Rank
-from fp8cfg.composition.precedence import Settled, composed, from_file_layers
+from fp8cfg.composition.precedence import ResolvedRecipe, compose_file_layers, composed
 from fp8cfg.composition.recipe_layers import data_layers, file_layers
 from fp8cfg.composition.recipe_yaml import to_yaml
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -68,17 +68,17 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
     """
     library = Library(Path(config_dir) if config_dir else None)
     if isinstance(text_or_path, Path):
-        return _checked(from_file_layers(file_layers(text_or_path, library, Rank.USER)))
+        return _checked(compose_file_layers(file_layers(text_or_path, library, Rank.USER)))
     if "\n" not in text_or_path and text_or_path.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(
             f"from_yaml: {text_or_path}: a str is the text itself; write"
             f" from_yaml(Path({text_or_path!r}))"
         )
     data = parse_yaml(text_or_path, "YAML")
-    return _checked(from_file_layers(data_layers(data, Path("YAML"), library)))
+    return _checked(compose_file_layers(data_layers(data, Path("YAML"), library)))
 
 
-def _checked(settled: Settled) -> Recipe:
+def _checked(settled: ResolvedRecipe) -> Recipe:
     """The recipe, after its notes are logged. Raises ConfigError with its problems."""
     refuse_if(settled.problems)
     for line in settled.notes:

@@ -29,14 +29,14 @@ from fp8cfg.schema.recipe import fields
 from fp8cfg.schema.recipe_registry import keeps_recipe_value
 from fp8cfg.schema.safe_files import CONF, NAME, default_recipe, read_text, read_yaml
 
-LEAVES: dict[str, tuple[type[Node], str]] = {
+REPLACING_GROUPS: dict[str, tuple[type[Node], str]] = {
     "precision": (Precision, PLUGIN),
     "data": (Data, "data"),
 }
 """Groups whose choices replace one node: the class of the node, and its full key."""
-PARTS = ("task",)
+MERGING_GROUPS = ("task",)
 """Shipped groups whose choices set some keys of the recipe and leave the rest."""
-GROUPS = ("recipe", *LEAVES, *PARTS)
+GROUPS = ("recipe", *REPLACING_GROUPS, *MERGING_GROUPS)
 """Groups with shipped choices."""
 _MAX_PRINTED_PATH = 1000
 """Longest path, in characters, that an error prints in full."""
@@ -89,23 +89,23 @@ class Library:
                 groups.append(path.as_posix())
         return groups
 
-    def own(self, key: str) -> str | None:
+    def merging_group(self, key: str) -> str | None:
         """Returns the group of tasks, or of the user's folder, that `key` names.
 
         The key may have dots in place of slashes. None if it names no such group.
         """
         group = key.replace(".", "/")
-        if group in PARTS:
+        if group in MERGING_GROUPS:
             return group
         if group not in GROUPS and group in self.groups():
             return group
         return None
 
-    def home(self, group: str) -> str:
+    def package(self, group: str) -> str:
         """Key of the node that the choices of `group` set; `_global_` for the whole recipe."""
-        if group in LEAVES:
-            return LEAVES[group][1]
-        if group in ("recipe", *PARTS):
+        if group in REPLACING_GROUPS:
+            return REPLACING_GROUPS[group][1]
+        if group in ("recipe", *MERGING_GROUPS):
             return "_global_"
         return group.replace("/", ".")
 
@@ -124,7 +124,7 @@ class Library:
 
     def problem(self, group: str, name: str) -> str | None:
         """The error line if `group=name` cannot be chosen, else None."""
-        stem, known = self.stem(group, name), self.choices(group)
+        stem, known = self.canonical_name(group, name), self.choices(group)
         if stem in known:
             return None
         if not name:
@@ -144,7 +144,7 @@ class Library:
     def _unknown_choice(self, group: str, name: str) -> str:
         """The error line for a well-formed name that the group does not have."""
         known = self.choices(group)
-        kind = group if group in ("recipe", *PARTS) else f"{group} preset"
+        kind = group if group in ("recipe", *MERGING_GROUPS) else f"{group} preset"
         line = f"{group}={name}: no such {kind}"
         synonym = foreign_names.meant(group, name)
         if synonym:
@@ -159,7 +159,7 @@ class Library:
         spellings = [*known, *presets.FUNCTIONS] if group == "precision" else known
         return line + (suggest(name, spellings) or f"; fp8cfg list {group} has them")
 
-    def stem(self, group: str, name: str) -> str:
+    def canonical_name(self, group: str, name: str) -> str:
         """The choice that `name` spells. For precision, names of NeMo's functions are known too."""
         if group != "precision" or name in self.choices(group):
             return name
@@ -446,7 +446,7 @@ def _check_entry(entry: str, group: str, package: str | None, name: Any, library
         raise ConfigError(f"defaults: {group}: no such group{suggest(group, library.groups())}")
     if package is None:
         return
-    home = library.home(group)
+    home = library.package(group)
     relative = re.sub(r"^_global_\.|^_here_$", "", package)
     if relative != home and not (relative == "" and group == "recipe"):
         raise ConfigError(
@@ -488,7 +488,7 @@ class Part:
 
     def over(self, group: str, base: Mapping[str, Any]) -> Part:
         """What it changes in a recipe with the values `base`: a task makes no recipe larger."""
-        if group not in PARTS:
+        if group not in MERGING_GROUPS:
             return self
         values: dict[str, Any] = {}
         for key, value in self.values.items():
@@ -513,7 +513,7 @@ def read_part(path: Path, group: str, library: Library) -> Part:
     """
     data = dict(library.data(path))
     chosen = _take_overrides(data, group, library)
-    package = package_of(path, group) or library.home(group)
+    package = package_of(path, group) or library.package(group)
     if package == "_global_":
         return Part(settings(full_names(data)), chosen)
     node = full(package.removeprefix("_global_."))
@@ -539,7 +539,7 @@ def package_of(path: Path, group: str) -> str | None:
 
 def check_package(path: Path, group: str, library: Library) -> None:
     """Raises ConfigError if a file of a shipped `group` names another package than the group's."""
-    package, home = package_of(path, group), library.home(group)
+    package, home = package_of(path, group), library.package(group)
     if package is not None and package.removeprefix("_global_.") != home:
         raise ConfigError(
             f"# @package {package}: packages are fixed, {group} stands at {home}; drop the line"
@@ -567,7 +567,7 @@ def _take_overrides(data: dict[str, Any], group: str, library: Library) -> dict[
                     f"defaults: {choice.name}: a file of {group}/ builds on no other; write its"
                     " keys here"
                 )
-        if library.own(choice.group) and choice.group not in PARTS:
+        if library.merging_group(choice.group) and choice.group not in MERGING_GROUPS:
             own.append(
                 f"defaults: {choice.group}: a file chooses in shipped groups alone; drop it, and"
                 f" pass {choice.group}={choice.name} on the command line"

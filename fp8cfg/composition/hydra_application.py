@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.composition.config_groups import LEAVES, Library
+from fp8cfg.composition.config_groups import REPLACING_GROUPS, Library
 from fp8cfg.composition.layers import Rank, default_layer, fold
 from fp8cfg.composition.recipe_layers import file_layers, part_of, preset_node
 from fp8cfg.composition.recipe_yaml import flat_data, listed
@@ -86,7 +86,7 @@ def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
             primary = {**primary, "hydra": settings}
         store.store(NAME, primary, provider="fp8cfg")
         for group, choices in nodes.items():
-            package = LEAVES[group][1] if group in LEAVES else "_global_"
+            package = REPLACING_GROUPS[group][1] if group in REPLACING_GROUPS else "_global_"
             for name, data in choices.items():
                 store.store(name, data, group=group, package=package, provider="fp8cfg")
         yield
@@ -182,7 +182,7 @@ def node(group: str, name: str, library: Library) -> dict[str, Any]:
         path = library.file(group, name)
         recipe = recipe_from(path, library) if path else recipe_registry.named(name)
         return listed(recipe)
-    if group in LEAVES:
+    if group in REPLACING_GROUPS:
         path = library.file(group, name)
         assert path is not None, f"{group}={name} is no choice"
         return listed(preset_node(group, path, library))

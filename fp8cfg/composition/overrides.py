@@ -385,7 +385,7 @@ def parse_argument(argument: str, library: Library) -> Override:
 def _parse_argument(argument: str, library: Library) -> Override:
     key, value, text = parsed(argument)
     location = Location(argument)
-    folder_group = library.own(key)
+    folder_group = library.merging_group(key)
     if value is None and (key in GROUPS or folder_group):
         return Override(location, group=folder_group or key)
     if isinstance(value, str) and folder_group:
@@ -411,7 +411,7 @@ def _choice(location: Location, group: str, name: str, library: Library) -> Over
     problem = library.problem(group, name)
     if problem:
         raise ConfigError(problem)
-    return Override(location, group, library.stem(group, name))
+    return Override(location, group, library.canonical_name(group, name))
 
 
 def _check_misplaced_choice(argument: str, key: str, value: str, library: Library) -> None:

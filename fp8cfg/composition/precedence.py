@@ -76,7 +76,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Settled:
+class ResolvedRecipe:
     """A recipe whose conflicts are resolved.
 
     Attributes:
@@ -147,7 +147,7 @@ def composed(
     base: Recipe | None = None,
     sweep: bool = False,
     on_ranks: bool = False,
-) -> Settled:
+) -> ResolvedRecipe:
     """Composes a recipe and resolves its conflicts.
 
     Args:
@@ -174,7 +174,7 @@ def composed(
     return _with_run_remarks(settled)
 
 
-def from_file_layers(layers: Sequence[Layer]) -> Settled:
+def compose_file_layers(layers: Sequence[Layer]) -> ResolvedRecipe:
     """Resolves the conflicts of a file's layers, on a launcher's machines if it needs them."""
     layers = [default_layer(), *layers]
     settled = resolve_conflicts(layers)
@@ -196,7 +196,7 @@ def _file_problems(file: Path | None, library: Library) -> list[str]:
 
 def resolve_conflicts(
     layers: Sequence[Layer], sweep: bool = False, change_harmless: bool = True
-) -> Settled:
+) -> ResolvedRecipe:
     """Adds a layer for each value that yields to one of a higher rank, until none does.
 
     Args:
@@ -221,8 +221,8 @@ def resolve_conflicts(
         layers.append(change)
         folded = fold(layers)
     kept = [line for line in dict.fromkeys(problems) if holds(line, written)]
-    remarks = tuple(idle_settings(folded.recipe, written))
-    return Settled(folded.recipe, tuple(layers), tuple(kept), written, remarks)
+    remarks = tuple(settings_without_effect(folded.recipe, written))
+    return ResolvedRecipe(folded.recipe, tuple(layers), tuple(kept), written, remarks)
 
 
 def _written(folded: Folded, sweep: bool) -> frozenset[str]:
@@ -279,7 +279,7 @@ def _shown(value: Any) -> str:
     return spelled(value)
 
 
-def idle_settings(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
+def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
     """Yields a line for each of the keys `written`, by short names, that changes nothing here.
 
     Sizes are often cut for a trial run, so none of these is an error.
@@ -325,7 +325,7 @@ def idle_settings(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
         )
 
 
-def _with_run_remarks(settled: Settled) -> Settled:
+def _with_run_remarks(settled: ResolvedRecipe) -> ResolvedRecipe:
     """Adds lines about what a run of the recipe starts from and saves."""
     recipe = settled.recipe
     steps, interval = recipe.trainer.max_steps, recipe.checkpoint.every_n_steps
@@ -351,9 +351,9 @@ def _with_run_remarks(settled: Settled) -> Settled:
 # Recipes that Python statements have changed.
 
 
-def settled_recipe(
+def resolve_recipe(
     recipe: Recipe, ranks: Mapping[str, Rank], change_harmless: bool = True
-) -> Settled:
+) -> ResolvedRecipe:
     """Resolves the conflicts of `recipe`, whose values have these `ranks` by full key, else RECIPE."""
     values = flat(recipe)
     layers = [default_layer()]
@@ -369,7 +369,7 @@ def settled_recipe(
     return replace(settled, recipe=assigned(recipe, changes))  # keeps what its nodes record
 
 
-def ranks_of_object(recipe: Recipe) -> dict[str, Rank]:
+def ranks_of_python_recipe(recipe: Recipe) -> dict[str, Rank]:
     """Ranks of the values of a recipe that Python statements have changed.
 
     The fields of the `fp8` node that a preset wrote (schema/keys.py) have the preset's rank. The
@@ -380,22 +380,22 @@ def ranks_of_object(recipe: Recipe) -> dict[str, Rank]:
 
 
 def mark_reported(recipe: Recipe) -> None:
-    """Remembers the values of `recipe`, so that `fitted` does not repeat remarks about them."""
+    """Remembers the values of `recipe`, so that remarks about them are not repeated."""
     vars(recipe)[_TOLD] = flat(recipe)
 
 
-def fitted(recipe: Recipe) -> Recipe:
+def resolved_for_build(recipe: Recipe) -> Recipe:
     """Returns `recipe` as `build` takes it: a copy in which preset values have yielded.
 
     Logs a line for what yielded. Returns `recipe` itself if nothing does. Values that break rules
     stay. Raises ConfigError for a field of a subclass.
     """
     recipe = as_declared(recipe, Recipe)
-    settled = settled_recipe(recipe, ranks_of_object(recipe), change_harmless=False)
+    settled = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
     before = vars(recipe).get(_TOLD) or defaults()
     result = settled.recipe
     new = frozenset(short(key) for key, value in flat(result).items() if value != before[key])
-    for line in replace(settled, remarks=tuple(idle_settings(result, new))).notes:
+    for line in replace(settled, remarks=tuple(settings_without_effect(result, new))).notes:
         logging.getLogger("fp8cfg").warning(line)
     return result
 

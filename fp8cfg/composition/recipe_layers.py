@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.composition.config_groups import (
-    LEAVES,
-    PARTS,
+    MERGING_GROUPS,
+    REPLACING_GROUPS,
     SELF,
     Library,
     Part,
@@ -103,7 +103,7 @@ def _with_implied_choices(
     """The choice of each group: an argument's, or else the one of a file that an argument chose."""
     choices = dict(overrides.choices)
     for group, choice in overrides.choices.items():
-        if library.own(group) is None:
+        if library.merging_group(group) is None:
             continue
         location = Location(file=library.file(group, choice.name))
         for other, name in part_of(group, choice.name, library).chosen.items():
@@ -111,7 +111,9 @@ def _with_implied_choices(
                 raise ConfigError(
                     f"{group}={choice.name}: chooses recipe={name}, and the recipe is given already"
                 )
-            choices.setdefault(other, Override(location, other, library.stem(other, name)))
+            choices.setdefault(
+                other, Override(location, other, library.canonical_name(other, name))
+            )
     if not has_recipe:
         choices.setdefault("recipe", Override(None, "recipe", default_recipe()))
     return choices
@@ -170,15 +172,15 @@ def _choice_layer(
     chosen_by: Location | None,
 ) -> Layer:
     """The layer of a preset, which replaces a node, or of a task or user's group, which merges."""
-    name = library.stem(group, name)
+    name = library.canonical_name(group, name)
     path = library.file(group, name)
     assert path is not None, f"{group}={name} is no choice"
-    if group in LEAVES:
-        location = Location(file=path, node=LEAVES[group][1])
+    if group in REPLACING_GROUPS:
+        location = Location(file=path, node=REPLACING_GROUPS[group][1])
         layer = node_layer(preset_node(group, path, library), Source.PRESET, location, rank)
     else:
         choice = part_of(group, name, library)
-        if group in PARTS:
+        if group in MERGING_GROUPS:
             choice = choice.over(group, fold(below).values)  # a task makes no recipe larger
         location = Location(file=path, node=choice.package)
         layer = Layer(Source.PRESET, location, choice.values, rank)
@@ -195,7 +197,7 @@ def preset_node(group: str, path: Path, library: Library) -> Node:
                 f"defaults: a {group} preset builds on no other; write all its keys here, or"
                 f" '/{group}: NAME' in the defaults of a recipe's file, and there what differs"
             )
-        return LEAVES[group][0](**data)
+        return REPLACING_GROUPS[group][0](**data)
 
 
 def part_of(group: str, name: str, library: Library) -> Part:
@@ -289,7 +291,7 @@ def _step_layers(step: Step, file: _File, library: Library, below: Sequence[Laye
         chosen_by = Location(file=step.path, key=step.choice.key)
     if group == "recipe":
         return _function_layers(name, chosen_by, file.folder)
-    if group not in LEAVES:
+    if group not in REPLACING_GROUPS:
         chosen = part_of(group, name, library).chosen
         line = "{0}={1}: chooses {2} on the command line only; write '/{2}: {3}' in this file too"
         refuse_if([line.format(group, name, *choice) for choice in chosen.items()])

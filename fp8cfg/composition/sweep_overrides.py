@@ -189,7 +189,7 @@ def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]
 
 def _matching_choices(glob: Glob, key: str, argument: str, library: Library) -> list[str]:
     """The choices that a glob() matches."""
-    group = library.own(key) or ("precision" if key == PLUGIN else key)
+    group = library.merging_group(key) or ("precision" if key == PLUGIN else key)
     if group not in library.groups():
         raise ConfigError(
             f"{argument}: glob() chooses among presets, and {short(full(key))} is no group of them"
@@ -209,7 +209,7 @@ def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> 
             names[group] = value.split(",")
     if given is None:
         names.setdefault("recipe", [default_recipe()])
-    for group in [group for group in names if library.own(group)]:
+    for group in [group for group in names if library.merging_group(group)]:
         for name in names[group]:
             for other, chosen in part_of(group, name, library).chosen.items():
                 if other == "recipe" and given is not None:

@@ -34,7 +34,7 @@ from fp8cfg.backends.autocast import AutocastContext
 from fp8cfg.backends.choice import Choice, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear, not_engaged
 from fp8cfg.composition.layers import Rank
-from fp8cfg.composition.precedence import fitted, settled_recipe
+from fp8cfg.composition.precedence import resolve_recipe, resolved_for_build
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.numerics import Region, fp8_linears, seed_rounding
 from fp8cfg.numerics.stored_state import fp8_state_dict, load_fp8_state_dict
@@ -69,7 +69,7 @@ def fit_layers(recipe: Recipe, lists: Mapping[str, int]) -> Recipe:
         )
     ranks = dict.fromkeys(flat(recipe), Rank.USER)
     ranks |= {full(f"fp8.{name}"): Rank.PRESET for name in may}
-    fitting = settled_recipe(recipe, ranks, change_harmless=False).recipe.fp8
+    fitting = resolve_recipe(recipe, ranks, change_harmless=False).recipe.fp8
     layers = recipe.model.num_layers
     return _said(
         recipe,
@@ -366,7 +366,7 @@ def checked(recipe: Recipe, model: nn.Module) -> Recipe:
     recipe.model.num_layers = max(
         lists.values(), default=recipe.model.num_layers
     )  # for the rules about layers
-    recipe = fitted(fit_layers(recipe, lists))
+    recipe = resolved_for_build(fit_layers(recipe, lists))
     recipe.check()
     return recipe
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from fp8cfg.backends import REFERENCE
 from fp8cfg.composition.layers import Rank
-from fp8cfg.composition.precedence import settled_recipe
+from fp8cfg.composition.precedence import resolve_recipe
 from fp8cfg.composition.recipe_yaml import assigned, flat
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning import layout_limits, smoke
@@ -189,7 +189,7 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe | None:
     old = flat(recipe)
     new = {full(key): value for key, value in values.items() if old[full(key)] != value}
     try:
-        changed = settled_recipe(assigned(recipe, new), dict.fromkeys(new, Rank.USER))
+        changed = resolve_recipe(assigned(recipe, new), dict.fromkeys(new, Rank.USER))
     except ConfigError:
         return None
     trainer, level = changed.recipe.trainer, changed.recipe.precision.opt_level

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice, Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.composition.precedence import fitted
+from fp8cfg.composition.precedence import resolved_for_build
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning import smoke
 from fp8cfg.planning.layer_plan import plan
@@ -102,7 +102,7 @@ def checked(recipe: Recipe) -> Recipe:
             f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b'])"
             " gives one"
         )
-    recipe = fitted(recipe)
+    recipe = resolved_for_build(recipe)
     recipe.check()
     return recipe
 

@@ -19,7 +19,7 @@ from fp8cfg.composition.layers import (
     key_history,
     stated_values,
 )
-from fp8cfg.composition.precedence import Settled, composed
+from fp8cfg.composition.precedence import ResolvedRecipe, composed
 from fp8cfg.composition.recipe_yaml import assigned, flat, is_node
 from fp8cfg.planning.layer_plan import plan
 from fp8cfg.report.recipe_export import key_schema
@@ -270,7 +270,7 @@ def known(key: str) -> str:
     return full(key)
 
 
-def explained(settled: Settled, key: str) -> Explanation:
+def explained(settled: ResolvedRecipe, key: str) -> Explanation:
     """Explanation of the full `key` under a composed recipe."""
     if is_node(key):
         values = {short(k): v for k, v in flat(settled.recipe).items() if k.startswith(f"{key}.")}
@@ -282,10 +282,10 @@ def explained(settled: Settled, key: str) -> Explanation:
     )
 
 
-def _from_object(recipe: Recipe) -> Settled:
+def _from_object(recipe: Recipe) -> ResolvedRecipe:
     """The layers of a recipe of which only its values are known."""
     layer = Layer(Source.ASSIGNED, Location(), stated_values(recipe), Rank.USER)
-    return Settled(recipe, (default_layer(), layer))
+    return ResolvedRecipe(recipe, (default_layer(), layer))
 
 
 def _key_text(e: Explanation) -> str:

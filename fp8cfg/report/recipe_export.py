@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from fp8cfg.composition.config_groups import GROUPS, LEAVES, PARTS, Library
+from fp8cfg.composition.config_groups import GROUPS, MERGING_GROUPS, REPLACING_GROUPS, Library
 from fp8cfg.composition.hydra_application import node
 from fp8cfg.composition.recipe_yaml import flat, listed, nested, owner, to_yaml
 from fp8cfg.schema import __version__, recipe_registry
@@ -40,7 +40,7 @@ class Deltas:
 
 
 def deltas(
-    recipe: Recipe, named: Mapping[str, str], groups: tuple[str, ...] = tuple(LEAVES)
+    recipe: Recipe, named: Mapping[str, str], groups: tuple[str, ...] = tuple(REPLACING_GROUPS)
 ) -> Deltas:
     """`recipe` on top of what `named` says, where it does; else on what is nearest. Presets are taken for `groups` alone."""
     want, presets, makers = flat(recipe), dict[str, str](), recipe_registry.recipes()
@@ -73,7 +73,7 @@ def _apart(values: Mapping[str, Any], want: Mapping[str, Any]) -> tuple[bool, bo
 
 def _shipped(group: str, only: str | None) -> dict[str, dict[str, Any]]:
     """The tables of the shipped presets of `group`, or of one of them."""
-    (cls, home), library = LEAVES[group], Library()
+    (cls, home), library = REPLACING_GROUPS[group], Library()
     return {
         name: flat(cls(**node(group, name, library)), home)
         for name in ([only] if only else library.choices(group))
@@ -158,7 +158,9 @@ def recipe_schema(library: Library) -> dict[str, Any]:
     """The schema of a recipe's YAML file; names are those that `library` can choose."""
     schema = _any_case(_of(Recipe))
     parts = schema["$defs"]
-    given = {group: _named(_names(library, group), group) for group in ("recipe", *LEAVES)}
+    given = {
+        group: _named(_names(library, group), group) for group in ("recipe", *REPLACING_GROUPS)
+    }
     names: dict[str, Any] = {
         group: {"anyOf": [*forms, {"type": "null"}]} for group, forms in given.items()
     }
@@ -168,7 +170,7 @@ def recipe_schema(library: Library) -> dict[str, Any]:
     own: dict[str, Any] = {
         "recipe": {"description": "The recipe that this one builds on.", **names["recipe"]}
     }
-    for group, (cls, _) in LEAVES.items():
+    for group, (cls, _) in REPLACING_GROUPS.items():
         about = f"A preset's name, or keys: {_line(cls.__doc__ or '')}"
         own[group] = {
             "description": about,
@@ -179,7 +181,7 @@ def recipe_schema(library: Library) -> dict[str, Any]:
             "description": "A choice of some keys of the whole recipe.",
             "enum": [*library.choices(group), None],
         }
-        for group in PARTS
+        for group in MERGING_GROUPS
     }
     own |= {alias: _any_case(key_schema(key)) for alias, key in ALIASES.items() if alias not in own}
     rest = {key: value for key, value in full.items() if key not in own}
@@ -215,17 +217,17 @@ def recipe_schema(library: Library) -> dict[str, Any]:
 
 def preset_schema(group: str) -> dict[str, Any]:
     """The schema of a preset's YAML file: "precision" or "data"; of a task, which has keys of the whole recipe, "task"."""
-    if group in PARTS:
+    if group in MERGING_GROUPS:
         schema = recipe_schema(Library())
         keys = {
             key: value
             for key, value in schema["properties"].items()
-            if key in LEAVES or key not in GROUPS
+            if key in REPLACING_GROUPS or key not in GROUPS
         }
         return {**schema, "title": f"A {group} of fp8cfg", "properties": keys}
     return {
         "$schema": DIALECT,
-        **_any_case(_of(LEAVES[group][0])),
+        **_any_case(_of(REPLACING_GROUPS[group][0])),
         "title": f"A {group} preset of fp8cfg",
     }
 

@@ -24,7 +24,7 @@ from fp8cfg.checkpoint.job_state import another_multiplies
 from fp8cfg.checkpoint.job_tensors import left_out, refuse_other
 from fp8cfg.checkpoint.load import Tensors, load_by_layer
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
-from fp8cfg.composition.precedence import ranks_of_object, settled_recipe
+from fp8cfg.composition.precedence import ranks_of_python_recipe, resolve_recipe
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.models.lora import Adapter
 from fp8cfg.numerics.codecs import Codec, codec
@@ -141,7 +141,7 @@ def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunM
     recipe.trainer.plugins = precision_preset(name)
     recipe.storage.shard = "none"
     _without_gradients(recipe)
-    settled = settled_recipe(recipe, ranks_of_object(recipe), change_harmless=False)
+    settled = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
     for line in replace(settled, remarks=()).notes:  # remarks are on training
         say(f"{name}: {line.removeprefix('note: ')}")
     recipe = settled.recipe

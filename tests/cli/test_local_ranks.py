@@ -16,7 +16,7 @@ import pytest
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.cli import launch_run
-from fp8cfg.composition.precedence import Settled
+from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.planning import hardware
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.recipe import Recipe
@@ -137,7 +137,7 @@ def test_of_several_nodes_the_line_of_each_is_printed(gpus: int, starts: Starts)
     starts(gpus)
     with pytest.raises(fp8cfg.ConfigError) as e:
         launch_run.started(
-            Settled(composed(*argv)), argv, lambda fit: f"fp8cfg {' '.join(fit.words)}"
+            ResolvedRecipe(composed(*argv)), argv, lambda fit: f"fp8cfg {' '.join(fit.words)}"
         )
     (line,) = e.value.problems
     assert line.startswith(

@@ -9,7 +9,7 @@ import pytest
 import fp8cfg
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.layers import Source
-from fp8cfg.composition.precedence import composed, fitted
+from fp8cfg.composition.precedence import composed, resolved_for_build
 from fp8cfg.recipes import llama_tiny
 from fp8cfg.schema import presets
 from fp8cfg.schema.keys import full
@@ -492,7 +492,9 @@ def test_a_preset_that_python_assigns_gives_way_as_one_of_words(
     for door in (fp8cfg.lower, fp8cfg.plan):
         door(recipe)
     assert (
-        caplog.messages == [f"note: {note}"] * 3 and recipe == before and fitted(recipe) == of_words
+        caplog.messages == [f"note: {note}"] * 3
+        and recipe == before
+        and resolved_for_build(recipe) == of_words
     )
 
 

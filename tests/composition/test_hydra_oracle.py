@@ -212,7 +212,9 @@ def test_groups_of_ones_own(words: list[str], folder: Path) -> None:
     }
     library = Library(folder)
     appended = [
-        f"+{word.lstrip('+')}" if library.own(word.lstrip("+").partition("=")[0]) else word
+        f"+{word.lstrip('+')}"
+        if library.merging_group(word.lstrip("+").partition("=")[0])
+        else word
         for word in words
     ]
     assert recipe_of_arguments(words, library) == by_hydra(primary, appended, more)

@@ -13,7 +13,7 @@ import fp8cfg
 from fp8cfg.composition import overrides
 from fp8cfg.composition.layers import Layer, Location, Source, shipped_choices
 from fp8cfg.composition.overrides import parser
-from fp8cfg.composition.precedence import Settled
+from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.composition.recipe_yaml import flat, nested, typed
 from fp8cfg.recipes import llama_8b, llama_tiny
 from fp8cfg.schema import presets
@@ -210,7 +210,9 @@ def _place(location: Location | None, key: str) -> tuple[Path | None, int | None
     return location.file, location.line(key)
 
 
-def _told(traced: Settled, key: str, folder: Path) -> list[tuple[str, Any, str | None, int | None]]:
+def _told(
+    traced: ResolvedRecipe, key: str, folder: Path
+) -> list[tuple[str, Any, str | None, int | None]]:
     rows: list[tuple[str, Any, str | None, int | None]] = []
     for layer in layers_of(traced, key):
         file, line = _place(layer.location, key)

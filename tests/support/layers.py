@@ -9,7 +9,7 @@ from typing import Any
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.layers import Layer, default_layer, fold, key_history
 from fp8cfg.composition.overrides import Overrides
-from fp8cfg.composition.precedence import Settled, composed
+from fp8cfg.composition.precedence import ResolvedRecipe, composed
 from fp8cfg.composition.recipe_layers import collect_layers, data_layers
 from fp8cfg.schema.keys import full
 from fp8cfg.schema.recipe import Recipe
@@ -27,11 +27,11 @@ def recipe_of_data(data: dict[str, Any], library: Library) -> Recipe:
 
 def compose_layers(
     arguments: Sequence[str] = (), folder: Path | None = None, file: Path | None = None
-) -> Settled:
+) -> ResolvedRecipe:
     """The composed recipe with its layers."""
     return composed(list(arguments), Library(folder), file)
 
 
-def layers_of(settled: Settled, key: str) -> list[Layer]:
+def layers_of(settled: ResolvedRecipe, key: str) -> list[Layer]:
     """The layers of `key`, by its short or full name, in order."""
     return key_history(settled.folded, full(key))
