@@ -28,7 +28,7 @@ from fp8cfg.composition.layers import (
     fold,
 )
 from fp8cfg.composition.overrides import Overrides
-from fp8cfg.composition.recipe_layers import collect_layers, file_layers
+from fp8cfg.composition.recipe_layers import check_model_path, collect_layers, file_layers
 from fp8cfg.composition.recipe_yaml import assigned, flat, typed
 from fp8cfg.schema import backends, rules
 from fp8cfg.schema.backends import Hardware
@@ -177,6 +177,7 @@ def composed(
 def compose_file_layers(layers: Sequence[Layer]) -> ResolvedRecipe:
     """Resolves the conflicts of a file's layers, on a launcher's machines if it needs them."""
     layers = [default_layer(), *layers]
+    check_model_path(layers)
     settled = resolve_conflicts(layers)
     if settled.problems:
         settled = resolve_conflicts([*layers, *_launcher_layers()])

@@ -78,7 +78,6 @@ def collect_layers(
         layers.append(node_layer(base, Source.RECIPE, Location(base.name), Rank.RECIPE))
     else:
         layers += _chosen_recipe_layers(choices["recipe"], library, overrides.value("model.path"))
-    base_path = fold(layers).values["model.path"]
     for group in _groups_in_order(choices):
         choice = choices[group]
         layers.append(
@@ -87,14 +86,24 @@ def collect_layers(
     for override in overrides.settings:
         assert override.location is not None  # only a default choice has no location
         layers.append(Layer(Source.COMMAND_LINE, override.location, override.values, Rank.USER))
+    check_model_path(layers)
+    return layers
+
+
+def check_model_path(layers: Sequence[Layer]) -> None:
+    """Raises ConfigError if the user sets model.path for a recipe that does not read it."""
+    if any(layer.source is Source.CHECKPOINT for layer in layers):
+        return  # from_hf has taken its shape from there
     path = fold(layers).values["model.path"]
-    is_from_hf = file is None and base is None and choices["recipe"].name == FROM_HF
-    if path not in (None, base_path) and not is_from_hf:
+    of_recipe = [layer for layer in layers if layer.rank is Rank.RECIPE]
+    if path in (None, fold(of_recipe).values["model.path"]):
+        return
+    last = fold(layers).history["model.path"][-1]
+    with _named_file(last.location.file) if last.location.file else contextlib.nullcontext():
         raise ConfigError(
             f"model.path={path}: only recipe={FROM_HF} takes the model's shape from a folder; write"
             f" recipe={FROM_HF}, or model.weights={path} to load weights"
         )
-    return layers
 
 
 def _with_implied_choices(

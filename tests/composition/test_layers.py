@@ -348,3 +348,20 @@ def test_a_file_and_a_base_are_two_recipes(tmp_path: Path) -> None:
     file.write_text("recipe: llama_tiny\n")
     with pytest.raises(fp8cfg.ConfigError, match="file and base are two recipes"):
         fp8cfg.compose(file=file, base=llama_tiny())
+
+
+def test_a_file_sets_model_path_for_from_hf_only(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: llama_tiny\nmodel:\n  path: ./nomodel\n")
+    for compose in (
+        lambda: fp8cfg.compose(file=file),
+        lambda: fp8cfg.from_yaml(file),
+    ):
+        with pytest.raises(fp8cfg.ConfigError) as e:
+            compose()
+        (line,) = e.value.problems
+        assert line.startswith(f"{file}:3: model.path=./nomodel: only recipe=from_hf takes")
+    exported = llama_tiny()
+    exported.model.path = "elsewhere"
+    file.write_text(fp8cfg.to_yaml(exported))
+    assert fp8cfg.from_yaml(file).model.path == "elsewhere", "an export has every key"
