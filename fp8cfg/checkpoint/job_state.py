@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_tensors
-from fp8cfg.checkpoint.distributed_save import Share
 from fp8cfg.checkpoint.job_tensors import (
     PLAIN,
     completed,
@@ -28,6 +27,7 @@ from fp8cfg.checkpoint.job_tensors import (
 from fp8cfg.checkpoint.load import LoadedTensors, Tensors
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
+from fp8cfg.checkpoint.save import Share
 from fp8cfg.checkpoint.tensor_layout import to_write
 from fp8cfg.composition.recipe_yaml import listed
 from fp8cfg.data import Batches
@@ -149,7 +149,6 @@ class SavedState(BaseModel):
     compiled: bool
     backend: str | None = None  # who multiplied; none in checkpoints of earlier versions
     base: SavedBase | None = None
-    also: dict[str, dict[str, str]] = {}  # other names of tensors, of checkpoints by several ranks
 
 
 def check_saved_state(tensors: Tensors, state: dict[str, Any]) -> None:

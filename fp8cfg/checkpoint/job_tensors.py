@@ -18,8 +18,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint.load import SavedTensors
-from fp8cfg.checkpoint.tensor_layout import Boxes, Groups, Offsets, TensorLayout, slices, view_of
+from fp8cfg.checkpoint.load import StoredGroup
+from fp8cfg.checkpoint.tensor_layout import (
+    Boxes,
+    Groups,
+    Offsets,
+    TensorLayout,
+    names_by_tensor,
+    slices,
+)
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.fsdp_weights import FLOAT32, stored_bytes
 from fp8cfg.numerics.stored_state import is_fp8_state, stored_state_dict
@@ -220,7 +227,7 @@ def of_this_layout(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     mine = _of_this_rank(saved, same_layers(job.prepared).rank)
     for name, kept in parts(job, mine).items():
         if not name.startswith(elsewhere):
-            if isinstance(saved, SavedTensors):
+            if isinstance(saved, StoredGroup):
                 found[name] = layout.part(name, saved.shape(kept), partial(saved.read, kept))
             else:
                 found[name] = layout.part(
@@ -230,19 +237,12 @@ def of_this_layout(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _boxes(layout: TensorLayout, named: Mapping[str, Tensor], alone: bool = False) -> Boxes:
-    """The boxes of tensors by name, of which those that are one and the same stand once."""
-    first: dict[Any, str] = {}
-    also: dict[str, list[str]] = {}
-    for name, t in named.items():
-        kept = first.setdefault(
-            view_of(local) if (local := layout.local(t)).numel() else name, name
-        )
-        also.setdefault(kept, []).append(name)
-    return [
-        replace(box, also=tuple(names[1:]))
-        for kept, names in also.items()
-        for box in layout.boxes(kept, named[kept], alone)
-    ]
+    """Returns the boxes of tensors by name. Several names of one tensor make one box."""
+    boxes = []
+    for name, *also in names_by_tensor({name: layout.local(t) for name, t in named.items()}):
+        for box in layout.boxes(name, named[name], alone):
+            boxes.append(replace(box, also=tuple(also)))
+    return boxes
 
 
 def checkpoint_bytes(job: Job, world: World) -> int:

@@ -1,205 +1,313 @@
-"""Loaded checkpoint: its JSON state and its tensors, which are read when they are asked for, after their sums were checked."""
+"""Reads a checkpoint: its JSON state, and its tensors or boxes of them when they are asked for."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.futures import Future
 
 from fp8cfg.checkpoint.manifest import (
+    FOLDER,
     DamagedCheckpoint,
     Manifest,
     NoUsableCheckpoint,
     check_sums,
+    damage,
+    read_manifest,
     sum_of,
 )
-from fp8cfg.checkpoint.tensor_layout import SAFETENSORS, Offsets
+from fp8cfg.checkpoint.tensor_layout import SAFETENSORS, Offsets, slices
 from fp8cfg.parallel.process_group import World
+from fp8cfg.parallel.sharding import owners
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
 
-SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Under which the header of a file has where its boxes begin in the whole."""
-OF_TORCH = ("DCP_VERSION", "format")
+SHARDING = "DCP_SHARDING_INFO"
+"""Key in the header of a file: the place of each box. torch's reader looks for the offsets."""
+OFFSETS = "saved_offsets"
+SHAPE = "shape"
+TORCH_KEYS = {"format": "pt", "DCP_VERSION": "1.0"}
+"""Other keys that torch and its tools write to the header of a file."""
+STATE = "state.json"
+RNG = "rng"
+MAX_STATE = 1 << 30
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""Dtypes by their names in safetensors. Its Python package (0.8) has no F8_E8M0 in its table."""
+UNREADABLE = (
+    OSError,
+    StrangeFile,
+    SafetensorError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    RuntimeError,
+)
+"""Errors of a file that no save wrote, although its sum may be right."""
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by group and name."""
 
 
-class GroupReader(HuggingFaceStorageReader):
-    """DCP storage reader of the `files` of a group in `folder`. Once `read_metadata` was called `tensors` are those that they have,
-    and `also` other names in their headers. Raises DamagedCheckpoint for files that cannot be read or do not make whole tensors.
+def open_checkpoint(
+    root: RunFiles, name: str, num_ranks: int = 1
+) -> tuple[LoadedTensors, dict[str, Any]]:
+    """Verifies a checkpoint, reads its state and opens its tensors.
+
+    If several ranks call it, the sums of the tensors are left to `LoadedTensors.check_sums`.
+
+    Args:
+        root: The folder of checkpoints.
+        name: The folder of the checkpoint.
+        num_ranks: The ranks that load the checkpoint.
+
+    Raises:
+        DamagedCheckpoint: The message names the file.
+        OtherCheckpointFormat: Another version of fp8cfg wrote the checkpoint.
+    """
+    small_files = (STATE, f"{RNG}{SAFETENSORS}")
+
+    def is_checked(file: str) -> bool:
+        return num_ranks == 1 or file in small_files
+
+    match = FOLDER.fullmatch(name)
+    step = int(match[1]) if match else -1
+    problem = damage(root, name, step, is_checked)
+    if problem:
+        raise DamagedCheckpoint(problem)
+    folder = root.folder(name)
+    manifest = read_manifest(folder)
+    unchecked = [file for file in manifest.files if not is_checked(file)]
+    return LoadedTensors(folder, manifest, unchecked), read_state(folder)
+
+
+def read_state(folder: RunFiles) -> dict[str, Any]:
+    """Reads the JSON state of the checkpoint in `folder`. Raises DamagedCheckpoint."""
+    try:
+        state = json.loads(folder.read(STATE, MAX_STATE), parse_constant=_reject_constant)
+    except (OSError, ValueError, RecursionError, StrangeFile) as error:
+        raise DamagedCheckpoint(f"{folder.path}: {STATE}: cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(f"{folder.path}: {STATE}: not a JSON object")
+    return state
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+class LoadedTensors(dict[str, Mapping[str, Tensor]]):
+    """The tensors of a checkpoint by group.
+
+    Attributes:
+        recalibrate_fp8: Whether scales and amax histories that are missing or impossible start
+            anew, instead of an error.
     """
 
-    def __init__(self, folder: RunFiles, files: list[str]) -> None:
-        super().__init__(path=str(folder.path))
-        self.tensors: dict[str, TensorStorageMetadata] = {}
-        self.also: dict[str, str] = {}
-        self._folder, self._files = folder, files
-        self._file_of: dict[MetadataIndex, str] = {}
+    recalibrate_fp8 = False
 
-    def read_metadata(self) -> Metadata:
-        """Sizes, dtypes and parts of all tensors."""
-        for file in self._files:
-            with (
-                self._refusing(file),
-                safe_open(self._folder.reached / file, framework="pt") as opened,
-            ):
-                self._index(file, opened)
-        for name, tensor in self.tensors.items():
-            tensor.size = self._whole(name, tensor.chunks)
-        return Metadata({**self.tensors}, storage_data=self._file_of)
+    def __init__(self, folder: RunFiles, manifest: Manifest, unchecked: list[str]) -> None:
+        self._files = TensorFiles(folder)
+        self._manifest = manifest
+        self._unchecked = unchecked
+        super().__init__(read_index(self._files, manifest.files))
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what `plan` has from its files to where `planner` wants it."""
-        by_file = defaultdict[str, list[ReadItem]](list)
-        for item in plan.items:
-            by_file[self._file_of[item.storage_index]].append(item)
-        for file, items in by_file.items():
-            with (
-                self._refusing(file),
-                safe_open(self._folder.reached / file, framework="pt") as opened,
-            ):
-                for item in items:
-                    tensor = planner.resolve_tensor(item)
-                    planner.commit_tensor(item, tensor.copy_(_part(opened, item)))
-        done = Future[None]()
-        done.set_result(None)
-        return done
+    def check_sums(self, world: World) -> None:
+        """Compares the sums that are not checked yet. All ranks call it and share the files by size.
 
-    def _index(self, file: str, opened: Any) -> None:
-        header = dict(opened.metadata() or {})
-        places = json.loads(header.pop(SHARDING, "null"))
-        if places is not None:
-            header = {name: kept for name, kept in header.items() if name not in OF_TORCH}
-        for name in opened.keys():  # noqa: SIM118, it is no dict
-            stored = opened.get_slice(name)
-            shape = torch.Size(stored.get_shape())
-            dtype = (
-                stored[:0] if shape else opened.get_tensor(name)
-            ).dtype  # by its name safetensors 0.8 knows none of F8_E8M0
-            offsets = torch.Size(
-                [0] * len(shape) if places is None else _checked(places[name][OFFSETS], shape)
-            )
-            tensor = self.tensors.setdefault(
-                name, TensorStorageMetadata(TensorProperties(dtype), shape, [])
-            )
-            if tensor.properties.dtype != dtype:
-                raise ValueError(f"{name} has parts of other dtypes")
-            chunk = ChunkStorageMetadata(offsets, shape)
-            if chunk not in tensor.chunks:
-                tensor.chunks.append(chunk)
-                self._file_of[MetadataIndex(name, offsets)] = file
-        self.also |= header
+        Raises:
+            DamagedCheckpoint: On all ranks, if the sum of one file is wrong.
+        """
+        sizes = [self._manifest.files[name].size for name in self._unchecked]
+        names = []
+        for name, rank in zip(self._unchecked, owners(sizes, world.size), strict=True):
+            if rank == world.rank:
+                names.append(name)
+        problem = ""
+        try:
+            check_sums(self._files.folder, self._manifest, names)
+        except DamagedCheckpoint as error:
+            problem = str(error)
+        for text in world.texts(problem):
+            if text.strip():
+                raise DamagedCheckpoint(text)
+        self._unchecked = []
 
-    def _whole(self, name: str, chunks: list[ChunkStorageMetadata]) -> torch.Size:
-        """The size of the tensor that `chunks` make."""
-        if len({len(chunk.sizes) for chunk in chunks}) > 1:
-            raise self.damaged(name, "has parts of other dimensions")
-        ends = [
-            [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-            for chunk in chunks
-        ]
-        size = torch.Size(map(max, zip(*ends, strict=True)))
-        if sum(prod(chunk.sizes) for chunk in chunks) != prod(size):
-            raise self.damaged(
-                self._file_of[MetadataIndex(name, chunks[0].offsets)],
-                f"the parts of {name} do not make a whole",
-            )
-        return size
+    def close(self) -> None:
+        """Closes the files until a tensor is read again."""
+        self._files.close()
+
+
+class TensorFiles:
+    """The safetensors files in the folder of a checkpoint. Each file is opened once."""
+
+    def __init__(self, folder: RunFiles) -> None:
+        self.folder = folder
+        self._open_files: dict[str, Any] = {}
 
     @contextmanager
-    def _refusing(self, file: str) -> Iterator[None]:
-        """Around the reading of `file`. The sums hold and yet it cannot be read: not written by a save."""
+    def reading(self, name: str) -> Iterator[Any]:
+        """Yields the open file `name`. Raises DamagedCheckpoint if it cannot be read."""
         try:
-            yield
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            KeyError,
-            IndexError,
-            RuntimeError,
-            SafetensorError,
-            StrangeFile,
-        ) as error:
-            raise self.damaged(file, f"cannot be read ({error})") from error
+            if name not in self._open_files:
+                above, _, last = name.rpartition("/")
+                inside = self.folder.folder(above) if above else self.folder
+                self._open_files[name] = safe_open(inside.reached / last, framework="pt")
+            yield self._open_files[name]
+        except UNREADABLE as error:
+            raise self.damaged(name, f"cannot be read ({error_text(error)})") from error
 
-    def damaged(self, file: str, what: str) -> DamagedCheckpoint:
-        """The error that says `what` is wrong with `file`."""
-        return DamagedCheckpoint(f"{self._folder.path}: {file}: {what}")
+    def damaged(self, name: str, problem: str) -> DamagedCheckpoint:
+        """Returns the error for the file `name`."""
+        return DamagedCheckpoint(f"{self.folder.path}: {name}: {problem}")
 
-
-def _part(opened: Any, item: ReadItem) -> torch.Tensor:
-    name = item.storage_index.fqn
-    if not item.lengths:  # of which safetensors makes no slices
-        scalar: torch.Tensor = opened.get_tensor(name)
-        return scalar
-    ranges = (
-        slice(start, start + size)
-        for start, size in zip(item.storage_offsets, item.lengths, strict=True)
-    )
-    part: torch.Tensor = opened.get_slice(name)[tuple(ranges)]
-    return part
+    def close(self) -> None:
+        """Closes all files. An open file that was removed keeps its space on the disk."""
+        self._open_files.clear()
 
 
-def _checked(offsets: Any, shape: Offsets) -> Offsets:
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != len(shape)
-        or not all(type(n) is int and n >= 0 for n in offsets)
-    ):
-        raise ValueError(f"{OFFSETS} must be a place in {len(shape)} dimensions")
-    return tuple(offsets)
+def error_text(error: Exception) -> str:
+    """Returns the text of an error in one line, without paths through a descriptor."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.sub(r"/proc/self/fd/\d+/", "", text)
 
 
-_NONE: Mapping[str, str] = {}
+def read_index(files: TensorFiles, names: Iterable[str]) -> dict[str, StoredGroup]:
+    """Reads the headers of the safetensors files among `names` and returns the groups.
+
+    Raises:
+        DamagedCheckpoint: A file cannot be read, or the parts of a tensor do not make a whole.
+    """
+    groups: dict[str, StoredGroup] = {}
+    for name in names:
+        if name.endswith(SAFETENSORS):
+            group = name.partition("/")[0].removesuffix(SAFETENSORS)
+            groups.setdefault(group, StoredGroup(files)).add_file(name)
+    for stored in groups.values():
+        stored.check_whole()
+    return groups
 
 
-class SavedTensors(Mapping[str, Tensor]):
-    """The tensors of a group by name, on the CPU; `also` are other names of some. Raises DamagedCheckpoint for files that cannot be
-    read or do not make whole tensors, as it is made and as it is read."""
+@dataclass(frozen=True)
+class StoredPart:
+    """A box of a tensor in a file."""
 
-    def __init__(self, folder: RunFiles, files: list[str], also: Mapping[str, str] = _NONE) -> None:
-        self._reader = GroupReader(folder, files)
-        self._reader.read_metadata()
-        self._tensors = self._reader.tensors
-        self._also = {**self._reader.also, **also}
-        for name in self._also.values():
-            if name not in self._tensors:
-                raise self._reader.damaged(files[0], f"has no {name}")
+    file: str
+    offsets: Offsets
+    sizes: Offsets
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor whose parts are in one or more files."""
+
+    dtype: torch.dtype
+    shape: Offsets
+    parts: list[StoredPart]
+
+
+class StoredGroup(Mapping[str, Tensor]):
+    """The tensors of a group by name. Reads a tensor, or a box of it, when it is asked for.
+
+    Attributes:
+        tied: The stored name of each tensor that has several names.
+    """
+
+    def __init__(self, files: TensorFiles) -> None:
+        self.tied: dict[str, str] = {}
+        self._files = files
+        self._tensors: dict[str, StoredTensor] = {}
+
+    def add_file(self, name: str) -> None:
+        """Adds the tensors in the header of the file `name`. Raises DamagedCheckpoint."""
+        with self._files.reading(name) as file:
+            metadata = dict(file.metadata() or {})
+            places = json.loads(metadata.pop(SHARDING, "null"))
+            for tensor in file.keys():  # noqa: SIM118, it is no dict
+                header = file.get_slice(tensor)
+                dtype = DTYPES[header.get_dtype()]
+                sizes = tuple(header.get_shape())
+                place = {OFFSETS: [0] * len(sizes), SHAPE: list(sizes)}
+                if places is not None:  # other tools write whole tensors, without places
+                    place = places.get(tensor)
+                offsets, shape = _checked_place(tensor, place, sizes)
+                stored = self._tensors.setdefault(tensor, StoredTensor(dtype, shape, []))
+                if (stored.dtype, stored.shape) != (dtype, shape):
+                    raise ValueError(f"{tensor} has parts of other dtypes or shapes")
+                stored.parts.append(StoredPart(name, offsets, sizes))
+            for other, tensor in metadata.items():
+                if other not in TORCH_KEYS:
+                    self.tied[other] = tensor
+
+    def check_whole(self) -> None:
+        """Raises DamagedCheckpoint unless the parts of each tensor make a whole."""
+        for name, stored in self._tensors.items():
+            total = sum(prod(part.sizes) for part in stored.parts)
+            if total != prod(stored.shape) or _has_overlap(stored.parts):
+                problem = f"the parts of {name} do not make a whole"
+                raise self._files.damaged(stored.parts[0].file, problem)
+        for other, name in self.tied.items():
+            if name not in self._tensors or other in self._tensors:
+                raise DamagedCheckpoint(
+                    f"{self._files.folder.path}: {other} is tied to {name}, which is not stored"
+                )
 
     def shape(self, name: str) -> Offsets:
-        """The shape of the whole tensor `name`."""
-        return tuple(self._tensors[self._also.get(name, name)].size)
+        """Returns the shape of the tensor `name`."""
+        return self._tensors[self.tied.get(name, name)].shape
 
-    def read(self, name: str, offsets: Offsets, size: Offsets) -> Tensor:
-        """The part of `size` that begins at `offsets` in the tensor `name`."""
-        name = self._also.get(name, name)
-        tensor = self._tensors[name]
-        part = torch.empty(size, dtype=tensor.properties.dtype)
-        items = create_read_items_for_chunk_list(
-            name, tensor, [ChunkStorageMetadata(torch.Size(offsets), part.shape)]
-        )
-        if sum(item.lengths.numel() for item in items) != part.numel():
-            raise self._reader.damaged(name, "its parts do not make a whole")
-        self._reader.read_data(LoadPlan(items), _Into(part))
-        return part
+    def read(self, name: str, offsets: Offsets, sizes: Offsets) -> Tensor:
+        """Reads a box of a tensor.
+
+        Args:
+            name: The tensor.
+            offsets: Where the box begins.
+            sizes: The shape of the box.
+
+        Returns:
+            The box on the CPU, in memory of its own.
+        """
+        name = self.tied.get(name, name)
+        stored = self._tensors[name]
+        if not _is_inside(offsets, sizes, stored.shape):
+            raise ValueError(f"{name}: no box {sizes} at {offsets} in {stored.shape}")
+        box = torch.empty(sizes, dtype=stored.dtype, device="cpu")
+        for part in stored.parts:
+            common = _intersection(offsets, sizes, part.offsets, part.sizes)
+            if common is None:
+                continue
+            start, size = common
+            source = slices(_difference(start, part.offsets), size)
+            with self._files.reading(part.file) as file:
+                # safetensors makes no slices of a scalar.
+                values = file.get_slice(name)[source] if source else file.get_tensor(name)
+            box[slices(_difference(start, offsets), size)] = values
+        return box
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shape(name)
@@ -207,104 +315,67 @@ class SavedTensors(Mapping[str, Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._tensors
-        yield from self._also
+        yield from self.tied
 
     def __len__(self) -> int:
-        return len(self._tensors) + len(self._also)
-
-    def whole(self) -> dict[str, Tensor]:
-        """All tensors, read; names of one tensor share it."""
-        read = {name: self[name] for name in self._tensors}
-        return read | {name: read[kept] for name, kept in self._also.items()}
+        return len(self._tensors) + len(self.tied)
 
 
-class _Into(DefaultLoadPlanner):
-    """DCP load planner that puts what is read of one tensor into `part`."""
-
-    def __init__(self, part: Tensor) -> None:
-        super().__init__()
-        self._part = part
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._part
-
-
-def groups(folder: RunFiles, also: Mapping[str, Mapping[str, str]]) -> dict[str, SavedTensors]:
-    """The groups of tensors of the checkpoint in `folder`, of some of which there are `also` other names. Raises
-    DamagedCheckpoint."""
-    found: dict[str, SavedTensors] = {}
-    for name in folder.names():
-        kind = folder.kind(name)
-        if kind == "folder":
-            inside = folder.folder(name)
-            if files := [
-                file for file in inside.names() if file.endswith(SAFETENSORS)
-            ]:  # none of a group that no rank has
-                found[name] = SavedTensors(inside, files, also.get(name, _NONE))
-        elif kind == "file" and name.endswith(SAFETENSORS):
-            found[name.removesuffix(SAFETENSORS)] = SavedTensors(folder, [name])
-    return found
+def _checked_place(name: str, place: Any, sizes: Offsets) -> tuple[Offsets, Offsets]:
+    """Returns the offsets of a part and the shape of its tensor. Raises ValueError."""
+    fields = place if isinstance(place, dict) else {}
+    offsets = _checked_numbers(fields.get(OFFSETS))
+    shape = _checked_numbers(fields.get(SHAPE))
+    if offsets is None or shape is None or not _is_inside(offsets, sizes, shape):
+        raise ValueError(f"{SHARDING} must have {OFFSETS} and {SHAPE} of {name}")
+    return offsets, shape
 
 
-Tensors = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by group and name."""
-STATE, RNG = "state.json", "rng"
-ALSO = "also"
-"""Of the state of a checkpoint by several ranks: other names of tensors, by group."""
-MAX_STATE = 1 << 30
+def _checked_numbers(values: Any) -> Offsets | None:
+    """Returns a list of non-negative integers as a tuple, None for anything else."""
+    if isinstance(values, list) and all(type(value) is int and value >= 0 for value in values):
+        return tuple(values)
+    return None
 
 
-class LoadedTensors(dict[str, Mapping[str, Tensor]]):
-    """The groups of tensors of a checkpoint. Sums of `unchecked` files are still to be compared with the manifest.
-
-    Attributes:
-        recalibrate_fp8: Whether scales and amax histories that are missing or impossible start anew, instead of an error.
-    """
-
-    recalibrate_fp8 = False
-
-    def __init__(
-        self,
-        folder: RunFiles,
-        manifest: Manifest,
-        unchecked: list[str],
-        also: Mapping[str, dict[str, str]],
-    ) -> None:
-        found = groups(folder, also)
-        super().__init__(
-            {name: tensors.whole() if name == RNG else tensors for name, tensors in found.items()}
-        )
-        self._folder, self._manifest, self._unchecked = folder, manifest, unchecked
-
-    def check_sums(self, world: World) -> None:
-        """Compare the sums of the files that are not checked, each by one of the ranks, all of which call it. Raises
-        DamagedCheckpoint on all of them."""
-        problem = ""
-        try:
-            check_sums(self._folder, self._manifest, self._unchecked[world.rank :: world.size])
-        except DamagedCheckpoint as e:
-            problem = str(e)
-        said = [text for text in world.texts(problem) if text.strip()]
-        if said:
-            raise DamagedCheckpoint(said[0])
-        self._unchecked = []
+def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    if len(offsets) != len(shape) or len(sizes) != len(shape):
+        return False
+    dims = zip(offsets, sizes, shape, strict=True)
+    return all(offset >= 0 and offset + size <= length for offset, size, length in dims)
 
 
-def read(
-    folder: RunFiles, manifest: Manifest, unchecked: list[str]
-) -> tuple[LoadedTensors, dict[str, Any]]:
-    """The tensors and the state of the checkpoint in `folder`. Raises DamagedCheckpoint, naming the file."""
-    try:
-        state = json.loads(folder.read(STATE, MAX_STATE), parse_constant=_refuse_constant)
-    except (OSError, ValueError, RecursionError, StrangeFile) as error:
-        raise DamagedCheckpoint(f"{folder.path}: {STATE}: cannot be read ({error})") from error
-    if not isinstance(state, dict):
-        raise DamagedCheckpoint(f"{folder.path}: {STATE}: not a JSON object")
-    if not _names(also := state.get(ALSO, {})):
-        raise DamagedCheckpoint(
-            f"{folder.path}: {STATE}: {ALSO} must map groups to names of tensors"
-        )
-    return LoadedTensors(folder, manifest, unchecked, also), state
+def _intersection(
+    offsets: Offsets, sizes: Offsets, other_offsets: Offsets, other_sizes: Offsets
+) -> tuple[Offsets, Offsets] | None:
+    """Returns offsets and sizes of what two boxes have in common, or None."""
+    starts = []
+    lengths = []
+    dims = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+    for offset, size, other_offset, other_size in dims:
+        start = max(offset, other_offset)
+        end = min(offset + size, other_offset + other_size)
+        if start >= end:
+            return None
+        starts.append(start)
+        lengths.append(end - start)
+    return tuple(starts), tuple(lengths)
+
+
+def _has_overlap(parts: list[StoredPart]) -> bool:
+    ordered = sorted(parts, key=lambda part: part.offsets)
+    for number, part in enumerate(ordered, start=1):
+        for other in islice(ordered, number, None):
+            # All later parts begin below this one: row shards are compared once each.
+            if part.offsets and other.offsets[0] >= part.offsets[0] + part.sizes[0]:
+                break
+            if _intersection(part.offsets, part.sizes, other.offsets, other.sizes) is not None:
+                return True
+    return False
+
+
+def _difference(offsets: Offsets, origin: Offsets) -> Offsets:
+    return tuple(offset - start for offset, start in zip(offsets, origin, strict=True))
 
 
 def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
@@ -324,17 +395,6 @@ def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
                 f"rank 0 would go on from {found[0][0]} and rank {rank} from {each[0]} of another"
                 " checkpoint; all must read one run folder, on a file system that they share"
             )
-
-
-def _names(also: Any) -> bool:
-    return isinstance(also, dict) and all(
-        isinstance(named, dict) and all(isinstance(name, str) for name in named.values())
-        for named in also.values()
-    )
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def load_by_layer(model: nn.Module, tensors: Tensors, left_out: Collection[str] = ()) -> None:

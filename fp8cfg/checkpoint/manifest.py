@@ -28,7 +28,7 @@ def failpoint(name: str) -> None:
     """For tests only: kill this process where FP8CFG_FAILPOINT=`name` or `name:n` says, at the n-th time it gets here; or send it
     another signal, as `name:n:SIGTERM` says, and go on.
 
-    Points of save(): shard (after each group), manifest (before it), rename (before), renamed (after), delete (an old
+    Points of a save: shard (after each file), manifest (before it), rename (before), renamed (after), delete (an old
     checkpoint is renamed away and not yet removed).
     """
     wanted, nth, number = [*os.environ.get("FP8CFG_FAILPOINT", "").split(":"), "", ""][:3]
@@ -40,7 +40,8 @@ def failpoint(name: str) -> None:
 
 _reached: Counter[str] = Counter()
 
-SCHEMA = 1
+SCHEMA = 2
+"""Format of a checkpoint: its files, their headers and the manifest."""
 MANIFEST = "MANIFEST.json"
 MAX_BYTES = 1 << 26
 """Some 300,000 files."""
@@ -58,6 +59,10 @@ class NoUsableCheckpoint(Fp8cfgError):
 
 class DamagedCheckpoint(NoUsableCheckpoint):
     """A checkpoint is not what its manifest says; the message names the file and what is wrong with it."""
+
+
+class OtherCheckpointFormat(NoUsableCheckpoint):
+    """A version of fp8cfg with another checkpoint format wrote the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -78,38 +83,42 @@ class Manifest:
     created: str
 
 
-def write_manifest(folder: Path | RunFiles, step: int, world_size: int = 1) -> Manifest:
-    """Bring every file below `folder` to disk, then describe them in its MANIFEST.json, itself brought to disk.
-
-    Raises OSError, and DamagedCheckpoint where the folder holds what a manifest cannot name (a link, a strange name).
-    """
-    files = RunFiles.at(folder)
-    names, folders = _walk(files)
-    entries = {}
-    for name in sorted(names):
-        _check_name(files.path, name)
-        with files.open(name) as file:
-            os.fsync(file.fileno())
-            size = os.fstat(file.fileno()).st_size
-            entries[name] = FileEntry(size, hashlib.file_digest(file, "sha256").hexdigest())
-    return _written(files, folders, Manifest(step, world_size, entries, _now()))
-
-
-def write_given(
+def write_manifest(
     folder: RunFiles, step: int, world_size: int, entries: dict[str, FileEntry]
 ) -> Manifest:
-    """As `write_manifest`, of files that were brought to disk by whoever wrote them and took their sums. Raises DamagedCheckpoint
-    where the folder does not have these files, of these lengths."""
+    """Writes the manifest of files that are on disk, and syncs it and all folders.
+
+    Args:
+        folder: The folder of the checkpoint.
+        step: Optimizer steps done.
+        world_size: The ranks that wrote the files.
+        entries: Each file, by its relative path.
+
+    Raises:
+        DamagedCheckpoint: The folder has other files, or files of another length.
+        OSError: The manifest cannot be written.
+    """
     names, folders = _walk(folder)
-    manifest = Manifest(step, world_size, dict(sorted(entries.items())), _now())
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    manifest = Manifest(step, world_size, dict(sorted(entries.items())), created)
     for name in entries:
         _check_name(folder.path, name)
     _check_sizes(folder, manifest, names)
-    return _written(folder, folders, manifest)
+    text = json.dumps({"schema": SCHEMA, **asdict(manifest)}, indent=1)
+    folder.replace(MANIFEST, f"{text}\n".encode())
+    for name in reversed(folders):
+        folder.folder(name).sync()
+    folder.sync()
+    return manifest
 
 
 def read_manifest(folder: Path | RunFiles) -> Manifest:
-    """The manifest of `folder`, its fields checked, its files not. Raises DamagedCheckpoint and nothing else."""
+    """Returns the manifest of `folder`. Its fields are checked, its files are not.
+
+    Raises:
+        DamagedCheckpoint: The manifest cannot be read.
+        OtherCheckpointFormat: It has another format version.
+    """
     path = folder.path if isinstance(folder, RunFiles) else folder
     try:
         raw = json.loads(RunFiles.at(folder).read(MANIFEST, MAX_BYTES))
@@ -118,6 +127,12 @@ def read_manifest(folder: Path | RunFiles) -> Manifest:
     # RecursionError: the parser's answer to brackets nested some thousand deep.
     except (ValueError, RecursionError) as error:
         raise _damaged(path, MANIFEST, f"not JSON ({error})") from error
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if _is_int(schema, 1) and schema != SCHEMA:
+        raise OtherCheckpointFormat(
+            f"{path}: has checkpoint format {schema}, but this version of fp8cfg reads format"
+            f" {SCHEMA}; use the version that wrote it, or start a new run"
+        )
     problem = _problem(raw)
     if problem:
         raise _damaged(path, MANIFEST, problem)
@@ -133,7 +148,7 @@ def verify(folder: Path | RunFiles, sums: Callable[[str], bool] = lambda name: T
     """Compare every file of `folder` with its manifest, which is returned: names, then sizes, then sha256 (some 1.3 GB/s on one
     core) of those that `sums` takes by their names.
 
-    Raises DamagedCheckpoint, whose message names the first file that differs and how, and nothing else.
+    Raises DamagedCheckpoint, whose message names the first file that differs and how, and as `read_manifest` does.
     """
     manifest = read_manifest(folder)
     path = folder.path if isinstance(folder, RunFiles) else folder
@@ -176,20 +191,6 @@ def _check_sizes(files: RunFiles, manifest: Manifest, found: set[str]) -> None:
             raise _damaged(files.path, name, f"{size} bytes, the manifest says {entry.size}")
 
 
-def _written(files: RunFiles, folders: list[str], manifest: Manifest) -> Manifest:
-    files.replace(
-        MANIFEST, (json.dumps({"schema": SCHEMA, **asdict(manifest)}, indent=1) + "\n").encode()
-    )
-    for name in reversed(folders):
-        files.folder(name).sync()
-    files.sync()
-    return manifest
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def _walk(files: RunFiles) -> tuple[set[str], list[str]]:
     """Relative paths of all files but the manifest, and of all folders below. Links and devices are refused."""
     found: set[str] = set()
@@ -216,7 +217,7 @@ def _problem(raw: Any) -> str | None:
     if not isinstance(raw, dict):
         return "not a JSON object"
     if raw.get("schema") != SCHEMA:
-        return f"its schema is not {SCHEMA}, the one this version reads"
+        return f"its schema must be {SCHEMA}"
     if (
         not _is_int(raw.get("step"), 0)
         or not _is_int(raw.get("world_size"), 1)

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import distributed_save, job_state, job_tensors, local_save, manifest
-from fp8cfg.checkpoint.distributed_save import Share
-from fp8cfg.checkpoint.local_save import CheckpointError, OldCheckpointStays
+from fp8cfg.checkpoint import job_state, job_tensors, manifest, save
+from fp8cfg.checkpoint.save import CheckpointError, OldCheckpointStays, Share
 from fp8cfg.checkpoint.tensor_layout import Groups, TensorBox
 from fp8cfg.data import Batches
 from fp8cfg.parallel.process_group import World
@@ -187,7 +186,7 @@ class Saver:
 
     def check_room(self) -> None:
         """Raise RunFolderNotWritable where the disk has no space for one checkpoint: better before the first step than after."""
-        need, problem = job_tensors.checkpoint_bytes(self.job, self.world) + local_save.RESERVE, ""
+        need, problem = job_tensors.checkpoint_bytes(self.job, self.world) + save.RESERVE, ""
         if self.run and (free := self.run.files.free()) < need:
             problem = (
                 f"{self.run.path}: not enough space for one checkpoint: needs {need} bytes, {free}"
@@ -301,20 +300,12 @@ class Saver:
         """`of`, with how its save ended."""
         self._copies.wait()
         try:
-            if world.size > 1:
-                return replace(
-                    of, folder=distributed_save.save(self._root, of.done, share, keep, world)
-                )
-            if self._root:
-                return replace(
-                    of,
-                    folder=local_save.save(self._root, of.done, share.tensors(), share.state, keep),
-                )
+            folder = save.write_checkpoint(self._root, of.done, share, keep, world)
         except OldCheckpointStays as e:
             return replace(of, remark=str(e))
         except CheckpointError as e:
             return replace(of, problem=e)
-        return of
+        return replace(of, folder=folder)
 
 
 def _group(job: Job) -> dist.ProcessGroup | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.run_folder.environment import environment
-from fp8cfg.run_folder.files import RunFiles
+from fp8cfg.run_folder.files import RunFiles, StrangeFile
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, taken
 from fp8cfg.schema.safe_files import plain_text
 
@@ -42,6 +42,12 @@ class RunFolderDeleted(RunFolderError):
     """The run folder was deleted while it was used. Exit code 5."""
 
     exit_code = 5
+
+
+class OtherRunFormat(RunFolderError):
+    """A version of fp8cfg with another format of run folders wrote the run folder. Exit code 4."""
+
+    exit_code = 4
 
 
 class RunFolderInUse(RunFolderError):
@@ -90,6 +96,8 @@ def take_lock(files: RunFiles) -> FileIO:
 
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+RUN_FORMAT = 1
+"""Format of a run folder, in its environment.json. Change it if older folders cannot be resumed."""
 RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
 METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
 LOCK, TENSORBOARD = "run.lock", "tensorboard"
@@ -143,9 +151,8 @@ class RunFolder:
                 run._is_new = True
                 preflight(files, need_bytes)
                 files.folder(CHECKPOINTS, make=True)
-                files.replace(
-                    ENVIRONMENT, (json.dumps(environment(), indent=1) + "\n").encode(), mode=0o600
-                )
+                text = json.dumps({"run_format": RUN_FORMAT, **environment()}, indent=1)
+                files.replace(ENVIRONMENT, f"{text}\n".encode(), mode=0o600)
                 # Last: a folder with a recipe is a whole run folder.
                 run.write_recipe(recipe)
                 files.sync()
@@ -279,6 +286,22 @@ class RunFolder:
         if not self.files.there or not self.files.kind(RECIPE):
             raise RunFolderDeleted(
                 f"{self.path}: was deleted while the run used it; nothing can be saved any more"
+            )
+
+    def check_format(self) -> None:
+        """Raises OtherRunFormat if the checkpoints of this folder may have another format.
+
+        A damaged environment.json is no error: each checkpoint has a version too.
+        """
+        try:
+            environment = json.loads(self.files.read(ENVIRONMENT))
+        except (OSError, ValueError, RecursionError, StrangeFile):
+            return
+        run_format = environment.get("run_format", 0) if isinstance(environment, dict) else 0
+        if run_format != RUN_FORMAT:
+            raise OtherRunFormat(
+                f"{self.path}: has run folder format {run_format}, but this version of fp8cfg"
+                f" reads format {RUN_FORMAT}; use the version that wrote it, or start a new run"
             )
 
     def remove_unused(self) -> None:

@@ -208,7 +208,7 @@ class Result:
 
 
 Loaded = tuple[Tensors, dict[str, Any]]
-"""What `checkpoint.load` and `checkpoint.load_named` return."""
+"""What `checkpoint.load.open_checkpoint` returns."""
 
 
 def train(
@@ -424,6 +424,9 @@ class _Training:
         ):
             self.say(other)
         done = job_state.restore(self.job, *start_from, self.batches, self.say)
+        if isinstance(start_from[0], LoadedTensors):
+            # The run may remove this checkpoint. An open file would keep its space on the disk.
+            start_from[0].close()
         if change := self._lr_change(Recipe(**start_from[1]["recipe"]), done):
             self.say(change)
         return done

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fp8cfg.building.builder import build
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save, manifest, resume_rules
+from fp8cfg.checkpoint import job_state, manifest, resume_rules
+from fp8cfg.checkpoint.load import open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint
 from fp8cfg.composition import compose, to_yaml
 from fp8cfg.parallel.process_group import World, current
@@ -183,12 +184,13 @@ def from_newest(
     None where there is none. It may raise DamagedCheckpoint before the first step: that one is passed over too. Raises
     NoUsableCheckpoint, ConfigError.
     """
+    run.check_format()
     root = run.files.folder(CHECKPOINTS)
     found = choice.of(root)
     size = ranks() if ranks() > 1 else current().size
     for _, name in found:
         try:
-            loaded = local_save.load_named(root, name, size)
+            loaded = open_checkpoint(root, name, size)
             loaded[0].recalibrate_fp8 = choice.recalibrate_fp8
             job_state.check_saved_state(*loaded)
             return go_on(name, loaded)
@@ -227,11 +229,12 @@ def newest_recipe(run: RunFolder, choice: CheckpointChoice = NEWEST) -> tuple[Re
 
 
 def _newest_recipe(run: RunFolder, choice: CheckpointChoice) -> tuple[Recipe, int | None]:
+    run.check_format()
     root = run.files.folder(CHECKPOINTS)
     for _, name in choice.of(root):
         try:
-            loaded = local_save.load_named(
-                root, name, ranks=2
+            loaded = open_checkpoint(
+                root, name, num_ranks=2
             )  # one rank would take the sums of all tensors
             job_state.check_saved_state(*loaded)
             return Recipe(**loaded[1]["recipe"]), loaded[1]["step"]
@@ -432,7 +435,7 @@ def resume_smoke(
     if name is None:
         raise manifest.none_usable(root)
     again = train(
-        build(recipe), None, local_save.load_named(root, name, world.size), world, lambda _: None
+        build(recipe), None, open_checkpoint(root, name, world.size), world, lambda _: None
     )
     exact = world.size == 1 and not _on_gpu()
     for what, old, new in (

@@ -19,10 +19,10 @@ from fp8cfg.backends.saved_weights import Weight, saved_scaling, saved_shape, sa
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.assembly import prepared_model
 from fp8cfg.building.model import adapters, first_weight
-from fp8cfg.checkpoint import job_state, local_save, manifest
+from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.job_state import another_multiplies
 from fp8cfg.checkpoint.job_tensors import left_out, refuse_other
-from fp8cfg.checkpoint.load import Tensors, load_by_layer
+from fp8cfg.checkpoint.load import Tensors, load_by_layer, open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.composition.precedence import ranks_of_python_recipe, resolve_recipe
 from fp8cfg.models.config import parameter_shapes
@@ -50,6 +50,7 @@ def newest(
     are passed over, and said. Raises RunFolderError, NoUsableCheckpoint, and ConfigError for a step of which there is none.
     """
     with RunFolder.open(path, lock=False) as folder:
+        folder.check_format()
         root = folder.files.folder(CHECKPOINTS)
         there = manifest.steps(root)
         if there and step is not None and step not in {saved for saved, _ in there}:
@@ -59,7 +60,7 @@ def newest(
             if step is not None and saved != step:
                 continue
             try:
-                loaded = local_save.load_named(root, name)
+                loaded = open_checkpoint(root, name)
                 job_state.check_saved_state(*loaded)
                 return loaded
             except DamagedCheckpoint as e:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.checkpoint import local_save
-from fp8cfg.checkpoint.local_save import CheckpointError
+from fp8cfg.checkpoint import save as checkpoint_save
 from fp8cfg.checkpoint.manifest import newest, verify
+from fp8cfg.checkpoint.save import CheckpointError
 from fp8cfg.training.metrics import read
+from tests.support import whole_checkpoints
 from tests.support.ranks import ended, launch, running
 from tests.support.small import small, small_words
 
@@ -53,7 +54,7 @@ def test_steps_go_on_and_the_checkpoints_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first save is held until two more steps are done, which change what it had copied."""
-    real, threads, calls = local_save.save, list[str](), Saves()
+    real, threads, calls = checkpoint_save.write_checkpoint, list[str](), Saves()
     run(tmp_path / "waiting", [], asynchronous=False)
     stepped = threading.Event()
 
@@ -69,13 +70,13 @@ def test_steps_go_on_and_the_checkpoints_are_the_same(
         assert args[1] != 1 or stepped.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(local_save, "save", save)
+    monkeypatch.setattr(checkpoint_save, "write_checkpoint", save)
     run(tmp_path / "beside", [], saved=calls)
     assert threads == ["fp8cfg checkpoint"] * 3 + ["MainThread"], "the last is waited for"
     assert calls.seen == [(n, f"step-{n:08d}", True) for n in range(1, 5)]
     for n in range(1, 5):
         (want, state), (found, same) = (
-            local_save.load(tmp_path / run / "checkpoints" / f"step-{n:08d}")
+            whole_checkpoints.load(tmp_path / run / "checkpoints" / f"step-{n:08d}")
             for run in ("waiting", "beside")
         )
         assert {**state, "recipe": 0} == {**same, "recipe": 0}
@@ -98,14 +99,14 @@ def test_steps_go_on_and_the_checkpoints_are_the_same(
 def test_a_save_that_fails_is_said_and_the_next_one_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, said = local_save.save, list[str]()
+    real, said = checkpoint_save.write_checkpoint, list[str]()
 
     def save(root: Any, step: int, *rest: Any) -> Path:
         if step == 2:
             raise CheckpointError("cannot save step 2 in x: no space")
         return real(root, step, *rest)
 
-    monkeypatch.setattr(local_save, "save", save)
+    monkeypatch.setattr(checkpoint_save, "write_checkpoint", save)
     run(tmp_path / "run", said)
     assert [line for line in said if "cannot save" in line] == [
         "cannot save step 2 in x: no space; older checkpoints stay, and the next save tries again"
@@ -121,7 +122,7 @@ def test_a_fault_in_the_thread_ends_the_run(
     def save(*_: Any) -> Path:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(local_save, "save", save)
+    monkeypatch.setattr(checkpoint_save, "write_checkpoint", save)
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "run", [])
 
@@ -227,7 +228,7 @@ def test_two_ranks_write_beside_their_steps(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
     for n in range(1, 5):
         (want, _), (found, _) = (
-            local_save.load(tmp_path / run / "checkpoints" / f"step-{n:08d}")
+            whole_checkpoints.load(tmp_path / run / "checkpoints" / f"step-{n:08d}")
             for run in ("false", "true")
         )
         assert [
@@ -288,9 +289,8 @@ def test_one_of_two_ranks_is_killed_as_it_writes_beside_its_steps(
     assert sorted(p.name for p in (folder / "checkpoints").iterdir() if "tmp" not in p.name) == [
         "step-00000002"
     ]
-    assert list((folder / "checkpoints").glob("step-00000004.tmp-*")), (
-        "the second was being written"
-    )
+    if rank == 0:  # the first rank removes the folder, if it can
+        assert list((folder / "checkpoints").glob("step-00000004.tmp-*"))
     verify(folder / "checkpoints" / "step-00000002")
     resumed = launch(2, "resume", str(folder))
     assert resumed.returncode == 0 and "from step-00000002" in resumed.stdout, resumed.stderr[

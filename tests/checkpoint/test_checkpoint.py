@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from fp8cfg.checkpoint.local_save import load, save
 from fp8cfg.checkpoint.manifest import newest
+from fp8cfg.checkpoint.save import CheckpointError, Share, write_checkpoint
+from fp8cfg.checkpoint.tensor_layout import TensorBox
+from fp8cfg.parallel.process_group import World
 from tests.support.small_checkpoints import content, flip, names, put, step_of
+from tests.support.whole_checkpoints import load, save
 
 FLOATS = [
     "float32",
@@ -104,9 +106,9 @@ def test_state_comes_back_or_is_refused(tmp_path: Path) -> None:
         {1: 2},
         {"a": {None: 1}},
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(CheckpointError, match="JSON"):
             save(tmp_path, 2, {"g": {}}, bad, keep=1)
-    with pytest.raises(TypeError):
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
         save(tmp_path, 2, {"g": {}}, {"a": torch.tensor(1)}, keep=1)
     assert names(tmp_path) == ["step-00000001"]
 
@@ -116,27 +118,30 @@ class Wrapped(torch.Tensor):
 
 
 @pytest.mark.parametrize(
-    "named",
+    ("tensor", "names"),
     [
-        {"w": torch.zeros(2).as_subclass(Wrapped)},
-        {"w": torch.zeros(2, device="meta")},
-        {"w": torch.eye(2).to_sparse()},
-        {"w": torch.zeros(2, dtype=torch.complex128)},
-        {"__metadata__": torch.zeros(2)},
-        {"w": [1, 2]},
+        (torch.zeros(2).as_subclass(Wrapped), "w"),
+        (torch.zeros(2, device="meta"), "w"),
+        (torch.eye(2).to_sparse(), "w"),
+        (torch.zeros(2, dtype=torch.complex128), "w"),
+        (torch.zeros(2), "__metadata__"),
+        (torch.zeros(2), "w format"),
+        (torch.zeros(2), "w DCP_SHARDING_INFO"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_before_writing(
-    tmp_path: Path, named: dict[str, Any]
+    tmp_path: Path, tensor: torch.Tensor, names: str
 ) -> None:
-    with pytest.raises((TypeError, ValueError), match="g: "):
-        save(tmp_path / "root", 1, {"g": named}, {}, keep=1)
+    name, *also = names.split()
+    box = TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, also=tuple(also))
+    with pytest.raises(CheckpointError, match=r"cannot save step 1 in .*root: g: "):
+        write_checkpoint(tmp_path / "root", 1, Share({"g": [box]}, {}, {}), 1, World())
     assert not (tmp_path / "root").exists()
 
 
 @pytest.mark.parametrize("group", ["../g", "a/b", "", ".g", "g\n"])
 def test_group_names_are_file_names(tmp_path: Path, group: str) -> None:
-    with pytest.raises(ValueError, match="name of a file"):
+    with pytest.raises(CheckpointError, match="name of a file"):
         save(tmp_path, 1, {group: {}}, {}, keep=1)
 
 

@@ -14,19 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
-from fp8cfg.checkpoint import local_save, tensor_layout
-from fp8cfg.checkpoint.local_save import CheckpointError, load, save
+from fp8cfg.checkpoint import save as checkpoint_save
 from fp8cfg.checkpoint.manifest import (
     DamagedCheckpoint,
     NoUsableCheckpoint,
     newest,
     verify,
-    write_manifest,
 )
+from fp8cfg.checkpoint.save import RESERVE, CheckpointError, OldCheckpointStays, Share, share_bytes
+from fp8cfg.checkpoint.tensor_layout import whole_boxes
 from fp8cfg.run_folder.files import RunFiles
 from tests.support.forked import processes
 from tests.support.small_checkpoints import GROUPS, content, flip, names, put, step_of
+from tests.support.whole_checkpoints import describe, load, save
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_renamed_folder_is_passed_over(tmp_path: Path) -> None:
 def test_a_whole_manifest_over_a_foreign_state(tmp_path: Path, state: str) -> None:
     path = put(tmp_path, 1)
     (path / "state.json").write_text(state)
-    write_manifest(path, step=1)
+    describe(path, step=1)
     with pytest.raises(DamagedCheckpoint, match=r"state\.json"):
         load(path)
 
@@ -85,7 +87,7 @@ def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     path, marker = put(tmp_path, 1), tmp_path / "marker"
     payload = f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
     (path / "model.safetensors").write_bytes(payload)
-    write_manifest(path, step=1)
+    describe(path, step=1)
     with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors"):
         load(path)
     assert not marker.exists()
@@ -186,7 +188,7 @@ def test_no_permission(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize(
-    "place", ["mkdir", "save_file", "write_manifest", "rename", "fsync", "replace"]
+    "place", ["mkdir", "write_all", "write_manifest", "rename", "fsync", "replace"]
 )
 def test_errors_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, code: int
@@ -207,8 +209,7 @@ def test_errors_of_the_disk(
             "fsync": os,
             "rename": RunFiles,
             "replace": RunFiles,
-            "save_file": tensor_layout,
-        }.get(place, local_save)
+        }.get(place, checkpoint_save)
         real = getattr(where, place)
         patch.setattr(where, place, fail)
         with pytest.raises(CheckpointError, match=os.strerror(code)) as caught:
@@ -218,20 +219,53 @@ def test_errors_of_the_disk(
     assert step_of(put(tmp_path, 3)) == 3
 
 
-def test_a_disk_that_gives_other_bytes_back(
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no memory"), SafetensorError("x")])
+def test_errors_of_memory_and_of_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    put(tmp_path, 1)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_save, "write_all", fail)
+        with pytest.raises(CheckpointError, match=str(error) or "MemoryError") as caught:
+            put(tmp_path, 2)
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_header_that_was_written_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, 1, keep=1)
+    encode = checkpoint_save.encode_header
+
+    def encode_wrong(boxes: Any) -> bytes:
+        return encode(boxes).replace(b'"F32"', b'"F64"')
+
+    monkeypatch.setattr(checkpoint_save, "encode_header", encode_wrong)
+    with pytest.raises(CheckpointError, match=r"step 2 .*model\.safetensors: cannot be read"):
+        put(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_root_that_cannot_be_synced_is_no_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, 1, keep=1)
-    real = write_manifest
+    sync = RunFiles.sync
 
-    def rot(folder: RunFiles, step: int, world_size: int) -> None:
-        real(folder, step, world_size)
-        flip(folder.path / "model.safetensors")
+    def fail(files: RunFiles) -> None:
+        if files.path == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(files)
 
-    monkeypatch.setattr(local_save, "write_manifest", rot)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        put(tmp_path, 2, keep=1)
-    assert names(tmp_path) == ["step-00000001"]
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFiles, "sync", fail)
+        with pytest.raises(OldCheckpointStays, match="step-00000002 is saved, but older"):
+            put(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert step_of(newest(tmp_path, pytest.fail)) == 2
 
 
 def test_space_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +277,7 @@ def test_space_is_asked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CheckpointError, match=rf"needs \d+ bytes, {size} are free"):
         put(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001"]
-    free[0] = round(1.1 * size) + local_save.RESERVE  # far less than twice its size is enough
+    free[0] = round(1.1 * size) + RESERVE  # far less than twice its size is enough
     put(tmp_path, 2)
 
 
@@ -252,7 +286,8 @@ def test_what_a_save_takes_is_what_it_asks_for(tmp_path: Path) -> None:
     groups = {"m": {"embed": weight, "head": weight, "other": torch.zeros(100)}}
     path = save(tmp_path, 1, groups, {}, keep=1)
     taken = sum(file.stat().st_size for file in path.iterdir())
-    assert taken <= local_save.room_for(groups.values(), 2) <= taken + local_save.RESERVE
+    share = Share({"m": whole_boxes(groups["m"])}, {}, {})
+    assert taken <= share_bytes(share) + len("{}") <= taken + RESERVE
 
 
 def test_an_older_one_that_cannot_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,19 +310,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(local_save, "write_manifest", interrupt)
+    monkeypatch.setattr(checkpoint_save, "write_manifest", interrupt)
     with pytest.raises(KeyboardInterrupt):
         put(tmp_path, 1)
     assert names(tmp_path) == []
-
-
-def test_a_file_that_safetensors_wrote_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(tmp_path, 1)
-    monkeypatch.setattr(
-        tensor_layout, "save_file", lambda named, file, metadata: file.write_bytes(b"{}")
-    )
-    with pytest.raises(CheckpointError, match="step 2"):
-        put(tmp_path, 2)
-    assert names(tmp_path) == ["step-00000001"]

@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8cfg.checkpoint.manifest import (
+    SCHEMA,
     DamagedCheckpoint,
     NoUsableCheckpoint,
+    OtherCheckpointFormat,
     read_manifest,
     verify,
-    write_manifest,
 )
+from tests.support.small_checkpoints import put
+from tests.support.whole_checkpoints import describe
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     )  # longer than one chunk of hashing
     (path / "state.json").write_text("{}")
     (path / "ranks" / "0.safetensors").write_bytes(b"zero")
-    write_manifest(path, step=7, world_size=2)
+    describe(path, step=7, world_size=2)
     return path
 
 
@@ -133,7 +136,15 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("schema", 2), ("step", -1), ("step", True), ("step", 1.0), ("world_size", 0), ("created", 1)],
+    [
+        ("schema", 0),
+        ("schema", "2"),
+        ("step", -1),
+        ("step", True),
+        ("step", 1.0),
+        ("world_size", 0),
+        ("created", 1),
+    ],
 )
 def test_fields_are_typed(folder: Path, key: str, value: object) -> None:
     edit(folder, {key: value})
@@ -154,7 +165,7 @@ entries = (
 )
 manifests = st.fixed_dictionaries(
     {
-        "schema": st.just(1) | values,
+        "schema": st.just(SCHEMA) | values,
         "step": st.just(7) | values,
         "world_size": st.just(1) | values,
         "created": st.just("now") | values,
@@ -173,7 +184,7 @@ def test_only_one_kind_of_error(tmp_path_factory: pytest.TempPathFactory, conten
     folder.mkdir(exist_ok=True)
     (folder / "model").write_bytes(b"abcd")
     (folder / "MANIFEST.json").write_bytes(content)
-    with pytest.raises(DamagedCheckpoint) as caught:
+    with pytest.raises((DamagedCheckpoint, OtherCheckpointFormat)) as caught:
         verify(folder)
     assert "\n" not in str(caught.value)
 
@@ -187,16 +198,26 @@ def test_hostile_json(folder: Path, content: bytes) -> None:
         verify(folder)
 
 
-def test_every_file_and_folder_is_synced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("schema", [1, SCHEMA + 1])
+def test_another_format_is_named(folder: Path, schema: int) -> None:
+    edit(folder, {"schema": schema})
+    with pytest.raises(OtherCheckpointFormat, match=f"format {schema}, but .* {SCHEMA}; ") as error:
+        verify(folder)
+    assert error.value.exit_code == 4
+
+
+def test_every_file_and_folder_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     real = os.fsync
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda handle: (synced.append(os.path.realpath(f"/proc/self/fd/{handle}")), real(handle)),
-    )
-    write_manifest(folder, step=7)
-    # The manifest after what it describes, the folders after their entries.
-    names = [os.path.relpath(path, folder).partition(".tmp-")[0] for path in synced]
-    assert set(names[:3]) == {"model.safetensors", "state.json", "ranks/0.safetensors"}
-    assert names[3:] == ["MANIFEST.json", "ranks", "."]
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    put(tmp_path, 7)
+    # The manifest after the files that it describes, the folders after their entries.
+    names = [Path(path).name.partition(".tmp-")[0] for path in synced]
+    tensors = ["model.safetensors", "optimizer.safetensors", "fp8.safetensors"]
+    root = tmp_path.name
+    assert names == [*tensors, "state.json", "MANIFEST.json", "step-00000007", root]

@@ -12,12 +12,14 @@ import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.checkpoint import job_state, local_save, resume_rules
+from fp8cfg.checkpoint import job_state, resume_rules
+from fp8cfg.checkpoint.load import Tensors
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.state_dict_conversion import fit_history
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
+from tests.support import whole_checkpoints
 from tests.support.ranks import launch
 from tests.support.short_runs import fit
 from tests.support.small import SMALL, small, steps
@@ -25,9 +27,7 @@ from tests.support.small import SMALL, small, steps
 FP8 = "precision=bf16_fp8"
 
 
-def after(
-    words: tuple[str, ...], done: int
-) -> tuple[fp8cfg.Job, local_save.Tensors, dict[str, object]]:
+def after(words: tuple[str, ...], done: int) -> tuple[fp8cfg.Job, Tensors, dict[str, object]]:
     """A job `done` steps on, and what its checkpoint holds, through files."""
     job = fp8cfg.build(small(*words))
     list(steps(job, done))
@@ -58,9 +58,9 @@ def test_losses_and_state_go_on_bit_for_bit(words: tuple[str, ...], tmp_path: Pa
     whole = fp8cfg.build(small(*words))
     want = [s.loss for s in steps(whole, 9)][4:]
     _, tensors, state = after(words, 4)
-    path = local_save.save(tmp_path, 4, tensors, state, keep=2)
+    path = whole_checkpoints.save(tmp_path, 4, tensors, state, keep=2)
     job = fp8cfg.build(small(*words))
-    assert job_state.restore(job, *local_save.load(path), run_data(job.recipe)[0]) == 4
+    assert job_state.restore(job, *whole_checkpoints.load(path), run_data(job.recipe)[0]) == 4
     assert [s.loss for s in steps(job, 5, first=4)] == want
     for (name, a), b in zip(
         stored_state_dict(job.model).items(), stored_state_dict(whole.model).values(), strict=True
@@ -90,9 +90,9 @@ def test_an_optimizer_without_tensors_is_resumed(
 ) -> None:
     whole, tensors, state = after(words, done)
     assert "optimizer" not in tensors
-    path = local_save.save(tmp_path, done, tensors, state, keep=1)
+    path = whole_checkpoints.save(tmp_path, done, tensors, state, keep=1)
     job = fp8cfg.build(small(*words))
-    assert job_state.restore(job, *local_save.load(path), run_data(job.recipe)[0]) == done
+    assert job_state.restore(job, *whole_checkpoints.load(path), run_data(job.recipe)[0]) == done
     assert job.optimizer.state_json() == whole.optimizer.state_json()
     assert [s.loss for s in steps(job, 2, first=done)] == [
         s.loss for s in steps(whole, 2, first=done)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8cfg.checkpoint import job_state
-from fp8cfg.checkpoint.local_save import load, save
+from tests.support.whole_checkpoints import load, save
 
 
 def draw() -> list[float]:

@@ -14,14 +14,16 @@ import torch
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.checkpoint import job_tensors, local_save
-from fp8cfg.checkpoint.local_save import CheckpointError, OldCheckpointStays
+from fp8cfg.checkpoint import job_tensors
+from fp8cfg.checkpoint import save as checkpoint_save
+from fp8cfg.checkpoint.save import CheckpointError, OldCheckpointStays
 from fp8cfg.composition import to_yaml
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.run_folder import RunFolder, RunFolderNotWritable
 from fp8cfg.training import loop, signals, step_sequence
 from fp8cfg.training.metrics import read
 from fp8cfg.training.step import Step
+from tests.support import whole_checkpoints
 from tests.support.short_runs import WORDS, fit, saved
 from tests.support.small import SMALL, small
 
@@ -31,14 +33,14 @@ from tests.support.small import SMALL, small
 def test_a_save_that_fails_is_said_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, said = local_save.save, list[str]()
+    real, said = checkpoint_save.write_checkpoint, list[str]()
 
     def save(root: Any, step: int, *rest: Any) -> Path:
         if step in (2, 3):
             raise CheckpointError(f"cannot save step {step} in x: not enough space")
         return real(root, step, *rest)
 
-    monkeypatch.setattr(local_save, "save", save)
+    monkeypatch.setattr(checkpoint_save, "write_checkpoint", save)
     folder = fit(tmp_path, "checkpoint.every_n_steps=1", "checkpoint.keep=9", say=said.append)
     assert saved(folder.path) == ["step-00000001", "step-00000004"]
     assert [s for s in said if "cannot save" in s] == [
@@ -56,7 +58,7 @@ def test_the_last_save_ends_the_run_where_it_fails_but_not_an_old_one_that_stays
         def save(*_: Any, kind: type[CheckpointError] = error) -> Path:
             raise kind("so it is")
 
-        monkeypatch.setattr(local_save, "save", save)
+        monkeypatch.setattr(checkpoint_save, "write_checkpoint", save)
         if error is CheckpointError:
             with pytest.raises(CheckpointError, match="so it is") as e:
                 fit(tmp_path, "trainer.max_steps=1", "optim.warmup_steps=1")
@@ -85,7 +87,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_said_before_the_first_step(
         "trainer.val_check_interval=0",
     )
     job, free = fp8cfg.build(recipe), [10**9]
-    need = job_tensors.checkpoint_bytes(job, World()) + local_save.RESERVE
+    need = job_tensors.checkpoint_bytes(job, World()) + checkpoint_save.RESERVE
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, free[0]))
     with RunFolder.create(tmp_path, "x", datetime.now(), to_yaml(recipe)) as folder:
         free[0] = need - 1
@@ -98,7 +100,7 @@ def test_a_disk_too_small_for_one_checkpoint_is_said_before_the_first_step(
         free[0] = 10**9
         fp8cfg.fit(job, folder, say=lambda _: None)
         size = sum(f.stat().st_size for f in folder.checkpoints.rglob("*.*") if f.is_file())
-    assert 0.7 * size < need < 1.3 * size + 2 * local_save.RESERVE
+    assert 0.7 * size < need < 1.3 * size + 2 * checkpoint_save.RESERVE
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
@@ -178,7 +180,10 @@ def test_a_signal_inside_an_evaluation_is_heeded_between_its_batches(tmp_path: P
         assert len(passes) == 3 and saved(folder.path) == ["step-00000002"]
         again = fp8cfg.build(recipe)
         fp8cfg.fit(
-            again, folder, local_save.load(folder.checkpoints / "step-00000002"), say=lambda _: None
+            again,
+            folder,
+            whole_checkpoints.load(folder.checkpoints / "step-00000002"),
+            say=lambda _: None,
         )
         lines = read(folder.metrics)
     assert [(line["step"], "val_loss" in line) for line in lines] == [

@@ -7,22 +7,26 @@ import functools
 import os
 import weakref
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import distributed_save, job_state, load, local_save
+from fp8cfg.checkpoint import job_state, load
 from fp8cfg.checkpoint import manifest as step_folders
-from fp8cfg.checkpoint.load import load_by_layer
-from fp8cfg.checkpoint.local_save import CheckpointError
+from fp8cfg.checkpoint import save as checkpoint_save
+from fp8cfg.checkpoint.load import load_by_layer, open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, read_manifest, verify
+from fp8cfg.checkpoint.save import CheckpointError, Share, write_checkpoint
 from fp8cfg.checkpoint.saver import HostCopies
 from fp8cfg.checkpoint.tensor_layout import TensorBox, to_write
 from fp8cfg.models.weight_init import TensorShard
@@ -32,7 +36,7 @@ from fp8cfg.training import trained_model
 from fp8cfg.training.data import run_data
 from fp8cfg.training.loop import train
 from fp8cfg.training.step import train_step
-from tests.support import sharded_checkpoints
+from tests.support import sharded_checkpoints, whole_checkpoints
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 
@@ -60,6 +64,7 @@ GOES_ON = [
     ("tensor", "tensor"),
 ]
 STEP = "step-00000001"
+TIED = "output_layer.weight"
 
 
 def job_of(layout: str) -> Job:
@@ -72,7 +77,7 @@ def trained(job: Job, world: World) -> Job:
 
 
 def loaded(job: Job, folder: Path, world: World) -> Job:
-    tensors, state = local_save.load_named(RunFiles.at(folder), STEP, world.size)
+    tensors, state = open_checkpoint(RunFiles.at(folder), STEP, world.size)
     tensors.check_sums(world)
     assert job_state.restore(job, tensors, state, run_data(job.recipe)[0]) == 1
     return job
@@ -92,12 +97,14 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
     job = job_of("fsdp")
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(distributed_save.SummedFile, "write", full)
+            patch.setattr(checkpoint_save, "write_all", full)
         with pytest.raises(CheckpointError) as failed:
             sharded_checkpoints.saved(job, world, folder / "full", 1)
     found["full"] = str(failed.value)
+    found["errors"] = [failure(world, folder, error) for error in (MemoryError, SafetensorError)]
+    found["overlap"] = overlap(world, folder)
     with pytest.raises(DamagedCheckpoint) as damaged:
-        tensors, _ = local_save.load_named(RunFiles.at(damage(folder, world)), STEP, 2)
+        tensors, _ = open_checkpoint(RunFiles.at(damage(folder, world)), STEP, 2)
         tensors.check_sums(world)
     found["damaged"] = str(damaged.value)
     with pytest.raises(NoUsableCheckpoint) as unlike:
@@ -110,13 +117,38 @@ def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def failure(world: World, folder: Path, error: type[Exception]) -> str:
+    """What a save says whose second rank fails with `error`."""
+
+    def fail(*_: Any) -> None:
+        raise error("it\nbroke")
+
+    box = TensorBox("w", (2,), (world.rank,), torch.zeros(1))
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(checkpoint_save, "write_all", fail)
+        return save_error(world, folder, box)
+
+
+def overlap(world: World, folder: Path) -> str:
+    """What a save says whose ranks write the same rows."""
+    return save_error(world, folder, TensorBox("w", (4,), (world.rank,), torch.zeros(2)))
+
+
+def save_error(world: World, folder: Path, box: TensorBox) -> str:
+    root = folder / "full"
+    share = Share({"g": [box]}, {}, {})
+    with pytest.raises(CheckpointError) as failed:
+        write_checkpoint(root if world.first else None, 1, share, None, world)
+    return str(failed.value)
+
+
 def damage(folder: Path, world: World) -> Path:
     """A checkpoint in which a byte of what the second rank wrote is another."""
+    job = fp8cfg.build(small("precision=fp32", "trainer.micro_batch_size=4"))
+    path = sharded_checkpoints.saved(job, world, folder / "damaged", 1)
     if world.first:
-        sharded_checkpoints.saved(
-            fp8cfg.build(small("precision=fp32")), World(), folder / "damaged", 1
-        )
-        file = folder / "damaged" / STEP / "model.safetensors"
+        file = path / "model" / "rank-00001-1.safetensors"
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
@@ -157,7 +189,7 @@ def test_shares_of_two_ranks_make_the_whole(
         for rank in (0, 1)
     }
     assert 0.75 < written[0] / written[1] < 1.33, "each rank writes about half"
-    tensors, _ = local_save.load(path)
+    tensors, _ = whole_checkpoints.load(path)
     assert same(ranks[0][layout], tensors) and same(ranks[1][layout], tensors)
     assert tensors["model"]["output_layer.weight"] is tensors["model"]["embedding.weight"]
     assert sum(entry.size for entry in manifest.files.values()) < 1.1 * sum(
@@ -166,19 +198,32 @@ def test_shares_of_two_ranks_make_the_whole(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("layout", ["fsdp", "tensor", "zero1"])
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "zero1", "one"])
 def test_torchs_reader_reads_them(layout: str, two: tuple[Path, list[dict[str, Any]]]) -> None:
+    tensors, _ = whole_checkpoints.load(two[0] / layout / STEP)
     for group in ("model", "optimizer"):
-        want = two[1][0][layout][group]
-        state = {
-            name: torch.zeros_like(t) for name, t in want.items() if name != "output_layer.weight"
-        }  # another name of the embedding
-        dcp.load(
-            state,
-            storage_reader=HuggingFaceStorageReader(str(two[0] / layout / STEP / group)),
-            no_dist=True,
-        )
+        want = tensors[group]
+        # Another name of the embedding is in the metadata, which torch does not read.
+        state = {name: torch.zeros_like(t) for name, t in want.items() if name != TIED}
+        # One rank has no folder for each group.
+        folder = two[0] / layout / STEP / ("" if layout == "one" else group)
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
         assert all(torch.equal(t, want[name]) for name, t in state.items())
+
+
+def test_safetensors_reads_the_model_of_one_rank(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    path = two[0] / "one" / STEP
+    assert sorted(file.name for file in path.iterdir()) == [
+        "MANIFEST.json",
+        "fp8.safetensors",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "rng.safetensors",
+        "state.json",
+    ]
+    want = whole_checkpoints.load(path)[0]["model"]
+    del want[TIED]
+    assert same({"model": load_file(path / "model.safetensors")}, {"model": want})
 
 
 @pytest.mark.parametrize(("before", "now"), GOES_ON)
@@ -186,7 +231,7 @@ def test_another_layout_goes_on_with_the_same_state(
     before: str, now: str, two: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     folder, ranks = two
-    want, _ = local_save.load(folder / before / STEP)
+    want, _ = whole_checkpoints.load(folder / before / STEP)
     for rank in ranks:
         assert same(rank[f"{before} {now}"], want)
 
@@ -206,14 +251,21 @@ def test_what_one_rank_cannot_write_is_saved_by_none(
     assert [rank["full"] for rank in ranks] == [
         f"cannot save step 1 in {folder / 'full'}: rank 1: [Errno 28] No space left on device"
     ] * 2
+    start = f"cannot save step 1 in {folder / 'full'}: "
+    for rank in ranks:
+        assert rank["errors"] == [f"{start}rank 1: it broke"] * 2
+        assert rank["overlap"].startswith(f"{start}rank 0: ")
+        assert rank["overlap"].endswith("the parts of w do not make a whole")
     assert not list((folder / "full").iterdir())
 
 
 def test_what_one_rank_finds_damaged_no_rank_goes_on_with(
     two: tuple[Path, list[dict[str, Any]]],
 ) -> None:
-    assert "model.safetensors: its sha256 is not the one in the manifest" in two[1][0]["damaged"]
-    assert "damaged" in two[1][1]["damaged"]
+    for rank in two[1]:
+        assert rank["damaged"].endswith(
+            "model/rank-00001-1.safetensors: its sha256 is not the one in the manifest"
+        )
 
 
 def test_ranks_that_read_unlike_checkpoints_do_not_go_on(
@@ -227,12 +279,16 @@ def test_ranks_that_read_unlike_checkpoints_do_not_go_on(
 def test_a_rank_reads_what_it_keeps_alone(
     two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors, _ = local_save.load_named(RunFiles.at(two[0] / "fsdp"), STEP)
+    tensors, _ = open_checkpoint(RunFiles.at(two[0] / "fsdp"), STEP)
     name, read = "layers.0.mlp.linear_fc1.weight", list[int]()
-    real = load._part
-    monkeypatch.setattr(
-        load, "_part", lambda *args: (part := real(*args), read.append(part.numel()))[0]
-    )
+    real = load._intersection
+
+    def count(*places: Any) -> Any:
+        common = real(*places)
+        read.append(prod(common[1]) if common else 0)
+        return common
+
+    monkeypatch.setattr(load, "_intersection", count)
     shape = tensors["model"].shape(name)
     part = tensors["model"].read(
         name, (shape[0] // 2 - 2, 1), (4, 3)
@@ -245,8 +301,8 @@ def test_a_model_is_loaded_a_layer_at_a_time(
     two: tuple[Path, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `export hf`, `sample` and `evaluate` do."""
-    tensors, _ = local_save.load_named(RunFiles.at(two[0] / "tensor"), STEP)
-    model, real = job_of("none").model, load.SavedTensors.read
+    tensors, _ = open_checkpoint(RunFiles.at(two[0] / "tensor"), STEP)
+    model, real = job_of("none").model, load.StoredGroup.read
     alive: list[tuple[str, weakref.ref[Tensor]]] = []
     together: set[str] = set()
 
@@ -261,7 +317,7 @@ def test_a_model_is_loaded_a_layer_at_a_time(
         together.add(" ".join(sorted(there)))
         return t
 
-    monkeypatch.setattr(load.SavedTensors, "read", read)
+    monkeypatch.setattr(load.StoredGroup, "read", read)
     load_by_layer(model, tensors)
     assert together == {"", "layers.0", "layers.1"}
     assert all(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
 from fp8cfg.models.config import adapter_parameters
 from fp8cfg.models.lora import adapted
 from fp8cfg.numerics.stored_state import stored_state_dict
@@ -23,6 +23,7 @@ from fp8cfg.schema.errors import ConfigError, NotFP8Error
 from fp8cfg.training.data import run_data
 from fp8cfg.training.loop import train
 from fp8cfg.training.memory_measurement import BOUNDS, measure
+from tests.support import whole_checkpoints
 from tests.support.small import small, steps
 
 LORA = ("lora.enabled=true", "optim.lr=0.01", "trainer.max_steps=12")
@@ -134,10 +135,10 @@ def test_a_run_comes_back_bit_for_bit_from_adapters_alone(
         "fp8_amax_history",
     }
     assert state["base"] == {"weights": None, "sha256": None}
-    path = local_save.save(tmp_path, 2, tensors, state, keep=2)
+    path = whole_checkpoints.save(tmp_path, 2, tensors, state, keep=2)
     job = fp8cfg.build(small(*LORA, *trained["words"]))
     torch.manual_seed(99)  # dropout goes on from the generator that was saved
-    assert job_state.restore(job, *local_save.load(path), run_data(job.recipe)[0]) == 2
+    assert job_state.restore(job, *whole_checkpoints.load(path), run_data(job.recipe)[0]) == 2
     assert [s.loss for s in steps(job, 3, first=2)] == trained["losses"][2:]
     want = stored(trained["job"])
     assert [name for name, t in stored(job).items() if not same(t, want[name])] == []

@@ -11,14 +11,14 @@ import torch
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
-from tests.support import sharded_checkpoints
+from tests.support import sharded_checkpoints, whole_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
@@ -68,7 +68,7 @@ def run(
     if folder:
         sharded_checkpoints.saved(job, world, folder, 2)
         job = fp8cfg.build(small(*WORDS, *words, f"storage.shard={then}"))
-        job_state.restore(job, *local_save.load(folder / "step-00000002"), batches)
+        job_state.restore(job, *whole_checkpoints.load(folder / "step-00000002"), batches)
     losses += [train_step(job, batches, step, world).loss for step in range(2, 4)]
     return {
         "losses": losses,

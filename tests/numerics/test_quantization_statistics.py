@@ -21,6 +21,7 @@ from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
+from tests.support import whole_checkpoints
 from tests.support.ranks import launch
 from tests.support.small import small, steps
 from tests.support.traced import TRACE
@@ -243,7 +244,6 @@ def test_one_line_a_step_and_tensor(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_writes_the_lines_that_a_whole_one_has(tmp_path: Path) -> None:
-    from fp8cfg.checkpoint import local_save
 
     words = (
         "precision=bf16_fp8",
@@ -257,13 +257,15 @@ def test_a_resumed_run_writes_the_lines_that_a_whole_one_has(tmp_path: Path) -> 
         file.write(b'{"step": 5, "la')
     job = fp8cfg.build(small(*words))
     fp8cfg.fit(
-        job, folder, local_save.load(folder.checkpoints / "step-00000002"), say=lambda _: None
+        job,
+        folder,
+        whole_checkpoints.load(folder.checkpoints / "step-00000002"),
+        say=lambda _: None,
     )
     assert folder.fp8_stats.read_bytes() == whole
 
 
 def test_a_run_that_no_longer_asks_for_them_drops_those_of_steps_it_repeats(tmp_path: Path) -> None:
-    from fp8cfg.checkpoint import local_save
 
     words = (
         "precision=bf16_fp8",
@@ -274,7 +276,10 @@ def test_a_run_that_no_longer_asks_for_them_drops_those_of_steps_it_repeats(tmp_
     folder, _ = fit(tmp_path, *words)
     job = fp8cfg.build(small(*words, "log.fp8_stats_every_n_steps=0"))
     fp8cfg.fit(
-        job, folder, local_save.load(folder.checkpoints / "step-00000002"), say=lambda _: None
+        job,
+        folder,
+        whole_checkpoints.load(folder.checkpoints / "step-00000002"),
+        say=lambda _: None,
     )
     assert {line["step"] for line in read(folder.fp8_stats)} == {1, 2}
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.checkpoint import local_save
 from fp8cfg.training.metrics import read
+from tests.support import whole_checkpoints
 from tests.support.ranks import launch, torchrun
 from tests.support.small import SMALL, small, small_words
 
@@ -32,7 +32,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def scales(folder: Path) -> dict[str, torch.Tensor]:
-    found, _ = local_save.load(sorted((folder / "checkpoints").iterdir())[-1])
+    found, _ = whole_checkpoints.load(sorted((folder / "checkpoints").iterdir())[-1])
     return {k: v for k, v in found["fp8"].items() if k.endswith("fp8_scale")}
 
 
@@ -119,7 +119,7 @@ def test_ranks_without_reduction_keep_their_own_amaxes(tmp_path: Path) -> None:
     histories = []
     for reduce in ("true", "false"):
         folder = run(2, tmp_path / reduce, *words, f"fp8.reduce_amax={reduce}")
-        found, _ = local_save.load(sorted((folder / "checkpoints").iterdir())[-1])
+        found, _ = whole_checkpoints.load(sorted((folder / "checkpoints").iterdir())[-1])
         histories.append({k: v for k, v in found["fp8"].items() if k.endswith("history")})
     reduced, each = histories
     assert not [k for k in reduced if ":" in k]

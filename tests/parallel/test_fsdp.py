@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import SENT, World
@@ -24,7 +24,7 @@ from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
 from fp8cfg.training.step import train_step
-from tests.support import sharded_checkpoints
+from tests.support import sharded_checkpoints, whole_checkpoints
 from tests.support.fsdp_runs import (
     CURRENT,
     EVERYWHERE,
@@ -362,7 +362,7 @@ def test_one_rank_goes_on_from_whole_tensors(
     row: str, two: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     folder, ranks = two
-    tensors, _ = local_save.load(folder / row / f"step-{SAVED:08d}")
+    tensors, _ = whole_checkpoints.load(folder / row / f"step-{SAVED:08d}")
     job = load(job_of(ROWS[row], FSDP, NOT_CLIPPED, "trainer.micro_batch_size=8"), folder / row)
     again, _ = job_state.collect(job, run_data(job.recipe)[0], SAVED)
     for group in tensors.keys() - {"rng"}:

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import local_save
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training import memory_measurement
-from tests.support import rank_runs, sharded_checkpoints
+from tests.support import rank_runs, sharded_checkpoints, whole_checkpoints
 from tests.support.pipeline_steps import broken_off, job_of, sent, sharded, sums
 from tests.support.ranks import on_ranks
 from tools.layout_proof.comparison import wrong_axes
@@ -283,7 +282,7 @@ def test_runs_resume_on_other_layouts(
     alone = resumed(words_of_one(name), 1, World(), folder / name)
     assert alone["losses"] == pytest.approx(quick[0][name]["losses"][rest], rel=near)
     (tensors, state), (theirs, their_state) = (
-        local_save.load(folder / of / "step-00000001") for of in (name, f"one {name}")
+        whole_checkpoints.load(folder / of / "step-00000001") for of in (name, f"one {name}")
     )
     names, wanted = (
         {group: {*named} for group, named in each.items() if named} for each in (tensors, theirs)
@@ -405,7 +404,7 @@ def test_other_layouts_go_on_from_stages_and_save_the_same(
             quick[0]["tied"]["losses"][rank_runs.SAVED :], rel=1e-6
         )
     before, *others = (
-        local_save.load(folder / name / "step-00000001")[0]
+        whole_checkpoints.load(folder / name / "step-00000001")[0]
         for name in ("tied", "tied again", "tied fsdp")
     )
     assert all(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import local_save
 from fp8cfg.models import TransformerConfig
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.models.weight_init import TensorShard
@@ -28,7 +27,7 @@ from fp8cfg.schema.training import Strategy
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
-from tests.support import rank_runs, sharded_checkpoints
+from tests.support import rank_runs, sharded_checkpoints, whole_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import PACKED, small
 from tests.support.traced import trace_model
@@ -510,7 +509,7 @@ def test_parts_are_those_of_the_whole_bit_for_bit(
 ) -> None:
     """Codes and scales of the optimizer's state among them; a block that a cut goes through has decoded ones."""
     (tensors, _), found = (
-        local_save.load(folder / f"one {name}" / "step-00000001"),
+        whole_checkpoints.load(folder / f"one {name}" / "step-00000001"),
         two[0][f"{name} as loaded"],
     )
     decoded = {

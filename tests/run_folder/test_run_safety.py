@@ -13,13 +13,14 @@ import pytest
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.checkpoint import job_state, local_save
-from fp8cfg.checkpoint.manifest import DamagedCheckpoint, write_manifest
+from fp8cfg.checkpoint import job_state
+from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
 from fp8cfg.run_folder.run_folder import RunFolder, RunFolderDeleted
 from fp8cfg.schema.errors import printable
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
+from tests.support import whole_checkpoints
 from tests.support.short_runs import fit, saved
 
 
@@ -243,7 +244,7 @@ def job(whole: Path) -> fp8cfg.Job:
 def test_a_state_of_other_contents_is_a_damaged_checkpoint(
     number: int, whole: Path, job: fp8cfg.Job
 ) -> None:
-    tensors, state = local_save.load(whole / "checkpoints" / "step-00000004")
+    tensors, state = whole_checkpoints.load(whole / "checkpoints" / "step-00000004")
     STATES[number](state)
     with pytest.raises(DamagedCheckpoint) as e:
         job_state.restore(job, tensors, state, run_data(job.recipe)[0])
@@ -251,7 +252,7 @@ def test_a_state_of_other_contents_is_a_damaged_checkpoint(
 
 
 def test_a_torn_group_names_the_tensor(whole: Path, job: fp8cfg.Job) -> None:
-    tensors, state = local_save.load(whole / "checkpoints" / "step-00000004")
+    tensors, state = whole_checkpoints.load(whole / "checkpoints" / "step-00000004")
     name = next(iter(tensors["model"]))
     kept = tensors["model"].pop(name)
     with pytest.raises(DamagedCheckpoint, match=f"Missing key.*{name}"):
@@ -269,10 +270,10 @@ def test_older_checkpoints_are_tried_where_contents_are_wrong(
     (newest / "model.safetensors").write_bytes(
         b"\x08\0\0\0\0\0\0\0{}      "
     )  # whole, and without a tensor
-    write_manifest(newest, 4)
+    whole_checkpoints.describe(newest, 4)
     again = mine / "checkpoints" / "step-00000004.2"
     (again / "model.safetensors").write_bytes(b"no safetensors")
-    write_manifest(again, 4)
+    whole_checkpoints.describe(again, 4)
     assert main(["resume", str(mine), "trainer.max_steps=5"]) == 0
     out = capsys.readouterr().out
     passed = [line for line in out.splitlines() if "passed over" in line]
@@ -285,7 +286,7 @@ def test_older_checkpoints_are_tried_where_contents_are_wrong(
     for name in saved(mine):
         file = mine / "checkpoints" / name / "state.json"
         file.write_text(json.dumps({"step": int(name[5:13])}))
-        write_manifest(file.parent, int(name[5:13]))
+        whole_checkpoints.describe(file.parent, int(name[5:13]))
     assert main(["resume", str(mine), "trainer.max_steps=6"]) == 4
     err = capsys.readouterr().err
     assert "none of the" in err and err.count("\n") == 1

@@ -9,7 +9,8 @@ import pytest
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
+from fp8cfg.checkpoint.load import open_checkpoint
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.training import memory_measurement
@@ -67,7 +68,7 @@ def in_fp8(job: Job) -> dict[str, Any]:
 
 def resumed(job: Job, folder: Path, step: int = SAVED) -> Job:
     """`job` as the checkpoint of `step` in `folder` has it."""
-    saved = local_save.load_named(RunFiles.at(folder), f"step-{step:08d}")
+    saved = open_checkpoint(RunFiles.at(folder), f"step-{step:08d}")
     assert job_state.restore(job, *saved, run_data(job.recipe)[0]) == step
     return job
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import distributed_save, job_state, job_tensors, local_save
+from fp8cfg.checkpoint import job_state, job_tensors
+from fp8cfg.checkpoint.save import write_checkpoint
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training.data import run_data
 
@@ -20,10 +21,7 @@ def saved(job: Job, world: World, folder: Path, step: int) -> Path:
     share = job_state.share(job, run_data(job.recipe)[0], step, world)
     if world.first:
         folder.mkdir(parents=True, exist_ok=True)
-    if world.size > 1:
-        distributed_save.save(folder if world.first else None, step, share, 1, world)
-    else:
-        local_save.save(folder, step, share.tensors(), share.state, keep=1)
+    write_checkpoint(folder if world.first else None, step, share, 1, world)
     return folder / f"step-{step:08d}"
 
 

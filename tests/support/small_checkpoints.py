@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8cfg.checkpoint.local_save import load, save
+from tests.support.whole_checkpoints import load, save
 
 GROUPS = ("model", "optimizer", "fp8")
 

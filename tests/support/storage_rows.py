@@ -9,7 +9,8 @@ from torch import Tensor
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
+from fp8cfg.checkpoint.load import Tensors
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.training.data import run_data
 from tests.support.small import small, steps
@@ -69,7 +70,7 @@ def everything(job: Job) -> dict[str, Tensor]:
     return {k: t.clone() for k, t in {**stored_state_dict(job.model), **state}.items()}
 
 
-def after(row: str, done: int) -> tuple[Job, local_save.Tensors, dict[str, Any]]:
+def after(row: str, done: int) -> tuple[Job, Tensors, dict[str, Any]]:
     torch.manual_seed(0)
     job = fp8cfg.build(small(*words(row)))
     list(steps(job, done))

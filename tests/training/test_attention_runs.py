@@ -11,7 +11,7 @@ import torch
 import fp8cfg
 from fp8cfg.backends import gemm_plan
 from fp8cfg.backends.choice import Hardware, choose
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
 from fp8cfg.models.attention import CoreAttention
 from fp8cfg.numerics.fp8_attention import PRODUCTS
 from fp8cfg.numerics.stored_state import stored_state_dict
@@ -19,6 +19,7 @@ from fp8cfg.planning.coverage import coverage, planned
 from fp8cfg.planning.layer_plan import plan
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.training.data import run_data
+from tests.support import whole_checkpoints
 from tests.support.small import losses, small, steps
 from tests.support.traced import trace_model
 
@@ -188,7 +189,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(words: tuple[str, ...], tmp_path: Pat
     assert f"{NAME}.fp8_amax_history" in tensors["fp8"] and not any(
         ".fp8_" in name for name in tensors["model"]
     )
-    loaded = local_save.load(local_save.save(tmp_path, 3, tensors, json, keep=1))
+    loaded = whole_checkpoints.load(whole_checkpoints.save(tmp_path, 3, tensors, json, keep=1))
     assert job_state.restore(job, *loaded, run_data(job.recipe)[0]) == 3
     assert [s.loss for s in steps(job, 3, first=3)] == want
     for (name, a), b in zip(

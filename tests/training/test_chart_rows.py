@@ -14,7 +14,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
@@ -24,7 +24,7 @@ from fp8cfg.planning.peak_memory import linears_of, parameters, persistent
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
-from tests.support import sharded_checkpoints
+from tests.support import sharded_checkpoints, whole_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
@@ -69,7 +69,7 @@ def stopped_and_resumed(folder: Path, world: World) -> dict[str, Any]:
         sharded_checkpoints.saved(job, world, folder / name, 2)
         resumed = fp8cfg.build(recipe)
         job_state.restore(
-            resumed, *local_save.load(folder / name / "step-00000002"), run_data(recipe)[0]
+            resumed, *whole_checkpoints.load(folder / name / "step-00000002"), run_data(recipe)[0]
         )
         found[name] = [{"steps": run(its, world, 2, 4), **end(its)} for its in (job, resumed)]
     return found

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fp8cfg
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
 from fp8cfg.data import IGNORED
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.evaluation import evaluate, held_out_loss
 from fp8cfg.training.step import train_step
 from fp8cfg.training.trained_model import RunModel
+from tests.support import whole_checkpoints
 from tests.support.small import PACKED, small, steps
 
 ANSWERS = [
@@ -124,9 +125,11 @@ def test_a_run_on_conversations_resumes_bit_for_bit(words: list[str], tmp_path: 
     recipe = small(*words, "precision=bf16_fp8", "trainer.micro_batch_size=4")
     job = fp8cfg.build(recipe)
     list(steps(job, 2))
-    path = local_save.save(tmp_path, 2, *job_state.collect(job, run_data(recipe)[0], 2), keep=1)
+    path = whole_checkpoints.save(
+        tmp_path, 2, *job_state.collect(job, run_data(recipe)[0], 2), keep=1
+    )
     again = fp8cfg.build(recipe)
-    assert job_state.restore(again, *local_save.load(path), run_data(recipe)[0]) == 2
+    assert job_state.restore(again, *whole_checkpoints.load(path), run_data(recipe)[0]) == 2
     assert [s.loss for s in steps(again, 2, first=2)] == [s.loss for s in steps(job, 2, first=2)]
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
-from tests.support import sharded_checkpoints
+from tests.support import sharded_checkpoints, whole_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 from tests.support.storage_rows import FP8, SCALE, bits, equal
@@ -88,7 +88,9 @@ def save(job: Job, world: World, path: Path) -> None:
 
 def load(job: Job, path: Path) -> None:
     assert (
-        job_state.restore(job, *local_save.load(path / "step-00000002"), run_data(job.recipe)[0])
+        job_state.restore(
+            job, *whole_checkpoints.load(path / "step-00000002"), run_data(job.recipe)[0]
+        )
         == 2
     )
 
@@ -225,7 +227,7 @@ def test_one_rank_goes_on_from_the_checkpoint_of_two(
     folder, ranks = two
     job = ranked_job(*RANKED[row].split(), "storage.shard=zero2")
     load(job, folder / f"{row} zero2")
-    tensors, _ = local_save.load(folder / f"{row} none" / "step-00000002")
+    tensors, _ = whole_checkpoints.load(folder / f"{row} none" / "step-00000002")
     assert equal(
         state(job, World()),
         {k: t for group in ("model", "optimizer", "fp8") for k, t in tensors[group].items()},

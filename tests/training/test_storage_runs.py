@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.low_bit.adam import LowBitTraining
 from fp8cfg.planning import remarks
@@ -19,6 +19,7 @@ from fp8cfg.planning.linear_memory import CODEC
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import Step
+from tests.support import whole_checkpoints
 from tests.support.small import small, steps
 from tests.support.storage_rows import ROWS, after, equal, everything, words
 
@@ -168,9 +169,9 @@ def test_frozen_weights_of_a_given_model_stay_and_have_no_state(row: str) -> Non
 def test_resumed_bits_are_those_of_the_run_that_went_on(row: str, tmp_path: Path) -> None:
     want, done = trained(row)
     _, tensors, state = after(row, 2)
-    path = local_save.save(tmp_path, 2, tensors, state, keep=1)
+    path = whole_checkpoints.save(tmp_path, 2, tensors, state, keep=1)
     job = fp8cfg.build(small(*words(row)))
-    assert job_state.restore(job, *local_save.load(path), run_data(job.recipe)[0]) == 2
+    assert job_state.restore(job, *whole_checkpoints.load(path), run_data(job.recipe)[0]) == 2
     assert list(steps(job, 3, first=2)) == done[2:]
     assert (
         equal(everything(job), everything(want))

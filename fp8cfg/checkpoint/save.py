@@ -1,0 +1,402 @@
+"""Writes a checkpoint. All ranks write together, each its share of the tensors.
+
+    step-00000123/
+        model.safetensors                the tensors of a group, on one rank
+        model/rank-00001-1.safetensors   the boxes that rank 1 wrote, on several ranks
+        rng.safetensors, state.json      random numbers and JSON state of the first rank
+        MANIFEST.json                    length and sha256 of every file
+
+A save has four phases. The ranks exchange results after each phase. If one rank fails, all fail.
+
+    1. Each rank checks its share.
+    2. The first rank makes the folder `step-00000123.tmp-<random>`.
+    3. Each rank writes its files. It hashes the bytes as it writes them, and syncs each file.
+    4. The first rank checks the headers, writes the manifest and renames the folder.
+
+The rename comes last, so every visible checkpoint is complete. The lock of the run folder ensures
+that only one run writes to a root. The headers have the keys of torch.distributed.checkpoint,
+whose HuggingFaceStorageReader reads a group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fp8cfg.checkpoint.load import (
+    DTYPES,
+    OFFSETS,
+    RNG,
+    SHAPE,
+    SHARDING,
+    STATE,
+    TORCH_KEYS,
+    TensorFiles,
+    error_text,
+    read_index,
+)
+from fp8cfg.checkpoint.manifest import (
+    PLAIN,
+    DamagedCheckpoint,
+    FileEntry,
+    NoUsableCheckpoint,
+    failpoint,
+    free_name,
+    remove_old,
+    sum_of,
+    write_manifest,
+)
+from fp8cfg.checkpoint.tensor_layout import SAFETENSORS, Boxes, Groups, TensorBox, whole_boxes
+from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.files import RunFiles, StrangeFile, write_all
+from fp8cfg.schema.errors import Fp8cfgError
+
+RESERVE = 1 << 16
+"""Bytes for the manifest and for what the file system rounds up."""
+CHUNK = 16 << 20
+"""Bytes that are hashed while they are written."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FAILED = (
+    OSError,
+    StrangeFile,
+    DamagedCheckpoint,
+    SafetensorError,
+    TypeError,
+    ValueError,
+    MemoryError,
+    RuntimeError,  # torch raises it if memory runs out
+)
+"""Errors that make a save fail. Any other error is a bug and ends the run."""
+
+
+class CheckpointError(Fp8cfgError):
+    """A checkpoint could not be written. Older checkpoints are intact. Exit code 5."""
+
+    exit_code = 5
+
+
+class OldCheckpointStays(CheckpointError):
+    """A checkpoint was written, but older ones could not be removed."""
+
+
+@dataclass
+class Share:
+    """What one rank writes of a checkpoint.
+
+    Attributes:
+        boxes: The boxes of each group.
+        state: The JSON state; empty on all ranks but the first.
+        random: The random states; empty on all ranks but the first.
+    """
+
+    boxes: Groups
+    state: dict[str, Any]
+    random: dict[str, Tensor]
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Returns the tensors by group and name, for a single rank."""
+        groups = {
+            group: {name: box.tensor for box in boxes for name in (box.name, *box.also)}
+            for group, boxes in self.boxes.items()
+        }
+        groups[RNG] = self.random
+        return {group: named for group, named in groups.items() if named}
+
+
+def write_checkpoint(
+    root: Path | RunFiles | None, step: int, share: Share, keep: int | None, world: World
+) -> Path | None:
+    """Writes a checkpoint and removes older ones. All ranks call it and see one file system.
+
+    Older checkpoints are removed only if the new one and `keep - 1` others verify: by sums on one
+    rank, by names and sizes on several. The new one stays even if the root has later steps.
+
+    Args:
+        root: The existing folder of checkpoints on the first rank, None on the others.
+        step: Optimizer steps done.
+        share: What this rank writes.
+        keep: Steps to keep, at least 1. None keeps all.
+        world: The ranks.
+
+    Returns:
+        The folder of the checkpoint on the first rank, None on the others.
+
+    Raises:
+        CheckpointError: On all ranks, if one fails. Older checkpoints are as before.
+        OldCheckpointStays: On the first rank, if the new checkpoint is in place and older ones
+            could not be removed.
+    """
+    if step < 0 or (keep is not None and keep < 1):
+        raise ValueError(f"step must be >= 0 and keep >= 1, not {step} and {keep}")
+    writer = CheckpointWriter(root, step, share, world)
+    name = writer.write()
+    failpoint("renamed")
+    root_files = writer.root_files
+    if root_files is None:
+        return None
+    path = root_files.path / name
+    try:
+        # The checkpoint is in place: an error from here on does not make the save fail.
+        root_files.sync()
+        if keep is not None:
+            remove_old(root_files, name, keep, sums=world.size == 1)
+    except (OSError, NoUsableCheckpoint) as error:
+        raise OldCheckpointStays(
+            f"{path} is saved, but older checkpoints could not be removed: {error}"
+        ) from error
+    return path
+
+
+class CheckpointWriter:
+    """The save of one checkpoint. `root_files` is the root on the first rank, while it is open."""
+
+    def __init__(self, root: Path | RunFiles | None, step: int, share: Share, world: World) -> None:
+        self.root_files: RunFiles | None = None
+        self._root = root
+        self._step = step
+        self._share = share
+        self._world = world
+        self._state = b""
+        self._staged = f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
+        path = root.path if isinstance(root, RunFiles) else root
+        self._goal = world.text(f"cannot save step {step} in {path}")
+
+    def write(self) -> str:
+        """Writes the checkpoint and returns the name of its folder, "" on all ranks but the first."""
+        try:
+            sizes = self._on_all_ranks(self._check_share)
+            paths = self._on_all_ranks(partial(self._make_folder, sum(sizes)))
+            reports = self._on_all_ranks(partial(self._write_files, paths[0]))
+            names = self._on_all_ranks(partial(self._publish, reports))
+        except BaseException:
+            if self.root_files is not None:
+                self.root_files.remove(self._staged, ignore_errors=True)
+            raise
+        return str(names[self._world.rank])
+
+    def _on_all_ranks(self, phase: Callable[[], Any]) -> list[Any]:
+        """Runs one phase and returns the results of all ranks, which JSON can store.
+
+        The phase must contain no collective: a rank that fails before it would not take part.
+
+        Raises:
+            CheckpointError: On all ranks, if the phase fails on one.
+        """
+        result = None
+        problem = ""
+        cause: Exception | None = None
+        try:
+            result = phase()
+        except Exception as error:  # the other ranks wait for this one, whatever the error is
+            cause = error
+            rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
+            problem = f"{rank}{error_text(error)}"
+        answers = [json.loads(text) for text in self._world.texts(json.dumps([problem, result]))]
+        if cause is not None and not isinstance(cause, FAILED):
+            raise cause
+        for problem, _ in answers:
+            if problem:
+                raise CheckpointError(f"{self._goal}: {problem}") from cause
+        return [result for _, result in answers]
+
+    def _check_share(self) -> int:
+        """Checks that the share can be stored and returns the bytes that it takes."""
+        for group, boxes in self._share.boxes.items():
+            check_boxes(group, boxes)
+        check_boxes(RNG, whole_boxes(self._share.random))
+        if self._world.first:
+            self._state = strict_json(self._share.state).encode()
+        return share_bytes(self._share) + len(self._state)
+
+    def _make_folder(self, needed: int) -> str:
+        """Makes the folder to write in, on the first rank, and returns its path."""
+        if self._root is None:
+            return ""
+        self.root_files = RunFiles.at(self._root)
+        make_room(self.root_files, needed)
+        folder = self.root_files.folder(self._staged, make=True)
+        if self._world.size > 1:
+            for group in self._share.boxes:
+                folder.folder(group, make=True)
+        return str(folder.path.absolute())
+
+    def _write_files(self, path: str) -> dict[str, dict[str, Any]]:
+        """Writes the files of this rank and returns their manifest entries by name."""
+        folder = self._open_staged(path)
+        entries = {}
+        for group, boxes in self._share.boxes.items():
+            for number, file_boxes in enumerate(split_files(boxes), start=1):
+                name = f"{group}/rank-{self._world.rank:05d}-{number}{SAFETENSORS}"
+                if self._world.size == 1:
+                    name = f"{group}{SAFETENSORS}"
+                entries[name] = write_tensor_file(folder, name, file_boxes)
+        if self._share.random:
+            name = f"{RNG}{SAFETENSORS}"
+            entries[name] = write_tensor_file(folder, name, whole_boxes(self._share.random))
+        return {name: asdict(entry) for name, entry in entries.items()}
+
+    def _open_staged(self, path: str) -> RunFiles:
+        if self.root_files is not None:
+            return self.root_files.folder(self._staged)
+        try:
+            return RunFiles.at(Path(path))
+        except FileNotFoundError:
+            raise OSError(
+                f"{path}: not seen here; machines need a file system that they share"
+            ) from None
+
+    def _publish(self, reports: list[dict[str, dict[str, Any]]]) -> str:
+        """Completes the folder and renames it, on the first rank, and returns its name."""
+        if self.root_files is None:
+            return ""
+        folder = self.root_files.folder(self._staged)
+        entries = {}
+        for report in reports:
+            for name, entry in report.items():
+                entries[name] = FileEntry(**entry)
+        # The manifest proves that a file stays as it was written. This proves that what was
+        # written is readable, and that the boxes of all ranks make whole tensors.
+        read_index(TensorFiles(folder), entries)
+        folder.replace(STATE, self._state)
+        entries[STATE] = FileEntry(len(self._state), sum_of(self._state))
+        failpoint("manifest")
+        write_manifest(folder, self._step, self._world.size, entries)
+        failpoint("rename")
+        name = free_name(self.root_files, self._step)
+        self.root_files.rename(self._staged, name)
+        return name
+
+
+def check_boxes(group: str, boxes: Sequence[TensorBox]) -> None:
+    """Raises ValueError or TypeError if a group cannot be read back as it is."""
+    if "/" in group or not PLAIN.fullmatch(group):
+        raise ValueError(f"group {group!r} cannot be the name of a file")
+    for box in boxes:
+        reserved = {"__metadata__"} & {box.name} or {*TORCH_KEYS, SHARDING} & {*box.also}
+        if reserved:
+            raise ValueError(f"{group}: the name {min(reserved)} is reserved")
+        tensor = box.tensor
+        # A wrapper subclass (DTensor, a quantized weight) has no memory of its own.
+        is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+        if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
+            raise TypeError(
+                f"{group}: {box.name}: only plain dense tensors can be stored, not"
+                f" {type(tensor).__name__}"
+            )
+        if tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{group}: {box.name}: safetensors does not store {tensor.dtype}")
+
+
+def share_bytes(share: Share) -> int:
+    """Returns the bytes that the tensors of a share take on the disk, with a small reserve."""
+    total = RESERVE
+    for boxes in (*share.boxes.values(), whole_boxes(share.random)):
+        total += len(encode_header(boxes))
+        total += sum(box.tensor.nbytes for box in boxes)
+    return total
+
+
+def strict_json(state: dict[str, Any]) -> str:
+    """Returns `state` as JSON. Raises ValueError or TypeError if it would not come back equal."""
+    text = json.dumps(state, allow_nan=False, indent=1)
+    if json.loads(text) != state:
+        raise ValueError(
+            "state would not come back from JSON as it is: it has tuples, or keys that are not"
+            " strings"
+        )
+    return text
+
+
+def make_room(root: RunFiles, needed: int) -> None:
+    """Removes folders of killed saves. Raises OSError if the disk has less than `needed` bytes."""
+    for name in root.names():
+        # This root has one writer, so nobody writes to them.
+        if re.fullmatch(r"step-.*\.tmp-.*", name):
+            root.remove(name, ignore_errors=True)
+    free = root.free()
+    if free < needed:
+        raise OSError(f"not enough space: needs {needed} bytes, {free} are free")
+
+
+def split_files(boxes: Sequence[TensorBox]) -> list[Boxes]:
+    """Distributes boxes over files.
+
+    A safetensors file has each name once. With FSDP2 over tensor parallelism a rank may have
+    several boxes of one tensor: the second box goes to the second file.
+    """
+    files: list[Boxes] = []
+    counts = Counter[str]()
+    for box in boxes:
+        number = counts[box.name]
+        counts[box.name] += 1
+        if number == len(files):
+            files.append([])
+        files[number].append(box)
+    return files
+
+
+def write_tensor_file(folder: RunFiles, name: str, boxes: Sequence[TensorBox]) -> FileEntry:
+    """Writes a safetensors file, syncs it and returns its manifest entry."""
+    digest = hashlib.sha256()
+    size = 0
+    descriptor = folder.open_at(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with open(descriptor, "wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        for chunk in file_chunks(boxes):
+            # Hashing and writing release the GIL, so they run at the same time.
+            hashing = hasher.submit(digest.update, chunk)
+            write_all(file, chunk)
+            hashing.result()
+            size += len(chunk)
+        os.fsync(file.fileno())
+    failpoint("shard")
+    return FileEntry(size, digest.hexdigest())
+
+
+def file_chunks(boxes: Sequence[TensorBox]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a safetensors file. At most one tensor is copied at a time."""
+    # Wide elements come first, so that every tensor is aligned.
+    boxes = sorted(boxes, key=lambda box: -box.tensor.itemsize)
+    yield encode_header(boxes)
+    for box in boxes:
+        tensor = box.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), CHUNK):
+            yield data[start : start + CHUNK]
+
+
+def encode_header(boxes: Sequence[TensorBox]) -> bytes:
+    """Returns the header of a safetensors file (huggingface.co/docs/safetensors).
+
+    Other names of a tensor are in the metadata, as safetensors' save_model writes them.
+    """
+    places = {box.name: {OFFSETS: box.offsets, SHAPE: box.shape} for box in boxes}
+    tied_names = {other: box.name for box in boxes for other in box.also}
+    metadata = {**TORCH_KEYS, SHARDING: json.dumps(places), **tied_names}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    for box in boxes:
+        end = start + box.tensor.nbytes
+        header[box.name] = {
+            "dtype": DTYPE_NAMES[box.tensor.dtype],
+            "shape": list(box.tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
