@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -56,6 +57,19 @@ def test_a_run_that_saved_and_has_no_checkpoint_does_not_start_over(
     assert (run / "metrics.jsonl").read_text() == metrics
     (run / "metrics.jsonl").unlink()
     assert main(["resume", str(run), "trainer.max_steps=5"]) == 0
+
+
+@pytest.mark.parametrize("file", ["environment.json", "checkpoints/step-00000004/MANIFEST.json"])
+def test_a_run_of_another_format_is_not_resumed(run: Path, file: str, capsys: Captured) -> None:
+    fields = json.loads((run / file).read_text())
+    key = "run_format" if file == "environment.json" else "schema"
+    fields[key] += 1
+    (run / file).write_text(json.dumps(fields))
+    for command in ("resume", "evaluate"):
+        assert main([command, str(run)]) == 4
+        out, err = capsys.readouterr()
+        assert err.count("\n") == 1 and f"format {fields[key]}, but this version" in err
+        assert "passed over" not in out + err
 
 
 def test_a_run_that_ended_before_its_first_save_starts_over(run: Path, capsys: Captured) -> None:

@@ -17,6 +17,8 @@ import pytest
 from fp8cfg.run_folder import environment, run_folder
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.run_folder import (
+    RUN_FORMAT,
+    OtherRunFormat,
     RunFolder,
     RunFolderError,
     RunFolderInUse,
@@ -95,6 +97,20 @@ def test_not_a_run_folder(tmp_path: Path, part: str) -> None:
     with pytest.raises(RunFolderError, match=f"is not a run folder: there is no {lost}") as caught:
         RunFolder.open(run.path)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("run_format", [None, RUN_FORMAT + 1, "1"])
+def test_another_format_is_named(tmp_path: Path, run_format: object) -> None:
+    with create(tmp_path) as run:
+        run.check_format()
+        environment = json.loads(run.environment.read_text())
+        del environment["run_format"]
+        if run_format is not None:
+            environment["run_format"] = run_format
+        run.environment.write_text(json.dumps(environment))
+        with pytest.raises(OtherRunFormat, match=r"has run folder format .* reads format") as error:
+            run.check_format()
+    assert error.value.exit_code == 4
 
 
 def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
