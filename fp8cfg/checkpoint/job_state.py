@@ -227,14 +227,6 @@ def share(
     return Share(boxes, state, random)
 
 
-def collect(
-    job: Job, batches: Batches, step: int
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Tensors by group and the JSON state after `step` optimizer steps, of a job of which this rank has all."""
-    whole = share(job, batches, step, World())
-    return whole.tensors(), whole.state
-
-
 def restore(
     job: Job,
     tensors: Tensors,

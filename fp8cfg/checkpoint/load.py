@@ -16,14 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fp8cfg.checkpoint.manifest import (
-    FOLDER,
     DamagedCheckpoint,
     Manifest,
     NoUsableCheckpoint,
     check_sums,
-    damage,
-    read_manifest,
     sum_of,
+    verify_step,
 )
 from fp8cfg.checkpoint.tensor_layout import SAFETENSORS, Offsets, slices
 from fp8cfg.parallel.process_group import World
@@ -95,13 +93,8 @@ def open_checkpoint(
     def is_checked(file: str) -> bool:
         return num_ranks == 1 or file in small_files
 
-    match = FOLDER.fullmatch(name)
-    step = int(match[1]) if match else -1
-    problem = damage(root, name, step, is_checked)
-    if problem:
-        raise DamagedCheckpoint(problem)
+    manifest = verify_step(root, name, is_checked)
     folder = root.folder(name)
-    manifest = read_manifest(folder)
     unchecked = [file for file in manifest.files if not is_checked(file)]
     return LoadedTensors(folder, manifest, unchecked), read_state(folder)
 

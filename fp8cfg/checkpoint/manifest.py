@@ -15,6 +15,7 @@ import signal
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -268,25 +269,6 @@ def _damaged(folder: Path, name: str, what: str) -> DamagedCheckpoint:
 FOLDER = re.compile(r"step-([0-9]{8,})(?:\.([0-9]+))?")
 
 
-def newest(root: Path, log: Callable[[str], None]) -> Path | None:
-    """The checkpoint of the highest step under `root` that verifies; None where there has never been one.
-
-    Each one passed over is logged in a line that names the file and the reason. Raises NoUsableCheckpoint where there are
-    checkpoints and none verifies: to start anew would then be a silent loss.
-    """
-    if not root.is_dir():
-        return None
-    files = RunFiles.at(root)
-    for step, name in steps(files):
-        problem = damage(files, name, step)
-        if problem is None:
-            return files.path / name
-        log(passed_over(problem))
-    if steps(files):
-        raise none_usable(files)
-    return None
-
-
 def steps(root: RunFiles) -> list[tuple[int, str]]:
     """Step and folder name of each checkpoint under `root`, whole or not, by falling step, the later save first where a step was
     saved twice."""
@@ -305,15 +287,28 @@ def none_usable(root: RunFiles) -> NoUsableCheckpoint:
     )
 
 
-def damage(
-    root: RunFiles, name: str, step: int, sums: Callable[[str], bool] = lambda name: True
-) -> str | None:
-    """Why the checkpoint `name`, of `step`, cannot be used, or None; of sums those that `sums` takes by the files' names."""
+def verify_step(
+    root: RunFiles, name: str, sums: Callable[[str], bool] = lambda name: True
+) -> Manifest:
+    """Verifies the checkpoint in the folder `name`, and that it is of the step of this name.
+
+    Args:
+        root: The folder of checkpoints.
+        name: The folder of the checkpoint.
+        sums: Whether the sum of a file is compared, by the name of the file.
+
+    Raises:
+        DamagedCheckpoint: The message names the file.
+        OtherCheckpointFormat: The manifest has another format version.
+    """
     try:
-        found = verify(root.folder(name), sums).step
-    except (DamagedCheckpoint, StrangeFile, OSError) as error:
-        return str(error)
-    return None if found == step else f"{root.path / name}: MANIFEST.json: written for step {found}"
+        manifest = verify(root.folder(name), sums)
+    except (StrangeFile, OSError) as error:
+        raise DamagedCheckpoint(str(error)) from error
+    match = FOLDER.fullmatch(name)
+    if match is None or int(match[1]) != manifest.step:
+        raise DamagedCheckpoint(f"{root.path / name}: {MANIFEST}: written for step {manifest.step}")
+    return manifest
 
 
 def free_name(root: RunFiles, step: int) -> str:
@@ -325,8 +320,17 @@ def free_name(root: RunFiles, step: int) -> str:
 
 
 def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
-    """Remove older checkpoints than `new` where `keep` steps that verify stay, without `sums` by their files' names and sizes.
-    Raises OSError."""
+    """Removes older checkpoints if `keep` steps that verify stay.
+
+    Args:
+        root: The folder of checkpoints.
+        new: The checkpoint that was just written. It stays.
+        keep: Steps that stay.
+        sums: Whether older checkpoints are verified by sums, or by names and sizes only.
+
+    Raises:
+        OSError: A checkpoint could not be removed.
+    """
     candidates = [(step, name) for step, name in steps(root) if root.kind(name) == "folder"]
     kept = {step for step, name in candidates if name == new}
     for step, name in candidates:
@@ -338,7 +342,9 @@ def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
             root.rename(name, gone)
             failpoint("delete")
             root.remove(gone)
-        elif damage(root, name, step, lambda _: sums) is None:
+            continue
+        with suppress(NoUsableCheckpoint):
+            verify_step(root, name, lambda _: sums)
             kept.add(step)
 
 

@@ -54,7 +54,6 @@ from fp8cfg.checkpoint.manifest import (
     PLAIN,
     DamagedCheckpoint,
     FileEntry,
-    NoUsableCheckpoint,
     failpoint,
     free_name,
     remove_old,
@@ -108,15 +107,6 @@ class Share:
     state: dict[str, Any]
     random: dict[str, Tensor]
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the tensors by group and name, for a single rank."""
-        groups = {
-            group: {name: box.tensor for box in boxes for name in (box.name, *box.also)}
-            for group, boxes in self.boxes.items()
-        }
-        groups[RNG] = self.random
-        return {group: named for group, named in groups.items() if named}
-
 
 def write_checkpoint(
     root: Path | RunFiles | None, step: int, share: Share, keep: int | None, world: World
@@ -155,7 +145,7 @@ def write_checkpoint(
         root_files.sync()
         if keep is not None:
             remove_old(root_files, name, keep, sums=world.size == 1)
-    except (OSError, NoUsableCheckpoint) as error:
+    except OSError as error:
         raise OldCheckpointStays(
             f"{path} is saved, but older checkpoints could not be removed: {error}"
         ) from error

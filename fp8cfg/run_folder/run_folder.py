@@ -300,7 +300,7 @@ class RunFolder:
         run_format = environment.get("run_format", 0) if isinstance(environment, dict) else 0
         if run_format != RUN_FORMAT:
             raise OtherRunFormat(
-                f"{self.path}: has run folder format {run_format}, but this version of fp8cfg"
+                f"{self.path}: has run folder format {run_format!r}, but this version of fp8cfg"
                 f" reads format {RUN_FORMAT}; use the version that wrote it, or start a new run"
             )
 

@@ -17,7 +17,7 @@ from fp8cfg.training import loop
 from fp8cfg.training.data import run_data
 from fp8cfg.training.evaluation import evaluate
 from fp8cfg.training.step import train_step
-from tests.support import te_tex
+from tests.support import te_tex, whole_checkpoints
 from tests.support.small import small, steps
 from tests.support.te_cases import CASES, backend
 from tests.support.te_small import converted, planned, tokens
@@ -49,7 +49,7 @@ def test_a_resumed_run_goes_on_to_the_same_bits(case: str, te: Any) -> None:
     te.FP8GlobalStateManager.reset()
     first, batches = fp8cfg.build(small(*words)), run_data(whole.recipe)[0]
     assert [s.loss for s in steps(first, 2)] == want[:2]
-    tensors, state = job_state.collect(first, batches, 2)
+    tensors, state = whole_checkpoints.collect(first, batches, 2)
     plain = [t for group in tensors.values() for t in group.values()]
     assert all(type(t) in (torch.Tensor, nn.Parameter) for t in plain), (
         "tensors that safetensors can hold"

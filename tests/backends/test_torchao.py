@@ -25,6 +25,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.config import CastConfig, ScalingGranularity
 
 from fp8cfg.backends.torchao import backend, rules
+from tests.support import whole_checkpoints
 
 COUNT = 4
 HERE = ("backend=torchao", "fp8.params=false", "trainer.accelerator=cpu")
@@ -203,7 +204,7 @@ def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
     list(steps(first, 2))
     batches, _ = run_data(first.recipe)
     second = fp8cfg.build(small(*words))
-    job_state.restore(second, *job_state.collect(first, batches, 2), batches)
+    job_state.restore(second, *whole_checkpoints.collect(first, batches, 2), batches)
     assert [s.loss for s in steps(second, 2, first=2)] == losses[2:]
 
 
@@ -225,7 +226,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped() -> None:
     first = fp8cfg.build(small(*TORCHAO))
     list(steps(first, 2))
     batches, _ = run_data(first.recipe)
-    tensors, state = job_state.collect(first, batches, 2)
+    tensors, state = whole_checkpoints.collect(first, batches, 2)
     second = fp8cfg.build(small(*TORCHAO))
     job_state.restore(second, tensors, state, batches)
     assert [s.loss for s in steps(second, 2, first=2)] == whole[2:]

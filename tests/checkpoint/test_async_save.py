@@ -12,7 +12,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.checkpoint import save as checkpoint_save
-from fp8cfg.checkpoint.manifest import newest, verify
+from fp8cfg.checkpoint.manifest import verify
 from fp8cfg.checkpoint.save import CheckpointError
 from fp8cfg.training.metrics import read
 from tests.support import whole_checkpoints
@@ -135,7 +135,7 @@ def test_a_run_that_ends_otherwise_is_whole(tmp_path: Path) -> None:
 
     with pytest.raises(fp8cfg.ConfigError, match="stop"):
         run(tmp_path / "run", [], saved=Stops())
-    found = newest(tmp_path / "run" / "checkpoints", print)
+    found = whole_checkpoints.newest(tmp_path / "run" / "checkpoints", print)
     assert found is not None and found.name == "step-00000003"
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
 

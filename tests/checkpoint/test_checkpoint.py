@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8cfg.checkpoint.manifest import newest
 from fp8cfg.checkpoint.save import CheckpointError, Share, write_checkpoint
 from fp8cfg.checkpoint.tensor_layout import TensorBox
 from fp8cfg.parallel.process_group import World
 from tests.support.small_checkpoints import content, flip, names, put, step_of
-from tests.support.whole_checkpoints import load, save
+from tests.support.whole_checkpoints import load, newest, save
 
 FLOATS = [
     "float32",

@@ -20,7 +20,6 @@ from fp8cfg.checkpoint import save as checkpoint_save
 from fp8cfg.checkpoint.manifest import (
     DamagedCheckpoint,
     NoUsableCheckpoint,
-    newest,
     verify,
 )
 from fp8cfg.checkpoint.save import RESERVE, CheckpointError, OldCheckpointStays, Share, share_bytes
@@ -28,7 +27,7 @@ from fp8cfg.checkpoint.tensor_layout import whole_boxes
 from fp8cfg.run_folder.files import RunFiles
 from tests.support.forked import processes
 from tests.support.small_checkpoints import GROUPS, content, flip, names, put, step_of
-from tests.support.whole_checkpoints import describe, load, save
+from tests.support.whole_checkpoints import describe, load, newest, save
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def after(words: tuple[str, ...], done: int) -> tuple[fp8cfg.Job, Tensors, dict[
     """A job `done` steps on, and what its checkpoint holds, through files."""
     job = fp8cfg.build(small(*words))
     list(steps(job, done))
-    return job, *job_state.collect(job, run_data(job.recipe)[0], done)
+    return job, *whole_checkpoints.collect(job, run_data(job.recipe)[0], done)
 
 
 @pytest.mark.parametrize(

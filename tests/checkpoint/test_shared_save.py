@@ -22,7 +22,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 import fp8cfg
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state, load
-from fp8cfg.checkpoint import manifest as step_folders
 from fp8cfg.checkpoint import save as checkpoint_save
 from fp8cfg.checkpoint.load import load_by_layer, open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, read_manifest, verify
@@ -435,7 +434,7 @@ def test_a_rank_that_is_killed_leaves_the_newest_whole_checkpoint(
         "trainer.compile=off",
     )
     assert launch(2, *words, FP8CFG_FAILPOINT=point).returncode
-    found = step_folders.newest(tmp_path / "run" / "checkpoints", print)
+    found = whole_checkpoints.newest(tmp_path / "run" / "checkpoints", print)
     assert (found is not None) == (point == "renamed")
     done = launch(2, "resume", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,6 +7,7 @@ import pytest
 import fp8cfg
 from fp8cfg.checkpoint import job_state, resume_rules
 from fp8cfg.training.data import run_data
+from tests.support import whole_checkpoints
 from tests.support.small import small, steps
 from tests.support.storage_rows import FP8, OWN, after, words
 
@@ -78,7 +79,7 @@ def test_an_allowed_change_then_fits(before: str, now: str, key: str) -> None:
     resume_rules.refuse_changes(recipe, other, [key])
     job, changed = fp8cfg.build(recipe), fp8cfg.build(other)
     list(steps(job, 3))
-    tensors, state = job_state.collect(job, run_data(recipe)[0], 3)
+    tensors, state = whole_checkpoints.collect(job, run_data(recipe)[0], 3)
     job_state.restore(changed, tensors, state, run_data(recipe)[0])
     assert [s.loss for s in steps(changed, 2, first=3)] == pytest.approx(
         [s.loss for s in steps(job, 2, first=3)], abs=5e-3

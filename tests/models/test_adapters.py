@@ -78,7 +78,7 @@ def trained(request: pytest.FixtureRequest) -> dict[str, Any]:
         "losses": [s.loss for s in steps(job, 2)],
     }
     found["coverage"] = job.prove()
-    found["saved"] = job_state.collect(job, run_data(job.recipe)[0], 2)
+    found["saved"] = whole_checkpoints.collect(job, run_data(job.recipe)[0], 2)
     found["saved"] = (
         {group: {k: t.clone() for k, t in of.items()} for group, of in found["saved"][0].items()},
         found["saved"][1],

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import SENT, World
@@ -364,7 +363,7 @@ def test_one_rank_goes_on_from_whole_tensors(
     folder, ranks = two
     tensors, _ = whole_checkpoints.load(folder / row / f"step-{SAVED:08d}")
     job = load(job_of(ROWS[row], FSDP, NOT_CLIPPED, "trainer.micro_batch_size=8"), folder / row)
-    again, _ = job_state.collect(job, run_data(job.recipe)[0], SAVED)
+    again, _ = whole_checkpoints.collect(job, run_data(job.recipe)[0], SAVED)
     for group in tensors.keys() - {"rng"}:
         assert again[group].keys() == tensors[group].keys()
         assert all(

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state
 from fp8cfg.checkpoint.load import Tensors
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.training.data import run_data
+from tests.support import whole_checkpoints
 from tests.support.small import small, steps
 
 FP8, OWN = "precision=bf16_fp8", "fp8.params=false"
@@ -74,4 +74,4 @@ def after(row: str, done: int) -> tuple[Job, Tensors, dict[str, Any]]:
     torch.manual_seed(0)
     job = fp8cfg.build(small(*words(row)))
     list(steps(job, done))
-    return job, *job_state.collect(job, run_data(job.recipe)[0], done)
+    return job, *whole_checkpoints.collect(job, run_data(job.recipe)[0], done)

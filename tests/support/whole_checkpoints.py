@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint import job_state
 from fp8cfg.checkpoint.load import StoredGroup, Tensors, open_checkpoint
-from fp8cfg.checkpoint.manifest import MANIFEST, FileEntry, Manifest, write_manifest
+from fp8cfg.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    none_usable,
+    passed_over,
+    steps,
+    verify_step,
+    write_manifest,
+)
 from fp8cfg.checkpoint.save import Share, write_checkpoint
 from fp8cfg.checkpoint.tensor_layout import whole_boxes
+from fp8cfg.data import Batches
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles
 
@@ -24,6 +38,34 @@ def save(
     path = write_checkpoint(root, step, Share(boxes, state, {}), keep, World())
     assert path is not None
     return path
+
+
+def collect(
+    job: Job, batches: Batches, step: int
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """What one rank saves after `step` steps: tensors by group and name, and the JSON state."""
+    share = job_state.share(job, batches, step, World())
+    groups = {"rng": share.random}
+    for group, boxes in share.boxes.items():
+        if boxes:
+            groups[group] = {name: box.tensor for box in boxes for name in (box.name, *box.also)}
+    return groups, share.state
+
+
+def newest(root: Path, log: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies, None if there has never been one."""
+    if not root.is_dir():
+        return None
+    files = RunFiles.at(root)
+    for _, name in steps(files):
+        try:
+            verify_step(files, name)
+            return root / name
+        except DamagedCheckpoint as error:
+            log(passed_over(error))
+    if steps(files):
+        raise none_usable(files)
+    return None
 
 
 def load(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

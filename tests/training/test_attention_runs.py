@@ -185,7 +185,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(words: tuple[str, ...], tmp_path: Pat
     whole, first, job = (fp8cfg.build(small(*words)) for _ in range(3))
     want = [s.loss for s in steps(whole, 6)][3:]
     list(steps(first, 3))
-    tensors, json = job_state.collect(first, run_data(first.recipe)[0], 3)
+    tensors, json = whole_checkpoints.collect(first, run_data(first.recipe)[0], 3)
     assert f"{NAME}.fp8_amax_history" in tensors["fp8"] and not any(
         ".fp8_" in name for name in tensors["model"]
     )
@@ -213,7 +213,9 @@ def test_an_allowed_change_resumes(start: tuple[str, ...], change: str) -> None:
     job = fp8cfg.build(fp8cfg.compose([change], base=before.recipe))
     assert (
         job_state.restore(
-            job, *job_state.collect(before, run_data(before.recipe)[0], 2), run_data(job.recipe)[0]
+            job,
+            *whole_checkpoints.collect(before, run_data(before.recipe)[0], 2),
+            run_data(job.recipe)[0],
         )
         == 2
     )

@@ -14,6 +14,7 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training import loop
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.evaluation import evaluate
+from tests.support import whole_checkpoints
 from tests.support.small import PACKED, small, steps
 from tests.support.traced import trace_model
 
@@ -133,9 +134,8 @@ def test_a_resumed_run_compiles_as_before_unless_the_key_changed() -> None:
     recipe = small("trainer.max_steps=2")
     job = fp8cfg.build(recipe)
     list(steps(job, 1))
-    from fp8cfg.checkpoint import job_state
 
-    tensors, state = job_state.collect(job, run_data(recipe)[0], 1)
+    tensors, state = whole_checkpoints.collect(job, run_data(recipe)[0], 1)
     for word, compiled in (("auto", False), ("on", True)):
         again = fp8cfg.build(fp8cfg.compose([f"trainer.compile={word}"], base=recipe))
         loop.train(again, start_from=(tensors, state), say=lambda _: None)

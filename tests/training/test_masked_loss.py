@@ -126,7 +126,7 @@ def test_a_run_on_conversations_resumes_bit_for_bit(words: list[str], tmp_path: 
     job = fp8cfg.build(recipe)
     list(steps(job, 2))
     path = whole_checkpoints.save(
-        tmp_path, 2, *job_state.collect(job, run_data(recipe)[0], 2), keep=1
+        tmp_path, 2, *whole_checkpoints.collect(job, run_data(recipe)[0], 2), keep=1
     )
     again = fp8cfg.build(recipe)
     assert job_state.restore(again, *whole_checkpoints.load(path), run_data(recipe)[0]) == 2
