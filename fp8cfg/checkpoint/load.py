@@ -372,68 +372,87 @@ def _difference(offsets: Offsets, origin: Offsets) -> Offsets:
 
 
 def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
-    """Raise NoUsableCheckpoint on all ranks, which all call it, unless they go on from one checkpoint, whose `state` each has read
-    by itself; None is the start. A rank that passed over the newest, or sees another file system, would train another model.
+    """Checks that all ranks resume from one checkpoint. All ranks call it.
+
+    A rank that passed over the newest checkpoint, or sees another file system, would train another
+    model.
+
+    Args:
+        state: The JSON state of the checkpoint that this rank has read. None is the start.
+        world: The ranks.
+
+    Raises:
+        NoUsableCheckpoint: On all ranks.
     """
     if world.size == 1:
         return
-    own = (
-        "the start" if state is None else f"step {state['step']}",
-        state and sum_of(json.dumps(state, sort_keys=True).encode()),
-    )
-    found = [json.loads(text) for text in world.texts(json.dumps(own))]
-    for rank, each in enumerate(found):
-        if each != found[0]:
+    source = ["the start", None]
+    if state is not None:
+        source = [f"step {state['step']}", sum_of(json.dumps(state, sort_keys=True).encode())]
+    sources = [json.loads(text) for text in world.texts(json.dumps(source))]
+    for rank, other in enumerate(sources):
+        if other != sources[0]:
             raise NoUsableCheckpoint(
-                f"rank 0 would go on from {found[0][0]} and rank {rank} from {each[0]} of another"
-                " checkpoint; all must read one run folder, on a file system that they share"
+                f"rank 0 would go on from {sources[0][0]} and rank {rank} from {other[0]} of"
+                " another checkpoint; all must read one run folder, on a file system that they"
+                " share"
             )
 
 
 def load_by_layer(model: nn.Module, tensors: Tensors, left_out: Collection[str] = ()) -> None:
-    """Load the groups model and fp8 of a checkpoint into `model`, on one rank; what is `left_out` stays as it is. Raises
-    RuntimeError for missing and unexpected names and for other shapes, as torch does."""
-    saved = {
-        name: group
-        for group in (tensors["model"], tensors.get("fp8", {}))
-        for name in group
-        if ":" not in name
-    }
-    missing, unexpected = list[str](), set(saved)
-    for prefix, part in _parts(model):
-        names = [
-            name for name in saved if name.startswith(prefix) and (prefix or name in _own(part))
-        ]
-        # The dict of what is read is nobody's after the call: two layers are never there at once.
-        wrong = part.load_state_dict(
+    """Loads a checkpoint into a model on one rank, a layer at a time.
+
+    Args:
+        model: The model.
+        tensors: The checkpoint, of which the groups model and fp8 are read.
+        left_out: Names of the model that the checkpoint need not have.
+
+    Raises:
+        RuntimeError: Names are missing or unexpected, or shapes differ, as torch raises it.
+    """
+    saved: dict[str, Mapping[str, Tensor]] = {}
+    for group in (tensors["model"], tensors.get("fp8", {})):
+        saved |= {name: group for name in group if ":" not in name}
+    missing: list[str] = []
+    unexpected = set(saved)
+    for prefix, module in _modules_by_prefix(model):
+        direct_names = _direct_names(module)
+        names = [name for name in saved if name.startswith(prefix)]
+        if not prefix:
+            names = [name for name in names if name in direct_names]
+        # Nobody else refers to this dict, so the tensors of a layer go before the next are read.
+        wrong = module.load_state_dict(
             {name.removeprefix(prefix): saved[name][name] for name in names}, strict=False
         )
-        missing += [prefix + name for name in wrong.missing_keys if prefix or name in _own(part)]
-        unexpected -= {
-            name for name in names if name.removeprefix(prefix) not in wrong.unexpected_keys
-        }
+        missing += [prefix + key for key in wrong.missing_keys if prefix or key in direct_names]
+        for name in names:
+            if name.removeprefix(prefix) not in wrong.unexpected_keys:
+                unexpected.discard(name)
     missing = [name for name in missing if name not in left_out]
-    if missing or unexpected:
-        problem, names = ("missing", missing) if missing else ("unexpected", sorted(unexpected))
-        raise RuntimeError(f"{len(names)} tensors are {problem}, the first is {names[0]}")
+    if missing:
+        raise RuntimeError(f"{len(missing)} tensors are missing, the first is {missing[0]}")
+    if unexpected:
+        first = min(unexpected)
+        raise RuntimeError(f"{len(unexpected)} tensors are unexpected, the first is {first}")
 
 
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of `model` that are loaded one after the other, with the beginning of their names: each layer of a list by itself,
-    and the tensors that the model has beside its parts."""
+def _modules_by_prefix(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that are loaded one after the other, with the prefix of their names.
+
+    Layers of a list come one by one. The model itself comes last, for its direct parameters: a
+    hook of the model then sees all of it.
+    """
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
-            yield from ((f"{name}.{number}.", layer) for number, layer in child.named_children())
+            for number, layer in child.named_children():
+                yield f"{name}.{number}.", layer
         else:
             yield f"{name}.", child
-    yield "", model  # last: hooks of the model itself see all of it
+    yield "", model
 
 
-def _own(module: nn.Module) -> set[str]:
-    return {
-        name
-        for name, _ in (
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        )
-    }
+def _direct_names(module: nn.Module) -> set[str]:
+    """Returns the names of parameters and buffers of a module, without those of its children."""
+    parameters = module.named_parameters(recurse=False)
+    buffers = module.named_buffers(recurse=False)
+    return {name for name, _ in (*parameters, *buffers)}
