@@ -11,13 +11,13 @@ import torch
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint import job_state, local_save
+from fp8cfg.checkpoint import job_state
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.communication import of_step
 from fp8cfg.planning.layout import stage_parts
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
-from tests.support import sharded_checkpoints
+from tests.support import sharded_checkpoints, whole_checkpoints
 from tests.support.ranks import on_ranks
 from tests.support.small import small
 
@@ -115,7 +115,7 @@ def test_two_ranks_train_as_one(name: str, two: list[dict[str, Any]], folder: Pa
         assert rank[name]["sent"] == pytest.approx(rank[name]["planned"], rel=0.02)
     resumed = fp8cfg.build(small(*words_of(name, False)))
     batches = run_data(resumed.recipe)[0]
-    job_state.restore(resumed, *local_save.load(folder / name / f"step-{SAVED:08}"), batches)
+    job_state.restore(resumed, *whole_checkpoints.load(folder / name / f"step-{SAVED:08}"), batches)
     assert_close(steps(resumed, World(), SAVED, STEPS), whole[SAVED:])
 
 
