@@ -311,6 +311,7 @@ _ACTS: dict[str, Callable[[Recipe], bool]] = {
     ),
     full("fp8.multi_head_attention"): lambda r: r.fp8.dot_product_attention,
     "log.resume": lambda r: r.log.folder is not None,
+    "data.mixture": lambda r: bool(r.data.mixture),
     "checkpoint.every_minutes": lambda r: r.checkpoint.every_minutes > 0,
     "log.fp8_stats_every_n_steps": lambda r: r.log.fp8_stats_every_n_steps > 0,
 }

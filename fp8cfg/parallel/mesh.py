@@ -198,6 +198,6 @@ def connect(mesh: DeviceMesh) -> None:
 
     if mesh.device_type != "cuda":
         return
-    one = torch.ones(1, device="cuda")
+    one = torch.ones(1, dtype=torch.float32, device="cuda")
     for axis in (*(mesh.mesh_dim_names or ()), *mesh._flatten_mapping):
         dist.all_reduce(one, group=mesh.get_group(axis))

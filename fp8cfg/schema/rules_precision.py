@@ -358,13 +358,7 @@ def _storage(recipe: Recipe) -> Iterator[str]:
             ["opt_level", "backend"],
             tacit=True,
         )
-    elif (
-        fp8_weights(p)
-        and p.opt_level == "O3"
-        and p.backend not in ("torchao", "msamp")  # which reject the level
-        and not f.params
-        and "fp8.params" in WRITTEN.get()
-    ):
+    elif fp8_weights(p) and p.opt_level == "O3" and not f.params and "fp8.params" in WRITTEN.get():
         yield Refusal(
             "fp8.params=false: has no effect, opt_level=O3 stores weights in FP8; drop it or write"
             " opt_level=O2",

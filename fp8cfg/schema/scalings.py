@@ -177,5 +177,7 @@ def needed(capability: Capability) -> str:
 
 
 def title(scaling: str) -> str:
-    """What a scaling makes of the layers, in words: NVFP4 has 4-bit values."""
-    return "NVFP4" if scaling == "nvfp4" else f"FP8 {scaling}"
+    """What a scaling makes of the layers, in words: NVFP4 has 4-bit values, which are not FP8."""
+    if SCALINGS[scaling].element == "e2m1":
+        return scaling.upper()
+    return f"FP8 {scaling}"

@@ -233,7 +233,7 @@ class StepSequence:
         if self._world.size == 1:
             wish = self._wish()
         elif self._deferred is None:
-            own = torch.tensor(float(self._wish()), device=self._world.device)
+            own = torch.tensor(float(self._wish()), dtype=torch.float32, device=self._world.device)
             wish = Wish(round(self._world.largest(own).item()))
         else:
             wish = self._asked  # known to all once a step that carried it is settled

@@ -39,4 +39,4 @@ def test_a_size(tmp_path: Path) -> None:
     assert (
         " llama32_{1b,2b,3b}" in done.stdout.partition("recipe     ")[2].partition("precision  ")[0]
     )
-    assert "recipe=llama32_2b\n" in done.stdout and "in llama32_2b > _pretrain" in done.stdout
+    assert "recipe=llama32_2b\n" in done.stdout and "recipe function llama32_2b, by" in done.stdout

@@ -73,8 +73,8 @@ def test_rows(rows: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     right, line = rows.row("nn_multihead_attention")
     assert (
-        right and line.split()[:2] == ["75.0%", "75.0%"] and "FAILED" not in line
-    )  # no dgrad of the first layer
+        right and line.split()[:2] == ["100.0%", "100.0%"] and "FAILED" not in line
+    )  # the first layer needs no dgrad
     right, line = rows.row("nn_lstm")
     assert right and line.startswith("refused: ") and "LSTM is no linear layer" in line
     monkeypatch.setattr(rows, "REFUSED", {})

@@ -148,7 +148,8 @@ def test_without_proof_a_run_that_multiplies_nothing_in_fp8_goes_on(
     for module, name in ((checks, "check"), (checks, "_look"), (job, "prove_engagement")):
         monkeypatch.setattr(module, name, getattr(module, name))  # and so put back
     monkeypatch.setattr(job.Job, "_observed", job.Job._observed)
-    monkeypatch.setattr(compile, "TOLERANCE", dict(compile.TOLERANCE))
+    monkeypatch.setattr(compile, "_largest_difference", compile._largest_difference)
+    monkeypatch.setattr(compile, "LOSS_TOLERANCE", compile.LOSS_TOLERANCE)
     without_proof()
     made = fp8cfg.build(small("precision=bf16_fp8"))
     made.prepared.region.active = False
