@@ -395,7 +395,7 @@ def torchao() -> list[Cell]:
         Refused(
             "torchao",
             "opt_level",
-            (*base, "opt_level=O3"),
+            (*[word for word in base if word != "fp8.params=false"], "opt_level=O3"),
             "opt_level=O3: torchao does not multiply weights",
         ),
     ]
@@ -780,7 +780,7 @@ def msamp() -> list[Cell]:
         Refused(
             "msamp",
             "opt_level",
-            (*base, "opt_level=O3"),
+            (*[word for word in base if word != "fp8.params=false"], "opt_level=O3"),
             "opt_level=O3: MS-AMP has it through DeepSpeed alone",
             H200,
         ),
