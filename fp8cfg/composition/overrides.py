@@ -442,7 +442,7 @@ def _check_value(key: str, value: Any) -> None:
     plain({key: value}, "command line")
     if full(key) not in fields():
         known = short_keys() | set(GROUPS)
-        raise ConfigError(foreign_names.unknown(short(full(key)), known, value))
+        raise ConfigError(foreign_names.unknown_lines(short(full(key)), known, value))
     annotation = fields()[full(key)].annotation
     if isinstance(annotation, type) and issubclass(annotation, Node):
         _check_mapping(key, value, annotation)

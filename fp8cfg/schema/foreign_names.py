@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from fp8cfg.schema.errors import nearest
 from fp8cfg.schema.keys import PLUGIN
@@ -63,7 +63,6 @@ _BELONGS = {
     "limit_test_batches": "trainer.limit_val_batches",
     "dtype": "precision.compute",
     "steps": "trainer.max_steps",
-    "epochs": "trainer.max_steps",
     "context_length": "model.seq_length",
     "peft_scheme": "task=lora",
     "lora_rank": "lora.rank",
@@ -102,9 +101,6 @@ _BELONGS = {
     "save_strategy": "checkpoint.every_n_steps",
     "logging_strategy": "log.every_n_steps",
     "report_to": "log.tensorboard",
-    "num_train_epochs": "trainer.max_steps",
-    "max_epochs": "trainer.max_steps",
-    "warmup_ratio": "optim.warmup_steps",
     "data_seed": "trainer.seed",
     "half_precision_backend": "backend",
     "fsdp": "storage.shard=fsdp",
@@ -145,13 +141,12 @@ _BELONGS = {
     "enable_tensorboard": "log.tensorboard",
     "precompute_float8_dynamic_scale_for_fsdp": "storage.gather=fp8",
     "pipeline_parallel_degree": "trainer.strategy.pipeline_model_parallel_size",
-    "data_parallel_shard_degree": "storage.shard",
     # axolotl, TRL, LLaMA-Factory
+    "adapter": "task=lora",
     "base_model": "recipe and model.path",
     "dataset": "data.path",
     "dataset_name": "data.path",
     "datasets": "data.path",
-    "num_epochs": "trainer.max_steps",
     # NeMo, Megatron-Bridge, DeepSpeed
     "exp_dir": "log.dir",
     "lr_warmup_steps": "optim.warmup_steps",
@@ -197,6 +192,13 @@ _BELONGS = {
     "partition_activations": "model.recompute_granularity",
 }
 _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
+    # sections of torchtitan's and NeMo's files
+    "training": "trainer.max_steps and trainer.micro_batch_size and model.seq_length",
+    "parallelism": "trainer.strategy and storage.shard",
+    "activation_checkpoint": "model.recompute_granularity",
+    "float8": "fp8",
+    "job": "log.dir and name",
+    "exp_manager": "log and checkpoint",
     "fp8.block_size": "fp8.scaling=block",
     "fp8.attention": "fp8.dot_product_attention",
     "fp8.lm_head": "fp8.output_layer",
@@ -326,6 +328,8 @@ _DTYPES = {
     "bfloat16": "bf16",
     "float8": "fp8",
 }
+_TYPO = 0.75
+"""How alike two keys are of which one is a typing error of the other."""
 _NO_PART = {"mixed", "true", "precision", "with", "scaling", "training"}
 """Words in names of precisions that say nothing which a preset's name has."""
 _FP8 = {
@@ -388,10 +392,25 @@ DERIVED = {
 """Keys that follow from others and cannot be set, with what they follow from."""
 
 _NO_WANDB = "metrics go to metrics.jsonl, to log.tensorboard=true, and to callbacks of fp8cfg.fit"
+_NO_EPOCHS = "trainer.max_steps counts steps, not epochs"
+_NO_SHARE = "optim.warmup_steps counts steps, not a share of the run"
+_NO_TIME = (
+    "a run has no time limit; checkpoint.every_minutes saves by time, and a signal of the scheduler"
+    " ends a run"
+)
 _NO_LEVEL = "there are no log levels; log.every_n_steps sets how often a step is printed"
 ABSENT = {
     **dict.fromkeys(
-        ("wandb", "wandb_project", "wandb_entity", "wandb_name", "use_wandb", "mlflow", "logger"),
+        (
+            "wandb",
+            "wandb_project",
+            "wandb_entity",
+            "wandb_name",
+            "use_wandb",
+            "enable_wandb",
+            "mlflow",
+            "logger",
+        ),
         _NO_WANDB,
     ),
     **dict.fromkeys(
@@ -405,6 +424,18 @@ ABSENT = {
         ("flash_attention", "use_flash_attn", "use_flash_attention", "flash_attn"),
         "torch's scaled_dot_product_attention chooses the kernel",
     ),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "max_epochs"), _NO_EPOCHS),
+    **dict.fromkeys(("warmup_ratio", "lr_warmup_fraction"), _NO_SHARE),
+    **dict.fromkeys(("max_time", "max_time_per_run", "exit_duration_in_mins"), _NO_TIME),
+    **dict.fromkeys(
+        ("profiling", "enable_profiling", "enable_memory_snapshot"),
+        "there is no profiler; fp8cfg plan predicts step time and memory",
+    ),
+    "config_file": "a file stands by itself: fp8cfg FILE.yaml",
+    "data_parallel_shard_degree": (
+        "write storage.shard=fsdp, whose size follows from the number of ranks"
+    ),
+    "model.hf": "write recipe=from_hf model.path=FOLDER",
 }
 """Keys, or their last names, of things that this package doesn't have, with what there is."""
 
@@ -465,6 +496,40 @@ def project(keys: Iterable[str]) -> str | None:
     )
 
 
+def home_of(key: str, known: Iterable[str] = ()) -> str | None:
+    """Where the thing that another project calls `key` belongs; None for a name in no table."""
+    home = _HOMES.get(key.lower()) or _BELONGS.get(key.rpartition(".")[2].lower())
+    node = _node(key)
+    if home or not node:
+        return home
+    plain = node.removesuffix(".config") + key[len(node) :]
+    return plain if key != node and plain in known else _NODES[node]
+
+
+def absence(key: str) -> str | None:
+    """What there is in place of a thing that this package does not have; None for other keys."""
+    return ABSENT.get(key.lower()) or ABSENT.get(key.rpartition(".")[2].lower())
+
+
+def _node(key: str) -> str | None:
+    """The node of NeMo's recipes that `key` is, or is in."""
+    return next((node for node in _NODES if f"{key}.".startswith(f"{node}.")), None)
+
+
+def unknown_lines(key: str, known: Iterable[str], value: object) -> list[str]:
+    """As `unknown`, with a line for each key in a section of another project's file."""
+    known = set(known)
+    names = value if isinstance(value, Mapping) else {}
+    is_answered = key.rpartition(".")[2] in CODE_KEYS or key == "hydra" or _node(key)
+    is_answered = is_answered or key in DERIVED or absence(key) or nearest(key, known, _TYPO)
+    if not names or is_answered or not all(isinstance(name, str) for name in names):
+        return [unknown(key, known, value)]
+    lines: list[str] = []
+    for name, inner in names.items():
+        lines += unknown_lines(f"{key}.{name}", known, inner)
+    return lines
+
+
 def unknown(key: str, known: Iterable[str], value: object = None) -> str:
     """The line for a `key` that does not exist: where the thing belongs, with what `value` is there, or the nearest key."""
     leaf = key.rsplit(".", 1)[-1]
@@ -481,17 +546,14 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
     known = set(known)
     known |= {PLUGIN} if "precision" in known else set()
-    home = _HOMES.get(key.lower()) or _BELONGS.get(leaf.lower())
-    if not home and (node := next((n for n in _NODES if f"{key}.".startswith(f"{n}.")), None)):
-        plain = node.removesuffix(".config") + key[len(node) :]
-        home = plain if key != node and plain in known else _NODES[node]
+    home = home_of(key, known)
     if home:
         ours = _STAGES.get(str(value)) if leaf in ("stage", "zero_stage") else _ours(home, value)
         if ours:
             return f"{key}={value}: no such key; write {home}={ours}"
         preset = " (precision=bf16_fp8)" if home in ("precision", "trainer.plugins") else ""
         return f"{key}: no such key; it belongs to {home}{preset}"
-    absent = ABSENT.get(key.lower()) or ABSENT.get(leaf.lower())
+    absent = absence(key)
     if absent and key not in known:
         return f"{key}: no such key; {absent}"
     if key in known:  # what stands inside a node has one name
@@ -501,7 +563,7 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
     siblings = {k for k in known if (k.startswith(parent) if parent else "." not in k)}
     near = (
         (same_leaf[0] if len(same_leaf) == 1 else None)
-        or nearest(key, known, 0.75)
+        or nearest(key, known, _TYPO)
         or _near_leaf(leaf, siblings, 0.6)
         or _near_leaf(leaf, known, 0.7)
     )

@@ -141,15 +141,18 @@ def problems(cls: type[Node], error: pydantic.ValidationError) -> list[str]:
     lines: list[str] = []
     for e in error.errors(include_url=False):
         cause = e.get("ctx", {}).get("error")
-        lines += cause.problems if isinstance(cause, ConfigError) else [_line(cls, e)]
+        if isinstance(cause, ConfigError):
+            lines += cause.problems
+        elif e["type"] in ("extra_forbidden", "no_such_attribute"):
+            lines += unknown_keys(cls, str(e["loc"][0]), e["input"])
+        else:
+            lines.append(_line(cls, e))
     return list(dict.fromkeys(lines))
 
 
 def _line(cls: type[Node], e: Any) -> str:
     field, given, ctx = str(e["loc"][0]), e["input"], e.get("ctx", {})
     at = f"{cls.key(field)}={shown_value(given)}"
-    if e["type"] in ("extra_forbidden", "no_such_attribute"):
-        return unknown_key(cls, field)
     if e["type"] == "literal_error" or options(cls.model_fields[field].annotation):
         ours = foreign_names.meant(cls.key(field), given)
         if ours and " " in ours:  # another key has a part in it
@@ -305,10 +308,19 @@ def example(key: str, node: type[Node], value: Any) -> str:
 
 
 def unknown_key(cls: type[Node], field: str) -> str:
-    known = frozenset(
-        short(key) for key, _ in walk(cls.root or cls)
-    )  # the whole tree: a key in the wrong node finds its own
-    return foreign_names.unknown(cls.key(field), known)
+    return foreign_names.unknown(cls.key(field), _known(cls))
+
+
+def unknown_keys(cls: type[Node], field: str, value: Any) -> list[str]:
+    """The lines of a `field` that does not exist, or of the keys in its `value`."""
+    if isinstance(value, Mapping):
+        return foreign_names.unknown_lines(cls.key(field), _known(cls), value)
+    return [unknown_key(cls, field)]
+
+
+def _known(cls: type[Node]) -> frozenset[str]:
+    """Short keys of the whole tree: a key in the wrong node finds its own."""
+    return frozenset(short(key) for key, _ in walk(cls.root or cls))
 
 
 def shown_value(value: Any) -> str:
@@ -381,7 +393,7 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
         if (
             name not in type(self).model_fields
         ):  # pydantic would take a name that begins with an underscore
-            raise ConfigError(unknown_key(type(self), name))
+            raise ConfigError(unknown_keys(type(self), name, value))
         of_preset = preset_keys(self)
         try:
             super().__setattr__(name, value)

@@ -48,7 +48,17 @@ ANSWERS = {
     "check resume.restore_config=x": "fp8cfg resume FOLDER",
     "check base_model=x": "recipe and model.path",
     "check dataset=x": "it belongs to data.path",
-    "check num_epochs=3": "it belongs to trainer.max_steps",
+    "check num_epochs=3": "trainer.max_steps counts steps, not epochs",
+    "check num_train_epochs=3": "trainer.max_steps counts steps, not epochs",
+    "check trainer.max_epochs=3": "trainer.max_steps counts steps, not epochs",
+    "check warmup_ratio=0.03": "optim.warmup_steps counts steps, not a share of the run",
+    "check data_parallel_shard_degree=4": "write storage.shard=fsdp",
+    "check model.hf=./folder": "write recipe=from_hf model.path=FOLDER",
+    "check trainer.max_time=2h": "checkpoint.every_minutes saves by time",
+    "check adapter=lora": "it belongs to task=lora",
+    "check profiling=true": "there is no profiler",
+    "check config_file=x": "fp8cfg FILE.yaml",
+    "check float8=true": "it belongs to fp8",
     "check load_in_8bit=true": "fp8.params=true",
 }
 
@@ -79,6 +89,48 @@ def test_each_door_has_the_same_answer(key: str, value: str, tmp_path: Path) -> 
         setattr(functools.reduce(getattr, nodes, fp8cfg.Recipe()), leaf, yaml.safe_load(value))
     answer = str(word.value).partition(": ")[2]
     assert str(line.value).endswith(answer) and str(assignment.value).endswith(answer)
+
+
+SECTIONS = {
+    "training.steps": (100, "it belongs to trainer.max_steps"),
+    "training.seed": (1, "did you mean 'trainer.seed'?"),
+    "parallelism.tensor_parallel_degree": (
+        2,
+        "it belongs to trainer.strategy.tensor_model_parallel_size",
+    ),
+    "parallelism.data_parallel_shard_degree": (4, "write storage.shard=fsdp"),
+    "activation_checkpoint.mode": ("full", "it belongs to model.recompute_granularity"),
+    "float8.filter_fqns": (["output"], "it belongs to fp8.exclude"),
+    "job.config_file": ("x.toml", "fp8cfg FILE.yaml"),
+    "profiling": ({"enable_profiling": True}, "there is no profiler"),
+}
+
+
+def test_each_key_in_a_section_of_another_project_has_its_answer(tmp_path: Path) -> None:
+    data: dict[str, object] = {}
+    for key, (value, _) in SECTIONS.items():
+        section, _, leaf = key.partition(".")
+        if leaf:
+            value = {**data.get(section, {}), leaf: value}  # type: ignore[dict-item]
+        data[section] = value
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(fp8cfg.ConfigError) as file:
+        fp8cfg.compose([], file=tmp_path / "a.yaml")
+    with pytest.raises(fp8cfg.ConfigError) as call:
+        fp8cfg.Recipe(**data)  # type: ignore[arg-type]
+    for error in (file.value, call.value):
+        assert len(error.problems) == len(SECTIONS)
+        for key, (_, answer) in SECTIONS.items():
+            assert any(f"{key}: " in line and answer in line for line in error.problems), key
+
+
+def test_a_section_alone_names_what_is_in_its_place() -> None:
+    with pytest.raises(fp8cfg.ConfigError, match=r"training: .*trainer\.max_steps"):
+        fp8cfg.Recipe().training.steps = 100  # type: ignore[attr-defined]
+    with pytest.raises(fp8cfg.ConfigError, match=r"^training\.steps: .*trainer\.max_steps$"):
+        fp8cfg.compose(["training={steps: 100}"])
+    with pytest.raises(fp8cfg.ConfigError, match=r"^trainr: .*did you mean 'trainer'"):
+        fp8cfg.Recipe(trainr={"max_steps": 1, "devices": 1})  # type: ignore[call-arg]
 
 
 def test_all_linear_is_what_it_is_to_peft(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ WRITTEN = {
     "optim:\n  lr: 1e-3\n  lr: 1e-4\n": " line 3: key 'lr' stands twice",
     "recipe: llama_tiny\noptim: {lr: 1e-3}\n\nname: a\nname: b\n": " line 5: key 'name' stands twice",
     "recipe: llama_tiny\n1: 2\n": " line 2: key 1 is not a name",
-    "num_train_epochs: 3\n": "1: num_train_epochs: no such key; it belongs to trainer.max_steps",
+    "num_train_epochs: 3\n": "1: num_train_epochs: no such key; trainer.max_steps counts steps, not epochs",
     "model:\n  vocab_size: 50,257\n": "2: model.vocab_size=50,257: expected an integer, got str; write it out, as 50257",
     "fp8: hybrid\n": "1: fp8=hybrid: expected a mapping of keys, got str; write fp8.format=hybrid",
     "fp8:\n  enabled: 'true'\n": "2: fp8.enabled=true: expected true or false, got str; write it without quotes",
