@@ -47,7 +47,7 @@ from fp8cfg.composition.recipe_yaml import (
     listed,
     settings,
 )
-from fp8cfg.schema import foreign_names, recipe_registry
+from fp8cfg.schema import foreign_files, recipe_registry
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.hugging_face import CONFIG_FILE, FROM_HF, shaped
 from fp8cfg.schema.keys import full
@@ -264,7 +264,7 @@ def data_layers(
     chosen_by: Location | None = None,
 ) -> list[Layer]:
     """As `file_layers`, for the file's content `data`."""
-    project = foreign_names.project(data)
+    project = foreign_files.importable(data)
     if project:
         raise ConfigError(f"has the keys of another project; write: fp8cfg import {project} {path}")
     _check_choices(data, library)

@@ -340,36 +340,6 @@ _FP8 = {
     "nvfp4": ["nvfp4"],
 }
 """Scaling -> the words for it in a preset's name."""
-_PROJECTS = {
-    "accelerate": {
-        "compute_environment",
-        "distributed_type",
-        "downcast_bf16",
-        "fp8_config",
-        "fsdp_config",
-        "deepspeed_config",
-        "machine_rank",
-        "main_training_function",
-        "mixed_precision",
-        "num_machines",
-        "num_processes",
-        "rdzv_backend",
-    },
-    "deepspeed": {
-        "bf16",
-        "fp16",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "msamp",
-        "optimizer",
-        "scheduler",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "zero_optimization",
-        "zero_allow_untested_optimizer",
-    },
-}
-"""Keys at the top of the files of projects that `fp8cfg import` reads."""
 _COMPUTE = ("fp32", "bf16", "fp16")
 _STAGES = {"1": "zero1", "2": "zero2", "3": "fsdp"}
 """DeepSpeed's numbers of ZeRO."""
@@ -487,13 +457,6 @@ def _preset(name: str) -> str | None:
     if in_fp8 and (compute == ["fp32"] or (compute, in_fp8) == (["fp16"], ["nvfp4"])):
         return None
     return "_".join(compute + in_fp8)
-
-
-def project(keys: Iterable[str]) -> str | None:
-    """The project whose file has these keys at its top; None for fewer than two of them."""
-    return next(
-        (name for name, theirs in _PROJECTS.items() if len(theirs.intersection(keys)) > 1), None
-    )
 
 
 def home_of(key: str, known: Iterable[str] = ()) -> str | None:

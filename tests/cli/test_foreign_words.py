@@ -124,6 +124,61 @@ def test_each_key_in_a_section_of_another_project_has_its_answer(tmp_path: Path)
             assert any(f"{key}: " in line and answer in line for line in error.problems), key
 
 
+NOT_IMPORTED = {
+    "axolotl": {
+        "base_model": "x/y",
+        "datasets": [{"path": "a", "type": "alpaca"}],
+        "sequence_len": 2048,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": "adamw_torch",
+        "bf16": "auto",
+        "flash_attention": True,
+        "adapter": "lora",
+    },
+    "trl": {
+        "model_name_or_path": "x",
+        "bf16": True,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("project", NOT_IMPORTED)
+def test_a_file_of_a_project_that_is_not_imported_has_an_answer_for_each_key(
+    project: str, tmp_path: Path
+) -> None:
+    data = NOT_IMPORTED[project]
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(fp8cfg.ConfigError) as error:
+        fp8cfg.compose([], file=tmp_path / "a.yaml")
+    assert len(error.value.problems) == len(data)
+    assert not any(
+        "import" in line or line.endswith("no such key") for line in error.value.problems
+    )
+
+
+NEMO_1 = {
+    "name": "x",
+    "trainer": {"devices": 1, "max_steps": 100, "precision": "bf16"},
+    "model": {"tensor_model_parallel_size": 1, "fp8": True, "fp8_hybrid": True},
+}
+
+
+def test_only_keys_that_no_recipe_has_make_a_file_nemo_1s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nemo.yaml"
+    file.write_text(yaml.safe_dump({**NEMO_1, "exp_manager": {"exp_dir": "x"}}))
+    assert main(["check", str(file)]) == 2
+    assert capsys.readouterr().err.endswith(f"write: fp8cfg import nemo {file}\n")
+    assert main(["import", "nemo", str(file)]) == 0
+    file.write_text(yaml.safe_dump(NEMO_1))
+    assert main(["check", str(file)]) == 2
+    assert "fp8cfg import" not in capsys.readouterr().err
+
+
 def test_a_section_alone_names_what_is_in_its_place() -> None:
     with pytest.raises(fp8cfg.ConfigError, match=r"training: .*trainer\.max_steps"):
         fp8cfg.Recipe().training.steps = 100  # type: ignore[attr-defined]

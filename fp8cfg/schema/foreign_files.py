@@ -1,0 +1,107 @@
+"""Recognition of files of other projects, by the keys that only they have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+
+class Signature(NamedTuple):
+    """Top-level keys of a project's files: all of `every` and one of `some`."""
+
+    project: str
+    every: frozenset[str]
+    some: frozenset[str]
+    verb: str | None = None
+    """Name of the project in `fp8cfg import`; None if its files are not imported."""
+
+
+def _keys(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+SIGNATURES = (
+    Signature(
+        "Accelerate",
+        _keys("mixed_precision"),
+        _keys("compute_environment distributed_type num_processes fp8_config"),
+        "accelerate",
+    ),
+    Signature(
+        "DeepSpeed",
+        frozenset(),
+        _keys("zero_optimization train_micro_batch_size_per_gpu msamp"),
+        "deepspeed",
+    ),
+    Signature(
+        "axolotl", _keys("base_model"), _keys("sequence_len datasets adapter micro_batch_size")
+    ),
+    Signature(
+        "LLaMA-Factory", _keys("model_name_or_path"), _keys("finetuning_type stage cutoff_len")
+    ),
+    Signature(
+        "TRL or transformers",
+        _keys("model_name_or_path"),
+        _keys("per_device_train_batch_size dataset_name output_dir"),
+    ),
+    Signature("ms-swift", _keys("model dataset"), _keys("train_type tuner_type torch_dtype")),
+    Signature("nanotron", _keys("parallelism tokens"), _keys("model optimizer")),
+    Signature("NeMo 1", _keys("exp_manager"), _keys("model trainer"), "nemo"),
+    Signature(
+        "Megatron-Bridge",
+        _keys("train model"),
+        _keys("optimizer scheduler mixed_precision"),
+        "bridge",
+    ),
+)
+_PROJECTS = {
+    "accelerate": {
+        "compute_environment",
+        "distributed_type",
+        "downcast_bf16",
+        "fp8_config",
+        "fsdp_config",
+        "deepspeed_config",
+        "machine_rank",
+        "main_training_function",
+        "mixed_precision",
+        "num_machines",
+        "num_processes",
+        "rdzv_backend",
+    },
+    "deepspeed": {
+        "bf16",
+        "fp16",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "msamp",
+        "optimizer",
+        "scheduler",
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+    },
+}
+"""Keys at the top of the files of projects that `fp8cfg import` reads."""
+
+
+def matching(keys: Iterable[str]) -> list[Signature]:
+    """The projects whose files have these keys at their top."""
+    names = set(keys)
+    return [each for each in SIGNATURES if each.every <= names and not each.some.isdisjoint(names)]
+
+
+def importable(keys: Collection[str]) -> str | None:
+    """Name, in `fp8cfg import`, of the project whose file has these keys at its top.
+
+    None for a recipe, and for files of projects that are not imported, whose keys are answered one
+    by one. Where no signature decides, two keys of a project do.
+    """
+    signatures = matching(keys)
+    if signatures:
+        return signatures[0].verb
+    for name, theirs in _PROJECTS.items():
+        if len(theirs.intersection(keys)) > 1:
+            return name
+    return None
