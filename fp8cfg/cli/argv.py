@@ -58,9 +58,9 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
                 out.flags.add(name)
             elif name not in known:
                 wrong = "takes no value" if name in flags else "no such option"
-                problems.append(
-                    f"{name}: {wrong}" + _hint(name, [*known, *flags, "--help", "--version"])
-                )
+                given = value if eq else next(iter(left), "")
+                hint = _hint(name, [*known, *flags, "--help", "--version"], given)
+                problems.append(f"{name}: {wrong}{hint}")
             elif not (value := value if eq else left.pop(0) if left else ""):
                 problems.append(f"{name}: needs a value")
             else:
@@ -79,7 +79,7 @@ def before_end(argv: list[str]) -> list[str]:
     return argv[: argv.index("--")] if "--" in argv else argv
 
 
-def _hint(name: str, options: list[str]) -> str:
+def _hint(name: str, options: list[str], value: str) -> str:
     """As `suggest`; the dashes, which all have, make no two options alike. Keys and choices are words without dashes here."""
     from fp8cfg.composition.config_groups import GROUPS
     from fp8cfg.schema.recipe import short_keys
@@ -93,8 +93,41 @@ def _hint(name: str, options: list[str]) -> str:
     if key in ("dry-run", "dry_run", "dryrun"):
         return "; did you mean 'fp8cfg plan'?"
     bare = {option.lstrip("-"): option for option in options}
-    near = nearest(name.lstrip("-"), bare)
+    near = nearest(key, bare, 0.85)
+    if not near:
+        theirs = _hint_on_flag(name, value)
+        if theirs:
+            return theirs
+        near = nearest(key, bare)
     return f"; did you mean {bare[near]!r}?" if near else f"; choose from {', '.join(options)}"
+
+
+def _hint_on_flag(name: str, value: str) -> str:
+    """What to write in place of another project's flag; empty for a name that no table has."""
+    from fp8cfg.interop.projects import DOORS
+    from fp8cfg.schema import foreign_names
+    from fp8cfg.schema.keys import full
+    from fp8cfg.schema.node import options
+    from fp8cfg.schema.recipe import fields, short_keys
+
+    key = name.lstrip("-").replace("-", "_")
+    known = short_keys()
+    home = foreign_names.home_of(key, known)
+    same_leaf = [other for other in known if other.endswith("." + key.rpartition(".")[2])]
+    if not home and len(same_leaf) == 1:
+        home = same_leaf[0]
+    if not home:
+        absent = foreign_names.absence(key)
+        return f"; {absent}" if absent else ""
+    hint = f"; write {home}"
+    if full(home) in fields():
+        is_option = value in options(fields()[full(home)].annotation)
+        hint += "=" + (foreign_names.meant(home, value) or (value if is_option else "VALUE"))
+    elif "=" not in home:
+        hint = f"; it belongs to {home}"
+    if name.startswith("--") and "-" in name[2:] and DOORS["megatron"].dialect.knows(name):
+        hint += ", or for flags of Megatron-LM: fp8cfg import megatron -- FLAGS"
+    return hint
 
 
 def wrong_words(arguments: Arguments) -> list[str]:
