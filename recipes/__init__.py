@@ -6,6 +6,8 @@
 A module of this folder is a family; every function that it registers is here by name. A new family needs its line below.
 """
 
+from typing import TYPE_CHECKING
+
 from fp8cfg.recipes.from_hf import *  # noqa: F403
 from fp8cfg.recipes.gemma import *  # noqa: F403
 from fp8cfg.recipes.gpt import *  # noqa: F403
@@ -15,8 +17,18 @@ from fp8cfg.recipes.nemotron import *  # noqa: F403
 from fp8cfg.recipes.olmo import *  # noqa: F403
 from fp8cfg.recipes.qwen import *  # noqa: F403
 from fp8cfg.schema import recipe_registry
+from fp8cfg.schema.errors import nearest
 
 __all__ = recipe_registry.of_package(__name__)
+
+
+if not TYPE_CHECKING:  # to a type checker a module with __getattr__ has every attribute
+
+    def __getattr__(name: str) -> object:
+        near = None if name.startswith("_") else nearest(name, __all__)
+        if near:  # of an AttributeError, `from fp8cfg.recipes import` would lose the text
+            raise ImportError(f"fp8cfg.recipes has no recipe {name!r}; did you mean {near!r}?")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

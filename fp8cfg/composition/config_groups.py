@@ -21,7 +21,8 @@ from typing import Any
 from fp8cfg.composition.recipe_yaml import full_names, nested, settings
 from fp8cfg.schema import foreign_names, presets, recipe_registry
 from fp8cfg.schema.data import Data
-from fp8cfg.schema.errors import ConfigError, refuse_if, suggest
+from fp8cfg.schema.errors import ConfigError, nearest, refuse_if, suggest
+from fp8cfg.schema.hugging_face import FROM_HF, PREFIX
 from fp8cfg.schema.keys import PLUGIN, full
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.precision import Precision
@@ -40,6 +41,8 @@ GROUPS = ("recipe", *REPLACING_GROUPS, *MERGING_GROUPS)
 """Groups with shipped choices."""
 _MAX_PRINTED_PATH = 1000
 """Longest path, in characters, that an error prints in full."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.yaml)(?<!\.yml)(?<!\.json)")
+"""OWNER/NAME, and no name of a file."""
 _MAX_DEPTH = 3
 """Nested folders that a group of the user may have."""
 
@@ -135,7 +138,15 @@ class Library:
         if group == "recipe" and os.path.isfile(file):
             return f"recipe={name}: no such recipe; a file stands by itself: fp8cfg {file}"
         if not NAME.fullmatch(stem):
-            near = suggest(name.rpartition("/")[2].replace(".", "").replace("-", "_"), known)
+            base = name.rpartition("/")[2].replace(".", "").replace("-", "_")
+            if group == "recipe" and _HUB_ID.fullmatch(name) and base not in known:
+                near = nearest(base, known)
+                shipped = f", or recipe={near}" if near else ""
+                return (
+                    f"recipe={name}: an id of the hub is no recipe; write recipe={FROM_HF}"
+                    f" model.path={PREFIX}{name}{shipped}"
+                )
+            near = suggest(base, known)
             return (
                 f"{group}={name}: a choice is a name of letters, digits and '_', not a path{near}"
             )

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import fp8cfg
+import fp8cfg.recipes
 from fp8cfg.__main__ import main
 
 ANSWERS = {
@@ -192,6 +193,32 @@ def test_only_keys_that_no_recipe_has_make_a_file_nemo_1s(
     file.write_text(yaml.safe_dump(NEMO_1))
     assert main(["check", str(file)]) == 2
     assert "fp8cfg import" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "meta-llama/llama31_8"])
+def test_an_id_of_the_hub_is_a_path_of_from_hf(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"recipe: {name}\n")
+    for words, file in (([f"recipe={name}"], None), ([], tmp_path / "a.yaml")):
+        with pytest.raises(fp8cfg.ConfigError) as error:
+            fp8cfg.compose(words, file=file)
+        assert f"write recipe=from_hf model.path=hf://{name}, or recipe=llama31_8b" in str(
+            error.value
+        )
+
+
+@pytest.mark.parametrize("name", ["conf/llama_8b", "./a/b", "a/b/c", "a/b.yaml"])
+def test_a_path_is_no_id_of_the_hub(name: str) -> None:
+    with pytest.raises(fp8cfg.ConfigError, match="not a path"):
+        fp8cfg.compose([f"recipe={name}"])
+
+
+def test_an_import_of_a_recipe_names_the_nearest() -> None:
+    with pytest.raises(ImportError, match="no recipe 'llama3_8B'; did you mean 'llama3_8b'"):
+        exec("from fp8cfg.recipes import llama3_8B")
+    with pytest.raises(ImportError, match="cannot import name 'nothing_like_it'"):
+        exec("from fp8cfg.recipes import nothing_like_it")
+    assert not hasattr(fp8cfg.recipes, "nothing_like_it")
+    assert not hasattr(fp8cfg.recipes, "__wrapped__")
 
 
 def test_a_section_alone_names_what_is_in_its_place() -> None:

@@ -116,7 +116,7 @@ TYPED = {
     ): "recipe=8b: no such recipe; did you mean one of llama31_8b, llama3_8b, llama_8b, nemotron3_8b, qwen3_8b?",
     (
         "recipe=meta-llama/Llama-3.1-8B",
-    ): "recipe=meta-llama/Llama-3.1-8B: a choice is a name of letters, digits and '_', not a path; did you mean 'llama31_8b'?",
+    ): "recipe=meta-llama/Llama-3.1-8B: an id of the hub is no recipe; write recipe=from_hf model.path=hf://meta-llama/Llama-3.1-8B, or recipe=llama31_8b",
     ("trainer.plugns=3",): "trainer.plugns: no such key; did you mean 'trainer.plugins'?",
     ("Precision=bf16_fp8",): "Precision: no such key; did you mean 'precision'?",
     (
