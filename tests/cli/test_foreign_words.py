@@ -158,6 +158,13 @@ NOT_IMPORTED = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
     },
+    "transformers": {
+        "bf16": True,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-4,
+        "warmup_ratio": 0.1,
+    },
 }
 
 
