@@ -31,7 +31,7 @@ from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.fsdp_weights import FLOAT32, stored_bytes
 from fp8cfg.numerics.stored_state import is_fp8_state, stored_state_dict
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
-from fp8cfg.parallel.pipeline import elsewhere
+from fp8cfg.parallel.pipeline import EMBEDDING, elsewhere
 from fp8cfg.parallel.process_group import World, same_layers, sharing, stages
 from fp8cfg.parallel.sharded_state import as_unsharded, narrow
 from fp8cfg.schema import hugging_face
@@ -210,11 +210,20 @@ def boxes(job: Job, world: World) -> Groups:
         layout, {**masters, **job.optimizer.state_tensors()}, alone=bool(job.prepared.owner)
     )
     fp8 = [box for box in model if is_fp8_state(box.name)] + _boxes(layout, own, alone=True)
-    return {
-        "model": [box for box in model if not is_fp8_state(box.name)],
-        "optimizer": optimizer,
-        "fp8": fp8,
-    }
+    weights = [box for box in model if not is_fp8_state(box.name)]
+    groups = {"model": weights, "optimizer": optimizer, "fp8": fp8}
+    pipeline = job.prepared.pipeline
+    model_config: Any = job.model.config if pipeline is not None else None
+    if pipeline is not None and pipeline.first and model_config.tie_embeddings:
+        # The last stage has the same embedding, as its output layer, and saves it by both names.
+        for group, group_boxes in groups.items():
+            groups[group] = [box for box in group_boxes if not is_embedding(box.name)]
+    return groups
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a tensor is the embedding, or optimizer state of it."""
+    return name == EMBEDDING or name.startswith(f"{EMBEDDING}.")
 
 
 def of_this_layout(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -217,11 +217,11 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor whose parts are in one or more files."""
+    """A tensor. Its parts, by their offsets, are in one or more files."""
 
     dtype: torch.dtype
     shape: Offsets
-    parts: list[StoredPart]
+    parts: dict[Offsets, StoredPart]
 
 
 class StoredGroup(Mapping[str, Tensor]):
@@ -249,10 +249,11 @@ class StoredGroup(Mapping[str, Tensor]):
                 if places is not None:  # other tools write whole tensors, without places
                     place = places.get(tensor)
                 offsets, shape = _checked_place(tensor, place, sizes)
-                stored = self._tensors.setdefault(tensor, StoredTensor(dtype, shape, []))
-                if (stored.dtype, stored.shape) != (dtype, shape):
+                stored = self._tensors.setdefault(tensor, StoredTensor(dtype, shape, {}))
+                # The same box in two files is a copy: one of them is read.
+                part = stored.parts.setdefault(offsets, StoredPart(name, offsets, sizes))
+                if (stored.dtype, stored.shape, part.sizes) != (dtype, shape, sizes):
                     raise ValueError(f"{tensor} has parts of other dtypes or shapes")
-                stored.parts.append(StoredPart(name, offsets, sizes))
             for other, tensor in metadata.items():
                 if other not in TORCH_KEYS:
                     self.tied[other] = tensor
@@ -260,10 +261,11 @@ class StoredGroup(Mapping[str, Tensor]):
     def check_whole(self) -> None:
         """Raises DamagedCheckpoint unless the parts of each tensor make a whole."""
         for name, stored in self._tensors.items():
-            total = sum(prod(part.sizes) for part in stored.parts)
-            if total != prod(stored.shape) or _has_overlap(stored.parts):
+            parts = list(stored.parts.values())
+            total = sum(prod(part.sizes) for part in parts)
+            if total != prod(stored.shape) or _has_overlap(parts):
                 problem = f"the parts of {name} do not make a whole"
-                raise self._files.damaged(stored.parts[0].file, problem)
+                raise self._files.damaged(parts[0].file, problem)
         for other, name in self.tied.items():
             if name not in self._tensors or other in self._tensors:
                 raise DamagedCheckpoint(
@@ -290,7 +292,7 @@ class StoredGroup(Mapping[str, Tensor]):
         if not _is_inside(offsets, sizes, stored.shape):
             raise ValueError(f"{name}: no box {sizes} at {offsets} in {stored.shape}")
         box = torch.empty(sizes, dtype=stored.dtype, device="cpu")
-        for part in stored.parts:
+        for part in stored.parts.values():
             common = _intersection(offsets, sizes, part.offsets, part.sizes)
             if common is None:
                 continue

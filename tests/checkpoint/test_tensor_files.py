@@ -38,7 +38,6 @@ def write_places(folder: Path, *places: Any, sizes: tuple[int, ...] = (2, 2)) ->
 @pytest.mark.parametrize(
     ("shape", "offsets"),
     [
-        ((2, 2), [(0, 0), (0, 0)]),  # a copy
         ((3, 2), [(0, 0), (1, 0)]),  # an overlap
         ((4, 2), [(0, 0), (1, 0)]),  # an overlap, and as many elements as the whole
         ((4, 4), [(0, 0), (0, 2), (2, 0), (1, 2)]),
@@ -53,6 +52,11 @@ def test_parts_that_make_no_whole_are_damage(
     write_places(tmp_path, *[{OFFSETS: start, SHAPE: shape} for start in offsets])
     with pytest.raises(DamagedCheckpoint, match="the parts of w do not make a whole"):
         group_of(tmp_path)
+
+
+def test_a_copy_is_no_damage(tmp_path: Path) -> None:
+    write_places(tmp_path, *[{OFFSETS: (0, 0), SHAPE: (2, 2)}] * 2)
+    assert group_of(tmp_path)["w"].tolist() == [[0, 0], [0, 0]]
 
 
 def test_a_box_is_read_from_the_parts_that_it_meets(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fp8cfg.building.job import Job
+from fp8cfg.checkpoint.manifest import read_manifest
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training import memory_measurement
 from tests.support import rank_runs, sharded_checkpoints, whole_checkpoints
@@ -289,6 +290,11 @@ def test_runs_resume_on_other_layouts(
     )
     assert names == wanted
     assert state["optimizer"]["state"] == their_state["optimizer"]["state"]
+    size, one_size = (
+        sum(file.size for file in read_manifest(folder / of / "step-00000001").files.values())
+        for of in (name, f"one {name}")
+    )
+    assert size < 1.1 * one_size, "nothing is written twice"
     if name in BITS:
         assert all(
             torch.equal(bits(t), bits(theirs[group][k]))
