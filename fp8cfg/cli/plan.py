@@ -45,10 +45,10 @@ sizes, and what will be built.
   --config-dir FOLDER  recipes and presets of your own
 
 Exit code: 0 where training runs as the recipe stands: with --gpu or --gpus the
-line that starts it there follows the plan. 2 where it does not: for want of
-memory, or for a layout that this version plans and does not train, a line that
-runs follows the plan: with recomputation, shards or a smaller microbatch, or on
-more GPUs. Where the GPUs are no whole replicas of the layout, or it does not
+line that starts it there follows the plan, with PATH and FOLDER to fill in for
+a large model without data. 2 where it does not: for want of memory, or for a
+layout that this version plans and does not train, a line that runs follows the
+plan: with recomputation, shards or a smaller microbatch, or on more GPUs. Where the GPUs are no whole replicas of the layout, or it does not
 divide the model or the global batch, there is no plan, and the line changes the
 layout too, or leaves GPUs idle where nothing runs on all.
 For a GPU that cannot do what the recipe asks for there is no line, but for a
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> int:
     recipe = found.recipe
     refuse_hardware(recipe, name, "--gpu ")
     world = started or recipe.trainer.num_nodes * recipe.trainer.devices
-    whole_line = whole_lines(arguments, settle)
+    whole_line = whole_lines(arguments, settle, has_blanks=True)
     plan = planned(recipe, world, gpu, whole_line, found.problems)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:

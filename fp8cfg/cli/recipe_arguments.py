@@ -14,6 +14,7 @@ from fp8cfg.composition import precedence
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.overrides import Overrides, malformed, parsed
 from fp8cfg.composition.precedence import ResolvedRecipe
+from fp8cfg.planning import training_data
 from fp8cfg.planning.fit_search import Fit, Line, differences
 from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if
 from fp8cfg.schema.keys import full
@@ -184,17 +185,23 @@ _TIMES = 4
 """A line is settled at most: as it was found, with the machine, with the batch that comes out otherwise on it, and once more."""
 
 
-def whole_lines(arguments: Arguments, settle: Settle, *verb: str) -> Line:
+def whole_lines(arguments: Arguments, settle: Settle, *verb: str, has_blanks: bool = False) -> Line:
     """Makes the line of `arguments` and a fit, by `verb` and its options or training; an empty one where it would be refused, or
-    settle to another recipe than that of the fit."""
+    settle to another recipe than that of the fit. With `has_blanks` a recipe that lacks training data gets overrides to fill
+    in."""
 
     def line(fit: Fit) -> str:
         words = [*fit.words]
         for _ in range(_TIMES):
             typed = settle([word for word in changed_words(arguments, words) if not is_hydra(word)])
-            if not (apart := _apart(typed, fit)):
-                return "" if typed.problems else command_line(arguments, words, *verb)
-            words += apart
+            if apart := _apart(typed, fit):
+                words += apart
+                continue
+            if typed.problems:
+                return ""
+            if has_blanks:
+                words += training_data.blanks(fit.recipe)
+            return command_line(arguments, words, *verb)
         return ""
 
     return line

@@ -226,11 +226,18 @@ def smoke_run(recipe: Recipe, world: int, backend: Backend) -> Fit | None:
 
 
 def offering(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[str]:
-    """`problems`, the last of which ends with the `lines` that run `where`. Empty ones do not."""
-    offered = " · ".join(line for line in lines if line)
-    if not offered:
-        return list(problems)
-    return [*problems[:-1], f"{problems[-1]}; runs {where}: {offered}"]
+    """`problems`, the last of which ends with the `lines` that run `where`. Empty ones do not.
+
+    A smoke run, which is a few steps of a small model, is named as one.
+    """
+    problem = problems[-1]
+    runs = [line for line in lines if line and SMOKE not in line]
+    if runs:
+        problem += f"; runs {where}: {' · '.join(runs)}"
+    for line in lines:
+        if SMOKE in line:
+            problem += f"; as a smoke run: {line}"
+    return [*problems[:-1], problem]
 
 
 def falling_short(problems: Sequence[str], fit: Fit) -> list[str]:

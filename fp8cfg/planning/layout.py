@@ -190,7 +190,7 @@ def parts(recipe: Recipe, world: int) -> list[Part]:
         near = max(1, round(world / s.size)) * s.size
         raise ConfigError(
             f"{many}: not a multiple of tensor x pipeline x context parallel = {s.size}; "
-            f"nearest is {near}{s.smaller(world, t.global_batch_size // t.micro_batch_size)}"
+            f"nearest is {near} (--gpus {near}){s.smaller(world, t.global_batch_size // t.micro_batch_size)}"
         )
     refuse_if([f"{many}: {line}" for line in uneven_batch(recipe, world)])
     return parts_that_differ(recipe, world)

@@ -67,20 +67,39 @@ def unintended(recipe: Recipe) -> list[str]:
 
     A smoke run is small. data.tokenizer=bytes asks for bytes.
     """
+    if not _uses_default(recipe):
+        return []
+    data = recipe.data
+    model = f"a model of {amount(_parameters(recipe))} parameters would train on"
+    instead = f"(data.tokenizer={BYTES} if you mean bytes, trainer.smoke=true for a small run)"
+    if data.name not in SHIPPED:
+        return [f"data.tokenizer=null: {model} bytes; set data.tokenizer=FOLDER {instead}"]
+    wanted = " ".join(blanks(recipe))
+    return [f"data={data.name}: {model} {CORPORA[data.name]}; set {wanted} {instead}"]
+
+
+def blanks(recipe: Recipe) -> list[str]:
+    """Returns the overrides that `recipe` lacks, with PATH and FOLDER to fill in.
+
+    Empty if `recipe` trains on the data that it has.
+    """
+    if not _uses_default(recipe):
+        return []
+    words = ["data=jsonl", "data.path=PATH"] if recipe.data.name in SHIPPED else []
+    if not (recipe.data.tokenizer or recipe.model.path or recipe.model.weights):
+        words.append("data.tokenizer=FOLDER")
+    return words
+
+
+def _uses_default(recipe: Recipe) -> bool:
+    """Whether `recipe` is a large model on a shipped corpus or on bytes by default."""
     data = recipe.data
     if recipe.trainer.smoke or data.tokenizer == BYTES or data.name == "tokens":
-        return []
-    is_shipped = data.name in SHIPPED
-    if not is_shipped and chosen_tokenizer(recipe):
-        return []
-    parameters = sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
-    if parameters <= LARGE:
-        return []
-    model = f"a model of {amount(parameters)} parameters would train on"
-    instead = f"(data.tokenizer={BYTES} if you mean bytes, trainer.smoke=true for a small run)"
-    if not is_shipped:
-        return [f"data.tokenizer=null: {model} bytes; set data.tokenizer=FOLDER {instead}"]
-    wanted = "data=jsonl data.path=PATH"
-    if not (data.tokenizer or recipe.model.path or recipe.model.weights):
-        wanted += " data.tokenizer=FOLDER"
-    return [f"data={data.name}: {model} {CORPORA[data.name]}; set {wanted} {instead}"]
+        return False
+    if data.name not in SHIPPED and chosen_tokenizer(recipe):
+        return False
+    return _parameters(recipe) > LARGE
+
+
+def _parameters(recipe: Recipe) -> int:
+    return sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))

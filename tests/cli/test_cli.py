@@ -86,7 +86,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
         in line
     )
     assert line.endswith(
-        f"; runs here: fp8cfg {' '.join(words)} trainer.accelerator=cpu trainer.smoke=true"
+        f"; as a smoke run: fp8cfg {' '.join(words)} trainer.accelerator=cpu trainer.smoke=true"
     )
     assert max(map(len, done.stdout.splitlines())) <= 80
 
@@ -104,7 +104,8 @@ def test_a_layout_for_more_ranks_is_refused_with_a_line_that_trains_as_printed(
     ]
     refused = fp8cfg(*words)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and not [*tmp_path.iterdir()]
-    line, smoke = refused.stderr.removesuffix("\n").partition("; runs here: ")[2].split(" · ")
+    offers = refused.stderr.removesuffix("\n").partition("; runs here: ")[2]
+    line, smoke = offers.split("; as a smoke run: ")
     verb, *offered = shlex.split(line)
     assert (
         verb == "fp8cfg"

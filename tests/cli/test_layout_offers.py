@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,10 +30,8 @@ CONTEXT = "trainer.strategy.context_parallel_size"
 
 def lines(err: str, where: str) -> list[list[str]]:
     """The words of each line that runs `where`."""
-    return [
-        shlex.split(line)[1:]
-        for line in err.splitlines()[-1].partition(f"; runs {where}: ")[2].split(" · ")
-    ]
+    offers = f"; runs {where}: |; as a smoke run: | · "
+    return [shlex.split(line)[1:] for line in re.split(offers, err.splitlines()[-1])[1:]]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,9 @@ def test_what_gave_way_is_written_in_a_line_for_other_gpus(
     """The line as it is typed gives the ranks and the batch that were searched for."""
     assert main(["plan", *words.split(), *options.split()]) == 2
     offered, batch = lines(capsys.readouterr().err, "there"), words.rpartition("=")[2]
-    assert offered and all(line[-1].startswith("trainer.") for line in offered)
+    blanks = ["data=jsonl", "data.path=PATH", "data.tokenizer=FOLDER"]
+    assert offered and all(line[-3:] == blanks for line in offered)
+    assert all(line[-4].startswith("trainer.") for line in offered)
     for line in offered:
         assert main(["plan", *line, *options.split()]) == 0
         t = fp8cfg.compose(line).trainer
@@ -98,11 +99,11 @@ def test_what_gave_way_is_written_in_a_line_for_other_gpus(
 def test_the_nearest_layout_divides_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["plan", "recipe=llama_8b", "--gpus", "3"]) == 2
-        and "nearest is 4; runs there" in capsys.readouterr().err
+        and "nearest is 4 (--gpus 4); runs there" in capsys.readouterr().err
     )
     assert main(["plan", "recipe=llama_8b", "--gpus", "1"]) == 2
     assert (
-        "nearest is 2, or trainer.strategy.context_parallel_size=1; runs there"
+        "nearest is 2 (--gpus 2), or trainer.strategy.context_parallel_size=1; runs there"
         in capsys.readouterr().err
     )
 
@@ -444,8 +445,9 @@ def test_sequences_that_ranks_do_not_share_are_refused_with_a_line_that_runs(
 ) -> None:
     start = "fp8cfg launch --local 2 recipe=llama_tiny"
     assert main([*start.split()[1:], *words.split()]) == 2
-    said, _, offered = capsys.readouterr().err.strip().partition("; runs here: ")
-    assert said == f"error: {line}" and offered.endswith(f"{start} {words} trainer.smoke=true")
+    err = capsys.readouterr().err.strip()
+    assert re.split("; runs here: |; as a smoke run: ", err)[0] == f"error: {line}"
+    assert err.endswith(f"; as a smoke run: {start} {words} trainer.smoke=true")
 
 
 @pytest.mark.parametrize(

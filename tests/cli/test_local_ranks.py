@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import socket
@@ -150,7 +151,7 @@ def test_of_several_nodes_the_line_of_each_is_printed(gpus: int, starts: Starts)
         else "; FIRST_NODE is the name of one of them, which the scripts of fp8cfg export slurm find"
     )
     assert line.endswith(
-        f" --rdzv-id two_nodes -m fp8cfg {' '.join(argv)}{first}; runs here: fp8cfg trainer.smoke=true"
+        f" --rdzv-id two_nodes -m fp8cfg {' '.join(argv)}{first}; as a smoke run: fp8cfg trainer.smoke=true"
     )
 
 
@@ -248,10 +249,10 @@ def test_what_they_do_not_have_here_is_refused_with_a_line_that_runs(
     assert (
         out == "" and err.count("\n") == 1 and ("torchrun --nnodes 2 " in err) == ("nodes" in words)
     )
-    assert (f"-m fp8cfg {shlex.join(argv)}; runs here: " in err) == ("nodes" in words) and (
-        "smoke" in err
-    ) == (verb == "rerun")
-    offered = shlex.split(err.rstrip().partition("; runs here: ")[2].partition(" · ")[0])
+    problem, *lines = re.split("; runs here: |; as a smoke run: ", err.rstrip())
+    assert problem.endswith(f"-m fp8cfg {shlex.join(argv)}") == ("nodes" in words)
+    assert ("smoke" in err) == (verb == "rerun")
+    offered = shlex.split(lines[0])
     assert offered[:2] == ["fp8cfg", verb] and run in offered and set(more.split()) <= set(offered)
     assert ("--allow" in offered) == ("--allow" in words)
     assert main(offered[1:]) in (0, 7), "trains, or starts ranks that do"

@@ -123,14 +123,28 @@ will be built
     ],
 )
 def test_what_fits_ends_with_the_line_that_starts_it_there(
-    options: str, more: str, capsys: pytest.CaptureFixture[str]
+    options: str, more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the machines that it was planned for, where the recipe has others; the plan of that line is the same one."""
     words = ["recipe=llama_70b", "precision=bf16_fp8"]
     assert main(["plan", *words, *options.split()]) == 0
     found, line = capsys.readouterr()
-    assert line == f"runs there: fp8cfg {' '.join(words)}{more}\n"
-    assert plan(capsys, *line.split()[3:], *options.split()[:2]) == found
+    blanks = ["data=jsonl", "data.path=PATH", "data.tokenizer=FOLDER"]
+    assert line == f"runs there: fp8cfg {' '.join(words)}{more} {' '.join(blanks)}\n"
+    assert plan(capsys, *line.split()[3:-3], *options.split()[:2]) == found
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "tokenizer").mkdir()
+    data = [f"data.path={tmp_path}/a.jsonl", f"data.tokenizer={tmp_path}/tokenizer"]
+    assert main(["check", *line.split()[3:-2], *data]) == 0
+
+
+def test_data_that_is_given_stays_in_the_line_that_starts_it_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["recipe=llama_70b", "data=text", "data.path=a", "data.tokenizer=b"]
+    for typed, more in ((words, ""), (words[:3], " data.tokenizer=FOLDER")):
+        assert main(["plan", *typed, "--gpu", "h200"]) == 0
+        assert capsys.readouterr().err == f"runs there: fp8cfg {' '.join(typed)}{more}\n"
 
 
 def test_the_count_to_the_digit_and_why_a_level_takes_more_than_the_chart_has(
@@ -189,7 +203,7 @@ def test_a_layout_that_is_not_run_is_planned_and_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out, lines = refused(capsys, *LARGE, *LEVEL)
-    assert "; write opt_level=null; runs there: fp8cfg recipe=llama_405b " in lines[-1]
+    assert "; write opt_level=null; as a smoke run: fp8cfg recipe=llama_405b " in lines[-1]
     assert lines[-1].endswith(" trainer.smoke=true")
     assert (
         "\ndoes not run as it stands: opt_level=O2: goes with data parallelism alone, not\n" in out
@@ -325,10 +339,10 @@ def test_json_has_everything_in_a_stable_order(capsys: pytest.CaptureFixture[str
         "too_small",
         "built",
     ]
-    assert found["problems"] == [line.partition("; runs there")[0] for line in problems] and found[
-        "write"
-    ] == ["trainer.smoke=true"]
-    assert problems[-1] == f"{found['problems'][-1]}; runs there: {' · '.join(found['lines'])}"
+    assert found["problems"] == [
+        line.partition("; as a smoke run")[0] for line in problems
+    ] and found["write"] == ["trainer.smoke=true"]
+    assert problems[-1] == f"{found['problems'][-1]}; as a smoke run: {' · '.join(found['lines'])}"
     assert (
         found["fits"] is True
         and found["measured_here"] is False
@@ -371,7 +385,7 @@ def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixtu
         (["--gpus", "²"], "--gpus ²: expected a number of GPUs, 1 to 9999999"),
         (
             ["recipe=llama_8b", "--gpus", "7"],
-            "7 GPUs: not a multiple of tensor x pipeline x context parallel = 2; nearest is 8",
+            "7 GPUs: not a multiple of tensor x pipeline x context parallel = 2; nearest is 8 (--gpus 8)",
         ),
         (["--gpu", "h1000"], "--gpu h1000: no such GPU in the table; did you mean 'h100'?"),
         (

@@ -293,7 +293,7 @@ def test_a_layout_shares_activations_too() -> None:
     [
         (
             9,
-            "9 GPUs: not a multiple of tensor x pipeline x context parallel = 6; nearest is 12",
+            "9 GPUs: not a multiple of tensor x pipeline x context parallel = 6; nearest is 12 (--gpus 12)",
         ),  # three replicas do not share 16
         (
             18,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 import pytest
@@ -22,7 +23,8 @@ from tests.support.small import small
 
 def offered_lines(err: str, where: str = "there") -> list[list[str]]:
     """The arguments of each line that an error offers."""
-    lines = err.splitlines()[-1].partition(f"; runs {where}: ")[2].split(" · ")
+    offers = f"; runs {where}: |; as a smoke run: | · "
+    lines = re.split(offers, err.splitlines()[-1])[1:]
     return [shlex.split(line)[1:] for line in lines]
 
 
@@ -107,6 +109,7 @@ def test_nothing_that_fits_is_said_with_the_smallest_peak(
 
 
 CONTEXT = "trainer.strategy.context_parallel_size"
+BLANKS = "data=jsonl data.path=PATH data.tokenizer=FOLDER"
 
 
 @pytest.mark.parametrize(
@@ -180,12 +183,17 @@ def test_fewer_gpus_than_a_replica_are_offered_a_layout_and_memory_together(
     assert out == "" and err.startswith(
         f"error: {gpus} GPU{'s' * (gpus > 1)}: not a multiple of tensor x pipeline x context parallel = {replica}; "
     )
-    assert err.endswith(f"; runs {where}: fp8cfg {words} {offered}\n")
+    label = f"runs {where}"
+    more_words = f" {BLANKS}"
+    if offered == SMOKE:
+        label = "as a smoke run"
+        more_words = ""
+    assert err.endswith(f"; {label}: fp8cfg {words} {offered}{more_words}\n")
     (line,) = offered_lines(err, where)
     more = there if where == "there" else there[:2]
     assert main(["plan", *line, *more]) == 0
     assert f"\nfits {gpu}, " in capsys.readouterr().out
-    with pytest.raises(fp8cfg.ConfigError, match=f"; runs {where}: {offered}$"):
+    with pytest.raises(fp8cfg.ConfigError, match=f"; {label}: {offered}$"):
         fp8cfg.plan(fp8cfg.compose(words.split()), gpu, gpus)
 
 
@@ -206,9 +214,9 @@ def test_gpus_over_which_nothing_divides_are_offered_as_many_as_a_launch_starts(
     words: str, gpu: str, gpus: int, offered: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *words.split(), "--gpu", gpu, "--gpus", str(gpus)]) == 2
-    line, *_ = capsys.readouterr().err.splitlines()[-1].partition("; runs there: ")[2].split(" · ")
+    line = capsys.readouterr().err.splitlines()[-1].partition("; runs there: ")[2]
     kept = [word for word in words.split() if not word.startswith("trainer.num_nodes")]
-    assert line == f"fp8cfg {' '.join(kept)} {offered}"
+    assert line == f"fp8cfg {' '.join(kept)} {offered} {BLANKS}"
     assert main(["plan", *shlex.split(line)[1:], "--gpu", gpu]) == 0
     if gpus < 8:  # of one machine
         assert launch_run.count(fp8cfg.compose(kept), gpus) == 4
@@ -274,7 +282,7 @@ def refused_here(
             Hardware("cuda", (9, 0), BLOCK_CUDA),
             whole_lines(Arguments(words), settled),
         )
-    return e.value.problems[-1].partition("; runs here: ")[2].split(" · ")
+    return re.split("; runs here: |; as a smoke run: | · ", e.value.problems[-1])[1:]
 
 
 def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(
