@@ -18,6 +18,7 @@ from fp8cfg.interop.projects import (
     from_words,
     recipe_of_file,
 )
+from fp8cfg.interop.translation import NOT_GIVEN
 from fp8cfg.report import recipe_export
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
@@ -100,7 +101,7 @@ def run(argv: list[str]) -> int:
         "--python": recipe_export.python_text,
     }[forms[0]]
     text = write(recipe, named, False)
-    remarks += found.lost
+    remarks = _without_typed([*remarks, *found.lost], arguments)
     if forms == ["--json"]:
         _say("note", remarks)
     elif remarks or found.unknown:
@@ -152,6 +153,14 @@ def _composed(arguments: Arguments, base: Recipe, found: Recipe) -> Recipe:
         ) from None
 
 
+def _without_typed(lines: Iterable[str], arguments: Arguments) -> list[str]:
+    """`lines` without those on values that the source lacks and a word of `arguments` sets."""
+    typed = [f"{word.partition('=')[0]}=" for word in arguments.words]
+    return [
+        line for line in lines if NOT_GIVEN not in line or not any(key in line for key in typed)
+    ]
+
+
 _SHAPE = (
     "num_layers",
     "hidden_size",
@@ -180,7 +189,7 @@ def _name_shape(recipe: Recipe, base: Recipe) -> list[str]:
         return []
     origin = f"as in recipe={recipe.name}" if recipe.name != "imported" else "of bytes"
     return [
-        f"model.vocab_size={recipe.model.vocab_size}: not given there, {origin}; set it to your"
+        f"model.vocab_size={recipe.model.vocab_size}: {NOT_GIVEN}, {origin}; set it to your"
         " tokenizer's"
     ]
 

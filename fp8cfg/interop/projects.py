@@ -222,7 +222,9 @@ def _read(found: Door, said: source_files.Said, base: Recipe | None) -> Read:
         apply_task(base, said.task)
         base.lora = base.lora.merged(dict(said.lora))
     _refuse_interpolations(found, said)
-    back = read(found.dialect, said.data, base, said.preset)
+    # A source that builds on a recipe changes single sizes of its layout.
+    keeps_layout = said.recipe is not None
+    back = read(found.dialect, said.data, base, said.preset, keeps_layout)
     refuse_if(back.unknown if said.called else ())
     if said.preset is None and not any(map(found.dialect.knows, said.data)):
         none = (

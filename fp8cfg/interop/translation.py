@@ -19,6 +19,7 @@ from fp8cfg.schema.recipe import Recipe, fields
 from fp8cfg.schema.rules_precision import KEPT
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import COLUMNS, gathered, level, of_level, resolved, sharding
+from fp8cfg.schema.training import Strategy
 
 _LOSS_SCALE = {
     f"precision.{k}"
@@ -91,6 +92,8 @@ _PARALLEL = tuple(
     f"trainer.strategy.{kind}_parallel_size"
     for kind in ("tensor_model", "pipeline_model", "context")
 )
+NOT_GIVEN = "not given there"
+"""What a line on a value that the source lacks says."""
 _ALONE = "MS-AMP shards, and has O3, through DeepSpeed alone"
 
 
@@ -230,16 +233,26 @@ def output_layer(recipe: Recipe) -> list[str]:
 
 
 def gpus(recipe: Recipe, ours: Values) -> list[str]:
-    """Give `recipe` as many GPUs as the parallel sizes in `ours` multiply to, unless it has a multiple of them; a line on that."""
+    """Give `recipe` as many GPUs as the parallel sizes in `ours` multiply to, unless it has a multiple of them; a line on that.
+
+    GPUs that the source gives stay.
+    """
     trainer, size = recipe.trainer, recipe.trainer.strategy.size
     if trainer.num_nodes * trainer.devices % size == 0 or not any(key in ours for key in _PARALLEL):
         return []
-    trainer.devices = gcd(size, 8)
-    trainer.num_nodes = size // trainer.devices
-    return [
-        f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not said"
-        f" there; tensor x pipeline x context parallel = {size} GPUs"
-    ]
+    devices = gcd(size, 8)
+    if "trainer.num_nodes" in ours:
+        devices = size // trainer.num_nodes
+    if "trainer.devices" in ours:
+        devices = trainer.devices
+    nodes = trainer.num_nodes if "trainer.num_nodes" in ours else size // devices
+    if nodes * devices != size:
+        return []  # which the check of the recipe rejects
+    trainer.num_nodes = nodes
+    trainer.devices = devices
+    sizes = {"trainer.num_nodes": nodes, "trainer.devices": devices}
+    new = " and ".join(f"{key}={value}" for key, value in sizes.items() if key not in ours)
+    return [f"{new}: {NOT_GIVEN}; tensor x pipeline x context parallel = {size} GPUs"]
 
 
 def batches(recipe: Recipe, ours: Values) -> list[str]:
@@ -260,7 +273,7 @@ def batches(recipe: Recipe, ours: Values) -> list[str]:
     else:
         return []  # which the check of the recipe rejects
     value = getattr(trainer, key.rpartition(".")[2])
-    return [f"{key}={value}: not given there; set to fit {replicas} data-parallel replicas"]
+    return [f"{key}={value}: {NOT_GIVEN}; set to fit {replicas} data-parallel replicas"]
 
 
 def read(
@@ -268,9 +281,11 @@ def read(
     data: Mapping[str, Any],
     base: Recipe | None = None,
     preset: str | None = None,
+    keeps_layout: bool = False,
 ) -> Read:
     """The recipe that `data` means, by the names that `dialect` knows, on top of `base`, whose precision it replaces. It is not
-    yet checked as a whole. `preset` is the precision that `data` changes. Raises ConfigError with a line for each value that
+    yet checked as a whole. `preset` is the precision that `data` changes. If `data` gives a parallel size, the sizes that it does
+    not give are 1, or those of `base` with `keeps_layout`. Raises ConfigError with a line for each value that
     cannot be, and then for each unknown key too.
     """
     theirs, spelled, problems = _named(dialect, data)
@@ -313,6 +328,8 @@ def read(
     ]
     recipe = (base or Recipe()).model_copy(deep=True)
     recipe.precision = Precision() if preset is None else precision_preset(preset)
+    if not keeps_layout and any(key in ours for key in _PARALLEL):
+        recipe.trainer.strategy = Strategy()
     unsaid, unknown = _rest(dialect, theirs, spelled)
     try:
         recipe = assigned(recipe, {full(k): v for k, v in ours.items()})

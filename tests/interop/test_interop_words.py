@@ -9,6 +9,7 @@ import pytest
 import fp8cfg
 from fp8cfg import interop
 from fp8cfg.__main__ import main
+from fp8cfg.schema.training import Strategy
 from tests.support.verbs import refused, said
 
 
@@ -136,13 +137,70 @@ def test_a_script_has_the_gpus_that_its_parallel_sizes_take(sizes: str) -> None:
     trainer = found.recipe.trainer
     assert trainer.num_nodes * trainer.devices == trainer.strategy.size > 1
     assert found.lost[0].startswith(
-        f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not said there; "
+        f"trainer.num_nodes={trainer.num_nodes} and trainer.devices={trainer.devices}: not given there; "
     )
     found.recipe.check()
     large = fp8cfg.compose(
         ["trainer.num_nodes=6", "trainer.devices=8", "trainer.global_batch_size=768"]
     )
     assert interop.from_words("megatron", [f"--bf16 {sizes}"], large).recipe.trainer.num_nodes == 6
+
+
+@pytest.mark.parametrize("name", ["nemo", "bridge"])
+def test_parallel_sizes_that_a_job_file_does_not_give_are_1(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "trainer: {devices: 8, num_nodes: 1, precision: bf16}\n"
+        "model: {tensor_model_parallel_size: 8, fp8: true, fp8_hybrid: true}\n"
+    )
+    base = fp8cfg.compose(["recipe=llama_8b"])
+    assert base.trainer.strategy.context_parallel_size == 2
+    found = interop.from_file(name, file, base)
+    trainer = found.recipe.trainer
+    assert (trainer.num_nodes, trainer.devices) == (1, 8)
+    assert trainer.strategy == Strategy(tensor_model_parallel_size=8)
+    assert found.lost == ()
+    file.write_text("trainer: {precision: bf16, devices: 8}\nmodel: {hidden_size: 4096}\n")
+    assert interop.from_file(name, file, base).recipe.trainer.strategy == base.trainer.strategy
+
+
+@pytest.mark.parametrize(
+    ("trainer", "nodes", "devices", "line"),
+    [
+        ("devices: 4", 4, 4, "trainer.num_nodes=4: not given there; "),
+        ("num_nodes: 4", 4, 4, "trainer.devices=4: not given there; "),
+        ("precision: bf16", 2, 8, "trainer.num_nodes=2 and trainer.devices=8: not given there; "),
+    ],
+)
+def test_gpus_that_a_job_file_gives_stay(
+    trainer: str,
+    nodes: int,
+    devices: int,
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        f"trainer: {{{trainer}}}\n"
+        "model: {tensor_model_parallel_size: 4, pipeline_model_parallel_size: 4, fp8: true}\n"
+    )
+    found = interop.from_file("nemo", file)
+    assert (found.recipe.trainer.num_nodes, found.recipe.trainer.devices) == (nodes, devices)
+    assert found.lost[0].startswith(line)
+    words = ["trainer.num_nodes=4", "trainer.devices=8", "trainer.global_batch_size=64"]
+    assert "not given there; tensor" not in said(capsys, "import", "nemo", str(file), *words)
+
+
+def test_too_few_gpus_of_a_job_file_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "trainer: {devices: 4, num_nodes: 1}\nmodel: {tensor_model_parallel_size: 8, fp8: true}\n"
+    )
+    assert main(["import", "nemo", str(file), "recipe=llama_8b"]) == 2
+    assert "does not divide trainer.num_nodes x trainer.devices = 4" in capsys.readouterr().err
 
 
 def test_an_exported_script_of_a_parallel_model_reads_back(
