@@ -10,6 +10,7 @@ from fp8cfg.building.job import Job
 from fp8cfg.planning.job_plan import checked, planned, sized
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hugging_face import family_of_weights
+from fp8cfg.schema.keywords import refuses_recipe_keys
 from fp8cfg.schema.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def nodes() -> ModuleType:
     return graph_nodes
 
 
+@refuses_recipe_keys("set recipe.{key}")
 def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     """The Job of `recipe` on this machine. Raises ConfigError, before any memory is taken, for a recipe that cannot run here,
     one that does not fit into memory among them.

@@ -24,6 +24,7 @@ from fp8cfg.planning.smoke import SAVED_AT, STEPS
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
+from fp8cfg.schema.keywords import refuses_recipe_keys
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import RunData, run_data
 from fp8cfg.training.loop import Callback, Interrupted, Loaded, Result, train
@@ -37,6 +38,7 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 
+@refuses_recipe_keys("set recipe.{key}; fit expects a Job, and fp8cfg.build(recipe) gives one")
 def fit(
     job: Job,
     folder: str | Path | RunFolder | None = None,
@@ -97,6 +99,7 @@ def _gone_on(
         return from_newest(run, go_on, tell)
 
 
+@refuses_recipe_keys("write overrides=['{key}=VALUE']")
 def resume(
     folder: str | Path,
     overrides: Iterable[str] = (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,22 @@ def test_fit_wants_a_job() -> None:
         match=r"fit: expected a Job, got Recipe; fp8cfg\.build\(recipe\) gives one",
     ):
         fp8cfg.fit(small())  # type: ignore[arg-type]
+
+
+def test_a_key_of_a_recipe_is_no_argument() -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        r"fit: has no argument max_steps; set recipe\.trainer\.max_steps; fit expects a Job,"
+        r" and fp8cfg\.build\(recipe\) gives one": lambda: fp8cfg.fit(small(), max_steps=2),  # type: ignore[call-arg, arg-type]
+        r"build: has no argument lr; set recipe\.optim\.lr": lambda: fp8cfg.build(small(), lr=1),  # type: ignore[call-arg]
+        r"resume: has no argument max_steps; write overrides=\['trainer\.max_steps=VALUE'\]": (
+            lambda: fp8cfg.resume("a", max_steps=2)  # type: ignore[call-arg]
+        ),
+    }
+    for line, call in calls.items():
+        with pytest.raises(fp8cfg.ConfigError, match=f"^{line}$"):
+            call()
+    with pytest.raises(TypeError, match="colour"):
+        fp8cfg.fit(small(), colour=2)  # type: ignore[call-arg, arg-type]
 
 
 class Spoils(fp8cfg.Callback):
