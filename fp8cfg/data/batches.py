@@ -135,10 +135,12 @@ def eval_batches(
     _divides("batch_size", batch_size, world, f"{world} ranks")
     available = len(samples)
     if available < batch_size:
+        fitting = available // world * world
+        smaller = f"trainer.global_batch_size={fitting}, " if fitting else ""
         raise DataError(
             f"the validation part has {available} samples of seq_length={samples.seq_length}, less"
-            f" than one batch of {batch_size}: raise data.validation_fraction, or lower"
-            " model.seq_length or trainer.global_batch_size"
+            f" than one batch of {batch_size}: write {smaller}trainer.val_check_interval=0 to train"
+            " without validation, a larger data.validation_fraction, or a smaller model.seq_length"
         )
     total = min(limit, available // batch_size) * batch_size
     places = samples.spread(total)

@@ -190,8 +190,15 @@ def test_evaluation_windows_are_apart_and_spread() -> None:
 
 
 def test_evaluation_that_cannot_be_is_refused_before_it_begins() -> None:
-    with pytest.raises(DataError, match="has 7 samples of seq_length=10, less than one batch of 8"):
-        eval_batches(Windows(TOKENS[:80], 10, LENGTH), 8, 5)
+    seven = "has 7 samples of seq_length=10, less than one batch of 8: write "
+    off = "trainer.val_check_interval=0 to train without validation"
+    for world, smaller in ((1, 7), (2, 6), (4, 4)):
+        size = f"trainer.global_batch_size={smaller}, "
+        with pytest.raises(DataError, match=f"{seven}{size}{off}"):
+            eval_batches(Windows(TOKENS[:80], 10, LENGTH), 8, 5, 0, world)
+        assert list(eval_batches(Windows(TOKENS[:80], 10, LENGTH), smaller, 5, 0, world))
+    with pytest.raises(DataError, match=f"{seven}{off}"):
+        eval_batches(Windows(TOKENS[:80], 10, LENGTH), 8, 5, 0, 8)
     with pytest.raises(DataError, match="batch_size=8 is not divisible by 3"):
         eval_batches(WINDOWS, 8, 5, 0, 3)
     with pytest.raises(DataError, match="limit=0"):
