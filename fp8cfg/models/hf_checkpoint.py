@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp8cfg.models.config import GATED, TransformerConfig, parameter_shapes
+from fp8cfg.models.weight_files import INDEX, WHOLE, no_weights
 from fp8cfg.models.weight_init import TensorShard, local_parts
 
 Shapes = dict[str, tuple[int, ...]]
@@ -191,7 +192,7 @@ def _some(names: Set[str], limit: int = 4) -> str:
 SCALES = ("_scale_inv", "_scale")
 IGNORED = (*SCALES, ".input_scale", ".activation_scale", ".k_scale", ".v_scale")
 METHODS = {"fp8", "compressed-tensors"}
-INDEX, WHOLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+CONFIG = "config.json"
 MAX_BYTES = 1 << 26
 """A larger index is none."""
 
@@ -249,17 +250,7 @@ class Checkpoint:
             return sorted(set(files))
         if (self.folder / WHOLE).is_file():
             return [WHOLE]
-        if any(self.folder.glob("pytorch_model*.bin")) or any(self.folder.glob("*.pt*")):
-            line = (
-                "from transformers import AutoModelForCausalLM as A; "
-                f"A.from_pretrained('{self.folder}').save_pretrained('{self.folder}')"
-            )
-            raise ValueError(
-                "has pickled weights, which can run code and are not read; write them as"
-                " safetensors: "
-                f'python -c "{line}"'
-            )
-        raise ValueError(f"has neither {WHOLE} nor {INDEX}")
+        raise ValueError(no_weights(self.folder))
 
     def _open(self, name: str) -> Any:
         path = self.folder / name

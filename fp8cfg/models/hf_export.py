@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fp8cfg.models.config import TransformerConfig
-from fp8cfg.models.hf_checkpoint import INDEX, WHOLE, Layout
+from fp8cfg.models.hf_checkpoint import Layout
+from fp8cfg.models.weight_files import INDEX, WHOLE
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""

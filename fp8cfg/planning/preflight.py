@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice, Hardware, choose
+from fp8cfg.models.weight_files import no_weights
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import layout, smoke, training_data
 from fp8cfg.planning.fit_search import (
@@ -223,6 +224,9 @@ def _paths(recipe: Recipe) -> list[str]:
         "model.weights": recipe.model.weights,
         "lora.weights": recipe.lora.weights,
     }
+    weights = recipe.model.weights
+    if weights and Path(weights).expanduser().is_dir():
+        found += [f"model.weights={weights}: {line}" for line in _no_weights(weights)]
     model_tokenizer = None if d.tokenizer else chosen_tokenizer(recipe)
     is_here = model_tokenizer and not model_tokenizer.startswith(PREFIX)
     if is_here and not Path(str(model_tokenizer), "tokenizer.json").is_file():
@@ -255,6 +259,12 @@ def _paths(recipe: Recipe) -> list[str]:
     elif not os.access(above, os.W_OK | os.X_OK):
         found.append(f"{key}={folder}: {above} cannot be written")
     return found
+
+
+def _no_weights(weights: str) -> list[str]:
+    """A line if there are no weights in the folder `weights`."""
+    line = no_weights(Path(weights).expanduser())
+    return [line] if line else []
 
 
 def _absent(source: str, path: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema.data import SHIPPED, Data
-from fp8cfg.schema.hugging_face import BYTES, chosen_tokenizer
+from fp8cfg.schema.hugging_face import BYTES, TOKENIZER, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import amount
 
@@ -45,14 +46,25 @@ def line(recipe: Recipe) -> str:
     """Returns the `data:` line of `recipe` before its data is read."""
     data = summary(recipe)
     place = ", ".join(data["paths"]) or "data.path=null"
+    if data["paths"] and data["name"] != "tokens":
+        place += " (rows not read)"
     return described(recipe, CORPORA.get(data["name"], place))
 
 
 def described(recipe: Recipe, place: str) -> str:
     """Returns the `data:` line of `recipe`, whose data is `place`."""
     data = summary(recipe)
-    by = f", tokenizer {data['tokenizer']}" if data["tokenizer"] else ""
+    name = data["tokenizer"]
+    by = f", tokenizer {name}" if name else ""
+    if name and _lacks_tokenizer(name):
+        by = f", no {TOKENIZER[0]} in {name}"
     return f"data: {data['name']}, {place}{by}"
+
+
+def _lacks_tokenizer(name: str) -> bool:
+    """Whether `name` is a folder of this machine without a tokenizer."""
+    folder = Path(name).expanduser()
+    return name != BYTES and folder.is_dir() and not (folder / TOKENIZER[0]).is_file()
 
 
 def tokenizer(recipe: Recipe) -> str | None:

@@ -199,6 +199,12 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
         ),
         ("model.weights=gone", ["model.weights=gone: no such file or folder here"]),
         ("model.weights=hf://a/b", []),
+        (
+            "model.weights=empty",
+            [
+                "model.weights=empty: has neither model.safetensors nor model.safetensors.index.json; copy the weights there, or write model.weights=null to start from random weights"
+            ],
+        ),
         ("log.dir=there.idx/runs", ["log.dir=there.idx/runs: {tmp}/there.idx is no folder"]),
         ("log.dir=new/runs", []),
         ("model.vocab_size=257", []),
@@ -234,6 +240,25 @@ def test_what_is_not_here_is_noted(
     assert notes(capsys, *words.split()) == [
         line.replace("{tmp}", str(tmp_path)) for line in wanted
     ]
+
+
+def test_a_folder_without_weights_and_tokenizer(capsys: Out, tmp_path: Path) -> None:
+    words = ["data=text", f"data.path={tmp_path}", f"model.weights={tmp_path}"]
+    assert main(["check", *words]) == 0
+    out, err = capsys.readouterr()
+    text = " ".join(out.split())
+    assert text.endswith(f"{tmp_path} (rows not read), no tokenizer.json in {tmp_path}")
+    missing = (
+        f"note: model.weights={tmp_path}: has neither model.safetensors nor",
+        f"note: data.tokenizer=null: {tmp_path} has no tokenizer.json;",
+    )
+    for line, start in zip(err.splitlines(), missing, strict=True):
+        assert line.startswith(start)
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "model.safetensors").touch()
+    assert main(["check", *words]) == 0
+    out, err = capsys.readouterr()
+    assert " ".join(out.split()).endswith(f"(rows not read), tokenizer {tmp_path}") and err == ""
 
 
 def test_gpus_are_counted_without_torch(capsys: Out, tmp_path: Path) -> None:

@@ -97,6 +97,17 @@ def test_words_without_a_folder(words: list[str], message: str) -> None:
         fp8cfg.compose(words)
 
 
+def test_a_folder_without_weights_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    words = ["recipe=from_hf", f"model.path={tmp_path}", *WORDS]
+    with pytest.raises(
+        ConfigError, match=r"; copy the weights there, or write model\.weights=null"
+    ):
+        fp8cfg.build(fp8cfg.compose(words))
+    fp8cfg.build(fp8cfg.compose([*words, "model.weights=null"]))
+
+
 def test_pickled_weights_are_refused_with_the_line_that_converts_them(tmp_path: Path) -> None:
     theirs = saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -79,7 +79,7 @@ def test_data_that_somebody_chose(words: str) -> None:
         ("task=sft model.weights=hf://a/b", "data: chat, data.path=null, tokenizer hf://a/b"),
         (
             "data=text data.mixture=[{path:a,weight:1},{path:b,weight:2}]",
-            "data: text, a, b, tokenizer bytes",
+            "data: text, a, b (rows not read), tokenizer bytes",
         ),
     ],
 )

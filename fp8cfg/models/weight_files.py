@@ -1,0 +1,27 @@
+"""Files of a pretrained model's weights. Loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+
+
+def no_weights(folder: Path) -> str:
+    """Returns why there are no weights to read in `folder`, and what to do; empty if there are."""
+    if (folder / INDEX).is_file() or (folder / WHOLE).is_file():
+        return ""
+    if any(folder.glob("pytorch_model*.bin")) or any(folder.glob("*.pt*")):
+        line = (
+            "from transformers import AutoModelForCausalLM as A; "
+            f"A.from_pretrained('{folder}').save_pretrained('{folder}')"
+        )
+        return (
+            "has pickled weights, which can run code and are not read; write them as safetensors:"
+            f' python -c "{line}"'
+        )
+    return (
+        f"has neither {WHOLE} nor {INDEX}; copy the weights there, or write model.weights=null to"
+        " start from random weights"
+    )
