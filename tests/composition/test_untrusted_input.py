@@ -147,6 +147,7 @@ def test_a_strangers_folder_and_files_reach_neither_hydra_nor_the_environment(
             began = time.perf_counter()
             assert main([*way, *chosen, *mine]) == 2, (way, chosen)
             assert time.perf_counter() - began < SECONDS
+    (tmp_path / "environment.json").write_text('{"run_format": 1}')  # of a run folder of ours
     for verb in ("rerun", "resume"):
         assert main([verb, str(tmp_path), *mine]) == 2
     out, err = capsys.readouterr()
