@@ -44,15 +44,16 @@ sizes, and what will be built.
                        Python that makes it again
   --config-dir FOLDER  recipes and presets of your own
 
-Exit code: 0 where training runs as the recipe stands: with --gpu or --gpus the
-line that starts it there follows the plan, with PATH and FOLDER to fill in for
-a large model without data. 2 where it does not: for want of memory, or for a
-layout that this version plans and does not train, a line that runs follows the
-plan: with recomputation, shards or a smaller microbatch, or on more GPUs. Where the GPUs are no whole replicas of the layout, or it does not
-divide the model or the global batch, there is no plan, and the line changes the
-layout too, or leaves GPUs idle where nothing runs on all.
-For a GPU that cannot do what the recipe asks for there is no line, but for a
-backend that does not split its layers as the layout has it.
+Exit code 0 if training runs as the recipe stands. With --gpu or --gpus, the
+line that starts it there follows the plan; for a large model without data it
+has PATH and FOLDER to fill in.
+
+Exit code 2 if training does not run, because memory is too small or the layout
+is not trained by this version. Then a line that runs follows the plan: with
+recomputation, shards, a smaller microbatch, or more GPUs. If the GPUs are no
+whole replicas of the layout, or the layout does not divide the model or the
+batch, there is no plan, and the line changes the layout too. If the GPU cannot
+do what the recipe asks for, there is no line.
 """
 _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 

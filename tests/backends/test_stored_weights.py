@@ -234,4 +234,5 @@ def test_torchao_refuses_weights_in_fp8_by_name() -> None:
         fp8cfg.ConfigError,
         match="opt_level=O3: torchao does not multiply weights that are held in FP8",
     ):
-        fp8cfg.build(small(*TORCHAO, "opt_level=O3"))
+        words = [word.replace("params: false, ", "") for word in TORCHAO]
+        fp8cfg.build(small(*words, "opt_level=O3"))

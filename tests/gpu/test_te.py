@@ -13,8 +13,8 @@ from fp8cfg.models.attention import rotary_tables
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.training.data import run_data
-from tests.support import whole_checkpoints
 from tests.support.small import small, steps
+from tests.support.whole_checkpoints import collect
 
 pytestmark = pytest.mark.gpu
 EVERYWHERE = "fp8={high_precision_at_start: 0, high_precision_at_end: 0}"
@@ -65,7 +65,7 @@ def test_a_job_trains_as_planned_and_follows_native(case: str) -> None:
 def test_a_checkpoint_holds_plain_tensors_and_gives_back_the_same_bits(case: str) -> None:
     first = job(CASES[case])
     list(steps(first, 2))
-    tensors, state = whole_checkpoints.collect(first, run_data(first.recipe)[0], 2)
+    tensors, state = collect(first, run_data(first.recipe)[0], 2)
     tensors = {
         group: {n: t.detach().clone() for n, t in found.items()} for group, found in tensors.items()
     }
