@@ -108,7 +108,9 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str
     keys = changes(before, recipe)
     lines = [f"{key}: {spelled(_at(before, key))} -> {spelled(_at(recipe, key))}" for key in keys]
     then = _compared_or(lambda: read_object(first.files, ENVIRONMENT), "versions", missing)
-    lines += differences(then, environment()) if then is not None else []
+    if then is not None:
+        then.pop("run_format", None)  # of the folder, not of the machine
+        lines += differences(then, environment())
     digest = _compared_or(lambda: _data_digest(first), "data", missing)
     if (
         digest

@@ -70,6 +70,7 @@ def test_a_limit_on_memory_is_one_line(tmp_path: Path) -> None:
         "precision=fp32",
         "model.hidden_size=6144",
         "model.ffn_hidden_size=16384",
+        "data.tokenizer=bytes",
         f"log.dir={tmp_path}",
     ]
     done = subprocess.run(

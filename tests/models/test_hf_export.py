@@ -114,7 +114,7 @@ def test_an_export_has_the_bytes_of_a_model_that_is_built(
     want = whole(run)
     with monkeypatch.context() as patch:
         patch.setattr(Transformer, "__init__", None)  # none is built
-        file = exported(run, tmp_path / "out")
+        file = exported(run, tmp_path / "out", "--dtype", "bf16")
     assert same_bytes(file, want, tmp_path / "want")
 
 

@@ -89,7 +89,7 @@ def test_every_way_to_have_it_gives_the_same_recipe(
     assert (
         "margin: 1" in shown["checkout"]
         and "conf/precision/bf16_fp8.yaml:3" in shown["checkout"]
-        and "recipes/llama.py:" in shown["checkout"]
+        and "recipe function llama_8b" in shown["checkout"]
     )
     for there in (editable, installed):
         beside = there.run(BESIDE, empty)

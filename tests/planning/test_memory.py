@@ -233,7 +233,7 @@ def test_selective_recomputation_keeps_what_was_planned(recipe: str) -> None:
     assert found["after forward"][0] == pytest.approx(
         found["after forward"][1], rel=0.03
     ) and found["peak"][0] == pytest.approx(found["peak"][1], rel=0.12)
-    assert found["after forward"][1] < 0.65 * plain["after forward"][1]
+    assert found["after forward"][1] < 0.8 * plain["after forward"][1]
 
 
 def tiny(*words: str) -> Recipe:
