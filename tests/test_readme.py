@@ -15,8 +15,8 @@ README = ROOT / "README.md"
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
 
 
-def test_the_readme_has_at_most_900_words() -> None:
-    assert len(README.read_text(encoding="utf-8").split()) <= 900
+def test_the_readme_has_at_most_700_words() -> None:
+    assert len(README.read_text(encoding="utf-8").split()) <= 700
 
 
 def test_the_readme_shows_the_observed_table_and_two_commands_and_python_in_fifteen_lines() -> None:
