@@ -163,7 +163,7 @@ def _without_gradients(recipe: Recipe) -> None:
         recipe.fp8.format = "e4m3"
 
 
-ROWS_AT_A_TIME = 1024
+ROWS_AT_A_TIME = 512
 """Rows that are quantized at once: whole tiles of every scaling."""
 
 
