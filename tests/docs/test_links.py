@@ -67,6 +67,8 @@ def test_links_out_are_to_projects_that_the_pages_are_about() -> None:
         "https://github.com/NVIDIA-NeMo/",
         "https://github.com/huggingface/",
         "https://github.com/pytorch/",
+        "https://pytorch.org/",
+        "https://arxiv.org/abs/",
     )
     for page in PAGES:
         assert [

@@ -114,7 +114,7 @@ def test_where_a_thread_is() -> None:
     )  # type: ignore[arg-type]
     assert re.fullmatch(r"fp8cfg/training/step_sequence\.py:\d+, settle", said[0])
     assert (
-        said[0].split(":")[0] in (guide := (ROOT / "docs/guides/several-gpus.md").read_text())
+        said[0].split(":")[0] in (guide := (ROOT / "docs/guides/hung-ranks.md").read_text())
         and ", settle, after" in guide
     )
     fsdp = Path(dist.__file__).parent / "fsdp/_fully_shard/_fsdp_state.py"
