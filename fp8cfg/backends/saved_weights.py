@@ -17,7 +17,7 @@ from fp8cfg.schema.storage import as_held
 
 SCALE_INV, *_, GLOBAL_SCALE_INV = WEIGHT_BUFFERS
 Weight = tuple[Tensor | None, ...]
-"""A weight and what multiplies it, the fields of `fp8_weights.Stored`; of a plain one itself alone."""
+"""A weight and what multiplies it, the fields of `fp8_weights.FP8Weight`; of a plain one itself alone."""
 
 
 def saved_scaling(precision: Precision) -> Scaling:

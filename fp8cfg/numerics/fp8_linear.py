@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import Random, random_key
-from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored, dequantize, stored_operand
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight, dequantize, stored_operand
 from fp8cfg.numerics.fsdp_weights import (
     GatheredWeight,
     ShardPlace,
@@ -51,7 +51,7 @@ CONTRACTED = {
 
 
 class State(NamedTuple):
-    """The buffers that the products of a layer read and write: the fields of `Stored` where the weight is float8, the first two
+    """The buffers that the products of a layer read and write: the fields of `FP8Weight` where the weight is float8, the first two
     where it is in a codec, `scales` under delayed scaling, `history` the amax record, `rounding_*` where gradients are rounded
     stochastically. What the backward pass writes is apart.
     """
@@ -70,11 +70,11 @@ class State(NamedTuple):
     backward_ran: Tensor
 
     @property
-    def weight(self) -> Stored | None:
+    def weight(self) -> FP8Weight | None:
         """The float8 weight, if there is one."""
         if self.stored is None or self.stored_scale_inv is None:
             return None
-        return Stored(self.stored, self.stored_scale_inv, *self[2:5])
+        return FP8Weight(self.stored, self.stored_scale_inv, *self[2:5])
 
     def in_backward(self, stored: Tensor | None) -> State:
         """What a backward pass reads and writes; `stored` is the weight that it saved."""
@@ -352,7 +352,7 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
     shard_scales: ShardScales
     shard_codec: Codec | None = None
     """The codec in which FSDP2 gathers the weight, where that is not as FP8 products read it."""
-    shard_quantized: Stored | None = None
+    shard_quantized: FP8Weight | None = None
 
     @classmethod
     def from_linear(
@@ -441,13 +441,13 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         """How the weight that FSDP2 gathers is scaled: as products read it, or in a codec as a whole."""
         return Scaling(kind="current") if self.shard_codec else self.scaling
 
-    def quantized_shard(self, shard: Tensor) -> Stored:
+    def quantized_shard(self, shard: Tensor) -> FP8Weight:
         """This rank's rows of the weight in float8, made once a step; kept unless they are gathered once a step too, as those in a
         codec are."""
         if self.shard_codec:
             scale_inv = self.shard_scales.scale
             data = self.shard_codec.encode(shard, None, scale_inv)[0]
-            return Stored(
+            return FP8Weight(
                 data,
                 (
                     torch.ones((), dtype=torch.float32, device=data.device)

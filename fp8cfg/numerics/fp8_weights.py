@@ -29,7 +29,7 @@ from fp8cfg.numerics.scaling import (
 from fp8cfg.schema.scalings import SCALINGS, Tile
 
 
-class Stored(NamedTuple):
+class FP8Weight(NamedTuple):
     """A float8 weight [out, in] with its inverse scales, a second pair of data and inverse scales for dgrad where dgrad needs
     other scales, and nvfp4's scale of the whole tensor.
     """
@@ -47,7 +47,7 @@ WEIGHT_BUFFERS = (
     "fp8_weight_dgrad_scale_inv",
     "fp8_weight_global_scale_inv",
 )
-"""A layer's buffers beside its float8 weight, in the order of the fields of `Stored`."""
+"""A layer's buffers beside its float8 weight, in the order of the fields of `FP8Weight`."""
 
 
 def store(
@@ -56,13 +56,13 @@ def store(
     scale: Tensor | None = None,
     record: Tensor | None = None,
     parts: AmaxGroup | None = None,
-) -> Stored:
+) -> FP8Weight:
     """Quantizes `master` [out, in]; `scale` is the scalar scale where one scale serves the whole tensor. Where there are more the
     amax is folded into the running maximum `record`, [], if there is one, and scales of what others have `parts` of are those of
     the whole."""
     fmt = scaling.forward
     if scale is not None:
-        return Stored(cast(master.float() * scale, fmt), reciprocal(scale))
+        return FP8Weight(cast(master.float() * scale, fmt), reciprocal(scale))
     whole = (
         first_level(master, group=parts and parts.over(WEIGHT))
         if scaling.layout.two_levels
@@ -79,13 +79,13 @@ def store(
 
     data, scale_inv = along(1)
     dgrad, dgrad_scale_inv = along(0) if scaling.directional(WEIGHT) else (None, None)
-    return Stored(
+    return FP8Weight(
         data, scale_inv, dgrad, dgrad_scale_inv, None if whole is None else reciprocal(whole)
     )
 
 
 def stored_operand(
-    stored: Stored, axis: int, scaling: Scaling, carrier: torch.dtype | None
+    stored: FP8Weight, axis: int, scaling: Scaling, carrier: torch.dtype | None
 ) -> Operand:
     """The weight [out, in] as the operand of a product that contracts its dimension `axis`. `carrier` None keeps float8."""
     fmt, tile = scaling.forward, scaling.tile(WEIGHT, axis)
@@ -107,7 +107,7 @@ def stored_operand(
     return Operand(untiled(v, data.shape), stored.global_scale_inv, fmt, tile)
 
 
-def dequantize(stored: Stored, dtype: torch.dtype) -> Tensor:
+def dequantize(stored: FP8Weight, dtype: torch.dtype) -> Tensor:
     """The dequantized weight [out, in] in `dtype`, rounded once; float32 values are scaled in place."""
     decode, shape = unpack(stored.scale_inv), stored.data.shape
     if stored.global_scale_inv is not None:
@@ -317,11 +317,11 @@ class _Decode(torch.autograd.Function):
 
 
 def decoded(stored: Sequence[Tensor | None], codec: Codec | None, dtype: torch.dtype) -> Tensor:
-    """The values of `stored`, the fields of `fp8_weights.Stored`: a float8 weight, or the first one or two in `codec`."""
+    """The values of `stored`, the fields of `fp8_weights.FP8Weight`: a float8 weight, or the first one or two in `codec`."""
     if codec is None:
         data, scale_inv, *others = stored
         assert data is not None and scale_inv is not None, "a float8 weight has a scale"
-        return dequantize(Stored(data, scale_inv, *others), dtype)
+        return dequantize(FP8Weight(data, scale_inv, *others), dtype)
     return codec.decode(tuple(t for t in stored[:2] if t is not None)).to(dtype)
 
 

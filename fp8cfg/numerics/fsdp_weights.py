@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import cast
-from fp8cfg.numerics.fp8_weights import Stored, decoded, pack
+from fp8cfg.numerics.fp8_weights import FP8Weight, decoded, pack
 from fp8cfg.numerics.kernels.store import (
     amaxes_of,
     store_four_bits_fused,
@@ -51,7 +51,7 @@ from fp8cfg.numerics.stored_state import amax_record
 from fp8cfg.schema.scalings import SCALE_BYTES, Tile
 
 FIELDS = {1: ("data", "scale_inv"), 0: ("dgrad", "dgrad_scale_inv")}
-"""The fields of `Stored` of the matrix that a product reads which contracts a weight's dimension 1, or 0."""
+"""The fields of `FP8Weight` of the matrix that a product reads which contracts a weight's dimension 1, or 0."""
 
 FLOAT32 = 4
 
@@ -183,7 +183,7 @@ def quantized_shard(
     place: ShardPlace,
     known: ShardScales,
     history: Tensor | None = None,
-) -> Stored:
+) -> FP8Weight:
     """The shard [rows, in] in float8, with the scales of its tiles, and of those that are cut with all of the weight's. An infinite
     amax of the others goes into row 0 of `history`, which has that of the cut ones, and the overflow is counted, if it is given.
     """
@@ -220,7 +220,7 @@ def quantized_shard(
         fields |= dict(zip(FIELDS[axis], (data, pack(decode, scaling)), strict=True))
     if record is not None and not made:
         count_values(shard, WEIGHT, record, None, fmt)
-    return Stored(
+    return FP8Weight(
         **fields, global_scale_inv=None if known.whole is None else known.whole.reciprocal()
     )
 
@@ -329,7 +329,7 @@ class WeightShard(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        stored: Stored = module.quantized_shard(self._tensor)
+        stored: FP8Weight = module.quantized_shard(self._tensor)
         split = split_fields(module.shard_scaling, module.shard_place)
         if (
             mesh.size() == 1
@@ -376,7 +376,7 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(
-        cls, stored: Stored, dtype: torch.dtype, codec: Codec | None = None
+        cls, stored: FP8Weight, dtype: torch.dtype, codec: Codec | None = None
     ) -> GatheredWeight:
         data = stored.data
         return torch.Tensor._make_wrapper_subclass(
@@ -388,11 +388,11 @@ class GatheredWeight(Tensor):
             device=data.device,
         )
 
-    def __init__(self, stored: Stored, dtype: torch.dtype, codec: Codec | None = None) -> None:
+    def __init__(self, stored: FP8Weight, dtype: torch.dtype, codec: Codec | None = None) -> None:
         self.codec = codec
         self._hold(stored)
 
-    def _hold(self, stored: Stored) -> None:
+    def _hold(self, stored: FP8Weight) -> None:
         self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv = (
             stored
         )
@@ -401,9 +401,9 @@ class GatheredWeight(Tensor):
         return f"GatheredWeight({self._data}, {self._scale_inv})"
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> FP8Weight:
         """The float8 weight as products read it."""
-        return Stored(
+        return FP8Weight(
             self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv
         )
 
@@ -418,7 +418,7 @@ class GatheredWeight(Tensor):
         inner: dict[str, Tensor], of: Any, size: Any, stride: Any
     ) -> GatheredWeight:
         return GatheredWeight(
-            Stored(**{name.removeprefix("_"): t for name, t in inner.items()}), *of
+            FP8Weight(**{name.removeprefix("_"): t for name, t in inner.items()}), *of
         )
 
     @classmethod

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics.formats import BY_DTYPE
-from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored, dequantize, plain
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight, dequantize, plain
 from fp8cfg.numerics.stored_state import ANEW
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def high_precision_state_dict(
     return plain
 
 
-def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
+def _stored(state: Mapping[str, Tensor], prefix: str) -> FP8Weight | None:
     """The quantized weight of a layer in `state` (float8, or with a scale), if there is one and it can be read."""
     weight, scale_inv, *others = (state.get(prefix + name) for name in ("weight", *WEIGHT_BUFFERS))
     if weight is None or (scale_inv is None and weight.dtype not in BY_DTYPE):
@@ -53,7 +53,7 @@ def _stored(state: Mapping[str, Tensor], prefix: str) -> Stored | None:
             f"{prefix}weight is {weight.dtype} and means nothing without"
             f" {prefix}{WEIGHT_BUFFERS[0]}"
         )
-    return Stored(weight, scale_inv, *others)
+    return FP8Weight(weight, scale_inv, *others)
 
 
 def prepare_load(layer: FP8Linear, state: dict[str, Tensor], prefix: str) -> Tensor | None:

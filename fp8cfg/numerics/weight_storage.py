@@ -15,7 +15,7 @@ from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.codecs import Stored as InCodec
 from fp8cfg.numerics.fp8_weights import (
     WEIGHT_BUFFERS,
-    Stored,
+    FP8Weight,
     as_read,
     codes,
     decode,
@@ -372,9 +372,9 @@ class QuantizedWeight(NarrowWeight):
             if target is not None and new is not None and new is not target:
                 target.copy_(new)
 
-    def _stored(self, master: Tensor, held: Sequence[Tensor | None] = ()) -> Stored:
+    def _stored(self, master: Tensor, held: Sequence[Tensor | None] = ()) -> FP8Weight:
         """The weight in float8, in the tensors that are `held` where a kernel has written there."""
-        into = Stored(*held) if held else None  # type: ignore[arg-type]
+        into = FP8Weight(*held) if held else None  # type: ignore[arg-type]
         return store_recorded(
             master, self.scaling, self.fp8_scale, amax_record(self), self.parts, into
         )
@@ -397,7 +397,7 @@ class QuantizedWeight(NarrowWeight):
         return (data,) if scale_inv is None else (data, scale_inv)
 
     def _held_tensors(self) -> list[Tensor | None]:
-        """The fields of `Stored`; a weight in a codec has the first two at most."""
+        """The fields of `FP8Weight`; a weight in a codec has the first two at most."""
         return [plain(self.parameter), *(getattr(self, name) for name in WEIGHT_BUFFERS)]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.numerics.formats import Strided
-from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, Stored
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight
 from fp8cfg.numerics.fsdp_weights import split_fields
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.low_bit.adam import LowBitTraining
@@ -95,7 +95,7 @@ def as_unsharded(
             layer: Any = prepared.model.get_submodule(owner)
             data, *beside = layer.quantized_shard(local(p))
             split = split_fields(layer.shard_scaling, layer.shard_place)
-            for field, buffer, t in zip(Stored._fields[1:], WEIGHT_BUFFERS, beside, strict=True):
+            for field, buffer, t in zip(FP8Weight._fields[1:], WEIGHT_BUFFERS, beside, strict=True):
                 if t is not None:  # in rows as the weight, or whole on all ranks
                     weights[f"{owner}.{buffer}"] = (
                         distributed(t, p, (split[field], t.shape[1])) if field in split else t

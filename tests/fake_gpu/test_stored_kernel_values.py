@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E2M1, E4M3, Scaling
-from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.fp8_weights import FP8Weight, store
 from fp8cfg.numerics.scaling import INPUT, WEIGHT, scale_now
 from tests.support.interpreted import (
     interpreted,
@@ -51,7 +51,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     quantize_by_kernels(monkeypatch)
 
 
-def same(made: Stored, want: Stored) -> bool:
+def same(made: FP8Weight, want: FP8Weight) -> bool:
     return all(
         a is b is None
         or (
@@ -85,7 +85,7 @@ def test_a_stored_weight_and_its_shards_are_those_of_plain_code(
     )
     want = store(t, scaling, scale)
     assert same(store_recorded(t, scaling, *state, None), want), kind
-    held = Stored(*(None if field is None else torch.zeros_like(field) for field in want))
+    held = FP8Weight(*(None if field is None else torch.zeros_like(field) for field in want))
     versions = [field._version for field in held if field is not None]
     again = store_recorded(t, scaling, *state, None, held)
     assert same(held, want) and all(a is b for a, b in zip(again, held, strict=True)), (
@@ -115,7 +115,7 @@ def test_a_stored_weight_and_its_shards_are_those_of_plain_code(
             for piece, place in zip(pieces, places, strict=True)
         ]
         split = fsdp_weights.split_fields(scaling, places[0])
-        joined = Stored(
+        joined = FP8Weight(
             *(
                 None
                 if t is None

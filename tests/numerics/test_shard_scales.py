@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling
-from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.fp8_weights import FP8Weight, store
 from fp8cfg.numerics.fsdp_weights import (
     ShardPlace,
     ShardScales,
@@ -93,7 +93,7 @@ def test_shards_are_the_rows_of_the_whole_weight(
     ]
     assert take_values(weight.device)[1] == (odd == math.inf), "counted by the rank that has it"
     split = split_fields(scaling, places[0])
-    for field in Stored._fields:
+    for field in FP8Weight._fields:
         expected, mine = getattr(whole, field), [getattr(part, field) for part in parts]
         if expected is None:
             assert mine == [None] * ranks

@@ -183,7 +183,7 @@ def _tiles(
 
 
 def _store(made: Operand, data: Tensor, scale_inv: Tensor, across: bool, transpose: bool) -> None:
-    """The operand `made` where products or `Stored` read it, its transpose where it is contracted `across` its rows."""
+    """The operand `made` where products or `FP8Weight` read it, its transpose where it is contracted `across` its rows."""
     made = made.t() if across and transpose else made
     data.copy_(made.data)
     assert made.scale_inv is not None

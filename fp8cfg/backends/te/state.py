@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.formats import E2M1, E4M3
-from fp8cfg.numerics.fp8_weights import INSTEAD, Stored, is_arithmetic
+from fp8cfg.numerics.fp8_weights import INSTEAD, FP8Weight, is_arithmetic
 from fp8cfg.numerics.scaling import WEIGHT, Scaling
 from fp8cfg.numerics.state_dict_conversion import fit_history
 
@@ -139,7 +139,7 @@ def load_quantized(weight: Any, saved: Mapping[str, Tensor]) -> None:
         )
 
 
-def as_native(codes: Tensor, scale_inv: Tensor, amax: Tensor | None, scaling: Scaling) -> Stored:
+def as_native(codes: Tensor, scale_inv: Tensor, amax: Tensor | None, scaling: Scaling) -> FP8Weight:
     """The `weight` that `quantized_tensors` gave, with the scales of its rows and nvfp4's amax, as native stores it. Transformer
     Engine pads scales, has those of 1x128 blocks transposed, and two E2M1 codes in a byte, the first in its low bits.
     """
@@ -154,7 +154,7 @@ def as_native(codes: Tensor, scale_inv: Tensor, amax: Tensor | None, scaling: Sc
     assert tile is not None, "one scale for the whole is stored as native stores it"
     if scaling.layout.scale == "float32":
         scale_inv, rows = scale_inv if tile[0] > 1 else scale_inv.T, -(-rows // tile[0])
-    return Stored(codes, scale_inv[:rows, : -(-columns // tile[1])], global_scale_inv=amax)
+    return FP8Weight(codes, scale_inv[:rows, : -(-columns // tile[1])], global_scale_inv=amax)
 
 
 def _base(weight: Tensor) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, library
 
 from fp8cfg.numerics.formats import BY_DTYPE
-from fp8cfg.numerics.fp8_weights import Stored, store
+from fp8cfg.numerics.fp8_weights import FP8Weight, store
 from fp8cfg.numerics.kernels.launch import (
     FOUR,
     MX,
@@ -66,8 +66,8 @@ def store_recorded(
     scales: Tensor | None,
     history: Tensor | None,
     parts: AmaxGroup | None,
-    held: Stored | None = None,
-) -> Stored:
+    held: FP8Weight | None = None,
+) -> FP8Weight:
     """`store` of a matrix [out, in], whose amax is recorded in `history`, and its overflow counted. One scale for all of it is that
     of this moment. Kernels write into the tensors that are `held`, where they can, and give these back.
     """
@@ -80,7 +80,7 @@ def store_recorded(
         )
         record = None if history is None else history[0, WEIGHT]
         if made:
-            return Stored(*made[1], *made.get(0, (None, None)))
+            return FP8Weight(*made[1], *made.get(0, (None, None)))
         stored = store(master, scaling, record=record, parts=parts)
         if record is not None:
             count_values(master, WEIGHT, record, None, scaling.forward)
@@ -97,7 +97,7 @@ def store_recorded(
             data,
             scale_inv,
         )
-        return Stored(data, scale_inv)
+        return FP8Weight(data, scale_inv)
     scale = scale_now(master, WEIGHT, scaling, scales, history, record=True, parts=parts)
     if history is not None:
         count_values(master, WEIGHT, history[0, WEIGHT], scale, scaling.forward)
@@ -106,7 +106,7 @@ def store_recorded(
 
 def store_scaled(
     t: Tensor, scaling: Scaling, scale: Tensor, record: Tensor | None = None
-) -> Stored:
+) -> FP8Weight:
     """`store` of some rows of a matrix with its one scale [], which is not 0. Kernels count its overflow, and plain operations do
     where there is a `record`, [], of its amax."""
     if not fuses_store(t) or not fuses(t, scaling, None):
@@ -115,7 +115,7 @@ def store_scaled(
         return store(t, scaling, scale)
     made, of = _empty(t, scaling.forward.dtype), scale.view(1)
     store_tensor(t.contiguous(), of, None, of, scaling.forward.max, False, 0, *made)
-    return Stored(*made)
+    return FP8Weight(*made)
 
 
 def store_tiles_fused(
@@ -123,10 +123,10 @@ def store_tiles_fused(
     scaling: Scaling,
     axes: Sequence[int],
     history: Tensor | None = None,
-    held: Stored | None = None,
+    held: FP8Weight | None = None,
     parts: AmaxGroup | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """The matrix `t` [R, C] and its inverse scales, as `Stored` has them, for products that contract each of its dimensions
+    """The matrix `t` [R, C] and its inverse scales, as `FP8Weight` has them, for products that contract each of its dimensions
     `axes`, in one read; empty where there is no kernel that can. They are in the tensors that are `held`, if these are given. An
     infinite amax goes into `history`, if it is given. Scales of rows or columns of which others have `parts` are those of the
     whole."""
@@ -161,10 +161,10 @@ def store_four_bits_fused(
     t: Tensor,
     scaling: Scaling,
     history: Tensor | None = None,
-    held: Stored | None = None,
+    held: FP8Weight | None = None,
     parts: AmaxGroup | None = None,
     amax: Tensor | None = None,
-) -> Stored | None:
+) -> FP8Weight | None:
     """`store` of the matrix `t` under NVFP4, in the tensors that are `held`, if these are given, with its amax into `history`; of
     some rows of a matrix with the `amax` [] of it all. None under other scalings, and where there is no kernel that can.
     """
@@ -191,17 +191,17 @@ def _empty(
     )
 
 
-def _empty_four_bits(t: Tensor, scaling: Scaling) -> Stored:
+def _empty_four_bits(t: Tensor, scaling: Scaling) -> FP8Weight:
     """What `store` makes of `t` under NVFP4, with anything in it."""
     square, dtype = not scaling.directional(WEIGHT), scaling.forward.dtype
     data, scale_inv = _empty(t, dtype, (FOUR if square else 1, FOUR), torch.float8_e4m3fn)
     dgrad, dgrad_scale_inv = (
         (None, None) if square else _empty(t, dtype, (FOUR, 1), torch.float8_e4m3fn)
     )
-    return Stored(data, scale_inv, dgrad, dgrad_scale_inv, t.new_empty((), dtype=torch.float32))
+    return FP8Weight(data, scale_inv, dgrad, dgrad_scale_inv, t.new_empty((), dtype=torch.float32))
 
 
-def _writable(held: Stored, master: Tensor) -> bool:
+def _writable(held: FP8Weight, master: Tensor) -> bool:
     """Whether a kernel that reads `master` can write into the tensors that are `held`."""
     there = [t for t in held if t is not None]
     return held.data.shape == master.shape and all(
