@@ -69,12 +69,14 @@ check: $(VENV)/.tested-with
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A site from the Markdown files, README.md its first page; not part of the gate.
+# The site, build/site/index.html, from the Markdown files; not part of the gate. Zensical reads only below the folder of its settings.
 docs: $(VENV)/.installed
 	@$(INSTALL) --editable '.[docs]'
-	rm -rf build/pages && mkdir -p build/pages
+	rm -rf build/pages build/site && mkdir -p build/pages/tools/fake_gpu
 	cp -r README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples conf build/pages
-	$(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
+	cp tools/fake_gpu/README.md build/pages/tools/fake_gpu
+	cp docs/mkdocs.yml build
+	$(BIN)/zensical build --strict --config-file build/mkdocs.yml
 
 # torch is installed first and alone, at its exact version: any other request would pull gigabytes of CUDA packages.
 $(VENV)/.installed: constraints.txt pyproject.toml

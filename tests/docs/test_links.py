@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.doc_blocks import PAGES
 from tests.support.verbs import ROOT
@@ -74,3 +75,16 @@ def test_links_out_are_to_projects_that_the_pages_are_about() -> None:
         assert [
             link for link in links(page) if link.startswith("http") and not link.startswith(known)
         ] == [], page
+
+
+def test_every_page_has_its_place_in_the_site() -> None:
+    navigation = yaml.safe_load((ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    places = []
+    for tab in navigation:
+        for pages in tab.values():
+            for page in pages:
+                places += [page] if isinstance(page, str) else page.values()
+    assert sorted(places) == sorted(set(places))
+    assert [place for place in places if not (ROOT / place).is_file()] == []
+    wanted = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    assert wanted - set(places) == set()
