@@ -207,8 +207,8 @@ def refused(args: argparse.Namespace, model: str, row: str) -> str:
     found = recipe_of(args, model, row)
     return next(
         (
-            line.partition("; ")[0]
-            for line in against(found.backend, found.precision, find_hardware(args.device))
+            str(violation).partition("; ")[0]
+            for violation in against(found.backend, found.precision, find_hardware(args.device))
         ),
         "",
     )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fp8cfg.backends import REFERENCE, registry
 from fp8cfg.backends.native.rules import ALIGNMENT, BLOCK_CUDA, FP8_CAPABILITY
 from fp8cfg.schema.backends import Hardware
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.refusal import LayoutRefusal
 from fp8cfg.schema.storage import as_held
 from fp8cfg.schema.training import Strategy
+from fp8cfg.schema.violation import Violation
 
 __all__ = [
     "ALIGNMENT",
@@ -70,16 +70,17 @@ def choose(
     order = (REFERENCE, *others) if emulates else preference
     passed_over: list[str] = []
     for name in order:
-        lines = against(name, precision, hardware, statistics, strategy=strategy, adapters=adapters)
-        if not lines:
+        reasons = against(
+            name, precision, hardware, statistics, strategy=strategy, adapters=adapters
+        )
+        if not reasons:
             if emulates and name == REFERENCE:
                 passed_over.append(
                     f"{', '.join(others)}: {REFERENCE} goes first where FP8 is emulated"
                 )
             return _choice(name, precision, hardware, "auto", tuple(passed_over))
-        passed_over.append(
-            f"{name}: {lines[0].removeprefix(f'backend={name}: ').partition('; ')[0]}"
-        )
+        first = str(reasons[0]).removeprefix(f"backend={name}: ")
+        passed_over.append(f"{name}: {first.partition('; ')[0]}")
     raise ConfigError(against(REFERENCE, precision, hardware) + _could(precision, hardware))
 
 
@@ -91,47 +92,66 @@ def against(
     here: bool = True,
     strategy: Strategy | None = None,
     adapters: bool = False,
-) -> list[str]:
-    """Every reason against running `precision` on backend `name`, where FP8 is enabled: one line each."""
-    if problem := registry.problem(name):
-        return [f"backend={name}: {problem}"]
+) -> list[Violation]:
+    """Lists every reason why backend `name` cannot run `precision`, in which FP8 is enabled.
+
+    Args are those of `choose`.
+    """
+    problem = registry.problem(name)
+    if problem:
+        return [Violation(f"backend={name}", problem, source="backend")]
     rules = registry.rules(name)
-    lines = (
-        [f"backend={name}: {why}; write {rules.instead(precision)}"]
-        if here and (why := rules.unavailable())
-        else []
-    )
-    if statistics and not registry.capabilities(name).statistics:
-        lines.append(
-            f"log.fp8_stats_every_n_steps={statistics}: backend={name} has no such statistics;"
-            " write backend=native, or drop it"
+    has = registry.capabilities(name)
+    split = strategy or Strategy()
+    reasons: list[Violation] = []
+    missing = rules.unavailable() if here else ""
+    if missing:
+        reasons.append(Violation(f"backend={name}", f"{missing}; write {rules.instead(precision)}"))
+    if statistics and not has.statistics:
+        reasons.append(
+            Violation(
+                f"log.fp8_stats_every_n_steps={statistics}",
+                f"backend={name} has no such statistics; write backend=native, or drop it",
+            )
         )
-    has, split = registry.capabilities(name), strategy or Strategy()
-    lines += against_layout(
+    reasons += against_layout(
         name, split.tensor_model_parallel_size, split.pipeline_model_parallel_size
     )
-    if (groups := split.data_parallel_replicate_size) > 1 and not has.fully_shards:
-        lines.append(
-            f"backend={name}: FSDP2 does not shard its layers, as"
-            f" data_parallel_replicate_size={groups} has it; write backend={REFERENCE}"
+    groups = split.data_parallel_replicate_size
+    if groups > 1 and not has.fully_shards:
+        reasons.append(
+            Violation(
+                f"backend={name}",
+                "FSDP2 does not shard its layers, as"
+                f" data_parallel_replicate_size={groups} has it; write backend={REFERENCE}",
+            )
         )
     if precision.fp8.keep_transpose_cache and not has.weight_workspace:
-        lines.append(
-            f"fp8.keep_transpose_cache=true: has no effect, backend={name} decides itself what it"
-            f" keeps of a weight; drop it or write backend={REFERENCE}"
+        reasons.append(
+            Violation(
+                "fp8.keep_transpose_cache=true",
+                f"has no effect, backend={name} decides itself what it"
+                f" keeps of a weight; drop it or write backend={REFERENCE}",
+            )
         )
     if adapters and not has.adapters:
-        lines.append(
-            f"backend={name}: has no adapters over its layers (lora.enabled=true); write"
-            " backend=native"
+        reasons.append(
+            Violation(
+                f"backend={name}",
+                "has no adapters over its layers (lora.enabled=true); write backend=native",
+            )
         )
-    lines += rules.against_sharding(precision)
+    reasons += rules.against_sharding(precision)
     if here:
-        lines += rules.against_environment(precision.fp8, os.environ)
-    return lines + rules.refusals(as_held(precision), hardware)
+        reasons += rules.against_environment(precision.fp8, os.environ)
+    reasons += rules.refusals(as_held(precision), hardware)
+    return [
+        reason if reason.source == "layout" else replace(reason, source="backend")
+        for reason in reasons
+    ]
 
 
-def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[str]:
+def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[Violation]:
     """Why an explicit backend `name` does not train parts of matrices of `tensor` ranks, or so many pipeline `stages`: a line each,
     with the backend that does."""
     if name == "auto" or not registry.exists(name):
@@ -143,7 +163,10 @@ def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[str]:
         lines.append(
             f"its scales are not those of the stages of pipeline_model_parallel_size={stages}"
         )
-    return [LayoutRefusal(f"backend={name}: {line}; write backend={REFERENCE}") for line in lines]
+    return [
+        Violation(f"backend={name}", f"{line}; write backend={REFERENCE}", source="layout")
+        for line in lines
+    ]
 
 
 def _choice(
@@ -157,11 +180,11 @@ def _choice(
     return Choice(name, product, f"{asked}; {why}", passed_over)
 
 
-def _could(precision: Precision, hardware: Hardware) -> list[str]:
+def _could(precision: Precision, hardware: Hardware) -> list[Violation]:
     """A line for each backend that could run `precision` on `hardware` if it were installed."""
     rules = {name: registry.rules(name) for name in registry.preference()}
     return [
-        f"backend=auto: {name} could run this, but {why}"
+        Violation("backend=auto", f"{name} could run this, but {why}", source="backend")
         for name in rules
         if (why := rules[name].unavailable())
         and not rules[name].refusals(as_held(precision), hardware)

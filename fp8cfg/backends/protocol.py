@@ -16,6 +16,7 @@ from fp8cfg.schema.backends import Capabilities, Hardware
 from fp8cfg.schema.errors import NotFP8Error
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.violation import Violation
 
 if TYPE_CHECKING:
     import torch
@@ -102,10 +103,10 @@ class Rules(Protocol):
         Looks up packages and their versions, and imports none.
         """
 
-    def refusals(self, precision: Precision, hardware: Hardware) -> list[str]:
-        """One line for each setting of `precision`, where FP8 is enabled, that the backend cannot run on `hardware`: the key, the
-        reason, the nearest valid value. Covers neither the environment nor storage. A line may be a
-        `fp8cfg.schema.refusal.Refusal`, which says which value gives way to the backend where the user did not write it.
+    def refusals(self, precision: Precision, hardware: Hardware) -> list[Violation]:
+        """Lists each setting of `precision`, in which FP8 is enabled, that the backend cannot run
+        on `hardware`. Covers neither the environment nor sharding. `fixes` of a violation say
+        which values change for the backend unless the user wrote them.
         """
 
     def product(self, precision: Precision, hardware: Hardware) -> tuple[str, str]:
@@ -117,11 +118,11 @@ class Rules(Protocol):
     def tokens_multiple(self, fp8: FP8, product: str) -> int:
         """The number that the tokens of a forward pass must be a multiple of."""
 
-    def against_sharding(self, precision: Precision) -> list[str]:
-        """One line for each setting of storage.shard and storage.gather that the backend does not support for `precision`."""
+    def against_sharding(self, precision: Precision) -> list[Violation]:
+        """Lists each setting of storage.shard and storage.gather that the backend does not support for `precision`."""
 
-    def against_environment(self, fp8: FP8, environ: Mapping[str, str]) -> list[str]:
-        """One line for each variable of `environ` that makes the library deviate from `fp8`."""
+    def against_environment(self, fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
+        """Lists each variable of `environ` that makes the library deviate from `fp8`."""
 
     def instead(self, precision: Precision) -> str:
         """The override words that run `precision` where the backend is not installed, such as "backend=native"."""

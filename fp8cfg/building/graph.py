@@ -21,7 +21,6 @@ from fp8cfg.schema.errors import ConfigError, nearest
 from fp8cfg.schema.keys import full, short
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.recipe import Recipe, fields, short_keys
-from fp8cfg.schema.refusal import Refusal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -324,9 +323,8 @@ def _idle(recipe: Recipe) -> set[str]:
     those that are null by default, which ask for nothing."""
     refused = {
         full(key)
-        for line in rules.broken(recipe, short_keys())
-        if isinstance(line, Refusal)
-        for key, default in line.gives[:1]
+        for violation in rules.broken(recipe, short_keys())
+        for key, default in violation.fixes[:1]
         if attrgetter(key)(recipe) == default
     }
     null = {key for key, value in _NULLABLE if value(recipe) is None}

@@ -20,6 +20,7 @@ from fp8cfg.planning.layout import placed
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import full
 from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.violation import Violation
 
 USAGE = """
 fp8cfg launch --local N WORDS
@@ -55,7 +56,7 @@ def run(argv: list[str]) -> int:
     found = settle(arguments.words)
     whole_line = whole_lines(arguments, settle, "launch", "--local", str(ranks))
     problems = [] if ranks and found.layout_alone else found.problems
-    lines = [
+    lines: list[str | Violation] = [
         *_two_counts(arguments.words, found.recipe, ranks),
         *_too_many(found.recipe, ranks),
         *problems,

@@ -1,6 +1,6 @@
 """Precedence of conflicting values: a recipe, a preset or a default yields to what the user wrote.
 
-The rules between keys say which key can yield to which, and with what value (schema/refusal.py).
+The rules between keys say which key can yield to which, and with what value (schema/violation.py).
 The layers say who set each key (layers.py). A value yields to values of a higher rank only: two
 values that the user wrote are an error, and so is a recipe that contradicts itself.
 """
@@ -32,14 +32,15 @@ from fp8cfg.composition.recipe_layers import check_model_path, collect_layers, f
 from fp8cfg.composition.recipe_yaml import assigned, flat, typed
 from fp8cfg.schema import backends, rules
 from fp8cfg.schema.backends import Hardware
+from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import full, preset_keys, short, spelled
 from fp8cfg.schema.node import as_declared
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.recipe_registry import FINE_TUNING
-from fp8cfg.schema.refusal import LayoutRefusal, Refusal, changed, holds
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import as_held
+from fp8cfg.schema.violation import Violation
 
 _TOLD = "_told"
 """Where `mark_reported` keeps values in a node's `__dict__`: copies take it along."""
@@ -82,14 +83,14 @@ class ResolvedRecipe:
     Attributes:
         recipe: The recipe.
         layers: Its layers. Their fold has its values.
-        problems: Every line of the rules that rejects it.
+        problems: The violations that reject it.
         written: Short names of the keys that the user wrote.
         remarks: Lines about legal settings that do less than their name says.
     """
 
     recipe: Recipe
     layers: Sequence[Layer] = ()
-    problems: Sequence[str] = ()
+    problems: Sequence[Violation] = ()
     written: frozenset[str] = frozenset()
     remarks: Sequence[str] = ()
 
@@ -102,7 +103,7 @@ class ResolvedRecipe:
     def layout_alone(self) -> bool:
         """Whether only its parallel layout is wrong, so that other settings may be searched."""
         return bool(self.problems) and all(
-            isinstance(line, LayoutRefusal) for line in self.problems
+            violation.source == "layout" for violation in self.problems
         )
 
     @property
@@ -211,19 +212,19 @@ def resolve_conflicts(
     for _ in range(_MAX_CHANGES):
         problems = rules.broken(folded.recipe, written)
         change = None
-        for line in (*problems, *_backend_problems(folded.recipe)):
-            if not isinstance(line, Refusal) or (line.tacit and not change_harmless):
+        for violation in (*problems, *_backend_problems(folded.recipe)):
+            if violation.is_harmless and not change_harmless:
                 continue
-            change = _yielding_layer(line, folded)
+            change = _yielding_layer(violation, folded)
             if change is not None:
                 break
         if change is None:
             break
         layers.append(change)
         folded = fold(layers)
-    kept = [line for line in dict.fromkeys(problems) if holds(line, written)]
+    errors = [violation for violation in problems if violation.is_error(written)]
     remarks = tuple(settings_without_effect(folded.recipe, written))
-    return ResolvedRecipe(folded.recipe, tuple(layers), tuple(kept), written, remarks)
+    return ResolvedRecipe(folded.recipe, tuple(layers), tuple(errors), written, remarks)
 
 
 def _written(folded: Folded, sweep: bool) -> frozenset[str]:
@@ -235,12 +236,16 @@ def _written(folded: Folded, sweep: bool) -> frozenset[str]:
     )
 
 
-def _yielding_layer(line: Refusal, folded: Folded) -> Layer | None:
+def _yielding_layer(violation: Violation, folded: Folded) -> Layer | None:
     """The first fix of a value that ranks below one of its causes; None if no value may yield."""
-    for name, new in line.gives:
+    for name, new in violation.fixes:
         key = full(name)
         author = folded.author(key)
-        ranks = {cause: _rank_over(author, cause, folded) for cause in line.to if cause != name}
+        ranks = {
+            cause: _rank_over(author, cause, folded)
+            for cause in violation.caused_by
+            if cause != name
+        }
         strongest = max(ranks.values(), default=Rank.RECIPE)
         if author >= strongest or folded.values[key] == new:
             continue
@@ -258,7 +263,7 @@ def _rank_over(author: Rank, cause: str, folded: Folded) -> Rank:
     return folded.rank_as_cause(full(cause))
 
 
-def _backend_problems(recipe: Recipe) -> list[str]:
+def _backend_problems(recipe: Recipe) -> list[Violation]:
     """What an explicitly chosen backend rejects on any hardware."""
     precision = recipe.precision
     if precision.backend == "auto" or not precision.fp8.enabled:

@@ -41,13 +41,13 @@ from fp8cfg.numerics.stored_state import fp8_state_dict, load_fp8_state_dict
 from fp8cfg.planning.coverage import Coverage, coverage, of_layers, warn_of_share
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.schema.backends import Hardware
+from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.errors import ConfigError, NotFP8Error, expect, refuse_if
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import full, preset_keys
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.presets import built_config
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.refusal import changed
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import fp8_weights
 from fp8cfg.schema.tables import wrapped

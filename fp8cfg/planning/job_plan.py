@@ -14,10 +14,10 @@ from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning import smoke
 from fp8cfg.planning.layer_plan import plan
 from fp8cfg.planning.layout import shards
+from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.refusal import changed
 from fp8cfg.schema.storage import as_sharded
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.storage import resolved, sharding
+from fp8cfg.schema.violation import Violation
 
 
 def quantizes_once(recipe: Recipe, shard: str, microbatches: int) -> bool:
@@ -117,8 +118,8 @@ def shards(recipe: Recipe, ranks: int) -> int:
     return whole(recipe, ranks).shards
 
 
-def limits(recipe: Recipe, ranks: int) -> list[str]:
-    """A line for each reason why training has no such parallel layout for what `recipe` stores, sends and multiplies on `ranks`."""
+def limits(recipe: Recipe, ranks: int) -> list[Violation]:
+    """A violation for each reason why training has no such parallel layout for what `recipe` stores, sends and multiplies on `ranks`."""
     return [
         *layout_limits.limits(recipe, ranks),
         *layout_limits.pipeline_limits(recipe, ranks),
@@ -126,8 +127,8 @@ def limits(recipe: Recipe, ranks: int) -> list[str]:
     ]
 
 
-def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
-    """A line for each way in which `recipe` splits a model replica over ranks that training does not have, or not on so many
+def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[Violation]:
+    """A violation for each way in which `recipe` splits a model replica over ranks that training does not have, or not on so many
     `ranks`; or, of a model that is `given`, not at all."""
     s = recipe.trainer.strategy
     pp, tp, cp = (
@@ -145,24 +146,40 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
         here = f"{ranks} ranks are" if ranks > 1 else "1 rank is"
         if size > 1 and given:
             lines.append(
-                f"{s.key(name)}={size}: splits the {those} of a recipe's Transformer, not those of"
-                " a model of your own; write 1"
+                Violation(
+                    f"{s.key(name)}={size}",
+                    f"splits the {those} of a recipe's Transformer, not those of"
+                    " a model of your own; write 1",
+                    source="layout",
+                )
             )
         elif ranks % size:
             lines.append(
-                f"{s.key(name)}={size}: so many ranks share {what}, and {here} no multiple of it;"
-                f" start {-(-ranks // size) * size}, or write {gcd(size, ranks)}"
+                Violation(
+                    f"{s.key(name)}={size}",
+                    f"so many ranks share {what}, and {here} no multiple of it;"
+                    f" start {-(-ranks // size) * size}, or write {gcd(size, ranks)}",
+                    source="layout",
+                )
             )
     groups, data = s.data_parallel_replicate_size, ranks // s.size
     if groups > 1 and given:
         lines.append(
-            f"{s.key('data_parallel_replicate_size')}={groups}: is of FSDP2, which shards a"
-            " recipe's Transformer, not a model of your own; write 1"
+            Violation(
+                f"{s.key('data_parallel_replicate_size')}={groups}",
+                "is of FSDP2, which shards a"
+                " recipe's Transformer, not a model of your own; write 1",
+                source="layout",
+            )
         )
     elif groups > 1 and not lines and not ranks % s.size and (data % groups or data * cp == groups):
         lines.append(
-            f"{s.key('data_parallel_replicate_size')}={groups}: {ranks} ranks are no {groups}"
-            f" groups of several ranks each; start {2 * groups * s.size}, or write 1"
+            Violation(
+                f"{s.key('data_parallel_replicate_size')}={groups}",
+                f"{ranks} ranks are no {groups}"
+                f" groups of several ranks each; start {2 * groups * s.size}, or write 1",
+                source="layout",
+            )
         )
     if not given and not any(ranks % size for size in (tp, cp, pp)) and ranks % s.size:
         split = {
@@ -173,8 +190,12 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[str]:
         (first, size), *others = [(name, n) for name, n in split.items() if n > 1]
         beside = " and ".join(f"{name}={n}" for name, n in others)
         lines.append(
-            f"{s.key(first)}={size}: with {beside} a replica is {s.size} ranks, "
-            f"and {ranks} are no multiple of it; start {-(-ranks // s.size) * s.size}"
+            Violation(
+                f"{s.key(first)}={size}",
+                f"with {beside} a replica is {s.size} ranks, "
+                f"and {ranks} are no multiple of it; start {-(-ranks // s.size) * s.size}",
+                source="layout",
+            )
         )
     return lines
 

@@ -15,13 +15,13 @@ from fp8cfg.planning.layer_plan import adapted, plan, transformer_config
 from fp8cfg.schema.backends import capabilities, ordered
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.refusal import LayoutRefusal
 from fp8cfg.schema.rules_layout import ZERO, by_fsdp2
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import SCALED, in_parts, level, low_bit, resolved, sharding
+from fp8cfg.schema.violation import Violation
 
 
-def pipeline_limits(recipe: Recipe, ranks: int) -> list[str]:
+def pipeline_limits(recipe: Recipe, ranks: int) -> list[Violation]:
     """A line for each reason why `recipe` is not trained with its pipeline_model_parallel_size on `ranks` ranks."""
     if recipe.trainer.strategy.pipeline_model_parallel_size == 1:
         return []
@@ -30,22 +30,24 @@ def pipeline_limits(recipe: Recipe, ranks: int) -> list[str]:
     return [*_microbatches(recipe, ranks), *of_precision(recipe), *stages]
 
 
-def of_precision(recipe: Recipe) -> list[str]:
+def of_precision(recipe: Recipe) -> list[Violation]:
     """Those lines that are about who multiplies and what is logged, whatever the sizes."""
-    stages, lines = recipe.trainer.strategy.pipeline_model_parallel_size, list[str]()
+    stages, lines = recipe.trainer.strategy.pipeline_model_parallel_size, list[Violation]()
     if recipe.fp8.enabled:
         lines += against_layout(recipe.backend, stages=stages)
     if every := recipe.log.fp8_stats_every_n_steps:
         lines.append(
-            LayoutRefusal(
-                f"log.fp8_stats_every_n_steps={every}: one rank measures, and under "
-                f"pipeline_model_parallel_size={stages} none has all layers; write 0"
+            Violation(
+                f"log.fp8_stats_every_n_steps={every}",
+                f"one rank measures, and under "
+                f"pipeline_model_parallel_size={stages} none has all layers; write 0",
+                source="layout",
             )
         )
     return lines
 
 
-def of_adapters(recipe: Recipe, stages: int, chunks: int) -> list[str]:
+def of_adapters(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
     """A line if adapters leave one of so many pipeline stages nothing to train, or the first chunk of layers no gradient to send
     back."""
     layers = recipe.model.num_layers
@@ -61,12 +63,16 @@ def of_adapters(recipe: Recipe, stages: int, chunks: int) -> list[str]:
         return []
     key = recipe.trainer.strategy.key("pipeline_model_parallel_size")
     return [
-        f"lora.targets: no layer of pipeline stage {empty[0]} has an adapter, so that it has nothing"
-        f" to train; name layers of each stage, or write {key}=1"
+        Violation(
+            "lora.targets",
+            f"no layer of pipeline stage {empty[0]} has an adapter, so that it has nothing"
+            f" to train; name layers of each stage, or write {key}=1",
+            source="layout",
+        )
     ]
 
 
-def _microbatches(recipe: Recipe, ranks: int) -> Iterator[str]:
+def _microbatches(recipe: Recipe, ranks: int) -> Iterator[Violation]:
     """A pipeline is filled by as many microbatches as it has ranks; interleaved stages take turns over so many at a time."""
     t, s = recipe.trainer, recipe.trainer.strategy
     stages, shares = s.pipeline_model_parallel_size, max(1, ranks // s.size)
@@ -95,12 +101,15 @@ def _microbatches(recipe: Recipe, ranks: int) -> Iterator[str]:
     )
     many = "1 microbatch" if count == 1 else f"{count} microbatches"
     yield (
-        f"{s.key('pipeline_model_parallel_size')}={stages}: a step has {many} on each rank, and"
-        f" {why}; write {cure}"
+        Violation(
+            f"{s.key('pipeline_model_parallel_size')}={stages}",
+            f"a step has {many} on each rank, and {why}; write {cure}",
+            source="layout",
+        )
     )
 
 
-def limits(recipe: Recipe, ranks: int) -> list[str]:
+def limits(recipe: Recipe, ranks: int) -> list[Violation]:
     """A line for each reason why `recipe` is not trained with its tensor_model_parallel_size on `ranks` ranks."""
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
     return (
@@ -115,16 +124,18 @@ def limits(recipe: Recipe, ranks: int) -> list[str]:
     )
 
 
-def _dropout(recipe: Recipe, tensor: int) -> Iterator[str]:
+def _dropout(recipe: Recipe, tensor: int) -> Iterator[Violation]:
     """Tensor-parallel ranks draw the same random numbers, as all of them need for a whole input."""
     if recipe.lora.enabled and recipe.lora.dropout:
-        yield LayoutRefusal(
-            f"lora.dropout={recipe.lora.dropout:g}: ranks would drop the same channels of each part"
-            f" of an input, and tensor_model_parallel_size={tensor} splits inputs; write 0"
+        yield Violation(
+            f"lora.dropout={recipe.lora.dropout:g}",
+            f"ranks would drop the same channels of each part"
+            f" of an input, and tensor_model_parallel_size={tensor} splits inputs; write 0",
+            source="layout",
         )
 
 
-def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:
+def _sizes(recipe: Recipe, tensor: int) -> Iterator[Violation]:
     m, s = recipe.model, recipe.trainer.strategy
     key = s.key("tensor_model_parallel_size")
     for name in ("num_query_groups", "ffn_hidden_size", "vocab_size"):
@@ -134,12 +145,20 @@ def _sizes(recipe: Recipe, tensor: int) -> Iterator[str]:
                 if name != "num_query_groups"
                 else f"{key}={gcd(size, tensor)}"
             )
-            yield f"{key}={tensor}: does not divide model.{name}={size}; write {cure}"
+            yield Violation(
+                f"{key}={tensor}",
+                f"does not divide model.{name}={size}; write {cure}",
+                source="layout",
+            )
     if s.sequence_parallel and m.seq_length // s.context_parallel_size % tensor:
         step = tensor * s.context_parallel_size
         yield (
-            f"{s.key('sequence_parallel')}=true: splits model.seq_length={m.seq_length} over {step}"
-            f" ranks; write model.seq_length={-(-m.seq_length // step) * step}"
+            Violation(
+                f"{s.key('sequence_parallel')}=true",
+                f"splits model.seq_length={m.seq_length} over {step}"
+                f" ranks; write model.seq_length={-(-m.seq_length // step) * step}",
+                source="layout",
+            )
         )
 
 
@@ -147,7 +166,7 @@ _WIDE = {"weight": "auto", "master_weight": "auto", "weight_grad": "auto", "roun
 """Storage keys with which state is `in_parts`."""
 
 
-def of_state(recipe: Recipe) -> Iterator[str]:
+def of_state(recipe: Recipe) -> Iterator[Violation]:
     """Of state in fewer bits that is that of whole matrices, under tensor parallelism. Levels are refused beside any layout
     (layout_limits.py)."""
     p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
@@ -155,9 +174,11 @@ def of_state(recipe: Recipe) -> Iterator[str]:
         return
     narrow = [key for key in _WIDE if not in_parts(_widened(p, but=key))]
     words = " ".join(f"storage.{key}={_WIDE[key]}" for key in narrow)
-    yield LayoutRefusal(
-        "storage: state in fewer bits, but for moments and gradients over float32 masters, is that"
-        f" of whole matrices, and tensor_model_parallel_size={tensor} splits them; write {words}"
+    yield Violation(
+        "storage",
+        "state in fewer bits, but for moments and gradients over float32 masters, is that"
+        f" of whole matrices, and tensor_model_parallel_size={tensor} splits them; write {words}",
+        source="layout",
     )
 
 
@@ -167,25 +188,29 @@ def _widened(precision: Precision, but: str) -> Precision:
     return precision.model_copy(update={"storage": precision.storage.model_copy(update=wide)})
 
 
-def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:
+def _fp8(recipe: Recipe, tensor: int) -> Iterator[Violation]:
     f, key = recipe.fp8, f"tensor_model_parallel_size={tensor}"
     if not f.enabled:
         return
     yield from against_layout(recipe.backend, tensor=tensor)
     scaling = SCALINGS[f.scaling]
     if f.dot_product_attention:
-        yield LayoutRefusal(
-            f"fp8.dot_product_attention=true: attention in FP8 takes all heads, and {key} splits"
-            " them; write false"
+        yield Violation(
+            "fp8.dot_product_attention=true",
+            f"attention in FP8 takes all heads, and {key} splits them; write false",
+            source="layout",
         )
     if every := recipe.log.fp8_stats_every_n_steps:
-        yield LayoutRefusal(
-            f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key} none has"
-            " whole matrices; write 0"
+        yield Violation(
+            f"log.fp8_stats_every_n_steps={every}",
+            f"one rank measures, and under {key} none has whole matrices; write 0",
+            source="layout",
         )
     if not f.reduce_amax:
-        yield LayoutRefusal(
-            f"fp8.reduce_amax=false: parts of a matrix share one scale under {key}; write true"
+        yield Violation(
+            "fp8.reduce_amax=false",
+            f"parts of a matrix share one scale under {key}; write true",
+            source="layout",
         )
     block = max(scaling.block, ALIGNMENT)
     config = transformer_config(recipe)
@@ -206,14 +231,18 @@ def _fp8(recipe: Recipe, tensor: int) -> Iterator[str]:
     for name in dict.fromkeys(p.name.rpartition(".")[2] for p in plan(recipe) if p.fp8):
         if (width := widths[name]) % block:
             yield (
-                f"fp8.scaling={f.scaling}: {key} gives each rank {width} channels of {name}, which"
-                f" must be a multiple of {block}; write fp8.exclude=[*.{name}], another"
-                f" {keys.get(name, 'model.ffn_hidden_size')}, or a smaller"
-                " tensor_model_parallel_size"
+                Violation(
+                    f"fp8.scaling={f.scaling}",
+                    f"{key} gives each rank {width} channels of {name}, which"
+                    f" must be a multiple of {block}; write fp8.exclude=[*.{name}], another"
+                    f" {keys.get(name, 'model.ffn_hidden_size')}, or a smaller"
+                    " tensor_model_parallel_size",
+                    source="layout",
+                )
             )
 
 
-def state_limits(recipe: Recipe, ranks: int) -> list[str]:
+def state_limits(recipe: Recipe, ranks: int) -> list[Violation]:
     """A line for each reason why state of `recipe` does not go with its parallel layout on `ranks` ranks."""
     s = recipe.trainer.strategy
     sizes = {
@@ -241,30 +270,38 @@ def state_limits(recipe: Recipe, ranks: int) -> list[str]:
     return [*_sent(recipe, alone), *owned]
 
 
-def _level(recipe: Recipe, alone: str, keys: list[str]) -> str:
+def _level(recipe: Recipe, alone: str, keys: list[str]) -> Violation:
     p = recipe.precision
     if capabilities(p.backend).level:
         plain = "backend=native opt_level=null" if p.opt_level else "backend=native"
-        return LayoutRefusal(
-            f"backend={p.backend}: its level {level(p)} goes {alone}; write {plain}"
+        return Violation(
+            f"backend={p.backend}",
+            f"its level {level(p)} goes {alone}; write {plain}",
+            source="layout",
         )
     other = f", or {keys[0]}=1" if len(keys) == 1 and recipe.trainer.strategy.chunks == 1 else ""
-    return f"opt_level={p.opt_level}: goes {alone}; write opt_level=null{other}"
+    return Violation(
+        f"opt_level={p.opt_level}",
+        f"goes {alone}; write opt_level=null{other}",
+        source="layout",
+    )
 
 
-def _sent(recipe: Recipe, alone: str) -> Iterator[str]:
+def _sent(recipe: Recipe, alone: str) -> Iterator[Violation]:
     p, storage = recipe.precision, recipe.storage
     if resolved(p)["comm"] not in SCALED:
         return
     words = "storage.comm=auto"
     if storage.accumulate != "wide":
         words += " storage.accumulate=wide"
-    yield LayoutRefusal(
-        f"storage.comm={storage.comm}: gradients sent in FP8 go {alone}; write {words}"
+    yield Violation(
+        f"storage.comm={storage.comm}",
+        f"gradients sent in FP8 go {alone}; write {words}",
+        source="layout",
     )
 
 
-def _owned(recipe: Recipe, alike: int, alone: str) -> Iterator[str]:
+def _owned(recipe: Recipe, alike: int, alone: str) -> Iterator[Violation]:
     """Of whole tensors that have owners among the `alike` ranks with the same parameters, where FSDP2 does not shard them, whatever
     gradients are sent in."""
     p, backend = recipe.precision.model_copy(deep=True), recipe.precision.backend
@@ -275,6 +312,8 @@ def _owned(recipe: Recipe, alike: int, alone: str) -> Iterator[str]:
         said = f"storage.shard={p.storage.shard}" + (
             "" if p.storage.shard == shard else f", which is {shard}"
         )
-        yield LayoutRefusal(
-            f"{said}: tensors of this state have owners, which go {alone}; write storage.shard=none"
+        yield Violation(
+            said,
+            f"tensors of this state have owners, which go {alone}; write storage.shard=none",
+            source="layout",
         )

@@ -38,10 +38,10 @@ from fp8cfg.planning.peak_memory import (
 from fp8cfg.planning.reserve import reserve
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.refusal import LayoutRefusal
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import as_sharded, sharding
 from fp8cfg.schema.tables import amount, size, table, wrapped
+from fp8cfg.schema.violation import Violation
 
 
 def text(p: Plan) -> str:
@@ -406,7 +406,7 @@ def make(
     world: int,
     gpu: GPU | None,
     whole_line: Line = words_alone,
-    problems_of_layout: Sequence[str] = (),
+    problems_of_layout: Sequence[Violation] = (),
 ) -> Plan:
     """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
     patterns that match nothing; and for `problems_of_layout`, and a world that is no whole number of replicas or over which the
@@ -440,7 +440,7 @@ def make(
     layout_problems = refused(recipe, world)
     problems: Sequence[str] = []
     if choice:
-        problems = layout_problems or _too_large(recipe, ranks, gpu)
+        problems = [str(line) for line in layout_problems] or _too_large(recipe, ranks, gpu)
     offered = None
     if problems or layout_problems:
         problems, offered = _instead(problems, recipe, world, hardware, memory_of_each)
@@ -535,7 +535,7 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     return planned(recipe.model_copy(deep=True), gpus, found, problems=problems)
 
 
-def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[str]]:
+def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[Violation]]:
     """`recipe`, checked, and on so many `gpus` where its layout is for more than it has itself; or as it is, with its problems,
     where these are of its layout alone."""
     every = [recipe]
@@ -544,15 +544,15 @@ def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[str]]:
         every.append(
             recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}})
         )
-    problems: Sequence[str] = ()
+    violations: Sequence[Violation] = ()
     for each in every:
         try:
             return job_plan.checked(each), ()
-        except ConfigError as e:
-            problems = e.problems
-    if not all(isinstance(line, LayoutRefusal) for line in problems):
-        raise ConfigError(problems)
-    return every[-1], problems
+        except ConfigError as error:
+            violations = error.violations
+            if not violations or any(found.source != "layout" for found in violations):
+                raise
+    return every[-1], violations
 
 
 def planned(
@@ -560,7 +560,7 @@ def planned(
     ranks: int | None,
     gpu: GPU | None,
     whole_line: Line = words_alone,
-    problems: Sequence[str] = (),
+    problems: Sequence[Violation] = (),
 ) -> Plan:
     """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of a fit that a refusal offers;
     without it its words stand alone. Of a recipe whose layout its own rules refuse, with these `problems`, there is no plan: raises

@@ -29,6 +29,7 @@ from fp8cfg.schema.hugging_face import PREFIX, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules import missing_data
 from fp8cfg.schema.storage import as_sharded
+from fp8cfg.schema.violation import Violation
 
 
 def refuse_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
@@ -41,7 +42,7 @@ def refuse(
     recipe: Recipe,
     hardware: Hardware,
     whole_line: Line,
-    problems_of_layout: Sequence[str] = (),
+    problems_of_layout: Sequence[Violation] = (),
     ranks: int | None = None,
     takes: Takes | None = None,
 ) -> None:
@@ -76,19 +77,19 @@ def with_offers(
 
 
 def _problems(
-    recipe: Recipe, hardware: Hardware, of_layout: Sequence[str], ranks: int | None
+    recipe: Recipe, hardware: Hardware, of_layout: Sequence[Violation], ranks: int | None
 ) -> list[str]:
     """Why the ranks of this run, or `ranks` that are to be started, do not train `recipe`: what of the layout they do not have,
     the problems `of_layout` of the recipe itself, or memory."""
     if of_layout and not ranks and not _launched():
-        return list(of_layout)
+        return [str(violation) for violation in of_layout]
     started = ranks or sharding.ranks()
-    if (
-        lines := layout.refused(recipe, started)
-        or list(of_layout)
-        or layout.uneven_batch(recipe, started)
-    ):
-        return layout.refused(recipe, ranks or _ranks(recipe, hardware.device)) or lines
+    lines: Sequence[str | Violation] = (
+        layout.refused(recipe, started) or of_layout or layout.uneven_batch(recipe, started)
+    )
+    if lines:
+        lines = layout.refused(recipe, ranks or _ranks(recipe, hardware.device)) or lines
+        return [str(line) for line in lines]
     free, backend = (
         free_memory(hardware.device, ranks),
         choose_backend(recipe, hardware, started).backend,
@@ -182,7 +183,7 @@ def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
 def _layout(recipe: Recipe) -> list[str]:
     """Parallel layouts that are planned and exported, and not trained."""
     ranks = recipe.trainer.num_nodes * recipe.trainer.devices
-    return limits(recipe, ranks)
+    return [str(violation) for violation in limits(recipe, ranks)]
 
 
 def _backend(recipe: Recipe) -> list[str]:
@@ -215,7 +216,8 @@ def _count() -> int:
 
 
 def _paths(recipe: Recipe) -> list[str]:
-    d, found = recipe.data, list(missing_data(recipe))
+    d = recipe.data
+    found = [str(violation) for violation in missing_data(recipe)]
     found += [
         f"{key}={path}: {line}" for key, path in d.paths.items() if (line := _absent(d.name, path))
     ]

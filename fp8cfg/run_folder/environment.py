@@ -119,7 +119,7 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
     if problem := registry.problem(backend):
         return f"backend={backend}: {problem}"
     rules = registry.rules(backend)
-    if why := rules.unavailable() or "; ".join(rules.refusals(precision, hardware)):
+    if why := rules.unavailable() or "; ".join(map(str, rules.refusals(precision, hardware))):
         return why
     return "emulated" if rules.product(precision, hardware)[0] == "emulate" else "runs"
 

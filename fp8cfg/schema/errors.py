@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from fp8cfg.schema.violation import Violation
+
 
 class Fp8cfgError(Exception):
     """Base of every error that ends a command with one line and its own exit code, never with a traceback."""
@@ -20,15 +22,20 @@ class Fp8cfgError(Exception):
 
 
 class ConfigError(Fp8cfgError, ValueError):
-    """A recipe that cannot be: every problem found, each as one line. Exit code 2.
+    """An invalid configuration. Exit code 2.
 
-    `problems` holds the lines; `str(error)` joins them with newlines.
+    Attributes:
+        problems: One line for each problem. `str(error)` joins them with newlines.
+        violations: The problems that are violations, for callers that read more than the line.
     """
 
     exit_code = 2
 
-    def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+    def __init__(self, problems: str | Sequence[str | Violation]) -> None:
+        if isinstance(problems, str):
+            problems = [problems]
+        self.violations = [problem for problem in problems if isinstance(problem, Violation)]
+        self.problems = list(dict.fromkeys(str(problem) for problem in problems))
         super().__init__("\n".join(self.problems))
 
 
@@ -88,10 +95,10 @@ def taken(folder: str) -> str:
     )
 
 
-def refuse_if(problems: Sequence[str]) -> None:
-    """Raise ConfigError with all `problems`, each once, in their order; do nothing where there are none."""
+def refuse_if(problems: Sequence[str | Violation]) -> None:
+    """Raises ConfigError with all `problems`, in their order. Does nothing if there are none."""
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(problems)
 
 
 def expect(call: str, given: object, kind: type, what: str) -> None:

@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.schema import data_kinds
 from fp8cfg.schema.backends import capabilities
+from fp8cfg.schema.changed_fields import WRITTEN, idle
 from fp8cfg.schema.data import NO_ADDRESS, SHIPPED, Data
 from fp8cfg.schema.errors import refuse_if
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.model import LoRA
-from fp8cfg.schema.refusal import WRITTEN, Refusal, holds, idle
 from fp8cfg.schema.rules_fp8 import without_fp8
 from fp8cfg.schema.rules_layout import batches, multiple, strategy_rules
 from fp8cfg.schema.rules_precision import precision_rules
 from fp8cfg.schema.storage import low_bit
+from fp8cfg.schema.violation import Violation
 
 if TYPE_CHECKING:
     from fp8cfg.schema.recipe import Recipe
 
 
-def lora_rules(recipe: Recipe) -> Iterator[str]:
+def lora_rules(recipe: Recipe) -> Iterator[Violation]:
     """Every rule about adapters."""
     lora, p = recipe.lora, recipe.precision
     if not lora.enabled:
@@ -29,21 +30,24 @@ def lora_rules(recipe: Recipe) -> Iterator[str]:
         yield from idle(lora, others, " while lora.enabled=false; write task=lora", "lora.enabled")
         return
     if not lora.targets:
-        yield "lora.targets=[]: leaves no layer with an adapter; write [q_proj,v_proj], or drop it"
+        yield Violation(
+            "lora.targets=[]", "leaves no layer with an adapter; write [q_proj,v_proj], or drop it"
+        )
     if (
         p.backend != "auto"
         and (p.fp8.enabled or capabilities(p.backend).own_state)
         and not capabilities(p.backend).adapters
     ):
-        yield Refusal(
-            f"backend={p.backend}: has no adapters over its layers; write backend=native",
+        yield Violation(
+            f"backend={p.backend}",
+            "has no adapters over its layers; write backend=native",
             [("backend", "auto")],
             ["lora.enabled"],
         )
     if every := recipe.log.fp8_stats_every_n_steps:
-        yield Refusal(
-            f"log.fp8_stats_every_n_steps={every}: measures the gradients of weights, which"
-            " lora.enabled=true freezes; drop it",
+        yield Violation(
+            f"log.fp8_stats_every_n_steps={every}",
+            "measures the gradients of weights, which lora.enabled=true freezes; drop it",
             [("log.fp8_stats_every_n_steps", 0)],
             ["lora.enabled"],
         )
@@ -57,32 +61,40 @@ STREAMS = data_kinds.TABLES
 """Kinds of data that data.streaming reads row by row."""
 
 
-def model_rules(recipe: Recipe) -> Iterator[str]:
+def model_rules(recipe: Recipe) -> Iterator[Violation]:
     m = recipe.model
     heads, groups = m.num_attention_heads, m.num_query_groups
     if m.kv_channels is None and m.hidden_size % heads:
         yield (
-            f"model.hidden_size={m.hidden_size}: not a multiple of"
-            f" model.num_attention_heads={heads}; nearest is {multiple(m.hidden_size, heads)}, or"
-            " set model.kv_channels"
+            Violation(
+                f"model.hidden_size={m.hidden_size}",
+                f"not a multiple of"
+                f" model.num_attention_heads={heads}; nearest is {multiple(m.hidden_size, heads)}, or"
+                " set model.kv_channels",
+            )
         )
     elif m.head_dim % 2 and m.position_embedding_type == "rope":
         if m.kv_channels is None:
             yield (
-                f"model.hidden_size={m.hidden_size}: {heads} heads of {m.head_dim}, and rotary"
-                " positions need an even head width; nearest is"
-                f" {multiple(m.hidden_size, 2 * heads)}, or set model.kv_channels"
+                Violation(
+                    f"model.hidden_size={m.hidden_size}",
+                    f"{heads} heads of {m.head_dim}, and rotary"
+                    " positions need an even head width; nearest is"
+                    f" {multiple(m.hidden_size, 2 * heads)}, or set model.kv_channels",
+                )
             )
         else:
             yield (
-                f"model.kv_channels={m.head_dim}: rotary positions need an even head width; nearest"
-                f" is {m.head_dim + 1}"
+                Violation(
+                    f"model.kv_channels={m.head_dim}",
+                    f"rotary positions need an even head width; nearest is {m.head_dim + 1}",
+                )
             )
     if heads % groups:
         near = _divisor(heads, groups)
-        yield Refusal(
-            f"model.num_query_groups={groups}: must divide model.num_attention_heads={heads};"
-            f" nearest is {near}",
+        yield Violation(
+            f"model.num_query_groups={groups}",
+            f"must divide model.num_attention_heads={heads}; nearest is {near}",
             [("model.num_query_groups", near)],
             ["model.num_attention_heads"],
         )
@@ -103,12 +115,14 @@ def model_rules(recipe: Recipe) -> Iterator[str]:
         )
     elif m.rope_scaling.high_freq_factor <= m.rope_scaling.low_freq_factor:
         yield (
-            "model.rope_scaling.high_freq_factor: must be more than"
-            " model.rope_scaling.low_freq_factor"
+            Violation(
+                "model.rope_scaling.high_freq_factor",
+                "must be more than model.rope_scaling.low_freq_factor",
+            )
         )
 
 
-def family_rules(recipe: Recipe) -> Iterator[str]:
+def family_rules(recipe: Recipe) -> Iterator[Violation]:
     """Of the keys in which model families differ."""
     m = recipe.model
     if m.position_embedding_type == "learned_absolute":
@@ -120,14 +134,19 @@ def family_rules(recipe: Recipe) -> Iterator[str]:
         )
         if m.rope_scaling.factor != 1.0:
             yield (
-                "model.rope_scaling.factor: has no effect with"
-                " model.position_embedding_type=learned_absolute; write 1"
+                Violation(
+                    "model.rope_scaling.factor",
+                    "has no effect with model.position_embedding_type=learned_absolute; write 1",
+                )
             )
         if m.max_position_embeddings is not None and m.max_position_embeddings < m.seq_length:
             yield (
-                f"model.seq_length={m.seq_length}: more than"
-                f" model.max_position_embeddings={m.max_position_embeddings}, the positions that"
-                " are learned"
+                Violation(
+                    f"model.seq_length={m.seq_length}",
+                    f"more than"
+                    f" model.max_position_embeddings={m.max_position_embeddings}, the positions that"
+                    " are learned",
+                )
             )
     else:
         turned = m.head_dim * m.rotary_percent
@@ -135,9 +154,12 @@ def family_rules(recipe: Recipe) -> Iterator[str]:
             turned != int(turned) or int(turned) % 2
         ):  # all of an odd head is refused above
             yield (
-                f"model.rotary_percent={m.rotary_percent:g}: of {m.head_dim} channels of a head"
-                f" that is {turned:g}, and must be an even number; nearest is"
-                f" {max(2, round(turned / 2) * 2) / m.head_dim:g}"
+                Violation(
+                    f"model.rotary_percent={m.rotary_percent:g}",
+                    f"of {m.head_dim} channels of a head"
+                    f" that is {turned:g}, and must be an even number; nearest is"
+                    f" {max(2, round(turned / 2) * 2) / m.head_dim:g}",
+                )
             )
     if m.sliding_window is None:
         yield from idle(
@@ -168,12 +190,15 @@ def family_rules(recipe: Recipe) -> Iterator[str]:
         and recipe.fp8.dot_product_attention
     ):
         yield (
-            "fp8.dot_product_attention=true: attention in FP8 knows no"
-            " model.attn_logit_softcapping; write fp8.dot_product_attention=false"
+            Violation(
+                "fp8.dot_product_attention=true",
+                "attention in FP8 knows no"
+                " model.attn_logit_softcapping; write fp8.dot_product_attention=false",
+            )
         )
 
 
-def missing_data(recipe: Recipe) -> Iterator[str]:
+def missing_data(recipe: Recipe) -> Iterator[Violation]:
     """A line where nothing says what is trained on."""
     d = recipe.data
     if d.name not in SHIPPED and not d.path and not d.mixture:
@@ -183,10 +208,10 @@ def missing_data(recipe: Recipe) -> Iterator[str]:
             "chat": ".jsonl file of conversations; or write data=NAME of another kind",
             "dataset": "folder of save_to_disk",
         }.get(d.name, f".{d.name} file")
-        yield f"data={d.name}: needs data.path, a {what}"
+        yield Violation(f"data={d.name}", f"needs data.path, a {what}")
 
 
-def _kinds_of_paths(data: Data) -> Iterator[str]:
+def _kinds_of_paths(data: Data) -> Iterator[Violation]:
     """Every rule between the kind of the data and its files."""
     if data.name in SHIPPED and data.mixture:
         paths = [part["path"] for part in data.mixture]
@@ -199,23 +224,25 @@ def _kinds_of_paths(data: Data) -> Iterator[str]:
             kind = data_kinds.kind_by_ending(path)
             if kind in data_kinds.TABLES and kind != data.name:
                 as_text = ", it would train on the raw file" if data.name == "text" else ""
-                yield f"{key}={path}: not data={data.name}{as_text}; write data={kind}"
+                yield Violation(
+                    f"{key}={path}", f"not data={data.name}{as_text}; write data={kind}"
+                )
 
 
-def _kind_of_shipped(data: Data, key: str, shown: str, paths: Sequence[str]) -> str:
+def _kind_of_shipped(data: Data, key: str, shown: str, paths: Sequence[str]) -> Violation:
     """The error of paths next to a shipped corpus. The default corpus gives way to their kind."""
     kinds = {data_kinds.kind_at(path) for path in paths}
     kind = kinds.pop() if len(kinds) == 1 else None
-    line = f"{shown}: has no effect with data={data.name}"
+    line = f"has no effect with data={data.name}"
     if kind is None:
         names = [*data_kinds.ENDINGS, "dataset"]
-        return f"{line}; set data to its kind: {', '.join(names)} or chat"
+        return Violation(shown, f"{line}; set data to its kind: {', '.join(names)} or chat")
     if data.name != "stdlib":
-        return f"{line}; write data={kind}"
-    return Refusal(f"{line}; write data={kind}", [("data.name", kind)], [key])
+        return Violation(shown, f"{line}; write data={kind}")
+    return Violation(shown, f"{line}; write data={kind}", [("data.name", kind)], [key])
 
 
-def data_rules(recipe: Recipe) -> Iterator[str]:
+def data_rules(recipe: Recipe) -> Iterator[Violation]:
     d = recipe.data
     shipped, tables = d.name in SHIPPED, (*data_kinds.TABLES, "dataset")
     if d.name != "chat":  # which task=sft says, that can be planned before there is a file
@@ -223,9 +250,14 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
     yield from _kinds_of_paths(d)
     if d.mixture and d.path:
         yield (
-            f"data.path={d.path}: has no effect beside data.mixture; put it in there, with a weight"
+            Violation(
+                f"data.path={d.path}",
+                "has no effect beside data.mixture; put it in there, with a weight",
+            )
         )
-    yield from (f"{key}={path}: {NO_ADDRESS}" for key, path in d.paths.items() if "://" in path)
+    for key, path in d.paths.items():
+        if "://" in path:
+            yield Violation(f"{key}={path}", NO_ADDRESS)
     if shipped:
         yield from idle(
             d,
@@ -241,8 +273,9 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
             "data.name",
         )
     if d.streaming and d.mixture:
-        yield Refusal(
-            "data.streaming=true: there is one stream, and data.mixture has several parts; write"
+        yield Violation(
+            "data.streaming=true",
+            "there is one stream, and data.mixture has several parts; write"
             " token files of each with fp8cfg data prepare, or false",
             [("data.streaming", False)],
             ["data.mixture"],
@@ -262,9 +295,9 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
             "data.streaming",
         )
         if every := recipe.trainer.val_check_interval:
-            yield Refusal(
-                f"trainer.val_check_interval={every}: nothing of a stream is held out; write"
-                " data.validation_path, or 0",
+            yield Violation(
+                f"trainer.val_check_interval={every}",
+                "nothing of a stream is held out; write data.validation_path, or 0",
                 [("trainer.val_check_interval", 0)],
                 ["data.streaming"],
             )
@@ -281,31 +314,34 @@ def data_rules(recipe: Recipe) -> Iterator[str]:
         )
     elif d.name == "tokens" and d.tokenizer is None:
         for name in (name for name in DOCUMENTS if getattr(d, name)):
-            yield Refusal(
-                f"data.{name}=true: token files do not say which token ends a document; write"
-                " data.tokenizer",
+            yield Violation(
+                f"data.{name}=true",
+                "token files do not say which token ends a document; write data.tokenizer",
                 [(f"data.{name}", False)],
                 ["data.name", "data.tokenizer"],
             )
     if d.reset_attention_mask and recipe.fp8.enabled and recipe.fp8.dot_product_attention:
-        yield Refusal(
-            "data.reset_attention_mask=true: attention in FP8 has no masks of documents; write "
-            "fp8.dot_product_attention=false",
+        yield Violation(
+            "data.reset_attention_mask=true",
+            "attention in FP8 has no masks of documents; write fp8.dot_product_attention=false",
             [("fp8.dot_product_attention", False)],
             ["data.reset_attention_mask"],
         )
 
 
-def optim_rules(recipe: Recipe) -> Iterator[str]:
+def optim_rules(recipe: Recipe) -> Iterator[Violation]:
     o, steps = recipe.optim, recipe.trainer.max_steps
     for beta in o.betas:
         if not 0 <= beta < 1:
-            yield f"optim.betas={list(o.betas)}: each must be at least 0 and less than 1"
+            yield Violation(
+                f"optim.betas={list(o.betas)}", "each must be at least 0 and less than 1"
+            )
     unused = ("betas", "eps") if o.name == "sgd" else ("momentum",)
     yield from idle(o, unused, f" with optim.name={o.name}", "optim.name")
     if o.end_lr > o.lr:
-        yield Refusal(
-            f"optim.min_lr={o.end_lr:g}: more than optim.lr={o.lr:g}",
+        yield Violation(
+            f"optim.min_lr={o.end_lr:g}",
+            f"more than optim.lr={o.lr:g}",
             [("optim.min_lr", o.lr)],
             ["optim.lr"],
         )
@@ -318,15 +354,16 @@ def optim_rules(recipe: Recipe) -> Iterator[str]:
         )
     if o.warmup_steps + o.constant_steps > steps:
         warmup, constant = max(0, steps - o.constant_steps), max(0, steps - o.warmup_steps)
-        yield Refusal(
-            f"optim.warmup_steps={o.warmup_steps}: with optim.constant_steps={o.constant_steps}"
+        yield Violation(
+            f"optim.warmup_steps={o.warmup_steps}",
+            f"with optim.constant_steps={o.constant_steps}"
             f" more than trainer.max_steps={steps}; nearest is {warmup}",
             [("optim.warmup_steps", warmup), ("optim.constant_steps", constant)],
             ["trainer.max_steps", "optim.warmup_steps", "optim.constant_steps"],
         )
 
 
-def trainer_rules(recipe: Recipe) -> Iterator[str]:
+def trainer_rules(recipe: Recipe) -> Iterator[Violation]:
     t = recipe.trainer
     if t.global_batch_size % t.micro_batch_size:
         yield batches(recipe, 1, f"trainer.micro_batch_size={t.micro_batch_size}")
@@ -342,8 +379,9 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
             yield from idle(recipe.fp8, ("use_autocast_during_eval",), never, key)
     backend = recipe.precision.backend
     if t.compile == "on" and not capabilities(backend).compiles:
-        yield Refusal(
-            f"trainer.compile=on: layers of backend={backend} are not compiled; write off",
+        yield Violation(
+            "trainer.compile=on",
+            f"layers of backend={backend} are not compiled; write off",
             [("trainer.compile", "off")],
             ["backend"],
         )
@@ -356,7 +394,7 @@ def trainer_rules(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def path_rules(recipe: Recipe) -> Iterator[str]:
+def path_rules(recipe: Recipe) -> Iterator[Violation]:
     """Of paths that no file system has."""
     m, d, log = recipe.model, recipe.data, recipe.log
     named = {
@@ -371,15 +409,19 @@ def path_rules(recipe: Recipe) -> Iterator[str]:
     for key, path in named.items():
         if path and max(map(len, path.encode(errors="replace").split(b"/"))) > LONGEST_NAME:
             yield (
-                f"{key}={path[:40]}...: a name of more than {LONGEST_NAME} bytes, which no folder"
-                " takes; write a shorter one"
+                Violation(
+                    f"{key}={path[:40]}...",
+                    f"a name of more than {LONGEST_NAME} bytes, which no folder"
+                    " takes; write a shorter one",
+                )
             )
 
 
-def log_rules(recipe: Recipe) -> Iterator[str]:
+def log_rules(recipe: Recipe) -> Iterator[Violation]:
     if recipe.log.resume == "auto" and recipe.log.folder is None:
-        yield Refusal(
-            "log.resume=auto: needs log.folder, the run folder to start or to go on with; write"
+        yield Violation(
+            "log.resume=auto",
+            "needs log.folder, the run folder to start or to go on with; write"
             f" log.folder=runs/{recipe.name}, or log.resume=never",
             [("log.resume", "never")],
             ["log.folder"],
@@ -393,9 +435,9 @@ def log_rules(recipe: Recipe) -> Iterator[str]:
             "fp8.enabled",
         )
     elif every > steps:
-        yield Refusal(
-            f"log.fp8_stats_every_n_steps={every}: has no effect, trainer.max_steps={steps} ends"
-            f" before; nearest is {steps}",
+        yield Violation(
+            f"log.fp8_stats_every_n_steps={every}",
+            f"has no effect, trainer.max_steps={steps} ends before; nearest is {steps}",
             [("log.fp8_stats_every_n_steps", steps)],
             ["trainer.max_steps"],
         )
@@ -418,11 +460,11 @@ RULES = (
 def check(recipe: Recipe, written: Collection[str] = ()) -> None:
     """Raise ConfigError with every broken rule of `recipe`, one line each. `written` are the keys, by their short names, that the
     user wrote: one that has no effect is refused at its default too."""
-    refuse_if([line for line in broken(recipe, written) if holds(line, written)])
+    refuse_if([found for found in broken(recipe, written) if found.is_error(written)])
 
 
-def broken(recipe: Recipe, written: Collection[str] = ()) -> list[str]:
-    """As `check`, the lines, tacit refusals of what nobody wrote among them."""
+def broken(recipe: Recipe, written: Collection[str] = ()) -> list[Violation]:
+    """Every violation of the rules, harmless ones that nobody wrote included."""
     token = WRITTEN.set(frozenset(written))
     try:
         return [line for rule in RULES for line in rule(recipe)]

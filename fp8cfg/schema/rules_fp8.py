@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp8cfg.schema.backends import capabilities
+from fp8cfg.schema.changed_fields import WRITTEN, changed, idle
 from fp8cfg.schema.fp8 import FP8, ONLY_UNDER, per_row
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.refusal import WRITTEN, Refusal, changed, idle
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import fp8_weights, resolved
+from fp8cfg.schema.violation import Violation
 
 _READ_BY = {
     "format": ("dgrad", "wgrad"),
@@ -22,7 +23,7 @@ _READ_BY = {
 """Keys of `fp8` that some of a linear layer's GEMMs alone read."""
 
 
-def fp8_rules(p: Precision, num_layers: int) -> Iterator[str]:
+def fp8_rules(p: Precision, num_layers: int) -> Iterator[Violation]:
     """Every rule about `p.fp8` in a model of `num_layers` layers."""
     if p.fp8.enabled:
         yield from _fp8_on(p, num_layers)
@@ -30,7 +31,7 @@ def fp8_rules(p: Precision, num_layers: int) -> Iterator[str]:
         yield from _fp8_off(p)
 
 
-def _fp8_off(p: Precision) -> Iterator[str]:
+def _fp8_off(p: Precision) -> Iterator[Violation]:
     base = {"fp16": "fp16_fp8"}.get(p.compute, "bf16_fp8")
     # An FP8 preset with fp8.enabled=false over it leaves these.
     from_preset = p.fp8.params or bool(changed(p.fp8, "scaling"))
@@ -51,7 +52,7 @@ def without_fp8(p: Precision, from_preset: bool = False) -> str:
     return f", precision.compute={p.compute} runs no FP8"
 
 
-def _fp8_on(p: Precision, layers: int) -> Iterator[str]:
+def _fp8_on(p: Precision, layers: int) -> Iterator[Violation]:
     f, scaling = p.fp8, SCALINGS[p.fp8.scaling]
     for name, scalings in ONLY_UNDER.items():
         if f.scaling not in scalings:
@@ -77,8 +78,9 @@ def _fp8_on(p: Precision, layers: int) -> Iterator[str]:
             "fp8.reduce_amax",
         )
     if f.format not in scaling.formats:
-        yield Refusal(
-            f"fp8.format={f.format}: fp8.scaling={f.scaling} needs {scaling.formats[0]}; E5M2"
+        yield Violation(
+            f"fp8.format={f.format}",
+            f"fp8.scaling={f.scaling} needs {scaling.formats[0]}; E5M2"
             " gradients under fine-grained scales make training diverge",
             [("fp8.format", scaling.formats[0])],
             ["fp8.scaling"],
@@ -87,9 +89,9 @@ def _fp8_on(p: Precision, layers: int) -> Iterator[str]:
     if start + end >= layers:
         first = [f"fp8.high_precision_at_start={most}"] if start > most else []
         near = [*first, *([f"fp8.high_precision_at_end={max(0, most - start)}"] if end else [])]
-        yield Refusal(
-            f"fp8.high_precision_at_start={start} and fp8.high_precision_at_end={end}: leave no"
-            f" layer of model.num_layers={layers} in FP8; nearest is {' '.join(near)}",
+        yield Violation(
+            f"fp8.high_precision_at_start={start} and fp8.high_precision_at_end={end}",
+            f"leave no layer of model.num_layers={layers} in FP8; nearest is {' '.join(near)}",
             [
                 ("fp8.high_precision_at_end", max(0, most - start)),
                 ("fp8.high_precision_at_start", max(0, most - end)),
@@ -99,9 +101,9 @@ def _fp8_on(p: Precision, layers: int) -> Iterator[str]:
     o = f.override_linear_precision
     if o.fprop and o.dgrad and o.wgrad:
         keys = [f"fp8.override_linear_precision.{gemm}" for gemm in ("wgrad", "dgrad", "fprop")]
-        yield Refusal(
-            "fp8.override_linear_precision: fprop, dgrad and wgrad all true leave nothing in FP8;"
-            " write fp8.enabled=false",
+        yield Violation(
+            "fp8.override_linear_precision",
+            "fprop, dgrad and wgrad all true leave nothing in FP8; write fp8.enabled=false",
             [(key, False) for key in keys],
             keys,
         )
@@ -110,7 +112,7 @@ def _fp8_on(p: Precision, layers: int) -> Iterator[str]:
     yield from _transposes(p)
 
 
-def _unread(p: Precision) -> Iterator[str]:
+def _unread(p: Precision) -> Iterator[Violation]:
     """What only GEMMs read that are kept in high precision. FP8 attention reads formats, and weights held in FP8 are in squares."""
     f, scaling = p.fp8, SCALINGS[p.fp8.scaling]
     others = {
@@ -137,7 +139,7 @@ def _unread(p: Precision) -> Iterator[str]:
             )
 
 
-def _transposes(p: Precision) -> Iterator[str]:
+def _transposes(p: Precision) -> Iterator[Violation]:
     """Where transposes of weights are kept whatever the key says, false is refused too."""
     f, codec, kept = p.fp8, resolved(p)["weight"], "fp8.override_linear_precision.dgrad"
     if p.backend != "auto" and not capabilities(p.backend).weight_workspace:
@@ -178,36 +180,39 @@ def _transposes(p: Precision) -> Iterator[str]:
         yield from _no_transpose(f, f"{kept}=true reads no transpose; drop one of the two", kept)
 
 
-def _no_transpose(f: FP8, why: str, *to: str) -> Iterator[Refusal]:
+def _no_transpose(f: FP8, why: str, *to: str) -> Iterator[Violation]:
     if f.keep_transpose_cache:
         key = f.key("keep_transpose_cache")
-        yield Refusal(f"{key}=true: has no effect, {why}", [(key, False)], to)
+        yield Violation(f"{key}=true", f"has no effect, {why}", [(key, False)], to)
 
 
-def _attention(f: FP8) -> Iterator[str]:
+def _attention(f: FP8) -> Iterator[Violation]:
     dot, multi = "fp8.dot_product_attention", "fp8.multi_head_attention"
     if f.multi_head_attention and not f.dot_product_attention:
-        yield Refusal(f"{multi}=true: needs {dot}=true", [(multi, False)], [dot])
+        yield Violation(f"{multi}=true", f"needs {dot}=true", [(multi, False)], [dot])
     scaling = SCALINGS[f.scaling]
     if f.multi_head_attention and "multi_head_attention" not in scaling.attention:
         those = " or ".join(
             name for name, other in SCALINGS.items() if "multi_head_attention" in other.attention
         )
-        yield Refusal(
-            f"{multi}=true: needs fp8.scaling={those}, not {f.scaling} (Megatron)",
+        yield Violation(
+            f"{multi}=true",
+            f"needs fp8.scaling={those}, not {f.scaling} (Megatron)",
             [(multi, False)],
             ["fp8.scaling"],
         )
     if f.dot_product_attention and "dot_product_attention" not in scaling.attention:
         source = f" (TE {scaling.te})" if scaling.te else ""
-        yield Refusal(
-            f"{dot}=true: {f.scaling} scaling has no FP8 attention{source}",
+        yield Violation(
+            f"{dot}=true",
+            f"{f.scaling} scaling has no FP8 attention{source}",
             [(dot, False)],
             ["fp8.scaling"],
         )
     if f.dot_product_attention and per_row(f):
-        yield Refusal(
-            f"{dot}=true: needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)",
+        yield Violation(
+            f"{dot}=true",
+            "needs fp8.granularity=tensor, not row (TE Float8CurrentScaling)",
             [(dot, False)],
             ["fp8.granularity"],
         )

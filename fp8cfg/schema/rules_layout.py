@@ -7,7 +7,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from fp8cfg.schema.backends import capabilities, ordered
-from fp8cfg.schema.refusal import LayoutRefusal, Refusal, idle
+from fp8cfg.schema.changed_fields import idle
 from fp8cfg.schema.storage import (
     SCALED,
     against_gathered_params,
@@ -20,6 +20,7 @@ from fp8cfg.schema.storage import (
     sharding,
 )
 from fp8cfg.schema.training import Strategy, Trainer
+from fp8cfg.schema.violation import Violation
 
 if TYPE_CHECKING:
     from fp8cfg.schema.precision import Precision
@@ -78,23 +79,25 @@ GPUS = 8
 """Of one machine, at most."""
 
 
-def strategy_rules(recipe: Recipe) -> Iterator[str]:
+def strategy_rules(recipe: Recipe) -> Iterator[Violation]:
     """What the layout breaks; of that what a smoke run, which cuts it to the ranks and sizes there are, does not have."""
     return (
         line
         for line in _strategy_rules(recipe)
-        if not (recipe.trainer.smoke and isinstance(line, LayoutRefusal))
+        if not (recipe.trainer.smoke and line.source == "layout")
     )
 
 
-def _strategy_rules(recipe: Recipe) -> Iterator[str]:
+def _strategy_rules(recipe: Recipe) -> Iterator[Violation]:
     t, s, m = recipe.trainer, recipe.trainer.strategy, recipe.model
     world = t.num_nodes * t.devices
     if world % s.size:
-        yield LayoutRefusal(
-            f"trainer.strategy: tensor x pipeline x context parallel = {s.size} GPUs does not"
+        yield Violation(
+            "trainer.strategy",
+            f"tensor x pipeline x context parallel = {s.size} GPUs does not"
             f" divide trainer.num_nodes x trainer.devices = {world}; nearest is"
-            f" {_machines(t)}{s.smaller(world)}"
+            f" {_machines(t)}{s.smaller(world)}",
+            source="layout",
         )
     elif (
         t.global_batch_size % (t.micro_batch_size * (world // s.size))
@@ -113,10 +116,12 @@ def _strategy_rules(recipe: Recipe) -> Iterator[str]:
     )
     if m.num_attention_heads % tp:
         sizes = gcd(m.num_query_groups, m.ffn_hidden_size, m.vocab_size)
-        yield LayoutRefusal(
-            f"trainer.strategy.tensor_model_parallel_size={tp}: must divide"
+        yield Violation(
+            f"trainer.strategy.tensor_model_parallel_size={tp}",
+            f"must divide"
             f" model.num_attention_heads={m.num_attention_heads}; nearest is"
-            f" {_dividing(sizes, tp, world, s.size // tp)}"
+            f" {_dividing(sizes, tp, world, s.size // tp)}",
+            source="layout",
         )
     stages, virtual = (
         _dividing(m.num_layers, pp, world, s.size // pp),
@@ -124,14 +129,17 @@ def _strategy_rules(recipe: Recipe) -> Iterator[str]:
     )
     if s.virtual_pipeline_model_parallel_size is None:
         if m.num_layers % pp:
-            yield LayoutRefusal(
-                f"trainer.strategy.pipeline_model_parallel_size={pp}: must divide"
-                f" model.num_layers={m.num_layers}; nearest is {stages}"
+            yield Violation(
+                f"trainer.strategy.pipeline_model_parallel_size={pp}",
+                f"must divide model.num_layers={m.num_layers}; nearest is {stages}",
+                source="layout",
             )
     elif pp == 1:
         yield (
-            f"trainer.strategy.{virtual}: has no effect while pipeline_model_parallel_size=1; write"
-            " null"
+            Violation(
+                f"trainer.strategy.{virtual}",
+                "has no effect while pipeline_model_parallel_size=1; write null",
+            )
         )
     elif m.num_layers < pp * s.chunks:
         most = m.num_layers // pp
@@ -142,16 +150,18 @@ def _strategy_rules(recipe: Recipe) -> Iterator[str]:
             if stages == pp
             else f"{stages} with {virtual}=null"
         )
-        yield LayoutRefusal(
-            f"trainer.strategy.pipeline_model_parallel_size={pp}: model.num_layers={m.num_layers}"
-            f" are too few for {pp * s.chunks} chunks of layers; nearest is {fewer}"
+        yield Violation(
+            f"trainer.strategy.pipeline_model_parallel_size={pp}",
+            f"model.num_layers={m.num_layers}"
+            f" are too few for {pp * s.chunks} chunks of layers; nearest is {fewer}",
+            source="layout",
         )
     yield from _schedule_rules(s)
     yield from _replica_rules(recipe, world)
     if s.sequence_parallel and tp == 1:
-        yield Refusal(
-            "trainer.strategy.sequence_parallel=true: has no effect while"
-            " tensor_model_parallel_size=1; write false",
+        yield Violation(
+            "trainer.strategy.sequence_parallel=true",
+            "has no effect while tensor_model_parallel_size=1; write false",
             [("trainer.strategy.sequence_parallel", False)],
             ["trainer.strategy.tensor_model_parallel_size"],
         )
@@ -179,7 +189,7 @@ def _dividing(whole: int, size: int, world: int, rest: int) -> int:
     )
 
 
-def _schedule_rules(s: Strategy) -> Iterator[str]:
+def _schedule_rules(s: Strategy) -> Iterator[Violation]:
     """Of the order of passes, which follows from the number of chunks."""
     key, chunks = "trainer.strategy.pipeline_schedule", "virtual_pipeline_model_parallel_size"
     if s.pipeline_model_parallel_size == 1 and s.pipeline_schedule == "auto":
@@ -193,21 +203,23 @@ def _schedule_rules(s: Strategy) -> Iterator[str]:
             s.key("pipeline_model_parallel_size"),
         )
     elif s.pipeline_schedule == "1f1b" and s.chunks > 1:
-        yield Refusal(
-            f"{key}=1f1b: is of one chunk on each GPU, and {chunks}={s.chunks}; write"
+        yield Violation(
+            f"{key}=1f1b",
+            f"is of one chunk on each GPU, and {chunks}={s.chunks}; write"
             f" interleaved_1f1b, or {chunks}=null",
             [(key, "auto")],
             [s.key(chunks)],
         )
     elif s.pipeline_schedule == "interleaved_1f1b" and s.chunks == 1:
-        yield Refusal(
-            f"{key}=interleaved_1f1b: is of several chunks on each GPU; write {s.key(chunks)}=2",
+        yield Violation(
+            f"{key}=interleaved_1f1b",
+            f"is of several chunks on each GPU; write {s.key(chunks)}=2",
             [(key, "auto")],
             [s.key(chunks)],
         )
 
 
-def _replica_rules(recipe: Recipe, world: int) -> Iterator[str]:
+def _replica_rules(recipe: Recipe, world: int) -> Iterator[Violation]:
     """Of groups that have all state each, over which FSDP2 replicates what it shards."""
     s, key, p = (
         recipe.trainer.strategy,
@@ -230,9 +242,9 @@ def _replica_rules(recipe: Recipe, world: int) -> Iterator[str]:
             "storage.shard",
         )
     elif groups > 1 and not any(by_fsdp2(recipe, 2, backend) for backend in backends):
-        yield Refusal(
-            f"{key}={groups}: groups have the shards of FSDP2, and here whole tensors have owners;"
-            " write 1",
+        yield Violation(
+            f"{key}={groups}",
+            "groups have the shards of FSDP2, and here whole tensors have owners; write 1",
             [(key, 1)],
             [
                 "storage.shard",
@@ -248,34 +260,36 @@ def _replica_rules(recipe: Recipe, world: int) -> Iterator[str]:
     elif groups > 1 and world % s.size == 0:
         data, context = world // s.size, s.context_parallel_size
         if data % groups:
-            yield Refusal(
-                f"{key}={groups}: does not divide the data-parallel size {data}; nearest is"
-                f" {gcd(data, groups)}",
+            yield Violation(
+                f"{key}={groups}",
+                f"does not divide the data-parallel size {data}; nearest is {gcd(data, groups)}",
                 [(key, gcd(data, groups))],
                 ["trainer.num_nodes", "trainer.devices"],
             )
         elif data * context == groups:
-            yield Refusal(
-                f"{key}={groups}: leaves one rank to each group, which shards nothing; write"
+            yield Violation(
+                f"{key}={groups}",
+                "leaves one rank to each group, which shards nothing; write"
                 " storage.shard=none, or 1",
                 [(key, 1)],
                 ["trainer.num_nodes", "trainer.devices"],
             )
 
 
-def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
+def _context_rules(recipe: Recipe, cp: int) -> Iterator[Violation]:
     """Of sequences that are split over `cp` ranks, each with two chunks of them."""
     length, key = recipe.model.seq_length, "trainer.strategy.context_parallel_size"
     if length % (2 * cp):
         nearest = multiple(length, 2 * cp)
-        yield LayoutRefusal(
-            f"model.seq_length={length}: must be a multiple of 2 x context_parallel_size ="
-            f" {2 * cp}; nearest is {nearest}"
+        yield Violation(
+            f"model.seq_length={length}",
+            f"must be a multiple of 2 x context_parallel_size = {2 * cp}; nearest is {nearest}",
+            source="layout",
         )
     if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
-        yield Refusal(
-            "fp8.dot_product_attention=true: attention in FP8 takes whole sequences, and"
-            f" {key}={cp} splits them; write false",
+        yield Violation(
+            "fp8.dot_product_attention=true",
+            f"attention in FP8 takes whole sequences, and {key}={cp} splits them; write false",
             [("fp8.dot_product_attention", False)],
             [key],
         )
@@ -284,22 +298,22 @@ def _context_rules(recipe: Recipe, cp: int) -> Iterator[str]:
         for name in ("reset_attention_mask", "reset_position_ids")
         if getattr(recipe.data, name)
     ):
-        yield Refusal(
-            f"data.{name}=true: documents are told apart in whole sequences, and {key}={cp} splits"
-            " them; write false",
+        yield Violation(
+            f"data.{name}=true",
+            f"documents are told apart in whole sequences, and {key}={cp} splits them; write false",
             [(f"data.{name}", False)],
             [key],
         )
     if every := recipe.log.fp8_stats_every_n_steps:
-        yield Refusal(
-            f"log.fp8_stats_every_n_steps={every}: one rank measures, and under {key}={cp} none has"
-            " whole sequences; drop it",
+        yield Violation(
+            f"log.fp8_stats_every_n_steps={every}",
+            f"one rank measures, and under {key}={cp} none has whole sequences; drop it",
             [("log.fp8_stats_every_n_steps", 0)],
             [key],
         )
 
 
-def batches(recipe: Recipe, parallel: int, of: str) -> Refusal:
+def batches(recipe: Recipe, parallel: int, of: str) -> Violation:
     """A global batch that is no multiple `of` the microbatches of all `parallel` replicas. Microbatches, which change no result,
     give way before it."""
     t = recipe.trainer
@@ -316,9 +330,9 @@ def batches(recipe: Recipe, parallel: int, of: str) -> Refusal:
                 max(d for d in range(1, t.micro_batch_size + 1) if share % d == 0),
             ),
         )
-    return Refusal(
-        f"trainer.global_batch_size={t.global_batch_size}: not a multiple of {of}; nearest is"
-        f" {near}",
+    return Violation(
+        f"trainer.global_batch_size={t.global_batch_size}",
+        f"not a multiple of {of}; nearest is {near}",
         gives,
         [
             "trainer.global_batch_size",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.schema.backends import capabilities, gathering
+from fp8cfg.schema.changed_fields import WRITTEN, conflicting, idle
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.refusal import WRITTEN, Refusal, conflicting, idle
 from fp8cfg.schema.rules_fp8 import fp8_rules, without_fp8
 from fp8cfg.schema.storage import (
     COLUMNS,
@@ -20,6 +21,7 @@ from fp8cfg.schema.storage import (
     low_bit,
     resolved,
 )
+from fp8cfg.schema.violation import Violation
 
 if TYPE_CHECKING:
     from fp8cfg.schema.recipe import Recipe
@@ -41,7 +43,7 @@ _GATHERS = (
 """The keys that decide whether weights can be gathered in FP8."""
 
 
-def fsdp_rules(recipe: Recipe) -> Iterator[str]:
+def fsdp_rules(recipe: Recipe) -> Iterator[Violation]:
     """Every rule about `storage.shard=fsdp` and `storage.gather`."""
     p, s = recipe.precision, recipe.storage
     if s.shard != "fsdp":
@@ -55,8 +57,9 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
         return
     if level(p):
         said = f"opt_level={p.opt_level}" if p.opt_level else f"backend={p.backend}"
-        yield Refusal(
-            f"{said}: storage.shard=fsdp keeps float32 weights; drop it, {_INSTEAD}",
+        yield Violation(
+            f"{said}",
+            f"storage.shard=fsdp keeps float32 weights; drop it, {_INSTEAD}",
             [("opt_level", None)],
             ["storage.shard"],
         )
@@ -66,17 +69,17 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
             codec,
             *(SCALED if column == "weight_grad" else ()),
         ):
-            yield Refusal(
-                f"storage.{column}={given}: storage.shard=fsdp has {codec} there; write that,"
-                f" {_INSTEAD}",
+            yield Violation(
+                f"storage.{column}={given}",
+                f"storage.shard=fsdp has {codec} there; write that, {_INSTEAD}",
                 [(f"storage.{column}", "auto")],
                 ["storage.shard"],
             )
     sums = ("fp32", "bf16", *(("fp16",) if p.compute == "fp16" else ()))
     if not level(p) and (comm := resolved(p)["comm"]) not in sums:
-        yield Refusal(
-            f"storage.comm={comm}: FSDP2 sums gradients in {' or '.join(sums)}; write one of them,"
-            f" {_INSTEAD}",
+        yield Violation(
+            f"storage.comm={comm}",
+            f"FSDP2 sums gradients in {' or '.join(sums)}; write one of them, {_INSTEAD}",
             [("storage.comm", "auto")],
             ["storage.shard"],
         )
@@ -86,21 +89,22 @@ def fsdp_rules(recipe: Recipe) -> Iterator[str]:
             for backend in (gathering() if p.backend == "auto" else [p.backend])
         ]
         yield from (
-            Refusal(f"storage.gather=fp8: {why}", [("storage.gather", "auto")], _GATHERS)
+            Violation("storage.gather=fp8", f"{why}", [("storage.gather", "auto")], _GATHERS)
             for why in (reasons[0] if all(reasons) else ())
         )
     elif s.gather == p.compute and p.fp8.enabled and p.fp8.params:
-        yield Refusal(
-            f"fp8.params=true: has no effect, storage.gather={s.gather} of storage.shard=fsdp sends"
+        yield Violation(
+            "fp8.params=true",
+            f"has no effect, storage.gather={s.gather} of storage.shard=fsdp sends"
             " no FP8 weights; drop one of the two",
             [("fp8.params", False)],
             ["storage.gather"],
-            tacit=True,
+            is_harmless=True,
         )
     elif s.gather not in ("auto", p.compute):
-        yield Refusal(
-            f"storage.gather={s.gather}: FSDP2 gathers weights in precision.compute={p.compute};"
-            " write auto, or fp8",
+        yield Violation(
+            f"storage.gather={s.gather}",
+            f"FSDP2 gathers weights in precision.compute={p.compute}; write auto, or fp8",
             [("storage.gather", "auto")],
             ["precision.compute"],
         )
@@ -125,7 +129,7 @@ def storage_refusals(
     weight_size: float,
     explicit: Collection[str] = COLUMNS,
     stochastic: bool = True,
-) -> list[str]:
+) -> list[Violation]:
     """A line for each reason why Adam cannot work with these columns. `weight_size` is the magnitude of a typical weight, the
     standard deviation that they start with. Of the columns those that are `explicit` can give way, for the others say what a level
     does; rounding can where the backend can round `stochastic`."""
@@ -141,27 +145,27 @@ def storage_refusals(
     ]
 
 
-def _with_columns(line: str, explicit: Collection[str], stochastic: bool) -> str:
-    """`line`, in which columns that are not `explicit` do not give way, nor does rounding unless it can be `stochastic`."""
-    if not isinstance(line, Refusal):
-        return line
+def _with_columns(violation: Violation, explicit: Collection[str], stochastic: bool) -> Violation:
+    """`violation` without fixes of columns that are not `explicit`, or of rounding unless it can be `stochastic`."""
+    if not violation.fixes:
+        return violation
     fixed = {f"storage.{column}" for column in COLUMNS if column not in explicit} | (
         set() if stochastic else {"storage.rounding"}
     )
-    return Refusal(
-        line, [(key, new) for key, new in line.gives if key not in fixed], [*line.to, *_LEVELS]
-    )
+    fixes = [(key, value) for key, value in violation.fixes if key not in fixed]
+    return replace(violation, fixes=fixes, caused_by=[*violation.caused_by, *_LEVELS])
 
 
-def second_moment(codec: str, beta: float, eps: float) -> Iterator[str]:
+def second_moment(codec: str, beta: float, eps: float) -> Iterator[Violation]:
     """Second moments in FP8 under one scale, or in fp16 without one: most become 0, and dividing by their roots ends in NaN, or
     in updates by gradient / eps. An eps as large as those roots keeps these as small as they were.
     """
     least = math.sqrt(FP16_LEAST)
     if codec == "fp16" and eps < least:
         also = ", or bf16" if beta <= _slowest(MANTISSA_BITS["bf16"]) else ""
-        yield Refusal(
-            "storage.exp_avg_sq=fp16: without a scale second moments of gradients below"
+        yield Violation(
+            "storage.exp_avg_sq=fp16",
+            "without a scale second moments of gradients below"
             f" {least:.1e} become 0, optim.eps={eps:g} alone divides these, and training can"
             f" diverge; write {_follows('bf16', beta)}{also}",
             [("storage.exp_avg_sq", _follows("bf16", beta)), ("optim.eps", least)],
@@ -169,12 +173,15 @@ def second_moment(codec: str, beta: float, eps: float) -> Iterator[str]:
         )
     if codec in ("fp8", "fp8_pow2"):
         yield (
-            f"storage.exp_avg_sq={codec}: second moments do not fit one FP8 scale a tensor,"
-            " training diverges; write fp8_block"
+            Violation(
+                f"storage.exp_avg_sq={codec}",
+                "second moments do not fit one FP8 scale a tensor,"
+                " training diverges; write fp8_block",
+            )
         )
 
 
-def frozen_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Iterator[str]:
+def frozen_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Iterator[Violation]:
     """Moving averages that rounding keeps from decaying at all, wherever they lie between two powers of two."""
     for column, which in ADAM.items():
         codec, beta = columns[column], betas[which]
@@ -186,8 +193,9 @@ def frozen_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> I
         ):
             continue
         nearest = [_slowest(bits) if i == which else b for i, b in enumerate(betas)]
-        yield Refusal(
-            f"optim.betas={list(betas)}: storage.{column}={codec} rounds an average of rate"
+        yield Violation(
+            f"optim.betas={list(betas)}",
+            f"storage.{column}={codec} rounds an average of rate"
             f" {beta:g} back to where it was, so it never comes down; nearest is"
             f" {_slowest(bits):g}, or write storage.{column}={_follows(codec, beta)}",
             [(f"storage.{column}", _follows(codec, beta)), ("optim.betas", tuple(nearest))],
@@ -216,25 +224,27 @@ def lost_averages(columns: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def no_masters(weight: str, master: str) -> Iterator[str]:
+def no_masters(weight: str, master: str) -> Iterator[Violation]:
     """FP8 weights without master weights: almost every update is smaller than half the distance between two FP8 values."""
     if weight in FP8_CODECS and master == "none":
-        yield Refusal(
-            f"storage.master_weight=none: storage.weight={weight} needs masters; write fp16_scaled"
-            " or fp32",
+        yield Violation(
+            "storage.master_weight=none",
+            f"storage.weight={weight} needs masters; write fp16_scaled or fp32",
             [("storage.master_weight", "fp32"), ("storage.weight", "auto")],
             ["storage.weight", "storage.master_weight"],
         )
     elif master in FP8_CODECS:
         yield (
-            f"storage.master_weight={master}: FP8 loses the updates that masters are there to keep;"
-            " write fp16_scaled or fp32"
+            Violation(
+                f"storage.master_weight={master}",
+                "FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32",
+            )
         )
 
 
 def lost_updates(
     weight: str, master: str, rounding: str, lr: float, weight_size: float
-) -> Iterator[str]:
+) -> Iterator[Violation]:
     """Learning rates (the size of Adam's updates) below half the rounding step of the weights that are updated."""
     column, codec = _moved(weight, master)
     if lr < (half := _lost_below(codec, rounding, weight_size)):
@@ -243,8 +253,9 @@ def lost_updates(
             ("storage.master_weight", "fp32"),
             ("optim.lr", half),
         ]
-        yield Refusal(
-            f"optim.lr={lr:g}: storage.{column}={codec} rounds most updates of that size away, at"
+        yield Violation(
+            f"optim.lr={lr:g}",
+            f"storage.{column}={codec} rounds most updates of that size away, at"
             f" weights of {weight_size:g} those below {half:.2g}; write storage.rounding=stochastic"
             " or storage.master_weight=fp32",
             gives,
@@ -302,7 +313,7 @@ def _follows(codec: str, beta: float) -> str:
     )
 
 
-def precision_rules(recipe: Recipe) -> Iterator[str]:
+def precision_rules(recipe: Recipe) -> Iterator[Violation]:
     """Every rule about `recipe.precision`."""
     p = recipe.precision
     yield from fp8_rules(p, recipe.model.num_layers)
@@ -311,7 +322,7 @@ def precision_rules(recipe: Recipe) -> Iterator[str]:
     yield from fsdp_rules(recipe)
 
 
-def _loss_scaling(p: Precision) -> Iterator[str]:
+def _loss_scaling(p: Precision) -> Iterator[Violation]:
     dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if p.compute != "fp16":
         yield from idle(
@@ -330,44 +341,44 @@ def _loss_scaling(p: Precision) -> Iterator[str]:
         )
     elif p.min_loss_scale > p.initial_loss_scale:
         keys = ("precision.min_loss_scale", "precision.initial_loss_scale")
-        yield Refusal(
-            f"precision.min_loss_scale={p.min_loss_scale:g}: more than"
-            f" precision.initial_loss_scale={p.initial_loss_scale:g}",
+        yield Violation(
+            f"precision.min_loss_scale={p.min_loss_scale:g}",
+            f"more than precision.initial_loss_scale={p.initial_loss_scale:g}",
             [(keys[0], p.initial_loss_scale), (keys[1], p.min_loss_scale)],
             keys,
         )
 
 
-def _storage(recipe: Recipe) -> Iterator[str]:
+def _storage(recipe: Recipe) -> Iterator[Violation]:
     """The storage columns, and the optimizer that keeps state in them."""
     p, s, f, o = recipe.precision, recipe.storage, recipe.fp8, recipe.optim
     columns = resolved(p)
     if f.enabled and f.params and s.weight not in ("auto", *FP8_CODECS):
-        yield Refusal(
-            f"storage.weight={s.weight}: contradicts fp8.params=true, which stores weights in FP8;"
-            " drop one of the two",
+        yield Violation(
+            f"storage.weight={s.weight}",
+            "contradicts fp8.params=true, which stores weights in FP8; drop one of the two",
             [("fp8.params", False), ("storage.weight", "auto")],
             ["storage.weight", "fp8.params"],
         )
     elif f.enabled and f.params and columns["weight"] not in FP8_CODECS and s.shard != "fsdp":
         by = f"opt_level={level(p)}"
-        yield Refusal(
-            f"fp8.params=true: has no effect, {by} stores weights in {columns['weight']}; drop one"
-            " of the two",
+        yield Violation(
+            "fp8.params=true",
+            f"has no effect, {by} stores weights in {columns['weight']}; drop one of the two",
             [("fp8.params", False)],
             ["opt_level", "backend"],
-            tacit=True,
+            is_harmless=True,
         )
     elif fp8_weights(p) and p.opt_level == "O3" and not f.params and "fp8.params" in WRITTEN.get():
-        yield Refusal(
-            "fp8.params=false: has no effect, opt_level=O3 stores weights in FP8; drop it or write"
-            " opt_level=O2",
+        yield Violation(
+            "fp8.params=false",
+            "has no effect, opt_level=O3 stores weights in FP8; drop it or write opt_level=O2",
             [("fp8.params", True)],
             ["opt_level", "backend"],
         )
     for column in ("weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq"):
         if getattr(s, column) == "none":
-            yield f"storage.{column}=none: only storage.master_weight can be none"
+            yield Violation(f"storage.{column}=none", "only storage.master_weight can be none")
     if "none" not in (columns[k] for k in columns if k != "master_weight"):
         yield from _codecs(p, columns)
         if o.name == "sgd":
@@ -386,8 +397,9 @@ def _storage(recipe: Recipe) -> Iterator[str]:
             )
     why = capabilities(p.backend).adam_weight_decay
     if why and o.name == "adam" and o.weight_decay and columns["exp_avg"] != "fp32":
-        yield Refusal(
-            f"optim.weight_decay={o.weight_decay:g}: with optim.name=adam {why}",
+        yield Violation(
+            f"optim.weight_decay={o.weight_decay:g}",
+            f"with optim.name=adam {why}",
             [("optim.name", "adamw"), ("optim.weight_decay", 0.0)],
             ["optim.name", "optim.weight_decay", "backend"],
         )
@@ -400,26 +412,31 @@ def _storage(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
+def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[Violation]:
     """Codecs that a column cannot have, or that do nothing beside another."""
     weight, master = columns["weight"], columns["master_weight"]
     if weight == "fp8_pow2" and p.fp8.enabled:
-        yield Refusal(
-            "storage.weight=fp8_pow2: FP8 layers hold their weights as fp8.scaling quantizes them;"
+        yield Violation(
+            "storage.weight=fp8_pow2",
+            "FP8 layers hold their weights as fp8.scaling quantizes them;"
             " write storage.weight=fp8, and fp8.use_power_2_scales=true under current scaling",
             [("storage.weight", "fp8")],
             ["fp8.enabled"],
         )
     for column in ("weight", "weight_grad"):
         if columns[column] == "fp8_expand":
-            yield f"storage.{column}=fp8_expand: a codec of moments (COAT); write fp8"
+            yield Violation(f"storage.{column}=fp8_expand", "a codec of moments (COAT); write fp8")
     if weight == "fp8_block":
         yield (
-            "storage.weight=fp8_block: no codec of weights; write fp8, or fp8.scaling=block with"
-            " fp8.params=true"
+            Violation(
+                "storage.weight=fp8_block",
+                "no codec of weights; write fp8, or fp8.scaling=block with fp8.params=true",
+            )
         )
     if columns["comm"] in ("fp16_scaled", "fp8_block", "fp8_expand"):
-        yield f"storage.comm={columns['comm']}: not sent over the wire; write fp16, fp8 or fp8_pow2"
+        yield Violation(
+            f"storage.comm={columns['comm']}", "not sent over the wire; write fp16, fp8 or fp8_pow2"
+        )
     if (
         columns["comm"] in FP8_CODECS
         and columns["weight_grad"] in FP8_CODECS
@@ -439,16 +456,17 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
             )
             if getattr(p.storage, column) != "auto"
         ]
-        yield Refusal(
-            f"storage.comm={columns['comm']}: gradients are stored in {columns['weight_grad']} and"
+        yield Violation(
+            f"storage.comm={columns['comm']}",
+            f"gradients are stored in {columns['weight_grad']} and"
             f" sent as they are; write {that}bf16 or fp32 to add them up before they are stored",
             gives,
             ["storage.comm", "storage.weight_grad", "opt_level", "backend"],
         )
     if weight == "fp32" and master != "none":
-        yield Refusal(
-            f"storage.master_weight={master}: has no effect, storage.weight=fp32 needs no masters;"
-            " write none",
+        yield Violation(
+            f"storage.master_weight={master}",
+            "has no effect, storage.weight=fp32 needs no masters; write none",
             [("storage.master_weight", "auto")],
             ["storage.weight", "precision.compute"],
         )
@@ -465,16 +483,18 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
                 " drop it or write fp8 for both"
             )
         )
-        yield Refusal(
-            f"storage.accumulate={p.storage.accumulate}: needs {needs}",
+        yield Violation(
+            f"storage.accumulate={p.storage.accumulate}",
+            f"needs {needs}",
             [("storage.accumulate", "wide")],
             ["storage.weight_grad", "storage.comm", "opt_level", "backend", "storage.shard"],
         )
     rounded = {columns["weight"], columns["master_weight"]} - {"fp32", "none"}
     if p.storage.rounding != "nearest" and (not rounded or (fp8_weights(p) and master == "fp32")):
         why = "FP8 layers round their weights themselves" if rounded else "weights are float32"
-        yield Refusal(
-            f"storage.rounding={p.storage.rounding}: has no effect, {why}; drop it",
+        yield Violation(
+            f"storage.rounding={p.storage.rounding}",
+            f"has no effect, {why}; drop it",
             [("storage.rounding", "nearest")],
             [
                 "precision.compute",
@@ -487,7 +507,7 @@ def _codecs(p: Precision, columns: dict[str, str]) -> Iterator[str]:
         )
 
 
-def _sgd(p: Precision) -> Iterator[str]:
+def _sgd(p: Precision) -> Iterator[Violation]:
     """What needs the moments of Adam, and what only the low-bit Adam does."""
     yield from idle(
         p.storage,
@@ -496,8 +516,9 @@ def _sgd(p: Precision) -> Iterator[str]:
         "optim.name",
     )
     if level(p):
-        yield Refusal(
-            f"opt_level={level(p)}: needs optim.name=adamw or adam, not sgd (MS-AMP)",
+        yield Violation(
+            f"opt_level={level(p)}",
+            "needs optim.name=adamw or adam, not sgd (MS-AMP)",
             [("opt_level", None)] if p.opt_level else [],
             ["optim.name"],
         )

@@ -172,14 +172,14 @@ def test_what_torchao_refuses(
     change: dict[str, dict[str, object]], hardware: Hardware, line: str
 ) -> None:
     p = Precision(**change | {"fp8": {"enabled": True, **change["fp8"]}})
-    found = torchao_rules.refusals(p, hardware)
+    found = [str(violation) for violation in torchao_rules.refusals(p, hardware)]
     assert len(found) == 1 and found[0].startswith(line) and "; " in found[0]
 
 
 def test_blocks_with_e5m2_gradients_have_no_product_on_a_gpu() -> None:
     """torch's scaled_mm takes E4M3 x E4M3 alone with scales of blocks: three of the block presets would fail in their first step."""
     hybrid = Precision(fp8={"enabled": True, "scaling": "block", "format": "hybrid"})
-    assert native_rules.refusals(hybrid, HOPPER) == [
+    assert [str(violation) for violation in native_rules.refusals(hybrid, HOPPER)] == [
         "fp8.format=hybrid: torch multiplies fp8.scaling=block in E4M3 alone, gradients too; write fp8.format=e4m3, or fp8.emulate=true to emulate"
     ]
     assert native_rules.refusals(hybrid, CPU) == []

@@ -191,7 +191,7 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
     ],
 )
 def test_what_is_refused(change: dict[str, Any], hardware: Hardware, line: str) -> None:
-    found = rules.refusals(precision(**change), hardware)
+    found = [str(violation) for violation in rules.refusals(precision(**change), hardware)]
     assert len(found) == 1 and found[0].startswith(line) and "; " in found[0], found
 
 

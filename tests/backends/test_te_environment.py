@@ -83,7 +83,8 @@ BOTH = {"override_linear_precision": {"dgrad": True, "wgrad": True}}
 def test_a_variable_that_contradicts_is_refused(
     given: dict[str, Any], name: str, refused: str, fine: str | None, key: str
 ) -> None:
-    (line,) = contradictions(node(given), {name: refused, "HOME": "/"})
+    (violation,) = contradictions(node(given), {name: refused, "HOME": "/"})
+    line = str(violation)
     assert line.startswith(f"{name}={refused}: contradicts {key}") and "; unset it" in line
     assert not fine or line.endswith(f"or set it to {fine}")
     assert fine is None or contradictions(node(given), {name: fine}) == []
@@ -139,7 +140,8 @@ def test_every_variable_that_the_library_reads_for_its_recipes_is_known() -> Non
     }  # mean nothing without NVTE_NVFP4_4OVER6
     for given in ({}, CURRENT, BLOCK, MXFP8, NVFP4):
         names |= {
-            line.split("=")[0] for line in contradictions(node(given), dict.fromkeys(read, "?"))
+            found.setting.split("=")[0]
+            for found in contradictions(node(given), dict.fromkeys(read, "?"))
         }
     assert names == read
 

@@ -27,7 +27,7 @@ def notes(words: str, library: Library = LIBRARY) -> list[str]:
 
 
 def problems(words: str) -> list[str]:
-    return list(composed(words.split(), LIBRARY).problems)
+    return [str(found) for found in composed(words.split(), LIBRARY).problems]
 
 
 GIVES_WAY = [

@@ -45,7 +45,9 @@ def job(words: tuple[str, ...], backend: str = "te") -> fp8cfg.Job:
     """The small model under `words`; skips where the backend cannot be loaded or the GPU cannot run them."""
     recipe = small(*SHAPE, *words, *([] if backend == "auto" else [f"backend={backend}"]))
     if backend != "auto" and (
-        why := "; ".join(against(backend, recipe.precision, find_hardware("cuda")))
+        why := "; ".join(
+            str(found) for found in against(backend, recipe.precision, find_hardware("cuda"))
+        )
     ):
         pytest.skip(why)
     return fp8cfg.build(recipe)

@@ -266,7 +266,8 @@ def test_refusals(words: tuple[str, ...], line: str) -> None:
 def test_adapters_of_split_matrices_have_no_dropout() -> None:
     split = (*LORA, "trainer.strategy.tensor_model_parallel_size=2", "trainer.devices=2")
     assert not refused(small(*split, "lora.dropout=0"), 2)
-    (line,) = refused(small(*split, "lora.dropout=0.1"), 2)
+    (violation,) = refused(small(*split, "lora.dropout=0.1"), 2)
+    line = str(violation)
     assert line.startswith("lora.dropout=0.1: ") and line.endswith("splits inputs; write 0")
 
 

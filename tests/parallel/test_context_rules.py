@@ -64,7 +64,7 @@ def test_what_split_sequences_do_not_have_is_refused(words: str, line: str) -> N
 def test_what_data_parallel_ranks_alone_have_is_refused(words: str, line: str) -> None:
     """With words that are taken, by which the search goes too."""
     words = f"trainer.devices=2 trainer.micro_batch_size=2 {CONTEXT}=2 {words}"
-    assert refused(small(*words.split()), 2) == [line]
+    assert [str(found) for found in refused(small(*words.split()), 2)] == [line]
     write = line.partition("; write ")[2].split(", or ")[0].split()
     assert (
         refused(small(*words.split(), *write), 2)

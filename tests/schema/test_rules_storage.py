@@ -37,7 +37,8 @@ def refused(
     rounding: str = "nearest",
     **columns: str,
 ) -> list[str]:
-    return storage_refusals({**O2, **columns}, rounding, betas, eps, lr, 0.02)
+    found = storage_refusals({**O2, **columns}, rounding, betas, eps, lr, 0.02)
+    return [str(violation) for violation in found]
 
 
 FP16_V = "storage.exp_avg_sq=fp16: without a scale second moments of gradients below 1.7e-04 become 0, optim.eps={} alone divides these, and training can diverge; write "

@@ -47,9 +47,9 @@ def keys() -> list[str]:
 def te_refusal(row: te_table.Refused) -> str:
     """The line with which a row of te_table.py is refused, as the rules give it."""
     fp8 = te_table.node(row.given)
-    lines = rules.refusals(
-        Precision(fp8=fp8, compute=row.compute), B200 if fp8.scaling == "nvfp4" else H200
-    )
+    hardware = B200 if fp8.scaling == "nvfp4" else H200
+    found = rules.refusals(Precision(fp8=fp8, compute=row.compute), hardware)
+    lines = [str(violation) for violation in found]
     return next(line for line in lines if line.startswith(f"{row.key}=") and row.line in line)
 
 

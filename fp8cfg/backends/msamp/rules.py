@@ -6,7 +6,7 @@ backend: see backend.py. Importing it patches torch, so it is looked for and not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from fp8cfg.schema.backends import Hardware
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.refusal import Refusal
 from fp8cfg.schema.storage import COLUMNS, level, of_level, resolved
+from fp8cfg.schema.violation import Violation
 
 LIBRARY = Path("/usr/local/lib/libmsamp_dist.so")
 """Where MS-AMP loads its communication from, and nowhere else (msamp/operators/dist_op/dist_op.py)."""
@@ -70,10 +70,13 @@ def instead(precision: Precision) -> str:
     return " ".join(["backend=native", f"opt_level={level(own)}", *pow2, *shard])
 
 
-def refusals(precision: Precision, hardware: Hardware) -> list[str]:
+def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
     if level(precision) is None:
         return [
-            "opt_level=null: MS-AMP stores state by a level; write opt_level=O2, or backend=native"
+            Violation(
+                "opt_level=null",
+                "MS-AMP stores state by a level; write opt_level=O2, or backend=native",
+            )
         ]
     return [*_keys(precision.fp8), *_storage(precision), *_hardware_lacks(precision, hardware)]
 
@@ -90,25 +93,27 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
     return 1
 
 
-def against_sharding(precision: Precision) -> list[str]:
+def against_sharding(precision: Precision) -> list[Violation]:
     return []  # _storage refuses all of it
 
 
-def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
     return []
 
 
-def _keys(f: FP8) -> Sequence[str]:
+def _keys(f: FP8) -> list[Violation]:
     """A line for each key whose value MS-AMP does not support."""
     if f.scaling not in SCALINGS:
         return [
-            f"fp8.scaling={f.scaling}: MS-AMP has delayed scaling alone; write fp8.scaling=delayed,"
-            " or backend=native"
+            Violation(
+                f"fp8.scaling={f.scaling}",
+                "MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native",
+            )
         ]
     lines = [
-        Refusal(
-            f"fp8.{key}={spelled(value)}: MS-AMP {why}; write fp8.{key}={spelled(want)}, or"
-            " backend=native",
+        Violation(
+            f"fp8.{key}={spelled(value)}",
+            f"MS-AMP {why}; write fp8.{key}={spelled(want)}, or backend=native",
             [(f"fp8.{key}", want)],
             ["backend"],
         )
@@ -121,9 +126,9 @@ def _keys(f: FP8) -> Sequence[str]:
     return [
         *lines,
         *(
-            Refusal(
-                f"fp8.override_linear_precision.{gemm}=true: MS-AMP multiplies all three in FP8;"
-                " drop it, or write backend=native",
+            Violation(
+                f"fp8.override_linear_precision.{gemm}=true",
+                "MS-AMP multiplies all three in FP8; drop it, or write backend=native",
                 [(f"fp8.override_linear_precision.{gemm}", False)],
                 ["backend"],
             )
@@ -132,12 +137,16 @@ def _keys(f: FP8) -> Sequence[str]:
     ]
 
 
-def _storage(p: Precision) -> list[str]:
+def _storage(p: Precision) -> list[Violation]:
     """A line for each column that differs from what the level stores."""
     has, s = of_level(p.model_copy(update={"backend": "msamp"})), p.storage
     export = "through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes"
     if level(p) == "O3":
-        return [f"opt_level=O3: MS-AMP has it {export}; write opt_level=O2, or {instead(p)}"]
+        return [
+            Violation(
+                "opt_level=O3", f"MS-AMP has it {export}; write opt_level=O2, or {instead(p)}"
+            )
+        ]
     words = f"backend=native opt_level={level(p)}"
     # Where the backend is not named, columns left on auto are the native backend's, and it is these that the recipe says.
     said = (
@@ -145,9 +154,10 @@ def _storage(p: Precision) -> list[str]:
     )
     cure = "write that" if p.backend == "auto" else "drop it"
     why = f"MS-AMP's {level(p)} has"
-    lines: list[str] = [
-        Refusal(
-            f"storage.{column}={said[column]}: {why} {has[column]} there; {cure}, or write {words}",
+    lines: list[Violation] = [
+        Violation(
+            f"storage.{column}={said[column]}",
+            f"{why} {has[column]} there; {cure}, or write {words}",
             [(f"storage.{column}", "auto")],
             ["opt_level", "backend"],
         )
@@ -156,8 +166,9 @@ def _storage(p: Precision) -> list[str]:
     ]
     if s.accumulate != "stored":
         lines.append(
-            Refusal(
-                f"storage.accumulate={s.accumulate}: MS-AMP adds each microbatch to gradients that"
+            Violation(
+                f"storage.accumulate={s.accumulate}",
+                f"MS-AMP adds each microbatch to gradients that"
                 f" are stored in FP8; write storage.accumulate=stored, or {words}",
                 [("storage.accumulate", "stored")],
                 ["backend"],
@@ -165,17 +176,18 @@ def _storage(p: Precision) -> list[str]:
         )
     if s.rounding != "nearest":
         lines.append(
-            Refusal(
-                f"storage.rounding={s.rounding}: MS-AMP rounds to nearest; drop it, or write"
-                f" {words}",
+            Violation(
+                f"storage.rounding={s.rounding}",
+                f"MS-AMP rounds to nearest; drop it, or write {words}",
                 [("storage.rounding", "nearest")],
                 ["backend"],
             )
         )
     if s.shard not in ("auto", "none"):
         lines.append(
-            Refusal(
-                f"storage.shard={s.shard}: MS-AMP shards {export}; drop it, or write {words}",
+            Violation(
+                f"storage.shard={s.shard}",
+                f"MS-AMP shards {export}; drop it, or write {words}",
                 [("storage.shard", "none")],
                 ["backend"],
             )
@@ -183,13 +195,20 @@ def _storage(p: Precision) -> list[str]:
     return lines
 
 
-def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
+def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
     if hardware.device != "cuda":
-        return [f"backend=msamp: MS-AMP runs on CUDA alone, this is a CPU; write {instead(p)}"]
+        return [
+            Violation(
+                "backend=msamp", f"MS-AMP runs on CUDA alone, this is a CPU; write {instead(p)}"
+            )
+        ]
     if hardware.capability != H100:
         has = ".".join(map(str, hardware.capability or ("unknown",)))
         return [
-            f"backend=msamp: this GPU has compute capability {has}, MS-AMP multiplies in FP8 on an"
-            f" H100 alone; write {instead(p)}"
+            Violation(
+                "backend=msamp",
+                f"this GPU has compute capability {has}, MS-AMP multiplies in FP8 on an"
+                f" H100 alone; write {instead(p)}",
+            )
         ]
     return []

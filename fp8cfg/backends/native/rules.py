@@ -9,6 +9,7 @@ from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.scalings import SCALINGS, needed
 from fp8cfg.schema.storage import against_fp8_gather
+from fp8cfg.schema.violation import Violation
 
 FP8_CAPABILITY = (8, 9)
 """Least CUDA compute capability with FP8 matrix products: Ada. Hopper is 9.0."""
@@ -22,18 +23,23 @@ def unavailable() -> str:
     return ""
 
 
-def refusals(precision: Precision, hardware: Hardware) -> list[str]:
+def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
     f, lines, scaling = precision.fp8, [], SCALINGS[precision.fp8.scaling]
     if f.dot_product_attention and scaling.block and "dot_product_attention" in scaling.attention:
         lines.append(
-            "fp8.dot_product_attention=true: the native backend has none under"
-            f" fp8.scaling={f.scaling}, where cuDNN quantizes the softmax by rules of its own; drop"
-            " it, or write fp8.scaling=current"
+            Violation(
+                "fp8.dot_product_attention=true",
+                "the native backend has none under"
+                f" fp8.scaling={f.scaling}, where cuDNN quantizes the softmax by rules of its own; drop"
+                " it, or write fp8.scaling=current",
+            )
         )
     if f.multi_head_attention:
         lines.append(
-            "fp8.multi_head_attention=true: needs FP8 outputs of the projections: backend=te;"
-            " drop it"
+            Violation(
+                "fp8.multi_head_attention=true",
+                "needs FP8 outputs of the projections: backend=te; drop it",
+            )
         )
     return lines or (
         [] if product(precision, hardware)[0] == "emulate" else _hardware_lacks(precision, hardware)
@@ -59,13 +65,16 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
     return 1  # numerics/gemm.py completes tokens with zeros
 
 
-def against_sharding(precision: Precision) -> list[str]:
+def against_sharding(precision: Precision) -> list[Violation]:
     if precision.storage.shard == "fsdp" and precision.storage.gather == "fp8":
-        return [f"storage.gather=fp8: {why}" for why in against_fp8_gather(precision, "native")]
+        return [
+            Violation("storage.gather=fp8", f"{why}")
+            for why in against_fp8_gather(precision, "native")
+        ]
     return []
 
 
-def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
     return []
 
 
@@ -73,13 +82,15 @@ def instead(precision: Precision) -> str:
     return "backend=native"
 
 
-def no_units(precision: Precision, hardware: Hardware) -> list[str]:
+def no_units(precision: Precision, hardware: Hardware) -> list[Violation]:
     """The refusal of a GPU without FP8 units, if it has none."""
     if (hardware.capability or (0, 0)) >= FP8_CAPABILITY:
         return []
     return [
-        f"fp8.enabled=true: {found(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or"
-        " precision=bf16"
+        Violation(
+            "fp8.enabled=true",
+            f"{found(hardware)}, FP8 needs 8.9 (Ada) or 9.0 (Hopper); {EMULATE}, or precision=bf16",
+        )
     ]
 
 
@@ -90,7 +101,7 @@ def found(hardware: Hardware) -> str:
     )
 
 
-def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
+def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
     """The refusal of a scaling that the GPU cannot multiply, naming what it can, if there is anything."""
     capability, name, scaling = (
         hardware.capability or (0, 0),
@@ -102,32 +113,46 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
         return lines
     if scaling.least is None:
         return [
-            f"fp8.scaling={name}: the native backend multiplies it by emulation alone, and"
-            f" {found(hardware)}; {EMULATE}, or precision={preset}"
+            Violation(
+                f"fp8.scaling={name}",
+                f"the native backend multiplies it by emulation alone, and"
+                f" {found(hardware)}; {EMULATE}, or precision={preset}",
+            )
         ]
     if capability < scaling.least or (scaling.below and capability >= scaling.below):
         return [
-            f"fp8.scaling={name}: {found(hardware)}, {name} scaling needs {needed(scaling.least)};"
-            f" {EMULATE}, or precision={preset}"
+            Violation(
+                f"fp8.scaling={name}",
+                f"{found(hardware)}, {name} scaling needs {needed(scaling.least)};"
+                f" {EMULATE}, or precision={preset}",
+            )
         ]
     if (hardware.cuda or (0, 0)) < scaling.cuda:
         version, needs = (
             ".".join(map(str, of)) for of in (hardware.cuda or ("unknown",), scaling.cuda)
         )
         return [
-            f"fp8.scaling={name}: torch has CUDA {version}, {name} scaling needs {needs};"
-            f" {EMULATE}, or precision={preset}"
+            Violation(
+                f"fp8.scaling={name}",
+                f"torch has CUDA {version}, {name} scaling needs {needs};"
+                f" {EMULATE}, or precision={preset}",
+            )
         ]
     kept = p.fp8.override_linear_precision
     if p.fp8.format not in scaling.multiplied and not (kept.dgrad and kept.wgrad):
         takes = scaling.multiplied[0]
         return [
-            f"fp8.format={p.fp8.format}: torch multiplies fp8.scaling={name} in {takes.upper()}"
-            f" alone, gradients too; write fp8.format={takes}, or {EMULATE.removeprefix('write ')}"
+            Violation(
+                f"fp8.format={p.fp8.format}",
+                f"torch multiplies fp8.scaling={name} in {takes.upper()}"
+                f" alone, gradients too; write fp8.format={takes}, or {EMULATE.removeprefix('write ')}",
+            )
         ]
     if p.fp8.dot_product_attention:
         return [
-            "fp8.dot_product_attention=true: the native backend has it by emulation alone;"
-            f" {EMULATE}, or drop it"
+            Violation(
+                "fp8.dot_product_attention=true",
+                f"the native backend has it by emulation alone; {EMULATE}, or drop it",
+            )
         ]
     return []

@@ -17,9 +17,9 @@ from fp8cfg.schema.fp8 import FP8, per_row, power_2_scales, transforms, weights_
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.packages import installed_version
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.refusal import Refusal
 from fp8cfg.schema.scalings import SCALINGS, needed
 from fp8cfg.schema.storage import fp8_weights, said_of_fp8_weights
+from fp8cfg.schema.violation import Violation
 
 Version = tuple[int, int, int]
 CAPABILITY = {"current": BLACKWELL}
@@ -31,34 +31,44 @@ BROKEN: dict[str, tuple[Version, ...]] = {"mxfp8": ((9, 23, 0), (9, 23, 1))}
 """The versions that are left out for their bugs."""
 
 
-def attention_lacks(scaling: str, capability: tuple[int, int], cudnn: Version | None) -> list[str]:
+def attention_lacks(
+    scaling: str, capability: tuple[int, int], cudnn: Version | None
+) -> list[Violation]:
     """The requirement of FP8 attention that a GPU, or cuDNN where its version is known, does not meet."""
-    key = (
-        f"fp8.dot_product_attention=true: this GPU has compute capability {dotted(capability)},"
-        " cuDNN's FP8 attention"
-    )
     least = CAPABILITY.get(scaling, HOPPER)
     if capability < HOPPER:
-        return [f"{key} needs 9.0 (Hopper); drop it"]
-    if capability >= BELOW:
-        return [f"{key} needs one below {dotted(BELOW)}; drop it"]
-    if capability < least:
-        return [
-            f"{key} needs {needed(least)} under fp8.scaling={scaling}; write fp8.scaling=delayed,"
-            " or drop it"
-        ]
-    return [] if cudnn is None else _cudnn_lacks(scaling, cudnn)
+        needs = "9.0 (Hopper); drop it"
+    elif capability >= BELOW:
+        needs = f"one below {dotted(BELOW)}; drop it"
+    elif capability < least:
+        needs = (
+            f"{needed(least)} under fp8.scaling={scaling}; write fp8.scaling=delayed, or drop it"
+        )
+    elif cudnn is not None:
+        return _cudnn_lacks(scaling, cudnn)
+    else:
+        return []
+    return [
+        Violation(
+            "fp8.dot_product_attention=true",
+            f"this GPU has compute capability {dotted(capability)}, cuDNN's FP8 attention needs"
+            f" {needs}",
+        )
+    ]
 
 
-def _cudnn_lacks(scaling: str, version: Version) -> list[str]:
+def _cudnn_lacks(scaling: str, version: Version) -> list[Violation]:
     least, broken = CUDNN.get(scaling, (0, 0, 0)), version in BROKEN.get(scaling, ())
     if version >= least and not broken:
         return []
     wanted = f"another than {dotted(version)}" if broken else f"{dotted(least)} or later"
     return [
-        f"fp8.dot_product_attention=true: cuDNN is {dotted(version)}, Transformer Engine needs"
-        f" {wanted} for FP8 attention under fp8.scaling={scaling}; install it, or drop"
-        " fp8.dot_product_attention"
+        Violation(
+            "fp8.dot_product_attention=true",
+            f"cuDNN is {dotted(version)}, Transformer Engine needs"
+            f" {wanted} for FP8 attention under fp8.scaling={scaling}; install it, or drop"
+            " fp8.dot_product_attention",
+        )
     ]
 
 
@@ -79,7 +89,7 @@ class _Wanted(NamedTuple):
     key: str
 
 
-def contradictions(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+def contradictions(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
     """A line for each variable of `environ` that contradicts `fp8`: its name, its value, the key, what to write instead.
 
     Transformer Engine reads most of them when it is imported, some at each step; its attention reads others than its linear
@@ -87,7 +97,10 @@ def contradictions(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
     records all NVTE_* variables.
     """
     return [
-        f"{name}={environ[name]}: contradicts {wanted.key}; unset it" + _or_write(wanted.values)
+        Violation(
+            f"{name}={environ[name]}",
+            f"contradicts {wanted.key}; unset it{_or_write(wanted.values)}",
+        )
         for name, wanted in _wanted(fp8).items()
         if name in environ and environ[name] not in wanted.values
     ]
@@ -225,11 +238,13 @@ def unavailable() -> str:
     return ""
 
 
-def refusals(precision: Precision, hardware: Hardware) -> list[str]:
+def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
     if precision.fp8.scaling not in HAS:
         return [
-            f"fp8.scaling={precision.fp8.scaling}: Transformer Engine has {', '.join(HAS)} alone;"
-            " write backend=native"
+            Violation(
+                f"fp8.scaling={precision.fp8.scaling}",
+                f"Transformer Engine has {', '.join(HAS)} alone; write backend=native",
+            )
         ]
     return [*_keys(precision), *_hardware_lacks(precision, hardware)]
 
@@ -250,12 +265,13 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
     return HAS.get(fp8.scaling, Has()).multiple
 
 
-def against_sharding(precision: Precision) -> list[str]:
-    shard, lines = precision.storage.shard, list[str]()
+def against_sharding(precision: Precision) -> list[Violation]:
+    shard, lines = precision.storage.shard, list[Violation]()
     if shard not in ("auto", "none") and fp8_weights(precision):
         lines.append(
-            Refusal(
-                f"storage.shard={shard}: Transformer Engine's FP8 weights are not handed round;"
+            Violation(
+                f"storage.shard={shard}",
+                "Transformer Engine's FP8 weights are not handed round;"
                 " write backend=native, or storage.weight=fp16_scaled with fp8.params=false",
                 [("fp8.params", False)],
                 ["storage.shard", "backend"],
@@ -263,13 +279,16 @@ def against_sharding(precision: Precision) -> list[str]:
         )
     if shard == "fsdp":
         lines.append(
-            "storage.shard=fsdp: not in this version with Transformer Engine's layers; write"
-            " backend=torchao or native, or storage.shard=zero2"
+            Violation(
+                "storage.shard=fsdp",
+                "not in this version with Transformer Engine's layers; write"
+                " backend=torchao or native, or storage.shard=zero2",
+            )
         )
     return lines
 
 
-def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
     return contradictions(fp8, environ)
 
 
@@ -283,18 +302,19 @@ def high_precision_backward(fp8: FP8) -> bool:
     return o.dgrad and o.wgrad and not o.fprop
 
 
-def _keys(p: Precision) -> list[str]:
+def _keys(p: Precision) -> list[Violation]:
     """A line for each key that Transformer Engine does not support."""
     f, o, lines, scaling = (
         p.fp8,
         p.fp8.override_linear_precision,
-        list[str](),
+        list[Violation](),
         SCALINGS[p.fp8.scaling],
     )
     if scaling.history and f.interval != 1:
         lines.append(
-            Refusal(
-                f"fp8.interval={f.interval}: Transformer Engine moves scales in every step, since"
+            Violation(
+                f"fp8.interval={f.interval}",
+                "Transformer Engine moves scales in every step, since"
                 " 2.3 its recipe has no interval; write 1, or backend=native",
                 [("fp8.interval", 1)],
                 ["backend"],
@@ -302,8 +322,9 @@ def _keys(p: Precision) -> list[str]:
         )
     if scaling.history and f.first_step == "in_time":
         lines.append(
-            Refusal(
-                f"fp8.first_step={f.first_step}: Transformer Engine begins with scale 1; write"
+            Violation(
+                f"fp8.first_step={f.first_step}",
+                "Transformer Engine begins with scale 1; write"
                 " fp8.first_step=te, or backend=native",
                 [("fp8.first_step", "te")],
                 ["backend"],
@@ -311,8 +332,9 @@ def _keys(p: Precision) -> list[str]:
         )
     if f.tp_only_amax_red:
         lines.append(
-            Refusal(
-                "fp8.tp_only_amax_red=true: its layers reduce amaxes over all ranks here, or none;"
+            Violation(
+                "fp8.tp_only_amax_red=true",
+                "its layers reduce amaxes over all ranks here, or none;"
                 " write false, fp8.reduce_amax=false, or backend=native",
                 [("fp8.tp_only_amax_red", False)],
                 ["backend"],
@@ -320,25 +342,35 @@ def _keys(p: Precision) -> list[str]:
         )
     if per_row(f):
         lines.append(
-            f"fp8.granularity={f.granularity}: Transformer Engine has one scale for a tensor under"
-            " fp8.scaling=current; write tensor, fp8.scaling=block, or backend=torchao"
+            Violation(
+                f"fp8.granularity={f.granularity}",
+                "Transformer Engine has one scale for a tensor under"
+                " fp8.scaling=current; write tensor, fp8.scaling=block, or backend=torchao",
+            )
         )
     kept = [g for g in ("fprop", "dgrad", "wgrad") if getattr(o, g)]
     if kept and not high_precision_backward(f):
         lines.append(
-            f"fp8.override_linear_precision.{kept[0]}=true: since 2.0 Transformer Engine keeps"
-            " dgrad and wgrad in high precision together or neither, and fprop never; set dgrad"
-            " and wgrad, or write backend=native"
+            Violation(
+                f"fp8.override_linear_precision.{kept[0]}=true",
+                "since 2.0 Transformer Engine keeps"
+                " dgrad and wgrad in high precision together or neither, and fprop never; set dgrad"
+                " and wgrad, or write backend=native",
+            )
         )
     if high_precision_backward(f) and not HAS[f.scaling].backward_override:
         lines.append(
-            "fp8.override_linear_precision.dgrad=true: Transformer Engine has no backward_override"
-            f" under fp8.scaling={f.scaling}; write fp8.scaling=current, or backend=native"
+            Violation(
+                "fp8.override_linear_precision.dgrad=true",
+                "Transformer Engine has no backward_override"
+                f" under fp8.scaling={f.scaling}; write fp8.scaling=current, or backend=native",
+            )
         )
     if f.multi_head_attention:
         lines.append(
-            Refusal(
-                "fp8.multi_head_attention=true: rotary positions stand between the projections and"
+            Violation(
+                "fp8.multi_head_attention=true",
+                "rotary positions stand between the projections and"
                 " attention, and Transformer Engine turns them in high precision; drop it and keep"
                 " fp8.dot_product_attention=true",
                 [("fp8.multi_head_attention", False)],
@@ -347,23 +379,27 @@ def _keys(p: Precision) -> list[str]:
         )
     if f.emulate:
         lines.append(
-            Refusal(
-                "fp8.emulate=true: Transformer Engine multiplies on the GPU's FP8 units alone;"
-                " write backend=native",
+            Violation(
+                "fp8.emulate=true",
+                "Transformer Engine multiplies on the GPU's FP8 units alone; write backend=native",
                 [("fp8.emulate", False)],
                 ["backend"],
             )
         )
     if transforms(f) and p.compute != "bf16":
         lines.append(
-            f"precision.compute={p.compute}: under fp8.scaling={f.scaling} Transformer Engine's"
-            " Hadamard transform takes bf16 alone; write precision=bf16_nvfp4,"
-            " fp8.random_hadamard_transform=false, or backend=native"
+            Violation(
+                f"precision.compute={p.compute}",
+                f"under fp8.scaling={f.scaling} Transformer Engine's"
+                " Hadamard transform takes bf16 alone; write precision=bf16_nvfp4,"
+                " fp8.random_hadamard_transform=false, or backend=native",
+            )
         )
     if f.params and p.compute == "fp32":
         lines.append(
-            Refusal(
-                f"{said_of_fp8_weights(p)}: Transformer Engine's FP8 weights would pass for float32"
+            Violation(
+                f"{said_of_fp8_weights(p)}",
+                "Transformer Engine's FP8 weights would pass for float32"
                 " ones, which get no master copy; write fp8.params=false, precision.compute=bf16,"
                 " or backend=native",
                 [("fp8.params", False)],
@@ -373,48 +409,65 @@ def _keys(p: Precision) -> list[str]:
     return lines
 
 
-def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
+def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
     """The requirements of Transformer Engine on GPU, CUDA and cuBLASLt that are not met."""
     scaling, needs = p.fp8.scaling, HAS[p.fp8.scaling]
     capability, cuda = hardware.capability or (0, 0), hardware.cuda or (0, 0)
     if hardware.device != "cuda":
         return [
-            "backend=te: Transformer Engine runs on CUDA alone, this is a CPU; write backend=native"
+            Violation(
+                "backend=te",
+                "Transformer Engine runs on CUDA alone, this is a CPU; write backend=native",
+            )
         ]
     has = f"this GPU has compute capability {dotted(hardware.capability)}"
     if capability < FP8_CAPABILITY:
         return [
-            f"fp8.enabled=true: {has}, Transformer Engine needs 8.9 (Ada) for FP8; write"
-            " precision=bf16"
+            Violation(
+                "fp8.enabled=true",
+                f"{has}, Transformer Engine needs 8.9 (Ada) for FP8; write precision=bf16",
+            )
         ]
     lines = []
     if capability < HOPPER and cuda < ADA_CUDA:
         lines.append(
-            f"fp8.enabled=true: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs"
-            " 12.1 on Ada"
+            Violation(
+                "fp8.enabled=true",
+                f"torch has CUDA {dotted(hardware.cuda)}, Transformer Engine needs 12.1 on Ada",
+            )
         )
     if capability < HOPPER and hardware.cublaslt and hardware.cublaslt < ADA_CUBLASLT:
         lines.append(
-            f"fp8.enabled=true: cuBLASLt is {dotted(hardware.cublaslt)}, Transformer Engine needs"
-            " 12.1.3 on Ada"
+            Violation(
+                "fp8.enabled=true",
+                f"cuBLASLt is {dotted(hardware.cublaslt)}, Transformer Engine needs 12.1.3 on Ada",
+            )
         )
     if capability < needs.least or (needs.below and capability >= needs.below):
         least = needed(needs.least)
         if needs.below:
             least = least.replace(" ", f" to below {dotted(needs.below)} ")
         lines.append(
-            f"fp8.scaling={scaling}: {has}, Transformer Engine needs {least}; write"
-            " fp8.scaling=current"
+            Violation(
+                f"fp8.scaling={scaling}",
+                f"{has}, Transformer Engine needs {least}; write fp8.scaling=current",
+            )
         )
     if cuda < needs.cuda:
         lines.append(
-            f"fp8.scaling={scaling}: torch has CUDA {dotted(hardware.cuda)}, Transformer Engine"
-            f" needs {dotted(needs.cuda)}; write fp8.scaling=current"
+            Violation(
+                f"fp8.scaling={scaling}",
+                f"torch has CUDA {dotted(hardware.cuda)}, Transformer Engine"
+                f" needs {dotted(needs.cuda)}; write fp8.scaling=current",
+            )
         )
     if needs.multiplied_as_mxfp8(capability) and p.fp8.use_power_2_scales is False:
         lines.append(
-            f"fp8.use_power_2_scales=false: {has}, where Transformer Engine multiplies {scaling}"
-            " scaling as MXFP8, whose scales are powers of two; write true or null"
+            Violation(
+                "fp8.use_power_2_scales=false",
+                f"{has}, where Transformer Engine multiplies {scaling}"
+                " scaling as MXFP8, whose scales are powers of two; write true or null",
+            )
         )
     if p.fp8.dot_product_attention:
         lines += attention_lacks(scaling, capability, hardware.cudnn)

@@ -10,9 +10,9 @@ from fp8cfg.schema.backends import EMULATE, Hardware
 from fp8cfg.schema.fp8 import FP8, per_row, weights_2d
 from fp8cfg.schema.packages import installed_version
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.refusal import Refusal
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import level, said_of_fp8_weights
+from fp8cfg.schema.violation import Violation
 
 LEAST = (0, 18)
 """The oldest torchao whose float8 and mxfp8 training this backend knows."""
@@ -37,7 +37,7 @@ def unavailable() -> str:
     )
 
 
-def refusals(precision: Precision, hardware: Hardware) -> list[str]:
+def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
     lines = [*_not_there(precision), *(_mxfp8(precision) if blocks(precision.fp8) else ())]
     emulates = product(precision, hardware)[0] == "emulate"
     return lines or (
@@ -67,11 +67,11 @@ def tokens_multiple(fp8: FP8, product: str) -> int:
     )  # wgrad contracts tokens
 
 
-def against_sharding(precision: Precision) -> list[str]:
+def against_sharding(precision: Precision) -> list[Violation]:
     return []
 
 
-def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[str]:
+def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
     return []
 
 
@@ -83,14 +83,16 @@ def _multiple(fp8: FP8) -> int:
     return 32 if blocks(fp8) else 16
 
 
-def _not_there(p: Precision) -> list[str]:
-    f, lines = p.fp8, list[str]()
+def _not_there(p: Precision) -> list[Violation]:
+    f, lines = p.fp8, list[Violation]()
     preset = f"{p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
     if not SCALINGS[f.scaling].torchao:
         those = " and ".join(name for name, scaling in SCALINGS.items() if scaling.torchao)
         lines.append(
-            f"fp8.scaling={f.scaling}: torchao has {those} alone; write backend=native, or"
-            f" precision={preset}"
+            Violation(
+                f"fp8.scaling={f.scaling}",
+                f"torchao has {those} alone; write backend=native, or precision={preset}",
+            )
         )
     if f.params:
         said = said_of_fp8_weights(p)
@@ -102,16 +104,18 @@ def _not_there(p: Precision) -> list[str]:
             else "storage.weight=fp16_scaled"
         )
         lines.append(
-            Refusal(
-                f"{said}: torchao does not multiply weights that are held in FP8; write"
+            Violation(
+                said,
+                f"torchao does not multiply weights that are held in FP8; write"
                 f" backend=native, or {cure}",
                 [("fp8.params", False)] if said == "fp8.params=true" else [],
                 ["backend"],
             )
         )
     lines += [
-        Refusal(
-            f"fp8.{key}=true: torchao leaves attention as it is; write backend=native, or drop it",
+        Violation(
+            f"fp8.{key}=true",
+            "torchao leaves attention as it is; write backend=native, or drop it",
             [(f"fp8.{key}", False)],
             ["backend"],
         )
@@ -121,11 +125,12 @@ def _not_there(p: Precision) -> list[str]:
     return lines
 
 
-def _mxfp8(p: Precision) -> list[str]:
+def _mxfp8(p: Precision) -> list[Violation]:
     f, high = p.fp8, p.fp8.override_linear_precision
     lines = [
-        Refusal(
-            f"fp8.override_linear_precision.{gemm}=true: torchao's MXFP8Linear keeps wgrad alone in"
+        Violation(
+            f"fp8.override_linear_precision.{gemm}=true",
+            "torchao's MXFP8Linear keeps wgrad alone in"
             " high precision; write backend=native, or drop it",
             [(f"fp8.override_linear_precision.{gemm}", False)],
             ["backend"],
@@ -135,18 +140,18 @@ def _mxfp8(p: Precision) -> list[str]:
     ]
     if weights_2d(f):
         lines.append(
-            Refusal(
-                "fp8.enable_2d_quantization=true: torchao scales weights along rows; write"
-                " backend=native, or drop it",
+            Violation(
+                "fp8.enable_2d_quantization=true",
+                "torchao scales weights along rows; write backend=native, or drop it",
                 [("fp8.enable_2d_quantization", False)],
                 ["backend"],
             )
         )
     if p.compute == "fp16":
         lines.append(
-            Refusal(
-                "precision.compute=fp16: torchao quantizes bf16 and fp32 to MXFP8; write"
-                " backend=native, or bf16",
+            Violation(
+                "precision.compute=fp16",
+                "torchao quantizes bf16 and fp32 to MXFP8; write backend=native, or bf16",
                 [("precision.compute", "bf16")],
                 ["backend"],
             )
@@ -154,17 +159,23 @@ def _mxfp8(p: Precision) -> list[str]:
     return list(lines)
 
 
-def _hardware_lacks(p: Precision, hardware: Hardware) -> list[str]:
+def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
     capability = hardware.capability or (0, 0)
     if blocks(p.fp8) and not MX_CAPABILITY <= capability < (12, 0):
         return [
-            f"fp8.scaling={p.fp8.scaling}: {found(hardware)}, torchao's MXFP8 needs 10.0"
-            f" (Blackwell); {EMULATE}, or"
-            f" precision={p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current"
+            Violation(
+                f"fp8.scaling={p.fp8.scaling}",
+                f"{found(hardware)}, torchao's MXFP8 needs 10.0"
+                f" (Blackwell); {EMULATE}, or"
+                f" precision={p.compute if p.compute != 'fp32' else 'bf16'}_fp8_current",
+            )
         ]
     if per_row(p.fp8) and p.compute != "bf16":
         return [
-            "fp8.granularity=row: torch's product with scales of rows gives bf16, not"
-            f" precision.compute={p.compute}; write backend=native, or precision.compute=bf16"
+            Violation(
+                "fp8.granularity=row",
+                "torch's product with scales of rows gives bf16, not"
+                f" precision.compute={p.compute}; write backend=native, or precision.compute=bf16",
+            )
         ]
     return []

@@ -1,0 +1,61 @@
+"""Changed fields of a node: what the user or a preset set, and the violations if it has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from fp8cfg.schema.keys import spelled
+from fp8cfg.schema.node import Node
+from fp8cfg.schema.violation import Violation
+
+WRITTEN: ContextVar[frozenset[str]] = ContextVar("WRITTEN", default=frozenset())
+"""Short names of the keys that the user wrote, while the rules run. Empty if nobody knows them."""
+
+
+def changed(node: Node, *names: str) -> list[str]:
+    """Lists the fields of `node` that differ from their default or that the user wrote.
+
+    Args:
+        node: The node. Fields of nodes inside it count too.
+        names: The fields to look at. All fields if empty.
+
+    Returns:
+        `key=value` for each field.
+    """
+    return [f"{key}={spelled(value)}" for key, value, _ in _changed_fields(node, names)]
+
+
+def idle(node: Node, names: Sequence[str], why: str, *caused_by: str) -> Iterator[Violation]:
+    """Yields a violation for each of the fields `names` of `node` that was changed.
+
+    Args:
+        node: The node.
+        names: The fields, which have no effect.
+        why: The end of the message after "has no effect".
+        caused_by: The keys that leave the fields without an effect.
+    """
+    return conflicting(node, names, f"has no effect{why}", *caused_by)
+
+
+def conflicting(
+    node: Node, names: Sequence[str], message: str, *caused_by: str
+) -> Iterator[Violation]:
+    """Does the same as `idle` with any message, for fields that the keys `caused_by` rule out."""
+    for key, value, default in _changed_fields(node, names):
+        yield Violation(f"{key}={spelled(value)}", message, [(key, default)], caused_by)
+
+
+def _changed_fields(node: Node, names: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the key, the value and the default of each changed field."""
+    fields = type(node).model_fields
+    for name in names or fields:
+        value = getattr(node, name)
+        if isinstance(value, Node):
+            yield from _changed_fields(value, ())
+            continue
+        key = node.key(name)
+        default = fields[name].get_default(call_default_factory=True)
+        if value != default or key in WRITTEN.get():
+            yield key, value, default
