@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.optim.low_bit.adam import LowBitAdamW
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.schema.tables import table
@@ -81,8 +81,8 @@ def stepper(name: str, linear: list[int], others: list[int], eager: bool) -> Cal
     """A function that does one step of that optimizer, warmed up."""
     generator = torch.Generator().manual_seed(0)
     row = ROWS.get(name, {})
-    codecs = [codec(row.get("weight", "fp32"))] * len(linear) + [
-        codec(row.get("weight", "fp32") if name not in LEVELS else "fp32")
+    codecs = [get_codec(row.get("weight", "fp32"))] * len(linear) + [
+        get_codec(row.get("weight", "fp32") if name not in LEVELS else "fp32")
     ] * len(others)
     stored = [
         weight.encode(torch.randn(n, generator=generator) * 0.02)

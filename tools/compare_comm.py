@@ -25,9 +25,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.formats import E4M3, cast, pow2_scale
-from fp8cfg.numerics.scaling import amax_or_nan
+from fp8cfg.numerics.scaling import compute_amax_or_nan
 from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.parallel.quantized_allreduce import sum_over_ranks
 from fp8cfg.schema.tables import table
@@ -61,7 +61,7 @@ def gradients(kind: str, rank: int, elements: int) -> list[Tensor]:
 
 def all_gather(every: list[list[Tensor]]) -> list[Tensor]:
     """Each rank decodes and adds up what all have sent."""
-    c = codec("fp8")
+    c = get_codec("fp8")
     return [
         torch.stack([c.decode(c.encode(t)) for t in ts]).sum(0) for ts in zip(*every, strict=True)
     ]
@@ -71,9 +71,9 @@ def ring(every: list[list[Tensor]]) -> list[Tensor]:
     """FP8 sums that go from rank to rank, under one scale for all, which leaves room for sqrt(N) times the amax."""
     found = []
     for ts in zip(*every, strict=True):
-        scale = pow2_scale(torch.stack([amax_or_nan(t) for t in ts]).amax(), E4M3.max) / math.sqrt(
-            len(ts)
-        )
+        scale = pow2_scale(
+            torch.stack([compute_amax_or_nan(t) for t in ts]).amax(), E4M3.max
+        ) / math.sqrt(len(ts))
         total = cast(ts[0] * scale, E4M3)
         for t in ts[1:]:
             total = cast(total.float() + cast(t * scale, E4M3).float(), E4M3)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8cfg.backends.any_model.module_swap import linear_with, replaced
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears, weight_storage
-from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.numerics.weight_storage import HeldWeight, NarrowWeight
 from fp8cfg.schema.precision import Precision
@@ -76,14 +76,14 @@ def hold(
             replaced(model, planned.name, high)
             layer = high
         if isinstance(layer, FP8Linear):
-            layer.hold(codec(named["weight"]), DTYPES[precision.compute])
+            layer.hold(get_codec(named["weight"]), DTYPES[precision.compute])
         else:
-            weight_storage.hold(layer, codec(named["weight"]), DTYPES[precision.compute])
+            weight_storage.hold(layer, get_codec(named["weight"]), DTYPES[precision.compute])
     if others(precision)["weight"] != precision.compute:
         for norm in [
             module for module in model.modules() if getattr(module, "read_by_product", False)
         ]:
-            weight_storage.hold(norm, codec("fp32"), DTYPES[precision.compute])
+            weight_storage.hold(norm, get_codec("fp32"), DTYPES[precision.compute])
 
 
 def shard_in_codec(
@@ -106,7 +106,7 @@ def shard_in_codec(
                     layer, Scaling(kind="current"), region, high_precision=(True, True, True)
                 )
                 replaced(model, planned.name, layer)
-            layer.shard_in_fp8(codec(named["weight"]))
+            layer.shard_in_fp8(get_codec(named["weight"]))
     model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))
 
 

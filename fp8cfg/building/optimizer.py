@@ -11,7 +11,7 @@ from fp8cfg.backends import registry, stored_weights
 from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.numerics import fp8_linears
-from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.optim import LossScaler
 from fp8cfg.optim.low_bit.adam import LowBitTraining, LowBitTrainingAdam, LowBitTrainingAdamW
@@ -113,7 +113,7 @@ def _low_bit(
         for name, p in group["params"]:
             columns = columns_of_shard(zero.columns_of(prepared, precision, name), p, parts.get(p))
             if p in writers:
-                columns = columns._replace(weight=codec("fp32"))  # what the writer is given
+                columns = columns._replace(weight=get_codec("fp32"))  # what the writer is given
             split.setdefault((number, columns), {**group, "params": [], "columns": columns})[
                 "params"
             ].append((name, p))

@@ -167,7 +167,7 @@ class TensorLayout:
             for name, layer in model.named_modules()
             if isinstance(layer, FP8Linear) and layer.amax_group
             for field, axis in ((0, 1), (2, 0))
-            if layer.amax_group.over(WEIGHT, layer.scaling.tile(WEIGHT, axis))
+            if layer.amax_group.group_of(WEIGHT, layer.scaling.tile(WEIGHT, axis))
         }
         """The scales of weights that lie across the ranks that split these: each has them whole."""
 

@@ -29,14 +29,14 @@ from fp8cfg.numerics.amax_update import Overflow, discard_amax, overflow, update
 from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast
 from fp8cfg.numerics.fp8_linear import FP8Linear, fp8_linears, seed_rounding
-from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Ran, decode
+from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, GemmRecord, decode_gemm_record
 from fp8cfg.numerics.scaling import (
     GRAD_OUTPUT,
     INPUT,
     WEIGHT,
     Scaling,
-    amax_of,
-    roll,
+    compute_amax,
+    roll_amax_history,
     scale_from_amax,
 )
 from fp8cfg.numerics.state_dict_conversion import high_precision_state_dict
@@ -58,21 +58,21 @@ __all__ = [
     "GRAD_OUTPUT",
     "INPUT",
     "Overflow",
-    "Ran",
+    "GemmRecord",
     "Region",
     "Scaling",
     "WEIGHT",
     "WGRAD",
-    "amax_of",
+    "compute_amax",
     "cast",
-    "decode",
+    "decode_gemm_record",
     "discard_amax",
     "fp8_linears",
     "high_precision_state_dict",
     "in_stored_form",
     "overflow",
     "persistent",
-    "roll",
+    "roll_amax_history",
     "say_scales_anew",
     "scale_from_amax",
     "seed_rounding",

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from fp8cfg.numerics.async_copies import HostCopy
 from fp8cfg.numerics.fp8_attention import ROLES, FP8Attention
 from fp8cfg.numerics.fp8_linear import CONTRACTED, FP8Linear
-from fp8cfg.numerics.scaling import FLT_MAX, GRAD_OUTPUT, INPUT, WEIGHT, Scaling, range_used, roll
+from fp8cfg.numerics.scaling import (
+    FLT_MAX,
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    Scaling,
+    compute_range_used,
+    roll_amax_history,
+)
 from fp8cfg.numerics.statistics import TENSORS
 from fp8cfg.numerics.stored_state import amax_record, fold_backward, forget_backward
 
@@ -45,8 +53,8 @@ class RangesUsed(NamedTuple):
     names: list[str]
 
 
-def ranges_used(model: nn.Module) -> RangesUsed | None:
-    """Those of the last step, of modules that have `range_used`: FP8 layers of ours since the last call of `update_scales`, and of
+def collect_ranges_used(model: nn.Module) -> RangesUsed | None:
+    """Those of the last step, of modules that have `compute_range_used`: FP8 layers of ours since the last call of `update_scales`, and of
     Transformer Engine under delayed scaling. None where `model` has none. It waits for nothing."""
     every = ((name, m, vars(m).get("range_used")) for name, m in model.named_modules())
     layers = [(name, m, used) for name, m, used in every if used is not None]
@@ -60,7 +68,7 @@ def ranges_used(model: nn.Module) -> RangesUsed | None:
     return RangesUsed(torch.cat([ratio for _, _, ratio in layers]), names)
 
 
-def overflow_of(used: RangesUsed | None) -> Overflow | None:
+def read_overflow(used: RangesUsed | None) -> Overflow | None:
     """What did not fit. Where the ratios are on an accelerator it waits for that, once."""
     if used is None:
         return None
@@ -76,8 +84,8 @@ def overflow_of(used: RangesUsed | None) -> Overflow | None:
 
 def overflow(model: nn.Module) -> Overflow | None:
     """What did not fit in the step that ended with the last call of `update_scales`; None where `model` has no FP8 layer of ours,
-    or there was none yet. It waits as `overflow_of` does."""
-    return overflow_of(ranges_used(model))
+    or there was none yet. It waits as `read_overflow` does."""
+    return read_overflow(collect_ranges_used(model))
 
 
 FP8Layer = FP8Linear | FP8Attention
@@ -240,7 +248,7 @@ def _update(
     )
     reach = _constants(tuple(f.reach for f in formats), now.device)
     before = torch.stack(histories, 1)
-    history, new = roll(before, old, now, target, scaling.amax_compute_algo)
+    history, new = roll_amax_history(before, old, now, target, scaling.amax_compute_algo)
     stays = step is not None and step % scaling.interval != 0
     if step is not None and late is not None and ((step - 1) % scaling.interval != 0) != stays:
         new = torch.where((late != stays) & (old != 0), old, new)
@@ -256,7 +264,7 @@ def _update(
         histories, list(history.transpose(0, 1).contiguous().unbind())
     )  # one launch, of dense tensors alone
     torch._foreach_copy_(scales, list(new.unbind()))
-    return range_used(now, old, reach)
+    return compute_range_used(now, old, reach)
 
 
 @torch.no_grad()

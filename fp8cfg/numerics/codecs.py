@@ -40,9 +40,9 @@ from fp8cfg.numerics.formats import (
     reciprocal,
     round_stochastic,
     square_root,
-    uniform,
+    uniform_numbers,
 )
-from fp8cfg.numerics.scaling import amax_or_nan
+from fp8cfg.numerics.scaling import compute_amax_or_nan
 
 STEPS = 16
 """k is a multiple of 1 / STEPS."""
@@ -146,7 +146,7 @@ def _steps(scales: Tensor) -> Tensor:
     return (scales[:, 1] * STEPS).long()
 
 
-Stored = tuple[Tensor, ...]
+EncodedTensor = tuple[Tensor, ...]
 Rounding = Literal["nearest", "stochastic"]
 
 FP32 = Format("fp32", torch.float32, torch.finfo(torch.float32).max, 23, -126)
@@ -197,7 +197,7 @@ class Codec:
             (8 if self.expand else 4) / self.block if self.block else 0.0
         )
 
-    def zeros(self, shape: torch.Size, device: torch.device) -> Stored:
+    def zeros(self, shape: torch.Size, device: torch.device) -> EncodedTensor:
         """A stored tensor of zeros, with scale 1."""
         data = torch.zeros(shape, dtype=self.format.dtype, device=device)
         if self.expand:
@@ -213,16 +213,18 @@ class Codec:
 
     def encode(
         self, x: Tensor, key: Tensor | None = None, scale_inv: Tensor | None = None
-    ) -> Stored:
+    ) -> EncodedTensor:
         """Float32 `x`, any shape, as this codec stores it; `x` itself under fp32. `key` is for stochastic rounding, `scale_inv` the
         scale of a whole tensor of which `x` is a part."""
         if self.scaling == "none":
             return (self._quantize(x, None, key),)
         if scale_inv is None:
-            scale_inv = self._scales_of_rows(x) if self.block else self.scale_inv(amax_or_nan(x))
+            scale_inv = (
+                self._scales_of_rows(x) if self.block else self.scale_inv(compute_amax_or_nan(x))
+            )
         return (self._quantize(x, scale_inv, key), scale_inv)
 
-    def decode(self, stored: Stored) -> Tensor:
+    def decode(self, stored: EncodedTensor) -> Tensor:
         """The float32 values, in the shape of the data, scaled in place; the data itself under fp32."""
         data = stored[0]
         if self.expand:
@@ -238,18 +240,22 @@ class Codec:
         return v * v if self.root else v
 
     def store(
-        self, x: Tensor, stored: Stored, key: Tensor | None = None, scale_inv: Tensor | None = None
+        self,
+        x: Tensor,
+        stored: EncodedTensor,
+        key: Tensor | None = None,
+        scale_inv: Tensor | None = None,
     ) -> None:
         """Write `x`, of any float dtype, into `stored`: the bits of `encode`, a piece at a time."""
         flat = x.reshape(-1)
         if self.per_tensor:
             if scale_inv is None:
-                scale_inv = self.scale_inv(amax_or_nan(x))
+                scale_inv = self.scale_inv(compute_amax_or_nan(x))
             stored[1].copy_(scale_inv)
-        for a, b in spans(x.numel(), x.device):
+        for a, b in chunk_ranges(x.numel(), x.device):
             self.write(flat[a:b].float(), self.part(stored, a, b), scale_inv, key, start=a)
 
-    def part(self, stored: Stored, start: int, stop: int) -> Stored:
+    def part(self, stored: EncodedTensor, start: int, stop: int) -> EncodedTensor:
         """Elements `start` to `stop`, flat, of a contiguous stored tensor: views. `start` is a multiple of the block."""
         data = stored[0].view(-1)[start:stop]
         if self.block:
@@ -259,7 +265,7 @@ class Codec:
     def write(
         self,
         x: Tensor,
-        part: Stored,
+        part: EncodedTensor,
         scale_inv: Tensor | None,
         key: Tensor | None = None,
         lane: int = 0,
@@ -271,8 +277,8 @@ class Codec:
         """
         if self.block:
             scale_inv = self._scales_of_rows(x)
-            write(part[1], scale_inv, skip)
-        write(part[0], self._quantize(x, scale_inv, key, lane, start), skip)
+            write_encoded(part[1], scale_inv, skip)
+        write_encoded(part[0], self._quantize(x, scale_inv, key, lane, start), skip)
 
     def scale_inv(self, amax: Tensor) -> Tensor:
         """Inverse scales from the amaxes, of any shape, of what is stored; not finite where those are not."""
@@ -313,7 +319,7 @@ class Codec:
             return None
         if key is None:
             raise ValueError(f"codec {self}: stochastic rounding needs a key")
-        return uniform(key, lane, start, v.numel() // (key.numel() // 2)).view(v.shape)
+        return uniform_numbers(key, lane, start, v.numel() // (key.numel() // 2)).view(v.shape)
 
     def _rows(self, x: Tensor) -> Tensor:
         """`x` as [blocks, block], with zeros to the end of the last; no copy where there is nothing to add."""
@@ -328,7 +334,7 @@ class Codec:
         return rows if like.shape == rows.shape else rows.view(-1)[: like.numel()].view(like.shape)
 
 
-def write(target: Tensor, new: Tensor, skip: Tensor | None) -> None:
+def write_encoded(target: Tensor, new: Tensor, skip: Tensor | None) -> None:
     """Copy `new` into `target`, unless `skip`, a bool [], is true."""
     if (
         skip is not None and target.dtype.itemsize == 1
@@ -337,13 +343,13 @@ def write(target: Tensor, new: Tensor, skip: Tensor | None) -> None:
     target.copy_(new if skip is None else torch.where(skip, target, new.to(target.dtype)))
 
 
-def spans(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
+def chunk_ranges(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """The pieces, (start, stop), in which eager code processes `count` elements on `device`."""
     step = GPU_CHUNK if device.type == "cuda" else CHUNK
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
-NAMES = {
+CODECS = {
     "fp32": Codec(FP32),
     "bf16": Codec(BF16),
     "fp16": Codec(FP16),
@@ -356,7 +362,7 @@ NAMES = {
 """The codecs by the names that the storage keys take."""
 
 
-def codec(
+def get_codec(
     name: str, rounding: Rounding = "nearest", fp8: Format = E4M3, second_moment: bool = False
 ) -> Codec:
     """The codec of that name. `fp8` is the format of the three FP8 ones. Raises ValueError for an unknown name, and for
@@ -366,9 +372,9 @@ def codec(
     gradients have shrunk: at beta 0.99, by a factor of 33, some stayed 1800 times too large under fp8_block, stochastically 13;
     under fp8_expand, which COAT rounds to nearest, 940 and 6.
     """
-    if name not in NAMES:
-        raise ValueError(f"codec {name!r}; choose from {', '.join(NAMES)}")
-    found = NAMES[name]
+    if name not in CODECS:
+        raise ValueError(f"codec {name!r}; choose from {', '.join(CODECS)}")
+    found = CODECS[name]
     if found.format == FP32 and rounding != "nearest":
         raise ValueError("codec fp32: what is float32 already is not rounded")
     found = replace(found, rounding=rounding, format=fp8 if found.format == E4M3 else found.format)

@@ -75,7 +75,7 @@ class Format(NamedTuple):
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
 E2M1 = Format("e2m1", torch.float8_e4m3fn, 6.0, 1, 0)  # emulated: its values are E4M3 values too
-BY_DTYPE = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
+FORMAT_BY_DTYPE = {E4M3.dtype: E4M3, E5M2.dtype: E5M2}
 
 
 def _saturate(v: Tensor, fmt: Format) -> Tensor:
@@ -130,7 +130,7 @@ def random_key(seed: int, *words: int | str) -> Tensor:
     return torch.tensor(struct.unpack("<2i", digest), dtype=torch.int32)
 
 
-class Strided(NamedTuple):
+class StridedStart(NamedTuple):
     """Element number `start` of a part of a tensor that is split: of every `ranks` runs of `run` elements the part has that of
     `rank`, as of a matrix that is split by columns."""
 
@@ -140,39 +140,39 @@ class Strided(NamedTuple):
     ranks: int
 
 
-Start = int | Strided
+Start = int | StridedStart
 """Where elements begin: in the whole tensor, or in a part of it."""
 
 
-def further(start: Start, by: int) -> Start:
+def advance_start(start: Start, by: int) -> Start:
     """The place `by` elements after `start`."""
-    return start._replace(start=start.start + by) if isinstance(start, Strided) else start + by
+    return start._replace(start=start.start + by) if isinstance(start, StridedStart) else start + by
 
 
-def elements(
+def element_numbers(
     start: Start, count: int, device: torch.device, dtype: torch.dtype = torch.int32
 ) -> Tensor:
     """The numbers, `dtype` [count], that elements from `start` on have in the whole tensor."""
-    if not isinstance(start, Strided):
+    if not isinstance(start, StridedStart):
         return torch.arange(start, start + count, dtype=dtype, device=device)
-    own = elements(start.start, count, device, dtype)
+    own = element_numbers(start.start, count, device, dtype)
     return own + (own // start.run * (start.ranks - 1) + start.rank) * start.run
 
 
-def uniform(key: Tensor, lane: int, start: Start, count: int) -> Tensor:
+def uniform_numbers(key: Tensor, lane: int, start: Start, count: int) -> Tensor:
     """`count` float32 numbers in [0, 1), multiples of 2^-24, for the elements from `start` on; lanes are separate streams. Keys
     [n, 2] give [n, count].
 
     The index goes through the two multiply-xorshift rounds of lowbias32 (C. Wellons, "Hash function prospector", 2018), with
     half of the key mixed in before each.
     """
-    x = elements(start, count, key.device)
+    x = element_numbers(start, count, key.device)
     x = _shift_xor(x ^ (key[..., :1] + _int32(lane * 0x9E3779B9)), 16) * 0x7FEB352D
     x = _shift_xor(x + key[..., 1:], 15) * _int32(0x846CA68B)
     return ((_shift_xor(x, 16) >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
-class Random(NamedTuple):
+class RandomStream(NamedTuple):
     """A stream of random numbers: `key`, int32 [2], identifies the stream, `draw`, an int32 scalar, counts the draws from it, and
     `lane` selects a tensor within a draw.
     """
@@ -183,10 +183,10 @@ class Random(NamedTuple):
 
     def uniform(self, start: int, count: int) -> Tensor:
         """As the function `uniform`, for this draw."""
-        return uniform(key_of_draw(self.key, self.draw), self.lane, start, count)
+        return uniform_numbers(derive_draw_key(self.key, self.draw), self.lane, start, count)
 
 
-def key_of_draw(key: Tensor, draw: Tensor) -> Tensor:
+def derive_draw_key(key: Tensor, draw: Tensor) -> Tensor:
     """The key of one of the draws from the stream of `key`, made on its device."""
     return key ^ torch.stack([draw * _int32(0x9E3779B9), draw * _int32(0x85EBCA6B)])
 

@@ -28,17 +28,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fp8cfg.numerics.autocast import Region
-from fp8cfg.numerics.gemm import Operand, encode, in_dtype
-from fp8cfg.numerics.quantize import count_values, quantize
+from fp8cfg.numerics.gemm import Operand, convert_dtype, encode_gemm_record
+from fp8cfg.numerics.quantize import count_out_of_range, quantize
 from fp8cfg.numerics.scaling import (
     GRAD_OUTPUT,
     INPUT,
     Scaling,
-    amax_of,
+    choose_tensor_scale,
+    compute_amax,
     floor_to_power_of_2,
     record_amax,
     scale_from_amax,
-    scale_now,
 )
 from fp8cfg.numerics.state_dict_conversion import complete_delayed
 from fp8cfg.numerics.stored_state import AMAX, amax_record, in_stored_form, persistent
@@ -74,14 +74,14 @@ class Plan(NamedTuple):
         counted."""
         scale, fmt = self._scale(column, state, *tensors), self.scaling.format_of(ROLES[column])
         for t in tensors if self.record else ():
-            count_values(t, ROLES[column], state.history[0, column], scale, fmt)
+            count_out_of_range(t, ROLES[column], state.history[0, column], scale, fmt)
         return scale
 
     def _scale(self, column: int, state: State, *tensors: Tensor) -> Tensor:
         role = ROLES[column]
-        t = tensors[0] if len(tensors) == 1 else torch.stack([amax_of(t) for t in tensors])
+        t = tensors[0] if len(tensors) == 1 else torch.stack([compute_amax(t) for t in tensors])
         if state.scales is None:
-            amax = amax_of(t)
+            amax = compute_amax(t)
             if self.record:
                 record_amax(state.history[0, column], amax)
             scale = scale_from_amax(amax, self.scaling.format_of(role))
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
                 else scale
             )
         first = column - role  # scale_now finds `role` in what it is given
-        return scale_now(
+        return choose_tensor_scale(
             t, role, self.scaling, state.scales[first:], state.history[:, first:], self.record
         )
 
@@ -106,7 +106,7 @@ class Plan(NamedTuple):
 def product(a: Operand, b: Operand, state: State, name: str, factor: float = 1.0) -> Tensor:
     """a [..., M, K] @ b [..., K, N] x `factor` in float32, recorded in `state.ran` from the operands that it multiplies."""
     assert a.scale_inv is not None and b.scale_inv is not None
-    state.ran[PRODUCTS.index(name)].fill_(encode(a, b))
+    state.ran[PRODUCTS.index(name)].fill_(encode_gemm_record(a, b))
     return (a.data.float() @ b.data.float()).mul_(a.scale_inv * b.scale_inv * factor)
 
 
@@ -282,4 +282,4 @@ def _t(operand: Operand) -> Operand:
 def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
     """The dequantized values of a tensor in `dtype`, rounded once."""
     assert operand.scale_inv is not None
-    return in_dtype(operand.data.float() * operand.scale_inv, dtype)
+    return convert_dtype(operand.data.float() * operand.scale_inv, dtype)

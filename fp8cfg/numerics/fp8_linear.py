@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.codecs import Codec
-from fp8cfg.numerics.formats import Random, random_key
+from fp8cfg.numerics.formats import RandomStream, random_key
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight, dequantize, stored_operand
 from fp8cfg.numerics.fsdp_weights import (
     GatheredWeight,
@@ -29,9 +29,21 @@ from fp8cfg.numerics.fsdp_weights import (
     shard_parameter,
 )
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD, Operand, gemm
-from fp8cfg.numerics.kernels.launch import fuses, fuses_tiles, quantize_fused, quantize_tiles_fused
-from fp8cfg.numerics.quantize import count_values, quantize, quantize_nvfp4, quantize_tiles
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup, Scaling, scale_now
+from fp8cfg.numerics.kernels.launch import (
+    can_fuse_tensor,
+    can_fuse_tiles,
+    quantize_tensor_fused,
+    quantize_tiles_fused,
+)
+from fp8cfg.numerics.quantize import count_out_of_range, quantize, quantize_nvfp4, quantize_tiles
+from fp8cfg.numerics.scaling import (
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    AmaxGroup,
+    Scaling,
+    choose_tensor_scale,
+)
 from fp8cfg.numerics.state_dict_conversion import BUFFERS, ROUNDING_COUNT, prepare_load
 from fp8cfg.numerics.stored_state import AMAX, ANEW, BACKWARD_AMAX, RAN, PassRecords, amax_record
 from fp8cfg.numerics.token_shard import TokenShard
@@ -171,7 +183,7 @@ class Plan(NamedTuple):
         found = {}
         for slot in slots:
             high, axis = self.high_precision[slot], CONTRACTED[role, slot]
-            if axis == 0 and (high, 1) in made and made[high, 1].other is not None:
+            if axis == 0 and (high, 1) in made and made[high, 1].columnwise is not None:
                 found[slot] = made[high, 1].t()
                 continue
             key = high, axis if self.scaling.directional(role) and not high else 1
@@ -190,18 +202,18 @@ class Plan(NamedTuple):
         seen = (
             state.history if self.record and (axis == 1 or not both) else None
         )  # once, where it is quantized along both
-        if tile is None and fuses(t, self.scaling, self.carrier):
-            return quantize_fused(
+        if tile is None and can_fuse_tensor(t, self.scaling, self.carrier):
+            return quantize_tensor_fused(
                 t, role, self.scaling, state.scales, state.history, self.record, both, self.parts
             )
         if tile is None:
-            scale = scale_now(
+            scale = choose_tensor_scale(
                 t, role, self.scaling, state.scales, state.history, self.record, self.parts
             )
             if self.record:
-                count_values(t, role, state.history[0, role], scale, fmt)
+                count_out_of_range(t, role, state.history[0, role], scale, fmt)
             return quantize(t, scale, fmt, self.carrier or fmt.dtype)
-        if fuses_tiles(t, tile, self.scaling, self.carrier):
+        if can_fuse_tiles(t, tile, self.scaling, self.carrier):
             return quantize_tiles_fused(t, role, self.scaling, axis, both, seen, self.parts)
         if self.scaling.layout.two_levels:
             return quantize_nvfp4(
@@ -209,13 +221,13 @@ class Plan(NamedTuple):
             )
         record, group = (
             None if seen is None else seen[0, role],
-            self.parts and self.parts.over(role, tile),
+            self.parts and self.parts.group_of(role, tile),
         )
         made = quantize_tiles(
             t, tile, fmt, self.scaling, self.carrier or fmt.dtype, record=record, group=group
         )
         if record is not None:
-            count_values(t, role, record, None, fmt)
+            count_out_of_range(t, role, record, None, fmt)
         return made
 
     def weights(
@@ -223,8 +235,8 @@ class Plan(NamedTuple):
     ) -> dict[int, Operand]:
         """The weight in each product of `slots`: what is `kept` of it (weight_workspace.py), and what is left to be made."""
         at_hand = {
-            FPROP: Operand.of(kept[:3], self.kept[0]),
-            DGRAD: Operand.of(kept[3:], self.kept[1]),
+            FPROP: Operand.from_tensors(kept[:3], self.kept[0]),
+            DGRAD: Operand.from_tensors(kept[3:], self.kept[1]),
         }
         found = {
             slot: operand
@@ -288,7 +300,10 @@ class LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         *saved, stored, source = ctx.saved_tensors
-        x, w = Operand.of(saved[:3], ctx.kinds[0]), Operand.of(saved[3:], ctx.kinds[1])
+        x, w = (
+            Operand.from_tensors(saved[:3], ctx.kinds[0]),
+            Operand.from_tensors(saved[3:], ctx.kinds[1]),
+        )
         plan, state = ctx.plan, ctx.state.in_backward(stored)
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dx, dw, db = None, None, None
@@ -380,7 +395,7 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
             raise ValueError(f"product={product!r}; choose one of emulate, scaled_mm")
         if product == "scaled_mm" and scaling.layout.least is None:
             raise ValueError(f"{scaling.kind} is emulated alone, not multiplied by scaled_mm")
-        if product == "scaled_mm" and not scaling.multiplied(high_precision):
+        if product == "scaled_mm" and not scaling.has_hardware_gemms(high_precision):
             raise ValueError(
                 f"scaled_mm multiplies {scaling.kind} scaling in E4M3 alone, not gradients in "
                 f"{scaling.backward.name.upper()}"
@@ -412,7 +427,7 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
             new.register_buffer(name, state.get(name), persistent=False)
         for name in (ROUNDING_KEY, ROUNDING_COUNT):
             new.register_buffer(name, None, persistent=False)
-        if scaling.rounds_at_random(GRAD_OUTPUT):
+        if scaling.rounds_stochastically(GRAD_OUTPUT):
             new.register_buffer(
                 ROUNDING_COUNT, torch.zeros((), dtype=torch.int32, device=device), persistent=False
             )
@@ -556,16 +571,16 @@ class FP8Linear(PassRecords, WeightWorkspace, QuantizedWeight, nn.Linear):  # ty
         """Seeds the stochastic rounding of gradients from `seed` and these words, such as the layer's name and the rank. The count
         of draws, one for each backward pass, is in the state dict; the key is not, since it differs by rank.
         """
-        if self.scaling.rounds_at_random(GRAD_OUTPUT):
+        if self.scaling.rounds_stochastically(GRAD_OUTPUT):
             self.register_buffer(
                 ROUNDING_KEY, random_key(seed, *words).to(self.parameter.device), persistent=False
             )
 
-    def random(self, lane: int) -> Random | None:
+    def random(self, lane: int) -> RandomStream | None:
         """The random numbers for rounding the next gradient, for the products that contract its dimension `lane`; None where
         gradients are rounded to nearest."""
         key, count = getattr(self, ROUNDING_KEY), getattr(self, ROUNDING_COUNT)
-        return None if key is None else Random(key, count, lane)
+        return None if key is None else RandomStream(key, count, lane)
 
     def extra_repr(self) -> str:
         formats = f"{self.scaling.forward.name}/{self.scaling.backward.name}"

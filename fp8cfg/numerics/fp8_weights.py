@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import cast, reciprocal
-from fp8cfg.numerics.gemm import Operand, in_dtype
+from fp8cfg.numerics.gemm import Operand, convert_dtype
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import (
     WEIGHT,
     AmaxGroup,
     Scaling,
-    e8m0_bytes,
-    first_level,
-    tiled,
-    untiled,
+    compute_global_scale,
+    encode_e8m0,
+    join_tiles,
+    split_tiles,
 )
 from fp8cfg.schema.scalings import SCALINGS, Tile
 
@@ -64,7 +64,7 @@ def store(
     if scale is not None:
         return FP8Weight(cast(master.float() * scale, fmt), reciprocal(scale))
     whole = (
-        first_level(master, group=parts and parts.over(WEIGHT))
+        compute_global_scale(master, group=parts and parts.group_of(WEIGHT))
         if scaling.layout.two_levels
         else None
     )
@@ -72,7 +72,7 @@ def store(
     def along(axis: int) -> tuple[Tensor, Tensor]:
         tile = scaling.tile(WEIGHT, axis)
         assert tile is not None, "one scale for the tensor is given"
-        group = parts and parts.over(WEIGHT, tile)
+        group = parts and parts.group_of(WEIGHT, tile)
         q = quantize_tiles(master, tile, fmt, scaling, fmt.dtype, whole, record=record, group=group)
         assert q.scale_inv is not None
         return q.data, pack(q.scale_inv, scaling)
@@ -101,10 +101,10 @@ def stored_operand(
             decode,
             fmt,
             tile,
-            whole_inv=stored.global_scale_inv,
+            global_scale_inv=stored.global_scale_inv,
         )
-    v = tiled(data.to(carrier), tile) * decode.to(carrier)[:, None, :, None]
-    return Operand(untiled(v, data.shape), stored.global_scale_inv, fmt, tile)
+    v = split_tiles(data.to(carrier), tile) * decode.to(carrier)[:, None, :, None]
+    return Operand(join_tiles(v, data.shape), stored.global_scale_inv, fmt, tile)
 
 
 def dequantize(stored: FP8Weight, dtype: torch.dtype) -> Tensor:
@@ -115,8 +115,10 @@ def dequantize(stored: FP8Weight, dtype: torch.dtype) -> Tensor:
     data = stored.data.float()
     if decode.dim() < 2:
         return data.mul_(decode).to(dtype)
-    tiles = tiled(data.contiguous(), _tile(shape, decode.shape)).mul_(decode[:, None, :, None])
-    return untiled(tiles, shape).to(dtype)
+    tiles = split_tiles(data.contiguous(), _tile(shape, decode.shape)).mul_(
+        decode[:, None, :, None]
+    )
+    return join_tiles(tiles, shape).to(dtype)
 
 
 def pack(decode: Tensor, scaling: Scaling) -> Tensor:
@@ -127,7 +129,7 @@ def pack(decode: Tensor, scaling: Scaling) -> Tensor:
 _PACKED: dict[str, Callable[[Tensor], Tensor]] = {
     "float32": lambda decode: decode,
     "e4m3": lambda decode: decode.to(torch.float8_e4m3fn),
-    "e8m0": e8m0_bytes,
+    "e8m0": encode_e8m0,
 }
 _SIZES = sorted({1, *(scaling.block for scaling in SCALINGS.values() if scaling.block)})
 
@@ -309,7 +311,7 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, receiver: Tensor, *rest: Any) -> Tensor:
         *stored, codec, dtype = rest
-        return in_dtype(decoded(stored, codec, torch.float32 if codec else dtype), dtype)
+        return convert_dtype(decoded(stored, codec, torch.float32 if codec else dtype), dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

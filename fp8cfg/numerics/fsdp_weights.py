@@ -27,25 +27,25 @@ from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.fp8_weights import FP8Weight, decoded, pack
 from fp8cfg.numerics.kernels.store import (
-    amaxes_of,
-    store_four_bits_fused,
+    compute_amaxes,
+    store_nvfp4_fused,
     store_scaled,
     store_tiles_fused,
 )
-from fp8cfg.numerics.quantize import count_values, quantize_tiles
+from fp8cfg.numerics.quantize import count_out_of_range, quantize_tiles
 from fp8cfg.numerics.scaling import (
     WEIGHT,
     AmaxGroup,
-    Scales,
     Scaling,
-    first_level_of,
-    largest_or_nan,
+    TileScales,
+    all_reduce_max_or_nan,
+    compute_tile_amax,
+    global_scale_from_amax,
     record_amax,
-    scales_of,
-    scales_of_amaxes,
-    sizes,
-    tile_amax,
-    tiled,
+    scales_from_amaxes,
+    split_tiles,
+    tile_scales_from_amaxes,
+    tile_shape,
 )
 from fp8cfg.numerics.stored_state import amax_record
 from fp8cfg.schema.scalings import SCALE_BYTES, Tile
@@ -94,7 +94,7 @@ class ShardScales(NamedTuple):
     scale: Tensor | None = None
     amax: Tensor | None = None
     whole: Tensor | None = None
-    tiles: Mapping[int, Scales] = {}
+    tiles: Mapping[int, TileScales] = {}
 
 
 def axes(scaling: Scaling) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple
 def span_tensor_ranks(scaling: Scaling, place: ShardPlace, parts: AmaxGroup | None) -> list[bool]:
     """Of each of what `shard_amaxes` gives whether tensor-parallel ranks have other `parts` of the same tiles."""
     return [
-        parts is not None and parts.over(WEIGHT, tile) is not None
+        parts is not None and parts.group_of(WEIGHT, tile) is not None
         for tile in _of_amaxes(scaling, place)
     ]
 
@@ -149,7 +149,7 @@ def shard_amaxes(
     """
     one = scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels
     wholes = (
-        [[amax] for amax in amaxes_of(shards, keep_nan or scaling.layout.two_levels).unbind()]
+        [[amax] for amax in compute_amaxes(shards, keep_nan or scaling.layout.two_levels).unbind()]
         if one
         else [[] for _ in shards]
     )
@@ -164,13 +164,13 @@ def shard_scales(amaxes: list[Tensor], scaling: Scaling, place: ShardPlace) -> S
     """The scales of the amaxes that `shard_amaxes` gave, once they are those of the whole weight; not the one of a whole tensor."""
     left = iter(amaxes)
     amax = next(left) if scaling.layout.two_levels else None
-    whole = None if amax is None else first_level_of(amax)
+    whole = None if amax is None else global_scale_from_amax(amax)
     return ShardScales(
         None,
         amax,
         whole,
         {
-            axis: scales_of_amaxes(next(left), scaling.forward, scaling, whole)
+            axis: tile_scales_from_amaxes(next(left), scaling.forward, scaling, whole)
             for axis, tile in _tiles(scaling)
             if place.cuts(tile)
         },
@@ -190,9 +190,7 @@ def quantized_shard(
     fmt, record = scaling.forward, None if history is None else history[0, WEIGHT]
     if known.scale is not None:
         return store_scaled(shard, scaling, known.scale, record)
-    if not known.tiles and (
-        four := store_four_bits_fused(shard, scaling, history, amax=known.amax)
-    ):
+    if not known.tiles and (four := store_nvfp4_fused(shard, scaling, history, amax=known.amax)):
         return four
     made = store_tiles_fused(
         shard, scaling, [axis for axis, _ in _tiles(scaling) if axis not in known.tiles], history
@@ -219,7 +217,7 @@ def quantized_shard(
             )
         fields |= dict(zip(FIELDS[axis], (data, pack(decode, scaling)), strict=True))
     if record is not None and not made:
-        count_values(shard, WEIGHT, record, None, fmt)
+        count_out_of_range(shard, WEIGHT, record, None, fmt)
     return FP8Weight(
         **fields, global_scale_inv=None if known.whole is None else known.whole.reciprocal()
     )
@@ -234,7 +232,7 @@ def stored_bytes(scaling: Scaling, rows: int, columns: int) -> int:
 
 def _grid(shape: tuple[int, int], tile: Tile) -> tuple[int, int]:
     """The tiles of a matrix of `shape`."""
-    r, c = sizes(shape, tile)
+    r, c = tile_shape(shape, tile)
     return -(-shape[0] // r), -(-shape[1] // c)
 
 
@@ -245,17 +243,17 @@ def _amaxes(shard: Tensor, tile: Tile, scaling: Scaling, place: ShardPlace) -> T
     )
     if len(shard):
         before = place.first % tile[0] if tile[0] else 0
-        v = tiled(F.pad(shard, (0, 0, before, 0)) if before else shard, tile)
+        v = split_tiles(F.pad(shard, (0, 0, before, 0)) if before else shard, tile)
         first = place.first // tile[0] if tile[0] else 0
-        found[first : first + len(v)] = tile_amax(v, keep_nan=scaling.layout.scale != "float32")[
-            :, 0, :, 0
-        ]
+        found[first : first + len(v)] = compute_tile_amax(
+            v, keep_nan=scaling.layout.scale != "float32"
+        )[:, 0, :, 0]
     return found
 
 
 def _of_rows(scales: Tensor, shard: Tensor, tile: Tile, place: ShardPlace) -> Tensor:
     """Of the scales [R / r, C / c] of a weight those of the elements of the shard."""
-    _, c = sizes(tuple(shard.shape), tile)
+    _, c = tile_shape(tuple(shard.shape), tile)
     if tile[0]:
         scales = scales[
             torch.arange(place.first, place.first + len(shard), device=shard.device) // tile[0]
@@ -461,7 +459,9 @@ def refresh_shards(layers: Iterable[Any]) -> None:
     mesh = those[0].parameter.device_mesh
     axis = mesh.ndim - 1  # which has the shards
     for layer in those:
-        columns = layer.amax_group is not None and layer.amax_group.over(WEIGHT, (1, 0)) is not None
+        columns = (
+            layer.amax_group is not None and layer.amax_group.group_of(WEIGHT, (1, 0)) is not None
+        )
         layer.shard_place = ShardPlace(
             layer.out_features, mesh.size(axis), mesh.get_local_rank(axis), part_of_rows=columns
         )
@@ -515,7 +515,7 @@ def _over_parts(layers: list[Any], flat: Tensor, counts: Sequence[int]) -> Tenso
         return flat
     pieces = torch.split(flat, [*counts])
     shared = [amax for amax, flag in zip(pieces, flags, strict=True) if flag]
-    whole = largest_or_nan(
+    whole = all_reduce_max_or_nan(
         torch.cat(shared), layers[0].amax_group.group
     )  # all of them are split over the same ranks
     left = iter(torch.split(whole, [len(amax) for amax in shared]))
@@ -540,7 +540,7 @@ def _set_scales(layers: list[Any], amaxes: Tensor) -> None:
             ]
         )
     for layer, scale in zip(
-        layers, scales_of(amaxes, WEIGHT, scaling, there).unbind(), strict=True
+        layers, scales_from_amaxes(amaxes, WEIGHT, scaling, there).unbind(), strict=True
     ):
         layer.shard_scales = ShardScales(scale)
 

@@ -19,16 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from fp8cfg.numerics.formats import BY_DTYPE, E2M1, Format
-from fp8cfg.numerics.scaling import e8m0_bytes
+from fp8cfg.numerics.formats import E2M1, FORMAT_BY_DTYPE, Format
+from fp8cfg.numerics.scaling import encode_e8m0
 
 
 class Operand(NamedTuple):
     """A matrix whose last dimension is contracted. In FP8 `fmt` is set, and `data` is float8, or bytes that hold two codes of E2M1
     each, or holds values of its grid in a wider carrier. `scale_inv` is applied by the product or by the hardware: a float32
     scalar, or one for each tile, or bytes of E8M0 or E4M3, flat in the order in which the hardware reads them; None where it is
-    already multiplied into `data`. `other` is the operand of products that contract the first dimension, where one kernel made
-    both. `whole_inv` is nvfp4's inverse scale of the tensor, above those of tiles, where the hardware applies it. In high precision
+    already multiplied into `data`. `columnwise` is the operand of products that contract the first dimension, where one kernel made
+    both. `global_scale_inv` is nvfp4's inverse scale of the tensor, above those of tiles, where the hardware applies it. In high precision
     all fields but `data` are None.
     """
 
@@ -36,31 +36,31 @@ class Operand(NamedTuple):
     scale_inv: Tensor | None = None
     fmt: Format | None = None
     tile: tuple[int, int] | None = None
-    other: Operand | None = None
-    whole_inv: Tensor | None = None
+    columnwise: Operand | None = None
+    global_scale_inv: Tensor | None = None
 
     @classmethod
-    def of(
+    def from_tensors(
         cls,
         tensors: Sequence[Tensor | None],
         kind: tuple[Format | None, tuple[int, int] | None] | None,
     ) -> Operand | None:
         """The operand of that format and tile whose `tensors` were kept; None where none was."""
-        data, scale_inv, whole_inv = tensors
+        data, scale_inv, global_scale_inv = tensors
         return (
             None
             if data is None or kind is None
-            else cls(data, scale_inv, *kind, whole_inv=whole_inv)
+            else cls(data, scale_inv, *kind, global_scale_inv=global_scale_inv)
         )
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What a backward pass keeps of it, for `of`."""
-        return self.data, self.scale_inv, self.whole_inv
+        return self.data, self.scale_inv, self.global_scale_inv
 
     def t(self) -> Operand:
-        if self.other is not None:
-            return self.other
+        if self.columnwise is not None:
+            return self.columnwise
         scale_inv = (
             self.scale_inv.t()
             if self.scale_inv is not None and self.scale_inv.dim() == 2
@@ -71,55 +71,57 @@ class Operand(NamedTuple):
             scale_inv,
             self.fmt,
             self.tile and (self.tile[1], self.tile[0]),
-            whole_inv=self.whole_inv,
+            global_scale_inv=self.global_scale_inv,
         )
 
     @property
-    def how(self) -> str:
-        if self.data.dtype in BY_DTYPE or self.data.dtype == torch.uint8:
+    def execution(self) -> str:
+        if self.data.dtype in FORMAT_BY_DTYPE or self.data.dtype == torch.uint8:
             return "scaled_mm"
         return "emulated" if self.fmt else "high_precision"
 
     @property
-    def kind(self) -> str:
+    def format_name(self) -> str:
         fmt = (
-            E2M1 if self.fmt == E2M1 else BY_DTYPE.get(self.data.dtype, self.fmt)
+            E2M1 if self.fmt == E2M1 else FORMAT_BY_DTYPE.get(self.data.dtype, self.fmt)
         )  # in float8 it has E4M3's dtype
         return fmt.name if fmt else str(self.data.dtype).removeprefix("torch.")
 
 
-def in_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
+def convert_dtype(y: Tensor, dtype: torch.dtype) -> Tensor:
     """`y` in `dtype`, as `y.to(dtype)`, for the results of autograd functions: where that call changes nothing, Dynamo of torch
     2.11 takes what such a function returns for a tensor that it did not make, and every gradient of it is 0 under torch.compile.
     It goes when pyproject.toml asks for torch 2.13, which is right."""
     return y if y.dtype == dtype else y.to(dtype)
 
 
-ALIGNED = 32
+ALIGNMENT = 32
 """Elements of which the contracted dimension is a multiple: a tile of MXFP8, and 16 bytes of E2M1."""
 SWIZZLE = F.SwizzleType.SWIZZLE_32_4_4
 
 
 def microscaled_mm(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     """a [M, K] @ b [N, K]ᵀ as [M, N] of dtype `out`, of operands with scales of 1x32, or 1x16 and one of the tensor, or squares."""
-    (x, x_scale), (w, w_scale) = laid_out(a), laid_out(b)
-    product: Tensor = scaled_mm_micro(x, w, x_scale, w_scale, a.whole_inv, b.whole_inv, out)
+    (x, x_scale), (w, w_scale) = hardware_layout(a), hardware_layout(b)
+    product: Tensor = scaled_mm_micro(
+        x, w, x_scale, w_scale, a.global_scale_inv, b.global_scale_inv, out
+    )
     return product
 
 
-def laid_out(t: Operand) -> tuple[Tensor, Tensor]:
+def hardware_layout(t: Operand) -> tuple[Tensor, Tensor]:
     """The data and scales of `t` as the hardware reads them, bytes. A square of n x n has its scale once for each of its n rows."""
     assert t.scale_inv is not None and t.tile is not None
     if t.data.dtype == torch.uint8:
         return t.data, t.scale_inv
-    data, scale = _padded(t.data.view(torch.uint8), ALIGNED), t.scale_inv
+    data, scale = _padded(t.data.view(torch.uint8), ALIGNMENT), t.scale_inv
     if scale.dim() == 1:
         return data, scale
     if t.tile[0] > 1:
         scale = scale.repeat_interleave(t.tile[0], 0)[: len(data)]
-    if t.whole_inv is None:
-        return data, swizzled(scale if scale.dtype == torch.uint8 else e8m0_bytes(scale))
-    return packed_e2m1(data), swizzled(scale.to(torch.float8_e4m3fn).view(torch.uint8))
+    if t.global_scale_inv is None:
+        return data, swizzle_scales(scale if scale.dtype == torch.uint8 else encode_e8m0(scale))
+    return pack_e2m1(data), swizzle_scales(scale.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 @library.custom_op("fp8cfg::scaled_mm_micro", mutates_args=())
@@ -186,7 +188,7 @@ def _(
     return a.new_empty(len(a), len(b), dtype=out)
 
 
-def swizzled(scales: Tensor) -> Tensor:
+def swizzle_scales(scales: Tensor) -> Tensor:
     """Bytes `scales` [R, C] in the order that the tensor cores read, completed with zeros to whole tiles of 128 x 4; flat."""
     rows, columns = scales.shape
     missing = (0, -columns % 4, 0, -rows % 128)
@@ -194,12 +196,12 @@ def swizzled(scales: Tensor) -> Tensor:
     return t.view(len(t) // 128, 4, 32, t.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
 
 
-def swizzled_size(rows: int, columns: int) -> int:
+def swizzled_scale_size(rows: int, columns: int) -> int:
     """The bytes that scales [rows, columns] take in that order."""
     return -(-rows // 128) * 128 * (-(-columns // 4) * 4)
 
 
-def packed_e2m1(code: Tensor) -> Tensor:
+def pack_e2m1(code: Tensor) -> Tensor:
     """Values of E2M1 as bytes of E4M3 `code` [M, K], two to a byte, [M, K / 2]; of two neighbours the first has the low bits.
 
     An E4M3 code has the exponent biased by 7 and three bits of mantissa, an E2M1 code biased by 1 and one bit; 0.5 is normal in
@@ -212,7 +214,7 @@ def packed_e2m1(code: Tensor) -> Tensor:
     return code[:, ::2] | code[:, 1::2] << 4
 
 
-WIDTH = 128
+BLOCK_WIDTH = 128
 """Elements of a tile of block scaling along a contracted dimension."""
 FEW = 256
 """Rows up to which a GPU is not asked for scales of rows. On an H100 cuBLASLt, which torch asks there, refuses them for [M, 9216] @
@@ -229,7 +231,7 @@ def scaled_mm(
     float32: good enough forward, too coarse for gradients."""
     assert a.scale_inv is not None and b.scale_inv is not None, "a float8 operand has a scale"
     if a.tile and 0 not in a.tile:
-        y = _block(a, b, out) if max(a.tile) == WIDTH else microscaled_mm(a, b, out)
+        y = _block(a, b, out) if max(a.tile) == BLOCK_WIDTH else microscaled_mm(a, b, out)
         return y if bias is None else y + bias.to(out)
     x, w = _padded(a.data, 16), _padded(b.data, 16)
     rows = a.scale_inv.dim() == 2
@@ -251,7 +253,7 @@ def scaled_mm(
             use_fast_accum=fast_accumulation,
         )
         y = y * (scales[0] * scales[1])
-        return in_dtype(y if bias is None else y + bias.to(out), out)
+        return convert_dtype(y if bias is None else y + bias.to(out), out)
     inside = bias.to(out) if bias is not None and out.itemsize == 2 else None
     y = torch._scaled_mm(
         x,
@@ -268,7 +270,13 @@ def scaled_mm(
 def _block(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     assert a.scale_inv is not None and b.scale_inv is not None
     y: Tensor = scaled_mm_blocks(
-        a.data, b.data, a.scale_inv, b.scale_inv, a.tile == (1, WIDTH), b.tile == (1, WIDTH), out
+        a.data,
+        b.data,
+        a.scale_inv,
+        b.scale_inv,
+        a.tile == (1, BLOCK_WIDTH),
+        b.tile == (1, BLOCK_WIDTH),
+        out,
     )
     return y
 
@@ -314,7 +322,7 @@ def _(
 
 def _blocks(t: Tensor, scale: Tensor, rows: bool) -> tuple[Tensor, Tensor, F.ScalingType]:
     """Data and scales in the layout that cuBLAS wants, completed with zeros."""
-    t = _padded(t, WIDTH)
+    t = _padded(t, BLOCK_WIDTH)
     if not rows:
         missing = -scale.shape[1] % 4
         return (
@@ -347,29 +355,34 @@ _KINDS = ("e4m3", "e5m2", "float32", "bfloat16", "float16", "float64", "e2m1")
 _HOW = ("high_precision", "emulated", "scaled_mm")
 
 
-class Ran(NamedTuple):
+class GemmRecord(NamedTuple):
     """Record of one product: the kinds of its operands ("e4m3", "e5m2", "bfloat16", ...) and how they were multiplied: "emulated",
     "scaled_mm" or "high_precision".
     """
 
     a: str
     b: str
-    how: str
+    execution: str
 
 
-def encode(a: Operand, b: Operand) -> int:
-    if a.how != b.how:
+def encode_gemm_record(a: Operand, b: Operand) -> int:
+    if a.execution != b.execution:
         raise TypeError(
-            f"one product cannot have operands of two precisions: {a.how} {a.kind} and {b.how}"
-            f" {b.kind}"
+            f"one product cannot have operands of two precisions: {a.execution} {a.format_name} and {b.execution}"
+            f" {b.format_name}"
         )
-    return 1 + _KINDS.index(a.kind) + 8 * _KINDS.index(b.kind) + 64 * _HOW.index(a.how)
+    return (
+        1
+        + _KINDS.index(a.format_name)
+        + 8 * _KINDS.index(b.format_name)
+        + 64 * _HOW.index(a.execution)
+    )
 
 
-def decode(code: int) -> Ran | None:
+def decode_gemm_record(code: int) -> GemmRecord | None:
     """Decodes one entry of `FP8Linear.gemms_ran`; None if that product has not run."""
     how, kinds = divmod(int(code) - 1, 64)
-    return None if code == 0 else Ran(_KINDS[kinds % 8], _KINDS[kinds // 8], _HOW[how])
+    return None if code == 0 else GemmRecord(_KINDS[kinds % 8], _KINDS[kinds // 8], _HOW[how])
 
 
 def gemm(
@@ -385,14 +398,14 @@ def gemm(
     The record is derived from these two operands and written here and nowhere else, as an operation on a tensor, so that it
     is also made inside a compiled graph. Raises TypeError where one operand is FP8 and the other is not.
     """
-    code = encode(a, b)
+    code = encode_gemm_record(a, b)
     if ran is not None:
         ran[slot].fill_(code)
-    if a.how == "high_precision":
-        return in_dtype(
+    if a.execution == "high_precision":
+        return convert_dtype(
             F.linear(a.data, b.data, None if bias is None else bias.to(a.data.dtype)), out
         )
-    if a.how == "scaled_mm" and a.data.shape[1]:
+    if a.execution == "scaled_mm" and a.data.shape[1]:
         return scaled_mm(a, b, out, bias, fast_accumulation=slot == FPROP)
     y = accumulated(a.data, b.data)
     if (
@@ -400,8 +413,8 @@ def gemm(
     ):  # tiles of no elements have no scales
         y = y * (a.scale_inv * (b.scale_inv.t() if b.scale_inv.dim() == 2 else b.scale_inv))
     if bias is None or (a.tile and 0 not in a.tile):
-        y = in_dtype(y, out)
-    return y if bias is None else in_dtype(y + bias.to(out), out)
+        y = convert_dtype(y, out)
+    return y if bias is None else convert_dtype(y + bias.to(out), out)
 
 
 def accumulated(a: Tensor, b: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from fp8cfg.numerics.scaling import GRAD_OUTPUT
 PLACES = 512
 """Places of a ring, of which the first is for what is not counted. After the steps that the others serve another ring is made."""
 
-TAGS = (torch.Tag.cudagraph_unsafe,)
+NO_CUDA_GRAPH = (torch.Tag.cudagraph_unsafe,)
 """Tags of operators that count: Inductor leaves them out of CUDA graphs."""
 
 
@@ -46,7 +46,7 @@ def _ring(device: torch.device) -> _Ring:
 
 
 @contextmanager
-def not_counted() -> Iterator[None]:
+def pause_overflow_counts() -> Iterator[None]:
     """A context of passes beside those of a step."""
     global _counts
     before, _counts = _counts, False
@@ -56,7 +56,7 @@ def not_counted() -> Iterator[None]:
         _counts = before
 
 
-def counter(device: torch.device, role: int) -> Tensor:
+def overflow_counter(device: torch.device, role: int) -> Tensor:
     """Where a tensor of `role` that is quantized now is counted, float32 [4]. In a backward pass gradients are quantized first, and
     other tensors again."""
     ring = _ring(device)
@@ -64,7 +64,7 @@ def counter(device: torch.device, role: int) -> Tensor:
     return ring.places[ring.at if _counts and not again else 0]
 
 
-def take_values(device: torch.device) -> Tensor:
+def take_step_counts(device: torch.device) -> Tensor:
     """How many values were clipped and how many were infinite since the last call, the first two of float32 [4], on `device`: to
     the unit up to 2^24, to seven digits beyond. Nothing waits, and nothing is launched but zeros for another ring.
     """

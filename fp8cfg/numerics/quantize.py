@@ -18,28 +18,28 @@ from fp8cfg.numerics.async_copies import sent
 from fp8cfg.numerics.formats import (
     E2M1,
     Format,
-    Random,
+    RandomStream,
     reciprocal,
     round_to_format,
 )
 from fp8cfg.numerics.gemm import Operand
 from fp8cfg.numerics.kernels.launch import (
-    TRITON,
-    amax_where_unset,
-    fuses_four_bits,
-    quantize_four_bits_fused,
+    HAS_TRITON,
+    can_fuse_nvfp4,
+    compute_amax_if_unset,
+    quantize_nvfp4_fused,
 )
-from fp8cfg.numerics.overflow_counts import TAGS, counter
+from fp8cfg.numerics.overflow_counts import NO_CUDA_GRAPH, overflow_counter
 from fp8cfg.numerics.scaling import (
     AmaxGroup,
     Scaling,
-    amax_or_nan,
-    first_level_of,
-    largest_or_nan,
+    all_reduce_max_or_nan,
+    compute_amax_or_nan,
+    compute_tile_scales,
+    global_scale_from_amax,
+    join_tiles,
     record_amax,
-    tile_scales,
-    tiled,
-    untiled,
+    split_tiles,
 )
 from fp8cfg.schema.scalings import Tile
 
@@ -76,7 +76,7 @@ def quantize_tiles(
     scaling: Scaling,
     carrier: torch.dtype,
     whole: Tensor | None = None,
-    random: Random | None = None,
+    random: RandomStream | None = None,
     record: Tensor | None = None,
     group: str | None = None,
 ) -> Operand:
@@ -85,20 +85,24 @@ def quantize_tiles(
     stochastically, by numbers that depend on the place of an element in `t` alone, not on strides. The largest amax of
     all tiles is folded into the running maximum `record`, [], if there is one. Ranks of `group` have the other parts of each tile,
     a row or a column, if it is given."""
-    v = tiled(t, tile).float()
-    encode, decode = tile_scales(v, fmt, scaling, whole, t.dtype, record, group)
+    v = split_tiles(t, tile).float()
+    encode, decode = compute_tile_scales(v, fmt, scaling, whole, t.dtype, record, group)
     uniform = None
     if random is not None:
         uniform = random.uniform(0, v.numel()).view(v.shape)
     data = round_to_format(v * encode, fmt, carrier, uniform)
-    whole_inv = None if whole is None else reciprocal(whole)
+    global_scale_inv = None if whole is None else reciprocal(whole)
     if carrier != fmt.dtype and scaling.layout.block > 0:
         data = data * decode.to(carrier)
-        return Operand(untiled(data, t.shape), whole_inv, fmt, tile)
-    return Operand(untiled(data, t.shape), decode[:, 0, :, 0], fmt, tile, whole_inv=whole_inv)
+        return Operand(join_tiles(data, t.shape), global_scale_inv, fmt, tile)
+    return Operand(
+        join_tiles(data, t.shape), decode[:, 0, :, 0], fmt, tile, global_scale_inv=global_scale_inv
+    )
 
 
-def count_values(t: Tensor, role: int, amax: Tensor, scale: Tensor | None, fmt: Format) -> None:
+def count_out_of_range(
+    t: Tensor, role: int, amax: Tensor, scale: Tensor | None, fmt: Format
+) -> None:
     """Count what of `t`, any shape and float dtype, does not fit into `fmt` under `scale`, float32 [], or is infinite. No value of
     `t` is larger than `amax`, float32 [], in which a layer recorded it. Without a `scale` finite values fit. No kernel quantizes
     `t`, which would count it too."""
@@ -108,20 +112,24 @@ def count_values(t: Tensor, role: int, amax: Tensor, scale: Tensor | None, fmt: 
         _read_again(t, amax, scale, role, fmt.reach)
 
 
-@library.custom_op("fp8cfg::count_overflow", mutates_args=("amax",), tags=TAGS)
+@library.custom_op("fp8cfg::count_overflow", mutates_args=("amax",), tags=NO_CUDA_GRAPH)
 def count_overflow(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, reach: float) -> None:
-    """`count_values` on a GPU, and to a compiler. The `amax` is not written: that it might be keeps the call in a graph, behind
+    """`count_out_of_range` on a GPU, and to a compiler. The `amax` is not written: that it might be keeps the call in a graph, behind
     what records the amax, and apart from those of other layers that read `t`."""
     if not t.is_cuda:
         _read_again(t, amax, scale, role, reach)
-    elif TRITON and t.numel():
+    elif HAS_TRITON and t.numel():
         from fp8cfg.numerics.kernels import tensor
 
         densest_last = sorted(
             range(t.dim()), key=t.stride, reverse=True
         )  # elements are counted in any order
         tensor.count(
-            t.permute(densest_last).contiguous(), amax, scale, counter(t.device, role), reach
+            t.permute(densest_last).contiguous(),
+            amax,
+            scale,
+            overflow_counter(t.device, role),
+            reach,
         )
 
 
@@ -132,7 +140,7 @@ def _read_again(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, reach:
     a = t.detach().abs()
     infinite = (a == torch.inf).sum()
     beyond = infinite if scale is None else (a.float() * scale > reach).sum()
-    counter(t.device, role)[:2] += torch.stack([beyond - infinite, infinite])
+    overflow_counter(t.device, role)[:2] += torch.stack([beyond - infinite, infinite])
 
 
 def _matrix() -> Tensor:
@@ -161,29 +169,29 @@ SIGNS = (
     -1,
 )  # Transformer Engine's, get_wgrad_sign_vector
 NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
-MATRIX = _matrix()
+HADAMARD_MATRIX = _matrix()
 
 
 def _matrix_on(device: torch.device, dtype: torch.dtype) -> Tensor:
     """MATRIX on `device`, without a copy that the host waits for: compiled code pins no memory, and keeps none of another call."""
     if device.type != "cuda":
-        return MATRIX.to(device, dtype)
+        return HADAMARD_MATRIX.to(device, dtype)
     if torch.compiler.is_compiling():
-        return matrix_made_on(device).to(dtype)
+        return build_hadamard_matrix(device).to(dtype)
     apart = (
         _get_current_dispatch_mode_stack()
     )  # whose tensors may be fake, or whose operations counted
-    return sent(MATRIX.to(dtype), device) if apart else _copied(device, dtype)
+    return sent(HADAMARD_MATRIX.to(dtype), device) if apart else _copied(device, dtype)
 
 
 @functools.cache
 def _copied(device: torch.device, dtype: torch.dtype) -> Tensor:
     """MATRIX on `device`, copied once a process."""
     with torch.inference_mode(False):
-        return sent(MATRIX.to(dtype), device)
+        return sent(HADAMARD_MATRIX.to(dtype), device)
 
 
-def matrix_made_on(device: torch.device) -> Tensor:
+def build_hadamard_matrix(device: torch.device) -> Tensor:
     """MATRIX, computed on `device`: of Sylvester's matrix the sign in row i and column j is the parity of the bits of i & j."""
     n = torch.arange(16, device=device)
     bits = n[:, None] & n
@@ -209,15 +217,17 @@ def quantize_nvfp4(
     amax is folded into `history[0, role]`, if it is given.
 
     Where `t` is one of the `parts` of a tensor its first scale is that of the whole. If `both` dimensions will be contracted, one
-    collective has the amaxes for both, and what contracts the first one comes too, as `Operand.other`.
+    collective has the amaxes for both, and what contracts the first one comes too, as `Operand.columnwise`.
     """
-    group = None if parts is None else parts.over(role)
+    group = None if parts is None else parts.group_of(role)
     axes = (0, 1) if group and both and axis == 1 and scaling.directional(role) else (axis,)
-    forms = [hadamard(t.t()) if scaling.transforms(role, one) else t for one in axes]
+    forms = [hadamard_transform(t.t()) if scaling.uses_hadamard(role, one) else t for one in axes]
     amaxes: list[Tensor | None] = [None] * len(axes)
     if group is not None:
-        own = [_amax(form, carrier) for form in (forms if scaling.transforms(role, 0) else [t])]
-        amaxes = [*largest_or_nan(torch.stack(own), group).unbind()] * (len(axes) // len(own))
+        own = [_amax(form, carrier) for form in (forms if scaling.uses_hadamard(role, 0) else [t])]
+        amaxes = [*all_reduce_max_or_nan(torch.stack(own), group).unbind()] * (
+            len(axes) // len(own)
+        )
     made = []
     for one, amax in zip(
         axes, amaxes, strict=True
@@ -234,7 +244,7 @@ def quantize_nvfp4(
                 amax,
             )
         )
-    return made[0] if len(axes) == 1 else made[1]._replace(other=made[0].t())
+    return made[0] if len(axes) == 1 else made[1]._replace(columnwise=made[0].t())
 
 
 def _quantized(
@@ -249,41 +259,43 @@ def _quantized(
 ) -> Operand:
     """The matrix that a product over dimension `axis` reads, transformed or not, with a first scale of `amax`, float32 [], where
     that is given, and of its own else."""
-    draw = Random(*random, lane=axis) if random and scaling.rounds_at_random(role) else None
-    mixes = scaling.transforms(role, axis)
+    draw = (
+        RandomStream(*random, lane=axis) if random and scaling.rounds_stochastically(role) else None
+    )
+    mixes = scaling.uses_hadamard(role, axis)
     tile = (1, 16) if mixes else scaling.tile(role, axis)
     assert tile is not None
-    if fuses_four_bits(form, carrier) and tile[1] == 16:
-        made = quantize_four_bits_fused(form, tile[0] == 16, draw, history, role, amax)
+    if can_fuse_nvfp4(form, carrier) and tile[1] == 16:
+        made = quantize_nvfp4_fused(form, tile[0] == 16, draw, history, role, amax)
     else:
-        amax = amax_or_nan(form) if amax is None else amax
+        amax = compute_amax_or_nan(form) if amax is None else amax
         if history is not None:
             record_amax(history[0, role], amax)
-            count_values(form, role, history[0, role], None, scaling.format_of(role))
+            count_out_of_range(form, role, history[0, role], None, scaling.format_of(role))
         made = quantize_tiles(
             form,
             tile,
             scaling.format_of(role),
             scaling,
             carrier or E2M1.dtype,
-            first_level_of(amax),
+            global_scale_from_amax(amax),
             draw,
         )
     return made.t() if mixes else made
 
 
 def _amax(form: Tensor, carrier: torch.dtype | None) -> Tensor:
-    """`amax_or_nan`, by a kernel where one quantizes."""
-    fuses = fuses_four_bits(form, carrier)
+    """`compute_amax_or_nan`, by a kernel where one quantizes."""
+    fuses = can_fuse_nvfp4(form, carrier)
     amax: Tensor = (
-        amax_where_unset(form.contiguous(), None, 0, keep_nan=True)[0]
+        compute_amax_if_unset(form.contiguous(), None, 0, keep_nan=True)[0]
         if fuses
-        else amax_or_nan(form)
+        else compute_amax_or_nan(form)
     )
     return amax
 
 
-def hadamard(t: Tensor) -> Tensor:
+def hadamard_transform(t: Tensor) -> Tensor:
     """Each 16 neighbours in a row of `t` [R, C] times diag(SIGNS) H16 / 4, in the dtype of `t`; C completed with zeros."""
     missing = -t.shape[1] % 16
     t = (F.pad(t, (0, missing)) if missing else t).contiguous()

@@ -39,7 +39,7 @@ class AmaxGroup(NamedTuple):
         """The roles of the tensors that are split."""
         return tuple(role for role, _ in self.split)
 
-    def over(self, role: int, tile: Tile | None = None) -> str | None:
+    def group_of(self, role: int, tile: Tile | None = None) -> str | None:
         """The group whose ranks have parts of one `tile` of a tensor of `role`, rows and columns of which 0 stands for all; None is
         the whole tensor. None where each rank has whole tiles."""
         return next(
@@ -51,25 +51,25 @@ class AmaxGroup(NamedTuple):
             None,
         )
 
-    def amax(self, part: Tensor, role: int) -> Tensor:
+    def reduce(self, part: Tensor, role: int) -> Tensor:
         """The amax of a tensor of `role` from that of this rank's `part`. All ranks call it at the same points."""
-        return largest(part, self.group) if self.over(role) else part
+        return all_reduce_max(part, self.group) if self.group_of(role) else part
 
-    def without(self, roles: tuple[int, ...]) -> AmaxGroup | None:
+    def exclude(self, roles: tuple[int, ...]) -> AmaxGroup | None:
         """The group for tensors of other roles, if there are any."""
         left = tuple(one for one in self.split if one[0] not in roles)
         return AmaxGroup(left, self.group) if left else None
 
 
-def largest(t: Tensor, group: Any) -> Tensor:
+def all_reduce_max(t: Tensor, group: Any) -> Tensor:
     """The elementwise maximum over the ranks of the process group of that name; a new tensor, without a gradient."""
     return waited(collectives.all_reduce, t.detach(), "max", group=group)
 
 
-def largest_or_nan(t: Tensor, group: Any) -> Tensor:
+def all_reduce_max_or_nan(t: Tensor, group: Any) -> Tensor:
     """`largest` of float32 numbers that are not negative, NaN where a rank has NaN: by their bits, since a maximum of floats may
     leave NaN out."""
-    return largest(t.detach().view(torch.int32), group).view(torch.float32)
+    return all_reduce_max(t.detach().view(torch.int32), group).view(torch.float32)
 
 
 INPUT, WEIGHT, GRAD_OUTPUT = (
@@ -99,7 +99,7 @@ class Scaling:
 
     `granularity` is for current scaling: one scale a tensor, or one for each row along the contracted dimension. With
     `power_2_scales` scales of current and block scaling are rounded down to a power of two. `weights_2d` scales weights in
-    squares, 128x128 under block, 32x32 under mxfp8, 16x16 under nvfp4, which serve fprop and dgrad alike. `hadamard` and
+    squares, 128x128 under block, 32x32 under mxfp8, 16x16 under nvfp4, which serve fprop and dgrad alike. `hadamard_transform` and
     `stochastic` are nvfp4's transform of both operands of wgrad and its rounding of gradients."""
 
     kind: ScalingName = "delayed"
@@ -133,7 +133,7 @@ class Scaling:
         """The descriptor of this scaling in the table of scalings."""
         return SCALINGS[self.kind]
 
-    def multiplied(self, high_precision: tuple[bool, bool, bool]) -> bool:
+    def has_hardware_gemms(self, high_precision: tuple[bool, bool, bool]) -> bool:
         """Whether torch has these products on a GPU, where those of `high_precision` are not in FP8."""
         return (
             all(high_precision[1:])
@@ -160,7 +160,7 @@ class Scaling:
             "fp8_amax_history": history,
         }
 
-    def transforms(self, role: int, axis: int) -> bool:
+    def uses_hadamard(self, role: int, axis: int) -> bool:
         """Whether a tensor of `role` goes through the Hadamard transform for a product that contracts its dimension `axis`."""
         return (
             self.hadamard
@@ -169,7 +169,7 @@ class Scaling:
             and "random_hadamard_transform" in self.layout.keys
         )
 
-    def rounds_at_random(self, role: int) -> bool:
+    def rounds_stochastically(self, role: int) -> bool:
         """Whether a tensor of `role` is rounded stochastically."""
         return self.stochastic and role == GRAD_OUTPUT and "stochastic_rounding" in self.layout.keys
 
@@ -178,16 +178,16 @@ class Scaling:
         return self.tile(role, 0) != self.tile(role, 1)
 
 
-def amax_of(t: Tensor) -> Tensor:
+def compute_amax(t: Tensor) -> Tensor:
     """Largest magnitude in `t`, any shape and float dtype, as a float32 scalar tensor. NaN is skipped, infinity is not;
     0 for an empty tensor. One pass over `t`; no synchronisation on an accelerator."""
     t = t.detach()
     if t.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=t.device)
-    return without_nan(t.abs()).amax().float()
+    return replace_nan(t.abs()).amax().float()
 
 
-def without_nan(magnitudes: Tensor) -> Tensor:
+def replace_nan(magnitudes: Tensor) -> Tensor:
     """Replaces NaN by 0 in a tensor without negative numbers."""
     return torch.where(magnitudes >= 0, magnitudes, 0)  # a comparison with NaN is false
 
@@ -214,7 +214,7 @@ def floor_to_power_of_2(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def roll(
+def roll_amax_history(
     history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo: str
 ) -> tuple[Tensor, Tensor]:
     """One update of delayed scaling for any number of tensors: `history` [length, ...], the others [...], all float32.
@@ -235,7 +235,7 @@ def roll(
     return torch.where(seen, rolled, history), torch.where(seen, _scale(amax, target, scale), scale)
 
 
-def range_used(amax_now: Tensor, scale: Tensor, reach: Tensor) -> Tensor:
+def compute_range_used(amax_now: Tensor, scale: Tensor, reach: Tensor) -> Tensor:
     """Amaxes of a step as multiples of what the formats reach under the scales that it had, float32 and broadcast: values beyond 1
     were clipped. Infinite for an infinite amax; 0 for a scale of 0, which was not set yet: each tensor had its own then.
     """
@@ -250,7 +250,7 @@ def record_amax(record: Tensor, amax: Tensor) -> None:
         torch.fmax(record, amax, out=record)
 
 
-def scale_now(
+def choose_tensor_scale(
     t: Tensor,
     role: int,
     scaling: Scaling,
@@ -266,21 +266,27 @@ def scale_now(
     is one of the `parts` of a tensor, a scale of its amax is that of the whole; amaxes that are recorded are those of the part, for
     `update_scales` reduces them."""
     if scales is None:
-        amax = amax_of(t)
+        amax = compute_amax(t)
         if record and history is not None:
             record_amax(history[0, role], amax)
-        return scales_of(amax if parts is None else parts.amax(amax, role), role, scaling)
+        return scales_from_amaxes(
+            amax if parts is None else parts.reduce(amax, role), role, scaling
+        )
     if not record and scaling.first_step == "te":
         return scales[role]
-    amax = amax_of(t)
+    amax = compute_amax(t)
     if record and history is not None:
         record_amax(history[0, role], amax)
     if scaling.first_step == "te":
         return scales[role]
-    return scales_of(amax if parts is None else parts.amax(amax, role), role, scaling, scales[role])
+    return scales_from_amaxes(
+        amax if parts is None else parts.reduce(amax, role), role, scaling, scales[role]
+    )
 
 
-def scales_of(amaxes: Tensor, role: int, scaling: Scaling, there: Tensor | None = None) -> Tensor:
+def scales_from_amaxes(
+    amaxes: Tensor, role: int, scaling: Scaling, there: Tensor | None = None
+) -> Tensor:
     """The scales of tensors of one `role` with these amaxes, float32 of any shape: under delayed scaling those that are `there`,
     where they are not 0, else those of this moment."""
     fmt = scaling.format_of(role)
@@ -290,7 +296,7 @@ def scales_of(amaxes: Tensor, role: int, scaling: Scaling, there: Tensor | None 
     return floor_to_power_of_2(scale) if scaling.power_2_scales else scale
 
 
-class Scales(NamedTuple):
+class TileScales(NamedTuple):
     """The scales of the tiles of a matrix, float32: `encode` multiplies the elements before rounding, `decode` dequantizes the
     rounded ones.
     """
@@ -299,23 +305,23 @@ class Scales(NamedTuple):
     decode: Tensor
 
 
-def tiled(t: Tensor, tile: Tile) -> Tensor:
+def split_tiles(t: Tensor, tile: Tile) -> Tensor:
     """The matrix `t` [R, C] as [R / r, r, C / c, c] for tiles of r x c, completed with zeros; a view where none are missing.
     A size of 0 is the whole dimension."""
-    (rows, columns), (r, c) = t.shape, sizes(t.shape, tile)
+    (rows, columns), (r, c) = t.shape, tile_shape(t.shape, tile)
     if rows % r or columns % c:
         t = F.pad(t, (0, -columns % c, 0, -rows % r))
-        if torch.compiler.is_compiling():  # written out; see `untiled`
+        if torch.compiler.is_compiling():  # written out; see `join_tiles`
             t = t.as_strided(t.shape, (t.shape[1], 1))
     return t.view(t.shape[0] // r, r, t.shape[1] // c, c)
 
 
-def sizes(shape: tuple[int, ...], tile: Tile) -> Tile:
+def tile_shape(shape: tuple[int, ...], tile: Tile) -> Tile:
     """Rows and columns of a tile of a matrix of `shape`."""
     return tile[0] or max(1, shape[0]), tile[1] or max(1, shape[1])
 
 
-def untiled(v: Tensor, shape: tuple[int, ...]) -> Tensor:
+def join_tiles(v: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The inverse of `tiled`, contiguous."""
     a, r, b, c = v.shape
     # What is read by stride has to be in memory. Fused with what is around it, Inductor's C++ of incomplete tiles leaves elements
@@ -325,21 +331,21 @@ def untiled(v: Tensor, shape: tuple[int, ...]) -> Tensor:
     return v.reshape(a * r, b * c)[: shape[0], : shape[1]].contiguous()
 
 
-def spread(scales: Tensor, shape: tuple[int, ...], tile: Tile) -> Tensor:
+def expand_scales(scales: Tensor, shape: tuple[int, ...], tile: Tile) -> Tensor:
     """Scales [R / r, C / c] of the tiles of a matrix of `shape` [R, C], one for each of its elements."""
-    r, c = sizes(shape, tile)
+    r, c = tile_shape(shape, tile)
     return scales.repeat_interleave(r, 0)[: shape[0]].repeat_interleave(c, 1)[:, : shape[1]]
 
 
-def tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
+def compute_tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
     """Largest magnitude in each tile of `v` [A, r, B, c], float32 [A, 1, B, 1]. NaN is kept, or else skipped as in fmaxf."""
     magnitudes = v.float().abs()
     if not keep_nan:
-        magnitudes = without_nan(magnitudes)
+        magnitudes = replace_nan(magnitudes)
     return magnitudes.amax((1, 3), keepdim=True)
 
 
-def tile_scales(
+def compute_tile_scales(
     v: Tensor,
     fmt: Format,
     scaling: Scaling,
@@ -347,19 +353,21 @@ def tile_scales(
     dtype: torch.dtype = torch.float32,
     record: Tensor | None = None,
     group: str | None = None,
-) -> Scales:
+) -> TileScales:
     """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4, `dtype`
     what `v` was before it was float32: block scales go no higher than its largest number. The largest amax of all tiles is folded
     into the running maximum `record`, [], if there is one. Of tiles, rows or columns, whose other parts ranks of `group` have,
     amaxes are the largest over these.
     """
     keep_nan = scaling.layout.scale != "float32"
-    amax = tile_amax(v, keep_nan)
+    amax = compute_tile_amax(v, keep_nan)
     if record is not None and amax.numel():
-        record_amax(record, without_nan(amax).amax())
+        record_amax(record, replace_nan(amax).amax())
     if group is not None:
-        amax = (largest_or_nan if keep_nan else largest)(amax, group)
-    return Scales(*(_written_out(s) for s in scales_of_amaxes(amax, fmt, scaling, whole, dtype)))
+        amax = (all_reduce_max_or_nan if keep_nan else all_reduce_max)(amax, group)
+    return TileScales(
+        *(_written_out(s) for s in tile_scales_from_amaxes(amax, fmt, scaling, whole, dtype))
+    )
 
 
 def _written_out(scales: Tensor) -> Tensor:
@@ -373,13 +381,13 @@ def _written_out(scales: Tensor) -> Tensor:
     return scales.contiguous().as_strided((a, 1, b, 1), (b, b, 1, 1))
 
 
-def scales_of_amaxes(
+def tile_scales_from_amaxes(
     amax: Tensor,
     fmt: Format,
     scaling: Scaling,
     whole: Tensor | None,
     dtype: torch.dtype = torch.float32,
-) -> Scales:
+) -> TileScales:
     """The scales of tiles of those amaxes, float32 of any shape: the one choice between scalings of many scales, by the dtype of
     these."""
     kind = scaling.layout.scale
@@ -392,10 +400,10 @@ def scales_of_amaxes(
     scale = scale_from_amax(amax, fmt, largest=largest)
     if scaling.power_2_scales:
         scale = floor_to_power_of_2(scale)
-    return Scales(scale, reciprocal(scale))
+    return TileScales(scale, reciprocal(scale))
 
 
-def _e8m0(amax: Tensor, fmt: Format) -> Scales:
+def _e8m0(amax: Tensor, fmt: Format) -> TileScales:
     """Powers of two, rounded up so that nothing saturates. The bits of amax / max are 8 of exponent above 23 of mantissa;
     any mantissa raises the exponent by one. The byte 0 stands for 2^-127 and is not multiplied by, 254 is the largest
     exponent, 255 is NaN."""
@@ -411,22 +419,24 @@ def _e8m0(amax: Tensor, fmt: Format) -> Scales:
         torch.where(byte == 0, 2.0**-127, (byte << 23).view(torch.float32)),
     )
     broken = torch.isnan(v)
-    return Scales(torch.where(broken, torch.nan, encode), torch.where(broken, torch.nan, decode))
+    return TileScales(
+        torch.where(broken, torch.nan, encode), torch.where(broken, torch.nan, decode)
+    )
 
 
-def e8m0_bytes(decode: Tensor) -> Tensor:
+def encode_e8m0(decode: Tensor) -> Tensor:
     """Float32 powers of two from 2^-127 on as E8M0, bytes: the exponent's bits. NaN has all of them."""
     return (decode.view(torch.int32) >> 23).to(torch.uint8)
 
 
-def first_level(t: Tensor, group: str | None = None) -> Tensor:
+def compute_global_scale(t: Tensor, group: str | None = None) -> Tensor:
     """nvfp4's scale of a whole tensor, a float32 scalar: it brings the largest E4M3 scale of a tile to 448. Where ranks of `group`
     have other parts of the tensor, the scale is that of the largest over these."""
-    amax = amax_or_nan(t)
-    return first_level_of(amax if group is None else largest_or_nan(amax, group))
+    amax = compute_amax_or_nan(t)
+    return global_scale_from_amax(amax if group is None else all_reduce_max_or_nan(amax, group))
 
 
-def amax_or_nan(t: Tensor) -> Tensor:
+def compute_amax_or_nan(t: Tensor) -> Tensor:
     """Largest magnitude in `t`, any shape, NaN where it has a NaN, float32 []; 0 of no elements."""
     t = t.detach()
     if t.numel() == 0:
@@ -435,15 +445,15 @@ def amax_or_nan(t: Tensor) -> Tensor:
     return torch.maximum(high, -low).float()
 
 
-def first_level_of(amax: Tensor) -> Tensor:
+def global_scale_from_amax(amax: Tensor) -> Tensor:
     """That of a tensor of the amax [], float32."""
     scale = torch.div(torch.full_like(amax, E4M3.max * E2M1.max), amax).clamp(max=FLT_MAX)
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
-def _two_levels(amax: Tensor, whole: Tensor) -> Scales:
+def _two_levels(amax: Tensor, whole: Tensor) -> TileScales:
     """E4M3 scales that decode with `whole`'s reciprocal, which stays outside of the product."""
     sixth = reciprocal(torch.full((), 6.0, dtype=torch.float32, device=amax.device))
     decode = cast((amax * (whole * sixth)).clamp(max=FLT_MAX), E4M3).float()
     encode = reciprocal(decode * reciprocal(whole)).clamp(max=FLT_MAX)
-    return Scales(encode, decode)
+    return TileScales(encode, decode)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics.formats import BY_DTYPE
+from fp8cfg.numerics.formats import FORMAT_BY_DTYPE
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight, dequantize, plain
 from fp8cfg.numerics.stored_state import ANEW
 
@@ -46,7 +46,7 @@ def high_precision_state_dict(
 def _stored(state: Mapping[str, Tensor], prefix: str) -> FP8Weight | None:
     """The quantized weight of a layer in `state` (float8, or with a scale), if there is one and it can be read."""
     weight, scale_inv, *others = (state.get(prefix + name) for name in ("weight", *WEIGHT_BUFFERS))
-    if weight is None or (scale_inv is None and weight.dtype not in BY_DTYPE):
+    if weight is None or (scale_inv is None and weight.dtype not in FORMAT_BY_DTYPE):
         return None
     if scale_inv is None:
         raise RuntimeError(

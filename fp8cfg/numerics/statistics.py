@@ -15,24 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.formats import Format, Random, round_to_format
+from fp8cfg.numerics.formats import Format, RandomStream, round_to_format
 from fp8cfg.numerics.fp8_linear import CONTRACTED, FP8Linear
 from fp8cfg.numerics.fp8_weights import decoded
 from fp8cfg.numerics.fsdp_weights import GatheredWeight, whole_master
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
-from fp8cfg.numerics.overflow_counts import not_counted
-from fp8cfg.numerics.quantize import hadamard
+from fp8cfg.numerics.overflow_counts import pause_overflow_counts
+from fp8cfg.numerics.quantize import hadamard_transform
 from fp8cfg.numerics.scaling import (
     GRAD_OUTPUT,
     INPUT,
     WEIGHT,
-    Scales,
     Scaling,
-    amax_of,
-    first_level,
-    scale_now,
-    tile_scales,
-    tiled,
+    TileScales,
+    choose_tensor_scale,
+    compute_amax,
+    compute_global_scale,
+    compute_tile_scales,
+    split_tiles,
 )
 from fp8cfg.numerics.state_dict_conversion import ROUNDING_COUNT
 from fp8cfg.numerics.stored_state import AMAX, BACKWARD_AMAX, RAN
@@ -49,7 +49,7 @@ class Statistics(NamedTuple):
     `amax` skips NaN. `scale_min` and `scale_max` are over the tiles that are not all zero, None where all are. Shares of the
     elements: `underflow` is not zero and becomes zero, `overflow` lies beyond the largest value of the format after scaling.
     `error` is rms(rounded - tensor) / rms(tensor) over finite elements, 0 for a tensor of zeros. `zeros` and `nonfinite` are
-    counts out of `elements`."""
+    counts out of `element_numbers`."""
 
     layer: str
     tensor: str
@@ -120,7 +120,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     for p in parameters:
         p.grad = None
     try:
-        with torch.random.fork_rng(sorted(devices)), not_counted():
+        with torch.random.fork_rng(sorted(devices)), pause_overflow_counts():
             yield
     finally:
         for t, old in zip(changing, before, strict=True):
@@ -169,15 +169,19 @@ class _Probe:
         with torch.no_grad(), torch.autocast(t.device.type, enabled=False):
             t = t.detach().reshape(-1, t.shape[-1])
             if CONTRACTED[role, reads[0]] == 0:
-                t = hadamard(t.t()) if scaling.transforms(role, 0) else t.t()
+                t = hadamard_transform(t.t()) if scaling.uses_hadamard(role, 0) else t.t()
             tile = scaling.tile(role, 1)
             one = (
-                scale_now(t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False)
+                choose_tensor_scale(
+                    t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False
+                )
                 if tile is None
                 else None
             )
             random = (
-                layer.random(CONTRACTED[role, reads[0]]) if scaling.rounds_at_random(role) else None
+                layer.random(CONTRACTED[role, reads[0]])
+                if scaling.rounds_stochastically(role)
+                else None
             )
             self.found[name, role] = _measured(t.contiguous(), role, scaling, one, random)
 
@@ -209,22 +213,22 @@ class _Measured(NamedTuple):
 
 
 def _measured(
-    t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random: Random | None
+    t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random: RandomStream | None
 ) -> _Measured:
     """Statistics of `t` [R, C], whose last dimension is contracted. `one` is its scale where it has a single one, `random` the
     stream of stochastic rounding.
     """
     fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
-    whole = first_level(t) if scaling.layout.two_levels else None
+    whole = compute_global_scale(t) if scaling.layout.two_levels else None
     rows = max(1, CHUNK // t.shape[1] // 128) * 128  # no tile is higher
     scales, sums = [], []
     for i, part in enumerate(torch.split(t, rows)):
-        v = tiled(part, tile or (0, 0))
+        v = split_tiles(part, tile or (0, 0))
         if one is not None:
             encode, decode = one, one.reciprocal()
             scales.append(one.expand(2))
         else:
-            encode, decode = tile_scales(v, fmt, scaling, whole)
+            encode, decode = compute_tile_scales(v, fmt, scaling, whole)
             scales.append(_extremes(encode, v))
         if whole is not None:
             decode = decode * whole.reciprocal()
@@ -233,9 +237,9 @@ def _measured(
             if random
             else None
         )
-        sums.append(_sums(part, v, fmt, Scales(encode, decode), uniform))
+        sums.append(_sums(part, v, fmt, TileScales(encode, decode), uniform))
     low, high = torch.stack(scales).double().unbind(1)
-    first = torch.stack([amax_of(t).double(), low.amin(), high.amax()])
+    first = torch.stack([compute_amax(t).double(), low.amin(), high.amax()])
     return _Measured(fmt, t.numel(), torch.cat([first, torch.stack(sums).sum(0)]))
 
 
@@ -247,7 +251,9 @@ def _extremes(scales: Tensor, v: Tensor) -> Tensor:
     )
 
 
-def _sums(part: Tensor, v: Tensor, fmt: Format, scales: Scales, uniform: Tensor | None) -> Tensor:
+def _sums(
+    part: Tensor, v: Tensor, fmt: Format, scales: TileScales, uniform: Tensor | None
+) -> Tensor:
     """Over the elements of `part`, which are those of `v` without what completes its tiles: how many underflow, overflow, are
     zero, are not finite; sums of squares of errors and of values."""
     x = v.float()

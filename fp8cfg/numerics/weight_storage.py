@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.async_copies import HostCopy
-from fp8cfg.numerics.codecs import Codec
-from fp8cfg.numerics.codecs import Stored as InCodec
+from fp8cfg.numerics.codecs import Codec, EncodedTensor
 from fp8cfg.numerics.fp8_weights import (
     WEIGHT_BUFFERS,
     FP8Weight,
@@ -22,7 +21,7 @@ from fp8cfg.numerics.fp8_weights import (
     decoded,
     plain,
 )
-from fp8cfg.numerics.kernels.store import store_recorded
+from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.numerics.scaling import AmaxGroup, Scaling
 from fp8cfg.numerics.stored_state import StoredWeight, amax_record, in_stored_form, persistent
 from fp8cfg.schema.errors import ConfigError
@@ -236,7 +235,7 @@ class HeldWeight(NarrowWeight):
         return self.codec.decode(self.in_codec)
 
     @property
-    def in_codec(self) -> InCodec:
+    def in_codec(self) -> EncodedTensor:
         """The tensors that hold the weight."""
         data, scale_inv = plain(self.parameter), getattr(self, SCALE_INV)
         return (data,) if scale_inv is None else (data, scale_inv)
@@ -328,7 +327,7 @@ class QuantizedWeight(NarrowWeight):
     def parts(self) -> AmaxGroup | None:
         """The amax group of the tensors whose scales are made of their amaxes in each pass: under delayed scaling until they are
         known to be set."""
-        return self.amax_group and self.amax_group.without(self.scales_set)
+        return self.amax_group and self.amax_group.exclude(self.scales_set)
 
     def note_set(self, roles: tuple[int, ...]) -> None:
         """The delayed scales of these roles are set, of others they may not be."""
@@ -375,7 +374,7 @@ class QuantizedWeight(NarrowWeight):
     def _stored(self, master: Tensor, held: Sequence[Tensor | None] = ()) -> FP8Weight:
         """The weight in float8, in the tensors that are `held` where a kernel has written there."""
         into = FP8Weight(*held) if held else None  # type: ignore[arg-type]
-        return store_recorded(
+        return store_and_record(
             master, self.scaling, self.fp8_scale, amax_record(self), self.parts, into
         )
 
@@ -390,7 +389,7 @@ class QuantizedWeight(NarrowWeight):
         return self.codec is not None or self.fp8_params
 
     @property
-    def in_codec(self) -> InCodec:
+    def in_codec(self) -> EncodedTensor:
         """The tensors that store a weight in a codec."""
         scale_inv = self.fp8_weight_scale_inv
         data = plain(self.parameter)

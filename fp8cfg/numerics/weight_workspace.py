@@ -46,12 +46,12 @@ class Quantized(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What products read, to be given to an autograd function: of each operand those that `Operand.of` takes."""
+        """What products read, to be given to an autograd function: of each operand those that `Operand.from_tensors` takes."""
         return tuple(t for operand in self for t in (operand.tensors if operand else (None,) * 3))
 
     @property
     def kinds(self) -> tuple[Any, Any]:
-        """The format and tile of each operand, which `Operand.of` takes beside its tensors."""
+        """The format and tile of each operand, which `Operand.from_tensors` takes beside its tensors."""
         return self.fprop and (self.fprop.fmt, self.fprop.tile), self.dgrad and (
             self.dgrad.fmt,
             self.dgrad.tile,
@@ -178,7 +178,7 @@ def _counted_off() -> bool:
 
 def _aliased(operand: Operand | None) -> Operand | None:
     """`operand` with tensors of its own over the same memory: Dynamo takes no tensor twice as an input of an autograd function."""
-    return operand and Operand.of(
+    return operand and Operand.from_tensors(
         [t if t is None else t.detach() for t in operand.tensors], (operand.fmt, operand.tile)
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.protocol import PreparedModel
-from fp8cfg.numerics.codecs import Stored, codec
+from fp8cfg.numerics.codecs import EncodedTensor, get_codec
 from fp8cfg.optim.low_bit.adam import LowBitTraining
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel import pipeline
@@ -78,9 +78,11 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
     for comm, params in stored.items():
         entries = [held[p] for p in params]
         if to_owners:
-            sum_stored_to_owners(entries, _owners(prepared, optimizer, params), codec(comm), world)
+            sum_stored_to_owners(
+                entries, _owners(prepared, optimizer, params), get_codec(comm), world
+            )
         else:
-            sum_stored(entries, codec(comm), world)
+            sum_stored(entries, get_codec(comm), world)
     if to_owners:
         _drop_others(optimizer, held)
 
@@ -121,7 +123,7 @@ def tensor_world(prepared: PreparedModel) -> World:
     return World(here.rank, here.size, group=here.process_group)
 
 
-def stored_grads(optimizer: Optimizer) -> dict[nn.Parameter, Stored]:
+def stored_grads(optimizer: Optimizer) -> dict[nn.Parameter, EncodedTensor]:
     """The gradients that the optimizer keeps in a codec."""
     return optimizer.stored_grads if isinstance(optimizer, LowBitTraining) else {}
 
@@ -132,7 +134,7 @@ def _owners(
     return [prepared.owner[optimizer.names[p]] for p in params]
 
 
-def _drop_others(optimizer: Optimizer, held: dict[nn.Parameter, Stored]) -> None:
+def _drop_others(optimizer: Optimizer, held: dict[nn.Parameter, EncodedTensor]) -> None:
     """Forget gradients that other ranks have; an empty one says that there was one."""
     if not isinstance(optimizer, LowBitTraining):
         optimizer.drop_others()

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8cfg.numerics.codecs import Codec, Stored, codec
-from fp8cfg.numerics.scaling import amax_or_nan
+from fp8cfg.numerics.codecs import Codec, EncodedTensor, get_codec
+from fp8cfg.numerics.scaling import compute_amax_or_nan
 from fp8cfg.parallel.process_group import Kind, on_ring
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def length(share: Share) -> int:
 
 
 def even_shares(sizes: Sequence[int], ranks: int) -> Iterator[list[Share]]:
-    """For each message the share of every rank, where tensors of `sizes` elements, one behind the other, are dealt out evenly:
+    """For each message the share of every rank, where tensors of `tile_shape` elements, one behind the other, are dealt out evenly:
     a tensor may be cut anywhere, and only the shares of the last ranks may be smaller."""
     row = _Row(sizes, range(len(sizes)))
     for start in range(0, row.end, MESSAGE):
@@ -139,7 +139,7 @@ def all_reduce(flats: Sequence[Tensor], dtype: torch.dtype, world: World) -> Non
             flats[tensor][start:stop].copy_(part)
 
 
-def two_hop_all_reduce(stored: Sequence[Stored], c: Codec, world: World) -> None:
+def two_hop_all_reduce(stored: Sequence[EncodedTensor], c: Codec, world: World) -> None:
     """Sum stored tensors that have a scale each, in place: codes and scales."""
     if not stored:
         return
@@ -163,7 +163,11 @@ def two_hop_all_reduce(stored: Sequence[Stored], c: Codec, world: World) -> None
 
 
 def reduce_to_owners(
-    stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World, flats: Sequence[Tensor]
+    stored: Sequence[EncodedTensor],
+    owners: Sequence[int],
+    c: Codec,
+    world: World,
+    flats: Sequence[Tensor],
 ) -> None:
     """Sum stored tensors into `flats`, those that this rank owns."""
     shares_of = owned_shares([data.numel() for data, *_ in stored], owners, world.size)
@@ -173,7 +177,7 @@ def reduce_to_owners(
 
 
 def reduce_stored_to_owners(
-    stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World
+    stored: Sequence[EncodedTensor], owners: Sequence[int], c: Codec, world: World
 ) -> None:
     """Sum stored tensors that have a scale each, in place, those that this rank owns."""
     if not stored:
@@ -216,7 +220,7 @@ def pieces(share: Share, data: Tensor) -> Iterator[tuple[Segment, Tensor]]:
 
 
 def _first_hop(
-    stored: Sequence[Stored], c: Codec, rounds: Iterable[list[Share]], world: World
+    stored: Sequence[EncodedTensor], c: Codec, rounds: Iterable[list[Share]], world: World
 ) -> Sums:
     """Every rank gets its share of what all have, codes as they are, and adds up what they stand for."""
     scales = None
@@ -253,12 +257,12 @@ def _added_up(c: Codec, share: Share, scales: Tensor | None, rows: Tensor) -> Te
     return total
 
 
-def _amaxes(sums: Sums, rank: int, stored: Sequence[Stored]) -> Tensor:
+def _amaxes(sums: Sums, rank: int, stored: Sequence[EncodedTensor]) -> Tensor:
     """The amax of this rank's part of each tensor. NaN becomes infinity: the maximum of NaN and a number may be either."""
     found = [torch.zeros_like(scale_inv) for _, scale_inv in stored]
     for shares, total in sums:
         for (tensor, _, _), part in pieces(shares[rank], total):
-            found[tensor] = torch.maximum(found[tensor], amax_or_nan(part))
+            found[tensor] = torch.maximum(found[tensor], compute_amax_or_nan(part))
     amaxes = torch.stack(found)
     return torch.where(amaxes.isfinite(), amaxes, math.inf)
 
@@ -294,7 +298,7 @@ def sum_over_ranks(tensors: Sequence[Tensor], codec_name: str, world: World) -> 
 
 
 @torch.no_grad()
-def sum_stored(stored: Sequence[Stored], c: Codec, world: World) -> None:
+def sum_stored(stored: Sequence[EncodedTensor], c: Codec, world: World) -> None:
     """Add up tensors stored under an FP8 codec with one scale a tensor over the ranks, in two hops and in place. Raises
     ValueError for other codecs."""
     _check_stored(c)
@@ -318,7 +322,7 @@ def sum_to_owners(
 
 @torch.no_grad()
 def sum_stored_to_owners(
-    stored: Sequence[Stored], owners: Sequence[int], c: Codec, world: World
+    stored: Sequence[EncodedTensor], owners: Sequence[int], c: Codec, world: World
 ) -> None:
     """The same for tensors stored under an FP8 codec with one scale a tensor; an owner gets the bits that `sum_stored` gives to
     all ranks."""
@@ -328,7 +332,9 @@ def sum_stored_to_owners(
 
 
 @torch.no_grad()
-def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: World) -> None:
+def gather_from_owners(
+    stored: Sequence[EncodedTensor], owners: Sequence[int], world: World
+) -> None:
     """Copy stored tensors, data and scales, from the rank that owns each to all others, in place and bit for bit. Any codec and
     any dtype will do; `(p.detach(),)` is a parameter that is stored as it is. Data are contiguous.
     """
@@ -347,7 +353,7 @@ def gather_from_owners(stored: Sequence[Stored], owners: Sequence[int], world: W
 def _gradient_codec(name: str) -> Codec:
     if name not in CODECS:
         raise ValueError(f"gradients are sent in {', '.join(CODECS)}, not in {name!r}")
-    return codec(name)
+    return get_codec(name)
 
 
 def _check_stored(c: Codec) -> None:
@@ -357,7 +363,7 @@ def _check_stored(c: Codec) -> None:
         )
 
 
-def _stored(c: Codec, flat: Tensor) -> Stored:
+def _stored(c: Codec, flat: Tensor) -> EncodedTensor:
     if flat.dtype == c.format.dtype:
         return (flat,)
     entry = c.zeros(flat.shape, flat.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.numerics.formats import Strided
+from fp8cfg.numerics.formats import StridedStart
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight
 from fp8cfg.numerics.fsdp_weights import split_fields
 from fp8cfg.numerics.stored_state import stored_state_dict
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from fp8cfg.models.weight_init import TensorShard
 
 
-def tensor_parts(prepared: PreparedModel) -> dict[nn.Parameter, Strided]:
+def tensor_parts(prepared: PreparedModel) -> dict[nn.Parameter, StridedStart]:
     """The places of this rank's parts of parameters that tensor parallelism splits, in the whole ones."""
     if prepared.tensor_parallel is None:
         return {}
     shards: Mapping[str, TensorShard] = prepared.model.shards  # type: ignore[assignment]
     return {
-        p: Strided(0, shard.run(p.shape), shard.rank, shard.ranks)
+        p: StridedStart(0, shard.run(p.shape), shard.rank, shard.ranks)
         for name, p in prepared.model.named_parameters()
         if (shard := shards.get(name))
     }
@@ -43,7 +43,7 @@ def attach(
     optimizer: LowBitTraining,
     prepared: PreparedModel,
     precision: Precision,
-    parts: Mapping[nn.Parameter, Strided],
+    parts: Mapping[nn.Parameter, StridedStart],
 ) -> None:
     """Let `optimizer` step parts of tensors: scales of whole tensors are over all ranks that have these, norms of shards over those
     that have the others; of `parts` gradient_sync.sum_norms adds them up."""

@@ -30,7 +30,7 @@ from fp8cfg.models.cross_entropy import VocabularyPart
 from fp8cfg.models.norms import LayerNorm, RMSNorm
 from fp8cfg.models.transformer import Transformer, TransformerLayer
 from fp8cfg.models.weight_init import TensorShard
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup, largest
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup, all_reduce_max
 from fp8cfg.numerics.token_shard import TokenShard
 from fp8cfg.parallel import tensor_collectives
 from fp8cfg.parallel.mesh import device_mesh
@@ -101,7 +101,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 def vocabulary_part(first: int, group: str) -> VocabularyPart:
     """The part of the logits from the entry `first` on, of which the ranks of the process group of that name have the others."""
-    return VocabularyPart(first, partial(largest, group=group), partial(summed, group=group))
+    return VocabularyPart(first, partial(all_reduce_max, group=group), partial(summed, group=group))
 
 
 COLUMN, ROW = ((WEIGHT, 0), (GRAD_OUTPUT, 1)), ((INPUT, 1), (WEIGHT, 1))

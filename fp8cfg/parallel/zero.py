@@ -17,7 +17,7 @@ from torch import nn
 from fp8cfg.backends import stored_weights
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.numerics import FP8Linear, fp8_linears
-from fp8cfg.numerics.codecs import Stored, codec
+from fp8cfg.numerics.codecs import EncodedTensor, get_codec
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, plain
 from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
@@ -39,7 +39,7 @@ def owner_of(
 ) -> dict[str, int]:
     """The rank that owns each parameter, from its elements, its columns and its weight_grad column by name."""
     sizes = [
-        sharded_bytes(count, columns, codec(gradient) if shard == "zero2" else None)
+        sharded_bytes(count, columns, get_codec(gradient) if shard == "zero2" else None)
         for count, columns, gradient in names.values()
     ]
     return dict(zip(names, owners(sizes, ranks), strict=True))
@@ -116,7 +116,7 @@ def attach(
         optimizer.sum_norms = world.sum
 
 
-def _written(p: nn.Parameter, layer: FP8Linear | None) -> list[Stored]:
+def _written(p: nn.Parameter, layer: FP8Linear | None) -> list[EncodedTensor]:
     """The tensors that a step writes for `p`, which no codec with a scale holds: data alone."""
     if layer is None or not layer.fp8_params:
         return [(p.detach(),)]

@@ -171,7 +171,7 @@ def waiting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], backen
 def _summed(
     part: Part, comm: str, sizes: dict[str, int], copied: int, owner: dict[str, int]
 ) -> int:
-    """Bytes of messages in `comm` that sum gradients of these `sizes`, of which so many elements are `copied` into that before:
+    """Bytes of messages in `comm` that sum gradients of these `tile_shape`, of which so many elements are `copied` into that before:
     what is sent and received in one, and the float32 sums of all; of an `owner` those of its own.
     """
     each, total = CODEC[comm], sum(sizes.values())

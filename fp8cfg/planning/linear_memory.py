@@ -34,7 +34,7 @@ CODEC_BLOCK = 128
 
 @cache
 def stored_bytes(codec: str, elements: int) -> int:
-    """A tensor of `elements` in a codec of `storage`, with its scales, float32: one, or those of its blocks."""
+    """A tensor of `element_numbers` in a codec of `storage`, with its scales, float32: one, or those of its blocks."""
     data, per_block = int(CODEC[codec]) * elements, int(CODEC[codec] % 1 * CODEC_BLOCK)
     if per_block:
         return data + per_block * -(-elements // CODEC_BLOCK)
@@ -121,7 +121,7 @@ def by_kernel(recipe: Recipe, device: str) -> bool:
 
 
 def quantizing(recipe: Recipe, device: str, elements: float, gradient: bool) -> float:
-    """The most that quantizing a matrix of `elements`, a `gradient` or a weight, takes, its result among it. A GPU does so by a
+    """The most that quantizing a matrix of `element_numbers`, a `gradient` or a weight, takes, its result among it. A GPU does so by a
     kernel that writes the result and its transpose alone, or else eagerly. The Hadamard transform of a gradient is made of a copy
     that runs along the other dimension, and quantized in its place."""
     mixed = CODEC[recipe.precision.compute] * elements if gradient and transforms(recipe.fp8) else 0

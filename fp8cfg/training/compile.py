@@ -23,7 +23,7 @@ from fp8cfg.building.job import Job
 from fp8cfg.data import Batches
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
-from fp8cfg.numerics.overflow_counts import not_counted
+from fp8cfg.numerics.overflow_counts import pause_overflow_counts
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.coverage import planned
@@ -80,7 +80,7 @@ def _pass(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, 
         if name.rpartition(".")[2] not in WEIGHT_BUFFERS  # large, and a pass only reads them
     }
     devices = [job.device] if job.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), not_counted(), _low_loss_scale(job):
+    with torch.random.fork_rng(devices=devices), pause_overflow_counts(), _low_loss_scale(job):
         loss = check_pass(job, batches, step, world).cpu()
     gradients = {
         name: local(p.grad).to("cpu", copy=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from fp8cfg.building.job import Job
 from fp8cfg.numerics import Overflow
 from fp8cfg.numerics.amax_update import RangesUsed
-from fp8cfg.numerics.kernels.launch import TRITON
-from fp8cfg.numerics.overflow_counts import take_values
+from fp8cfg.numerics.kernels.launch import HAS_TRITON
+from fp8cfg.numerics.overflow_counts import take_step_counts
 from fp8cfg.parallel.process_group import World, same_layers
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.scalings import SCALINGS
@@ -69,7 +69,11 @@ def values_of(job: Job) -> Tensor | None:
     """The counter of values of the step of `job` that ends here, float32 [4] (overflow_counts.py); None where there is none: on a
     GPU kernels count, of Triton."""
     counts = job.choice.product != "none" and capabilities(job.choice.backend).counts_values
-    return take_values(job.device) if counts and (TRITON or job.device.type != "cuda") else None
+    return (
+        take_step_counts(job.device)
+        if counts and (HAS_TRITON or job.device.type != "cuda")
+        else None
+    )
 
 
 def with_own_amaxes(job: Job) -> World:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8cfg.building.job import Job
 from fp8cfg.data import Batches
 from fp8cfg.numerics import Overflow
-from fp8cfg.numerics.amax_update import RangesUsed, overflow_of, ranges_used
+from fp8cfg.numerics.amax_update import RangesUsed, collect_ranges_used, read_overflow
 from fp8cfg.numerics.async_copies import HostCopy
 from fp8cfg.optim.deferred_step import DeferredSteps, Either, lr_after
 from fp8cfg.parallel.process_group import World, stages
@@ -87,7 +87,7 @@ class LaunchedStep:
     def _overflow(self, numbers: Tensor) -> Overflow | None:
         """That of all stages of a pipeline."""
         rest, staged = numbers[self._own + self._values :], self._stages.size > 1
-        own = overflow_of(
+        own = read_overflow(
             None if self._names is None else RangesUsed(rest[3 if staged else 0 :], self._names)
         )
         return of_counts(rest[:3], own, self._stages) if staged else own
@@ -103,7 +103,7 @@ def launch_step(
 ) -> LaunchedStep:
     """Launch optimizer step number `step`, the first being 0. `wish` gives this rank's wish."""
     mean, lr, _, targets = run_step(job, batches, step, world)
-    used = over_ranks(ranges_used(job.model), with_own_amaxes(job))
+    used = over_ranks(collect_ranges_used(job.model), with_own_amaxes(job))
     asked, values = _over_ranks(float(wish()), values_of(job), mean, world)
     counts = (
         [counts_over_stages(used, mean, here)] if (here := stages(job.prepared)).size > 1 else []
@@ -195,8 +195,8 @@ class StepSequence:
             result = train_step(self._job, self._batches, step, self._world)
             seconds = time.perf_counter() - began
             sent = sum(self._world.traffic.bytes.values()), str(self._world.traffic)
-            used = over_ranks(ranges_used(self._job.model), with_own_amaxes(self._job))
-            over = over_stages(overflow_of(used), stages(self._job.prepared))
+            used = over_ranks(collect_ranges_used(self._job.model), with_own_amaxes(self._job))
+            over = over_stages(read_overflow(used), stages(self._job.prepared))
             counted = values_of(self._job)
             values = None if counted is None else self._world.largest(counted[:2]).long().tolist()
             self._record(Done(step + 1, result, over, values, sent, seconds))

@@ -27,9 +27,9 @@ from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.composition.precedence import ranks_of_python_recipe, resolve_recipe
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.models.lora import Adapter
-from fp8cfg.numerics.codecs import Codec, codec
+from fp8cfg.numerics.codecs import Codec, get_codec
 from fp8cfg.numerics.fp8_weights import decoded
-from fp8cfg.numerics.kernels.store import store_recorded
+from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.planning.job_plan import planned
 from fp8cfg.planning.layer_plan import plan, transformer_config
@@ -254,9 +254,9 @@ class RunWeights:
         """
         layout = self._scaling.layout
         if layout.block <= 0 or layout.two_levels:
-            return store_recorded(weight, self._scaling, scale, None, None)
+            return store_and_record(weight, self._scaling, scale, None, None)
         parts = [
-            store_recorded(rows, self._scaling, scale, None, None)
+            store_and_record(rows, self._scaling, scale, None, None)
             for rows in weight.split(ROWS_AT_A_TIME)
         ]
         return tuple(
@@ -269,7 +269,7 @@ class RunWeights:
         return (
             None
             if fp8_weights(self.recipe.precision)
-            else codec(resolved(self.recipe.precision)["weight"])
+            else get_codec(resolved(self.recipe.precision)["weight"])
         )
 
     def _check(self) -> None:

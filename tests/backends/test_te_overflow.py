@@ -10,7 +10,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.numerics import Overflow, overflow
-from fp8cfg.numerics.amax_update import ranges_used
+from fp8cfg.numerics.amax_update import collect_ranges_used
 from tests.support.small import small, steps
 from tests.support.te_cases import CASES, backend
 from tests.support.te_small import converted, tokens
@@ -80,7 +80,7 @@ def test_ranges_are_natives(case: str, te: Any) -> None:
         job = fp8cfg.build(small(*[w for w in CASES[case] if w != "backend=te"], f"backend={name}"))
         used = []
         for _ in steps(job, 3):
-            ranges = ranges_used(job.model)
+            ranges = collect_ranges_used(job.model)
             assert ranges is not None
             used.append(dict(zip(ranges.names, ranges.ratios.tolist(), strict=True)))
         found.append(used)

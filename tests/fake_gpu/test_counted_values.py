@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E4M3, E5M2, Format
-from fp8cfg.numerics.gemm import swizzled_size
+from fp8cfg.numerics.gemm import swizzled_scale_size
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import contents
 
@@ -113,10 +113,10 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
                 for rows, columns in ((r, c), (c, r))[: 1 + square]
                 for x in (
                     torch.empty(rows, -(-columns // 32) * 16, dtype=torch.uint8),
-                    torch.empty(swizzled_size(rows, -(-columns // 16)), dtype=torch.uint8),
+                    torch.empty(swizzled_scale_size(rows, -(-columns // 16)), dtype=torch.uint8),
                 )
             ]
-            blocks.cast_four_bits(
+            blocks.cast_nvfp4(
                 t,
                 *sides,
                 *() if square else (None, None),
@@ -126,7 +126,7 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
             )
         elif "MX" in kind:
             scales = [
-                torch.empty(swizzled_size(n, -(-k // 32)), dtype=torch.uint8)
+                torch.empty(swizzled_scale_size(n, -(-k // 32)), dtype=torch.uint8)
                 for n, k in ((r, c), (c, r))
             ]
             blocks.cast_blocks(

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp8cfg.numerics.formats import BY_DTYPE, Random, cast
+from fp8cfg.numerics.formats import FORMAT_BY_DTYPE, RandomStream, cast
 from tests.support.interpreted import (
     interpreted,
     not_interpreted,
@@ -50,7 +50,10 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float8 numbers as torch rounds them, bfloat16 as it is."""
     from triton.runtime import interpreter
 
-    formats = {"fp8e4nv": BY_DTYPE[torch.float8_e4m3fn], "fp8e5": BY_DTYPE[torch.float8_e5m2]}
+    formats = {
+        "fp8e4nv": FORMAT_BY_DTYPE[torch.float8_e4m3fn],
+        "fp8e5": FORMAT_BY_DTYPE[torch.float8_e5m2],
+    }
     convert = interpreter._convert_float
 
     def converted(given: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -84,7 +87,9 @@ def test_other_random_numbers_are_found(
     monkeypatch.setitem(kernel_bits.SCALINGS, "nvfp4", {variant: SCALINGS["nvfp4"][variant]})
     made = kernel_bits.quantize_four_bits_fused
 
-    def in_another_lane(t: torch.Tensor, square: bool, draw: Random | None, *rest: Any) -> Any:
+    def in_another_lane(
+        t: torch.Tensor, square: bool, draw: RandomStream | None, *rest: Any
+    ) -> Any:
         return made(t, square, draw and draw._replace(lane=1 - draw.lane), *rest)
 
     monkeypatch.setattr(kernel_bits, "quantize_four_bits_fused", in_another_lane)

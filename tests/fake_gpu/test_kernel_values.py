@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E4M3, E5M2, Scaling
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, amax_of, scale_now
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, choose_tensor_scale, compute_amax
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import contents, saturated
 
@@ -64,7 +64,7 @@ def test_values_amaxes_scales_and_layouts(kind: str, role: int, shape: tuple[int
             )
             history = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
             kept = history.clone()
-            want = scale_now(x, role, scaling, scales, kept, record)
+            want = choose_tensor_scale(x, role, scaling, scales, kept, record)
             data, transposed, scale_inv = (
                 torch.empty(shape),
                 torch.empty(shape[::-1]),
@@ -111,10 +111,10 @@ def test_amaxes_of_parts(shape: tuple[int, int]) -> None:
 
     for name, t in contents(shape).items():
         parts = torch.zeros(tensor.PARTS)
-        tensor.amaxes_of_parts(t, parts)
-        assert torch.equal(parts.amax(), amax_of(t)) and not parts[tensor.part_count(t) :].any(), (
-            name
-        )
+        tensor.compute_part_amaxes(t, parts)
+        assert (
+            torch.equal(parts.amax(), compute_amax(t)) and not parts[tensor.num_parts(t) :].any()
+        ), name
 
 
 @interpreted

@@ -12,9 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E2M1, E4M3, Scaling
-from fp8cfg.numerics.formats import Random
+from fp8cfg.numerics.formats import RandomStream
 from fp8cfg.numerics.fp8_weights import store
-from fp8cfg.numerics.gemm import Operand, laid_out, swizzled_size
+from fp8cfg.numerics.gemm import Operand, hardware_layout, swizzled_scale_size
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, record_amax
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
@@ -35,7 +35,7 @@ def four_bit_room(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Room for codes and scales, with something in it."""
     return (
         torch.full((rows, -(-columns // 32) * 16), 77, dtype=torch.uint8),
-        torch.full((swizzled_size(rows, -(-columns // 16)),), 77, dtype=torch.uint8),
+        torch.full((swizzled_scale_size(rows, -(-columns // 16)),), 77, dtype=torch.uint8),
     )
 
 
@@ -45,7 +45,7 @@ def four_bit_room(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 def test_four_bits(shape: tuple[int, int], kind: str) -> None:
     """Codes, scales of tiles and of the tensor, and the recorded amax of NVFP4; here the kernel rounds, not the hardware."""
     from fp8cfg.numerics.kernels import blocks
-    from fp8cfg.numerics.scaling import amax_or_nan, first_level_of
+    from fp8cfg.numerics.scaling import compute_amax_or_nan, global_scale_from_amax
 
     scaling, square = Scaling("nvfp4", forward=E2M1, backward=E2M1), kind == "squares"
     random = (
@@ -59,33 +59,33 @@ def test_four_bits(shape: tuple[int, int], kind: str) -> None:
             i % 2,
         )
         seen, kept = torch.full((), 0.5), torch.full((), 0.5)
-        record_amax(kept, amax := amax_or_nan(x))
+        record_amax(kept, amax := compute_amax_or_nan(x))
         q = quantize_tiles(
             x,
             (16, 16) if square else (1, 16),
             E2M1,
             scaling,
             E2M1.dtype,
-            first_level_of(amax),
-            Random(*random, lane) if random else None,
+            global_scale_from_amax(amax),
+            RandomStream(*random, lane) if random else None,
         )
         sides = [q, q.t()] if square else [q]
         made = [room for side in sides for room in four_bit_room(*side.data.shape)]
         whole = torch.empty(())
-        blocks.cast_four_bits(
+        blocks.cast_nvfp4(
             x.contiguous(), *made, *() if square else (None, None), whole, random, lane, seen
         )
         assert torch.equal(seen, kept), name
-        assert q.whole_inv is not None and torch.equal(
-            whole.nan_to_num(7.0), q.whole_inv.nan_to_num(7.0)
+        assert q.global_scale_inv is not None and torch.equal(
+            whole.nan_to_num(7.0), q.global_scale_inv.nan_to_num(7.0)
         ), name
         for side, codes, scales in zip(sides, made[::2], made[1::2], strict=True):
-            want, want_scales = laid_out(side._replace(data=side.data.contiguous()))
+            want, want_scales = hardware_layout(side._replace(data=side.data.contiguous()))
             assert torch.equal(scales, want_scales), name
             assert name == "nan" or torch.equal(codes, want), name
         held = store(x, Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=square))
         stored = [None if field is None else torch.full_like(field, 1.0) for field in held]
-        blocks.cast_four_bits(x.contiguous(), *stored, transpose=False)
+        blocks.cast_nvfp4(x.contiguous(), *stored, transpose=False)
         for field, kept_field in zip(stored, held, strict=True):
             assert field is kept_field is None or torch.equal(
                 field.float().nan_to_num(7.0), kept_field.float().nan_to_num(7.0)
@@ -111,7 +111,7 @@ def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     )
 
     def operand(role: int, axis: int, fused: bool = False, both: bool = False) -> Operand:
-        monkeypatch.setattr(quantize, "fuses_four_bits", lambda t, carrier: fused)
+        monkeypatch.setattr(quantize, "can_fuse_nvfp4", lambda t, carrier: fused)
         if four:
             return quantize.quantize_nvfp4(t, role, axis, scaling, None, random)
         tile = scaling.tile(role, axis)
@@ -124,20 +124,20 @@ def test_operands_of_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) ->
 
     for role in (INPUT, WEIGHT, GRAD_OUTPUT):
         shared = operand(role, 1, fused=True, both=True)
-        made = [shared, shared.t() if shared.other else operand(role, 0, fused=True).t()]
+        made = [shared, shared.t() if shared.columnwise else operand(role, 0, fused=True).t()]
         if not scaling.directional(role):  # for dgrad alone, too
             made[1] = operand(role, 1, fused=True).t()
         wants = [operand(role, 1), operand(role, 0).t()]
         for got, want, axis in zip(made, wants, (1, 0), strict=True):
-            assert got.how == "scaled_mm" and got.kind == ("e2m1" if four else "e4m3")
+            assert got.execution == "scaled_mm" and got.format_name == ("e2m1" if four else "e4m3")
             want = want._replace(data=want.data.contiguous())
-            for a, b in zip(laid_out(got), laid_out(want), strict=True):
+            for a, b in zip(hardware_layout(got), hardware_layout(want), strict=True):
                 assert torch.equal(a, b), (role, axis)
-            assert (got.whole_inv is None) == (want.whole_inv is None) == (not four)
+            assert (got.global_scale_inv is None) == (want.global_scale_inv is None) == (not four)
             assert (
-                got.whole_inv is None
-                or want.whole_inv is None
-                or torch.equal(got.whole_inv, want.whole_inv)
+                got.global_scale_inv is None
+                or want.global_scale_inv is None
+                or torch.equal(got.global_scale_inv, want.global_scale_inv)
             ), (role, axis)
 
 
@@ -168,7 +168,7 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
         )
 
     for module in (amax_group, block_scaling, launch):
-        monkeypatch.setattr(module, "largest", largest)
+        monkeypatch.setattr(module, "all_reduce_max", largest)
     four, parts = (
         kind != "rows",
         amax_group.AmaxGroup(ROW if role == INPUT else COLUMN, "two ranks"),
@@ -188,7 +188,7 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
     t = exact(208, 160)
 
     def operands(fused: bool) -> list[Operand]:
-        monkeypatch.setattr(quantize, "fuses_four_bits", lambda t, carrier: fused)
+        monkeypatch.setattr(quantize, "can_fuse_nvfp4", lambda t, carrier: fused)
         if four:
             made = quantize.quantize_nvfp4(t, role, 1, scaling, None, None, None, parts, both=True)
             return [made, made.t()]
@@ -197,7 +197,7 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
             return [made, made.t()]
         tiles = [(axis, tile) for axis in (1, 0) if (tile := scaling.tile(role, axis))]
         along, across = (
-            quantize_tiles(t, tile, E4M3, scaling, E4M3.dtype, group=parts.over(role, tile))
+            quantize_tiles(t, tile, E4M3, scaling, E4M3.dtype, group=parts.group_of(role, tile))
             for _, tile in tiles
         )
         return [along, across.t()]
@@ -208,7 +208,7 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
     for got, want in zip(gots, wants, strict=True):
         want = want._replace(data=want.data.contiguous())
         pairs = (
-            [*zip(laid_out(got), laid_out(want), strict=True)]
+            [*zip(hardware_layout(got), hardware_layout(want), strict=True)]
             if four
             else [(got.data, want.data), (got.scale_inv, want.scale_inv)]
         )
@@ -216,7 +216,7 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
             torch.equal(a.float(), b.float()) for a, b in pairs if a is not None and b is not None
         )
         assert not four or (
-            got.whole_inv is not None
-            and want.whole_inv is not None
-            and torch.equal(got.whole_inv, want.whole_inv)
+            got.global_scale_inv is not None
+            and want.global_scale_inv is not None
+            and torch.equal(got.global_scale_inv, want.global_scale_inv)
         )

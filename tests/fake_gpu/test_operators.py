@@ -36,8 +36,8 @@ def state(scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "rest"),
     [
-        ("amax_where_unset", (None, 0)),
-        ("amax_where_unset", (state()[0], 0)),
+        ("compute_amax_if_unset", (None, 0)),
+        ("compute_amax_if_unset", (state()[0], 0)),
         ("quantize_tensor", (None, None, None, E4M3.max, True, 0, E4M3.dtype, True)),
         ("quantize_tensor", (*state(), None, E5M2.max, False, 2, E5M2.dtype, False)),
         ("quantize_tensor", (*state(0.0), torch.ones(1), E4M3.max, False, 1, E4M3.dtype, True)),

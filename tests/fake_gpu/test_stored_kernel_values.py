@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from fp8cfg.numerics import E2M1, E4M3, Scaling
 from fp8cfg.numerics.fp8_weights import FP8Weight, store
-from fp8cfg.numerics.scaling import INPUT, WEIGHT, scale_now
+from fp8cfg.numerics.scaling import INPUT, WEIGHT, choose_tensor_scale
 from tests.support.interpreted import (
     interpreted,
     not_interpreted,
@@ -74,20 +74,20 @@ def test_a_stored_weight_and_its_shards_are_those_of_plain_code(
 ) -> None:
     """Fields, layouts, dtypes and bits, with the amax that is recorded; shards of two ranks, of which no tile or all are cut."""
     from fp8cfg.numerics import fsdp_weights
-    from fp8cfg.numerics.kernels.store import store_recorded
+    from fp8cfg.numerics.kernels.store import store_and_record
 
     scaling, t = STORED[kind], exact(*shape)
     state = (torch.zeros(3), torch.zeros(4, 3)) if scaling.layout.history else (None, None)
     scale = (
-        scale_now(t, WEIGHT, scaling, *state, record=False)
+        choose_tensor_scale(t, WEIGHT, scaling, *state, record=False)
         if scaling.tile(WEIGHT, 1) is None
         else None
     )
     want = store(t, scaling, scale)
-    assert same(store_recorded(t, scaling, *state, None), want), kind
+    assert same(store_and_record(t, scaling, *state, None), want), kind
     held = FP8Weight(*(None if field is None else torch.zeros_like(field) for field in want))
     versions = [field._version for field in held if field is not None]
-    again = store_recorded(t, scaling, *state, None, held)
+    again = store_and_record(t, scaling, *state, None, held)
     assert same(held, want) and all(a is b for a, b in zip(again, held, strict=True)), (
         "written where it is held"
     )
@@ -141,20 +141,20 @@ def test_parts_are_scaled_as_the_whole(kind: str, monkeypatch: pytest.MonkeyPatc
         asked.append((amax.item(), group))
         return torch.maximum(amax, torch.tensor(7.0))
 
-    monkeypatch.setattr(amax_group, "largest", largest)
+    monkeypatch.setattr(amax_group, "all_reduce_max", largest)
     parts = amax_group.AmaxGroup(((WEIGHT, 0),), "two ranks")
     for first in (0.0, 2.0) if scaling.layout.history else (None,):
         state = (None, None) if first is None else (torch.full((3,), first), torch.zeros(4, 3))
-        made = fused_quantize.quantize_fused(
+        made = fused_quantize.quantize_tensor_fused(
             t, WEIGHT, scaling, *state, record=True, both=True, parts=parts
         )
         scale = torch.tensor(first or E4M3.max / 7.0)
         assert made.scale_inv == 1 / scale and torch.equal(made.data.float(), t * scale)
-        assert made.other is not None and torch.equal(
-            made.other.data.float(), made.data.t().float()
+        assert made.columnwise is not None and torch.equal(
+            made.columnwise.data.float(), made.data.t().float()
         )
         assert state[1] is None or state[1][0].tolist() == [0, 3.5, 0]
-        fused_quantize.quantize_fused(
+        fused_quantize.quantize_tensor_fused(
             t, INPUT, scaling, *state, record=True, both=False, parts=parts
         )
     read = [0.0 if first else 3.5 for first in ((0.0, 2.0) if scaling.layout.history else (0.0,))]
@@ -172,24 +172,24 @@ def test_no_amax_is_looked_for_where_scales_begin_with_1(
     from fp8cfg.numerics.kernels import store as fused_store
     from fp8cfg.numerics.kernels import tensor
 
-    launches, launch = [], tensor.amaxes_of_parts
+    launches, launch = [], tensor.compute_part_amaxes
     monkeypatch.setattr(
         tensor,
-        "amaxes_of_parts",
+        "compute_part_amaxes",
         lambda *args, **kwargs: launches.append(launch(*args, **kwargs)),
     )
     t, scaling = exact(192, 160), Scaling(first_step="te")
     for first in (1.0, 2.0, 0.0):
         scales, history = torch.full((3,), first), torch.zeros(4, 3)
-        made = fused_quantize.quantize_fused(
+        made = fused_quantize.quantize_tensor_fused(
             t, INPUT, scaling, scales, history, record=True, both=False
         )
-        data, scale_inv, *_ = fused_store.store_recorded(t, scaling, scales, history, None)
+        data, scale_inv, *_ = fused_store.store_and_record(t, scaling, scales, history, None)
         for q, inverse in ((made.data, made.scale_inv), (data, scale_inv)):
             assert inverse == 1 / (first or 1) and torch.equal(q.float(), t * (first or 1))
         assert history[0].tolist() == [3.5, 3.5, 0]
     assert not launches
-    fused_quantize.quantize_fused(
+    fused_quantize.quantize_tensor_fused(
         t, INPUT, Scaling(), torch.ones(3), history, record=True, both=False
     )
     assert len(launches) == 1, "by default a scale that is not set is that of the tensor"

@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E4M3, E5M2, Scaling
-from fp8cfg.numerics.gemm import swizzled, swizzled_size
-from fp8cfg.numerics.scaling import e8m0_bytes
+from fp8cfg.numerics.gemm import swizzle_scales, swizzled_scale_size
+from fp8cfg.numerics.scaling import encode_e8m0
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import check_tiles, contents, plain
 
@@ -30,7 +30,7 @@ def test_under_the_interpreter() -> None:
 
 def filled(rows: int, columns: int) -> Tensor:
     """Room for swizzled scales of 1x32, with something in it."""
-    return torch.full((swizzled_size(rows, -(-columns // 32)),), 77, dtype=torch.uint8)
+    return torch.full((swizzled_scale_size(rows, -(-columns // 32)),), 77, dtype=torch.uint8)
 
 
 @interpreted
@@ -58,9 +58,9 @@ def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
                 data.nan_to_num(7.0), exact.nan_to_num(7.0)
             ), (name, tile)
             rows = decode.repeat_interleave(tile[0], 0)[: len(v)]
-            assert torch.equal(scales, swizzled(e8m0_bytes(rows))), (name, tile)
+            assert torch.equal(scales, swizzle_scales(encode_e8m0(rows))), (name, tile)
         packed = [
-            e8m0_bytes(plain(v, tile, scaling, E4M3)[1])
+            encode_e8m0(plain(v, tile, scaling, E4M3)[1])
             for v, tile in ((x, (32, 32) if square else (1, 32)), (x, (32, 1)))
         ]
         stored = (

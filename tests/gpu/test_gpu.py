@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.backends.choice import BLOCK_CUDA
-from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, decode, fp8_linears
+from fp8cfg.numerics import E4M3, FP8Linear, Region, Scaling, decode_gemm_record, fp8_linears
 from fp8cfg.numerics.statistics import Statistics, collect_statistics
 from fp8cfg.training.data import run_data
 from tests.support.small import small, steps, weight_bytes
@@ -63,7 +63,7 @@ def test_the_hardwares_product_agrees_with_the_emulated_one(name: str, tokens: i
         given = x.clone().requires_grad_()
         layer(given).backward(dy)
         found.append((layer(given).detach(), given.grad, layer.weight.grad))
-        assert {decode(c).how for c in layer.gemms_ran.tolist()} == {
+        assert {decode_gemm_record(c).execution for c in layer.gemms_ran.tolist()} == {
             "emulated" if product == "emulate" else "scaled_mm"
         }
     for a, b in zip(*found, strict=True):

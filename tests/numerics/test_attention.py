@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8cfg.models.attention import CoreAttention
 from fp8cfg.numerics import (
-    Ran,
+    GemmRecord,
     Region,
     Scaling,
-    decode,
+    decode_gemm_record,
     discard_amax,
     high_precision_state_dict,
     update_scales,
@@ -24,7 +24,7 @@ from fp8cfg.numerics.fp8_attention import QKV, FP8Attention
 from fp8cfg.numerics.stored_state import stored_state_dict
 from tests.support.attention import CURRENT, DELAYED, both_ways, qkv
 
-RAN = [Ran("e4m3", "e4m3", "emulated")] * 2 + [Ran("e5m2", "e4m3", "emulated")] * 4
+RAN = [GemmRecord("e4m3", "e4m3", "emulated")] * 2 + [GemmRecord("e5m2", "e4m3", "emulated")] * 4
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
 
 
-def ran(layer: FP8Attention) -> list[Ran | None]:
-    return [decode(code) for code in layer.gemms_ran.tolist()]
+def ran(layer: FP8Attention) -> list[GemmRecord | None]:
+    return [decode_gemm_record(code) for code in layer.gemms_ran.tolist()]
 
 
 def state(layer: FP8Attention) -> list[Tensor]:

@@ -13,8 +13,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8cfg.numerics import E2M1, E4M3, E5M2, GRAD_OUTPUT, INPUT, WEIGHT, Format, Scaling, quantize
 from fp8cfg.numerics.fp8_weights import pack, unpack
-from fp8cfg.numerics.quantize import MATRIX, hadamard, matrix_made_on, quantize_tiles
-from fp8cfg.numerics.scaling import first_level, spread, tile_scales, tiled, untiled
+from fp8cfg.numerics.quantize import (
+    HADAMARD_MATRIX,
+    build_hadamard_matrix,
+    hadamard_transform,
+    quantize_tiles,
+)
+from fp8cfg.numerics.scaling import (
+    compute_global_scale,
+    compute_tile_scales,
+    expand_scales,
+    join_tiles,
+    split_tiles,
+)
 from tests.support.pairs import pairwise
 from tests.support.te_stub import te_module
 
@@ -81,7 +92,7 @@ def test_mxfp8_is_torchaos_rceil_cast(x: Tensor) -> None:
 def test_e8m0_bytes(amax: float, byte: int) -> None:
     x = torch.zeros(1, 32)
     x[0, 3] = amax
-    scales = tile_scales(tiled(x, (1, 32)), E4M3, MX, None)
+    scales = compute_tile_scales(split_tiles(x, (1, 32)), E4M3, MX, None)
     packed = pack(scales.decode[:, 0, :, 0], MX)
     assert packed.item() == byte
     same(unpack(packed), scales.decode[:, 0, :, 0])
@@ -119,10 +130,10 @@ def from_fp4(te: object, q: Tensor) -> Tensor:
 def test_nvfp4_is_transformer_engines_reference(x: Tensor, tile: tuple[int, int]) -> None:
     te, ref = te_nvfp4(tile, rht=False)
     data, scale, *_, amax, _ = ref._quantize(x)
-    whole = first_level(x)
+    whole = compute_global_scale(x)
     got = quantize_tiles(x, tile, E2M1, NVFP4, torch.float32, whole)
-    decode = tile_scales(tiled(x, tile), E2M1, NVFP4, whole).decode[:, 0, :, 0]
-    same(spread(decode, (32, 4), (tile[0], 1)), scale.float())
+    decode = compute_tile_scales(split_tiles(x, tile), E2M1, NVFP4, whole).decode[:, 0, :, 0]
+    same(expand_scales(decode, (32, 4), (tile[0], 1)), scale.float())
     if not x.isnan().any():  # FP4 has no NaN; the scales, NaN all over, say it
         same(got.data, from_fp4(te, data) * scale.float().repeat_interleave(16, 1))
         reference = torch.div(torch.tensor(2688.0), amax).clamp(max=torch.finfo(torch.float32).max)
@@ -134,16 +145,18 @@ def test_nvfp4_mixes_columns_as_transformer_engine_does(dtype: torch.dtype) -> N
     te, ref = te_nvfp4((1, 16), rht=True)
     x = torch.randn(48, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     _, _, data, scale, _, amax = ref._quantize(x)
-    mixed = hadamard(x.t())
-    assert first_level(mixed) == torch.div(torch.tensor(2688.0), amax)
-    got = quantize_tiles(mixed, (1, 16), E2M1, NVFP4, torch.float32, first_level(mixed))
+    mixed = hadamard_transform(x.t())
+    assert compute_global_scale(mixed) == torch.div(torch.tensor(2688.0), amax)
+    got = quantize_tiles(mixed, (1, 16), E2M1, NVFP4, torch.float32, compute_global_scale(mixed))
     same(got.data, from_fp4(te, data) * scale.float().repeat_interleave(16, 1))
 
 
 def test_the_transform_cancels_in_the_product_whatever_the_number_of_tokens() -> None:
     a, b = torch.randn(40, 8, dtype=torch.float64), torch.randn(40, 12, dtype=torch.float64)
-    torch.testing.assert_close(hadamard(a.t()) @ hadamard(b.t()).t(), a.t() @ b)
-    assert torch.equal(matrix_made_on(a.device), MATRIX), "which compiled code makes on a GPU"
+    torch.testing.assert_close(hadamard_transform(a.t()) @ hadamard_transform(b.t()).t(), a.t() @ b)
+    assert torch.equal(build_hadamard_matrix(a.device), HADAMARD_MATRIX), (
+        "which compiled code makes on a GPU"
+    )
 
 
 # --- block scaling, worked out by hand on compute_scale_from_amax
@@ -168,7 +181,7 @@ def test_block_scales(amax: float, dtype: torch.dtype, scale: float, power_of_2:
     x = torch.zeros(1, 256, dtype=dtype)
     x[0, 130] = amax
     plain, floored = (
-        tile_scales(tiled(x, (1, 128)).float(), E4M3, s, None, dtype).encode.flatten()
+        compute_tile_scales(split_tiles(x, (1, 128)).float(), E4M3, s, None, dtype).encode.flatten()
         for s in (BLOCK_FP32, BLOCK)
     )
     assert plain[0] == floored[0] == 1
@@ -194,8 +207,8 @@ def test_every_tile_is_scaled_by_its_own_amax(
     shape: tuple[int, int], tile: tuple[int, int]
 ) -> None:
     x = torch.randn(shape)
-    v = tiled(x, tile)
-    torch.testing.assert_close(untiled(v, x.shape), x, rtol=0, atol=0)
+    v = split_tiles(x, tile)
+    torch.testing.assert_close(join_tiles(v, x.shape), x, rtol=0, atol=0)
     amax = torch.nn.functional.max_pool2d(
         torch.nn.functional.pad(
             x.abs(), (0, v.shape[2] * v.shape[3] - shape[1], 0, v.shape[0] * v.shape[1] - shape[0])
@@ -203,9 +216,9 @@ def test_every_tile_is_scaled_by_its_own_amax(
         (v.shape[1], v.shape[3]),
     )[0, 0]
     scaling = Scaling("current", granularity="row")
-    scales = tile_scales(v, E4M3, scaling, None).encode[:, 0, :, 0]
+    scales = compute_tile_scales(v, E4M3, scaling, None).encode[:, 0, :, 0]
     assert torch.equal(scales, torch.div(torch.full_like(amax, 448.0), amax))
-    assert spread(scales, x.shape, tile).shape == x.shape
+    assert expand_scales(scales, x.shape, tile).shape == x.shape
 
 
 @pytest.mark.parametrize(
@@ -228,7 +241,7 @@ def test_compiled_as_eager(scaling: Scaling, role: int, axis: int, dtype: torch.
     tile, fmt, whole = (
         scaling.tile(role, axis),
         scaling.format_of(role),
-        first_level(x) if scaling.kind == "nvfp4" else None,
+        compute_global_scale(x) if scaling.kind == "nvfp4" else None,
     )
 
     def run() -> tuple:
@@ -274,7 +287,7 @@ def test_the_transform_is_copied_to_a_gpu_once(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(quantize, "sent", lambda t, device: sent.append(t.dtype) or t)
     quantize._copied.cache_clear()
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32):
-        assert torch.equal(quantize._matrix_on(gpu, dtype), MATRIX.to(dtype))
+        assert torch.equal(quantize._matrix_on(gpu, dtype), HADAMARD_MATRIX.to(dtype))
     assert sent == [torch.bfloat16, torch.float32]
     with FlopCounterMode(display=False):
         quantize._matrix_on(gpu, torch.bfloat16)

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8cfg.numerics import codecs
-from fp8cfg.numerics.codecs import BF16, FP32, NAMES, Codec, codec
+from fp8cfg.numerics.codecs import BF16, CODECS, FP32, Codec, get_codec
 from fp8cfg.numerics.formats import E4M3, random_key, square_root
-from fp8cfg.numerics.scaling import amax_or_nan
+from fp8cfg.numerics.scaling import compute_amax_or_nan
 from fp8cfg.schema.precision import Codec as CodecName
 from tests.support.codec_values import ALL, KEY, normal, values
 
@@ -36,17 +36,20 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_names_are_those_of_the_storage_keys() -> None:
-    assert set(NAMES) == set(get_args(CodecName)) - {"auto", "none"}
+    assert set(CODECS) == set(get_args(CodecName)) - {"auto", "none"}
 
 
 def test_what_is_refused() -> None:
     for call, words in (
-        (lambda: codec("fp9"), "codec 'fp9'; choose from fp32, bf16"),
-        (lambda: codec("fp32", "stochastic"), "codec fp32: what is float32 already is not rounded"),
+        (lambda: get_codec("fp9"), "codec 'fp9'; choose from fp32, bf16"),
+        (
+            lambda: get_codec("fp32", "stochastic"),
+            "codec fp32: what is float32 already is not rounded",
+        ),
         (lambda: Codec(E4M3, "exact", block=96), "block=96: needs a scale, and a power of two"),
         (lambda: Codec(BF16, block=128), "block=128: needs a scale"),
         (
-            lambda: codec("bf16", "stochastic").encode(normal(3)),
+            lambda: get_codec("bf16", "stochastic").encode(normal(3)),
             "codec bf16: stochastic rounding needs a key",
         ),
     ):
@@ -61,8 +64,8 @@ def test_what_is_refused() -> None:
 @pytest.mark.parametrize("amax", [1e-30, 1e-36, 1.2e-38, 1e-40, 1e-45])
 def test_trap_tiny_amax_gives_no_infinite_scale(name: str, amax: float) -> None:
     x = torch.tensor([amax, -amax / 2, 0.0])
-    data, scale_inv = codec(name).encode(x)
-    decoded = codec(name).decode((data, scale_inv))
+    data, scale_inv = get_codec(name).encode(x)
+    decoded = get_codec(name).decode((data, scale_inv))
     assert (
         torch.isfinite(scale_inv).all()
         and (scale_inv > 0).all()
@@ -75,23 +78,23 @@ def test_trap_tiny_amax_gives_no_infinite_scale(name: str, amax: float) -> None:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_trap_non_finite_values_show(name: str, bad: float) -> None:
     """MS-AMP divides 1 by the old scale and clamps infinity to the largest value."""
-    stored = codec(name).encode(torch.tensor([1.0, bad, 2.0]))
-    assert not torch.isfinite(stored[1]) and codec(name).decode(stored).isnan().all()
+    stored = get_codec(name).encode(torch.tensor([1.0, bad, 2.0]))
+    assert not torch.isfinite(stored[1]) and get_codec(name).decode(stored).isnan().all()
 
 
 @pytest.mark.parametrize("second_moment", [False, True])
 def test_non_finite_values_are_lost_with_their_block_alone(second_moment: bool) -> None:
     x = normal(384).abs()
     x[130] = math.inf
-    decoded = values(codec("fp8_block", second_moment=second_moment), x)
+    decoded = values(get_codec("fp8_block", second_moment=second_moment), x)
     assert decoded.isnan().tolist() == [False] * 128 + [True] * 128 + [False] * 128
 
 
 def test_unscaled_codecs_do_as_torch_does() -> None:
     x = torch.tensor([math.inf, -math.inf, math.nan, 1e5, 1.0])
     for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        assert torch.equal(values(codec(name), x), x.to(dtype).float()) or torch.allclose(
-            values(codec(name), x), x.to(dtype).float(), equal_nan=True
+        assert torch.equal(values(get_codec(name), x), x.to(dtype).float()) or torch.allclose(
+            values(get_codec(name), x), x.to(dtype).float(), equal_nan=True
         )
 
 
@@ -138,9 +141,9 @@ def test_error_is_half_a_unit_or_a_whole_one(c: Codec) -> None:
 @pytest.mark.parametrize("name", ["fp8", "fp8_block"])
 def test_exact_scales_bring_the_amax_to_the_maximum(name: str) -> None:
     x = normal(128, scale=1e-3)
-    data, _ = codec(name).encode(x)
+    data, _ = get_codec(name).encode(x)
     assert data.float().abs().max() == 448.0 and torch.allclose(
-        values(codec(name), x).abs().max(), x.abs().max(), rtol=1e-6
+        values(get_codec(name), x).abs().max(), x.abs().max(), rtol=1e-6
     )
 
 
@@ -154,7 +157,7 @@ def test_blocks_are_torchaos() -> None:
 def test_roots_keep_small_second_moments() -> None:
     """Over 2^36 of range within a block; on a linear grid what is 2^-18 below the largest is 0."""
     v = torch.exp2(torch.linspace(-40.0, 0.0, 128))
-    root, linear = values(ALL["root"], v), values(codec("fp8_block"), v)
+    root, linear = values(ALL["root"], v), values(get_codec("fp8_block"), v)
     assert (linear[v < 2.0**-19] == 0).all() and (root > 0).all()
     assert (
         (root / v)[v > 2.0**-29].log2().abs() < 0.4
@@ -225,7 +228,7 @@ def test_square_root_is_the_nearest() -> None:
     [([], 0.0), ([0.0, -3.0, 2.0], 3.0), ([1.0, math.nan], math.nan), ([-math.inf, 1.0], math.inf)],
 )
 def test_amax_or_nan(x: list[float], amax: float) -> None:
-    assert amax_or_nan(torch.tensor(x)).item() == pytest.approx(amax, nan_ok=True)
+    assert compute_amax_or_nan(torch.tensor(x)).item() == pytest.approx(amax, nan_ok=True)
 
 
 def test_safetensors_round_trip(tmp_path: Path) -> None:
@@ -244,4 +247,4 @@ def test_str_says_what_the_bytes_mean() -> None:
         str(ALL[n])
         for n in ("fp32", "fp16_scaled", "fp8_block", "root", "fp8 e5m2", "bf16 stochastic")
     ] == ["fp32", "fp16 pow2", "e4m3 exact 128", "e4m3 exact 128 root", "e5m2 exact", "bf16"]
-    assert NAMES["fp32"].format == FP32
+    assert CODECS["fp32"].format == FP32

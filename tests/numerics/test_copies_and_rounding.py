@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8cfg
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, seed_rounding
-from fp8cfg.numerics.formats import Random, random_key
+from fp8cfg.numerics.formats import RandomStream, random_key
 from fp8cfg.numerics.gemm import Operand, gemm
 from fp8cfg.numerics.quantize import quantize
 from fp8cfg.numerics.statistics import collect_statistics
@@ -126,7 +126,7 @@ def test_statistics_draw_nothing() -> None:
 def test_random_numbers_are_even_and_differ_by_draw_and_lane() -> None:
     key = random_key(0, "layer", 0)
     draws = {
-        (n, lane): Random(key, torch.tensor(n, dtype=torch.int32), lane).uniform(0, 1 << 16)
+        (n, lane): RandomStream(key, torch.tensor(n, dtype=torch.int32), lane).uniform(0, 1 << 16)
         for n in range(3)
         for lane in range(2)
     }

@@ -23,8 +23,8 @@ from fp8cfg.numerics import (
     Scaling,
 )
 from fp8cfg.numerics.gemm import gemm
-from fp8cfg.numerics.quantize import hadamard, quantize, quantize_tiles
-from fp8cfg.numerics.scaling import amax_of, first_level, scale_from_amax
+from fp8cfg.numerics.quantize import hadamard_transform, quantize, quantize_tiles
+from fp8cfg.numerics.scaling import compute_amax, compute_global_scale, scale_from_amax
 from fp8cfg.numerics.stored_state import fold_backward
 from tests.support.fp8_net import (
     ALL,
@@ -45,7 +45,12 @@ def read_back(t: Tensor, role: int, axis: int, scaling: Scaling) -> Tensor:
     if tile is None:
         return dequantized(t, fmt)
     q = quantize_tiles(
-        t, tile, fmt, scaling, torch.float32, first_level(t) if scaling.kind == "nvfp4" else None
+        t,
+        tile,
+        fmt,
+        scaling,
+        torch.float32,
+        compute_global_scale(t) if scaling.kind == "nvfp4" else None,
     )
     return q.data.double() if q.scale_inv is None else q.data.double() * q.scale_inv.double()
 
@@ -111,7 +116,7 @@ def test_nvfp4_multiplies_what_its_parts_say(mixes: bool) -> None:
         for total, grad in zip(sums, (layer.weight.grad, x.grad), strict=True):
             total += grad / 400
     w_read = read_back(w, WEIGHT, 0, scaling)
-    mix = hadamard if mixes else torch.Tensor.contiguous
+    mix = hadamard_transform if mixes else torch.Tensor.contiguous
     mixed = read_back(mix(x.detach().t()), INPUT, 1, scaling)
     torch.testing.assert_close(
         y.double(), read_back(x.detach(), INPUT, 1, scaling) @ w_read.t(), rtol=1e-5, atol=1e-5
@@ -143,7 +148,9 @@ def test_scale_of_one_flushes_small_first_gradients_as_transformer_engine_does()
 @pytest.mark.parametrize("rows", [False, True])
 def test_emulation_is_the_scaled_product(out: torch.dtype, formats: tuple, rows: bool) -> None:
     tensors = torch.randn(48, 256), torch.randn(32, 256)
-    scales = [scale_from_amax(amax_of(t), fmt) for t, fmt in zip(tensors, formats, strict=True)]
+    scales = [
+        scale_from_amax(compute_amax(t), fmt) for t, fmt in zip(tensors, formats, strict=True)
+    ]
     skip_rows_on_2_11(rows)
     results = []
     for carrier in (torch.bfloat16 if out == torch.bfloat16 else torch.float32, None):

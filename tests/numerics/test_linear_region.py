@@ -14,7 +14,7 @@ from fp8cfg.numerics import (
     FPROP,
     WGRAD,
     FP8Linear,
-    Ran,
+    GemmRecord,
     Region,
     Scaling,
     fp8_linears,
@@ -59,7 +59,7 @@ def test_outside_the_region_it_is_the_plain_layer(autocast: bool, bias: bool) ->
     assert same(*results)
     assert layer.fp8_amax_history.count_nonzero() == layer.fp8_backward_amax.count_nonzero() == 0
     kind = "bfloat16" if autocast else "float32"
-    assert ran(layer) == [Ran(kind, kind, "high_precision")] * 3
+    assert ran(layer) == [GemmRecord(kind, kind, "high_precision")] * 3
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -67,7 +67,7 @@ def test_gemms_ran_says_what_ran(traced: bool) -> None:
     net, region = convert(Net(), DELAYED, high_precision=(False, True, False))
     forward = TRACE(net) if traced else net
     assert ran(net.up) == [None, None, None]
-    high = Ran("float32", "float32", "high_precision")
+    high = GemmRecord("float32", "float32", "high_precision")
     with region.entered():
         y = forward(data(0, requires_grad=True))
     assert ran(net.up) == [FP8_RUN[FPROP], None, None]
@@ -82,7 +82,7 @@ def test_gemms_ran_names_the_hardware_product() -> None:
     net, _ = convert(Net(), CURRENT, product="scaled_mm")
     net.up.region.active = True
     loss_of(net(data(0, requires_grad=True))).backward()
-    assert ran(net.up) == [Ran(r.a, r.b, "scaled_mm") for r in FP8_RUN]
+    assert ran(net.up) == [GemmRecord(r.a, r.b, "scaled_mm") for r in FP8_RUN]
 
 
 def test_a_product_of_two_precisions_is_refused() -> None:
@@ -172,7 +172,7 @@ def test_a_recomputation_outside_the_region_repeats_what_ran() -> None:
     y = net(data(0))  # high precision
     region.active = True
     loss_of(y).backward()
-    assert ran(net.up)[FPROP] == Ran("float32", "float32", "high_precision")
+    assert ran(net.up)[FPROP] == GemmRecord("float32", "float32", "high_precision")
 
 
 def test_two_microbatches_leave_the_scales_of_one_batch() -> None:
@@ -214,7 +214,7 @@ def test_evaluation_moves_nothing(active: bool) -> None:
     with torch.no_grad(), region.entered(active):
         net.eval()(data(9) * 100)
     assert same(list(before.values()), list(stored_state_dict(net).values()))
-    assert ran(net.up)[FPROP].how == "emulated", "what was recorded is of training, or in FP8"
+    assert ran(net.up)[FPROP].execution == "emulated", "what was recorded is of training, or in FP8"
 
 
 def test_a_failing_step_leaves_the_region() -> None:

@@ -9,8 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, decode, seed_rounding
-from fp8cfg.numerics.gemm import packed_e2m1, swizzled
+from fp8cfg.numerics import (
+    E2M1,
+    E4M3,
+    FP8Linear,
+    Region,
+    Scaling,
+    decode_gemm_record,
+    seed_rounding,
+)
+from fp8cfg.numerics.gemm import pack_e2m1, swizzle_scales
 
 kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels")
 blocked = pytest.importorskip("torchao.prototype.mx_formats.utils")
@@ -26,14 +34,14 @@ SCALINGS = {
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (77, 3), (300, 9), (256, 8)])
 def test_scales_are_in_the_order_of_torchao(shape: tuple[int, int]) -> None:
     scales = torch.randint(1, 120, shape, dtype=torch.uint8)
-    assert torch.equal(swizzled(scales), blocked.to_blocked(scales))
+    assert torch.equal(swizzle_scales(scales), blocked.to_blocked(scales))
 
 
 def test_four_bits_are_torchaos() -> None:
     values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
     t = torch.cat([values, -values])[torch.randint(16, (6, 64))]
     assert torch.equal(
-        packed_e2m1(t.to(E4M3.dtype).view(torch.uint8)),
+        pack_e2m1(t.to(E4M3.dtype).view(torch.uint8)),
         kernels.pack_uint4(kernels.f32_to_f4_unpacked(t)),
     )
 
@@ -114,7 +122,7 @@ def test_forward_and_gradients_are_those_of_emulation(
         linear, x = layer(SCALINGS[name], product, fp8_params, dtype), x0.clone().requires_grad_()
         y = linear(x)
         y.backward(dy)
-        ran = [decode(int(code)) for code in linear.gemms_ran]
+        ran = [decode_gemm_record(int(code)) for code in linear.gemms_ran]
         kind = "e2m1" if "nvfp4" in name else "e4m3"
         assert all(
             r is not None and r == (kind, kind, "emulated" if product == "emulate" else "scaled_mm")
@@ -134,7 +142,7 @@ def test_a_broken_layout_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle of the test above fails on scales that stand in rows."""
     monkeypatch.setattr(F, "scaled_mm", reference)
     monkeypatch.setattr(
-        "fp8cfg.numerics.gemm.swizzled",
+        "fp8cfg.numerics.gemm.swizzle_scales",
         lambda scales: F.pad(scales, (0, -scales.shape[1] % 4, 0, -len(scales) % 128)).flatten(),
     )
     x = torch.randn(64, 80)

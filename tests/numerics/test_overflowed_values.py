@@ -20,7 +20,7 @@ from fp8cfg.numerics import (
     update_scales,
 )
 from fp8cfg.numerics.fp8_attention import FP8Attention
-from fp8cfg.numerics.overflow_counts import take_values
+from fp8cfg.numerics.overflow_counts import take_step_counts
 from fp8cfg.numerics.statistics import collect_statistics
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ SCALINGS = {
 
 @pytest.fixture(autouse=True)
 def counted_from_here_on() -> None:
-    take_values(CPU)
+    take_step_counts(CPU)
 
 
 def layer(scaling: Scaling, **how: bool) -> FP8Linear:
@@ -48,7 +48,7 @@ def layer(scaling: Scaling, **how: bool) -> FP8Linear:
 
 
 def taken() -> list[float]:
-    return take_values(CPU)[:2].tolist()
+    return take_step_counts(CPU)[:2].tolist()
 
 
 def microbatch(model: nn.Module, x: Tensor, gradient: Tensor, again: bool = False) -> None:

@@ -112,7 +112,7 @@ def test_errors_are_those_of_what_the_products_read(scaling: Scaling) -> None:
         found["input"].error == pytest.approx(distance(y, a), rel=1e-3)
         and found["input"].error > 0.005
     )
-    if not scaling.rounds_at_random(GRAD_OUTPUT):
+    if not scaling.rounds_stochastically(GRAD_OUTPUT):
         assert found["grad_output"].error == pytest.approx(distance(x.grad, dy), rel=1e-3)
         assert (x.grad == 0).sum().item() == found["grad_output"].zeros + round(
             found["grad_output"].underflow * dy.numel()

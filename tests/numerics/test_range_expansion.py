@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import fp8cfg
-from fp8cfg.numerics.codecs import NAMES, codec, decode, encode, scales
+from fp8cfg.numerics.codecs import CODECS, decode, encode, get_codec, scales
 from fp8cfg.numerics.formats import E4M3, random_key, square_root
 
 GRID = torch.arange(127, dtype=torch.uint8).view(E4M3.dtype).double()
@@ -66,7 +66,7 @@ def test_codes_and_values_are_coats(spread: float) -> None:
 )
 def test_any_input(x: numpy.ndarray) -> None:
     tensor = torch.from_numpy(numpy.where(abs(x) < 2.0**-50, numpy.float32(0), x))
-    c = NAMES["fp8_expand"]
+    c = CODECS["fp8_expand"]
     back = c.decode(stored := c.encode(tensor))
     assert torch.isfinite(back).all() and torch.equal(back.sign(), tensor.sign())
     for start in range(0, len(tensor), 128):
@@ -87,7 +87,7 @@ def test_the_ends_of_k() -> None:
     """COAT's k is infinite for equal values; below 3/16 codes would underflow."""
     assert scales(torch.full((1, 128), -3.0))[0].tolist() == [3.0, 16.0]
     assert torch.equal(
-        NAMES["fp8_expand"].decode(NAMES["fp8_expand"].encode(torch.full((128,), -3.0))),
+        CODECS["fp8_expand"].decode(CODECS["fp8_expand"].encode(torch.full((128,), -3.0))),
         torch.full((128,), -3.0),
     )
     wide = torch.tensor([[1e38, 1e-37, 1e20, 0.0]])
@@ -108,14 +108,14 @@ def test_what_is_not_finite_is_lost_with_its_block_alone() -> None:
     for bad in (math.inf, -math.inf, math.nan):
         x[130] = bad
         assert (
-            NAMES["fp8_expand"].decode(NAMES["fp8_expand"].encode(x)).isnan().tolist()
+            CODECS["fp8_expand"].decode(CODECS["fp8_expand"].encode(x)).isnan().tolist()
             == [False] * 128 + [True] * 128 + [False] * 128
         )
 
 
 def test_stochastic_rounding_keeps_the_mean() -> None:
     x = normal(128, 2.0)
-    c = codec("fp8_expand", "stochastic")
+    c = get_codec("fp8_expand", "stochastic")
     drawn = torch.stack([c.decode(c.encode(x, random_key(0, n))) for n in range(2000)])
     unit = drawn.amax(0) - drawn.amin(0)
     assert (unit > 0).sum() > 120 and (
@@ -128,9 +128,9 @@ def test_moments_keep_their_step() -> None:
     generator = torch.Generator().manual_seed(0)
     size = torch.exp(2 * torch.randn(128 * 64, generator=generator))
     kinds = {
-        "fp32": (codec("fp32"), codec("fp32")),
-        "expand": (codec("fp8_expand"), codec("fp8_expand", second_moment=True)),
-        "linear": (codec("fp8_block"), codec("fp8_block")),
+        "fp32": (get_codec("fp32"), get_codec("fp32")),
+        "expand": (get_codec("fp8_expand"), get_codec("fp8_expand", second_moment=True)),
+        "linear": (get_codec("fp8_block"), get_codec("fp8_block")),
     }
     state = {kind: [torch.zeros_like(size), torch.zeros_like(size)] for kind in kinds}
     for step in range(100):

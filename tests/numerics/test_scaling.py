@@ -14,9 +14,9 @@ from fp8cfg.numerics import (
     FP8Linear,
     Region,
     Scaling,
-    amax_of,
+    compute_amax,
     discard_amax,
-    roll,
+    roll_amax_history,
     scale_from_amax,
     update_scales,
 )
@@ -46,7 +46,7 @@ AMAXES: list[tuple[list[float], float]] = [
 @pytest.mark.parametrize("compiled", [False, True])
 def test_amax_skips_nan_and_not_infinity(compiled: bool) -> None:
     def amaxes(tensors: list[Tensor]) -> list[Tensor]:
-        return [amax_of(t) for t in tensors]
+        return [compute_amax(t) for t in tensors]
 
     cases = [
         (dtype, values, want)
@@ -60,7 +60,7 @@ def test_amax_skips_nan_and_not_infinity(compiled: bool) -> None:
 
 
 def test_amax_of_nothing_is_zero() -> None:
-    assert amax_of(torch.empty(0, 16)) == 0
+    assert compute_amax(torch.empty(0, 16)) == 0
 
 
 # --- scale
@@ -134,7 +134,7 @@ def test_roll_by_hand(
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, 2)
 
-    got_history, got_scale = roll(
+    got_history, got_scale = roll_amax_history(
         column(history), torch.full((2,), 7.0), torch.full((2,), now), torch.full((2,), 448.0), algo
     )
     assert torch.equal(got_history.nan_to_num(nan=-1), column(rolled).nan_to_num(nan=-1))

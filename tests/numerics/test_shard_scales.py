@@ -27,9 +27,15 @@ from fp8cfg.numerics.fsdp_weights import (
     split_fields,
     stored_bytes,
 )
-from fp8cfg.numerics.kernels.store import store_recorded
-from fp8cfg.numerics.overflow_counts import take_values
-from fp8cfg.numerics.scaling import WEIGHT, AmaxGroup, amax_of, record_amax, scale_now
+from fp8cfg.numerics.kernels.store import store_and_record
+from fp8cfg.numerics.overflow_counts import take_step_counts
+from fp8cfg.numerics.scaling import (
+    WEIGHT,
+    AmaxGroup,
+    choose_tensor_scale,
+    compute_amax,
+    record_amax,
+)
 from fp8cfg.parallel.process_group import World
 from tools.gradient_sums.threaded_ranks import on_threads
 
@@ -69,7 +75,9 @@ def test_shards_are_the_rows_of_the_whole_weight(
     )
     weight[3], weight[5, 7] = 0, odd
     scale = (
-        scale_now(weight, WEIGHT, scaling, None, None, record=False) if name == "tensor" else None
+        choose_tensor_scale(weight, WEIGHT, scaling, None, None, record=False)
+        if name == "tensor"
+        else None
     )
     whole = store(weight, scaling, scale)
     size = -(-rows // ranks)
@@ -82,16 +90,18 @@ def test_shards_are_the_rows_of_the_whole_weight(
     amaxes = [torch.stack(each).amax(0) for each in zip(*found, strict=True)]
     known = ShardScales(scale) if scale is not None else shard_scales(amaxes, scaling, places[0])
     if scale is not None:
-        assert torch.equal(amaxes[0], amax_of(weight))
+        assert torch.equal(amaxes[0], compute_amax(weight))
     seen = torch.zeros(1, 3)
     for amax in amaxes:  # as `refresh_shards` records them
         record_amax(seen[0, WEIGHT], torch.where(amax >= 0, amax, 0).amax())
-    take_values(weight.device)
+    take_step_counts(weight.device)
     parts = [
         quantized_shard(shard, scaling, place, known, seen.clone())
         for shard, place in zip(shards, places, strict=True)
     ]
-    assert take_values(weight.device)[1] == (odd == math.inf), "counted by the rank that has it"
+    assert take_step_counts(weight.device)[1] == (odd == math.inf), (
+        "counted by the rank that has it"
+    )
     split = split_fields(scaling, places[0])
     for field in FP8Weight._fields:
         expected, mine = getattr(whole, field), [getattr(part, field) for part in parts]
@@ -145,7 +155,7 @@ def test_a_nan_on_one_rank_is_in_the_scales_that_ranks_share(
     found = on_threads(4, partial(quantized_parts, weight=weight))
     for name in FOURTH:
         scaling = SCALINGS[name]
-        data, *_, whole = store_recorded(weight, scaling, None, None, None)
+        data, *_, whole = store_and_record(weight, scaling, None, None, None)
         for rank, (mine, *first) in enumerate(each[name] for each in found):
             assert torch.equal(
                 bits(mine), bits(data.chunk(2, 1)[rank // 2].chunk(2)[rank % 2].contiguous())

@@ -42,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found["read"] += 1
         return HostCopy(values)
 
-    monkeypatch.setattr(scaling, "largest", largest)
+    monkeypatch.setattr(scaling, "all_reduce_max", largest)
     monkeypatch.setattr(amax_update.HostCopy, "of", of)
     return found
 

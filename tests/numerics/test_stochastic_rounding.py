@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from fp8cfg.numerics import codecs
-from fp8cfg.numerics.codecs import BF16, FP16, NAMES
-from fp8cfg.numerics.formats import E4M3, E5M2, random_key, round_stochastic, uniform
+from fp8cfg.numerics.codecs import BF16, CODECS, FP16
+from fp8cfg.numerics.formats import E4M3, E5M2, random_key, round_stochastic, uniform_numbers
 from tests.support.codec_values import ALL, KEY, normal, values
 
 
 def test_random_numbers_are_uniform_and_depend_on_nothing_else() -> None:
-    u = uniform(KEY, 0, 0, 1 << 18)
+    u = uniform_numbers(KEY, 0, 0, 1 << 18)
     counts = torch.histc(u, 64, 0, 1)
     assert (
         u.min() >= 0 and u.max() < 1 and ((counts - 4096) ** 2 / 4096).sum() < 110
     )  # chi squared, 63 degrees: p = 0.0002
-    assert torch.equal(u[1000:1500], uniform(KEY, 0, 1000, 500))
+    assert torch.equal(u[1000:1500], uniform_numbers(KEY, 0, 1000, 500))
     for other in (
-        uniform(KEY, 1, 0, 1 << 18),
-        uniform(random_key(0, "test", 1), 0, 0, 1 << 18),
-        uniform(random_key(1, "test"), 0, 0, 1 << 18),
+        uniform_numbers(KEY, 1, 0, 1 << 18),
+        uniform_numbers(random_key(0, "test", 1), 0, 0, 1 << 18),
+        uniform_numbers(random_key(1, "test"), 0, 0, 1 << 18),
         u.roll(1),
         u.roll(128),
     ):
@@ -43,7 +43,7 @@ def test_stochastic_rounding_keeps_the_mean_and_takes_neighbours(fmt: codecs.For
         ]
     )
     x[50:100] *= fmt is not BF16  # its subnormal numbers have no normal reciprocal
-    u = uniform(KEY, 0, 0, 4096 * len(x)).view(4096, -1)
+    u = uniform_numbers(KEY, 0, 0, 4096 * len(x)).view(4096, -1)
     drawn = round_stochastic(x.expand(4096, -1).contiguous(), fmt, u)
     assert torch.equal(drawn.to(fmt.dtype).float(), drawn)
     unit = torch.exp2(
@@ -82,8 +82,8 @@ def test_trap_updates_below_half_a_unit(name: str, left: float) -> None:
 def test_trap_share_of_weights_that_change(
     spread: float, update: float, changed: float, realised: float
 ) -> None:
-    w = values(NAMES["fp16_scaled"], normal(200_000, scale=spread))
+    w = values(CODECS["fp16_scaled"], normal(200_000, scale=spread))
     signs = torch.where(normal(200_000, seed=1) > 0, update, -update)
-    step = values(NAMES["fp16_scaled"], w + signs) - w
+    step = values(CODECS["fp16_scaled"], w + signs) - w
     assert (step != 0).float().mean().item() == pytest.approx(changed, abs=0.01)
     assert (step / signs).mean().item() == pytest.approx(realised, abs=0.01)

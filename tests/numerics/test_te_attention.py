@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fp8cfg.numerics import E4M3, E5M2, Format, Region, Scaling, update_scales
 from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.fp8_attention import DOUT, DP, DQKV, OUT, QKV, FP8Attention, S
-from fp8cfg.numerics.scaling import amax_of, floor_to_power_of_2, scale_from_amax
+from fp8cfg.numerics.scaling import compute_amax, floor_to_power_of_2, scale_from_amax
 from tests.support.attention import CURRENT, both_ways, qkv
 
 # Its functions and classes are read out of the source files, because the modules around them ask for triton and the compiled part
@@ -57,7 +57,7 @@ class Quantizer:
         self.dtype, self.scale, self.pow2, self.amax = fp8_dtype, scale, pow2, torch.zeros(())
 
     def __call__(self, t: Tensor) -> Float8Tensor:
-        self.amax = amax_of(t)
+        self.amax = compute_amax(t)
         scale = scale_from_amax(self.amax, self.dtype) if self.scale is None else self.scale
         scale = floor_to_power_of_2(scale) if self.pow2 else scale
         return Float8Tensor(cast(t.float() * scale, self.dtype), scale.reciprocal(), t.dtype)

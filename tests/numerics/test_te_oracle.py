@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8cfg.numerics import E4M3, E5M2, INPUT, Format, FP8Linear, Region, Scaling, update_scales
 from fp8cfg.numerics.gemm import DGRAD, FPROP, gemm
 from fp8cfg.numerics.quantize import quantize
-from fp8cfg.numerics.scaling import amax_of, scale_from_amax, scale_now
+from fp8cfg.numerics.scaling import choose_tensor_scale, compute_amax, scale_from_amax
 from tests.numerics.test_block_scaling import matrices
 from tests.support.te_stub import te_module
 
@@ -71,7 +71,7 @@ def test_current_scaling_quantizer(x: Tensor, fmt: Format, power_2: bool) -> Non
     )
     te = te_module("custom_recipes.reference_current_scaling")
     want = te.CurrentScalingQuantizerRef(fmt.dtype, pow_2_scales=power_2).quantize(x)
-    scale = scale_now(
+    scale = choose_tensor_scale(
         x, INPUT, Scaling("current", forward=fmt, power_2_scales=power_2), None, None, record=False
     )
     real, emulated = quantize(x, scale, fmt, fmt.dtype), quantize(x, scale, fmt, torch.bfloat16)
@@ -121,7 +121,7 @@ def test_product(out: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     g, w = torch.randn(48, 64, generator=generator) * 1e-5, torch.randn(32, 64, generator=generator)
     ours = [
-        quantize(t, scale_from_amax(amax_of(t), fmt), fmt, fmt.dtype)
+        quantize(t, scale_from_amax(compute_amax(t), fmt), fmt, fmt.dtype)
         for t, fmt in ((g, E5M2), (w, E4M3))
     ]
     ref = [te.CurrentScalingQuantizerRef(fmt.dtype) for fmt in (E5M2, E4M3)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8cfg.numerics.codecs import NAMES, Codec, codec
+from fp8cfg.numerics.codecs import CODECS, Codec, get_codec
 from fp8cfg.numerics.formats import E4M3
 from fp8cfg.optim.low_bit import gradients
 from fp8cfg.optim.low_bit.adam import LowBitAdam, LowBitAdamW, LowBitOptimizer
@@ -82,7 +82,7 @@ def test_gradients_are_stored_once_and_freed() -> None:
     assert (
         p["p0"].grad is None
         and data.dtype == E4M3.dtype
-        and scale_inv.item() == NAMES["fp8_pow2"].encode(normal(4, 128))[1].item()
+        and scale_inv.item() == CODECS["fp8_pow2"].encode(normal(4, 128))[1].item()
     )
     before = p["p0"].detach().clone()
     optimizer.step()
@@ -225,7 +225,7 @@ def test_torchaos_adamw_fp8() -> None:
 
 def test_gradients_add_up_in_their_codec_where_storage_accumulate_is_stored() -> None:
     """storage.accumulate=stored: each sum is rounded again, as MS-AMP does; wide rounds once."""
-    p, fp8 = nn.Parameter(torch.zeros(64)), codec("fp8")
+    p, fp8 = nn.Parameter(torch.zeros(64)), get_codec("fp8")
     parts = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     optimizer = LowBitAdamW([("p", p)], columns=named_columns(weight_grad="fp8"))
     want = torch.zeros(64)
@@ -282,13 +282,13 @@ def test_gradients_wait_for_those_that_are_stored_in_the_same_launches(
     for p in params.values():
         assert all(
             torch.equal(bits(x), bits(y))
-            for x, y in zip(stored[p], codec("fp8").encode(p.grad), strict=True)
+            for x, y in zip(stored[p], get_codec("fp8").encode(p.grad), strict=True)
         )
 
 
 def test_moments_in_blocks_and_in_float32_go_on_in_the_other() -> None:
     """Where the shards of one layout cut the blocks, its moments are float32; here of every tensor."""
-    blocks = Columns(exp_avg=NAMES["fp8_block"], exp_avg_sq=NAMES["fp8_block"])
+    blocks = Columns(exp_avg=CODECS["fp8_block"], exp_avg_sq=CODECS["fp8_block"])
     both = {
         columns: build(columns, parameters(columns, (4, 128))) for columns in (Columns(), blocks)
     }
@@ -306,7 +306,7 @@ def test_moments_in_blocks_and_in_float32_go_on_in_the_other() -> None:
 
 
 def test_an_empty_shard_has_the_scales_of_the_whole() -> None:
-    columns = Columns(exp_avg=NAMES["fp8"], exp_avg_sq=NAMES["fp16_scaled"])
+    columns = Columns(exp_avg=CODECS["fp8"], exp_avg_sq=CODECS["fp16_scaled"])
     optimizer = build(columns, parameters(columns, (0, 128)))
     (p,) = optimizer.names
     p.grad = torch.zeros_like(p)

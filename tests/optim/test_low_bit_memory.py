@@ -112,7 +112,7 @@ def test_gradients_are_stored_and_their_norms_taken_as_in_pieces(
     monkeypatch.setattr(gradients, "together", lambda device: 2)
     monkeypatch.setattr(gradients, "compiles", lambda device: True)
     compiled_code.cache_clear()
-    codec = codecs.codec(name)
+    codec = codecs.get_codec(name)
     values = [
         normal(*shape, seed=i) for i, shape in enumerate([(64, 128), (5, 256), (3, 4096), (3,)])
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8cfg.numerics.codecs import NAMES
+from fp8cfg.numerics.codecs import CODECS
 from fp8cfg.optim.low_bit.adam import LowBitAdam, LowBitAdamW, LowBitOptimizer
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
 from tests.support.low_bit import BETAS, ROWS, bits, build, normal, parameters, train
@@ -143,12 +143,12 @@ def test_msamp_weights_of_o3_are_those_of_o2_in_fp8() -> None:
         train(o, p, range(1))
     half = o2.state[two["w"]]["weight"]
     assert torch.equal(bits(half[0]), bits(o3.state[three["w"]]["master"][0]))
-    data, scale_inv = NAMES["fp8_pow2"].encode(NAMES["fp16_scaled"].decode(half))
+    data, scale_inv = CODECS["fp8_pow2"].encode(CODECS["fp16_scaled"].decode(half))
     assert (
         torch.equal(bits(data), bits(o3.state[three["w"]]["weight"][0]))
         and scale_inv == o3.state[three["w"]]["weight"][1]
     )
-    assert torch.equal(three["w"], NAMES["fp8_pow2"].decode((data, scale_inv)))
+    assert torch.equal(three["w"], CODECS["fp8_pow2"].decode((data, scale_inv)))
 
 
 # Traps of MS-AMP that are arithmetic; 2 and 7 are in test_codecs.py.

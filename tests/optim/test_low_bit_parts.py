@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fp8cfg.checkpoint import tensor_layout
 from fp8cfg.models.weight_init import TensorShard
 from fp8cfg.numerics.codecs import BLOCK
-from fp8cfg.numerics.formats import Strided, elements, random_key, uniform
+from fp8cfg.numerics.formats import StridedStart, element_numbers, random_key, uniform_numbers
 from fp8cfg.optim.low_bit.adam_step import compiled_code
 from fp8cfg.optim.low_bit.columns import FLOAT32, columns_of_shard, decoded_part, named_columns
 from tests.support.low_bit import bits, build, normal
@@ -23,8 +23,8 @@ CUTS = {
 MOMENTS = {"tensor": ("fp8", "fp16_scaled"), "blocks": ("fp8_expand", "fp8_block")}
 
 
-def strided(shard: TensorShard, part: Tensor) -> Strided:
-    return Strided(0, shard.run(part.shape), shard.rank, shard.ranks)
+def strided(shard: TensorShard, part: Tensor) -> StridedStart:
+    return StridedStart(0, shard.run(part.shape), shard.rank, shard.ranks)
 
 
 def scales_of_part(scales: Tensor, cut: str) -> Tensor:
@@ -117,8 +117,10 @@ def test_elements_of_a_part_are_numbered_as_in_the_whole(cut: str) -> None:
     shard, numbers = CUTS[cut], torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.int32).view(SHAPE)
     part = shard.part(numbers)
     place = strided(shard, part)
-    assert torch.equal(elements(place, part.numel(), part.device), part.flatten())
-    assert torch.equal(elements(place._replace(start=40), 7, part.device), part.flatten()[40:47])
+    assert torch.equal(element_numbers(place, part.numel(), part.device), part.flatten())
+    assert torch.equal(
+        element_numbers(place._replace(start=40), 7, part.device), part.flatten()[40:47]
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,14 +175,14 @@ def test_scales_of_cut_blocks_are_read_whole(
 def test_compiled_code_takes_places_of_any_part() -> None:
     """With no graph for each."""
     torch._dynamo.reset()
-    key, run = random_key(1, "draw"), compiled_code(uniform)
+    key, run = random_key(1, "draw"), compiled_code(uniform_numbers)
     for size, rank, ranks in ((96, 3, 4), (160, 5, 8)):
-        place = Strided(0, size, rank, ranks)
-        assert torch.equal(run(key, 2, place, 4 * size), uniform(key, 2, place, 4 * size))
+        place = StridedStart(0, size, rank, ranks)
+        assert torch.equal(run(key, 2, place, 4 * size), uniform_numbers(key, 2, place, 4 * size))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for size, rank, ranks in ((224, 2, 4), (288, 6, 7), (96, 9, 12)):
-        place = Strided(0, size, rank, ranks)
-        assert torch.equal(run(key, 2, place, 4 * size), uniform(key, 2, place, 4 * size))
+        place = StridedStart(0, size, rank, ranks)
+        assert torch.equal(run(key, 2, place, 4 * size), uniform_numbers(key, 2, place, 4 * size))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
@@ -198,7 +200,7 @@ def test_a_compiled_step_of_parts_has_the_bits_of_an_eager_one() -> None:
             seed=5,
             compiled=compiled,
         )
-        optimizer.parts = {p: Strided(0, p.shape[1], 2, 4) for p in params.values()}
+        optimizer.parts = {p: StridedStart(0, p.shape[1], 2, 4) for p in params.values()}
         for step in range(2):
             for p in params.values():
                 p.grad = normal(*p.shape, seed=step, scale=1e-3).bfloat16()

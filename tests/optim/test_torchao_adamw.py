@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8cfg.numerics.codecs import Codec, codec
+from fp8cfg.numerics.codecs import Codec, get_codec
 from fp8cfg.numerics.formats import E4M3
 from fp8cfg.optim.low_bit.adam import LowBitAdamW
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
@@ -75,7 +75,7 @@ def test_the_preset_takes_torchaos_first_step() -> None:
         first[0].view(torch.uint8).view(-1), saved["exp_avg"].codes.view(torch.uint8).view(-1)
     )
     v, linear = (
-        codec("fp8_block", second_moment=True).decode(second),
+        get_codec("fp8_block", second_moment=True).decode(second),
         saved["exp_avg_sq"].dequantize().view(SHAPE),
     )
     assert (linear == 0).float().mean() > 0.01 and not (v == 0).any()

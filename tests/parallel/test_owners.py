@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8cfg.numerics.codecs import NAMES, Stored
+from fp8cfg.numerics.codecs import CODECS, EncodedTensor
 from fp8cfg.optim.low_bit.adam import LowBitAdamW
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.parallel import quantized_allreduce
@@ -74,7 +74,7 @@ def test_sharded_bytes_are_those_of_the_chart() -> None:
         (PLAIN, "bf16"),
         (PLAIN, "fp32"),
     ]
-    assert [sharded_bytes(1000, c, grad and NAMES[grad]) for c, grad in rows] == [
+    assert [sharded_bytes(1000, c, grad and CODECS[grad]) for c, grad in rows] == [
         5000,
         6000,
         3000,
@@ -126,9 +126,9 @@ class Training:
         self.weights = {name: self.stored(name) for name in self.params}
         self.gather()
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> EncodedTensor:
         p, columns = self.params[name], self.columns[name]
-        if columns.weight == NAMES["fp32"]:
+        if columns.weight == CODECS["fp32"]:
             return (p.detach(),)
         own = self.optimizer.state[p].get("weight")
         return own or columns.weight.zeros(p.shape, p.device)
@@ -161,11 +161,11 @@ class Training:
                 [*grads.values()], [self.owner_of[n] for n in grads], "fp32", self.world
             )
             quantized_allreduce.sum_stored_to_owners(
-                [*narrow.values()], [self.owner_of[n] for n in narrow], NAMES["fp8"], self.world
+                [*narrow.values()], [self.owner_of[n] for n in narrow], CODECS["fp8"], self.world
             )
         else:
             quantized_allreduce.sum_over_ranks([*grads.values()], "fp32", self.world)
-            quantized_allreduce.sum_stored([*narrow.values()], NAMES["fp8"], self.world)
+            quantized_allreduce.sum_stored([*narrow.values()], CODECS["fp8"], self.world)
         for name, p in self.params.items():
             if self.optimizer.owns(p):
                 if name in narrow:

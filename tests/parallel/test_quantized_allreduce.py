@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8cfg.numerics.codecs import NAMES, Codec, Stored, codec
+from fp8cfg.numerics.codecs import CODECS, Codec, EncodedTensor, get_codec
 from fp8cfg.parallel import quantized_allreduce
 from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.parallel.quantized_allreduce import (
@@ -59,7 +59,7 @@ def owner_of(ranks: int) -> list[int]:
     return [i * i % ranks for i in range(len(gradients(0)))]
 
 
-def stored_gradients(rank: int, c: Codec) -> list[Stored]:
+def stored_gradients(rank: int, c: Codec) -> list[EncodedTensor]:
     found = []
     for t in gradients(rank):
         found.append(c.zeros(t.shape, t.device))
@@ -86,8 +86,8 @@ def summed(every: list[list[Tensor]], name: str, owners: list[int] | None = None
     return on_threads(len(every), work)[0]
 
 
-def threaded_stored(ranks: int, name: str, to_owners: bool = False) -> list[list[Stored]]:
-    c = codec(name)
+def threaded_stored(ranks: int, name: str, to_owners: bool = False) -> list[list[EncodedTensor]]:
+    c = get_codec(name)
     every = [stored_gradients(rank, c) for rank in range(ranks)]
 
     def work(world: World) -> None:
@@ -134,15 +134,15 @@ def all_sums(world: World) -> dict[str, Any]:
         found[f"{name} to owners"] = gradients(world.rank)
         quantized_allreduce.sum_to_owners(found[f"{name} to owners"], owners, name, world)
     for name in FP8:
-        found[f"{name} stored"] = stored_gradients(world.rank, codec(name))
-        quantized_allreduce.sum_stored(found[f"{name} stored"], codec(name), world)
-        found[f"{name} stored to owners"] = stored_gradients(world.rank, codec(name))
+        found[f"{name} stored"] = stored_gradients(world.rank, get_codec(name))
+        quantized_allreduce.sum_stored(found[f"{name} stored"], get_codec(name), world)
+        found[f"{name} stored to owners"] = stored_gradients(world.rank, get_codec(name))
         quantized_allreduce.sum_stored_to_owners(
-            found[f"{name} stored to owners"], owners, codec(name), world
+            found[f"{name} stored to owners"], owners, get_codec(name), world
         )
-    for name in NAMES:
+    for name in CODECS:
         found[f"{name} weights"] = [
-            codec(name).encode(t.contiguous().float()) for t in gradients(world.rank)
+            get_codec(name).encode(t.contiguous().float()) for t in gradients(world.rank)
         ]
         quantized_allreduce.gather_from_owners(found[f"{name} weights"], owners, world)
     return {**found, "bytes": dict(world.traffic.bytes), "messages": dict(world.traffic.messages)}
@@ -178,9 +178,9 @@ def test_processes_give_the_bits_of_threads(processes: list[dict[str, Any]]) -> 
 
 def test_weights_come_from_their_owners_bit_for_bit(processes: list[dict[str, Any]]) -> None:
     ranks = len(processes)
-    for name in NAMES:
+    for name in CODECS:
         want = [
-            codec(name).encode(gradients(owner)[i].contiguous().float())
+            get_codec(name).encode(gradients(owner)[i].contiguous().float())
             for i, owner in enumerate(owner_of(ranks))
         ]
         assert all(same(found[f"{name} weights"], want) for found in processes), name
@@ -259,30 +259,30 @@ def test_an_owner_stores_what_all_ranks_would(name: str) -> None:
     for i, owner in [*enumerate(owner_of(3))][FINITE]:
         assert same(owned[owner][i], every[0][i])
         if gradients(0)[i].dtype == torch.float32:
-            assert same(owned[owner][i], codec(name).encode(sums[owner][i].contiguous()))
+            assert same(owned[owner][i], get_codec(name).encode(sums[owner][i].contiguous()))
     assert not any(every[0][i][1].isfinite() for i in (-1, -2)), "what is lost shows in the scale"
 
 
 @pytest.mark.parametrize("name", FP8)
 def test_storing_first_or_while_sending_is_the_same(name: str) -> None:
     for t, entry in zip(threaded(3, name)[0], threaded_stored(3, name)[0], strict=True):
-        assert same(t, codec(name).decode(entry).to(t.dtype))
+        assert same(t, get_codec(name).decode(entry).to(t.dtype))
 
 
 def test_one_rank_has_nothing_to_send() -> None:
     tensors, entries, world = (
         gradients(0),
-        stored_gradients(0, codec("fp8")),
+        stored_gradients(0, get_codec("fp8")),
         World(traffic=Traffic()),
     )
     quantized_allreduce.sum_over_ranks(tensors, "fp8", world)
     quantized_allreduce.sum_to_owners(tensors, [0] * len(tensors), "fp8", world)
-    quantized_allreduce.sum_stored(entries, codec("fp8"), world)
-    quantized_allreduce.sum_stored_to_owners(entries, [0] * len(tensors), codec("fp8"), world)
+    quantized_allreduce.sum_stored(entries, get_codec("fp8"), world)
+    quantized_allreduce.sum_stored_to_owners(entries, [0] * len(tensors), get_codec("fp8"), world)
     quantized_allreduce.gather_from_owners(entries, [0] * len(tensors), world)
     assert (
         same(tensors, gradients(0))
-        and same(entries, stored_gradients(0, codec("fp8")))
+        and same(entries, stored_gradients(0, get_codec("fp8")))
         and str(world.traffic) == "nothing"
     )
 
@@ -331,7 +331,7 @@ def test_codecs_that_are_refused() -> None:
             quantized_allreduce.sum_over_ranks([], name, World())
     for name in ("fp8_block", "fp16_scaled", "bf16"):
         with pytest.raises(ValueError, match="FP8 with one scale a tensor is"):
-            quantized_allreduce.sum_stored([], codec(name), World())
+            quantized_allreduce.sum_stored([], get_codec(name), World())
 
 
 def test_the_tool_compares(

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8cfg.numerics import E2M1, E4M3, Scaling
 from fp8cfg.numerics.fp8_linear import CONTRACTED, Plan, State
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
-from fp8cfg.numerics.kernels.store import store_recorded
+from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup
 from fp8cfg.parallel.process_group import World
 from fp8cfg.parallel.tensor import COLUMN, ROW
@@ -73,7 +73,8 @@ def quantized(
     )
     made = plan.operands(role, PRODUCTS[role], lambda *how: plan.operand(t, role, at, *how))
     return {
-        slot: (operand.data, operand.scale_inv, operand.whole_inv) for slot, operand in made.items()
+        slot: (operand.data, operand.scale_inv, operand.global_scale_inv)
+        for slot, operand in made.items()
     }
 
 
@@ -126,7 +127,7 @@ def on_two(world: World) -> dict[str, list[str]]:
                         wrong.append(f"{kind} {odd} role {role} product {slot} in {carrier}")
             if role == WEIGHT and scaling.tile(WEIGHT, 1) is not None:
                 stored, want = (
-                    store_recorded(t.float(), scaling, None, None, p)
+                    store_and_record(t.float(), scaling, None, None, p)
                     for t, p in ((mine, parts), (whole, None))
                 )
                 wrong += [
@@ -150,20 +151,20 @@ def test_parts_are_quantized_as_the_whole(name: str, two: list[dict[str, list[st
 def test_a_tile_within_one_part_is_that_ranks_alone() -> None:
     column, row = AmaxGroup(COLUMN, "ranks"), AmaxGroup(ROW, "ranks")
     assert (
-        column.over(WEIGHT) == row.over(WEIGHT) == "ranks"
-        and column.over(INPUT) is row.over(GRAD_OUTPUT) is None
+        column.group_of(WEIGHT) == row.group_of(WEIGHT) == "ranks"
+        and column.group_of(INPUT) is row.group_of(GRAD_OUTPUT) is None
     )
     assert (
-        column.over(WEIGHT, (0, 1))
-        == row.over(WEIGHT, (1, 0))
-        == column.over(GRAD_OUTPUT, (1, 0))
-        == row.over(INPUT, (1, 0))
+        column.group_of(WEIGHT, (0, 1))
+        == row.group_of(WEIGHT, (1, 0))
+        == column.group_of(GRAD_OUTPUT, (1, 0))
+        == row.group_of(INPUT, (1, 0))
         == "ranks"
     )
     within = [
-        column.over(WEIGHT, (1, 0)),
-        row.over(WEIGHT, (0, 1)),
-        column.over(GRAD_OUTPUT, (0, 1)),
-        row.over(WEIGHT, (16, 16)),
+        column.group_of(WEIGHT, (1, 0)),
+        row.group_of(WEIGHT, (0, 1)),
+        column.group_of(GRAD_OUTPUT, (0, 1)),
+        row.group_of(WEIGHT, (16, 16)),
     ]
     assert within == [None] * 4

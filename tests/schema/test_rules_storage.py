@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.schema.rules_precision import (
     FP16_LEAST,
     MANTISSA_BITS,
@@ -133,9 +133,9 @@ def test_all_lines_come_at_once() -> None:
 def test_fp16_without_a_scale() -> None:
     """Below FP16_LEAST it is 0; roots of second moments that are not stay above the eps from which on it is accepted."""
     at = torch.tensor([FP16_LEAST, FP16_LEAST * 1.001])
-    zero, least = codec("fp16").decode(codec("fp16").encode(at)).tolist()
+    zero, least = get_codec("fp16").decode(get_codec("fp16").encode(at)).tolist()
     assert zero == 0 and least**0.5 > FP16_LEAST**0.5
-    scaled = codec("fp16_scaled")
+    scaled = get_codec("fp16_scaled")
     assert bool((scaled.decode(scaled.encode(at)) > 0).all())
     assert list(lost_averages({**O2, "exp_avg": "fp16"})) == [
         "storage.exp_avg=fp16: without a scale averages below 3e-08 become 0; fp16_scaled keeps them, in as many bytes"
@@ -179,12 +179,12 @@ def test_a_learning_rate_that_ends_below_what_rounding_keeps_is_remarked(
 
 def decayed(name: str, beta: float) -> tuple[float, float]:
     """What is left of averages between 1 and 2, least and most, without gradients; the first element keeps the scale."""
-    stored = codec(name).encode(torch.cat([torch.tensor([2.0]), torch.linspace(1, 2, 999)]))
+    stored = get_codec(name).encode(torch.cat([torch.tensor([2.0]), torch.linspace(1, 2, 999)]))
     for _ in range(int(8 / (1 - beta))):
-        v = codec(name).decode(stored)
+        v = get_codec(name).decode(stored)
         v[1:] *= beta
-        stored = codec(name).encode(v)
-    rest = codec(name).decode(stored)[1:]
+        stored = get_codec(name).encode(v)
+    rest = get_codec(name).decode(stored)[1:]
     return float(rest.min()), float(rest.max())
 
 

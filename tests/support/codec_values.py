@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from fp8cfg.numerics.codecs import NAMES, Codec, codec
+from fp8cfg.numerics.codecs import CODECS, Codec, get_codec
 from fp8cfg.numerics.formats import E5M2, random_key
 
 KEY = random_key(0, "test")
 ALL = {
-    **NAMES,
-    "fp8 e5m2": codec("fp8", fp8=E5M2),
-    "fp8_pow2 e5m2": codec("fp8_pow2", fp8=E5M2),
-    "root": codec("fp8_block", second_moment=True),
-    **{f"{name} stochastic": codec(name, "stochastic") for name in NAMES if name != "fp32"},
+    **CODECS,
+    "fp8 e5m2": get_codec("fp8", fp8=E5M2),
+    "fp8_pow2 e5m2": get_codec("fp8_pow2", fp8=E5M2),
+    "root": get_codec("fp8_block", second_moment=True),
+    **{f"{name} stochastic": get_codec(name, "stochastic") for name in CODECS if name != "fp32"},
 }
 
 

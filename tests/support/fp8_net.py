@@ -14,14 +14,14 @@ from fp8cfg.numerics import (
     E2M1,
     E4M3,
     FP8Linear,
-    Ran,
+    GemmRecord,
     Region,
     Scaling,
-    decode,
+    decode_gemm_record,
     fp8_linears,
     update_scales,
 )
-from fp8cfg.numerics.scaling import amax_of, scale_from_amax
+from fp8cfg.numerics.scaling import compute_amax, scale_from_amax
 
 DELAYED, CURRENT = Scaling(amax_history_len=4), Scaling("current")
 TILED = {
@@ -38,15 +38,19 @@ TILED = {
 ALL = {"delayed": DELAYED, "current": CURRENT, **TILED}
 KINDS = pytest.mark.parametrize("scaling", ALL.values(), ids=ALL)
 FP8_RUN = [
-    Ran("e4m3", "e4m3", "emulated"),
-    Ran("e5m2", "e4m3", "emulated"),
-    Ran("e5m2", "e4m3", "emulated"),
+    GemmRecord("e4m3", "e4m3", "emulated"),
+    GemmRecord("e5m2", "e4m3", "emulated"),
+    GemmRecord("e5m2", "e4m3", "emulated"),
 ]
 
 
-def in_fp8(scaling: Scaling, how: str = "emulated") -> list[Ran]:
+def in_fp8(scaling: Scaling, how: str = "emulated") -> list[GemmRecord]:
     forward, backward = scaling.forward.name, scaling.backward.name
-    return [Ran(forward, forward, how), Ran(backward, forward, how), Ran(backward, forward, how)]
+    return [
+        GemmRecord(forward, forward, how),
+        GemmRecord(backward, forward, how),
+        GemmRecord(backward, forward, how),
+    ]
 
 
 class Net(nn.Module):
@@ -104,8 +108,8 @@ def grads(net: nn.Module) -> list[Tensor]:
     return [p.grad for p in net.parameters() if p.grad is not None]
 
 
-def ran(layer: FP8Linear) -> list[Ran | None]:
-    return [decode(code) for code in layer.gemms_ran.tolist()]
+def ran(layer: FP8Linear) -> list[GemmRecord | None]:
+    return [decode_gemm_record(code) for code in layer.gemms_ran.tolist()]
 
 
 def train(
@@ -130,5 +134,5 @@ def train(
 
 
 def dequantized(t: Tensor, fmt: object) -> Tensor:
-    scale = scale_from_amax(amax_of(t), fmt)  # type: ignore[arg-type]
+    scale = scale_from_amax(compute_amax(t), fmt)  # type: ignore[arg-type]
     return (t * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).double() / scale.double()  # type: ignore[attr-defined]

@@ -36,9 +36,14 @@ def quantize_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a CPU are quantized by the kernels as those of a GPU are."""
     from fp8cfg.numerics.kernels import launch, store
 
-    for module, names in ((launch, ("fuses",)), (store, ("fuses_store", "fuses"))):
+    for module, names in (
+        (launch, ("can_fuse_tensor",)),
+        (store, ("can_fuse_store", "can_fuse_tensor")),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, lambda *of: True)
         monkeypatch.setattr(
-            module, "fuses_tiles", lambda t, tile, scaling, carrier: scaling.layout.scale != "e4m3"
+            module,
+            "can_fuse_tiles",
+            lambda t, tile, scaling, carrier: scaling.layout.scale != "e4m3",
         )

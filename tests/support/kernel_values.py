@@ -53,12 +53,12 @@ def exact(rows: int, columns: int) -> Tensor:
 
 def plain(x: Tensor, tile: Tile, scaling: Scaling, fmt: Format) -> tuple[Tensor, Tensor]:
     """The scaled values of `x`, saturated, and the inverse scales of its tiles, by plain torch code."""
-    from fp8cfg.numerics.scaling import spread, tile_scales, tiled
+    from fp8cfg.numerics.scaling import compute_tile_scales, expand_scales, split_tiles
 
-    encode, decode = tile_scales(tiled(x, tile).float(), fmt, scaling, None, x.dtype)
-    return saturated(x.float() * spread(encode[:, 0, :, 0], tuple(x.shape), tile), fmt), decode[
-        :, 0, :, 0
-    ]
+    encode, decode = compute_tile_scales(split_tiles(x, tile).float(), fmt, scaling, None, x.dtype)
+    return saturated(
+        x.float() * expand_scales(encode[:, 0, :, 0], tuple(x.shape), tile), fmt
+    ), decode[:, 0, :, 0]
 
 
 def check_tiles(

@@ -141,11 +141,11 @@ def test_bits_of_nvfp4_are_those_of_transformer_engines_reference(
 
 def test_products_of_nvfp4_have_the_operands_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     def values(a: Operand) -> torch.Tensor:
-        assert a.scale_inv is not None and a.tile is not None and a.whole_inv is not None
+        assert a.scale_inv is not None and a.tile is not None and a.global_scale_inv is not None
         return (
             a.data.float()
             * a.scale_inv.float().repeat_interleave(a.tile[0], 0).repeat_interleave(a.tile[1], 1)
-            * a.whole_inv
+            * a.global_scale_inv
         )
 
     def gemm(a: Operand, b: Operand, out: torch.dtype, ran: None, slot: int) -> torch.Tensor:

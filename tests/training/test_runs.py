@@ -15,7 +15,7 @@ import torch
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.building.job import Job
-from fp8cfg.numerics.amax_update import Overflow, RangesUsed, overflow_of
+from fp8cfg.numerics.amax_update import Overflow, RangesUsed, read_overflow
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.run_folder import RunFolder, RunFolderError
 from fp8cfg.training import overflow_watch
@@ -329,7 +329,7 @@ def test_infinite_values_of_any_rank_are_counted() -> None:
         def largest(self, value: torch.Tensor) -> torch.Tensor:
             return torch.maximum(value, torch.tensor([0.0, torch.inf, 3.0]))
 
-    found = overflow_of(
+    found = read_overflow(
         over_ranks(
             RangesUsed(torch.tensor([2.0, 0.0, 0.5]), ["a input", "a weight", "a grad_output"]),
             Others(),

@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.numerics.codecs import codec
+from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fp8_weights import plain
 from fp8cfg.training.data import run_data
 from tests.support.small import small, steps
@@ -48,7 +48,7 @@ def test_gradients_are_added_up_and_then_rounded_once(micro: int) -> None:
         assert all(
             torch.equal(bits(a), bits(b))
             for a, b in zip(
-                stored, codec("fp8").encode(theirs[job.optimizer.names[p]]), strict=True
+                stored, get_codec("fp8").encode(theirs[job.optimizer.names[p]]), strict=True
             )
         )
 
@@ -62,7 +62,7 @@ def test_clipping_is_that_of_the_decoded_gradients() -> None:
     job.optimizer.store_grads()
     for p, q in zip(job.model.parameters(), other.model.parameters(), strict=True):
         q.grad = (
-            codec("fp8").decode(job.optimizer.stored_grads[p])
+            get_codec("fp8").decode(job.optimizer.stored_grads[p])
             if p in job.optimizer.stored_grads
             else p.grad.clone()
         )
@@ -87,9 +87,11 @@ def test_weight_decay_is_in_the_moments_of_adam_and_not_of_adamw(name: str, move
     for p in job.model.parameters():
         p.grad = torch.zeros(p.shape)
     weight = job.model.layers[0].mlp.linear_fc1.in_codec
-    before = codec("fp16_scaled").decode(weight)
+    before = get_codec("fp16_scaled").decode(weight)
     with job.autocast(enabled=False):  # a step without a pass in FP8, on purpose
-        assert job.optimizer.step() and not torch.equal(before, codec("fp16_scaled").decode(weight))
+        assert job.optimizer.step() and not torch.equal(
+            before, get_codec("fp16_scaled").decode(weight)
+        )
     found = job.optimizer.state_tensors()["layers.0.mlp.linear_fc1.weight.exp_avg"]
     assert bool(found.float().any()) == moved
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from typing import Any, NamedTuple
 
-AMAXES, COUNT, FOUR_BITS = "amaxes_of_parts", "count_overflow", "cast_blocks NVFP4"
+AMAXES, COUNT, FOUR_BITS = "compute_part_amaxes", "count_overflow", "cast_blocks NVFP4"
 """The kernels that convert nothing: two only read, the other makes its codes by arithmetic."""
 
 
@@ -70,7 +70,7 @@ def compiled() -> dict[str, Any]:
                 torch.empty(tensor.PARTS, device="cuda"),
             )
             name = f"{AMAXES} {'delayed' if delayed else 'current'} {str(dtype).removeprefix('torch.')}"
-            found[name] = tensor.amaxes_of_parts(
+            found[name] = tensor.compute_part_amaxes(
                 t, parts, torch.ones(3, device="cuda") if delayed else None
             )
             name = f"{COUNT} {'of one scale' if delayed else 'of tiles'} {str(dtype).removeprefix('torch.')}"
@@ -200,7 +200,7 @@ def compiled() -> dict[str, Any]:
             ("1x16 at random", (None, None), random),
             ("16x16", room[2:], None),
         ):
-            found[f"{FOUR_BITS} {name} {kind}"] = blocks.cast_four_bits(
+            found[f"{FOUR_BITS} {name} {kind}"] = blocks.cast_nvfp4(
                 t, *room[:2], *across, torch.empty((), device="cuda"), draws, 1, seen, counts=counts
             )
         held = [
@@ -211,7 +211,7 @@ def compiled() -> dict[str, Any]:
             ("1x16 and 16x1 stored", held),
             ("16x16 stored", [held[0], torch.empty_like(held[3][:, :32]), None, None]),
         ):
-            found[f"{FOUR_BITS} {name} {kind}"] = blocks.cast_four_bits(
+            found[f"{FOUR_BITS} {name} {kind}"] = blocks.cast_nvfp4(
                 t, *into, torch.empty((), device="cuda"), seen=seen, counts=counts, transpose=False
             )
         one, other = (torch.empty(n, 1, device="cuda") for n in (256, 512))

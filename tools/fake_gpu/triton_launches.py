@@ -30,12 +30,12 @@ def computed() -> Iterator[None]:
     from fp8cfg.numerics.kernels import blocks, rows, tensor
 
     stand_ins: list[tuple[Any, str, Callable[..., None]]] = [
-        (tensor, "amaxes_of_parts", triton_values.amaxes_of_parts),
-        (blocks, "amaxes_of_parts", triton_values.amaxes_of_parts),
+        (tensor, "compute_part_amaxes", triton_values.compute_part_amaxes),
+        (blocks, "compute_part_amaxes", triton_values.compute_part_amaxes),
         (tensor, "cast", triton_values.cast_tensor),
         (rows, "cast_rows", triton_values.cast_rows),
         (blocks, "cast_blocks", triton_values.cast_blocks),
-        (blocks, "cast_four_bits", triton_values.cast_four_bits),
+        (blocks, "cast_nvfp4", triton_values.cast_nvfp4),
         (tensor, "count", triton_values.count),
     ]
     kept = [getattr(module, name) for module, name, _ in stand_ins]

@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics import E2M1, E4M3, Format, Scaling
-from fp8cfg.numerics.formats import BY_DTYPE, Random, cast
-from fp8cfg.numerics.gemm import Operand, laid_out
+from fp8cfg.numerics.formats import FORMAT_BY_DTYPE, RandomStream, cast
+from fp8cfg.numerics.gemm import Operand, hardware_layout
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import (
     FLT_MAX,
-    amax_of,
-    amax_or_nan,
-    e8m0_bytes,
-    first_level_of,
+    compute_amax,
+    compute_amax_or_nan,
+    encode_e8m0,
     floor_to_power_of_2,
+    global_scale_from_amax,
     record_amax,
 )
 
 PARTS, BLOCK = 1024, 4096
-"""Programs of `amaxes_of_parts` at most, and elements that each reads at a time (numerics/kernels/tensor.py)."""
+"""Programs of `compute_part_amaxes` at most, and elements that each reads at a time (numerics/kernels/tensor.py)."""
 
 
-def amaxes_of_parts(
+def compute_part_amaxes(
     t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False
 ) -> None:
     if scales is not None and scales[role] != 0:
@@ -53,7 +53,7 @@ def cast_tensor(
     counts: Tensor | None = None,
     reach: float = 0.0,
 ) -> None:
-    now, set_ = amax_of(t), scales is not None and bool(scales[role] != 0)
+    now, set_ = compute_amax(t), scales is not None and bool(scales[role] != 0)
     known = now if amaxes is None else torch.cat([amaxes, torch.zeros(1)]).amax()  # of none it is 0
     scale = scales[role].clone() if scales is not None and set_ else _scale(known, target, power_2)
     if counts is not None:
@@ -63,7 +63,7 @@ def cast_tensor(
             counts[0] += ((t.float().abs() * scale > reach) & ~infinite).sum()
     if history is not None:
         record_amax(history[0, role], now if scales is not None else known)
-    data.copy_(cast(t.float() * scale, BY_DTYPE[data.dtype]))
+    data.copy_(cast(t.float() * scale, FORMAT_BY_DTYPE[data.dtype]))
     if transposed is not None:
         transposed.copy_(data.t())
     scale_inv.copy_(scale.reciprocal())
@@ -88,7 +88,7 @@ def cast_rows(
         if q is not None and to is not None:
             amax = v.abs().nan_to_num(0.0, torch.inf).amax(axis) if known is None else known
             scale = _scale(amax, largest, power_2)
-            made = cast(v * scale.unsqueeze(axis), BY_DTYPE[q.dtype])
+            made = cast(v * scale.unsqueeze(axis), FORMAT_BY_DTYPE[q.dtype])
             q.copy_(made.t() if axis == 0 and transpose else made)
             to.copy_(scale.reciprocal().view(to.shape))
     _infinite(t, seen, counts)
@@ -116,7 +116,7 @@ def cast_blocks(
     for q, to, across in ((data, scale_inv, False), (data_t, scale_inv_t, True)):
         if q is not None and to is not None:
             _store(
-                _tiles(t, width, square, across, BY_DTYPE[q.dtype], scaling),
+                _tiles(t, width, square, across, FORMAT_BY_DTYPE[q.dtype], scaling),
                 q,
                 to,
                 across,
@@ -125,13 +125,13 @@ def cast_blocks(
     _infinite(t, seen, counts)
 
 
-def cast_four_bits(
+def cast_nvfp4(
     t: Tensor,
     data: Tensor,
     scale_inv: Tensor,
     data_t: Tensor | None,
     scale_inv_t: Tensor | None,
-    whole_inv: Tensor,
+    global_scale_inv: Tensor,
     random: tuple[Tensor, Tensor] | None = None,
     lane: int = 0,
     seen: Tensor | None = None,
@@ -139,16 +139,16 @@ def cast_four_bits(
     amax: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> None:
-    now = amax_or_nan(t) if amax is None else amax.view(())
-    whole, scaling = first_level_of(now), Scaling("nvfp4", forward=E2M1, backward=E2M1)
-    whole_inv.copy_(whole.reciprocal())
-    draw = Random(*random, lane) if random else None
+    now = compute_amax_or_nan(t) if amax is None else amax.view(())
+    whole, scaling = global_scale_from_amax(now), Scaling("nvfp4", forward=E2M1, backward=E2M1)
+    global_scale_inv.copy_(whole.reciprocal())
+    draw = RandomStream(*random, lane) if random else None
     square = transpose == (data_t is not None)
     for q, to, across in ((data, scale_inv, False), (data_t, scale_inv_t, True)):
         if q is not None and to is not None:
             made = _tiles(t, 16, square, across, E2M1, scaling, whole, draw)
             if transpose:
-                codes, scales = laid_out(made.t() if across else made)
+                codes, scales = hardware_layout(made.t() if across else made)
                 q.copy_(codes)
                 to.copy_(scales)
             else:
@@ -175,7 +175,7 @@ def _tiles(
     fmt: Format,
     scaling: Scaling,
     whole: Tensor | None = None,
-    draw: Random | None = None,
+    draw: RandomStream | None = None,
 ) -> Operand:
     tile = (width, width) if square else (width, 1) if across else (1, width)
     made = quantize_tiles(t, tile, fmt, scaling, fmt.dtype, whole, draw)
@@ -188,9 +188,9 @@ def _store(made: Operand, data: Tensor, scale_inv: Tensor, across: bool, transpo
     data.copy_(made.data)
     assert made.scale_inv is not None
     if scale_inv.dim() == 1:
-        scale_inv.copy_(laid_out(made)[1])
+        scale_inv.copy_(hardware_layout(made)[1])
     elif scale_inv.dtype == torch.uint8 and made.fmt != E2M1:
-        scale_inv.copy_(e8m0_bytes(made.scale_inv))
+        scale_inv.copy_(encode_e8m0(made.scale_inv))
     else:
         scale_inv.copy_(made.scale_inv.to(scale_inv.dtype))
 

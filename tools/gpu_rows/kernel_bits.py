@@ -12,22 +12,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8cfg.numerics import E2M1, E4M3, Scaling, amax_of
-from fp8cfg.numerics.formats import Random
+from fp8cfg.numerics import E2M1, E4M3, Scaling, compute_amax
+from fp8cfg.numerics.formats import RandomStream
 from fp8cfg.numerics.fp8_weights import store
-from fp8cfg.numerics.gemm import Operand, laid_out
+from fp8cfg.numerics.gemm import Operand, hardware_layout
 from fp8cfg.numerics.kernels import launch
 from fp8cfg.numerics.kernels import store as fused_store
-from fp8cfg.numerics.kernels.launch import quantize_four_bits_fused
-from fp8cfg.numerics.quantize import hadamard, quantize, quantize_tiles
+from fp8cfg.numerics.kernels.launch import quantize_nvfp4_fused
+from fp8cfg.numerics.quantize import hadamard_transform, quantize, quantize_tiles
 from fp8cfg.numerics.scaling import (
     GRAD_OUTPUT,
     INPUT,
     WEIGHT,
-    amax_or_nan,
-    first_level_of,
+    choose_tensor_scale,
+    compute_amax_or_nan,
+    global_scale_from_amax,
     record_amax,
-    scale_now,
 )
 from tools.gpu_rows.byte_counts import ByteCounts
 
@@ -76,7 +76,7 @@ def refused(device: str) -> str:
     """Why the kernels do not run on `device`; empty where they do."""
     if device == "cpu":
         return "a CPU runs plain code"
-    if not launch.TRITON:
+    if not launch.HAS_TRITON:
         return "Triton is not installed"
     least = "the conversion to float8 needs compute capability " + ".".join(
         map(str, fused_store.LEAST)
@@ -122,18 +122,20 @@ def by_kernels(
     """The operand of `t`, `other` included, as it is made on a GPU; amaxes go into `history`. What is rounded at random is so for
     products that contract dimension `lane` of the tensor."""
     if scaling.tile(role, 1) is None:
-        return launch.quantize_fused(t, role, scaling, scales, history, record=True, both=True)
+        return launch.quantize_tensor_fused(
+            t, role, scaling, scales, history, record=True, both=True
+        )
     if scaling.layout.scale == "e4m3":
-        return quantize_four_bits_fused(
+        return quantize_nvfp4_fused(
             t, role == WEIGHT, draw_of(scaling, role, lane, t.device), history, role
         )
     return launch.quantize_tiles_fused(t, role, scaling, 1, True, history)
 
 
-def draw_of(scaling: Scaling, role: int, lane: int, device: torch.device) -> Random | None:
+def draw_of(scaling: Scaling, role: int, lane: int, device: torch.device) -> RandomStream | None:
     """What rounds the tensor of that role at random; None where it is rounded to nearest."""
     key, count = (torch.tensor(number, dtype=torch.int32, device=device) for number in RANDOM)
-    return Random(key, count, lane) if scaling.rounds_at_random(role) else None
+    return RandomStream(key, count, lane) if scaling.rounds_stochastically(role) else None
 
 
 def plainly(
@@ -148,11 +150,15 @@ def plainly(
     fmt, tiles = scaling.format_of(role), [scaling.tile(role, axis) for axis in (1, 0)]
     if tiles[0] is None or tiles[1] is None:
         made = quantize(
-            t, scale_now(t, role, scaling, scales, history, record=True), fmt, fmt.dtype
+            t, choose_tensor_scale(t, role, scaling, scales, history, record=True), fmt, fmt.dtype
         )
         return made._replace(other=made.t())
     record = None if history is None else history[0, role]
-    whole = first_level_of(amax := amax_or_nan(t)) if scaling.layout.scale == "e4m3" else None
+    whole = (
+        global_scale_from_amax(amax := compute_amax_or_nan(t))
+        if scaling.layout.scale == "e4m3"
+        else None
+    )
     if whole is not None and record is not None:
         record_amax(record, amax)
     random, record = draw_of(scaling, role, lane, t.device), None if whole is not None else record
@@ -177,7 +183,7 @@ def kernel_bits(name: str, device: str = "cuda") -> ByteCounts:
             for scales, history in states(scaling):
                 for role in (INPUT, GRAD_OUTPUT, *[WEIGHT] * scaling.weights_2d):
                     _operand(counts, scaling, role, t, given, scales, history, where)
-                if scaling.transforms(INPUT, 0):
+                if scaling.uses_hadamard(INPUT, 0):
                     _transformed(counts, scaling, t, device, history, f"{where} for wgrad")
                     continue
                 _stored(counts, scaling, t, given, scales, history, f"{where}, stored")
@@ -202,7 +208,7 @@ def _transformed(
     counts: ByteCounts, scaling: Scaling, t: Tensor, device: str, history: Tensor, where: str
 ) -> None:
     """Both operands of wgrad under NVFP4: of the transform, which is a product of torch's and rounds as that does, one result."""
-    form = hadamard(t.t()).nan_to_num(0.0, torch.inf, -torch.inf)
+    form = hadamard_transform(t.t()).nan_to_num(0.0, torch.inf, -torch.inf)
     for role in (INPUT, GRAD_OUTPUT):
         _operand(counts, scaling, role, form, form.to(device), None, history, where, lane=0)
 
@@ -228,8 +234,8 @@ def _operand(
         counts.compare(what, ours.data, data, where)
     for ours, _, scale_inv in sides:
         counts.compare("scales", ours.scale_inv, scale_inv, where)
-    if want.whole_inv is not None:
-        counts.compare("scales", got.whole_inv, want.whole_inv, where)
+    if want.global_scale_inv is not None:
+        counts.compare("scales", got.global_scale_inv, want.global_scale_inv, where)
     counts.compare("amaxes", kept, _recorded(scaling, role, t, history, after), where)
 
 
@@ -237,7 +243,7 @@ def _as(ours: Operand, theirs: Operand) -> tuple[Tensor, Tensor | None]:
     """Data and scales of `theirs`, laid out as products read them where `ours` are."""
     if ours.scale_inv is None or ours.scale_inv.dim() != 1:
         return theirs.data, theirs.scale_inv
-    data, scale_inv = laid_out(theirs._replace(data=theirs.data.contiguous()))
+    data, scale_inv = hardware_layout(theirs._replace(data=theirs.data.contiguous()))
     return data.view(ours.data.dtype)[:, : ours.data.shape[1]], scale_inv
 
 
@@ -253,12 +259,12 @@ def _stored(
     """A weight as fp8.params stores it."""
     kept, after = history.to(given.device, copy=True), history.clone()
     scale = (
-        scale_now(t, WEIGHT, scaling, scales, after, record=True)
+        choose_tensor_scale(t, WEIGHT, scaling, scales, after, record=True)
         if scaling.tile(WEIGHT, 1) is None
         else None
     )
     got, want = (
-        fused_store.store_recorded(given, scaling, _on(given, scales), kept, None),
+        fused_store.store_and_record(given, scaling, _on(given, scales), kept, None),
         store(t, scaling, scale, after[0, WEIGHT]),
     )
     for field, theirs in want._asdict().items():
@@ -280,15 +286,15 @@ def _known_scales(
         )
         counts.compare("data", got.data, want.data, f"{where}, scale {scale}")
         counts.compare("scales", got.scale_inv, want.scale_inv, where)
-    amax = amax_of(t).abs()  # on a CPU that of zeros may be -0
+    amax = compute_amax(t).abs()  # on a CPU that of zeros may be -0
     counts.compare(
-        "amaxes", fused_store.amaxes_of([given, given]).abs(), torch.stack([amax, amax]), where
+        "amaxes", fused_store.compute_amaxes([given, given]).abs(), torch.stack([amax, amax]), where
     )
     for unset in (True, False) if scaling.layout.history else ():
         scales = torch.full((3,), 0.0 if unset else 2.0, device=given.device)
         counts.compare(
             "amaxes",
-            launch.amax_where_unset(given, scales, WEIGHT),
+            launch.compute_amax_if_unset(given, scales, WEIGHT),
             amax.view(1) if unset else torch.zeros(1),
             where,
         )

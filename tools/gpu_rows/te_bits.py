@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fp8cfg.backends.te.rules import HAS
-from fp8cfg.numerics import E2M1, E4M3, E5M2, Format, Scaling, amax_of, scale_from_amax
-from fp8cfg.numerics.gemm import laid_out, swizzled
-from fp8cfg.numerics.scaling import INPUT, WEIGHT, e8m0_bytes
+from fp8cfg.numerics import E2M1, E4M3, E5M2, Format, Scaling, compute_amax, scale_from_amax
+from fp8cfg.numerics.gemm import hardware_layout, swizzle_scales
+from fp8cfg.numerics.scaling import INPUT, WEIGHT, encode_e8m0
 from tools.gpu_rows.byte_counts import ByteCounts
 from tools.gpu_rows.kernel_bits import by_kernels, plainly
 
@@ -25,7 +25,7 @@ def te_bits(scaling: str, device: str = "cuda") -> ByteCounts:
     for x in matrices(device):
         for fmt in (E2M1,) if scaling == "nvfp4" else (E4M3, E5M2):
             SCALINGS[scaling](
-                counts, x, fmt, f"{x.dtype} of amax {amax_of(x).item():.3g} in {fmt.name}"
+                counts, x, fmt, f"{x.dtype} of amax {compute_amax(x).item():.3g} in {fmt.name}"
             )
     return counts
 
@@ -51,7 +51,7 @@ def _library(fmt: Format) -> tuple[Any, Any]:
 
 def _delayed(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     te, kind = _library(fmt)
-    scales = (scale_from_amax(amax_of(x), fmt) * 1.5).repeat(
+    scales = (scale_from_amax(compute_amax(x), fmt) * 1.5).repeat(
         3
     )  # some saturate, as under a scale of the past
     amax, history = torch.zeros(1, device=x.device), torch.zeros(1, 3, device=x.device)
@@ -140,9 +140,11 @@ def _nvfp4(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
             ("data", made, theirs._rowwise_data, theirs._rowwise_scale_inv),
             ("transposes", across, theirs._columnwise_data, theirs._columnwise_scale_inv),
         ):
-            codes, scales = laid_out(ours)
+            codes, scales = hardware_layout(ours)
             counts.compare(what, codes, data, at)
-            counts.compare("scales", scales, swizzled(scale_inv.view(torch.uint8).contiguous()), at)
+            counts.compare(
+                "scales", scales, swizzle_scales(scale_inv.view(torch.uint8).contiguous()), at
+            )
         counts.compare("amaxes", history[0, role : role + 1], theirs._amax_rowwise, at)
 
 
@@ -151,8 +153,8 @@ def _e8m0(counts: ByteCounts, ours: Tensor, theirs: Tensor, where: str) -> None:
     kernels = ours.dim() == 1
     counts.compare(
         "scales",
-        ours if kernels else e8m0_bytes(ours),
-        swizzled(theirs.contiguous()) if kernels else theirs,
+        ours if kernels else encode_e8m0(ours),
+        swizzle_scales(theirs.contiguous()) if kernels else theirs,
         where,
     )
 

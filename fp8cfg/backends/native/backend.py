@@ -20,7 +20,16 @@ from fp8cfg.backends.gemm_plan import (
 )
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.backends.stored_weights import shared_weights
-from fp8cfg.numerics import E2M1, E4M3, E5M2, FP8Linear, Region, Scaling, decode, fp8_linears
+from fp8cfg.numerics import (
+    E2M1,
+    E4M3,
+    E5M2,
+    FP8Linear,
+    Region,
+    Scaling,
+    decode_gemm_record,
+    fp8_linears,
+)
 from fp8cfg.numerics.amax_update import FP8Layer, discard_amax, fp8_layers, update_scales
 from fp8cfg.numerics.autocast import enter_regions
 from fp8cfg.numerics.fp8_attention import FP8Attention
@@ -111,9 +120,10 @@ def observed(model: nn.Module) -> Observed:
     out: Observed = {}
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Layer):
-            ran = [decode(code) for code in layer.gemms_ran.tolist()]
+            ran = [decode_gemm_record(code) for code in layer.gemms_ran.tolist()]
             kinds = [
-                r and (HIGH_PRECISION if r.how == "high_precision" else (r.a, r.b)) for r in ran
+                r and (HIGH_PRECISION if r.execution == "high_precision" else (r.a, r.b))
+                for r in ran
             ]
             out[name] = dict(
                 zip(GEMMS if isinstance(layer, FP8Linear) else ATTENTION_GEMMS, kinds, strict=True)

@@ -50,7 +50,7 @@ from fp8cfg.backends.te.recipe import recipe_of
 from fp8cfg.backends.te.rules import contradictions
 from fp8cfg.numerics import Region
 from fp8cfg.numerics.formats import E4M3, E5M2
-from fp8cfg.numerics.scaling import range_used
+from fp8cfg.numerics.scaling import compute_range_used
 from fp8cfg.numerics.stored_state import say_scales_anew
 from fp8cfg.schema.errors import refuse_if
 from fp8cfg.schema.fp8 import FP8
@@ -160,7 +160,7 @@ class RangeWatch:
             torch.cat([state.scale for state in states]),
         )
         reach = _FORMATS[kind(self._engines[0].module.quantizers[side][0])].reach
-        used = range_used(amaxes, scales, torch.tensor(reach, dtype=torch.float32))
+        used = compute_range_used(amaxes, scales, torch.tensor(reach, dtype=torch.float32))
         self._used[forward] = (
             torch.maximum(used, self._used[forward]) if forward in self._used else used
         )

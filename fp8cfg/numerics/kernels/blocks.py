@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fp8cfg.numerics.kernels.tensor import (
     PARTS,
+    _compute_scale,
     _count_infinite,
-    _note_infinite,
-    _saturated,
-    _scale_of,
-    _store_across,
-    amaxes_of_parts,
-    launched,
-    part_count,
+    _record_infinite,
+    _saturate,
+    _store_columnwise,
+    compute_part_amaxes,
+    launch_on_device,
+    num_parts,
 )
 
 NEAREST = tl.constexpr(12582912.0)
@@ -32,7 +32,7 @@ NEAREST = tl.constexpr(12582912.0)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first_level(parts, count, PARTS: tl.constexpr):
-    """The amax of a tensor, NaN where it has a NaN, and the scale of it all: `first_level_of`."""
+    """The amax of a tensor, NaN where it has a NaN, and the scale of it all: `global_scale_from_amax`."""
     of = tl.arange(0, PARTS)
     bits = tl.load(parts + of, mask=of < count, other=0.0).to(tl.int32, bitcast=True)
     amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
@@ -147,7 +147,7 @@ def _scales(amax, broken, whole, target, highest, POWER_2: tl.constexpr, BLOCK: 
     elif BLOCK == 32:
         return _e8m0(amax, broken, highest)
     else:
-        scale = _scale_of(amax, target, highest, POWER_2)
+        scale = _compute_scale(amax, target, highest, POWER_2)
         return scale, tl.div_rn(1.0, scale)
 
 
@@ -207,7 +207,7 @@ def _cast_blocks(
     seen,
     counts,
     parts,
-    whole_inv,
+    global_scale_inv,
     key,
     draw,
     rows,
@@ -252,7 +252,7 @@ def _cast_blocks(
     if four:
         amax, whole = _first_level(parts, count, PARTS)
         if tl.program_id(0) == 0:
-            tl.store(whole_inv, tl.div_rn(1.0, whole))
+            tl.store(global_scale_inv, tl.div_rn(1.0, whole))
             if RECORD:
                 tl.atomic_max(
                     seen, amax.to(tl.int32, bitcast=True), mask=amax == amax, sem="relaxed"
@@ -260,7 +260,7 @@ def _cast_blocks(
     elif RECORD or COUNT:
         amax = tl.max(tl.max(a, 1), 0)
         if RECORD:
-            _note_infinite(seen, amax)
+            _record_infinite(seen, amax)
     if COUNT:
         _count_infinite(counts, v, amax)
     if SQUARE:
@@ -273,7 +273,7 @@ def _cast_blocks(
             POWER_2,
             BLOCK,
         )
-        q = _saturated(
+        q = _saturate(
             tl.reshape(
                 tl.reshape(v, [n, BLOCK, n, BLOCK]) * scale[:, None, :, None], [WIDTH, WIDTH]
             ),
@@ -286,7 +286,7 @@ def _cast_blocks(
             tl.max(tl.reshape(odd, [WIDTH, n, BLOCK]), 2),
         )
         scale, inverse = _scales(of, broken, whole, target, highest, POWER_2, BLOCK)
-        q = _saturated(
+        q = _saturate(
             tl.reshape(tl.reshape(v, [WIDTH, n, BLOCK]) * scale[:, :, None], [WIDTH, WIDTH]),
             LARGEST,
         )
@@ -309,7 +309,7 @@ def _cast_blocks(
                 tl.max(tl.reshape(odd, [n, BLOCK, WIDTH]), 1),
             )
             scale, inverse = _scales(of, broken, whole, target, highest, POWER_2, BLOCK)
-            q = _saturated(
+            q = _saturate(
                 tl.reshape(tl.reshape(v, [n, BLOCK, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH]),
                 LARGEST,
             )
@@ -319,7 +319,7 @@ def _cast_blocks(
         if four and TRANSPOSE:
             _store_packed(data_t, tl.trans(q), j, i, columns, rows, WIDTH)
         else:
-            _store_across(
+            _store_columnwise(
                 data_t, q.to(data_t.dtype.element_ty), at, inside, at_t, inside_t, TRANSPOSE
             )
         _store_scales(
@@ -338,7 +338,7 @@ def _cast_blocks(
         )
 
 
-@launched
+@launch_on_device
 def cast_blocks(
     t: Tensor,
     highest: float,
@@ -404,14 +404,14 @@ def cast_blocks(
     )
 
 
-@launched
-def cast_four_bits(
+@launch_on_device
+def cast_nvfp4(
     t: Tensor,
     data: Tensor,
     scale_inv: Tensor,
     data_t: Tensor | None,
     scale_inv_t: Tensor | None,
-    whole_inv: Tensor,
+    global_scale_inv: Tensor,
     random: tuple[Tensor, Tensor] | None = None,
     lane: int = 0,
     seen: Tensor | None = None,
@@ -421,7 +421,7 @@ def cast_four_bits(
 ) -> Any:
     """Quantize the contiguous matrix `t` [R, C] to E2M1, with a scale for 1x16 elements, or for 16x16 where its transpose is
     wanted, and one of the tensor: into bytes `data` and `scale_inv`, its transpose into `data_t` and `scale_inv_t`, all as hardware
-    reads them (gemm.py), and `whole_inv`, float32 []. Without `transpose` they are as a weight is stored, all row-major
+    reads them (gemm.py), and `global_scale_inv`, float32 []. Without `transpose` they are as a weight is stored, all row-major
     and a byte an element, E4M3: one matrix with scales for 16x16, or one with scales for 1x16 and one for 16x1. `random`, the key
     and the count of draws, and `lane` are those of stochastic rounding. The amax is folded into the running maximum `seen`, float32
     [], and infinite elements are added to `counts`, if these are given; where `t` is a part of the tensor, its `amax` is
@@ -429,8 +429,8 @@ def cast_four_bits(
     (rows, columns), both = t.shape, data_t is not None
     parts, count = amax, 1
     if parts is None:
-        parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), part_count(t)
-        amaxes_of_parts(t, parts, keep_nan=True)
+        parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), num_parts(t)
+        compute_part_amaxes(t, parts, keep_nan=True)
     targets = [
         t if x is None else x.view(torch.uint8) for x in (data, scale_inv, data_t, scale_inv_t)
     ]
@@ -442,7 +442,7 @@ def cast_four_bits(
         t if seen is None else seen.view(torch.int32),
         t if counts is None else counts,
         parts,
-        whole_inv,
+        global_scale_inv,
         *(random or (t, t)),
         rows,
         columns,

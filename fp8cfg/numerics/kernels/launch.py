@@ -1,7 +1,7 @@
 """Fused quantization on a GPU: a tensor with one scale is read once under delayed scaling, and comes row-major and transposed.
 
 In plain torch operations a quantized tensor takes some twenty launches, and each transposed copy another. The operator is one to a
-compiler too; what it computes is that of `scale_now` and `quantize`, of which it is a part where the hardware multiplies FP8.
+compiler too; what it computes is that of `choose_tensor_scale` and `quantize`, of which it is a part where the hardware multiplies FP8.
 Weights that are stored in float8 are written by the same kernels (store.py).
 torchao's kernels have no delayed scales and no transposed copy in the same read, and Transformer Engine's come with its modules
 (backend=te): neither is called from here.
@@ -14,26 +14,26 @@ import importlib.util
 import torch
 from torch import Tensor, library
 
-from fp8cfg.numerics.formats import BY_DTYPE, E2M1, Random
-from fp8cfg.numerics.gemm import ALIGNED, WIDTH, Operand, swizzled_size
-from fp8cfg.numerics.overflow_counts import TAGS, counter
-from fp8cfg.numerics.scaling import FLT_MAX, AmaxGroup, Scaling, largest, sizes
+from fp8cfg.numerics.formats import E2M1, FORMAT_BY_DTYPE, RandomStream
+from fp8cfg.numerics.gemm import ALIGNMENT, BLOCK_WIDTH, Operand, swizzled_scale_size
+from fp8cfg.numerics.overflow_counts import NO_CUDA_GRAPH, overflow_counter
+from fp8cfg.numerics.scaling import FLT_MAX, AmaxGroup, Scaling, all_reduce_max, tile_shape
 from fp8cfg.schema.scalings import Tile
 
-MX = 32
+MX_BLOCK = 32
 """The same under MX."""
-TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether Triton is installed: torch's CUDA builds bring it."""
 
 
-def fuses(t: Tensor, scaling: Scaling, carrier: torch.dtype | None) -> bool:
-    """Whether `quantize_fused` can quantize `t`: with a single scale, into float8 and no wider `carrier`."""
-    if not TRITON or not t.is_cuda or carrier is not None or t.dim() != 2 or t.numel() == 0:
+def can_fuse_tensor(t: Tensor, scaling: Scaling, carrier: torch.dtype | None) -> bool:
+    """Whether `quantize_tensor_fused` can quantize `t`: with a single scale, into float8 and no wider `carrier`."""
+    if not HAS_TRITON or not t.is_cuda or carrier is not None or t.dim() != 2 or t.numel() == 0:
         return False
     return scaling.layout.tile(1, scaling.granularity, square=False) is None
 
 
-def quantize_fused(
+def quantize_tensor_fused(
     t: Tensor,
     role: int,
     scaling: Scaling,
@@ -44,10 +44,10 @@ def quantize_fused(
     parts: AmaxGroup | None = None,
 ) -> Operand:
     """`t` [R, C], of any float dtype, as an operand that contracts its last dimension, and with `both` its first one too, as
-    `Operand.other`. The scale is that of `scale_now`, and where `record` says so the amax goes into `history`.
+    `Operand.columnwise`. The scale is that of `choose_tensor_scale`, and where `record` says so the amax goes into `history`.
     """
     fmt, t = scaling.format_of(role), t.contiguous()
-    how = scale_source(t, role, scaling, scales, parts)
+    how = scale_inputs(t, role, scaling, scales, parts)
     data, transposed, scale_inv = quantize_tensor(
         t, scales, history if record else None, *how, role, fmt.dtype, both
     )
@@ -56,7 +56,7 @@ def quantize_fused(
     )
 
 
-def scale_source(
+def scale_inputs(
     t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, parts: AmaxGroup | None
 ) -> tuple[Tensor | None, float, bool]:
     """Of what a kernel makes the one scale of the contiguous matrix `t`: the amax, [1], where others have parts of the tensor, or
@@ -67,17 +67,17 @@ def scale_source(
     if scales is not None and scaling.first_step == "te":
         amax = scales[:0]  # no launch then looks for one
     elif parts is not None and role in parts.roles:
-        amax = parts.amax(amax_where_unset(t, scales, role), role)
+        amax = parts.reduce(compute_amax_if_unset(t, scales, role), role)
     return amax, target, scaling.power_2_scales and scales is None
 
 
-def fuses_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | None) -> bool:
+def can_fuse_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | None) -> bool:
     """Whether `quantize_tiles_fused` can quantize `t`, into float8 and no wider `carrier`: with a float32 scale for a row, 128
     elements or their square, or an E8M0 one for 32 or their square."""
-    made = {"float32": 0 in tile or max(tile) == WIDTH, "e8m0": max(tile) == MX}.get(
+    made = {"float32": 0 in tile or max(tile) == BLOCK_WIDTH, "e8m0": max(tile) == MX_BLOCK}.get(
         scaling.layout.scale, False
     )
-    return TRITON and t.is_cuda and carrier is None and made and t.dim() == 2 and t.numel() > 0
+    return HAS_TRITON and t.is_cuda and carrier is None and made and t.dim() == 2 and t.numel() > 0
 
 
 def quantize_tiles_fused(
@@ -90,16 +90,16 @@ def quantize_tiles_fused(
     parts: AmaxGroup | None = None,
 ) -> Operand:
     """`quantize_tiles` of `t` [R, C] for a product that contracts its dimension `axis`, with the other one in the same read where
-    `both` are contracted, as `Operand.other`. An infinite amax goes into `history`, if it is given. Of rows or columns of which
+    `both` are contracted, as `Operand.columnwise`. An infinite amax goes into `history`, if it is given. Of rows or columns of which
     others have `parts` the scales are those of the whole."""
     fmt, tile, t = scaling.format_of(role), scaling.tile(role, 1), t.contiguous()
     assert tile is not None, "there are scales of tiles"
     both = both or (
-        tile[0] > 1 and tile[1] == MX
+        tile[0] > 1 and tile[1] == MX_BLOCK
     )  # swizzled scales of squares are not those of the transpose
     rows, columns = both or axis == 1, both or axis == 0
     amaxes = [
-        amaxes_over_ranks(t, role, scaling, axis, parts) if wanted else None
+        reduce_tile_amaxes(t, role, scaling, axis, parts) if wanted else None
         for axis, wanted in ((1, rows), (0, columns))
     ]
     made = quantize_blocks(
@@ -117,23 +117,23 @@ def quantize_tiles_fused(
     along, across = (
         Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:])
     )
-    return along._replace(other=across) if both else along if rows else across.t()
+    return along._replace(columnwise=across) if both else along if rows else across.t()
 
 
-def amaxes_over_ranks(
+def reduce_tile_amaxes(
     t: Tensor, role: int, scaling: Scaling, axis: int, parts: AmaxGroup | None
 ) -> Tensor | None:
     """The amaxes of whole rows of the contiguous matrix `t` [R, C], [R], or for products that contract its first dimension those of
     whole columns, [C], where others have `parts` of these; else None."""
-    group = None if parts is None else parts.over(role, scaling.tile(role, axis))
+    group = None if parts is None else parts.group_of(role, scaling.tile(role, axis))
     return (
         None
         if group is None
-        else largest(t.abs().nan_to_num(0.0, posinf=torch.inf).amax(axis).float(), group)
+        else all_reduce_max(t.abs().nan_to_num(0.0, posinf=torch.inf).amax(axis).float(), group)
     )
 
 
-@library.custom_op("fp8cfg::quantize_blocks", mutates_args=("history",), tags=TAGS)
+@library.custom_op("fp8cfg::quantize_blocks", mutates_args=("history",), tags=NO_CUDA_GRAPH)
 def quantize_blocks(
     t: Tensor,
     width: int,
@@ -209,8 +209,10 @@ def cast_tiles(
     from fp8cfg.numerics.kernels.blocks import cast_blocks
     from fp8cfg.numerics.kernels.rows import cast_rows
 
-    (top,) = {BY_DTYPE[x.dtype].max for x in (data, data_t) if x is not None}
-    seen, counts = (None, None) if history is None else (history[0, role], counter(t.device, role))
+    (top,) = {FORMAT_BY_DTYPE[x.dtype].max for x in (data, data_t) if x is not None}
+    seen, counts = (
+        (None, None) if history is None else (history[0, role], overflow_counter(t.device, role))
+    )
     if width == 0:
         cast_rows(
             t,
@@ -227,7 +229,7 @@ def cast_tiles(
             counts,
         )
     else:
-        highest, mx = min(torch.finfo(t.dtype).max, FLT_MAX), width if width == MX else 0
+        highest, mx = min(torch.finfo(t.dtype).max, FLT_MAX), width if width == MX_BLOCK else 0
         cast_blocks(
             t,
             highest,
@@ -254,11 +256,11 @@ def _empty_blocks(
     def of(shape: tuple[int, int], wanted: bool) -> tuple[Tensor, Tensor]:
         r, c = shape if wanted else (0, 0)
         down, across = (
-            -(-n // size) for n, size in zip((r, c), sizes((r, c), (high, width)), strict=True)
+            -(-n // size) for n, size in zip((r, c), tile_shape((r, c), (high, width)), strict=True)
         )
         data = t.new_empty((r, c), dtype=dtype)
-        if width == MX:
-            return data, t.new_empty(swizzled_size(r, across), dtype=torch.uint8)
+        if width == MX_BLOCK:
+            return data, t.new_empty(swizzled_scale_size(r, across), dtype=torch.uint8)
         if square or width == 0:
             return data, t.new_empty((down, across), dtype=torch.float32)
         return data, t.new_empty((across, down), dtype=torch.float32).t()
@@ -266,25 +268,27 @@ def _empty_blocks(
     return *of((t.shape[0], t.shape[1]), rows), *of((t.shape[1], t.shape[0]), columns)
 
 
-@library.custom_op("fp8cfg::amax_where_unset", mutates_args=())
-def amax_where_unset(t: Tensor, scales: Tensor | None, role: int, keep_nan: bool = False) -> Tensor:
-    """`amax_of` the contiguous matrix `t`, [1], or with `keep_nan` that of `amax_or_nan`; 0 under delayed scaling where
+@library.custom_op("fp8cfg::compute_amax_if_unset", mutates_args=())
+def compute_amax_if_unset(
+    t: Tensor, scales: Tensor | None, role: int, keep_nan: bool = False
+) -> Tensor:
+    """`compute_amax` the contiguous matrix `t`, [1], or with `keep_nan` that of `compute_amax_or_nan`; 0 under delayed scaling where
     `scales[role]` is set, and `t` is not read."""
     from fp8cfg.numerics.kernels import tensor
 
     parts = (torch.empty if scales is None else torch.zeros)(
-        tensor.part_count(t), dtype=torch.float32, device=t.device
+        tensor.num_parts(t), dtype=torch.float32, device=t.device
     )
-    tensor.amaxes_of_parts(t, parts, scales, role, keep_nan)
+    tensor.compute_part_amaxes(t, parts, scales, role, keep_nan)
     return parts.amax(0, keepdim=True)
 
 
-@amax_where_unset.register_fake
+@compute_amax_if_unset.register_fake
 def _(t: Tensor, scales: Tensor | None, role: int, keep_nan: bool = False) -> Tensor:
     return t.new_empty(1, dtype=torch.float32)
 
 
-@library.custom_op("fp8cfg::quantize_tensor", mutates_args=("history",), tags=TAGS)
+@library.custom_op("fp8cfg::quantize_tensor", mutates_args=("history",), tags=NO_CUDA_GRAPH)
 def quantize_tensor(
     t: Tensor,
     scales: Tensor | None,
@@ -303,7 +307,10 @@ def quantize_tensor(
 
     data, transposed, scale_inv = _empty(t, dtype, both)
     other = transposed if both else None
-    fmt, counts = BY_DTYPE[dtype], None if history is None else counter(t.device, role)
+    fmt, counts = (
+        FORMAT_BY_DTYPE[dtype],
+        None if history is None else overflow_counter(t.device, role),
+    )
     tensor.cast(
         t,
         scales,
@@ -347,20 +354,20 @@ def _empty(t: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor, T
     )
 
 
-FOUR = 16
+NVFP4_BLOCK = 16
 """Elements that share a scale."""
 Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def fuses_four_bits(t: Tensor, carrier: torch.dtype | None) -> bool:
-    """Whether `quantize_four_bits_fused` can quantize `t`, for products of the hardware and no wider `carrier`."""
-    return TRITON and t.is_cuda and carrier is None and t.dim() == 2 and t.numel() > 0
+def can_fuse_nvfp4(t: Tensor, carrier: torch.dtype | None) -> bool:
+    """Whether `quantize_nvfp4_fused` can quantize `t`, for products of the hardware and no wider `carrier`."""
+    return HAS_TRITON and t.is_cuda and carrier is None and t.dim() == 2 and t.numel() > 0
 
 
-def quantize_four_bits_fused(
+def quantize_nvfp4_fused(
     t: Tensor,
     square: bool,
-    draw: Random | None,
+    draw: RandomStream | None,
     history: Tensor | None,
     role: int,
     amax: Tensor | None = None,
@@ -368,17 +375,19 @@ def quantize_four_bits_fused(
     """The matrix `t` [R, C], of any float dtype, as an operand that contracts its last dimension, packed, with scales of 1x16; of
     16x16 where they are `square`, and then with its other operand. The amax, by default that of `t`, float32 [], goes into
     `history`, if it is given."""
-    tile = (FOUR, FOUR) if square else (1, FOUR)
+    tile = (NVFP4_BLOCK, NVFP4_BLOCK) if square else (1, NVFP4_BLOCK)
     random = (draw.key, draw.draw, draw.lane) if draw else (None, None, 0)
-    *made, whole_inv = quantize_four_bits(t.contiguous(), square, *random, history, role, amax)
+    *made, global_scale_inv = quantize_four_bits(
+        t.contiguous(), square, *random, history, role, amax
+    )
     along, across = (
-        Operand(data, scale, E2M1, tile, whole_inv=whole_inv)
+        Operand(data, scale, E2M1, tile, global_scale_inv=global_scale_inv)
         for data, scale in (made[:2], made[2:])
     )
-    return along._replace(other=across) if square else along
+    return along._replace(columnwise=across) if square else along
 
 
-@library.custom_op("fp8cfg::quantize_four_bits", mutates_args=("history",), tags=TAGS)
+@library.custom_op("fp8cfg::quantize_four_bits", mutates_args=("history",), tags=NO_CUDA_GRAPH)
 def quantize_four_bits(
     t: Tensor,
     square: bool,
@@ -396,16 +405,18 @@ def quantize_four_bits(
     from fp8cfg.numerics.kernels import blocks
 
     made = _empty_nvfp4(t, square)
-    data, scale_inv, data_t, scale_inv_t, whole_inv = made
+    data, scale_inv, data_t, scale_inv_t, global_scale_inv = made
     random = None if key is None or draw is None else (key, draw)
-    seen, counts = (None, None) if history is None else (history[0, role], counter(t.device, role))
-    blocks.cast_four_bits(
+    seen, counts = (
+        (None, None) if history is None else (history[0, role], overflow_counter(t.device, role))
+    )
+    blocks.cast_nvfp4(
         t,
         data,
         scale_inv,
         data_t if square else None,
         scale_inv_t if square else None,
-        whole_inv,
+        global_scale_inv,
         random,
         lane,
         seen,
@@ -431,10 +442,10 @@ def _(
 
 def _empty_nvfp4(t: Tensor, square: bool) -> Made:
     def of(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        whole = -(-columns // ALIGNED) * ALIGNED // 2
+        whole = -(-columns // ALIGNMENT) * ALIGNMENT // 2
         return (
             t.new_empty((rows, whole), dtype=torch.uint8),
-            t.new_empty(swizzled_size(rows, -(-columns // FOUR)), dtype=torch.uint8),
+            t.new_empty(swizzled_scale_size(rows, -(-columns // NVFP4_BLOCK)), dtype=torch.uint8),
         )
 
     rows, columns = t.shape

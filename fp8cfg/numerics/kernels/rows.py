@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8cfg.numerics.kernels.tensor import (
+    _compute_scale,
     _count_infinite,
-    _note_infinite,
-    _saturated,
-    _scale_of,
-    _store_across,
-    launched,
+    _record_infinite,
+    _saturate,
+    _store_columnwise,
+    launch_on_device,
 )
 
 FLT_MAX = 3.4028234663852886e38
@@ -93,8 +93,8 @@ def _strip_of_rows(
         else _amaxes_of_rows(t, first, rows, columns, STRIP, LONG)
     )
     if RECORD:
-        _note_infinite(seen, tl.max(amax, 0))
-    scale, most = _scale_of(amax, target, highest, POWER_2), tl.max(amax, 0)
+        _record_infinite(seen, tl.max(amax, 0))
+    scale, most = _compute_scale(amax, target, highest, POWER_2), tl.max(amax, 0)
     start = first * 0
     while start < columns:
         column = start + tl.arange(0, LONG)
@@ -104,7 +104,7 @@ def _strip_of_rows(
             _count_infinite(counts, v, most)
         tl.store(
             data + at + column[None, :],
-            _saturated(v * scale[:, None], LARGEST).to(data.dtype.element_ty),
+            _saturate(v * scale[:, None], LARGEST).to(data.dtype.element_ty),
             mask=inside,
         )
         start += LONG
@@ -139,8 +139,8 @@ def _strip_of_columns(
     else:
         amax = _amaxes_of_columns(t, first, rows, columns, STRIP, LONG)
     if RECORD:
-        _note_infinite(seen, tl.max(amax, 0))
-    scale, most = _scale_of(amax, target, highest, POWER_2), tl.max(amax, 0)
+        _record_infinite(seen, tl.max(amax, 0))
+    scale, most = _compute_scale(amax, target, highest, POWER_2), tl.max(amax, 0)
     start = first * 0
     while start < rows:
         row = start + tl.arange(0, LONG)
@@ -149,9 +149,9 @@ def _strip_of_columns(
         v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
         if COUNT:
             _count_infinite(counts, v, most)
-        q = _saturated(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty)
+        q = _saturate(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty)
         inside_t = (column < columns)[:, None] & (row < rows)[None, :]
-        _store_across(
+        _store_columnwise(
             data_t,
             q,
             at,
@@ -242,7 +242,7 @@ def _cast_rows(
         )
 
 
-@launched
+@launch_on_device
 def cast_rows(
     t: Tensor,
     largest: float,

@@ -10,30 +10,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, library
 
-from fp8cfg.numerics.formats import BY_DTYPE
+from fp8cfg.numerics.formats import FORMAT_BY_DTYPE
 from fp8cfg.numerics.fp8_weights import FP8Weight, store
 from fp8cfg.numerics.kernels.launch import (
-    FOUR,
-    MX,
-    TRITON,
-    amax_where_unset,
-    amaxes_over_ranks,
+    HAS_TRITON,
+    MX_BLOCK,
+    NVFP4_BLOCK,
+    can_fuse_tensor,
+    can_fuse_tiles,
     cast_tiles,
-    fuses,
-    fuses_tiles,
-    scale_source,
+    compute_amax_if_unset,
+    reduce_tile_amaxes,
+    scale_inputs,
 )
-from fp8cfg.numerics.overflow_counts import TAGS, counter
-from fp8cfg.numerics.quantize import count_values
+from fp8cfg.numerics.overflow_counts import NO_CUDA_GRAPH, overflow_counter
+from fp8cfg.numerics.quantize import count_out_of_range
 from fp8cfg.numerics.scaling import (
     WEIGHT,
     AmaxGroup,
     Scaling,
-    amax_of,
-    amax_or_nan,
-    largest_or_nan,
-    scale_now,
-    sizes,
+    all_reduce_max_or_nan,
+    choose_tensor_scale,
+    compute_amax,
+    compute_amax_or_nan,
+    tile_shape,
 )
 from fp8cfg.schema.scalings import Tile
 
@@ -41,26 +41,28 @@ LEAST = (8, 9)
 """The least CUDA compute capability whose hardware converts to FP8."""
 
 
-def amaxes_of(tensors: Sequence[Tensor], keep_nan: bool = False) -> Tensor:
+def compute_amaxes(tensors: Sequence[Tensor], keep_nan: bool = False) -> Tensor:
     """`amax_of` each of some tensors on one device, or with `keep_nan` `amax_or_nan`, [tensors]; on a GPU each is read in one
     launch."""
-    if not TRITON or not tensors[0].is_cuda:
-        return torch.stack([(amax_or_nan if keep_nan else amax_of)(t) for t in tensors])
+    if not HAS_TRITON or not tensors[0].is_cuda:
+        return torch.stack(
+            [(compute_amax_or_nan if keep_nan else compute_amax)(t) for t in tensors]
+        )
     from fp8cfg.numerics.kernels import tensor
 
     parts = torch.zeros(len(tensors), tensor.PARTS, dtype=torch.float32, device=tensors[0].device)
     for t, of in zip(tensors, parts.unbind(), strict=True):
         if t.numel():
-            tensor.amaxes_of_parts(t.contiguous(), of, keep_nan=keep_nan)
+            tensor.compute_part_amaxes(t.contiguous(), of, keep_nan=keep_nan)
     return parts.amax(1)
 
 
-def fuses_store(t: Tensor) -> bool:
+def can_fuse_store(t: Tensor) -> bool:
     """Whether `t` is where kernels can store it in float8: the conversion is the hardware's, whoever multiplies."""
-    return TRITON and t.is_cuda and torch.cuda.get_device_capability(t.device) >= LEAST
+    return HAS_TRITON and t.is_cuda and torch.cuda.get_device_capability(t.device) >= LEAST
 
 
-def store_recorded(
+def store_and_record(
     master: Tensor,
     scaling: Scaling,
     scales: Tensor | None,
@@ -72,7 +74,7 @@ def store_recorded(
     of this moment. Kernels write into the tensors that are `held`, where they can, and give these back.
     """
     held = held if held is not None and _writable(held, master) else None
-    if four := store_four_bits_fused(master, scaling, history, held, parts):
+    if four := store_nvfp4_fused(master, scaling, history, held, parts):
         return four
     if scaling.tile(WEIGHT, 1) is not None:
         made = store_tiles_fused(
@@ -83,24 +85,24 @@ def store_recorded(
             return FP8Weight(*made[1], *made.get(0, (None, None)))
         stored = store(master, scaling, record=record, parts=parts)
         if record is not None:
-            count_values(master, WEIGHT, record, None, scaling.forward)
+            count_out_of_range(master, WEIGHT, record, None, scaling.forward)
         return stored
-    if fuses_store(master) and fuses(master, scaling, None):
+    if can_fuse_store(master) and can_fuse_tensor(master, scaling, None):
         t = master.contiguous()
         data, scale_inv = held[:2] if held else _empty(t, scaling.forward.dtype)
         store_tensor(
             t,
             scales,
             history,
-            *scale_source(t, WEIGHT, scaling, scales, parts),
+            *scale_inputs(t, WEIGHT, scaling, scales, parts),
             WEIGHT,
             data,
             scale_inv,
         )
         return FP8Weight(data, scale_inv)
-    scale = scale_now(master, WEIGHT, scaling, scales, history, record=True, parts=parts)
+    scale = choose_tensor_scale(master, WEIGHT, scaling, scales, history, record=True, parts=parts)
     if history is not None:
-        count_values(master, WEIGHT, history[0, WEIGHT], scale, scaling.forward)
+        count_out_of_range(master, WEIGHT, history[0, WEIGHT], scale, scaling.forward)
     return store(master, scaling, scale)
 
 
@@ -109,9 +111,9 @@ def store_scaled(
 ) -> FP8Weight:
     """`store` of some rows of a matrix with its one scale [], which is not 0. Kernels count its overflow, and plain operations do
     where there is a `record`, [], of its amax."""
-    if not fuses_store(t) or not fuses(t, scaling, None):
+    if not can_fuse_store(t) or not can_fuse_tensor(t, scaling, None):
         if record is not None:
-            count_values(t, WEIGHT, record, scale, scaling.forward)
+            count_out_of_range(t, WEIGHT, record, scale, scaling.forward)
         return store(t, scaling, scale)
     made, of = _empty(t, scaling.forward.dtype), scale.view(1)
     store_tensor(t.contiguous(), of, None, of, scaling.forward.max, False, 0, *made)
@@ -131,9 +133,14 @@ def store_tiles_fused(
     infinite amax goes into `history`, if it is given. Scales of rows or columns of which others have `parts` are those of the
     whole."""
     fmt, tile = scaling.forward, scaling.tile(WEIGHT, 1)
-    if not axes or tile is None or not fuses_store(t) or not fuses_tiles(t, tile, scaling, None):
+    if (
+        not axes
+        or tile is None
+        or not can_fuse_store(t)
+        or not can_fuse_tiles(t, tile, scaling, None)
+    ):
         return {}
-    of_scales = torch.uint8 if max(tile) == MX else torch.float32
+    of_scales = torch.uint8 if max(tile) == MX_BLOCK else torch.float32
 
     def room(axis: int) -> tuple[Tensor | None, Tensor | None]:
         if axis not in axes:
@@ -144,7 +151,7 @@ def store_tiles_fused(
 
     into, t = {axis: room(axis) for axis in (1, 0)}, t.contiguous()
     amaxes = [
-        amaxes_over_ranks(t, WEIGHT, scaling, axis, parts) if axis in axes else None
+        reduce_tile_amaxes(t, WEIGHT, scaling, axis, parts) if axis in axes else None
         for axis in (1, 0)
     ]
     store_blocks(
@@ -157,7 +164,7 @@ def store_tiles_fused(
     }
 
 
-def store_four_bits_fused(
+def store_nvfp4_fused(
     t: Tensor,
     scaling: Scaling,
     history: Tensor | None = None,
@@ -168,11 +175,11 @@ def store_four_bits_fused(
     """`store` of the matrix `t` under NVFP4, in the tensors that are `held`, if these are given, with its amax into `history`; of
     some rows of a matrix with the `amax` [] of it all. None under other scalings, and where there is no kernel that can.
     """
-    if not scaling.layout.two_levels or not fuses_store(t) or not t.numel():
+    if not scaling.layout.two_levels or not can_fuse_store(t) or not t.numel():
         return None
     held, t = held or _empty_four_bits(t, scaling), t.contiguous()
-    if amax is None and (group := parts and parts.over(WEIGHT)):
-        amax = largest_or_nan(amax_where_unset(t, None, 0, keep_nan=True)[0], group)
+    if amax is None and (group := parts and parts.group_of(WEIGHT)):
+        amax = all_reduce_max_or_nan(compute_amax_if_unset(t, None, 0, keep_nan=True)[0], group)
     _, _, dgrad, dgrad_scale_inv, global_scale_inv = held
     assert global_scale_inv is not None, "there are two levels"
     store_four_bits(
@@ -185,7 +192,9 @@ def _empty(
     t: Tensor, dtype: torch.dtype, tile: Tile = (0, 0), of_scales: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """A matrix of the shape of `t`, and the scales of its tiles, with anything in them."""
-    down, across = (-(-n // size) for n, size in zip(t.shape, sizes(t.shape, tile), strict=True))
+    down, across = (
+        -(-n // size) for n, size in zip(t.shape, tile_shape(t.shape, tile), strict=True)
+    )
     return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format), t.new_empty(
         () if tile == (0, 0) else (down, across), dtype=of_scales
     )
@@ -194,9 +203,11 @@ def _empty(
 def _empty_four_bits(t: Tensor, scaling: Scaling) -> FP8Weight:
     """What `store` makes of `t` under NVFP4, with anything in it."""
     square, dtype = not scaling.directional(WEIGHT), scaling.forward.dtype
-    data, scale_inv = _empty(t, dtype, (FOUR if square else 1, FOUR), torch.float8_e4m3fn)
+    data, scale_inv = _empty(
+        t, dtype, (NVFP4_BLOCK if square else 1, NVFP4_BLOCK), torch.float8_e4m3fn
+    )
     dgrad, dgrad_scale_inv = (
-        (None, None) if square else _empty(t, dtype, (FOUR, 1), torch.float8_e4m3fn)
+        (None, None) if square else _empty(t, dtype, (NVFP4_BLOCK, 1), torch.float8_e4m3fn)
     )
     return FP8Weight(data, scale_inv, dgrad, dgrad_scale_inv, t.new_empty((), dtype=torch.float32))
 
@@ -212,7 +223,7 @@ def _writable(held: FP8Weight, master: Tensor) -> bool:
 @library.custom_op(
     "fp8cfg::store_blocks",
     mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "history"),
-    tags=TAGS,
+    tags=NO_CUDA_GRAPH,
 )
 def store_blocks(
     t: Tensor,
@@ -250,7 +261,7 @@ def store_blocks(
 @library.custom_op(
     "fp8cfg::store_four_bits",
     mutates_args=("data", "scale_inv", "dgrad", "dgrad_scale_inv", "global_scale_inv", "history"),
-    tags=TAGS,
+    tags=NO_CUDA_GRAPH,
 )
 def store_four_bits(
     t: Tensor,
@@ -268,9 +279,11 @@ def store_four_bits(
     from fp8cfg.numerics.kernels import blocks
 
     seen, counts = (
-        (None, None) if history is None else (history[0, WEIGHT], counter(t.device, WEIGHT))
+        (None, None)
+        if history is None
+        else (history[0, WEIGHT], overflow_counter(t.device, WEIGHT))
     )
-    blocks.cast_four_bits(
+    blocks.cast_nvfp4(
         t,
         data,
         scale_inv,
@@ -284,7 +297,9 @@ def store_four_bits(
     )
 
 
-@library.custom_op("fp8cfg::store_tensor", mutates_args=("data", "scale_inv", "history"), tags=TAGS)
+@library.custom_op(
+    "fp8cfg::store_tensor", mutates_args=("data", "scale_inv", "history"), tags=NO_CUDA_GRAPH
+)
 def store_tensor(
     t: Tensor,
     scales: Tensor | None,
@@ -299,7 +314,7 @@ def store_tensor(
     """The contiguous matrix `t` into float8 `data` and its inverse scale, by the rule of `quantize_tensor`."""
     from fp8cfg.numerics.kernels import tensor
 
-    fmt, counts = BY_DTYPE[data.dtype], counter(t.device, WEIGHT)
+    fmt, counts = FORMAT_BY_DTYPE[data.dtype], overflow_counter(t.device, WEIGHT)
     tensor.cast(
         t,
         scales,

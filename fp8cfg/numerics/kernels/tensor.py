@@ -27,7 +27,7 @@ from torch import Tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scale_of(amax, target, highest, POWER_2: tl.constexpr):
+def _compute_scale(amax, target, highest, POWER_2: tl.constexpr):
     scale = tl.div_rn(target, amax)
     scale = tl.where(scale == float("inf"), highest, scale)
     scale = tl.where(amax > 0, tl.where(amax < float("inf"), scale, 1.0), 1.0)
@@ -37,7 +37,7 @@ def _scale_of(amax, target, highest, POWER_2: tl.constexpr):
 
 
 @triton.jit
-def _note_infinite(seen, amax):
+def _record_infinite(seen, amax):
     """Infinity into `seen`, the bits of a float32 number, where that is the `amax`; other programs write nothing."""
     tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"), sem="relaxed")
 
@@ -63,13 +63,13 @@ def _count_infinite(counts, v, amax):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _saturated(v, LARGEST: tl.constexpr):
+def _saturate(v, LARGEST: tl.constexpr):
     v = tl.where(v > LARGEST, LARGEST, v)
     return tl.where(v < -LARGEST, -LARGEST, v)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_across(to, q, at, inside, at_t, inside_t, TRANSPOSE: tl.constexpr):
+def _store_columnwise(to, q, at, inside, at_t, inside_t, TRANSPOSE: tl.constexpr):
     if TRANSPOSE:
         tl.store(to + at_t, tl.trans(q), mask=inside_t)
     else:
@@ -77,14 +77,14 @@ def _store_across(to, q, at, inside, at_t, inside_t, TRANSPOSE: tl.constexpr):
 
 
 PARTS = 1024
-"""Programs of `amaxes_of_parts`, and numbers that each program of `cast` reads where it makes a scale."""
+"""Programs of `compute_part_amaxes`, and numbers that each program of `cast` reads where it makes a scale."""
 BLOCK = 4096
 ROWS, COLUMNS = 64, 64
 """The tile of `cast`."""
 _P = ParamSpec("_P")
 
 
-def launched(
+def launch_on_device(
     launch: Callable[Concatenate[Tensor, _P], Any],
 ) -> Callable[Concatenate[Tensor, _P], Any]:
     """`launch`, on the GPU of its first argument: Triton launches a kernel on the current one, whichever has the tensors."""
@@ -180,7 +180,7 @@ def _cast(
     old = tl.load(scales + ROLE) if DELAYED else 0.0
     of = tl.arange(0, PARTS)
     amax = tl.max(tl.load(parts + of, mask=of < tl.where(old == 0, count, 0), other=0.0))
-    scale = _scale_of(amax, target, 3.4028234663852886e38, POWER_2)
+    scale = _compute_scale(amax, target, 3.4028234663852886e38, POWER_2)
     scale = tl.where(old == 0, scale, old)
     across = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
@@ -202,7 +202,7 @@ def _cast(
             DELAYED or program == 0
         ):  # float32 numbers that are not negative are in the order of their bits
             tl.atomic_max(history + ROLE, amax.to(tl.int32, bitcast=True), sem="relaxed")
-    q = _saturated(v * scale, LARGEST).to(data.dtype.element_ty)
+    q = _saturate(v * scale, LARGEST).to(data.dtype.element_ty)
     tl.store(data + at, q, mask=inside)
     if TRANSPOSE:
         across_inside = (column < columns)[:, None] & (row < rows)[None, :]
@@ -215,21 +215,21 @@ def _cast(
         tl.store(scale_inv, tl.div_rn(1.0, scale))
 
 
-def part_count(t: Tensor) -> int:
-    """Into how many parts `amaxes_of_parts` divides `t`."""
+def num_parts(t: Tensor) -> int:
+    """Into how many parts `compute_part_amaxes` divides `t`."""
     count: int = min(PARTS, triton.cdiv(t.numel(), BLOCK))
     return count
 
 
-@launched
-def amaxes_of_parts(
+@launch_on_device
+def compute_part_amaxes(
     t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False
 ) -> Any:
     """The amaxes of parts of contiguous `t`, any shape but an empty one, NaN skipped or else kept, in the first elements of
     `parts`, float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel.
     """
     of = parts if scales is None else scales
-    return _read_in_parts[(part_count(t),)](
+    return _read_in_parts[(num_parts(t),)](
         t,
         parts,
         of,
@@ -246,14 +246,14 @@ def amaxes_of_parts(
     )
 
 
-@launched
+@launch_on_device
 def count(t: Tensor, amax: Tensor, scale: Tensor | None, counts: Tensor, reach: float) -> Any:
     """Add to `counts`, float32, how many values of contiguous `t`, any shape but an empty one, are finite and beyond `reach`, times
     the `scale`, float32 [], and how many are infinite, where plain operations quantized it. No value of `t` is larger than `amax`,
     float32 []: where that fits `t` is not read, and the host waits for nothing. Without a `scale` no finite value is counted.
     Returns the compiled kernel."""
     factor = amax if scale is None else scale
-    return _read_in_parts[(part_count(t),)](
+    return _read_in_parts[(num_parts(t),)](
         t,
         amax,
         factor,
@@ -270,7 +270,7 @@ def count(t: Tensor, amax: Tensor, scale: Tensor | None, counts: Tensor, reach: 
     )
 
 
-@launched
+@launch_on_device
 def cast(
     t: Tensor,
     scales: Tensor | None,
@@ -294,8 +294,8 @@ def cast(
     """
     (rows, columns), parts, count = t.shape, amaxes, 0 if amaxes is None else amaxes.numel()
     if parts is None:
-        parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), part_count(t)
-        amaxes_of_parts(t, parts, scales, role)
+        parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), num_parts(t)
+        compute_part_amaxes(t, parts, scales, role)
     of, seen = (
         parts if scales is None else scales,
         (parts if history is None else history[0]).view(torch.int32),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.numerics.async_copies import sent
-from fp8cfg.numerics.codecs import Stored
-from fp8cfg.numerics.formats import Strided, random_key
+from fp8cfg.numerics.codecs import EncodedTensor
+from fp8cfg.numerics.formats import StridedStart, random_key
 from fp8cfg.optim.deferred_step import lr_after, taken
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.low_bit.adam_step import Work, adam_step, amaxes_of_steps
@@ -68,7 +68,7 @@ class LowBitOptimizer(NamedOptimizer):
         *,
         columns: Columns = FLOAT32,
         originals: Mapping[nn.Parameter, Tensor] | None = None,
-        held: Mapping[nn.Parameter, Callable[[], Stored]] | None = None,
+        held: Mapping[nn.Parameter, Callable[[], EncodedTensor]] | None = None,
         writers: Mapping[nn.Parameter, Callable[[Tensor], None]] | None = None,
         owned: Container[str] | None = None,
         seed: int = 0,
@@ -84,7 +84,7 @@ class LowBitOptimizer(NamedOptimizer):
         self.held, self.writers = dict(held or {}), dict(writers or {})
         self._owned = owned
         self.largest: Callable[[Tensor], Tensor] | None = None
-        self.parts: Mapping[nn.Parameter, Strided] = {}
+        self.parts: Mapping[nn.Parameter, StridedStart] = {}
         self.whole: Collection[Columns] = ()
         self._originals = originals or {}
         super().__init__(
@@ -218,7 +218,7 @@ class LowBitOptimizer(NamedOptimizer):
         self._written.remember()
 
     @property
-    def stored_grads(self) -> dict[nn.Parameter, Stored]:
+    def stored_grads(self) -> dict[nn.Parameter, EncodedTensor]:
         """The gradients that are stored in a codec."""
         return self.gradients.stored
 
@@ -285,7 +285,7 @@ class LowBitOptimizer(NamedOptimizer):
         self._step_keys.clear()
         self._written.remember()
 
-    def _held(self, p: nn.Parameter) -> Stored | None:
+    def _held(self, p: nn.Parameter) -> EncodedTensor | None:
         return self.held[p]() if p in self.held else None
 
     def _key(self, p: nn.Parameter, what: str) -> Tensor:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental import _config as shape_config
 
-from fp8cfg.numerics.codecs import spans
-from fp8cfg.numerics.formats import Start, further
-from fp8cfg.numerics.kernels.launch import TRITON
+from fp8cfg.numerics.codecs import chunk_ranges
+from fp8cfg.numerics.formats import Start, advance_start
+from fp8cfg.numerics.kernels.launch import HAS_TRITON
 from fp8cfg.optim.low_bit.adam_update import (
     ROW,
     Scales,
@@ -69,7 +69,7 @@ _CONSTANTS: dict[str, tuple[Any, ...]] = {}
 
 def compiles(device: torch.device) -> bool:
     """Whether steps on `device` are compiled, whoever asks."""
-    return TRITON and device.type == "cuda"
+    return HAS_TRITON and device.type == "cuda"
 
 
 def in_one_piece(count: int, block: int) -> bool:
@@ -237,8 +237,8 @@ def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Ten
 def _pieces(columns: Columns, work: Work) -> Iterator[tuple[Slot, Start]]:
     """The pieces of a tensor, each with the place of its first element in the whole."""
     source = work.slot.source[0]
-    for start, stop in spans(source.numel(), source.device):
-        yield _part(columns, work.slot, start, stop), further(work.first, start)
+    for start, stop in chunk_ranges(source.numel(), source.device):
+        yield _part(columns, work.slot, start, stop), advance_start(work.first, start)
 
 
 def _step_compiled(

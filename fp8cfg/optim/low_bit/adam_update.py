@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8cfg.numerics.codecs import Stored, write
-from fp8cfg.numerics.formats import Start, key_of_draw, square_root
-from fp8cfg.numerics.scaling import amax_or_nan
+from fp8cfg.numerics.codecs import EncodedTensor, write_encoded
+from fp8cfg.numerics.formats import Start, derive_draw_key, square_root
+from fp8cfg.numerics.scaling import compute_amax_or_nan
 from fp8cfg.optim.low_bit.columns import Columns
 
 ROW = 4096
@@ -34,12 +34,12 @@ class Slot(NamedTuple):
     weight where there is a master; `copy`, the parameter where it is neither of them, receives the values of the weight.
     """
 
-    source: Stored
-    weight: Stored | None
-    exp_avg: Stored
-    exp_avg_sq: Stored
+    source: EncodedTensor
+    weight: EncodedTensor | None
+    exp_avg: EncodedTensor
+    exp_avg_sq: EncodedTensor
     copy: Tensor | None
-    grad: Stored
+    grad: EncodedTensor
 
 
 class Scales(NamedTuple):
@@ -75,7 +75,7 @@ def hyper(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> li
 
 def key_of_step(key: Tensor | None, hyper: Tensor) -> Tensor | None:
     """The key of this step of a tensor whose own is `key`."""
-    return None if key is None else key_of_draw(key, hyper[8].to(torch.int32))
+    return None if key is None else derive_draw_key(key, hyper[8].to(torch.int32))
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
@@ -104,7 +104,7 @@ def find_amaxes(columns: Columns, values: Moved) -> Tensor:
     """The amaxes of weight and moments for scales of whole tensors, [3]; 0 for a column without such a scale."""
     return torch.stack(
         [
-            amax_or_nan(x) if wanted else x.new_zeros(())
+            compute_amax_or_nan(x) if wanted else x.new_zeros(())
             for x, wanted in zip(values, columns.amaxes, strict=True)
         ]
     )
@@ -128,7 +128,9 @@ def find_row_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor
 
 
 def _row_amaxes(x: Tensor) -> Tensor:
-    return x.reshape(-1, ROW).abs().amax(1) if x.numel() % ROW == 0 else amax_or_nan(x).view(1)
+    return (
+        x.reshape(-1, ROW).abs().amax(1) if x.numel() % ROW == 0 else compute_amax_or_nan(x).view(1)
+    )
 
 
 def scales_of_all(columns: Columns, decoupled: bool, amaxes: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ def store_step(
         weight, scale = slot.weight, new.weight
         c.weight.write(rounded, weight, scale, key, 3, start, skip)
     if slot.copy is not None:
-        write(slot.copy, c.weight.decode(_rescaled(weight, scale)), skip)
+        write_encoded(slot.copy, c.weight.decode(_rescaled(weight, scale)), skip)
 
 
 def store_scales(slot: Slot, new: Scales, skip: Tensor | None) -> None:
@@ -173,7 +175,7 @@ def store_scales(slot: Slot, new: Scales, skip: Tensor | None) -> None:
     columns = (slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq)
     for stored, scale in zip(columns, new, strict=True):
         if stored is not None and scale is not None:
-            write(stored[1], scale, skip)
+            write_encoded(stored[1], scale, skip)
 
 
 def store_whole(
@@ -221,7 +223,7 @@ def store_several(
         store_whole(columns, decoupled, slot, hyper, key, scales, skip, first)
 
 
-def _as_written(stored: Stored) -> Stored:
+def _as_written(stored: EncodedTensor) -> EncodedTensor:
     """`stored` by its strides: a tensor to Inductor, which else would trace all that it was computed from anew for each use, for
     minutes after two stochastic roundings. Blocks read it twice, for their scales too: it would be kept in memory.
     """
@@ -229,5 +231,5 @@ def _as_written(stored: Stored) -> Stored:
     return (data.as_strided(data.shape, data.stride()), *stored[1:])
 
 
-def _rescaled(stored: Stored, scale_inv: Tensor | None) -> Stored:
+def _rescaled(stored: EncodedTensor, scale_inv: Tensor | None) -> EncodedTensor:
     return stored if scale_inv is None else (stored[0], scale_inv)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Size, Tensor, nn
 
-from fp8cfg.numerics.codecs import FP32, Codec, Rounding, codec
-from fp8cfg.numerics.formats import Start, Strided, elements
+from fp8cfg.numerics.codecs import FP32, Codec, Rounding, get_codec
+from fp8cfg.numerics.formats import Start, StridedStart, element_numbers
 from fp8cfg.numerics.fsdp_weights import first_row
 from fp8cfg.numerics.stored_state import in_stored_form
 
@@ -87,15 +87,15 @@ def named_columns(
     stay where autograd puts them. Raises ValueError for an unknown name."""
 
     def updated(name: str) -> Codec:
-        return codec(name, "nearest" if name == "fp32" else rounding)
+        return get_codec(name, "nearest" if name == "fp32" else rounding)
 
-    grad = codec(weight_grad)
+    grad = get_codec(weight_grad)
     return Columns(
         updated(weight),
         None if master_weight == "none" else updated(master_weight),
         None if grad.scaling == "none" else grad,
-        codec(exp_avg),
-        codec(exp_avg_sq, second_moment=True),
+        get_codec(exp_avg),
+        get_codec(exp_avg_sq, second_moment=True),
     )
 
 
@@ -110,7 +110,7 @@ def local(t: Tensor) -> Tensor:
     return inner
 
 
-def first_element(p: Tensor, part: Strided | None) -> Start:
+def first_element(p: Tensor, part: StridedStart | None) -> Start:
     """The place, flat, of the first element of this rank's shard in the whole of `p`, which is a `part` of a tensor where tensor
     parallelism splits that."""
     first = 0
@@ -131,7 +131,7 @@ def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
     return shape[0] % ranks == 0 and (shape[0] // ranks * columns) % block == 0
 
 
-def columns_of_shard(columns: Columns, p: Tensor, part: Strided | None) -> Columns:
+def columns_of_shard(columns: Columns, p: Tensor, part: StridedStart | None) -> Columns:
     """`columns` for the state of this rank's shard of `p`, a `part` of a tensor where tensor parallelism splits that: moments and
     gradients in blocks are float32 where cuts would go through these. A shard of FSDP2 is its own master.
     """
@@ -173,7 +173,7 @@ def of_shards(part: Tensor, p: Tensor, data: bool) -> Tensor:
 
 def decoded_part(codec: Codec, data: Tensor, scales: Tensor, first: Start) -> Tensor:
     """The float32 values of `data`, elements from `first` on of a tensor whose blocks have `scales`."""
-    of_each = scales[elements(first, data.numel(), data.device, torch.int64) // codec.block]
+    of_each = scales[element_numbers(first, data.numel(), data.device, torch.int64) // codec.block]
     return replace(codec, block=1).decode((data.reshape(-1), of_each)).view(data.shape)
 
 

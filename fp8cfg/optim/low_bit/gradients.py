@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8cfg.numerics.codecs import Codec, Stored, spans
+from fp8cfg.numerics.codecs import Codec, EncodedTensor, chunk_ranges
 from fp8cfg.optim.low_bit.adam_step import (
     REDUCED,
     compiled_code,
@@ -42,7 +42,7 @@ class StoredGradients:
         self, names: Mapping[nn.Parameter, str], key: Callable[[nn.Parameter, str], Tensor]
     ) -> None:
         self.codecs: dict[nn.Parameter, Codec] = {}
-        self.stored: dict[nn.Parameter, Stored] = {}
+        self.stored: dict[nn.Parameter, EncodedTensor] = {}
         self.spent = False
         """Whether a step has read what is stored; the next one takes its place, for a Trainer calls the model's zero_grad, which
         does not know of them."""
@@ -50,7 +50,7 @@ class StoredGradients:
         self.groups: Mapping[nn.Parameter, Set[nn.Parameter]] = {}
         self._names, self._key = names, key
 
-    def of(self, p: nn.Parameter) -> Stored | None:
+    def of(self, p: nn.Parameter) -> EncodedTensor | None:
         """The gradient for a step: `.grad`, or the stored one where that is None."""
         return self.stored.get(p) if p.grad is None else (local(p.grad),)
 
@@ -185,7 +185,7 @@ def _encoded(
     values: Sequence[Tensor],
     keys: Sequence[Tensor | None],
     scales: Sequence[Tensor | None],
-) -> list[Stored]:
+) -> list[EncodedTensor]:
     """`values`, of one float dtype, in `codec`, by the `scales` of whole tensors of which they are parts: on a GPU together, by
     compiled code, else each a piece at a time."""
     if all(compiles(x.device) and in_one_piece(x.numel(), codec.block or 1) for x in values):
@@ -206,7 +206,7 @@ def _encode(
     values: Sequence[Tensor],
     keys: Sequence[Tensor | None],
     scales: Sequence[Tensor | None],
-) -> list[Stored]:
+) -> list[EncodedTensor]:
     return [
         codec.encode(x.float(), key, scale_inv)
         for x, key, scale_inv in zip(values, keys, scales, strict=True)
@@ -218,7 +218,7 @@ def _flat(data: Tensor, codec: Codec) -> Tensor:
     return data.view(-1, codec.block) if codec.block else data.view(-1)
 
 
-def norms(codecs: Sequence[Codec], stored: Sequence[Stored]) -> list[Tensor]:
+def norms(codecs: Sequence[Codec], stored: Sequence[EncodedTensor]) -> list[Tensor]:
     """The 2-norms of stored tensors, float32 []. On a GPU they are taken together, in few launches: of those with scales the norms
     of rows first, by compiled code."""
     pairs = list(zip(codecs, stored, strict=True))
@@ -238,7 +238,7 @@ def norms(codecs: Sequence[Codec], stored: Sequence[Stored]) -> list[Tensor]:
     return [made[i] if i in made else norm(codec, t) for i, (codec, t) in enumerate(pairs)]
 
 
-def _in_one(codec: Codec, stored: Stored) -> bool:
+def _in_one(codec: Codec, stored: EncodedTensor) -> bool:
     """Whether compiled code takes the norms of rows of a stored tensor."""
     data = stored[0]
     return (
@@ -248,7 +248,7 @@ def _in_one(codec: Codec, stored: Stored) -> bool:
     )
 
 
-def row_norms(codec: Codec, stored: Sequence[Stored]) -> list[Tensor]:
+def row_norms(codec: Codec, stored: Sequence[EncodedTensor]) -> list[Tensor]:
     """The 2-norms, float32 [rows], of rows of ROW elements of each stored tensor, where these divide it, else of the whole."""
     values = [codec.decode(each) for each in stored]
     return [
@@ -259,12 +259,12 @@ def row_norms(codec: Codec, stored: Sequence[Stored]) -> list[Tensor]:
     ]
 
 
-def norm(codec: Codec, stored: Stored) -> Tensor:
+def norm(codec: Codec, stored: EncodedTensor) -> Tensor:
     """The 2-norm of a stored tensor, float32 []; decoded a piece at a time."""
     data = stored[0]
     parts = [
         torch.linalg.vector_norm(codec.decode(codec.part(stored, a, b)))
-        for a, b in spans(data.numel(), data.device)
+        for a, b in chunk_ranges(data.numel(), data.device)
     ]
     return (
         torch.linalg.vector_norm(torch.stack(parts))

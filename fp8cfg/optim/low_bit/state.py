@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.codecs import Codec, Stored
-from fp8cfg.numerics.formats import Strided
+from fp8cfg.numerics.codecs import Codec, EncodedTensor
+from fp8cfg.numerics.formats import StridedStart
 from fp8cfg.optim.low_bit.adam_update import Slot
 from fp8cfg.optim.low_bit.columns import Columns, decoded_part, first_element, local, of_shards
 from fp8cfg.optim.state_dict import Names, check_names, check_tensors
@@ -40,7 +40,7 @@ def is_stored(p: Tensor, weight: Codec) -> bool:
 
 
 def fresh_state(
-    p: Tensor, c: Columns, value: Tensor, key: Tensor, weight: Stored | None
+    p: Tensor, c: Columns, value: Tensor, key: Tensor, weight: EncodedTensor | None
 ) -> dict[str, Any]:
     """The state of `p` before its first step, from `value`, of any float dtype; what rounding changes is written to `p`, or to
     `weight` where that is given: the tensors it is held in, none where it is left as it is."""
@@ -64,7 +64,7 @@ def fresh_state(
 
 
 def slot_of(
-    p: Tensor, state: dict[str, Any], grad: Stored, held: Stored | None, written: bool
+    p: Tensor, state: dict[str, Any], grad: EncodedTensor, held: EncodedTensor | None, written: bool
 ) -> Slot:
     """The tensors that a step reads and writes, flat."""
     weight, master = _flat(held or state.get("weight") or (p.detach(),)), state.get("master")
@@ -76,7 +76,7 @@ def slot_of(
     return Slot(source, weight_of_master, *moments, copy, _flat((grad[0].contiguous(), *grad[1:])))
 
 
-def _flat(stored: Stored) -> Stored:
+def _flat(stored: EncodedTensor) -> EncodedTensor:
     return (stored[0].view(-1), *stored[1:])
 
 
@@ -106,7 +106,7 @@ def recoded(
     json: Mapping[str, Any],
     mine: Mapping[str, Any],
     key: Callable[[nn.Parameter, str], Tensor],
-    parts: Mapping[nn.Parameter, Strided],
+    parts: Mapping[nn.Parameter, StridedStart],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Saved state with the moments of a parameter in this layout's codec, where one layout has them in blocks and the other in
     float32, since its shards would cut these; `columns` are those of tensors here, of whole ones too, `mine` is this optimizer's
