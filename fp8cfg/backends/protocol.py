@@ -196,9 +196,7 @@ class Backend(Protocol):
     def after_step(self, model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
         """Called after optimizer step `step` (from 1) and before weights are written: rolls histories and moves scales, with
         amaxes reduced over `group` where it is given. One whose capabilities have `skips_on_device` takes `skip`, too, a bool []
-        on the device: where that is true it does what `after_skip` does, and writers change no weight. With fp8.interval above 1,
-        which is of backends that have `moves_scales`, that takes `late`, too, a bool [] that says that this is number `step` - 1,
-        or None."""
+        on the device: where that is true it does what `after_skip` does, and writers change no weight."""
 
     def after_skip(self, model: nn.Module) -> None:
         """Called instead where the step was skipped because gradients were not finite."""

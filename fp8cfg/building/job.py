@@ -266,10 +266,10 @@ class Job:
         microbatches have unlike numbers of targets, `parts` is all targets of the step over those of `loss`, a number or a float64
         [] on the device. Shares are weighed here and summed, over microbatches and ranks alike, so that FP8 sees gradients of one
         size however a batch is cut."""
-        from fp8cfg.optim.deferred_step import loss_factors
+        from fp8cfg.optim.loss_scale import loss_factors
 
         self._scales = True
-        (factor,) = loss_factors(self.optimizer, [parts])
+        (factor,) = loss_factors(self.loss_scaler, [parts])
         (loss * factor if isinstance(factor, float) else loss.float() * factor).backward()
 
     def scaled(self, loss: Tensor) -> Tensor:

@@ -73,9 +73,9 @@ def optimizer(
     if precision.fp8.enabled:
 
         def move_scales() -> None:
-            skip = built.deferred and built.deferred.skip
-            late = built.deferred.late if built.deferred and precision.fp8.interval > 1 else None
-            decided = {name: t for name, t in (("skip", skip), ("late", late)) if t is not None}
+            decided = {}
+            if built.deferred is not None and built.deferred.skip is not None:
+                decided["skip"] = built.deferred.skip
             backend.after_step(model, amax_group(prepared, precision.fp8), built.steps, **decided)
 
         built.on_step.append(move_scales)

@@ -102,7 +102,6 @@ def update_scales(
     group: dist.ProcessGroup | None = None,
     step: int | None = None,
     skip: Tensor | None = None,
-    late: Tensor | None = None,
 ) -> None:
     """Reduces the amaxes of this step over `group`, rolls the histories and sets the scales of all delayed `layers`; of the
     others it notes which tensors were infinite.
@@ -110,8 +109,7 @@ def update_scales(
     One all-reduce (MAX) for all layers together; all ranks must name the same layers in the same order. `group` None reduces
     nothing. `step` counts optimizer steps from 1; with an interval of k scales move at steps k, 2k, ..., except one that was
     never set, which is set as soon as its amax is known. Where `skip`, a bool [] on their device, is true, the layers are left as
-    `discard_amax` leaves them: nobody waits to know. Where `late`, likewise, is true, this is step number `step` - 1. Raises
-    ValueError where an interval above 1 lacks `step`."""
+    `discard_amax` leaves them: nobody waits to know. Raises ValueError where an interval above 1 lacks `step`."""
     layers = list(layers)
     delayed, linears = [layer for layer in layers if layer.scaling.layout.history], _linears(layers)
     fold_backward(linears)
@@ -135,7 +133,6 @@ def update_scales(
             *kind,
             step,
             skipped,
-            late,
         )
         for i, row in zip(those, used.unbind(), strict=True):
             delayed[i].range_used = row
@@ -232,7 +229,6 @@ def _update(
     roles: tuple[int, ...],
     step: int | None,
     skipped: tuple[Tensor, Tensor] | None = None,
-    late: Tensor | None = None,
 ) -> Tensor:
     """One update of layers of one scaling; what their tensors used of the range of the scales before it. `skipped` is whether it
     is skipped, and then which amaxes stay."""
@@ -250,9 +246,7 @@ def _update(
     before = torch.stack(histories, 1)
     history, new = roll_amax_history(before, old, now, target, scaling.amax_compute_algo)
     stays = step is not None and step % scaling.interval != 0
-    if step is not None and late is not None and ((step - 1) % scaling.interval != 0) != stays:
-        new = torch.where((late != stays) & (old != 0), old, new)
-    elif stays:
+    if stays:
         new = torch.where(old == 0, new, old)
     if skipped is not None:
         skip, kept = skipped

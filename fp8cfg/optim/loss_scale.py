@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LossScaleState(TypedDict):
@@ -68,12 +71,6 @@ class LossScaler:
             self._hysteresis_left = self.hysteresis
             self.scale *= 2.0
 
-    def after(self, found_inf: bool) -> LossScaler:
-        """What this one would be after `update`."""
-        found = copy.copy(self)
-        found.update(found_inf)
-        return found
-
     def state(self) -> LossScaleState:
         """The state to save, under Megatron's names."""
         return {
@@ -92,3 +89,24 @@ class LossScaler:
             self.scale = float(state["scale"])
             self._good_steps = int(state["growth_tracker"])
             self._hysteresis_left = int(state["hysteresis_tracker"])
+
+
+def loss_factors(
+    loss_scaler: LossScaler | None, shares: Sequence[float | Tensor]
+) -> list[float] | Tensor:
+    """Returns the factors of losses before their backward passes: the loss scale over `shares`.
+
+    Args:
+        shares: For each loss, the number of equal shares of the step's loss that it is one of.
+            Numbers, or float64 [] on the device for all losses.
+
+    Returns:
+        Numbers, or float32 [losses] on the device.
+    """
+    scale = 1.0 if loss_scaler is None else loss_scaler.scale
+    on_device = [share for share in shares if not isinstance(share, (int, float))]
+    if on_device:
+        import torch  # here: commands that only check a recipe do without it
+
+        return (scale / torch.stack(on_device)).float()
+    return [scale / share for share in shares]  # type: ignore[misc]

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from fp8cfg.optim.deferred_step import Either
-
 Decay = Literal["cosine", "linear", "constant"]
 
 
@@ -63,11 +61,6 @@ class Schedule:
     def apply(self, optimizer: Optimizer, step: int) -> float:
         """Set `lr_at(step)` in every parameter group, and return it."""
         lr = self.lr_at(step)
-        set_lr(optimizer, lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         return lr
-
-
-def set_lr(optimizer: Optimizer, lr: float | Either) -> None:
-    """Set a learning rate in every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.sgd import sgd
 
-from fp8cfg.optim.deferred_step import Either, lr_after, taken, unscale
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.optim.state_dict import (
@@ -275,18 +274,12 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         return finite
 
     def _step_inner(self) -> None:
-        """The inner step, which on the device may do nothing."""
-        if self.deferred is None:
-            self.inner.step()
-            return
-        for made, found_inf in self.deferred.found_inf(
-            any(isinstance(group["lr"], Either) for group in self.param_groups)
-        ):
-            for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
-                inner_group["lr"] = lr_after(group["lr"], made)
-            # As torch's GradScaler hands it over.
-            self.inner.found_inf = found_inf  # type: ignore[attr-defined]
-            self.inner.step()
+        """The inner step. If it is deferred it does nothing where `skip` is true."""
+        if self.deferred is not None:
+            assert self.deferred.skip is not None, "the step was decided"
+            # Fused kernels change nothing where found_inf is 1. torch's GradScaler sets it so, too.
+            self.inner.found_inf = self.deferred.skip.float()  # type: ignore[attr-defined]
+        self.inner.step()
 
     def count(self, by: int, stepped: Collection[nn.Parameter] | None = None) -> None:
         """Count a step, or one less, of parameters that have a gradient, or of those given."""
@@ -365,8 +358,8 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         for p, master in self._narrow.items():
             master.grad = every.get(p)
         if self.loss_scaler is not None and every:
-            unscale(
-                every.values(), taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0)
+            torch._foreach_mul_(
+                [local(gradient) for gradient in every.values()], 1.0 / self.loss_scaler.scale
             )
         return self.norm_over_ranks(partial(self._norm_of, every))
 

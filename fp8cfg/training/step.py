@@ -18,8 +18,7 @@ from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.job import Job
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.numerics.weight_workspace import weights_kept
-from fp8cfg.optim.deferred_step import Either, either, loss_factors, lr_after
-from fp8cfg.optim.lr_schedule import set_lr
+from fp8cfg.optim.loss_scale import loss_factors
 from fp8cfg.parallel.gradient_sync import stores_early, sum_gradients
 from fp8cfg.parallel.mesh import batch_share, coordinates
 from fp8cfg.parallel.pipeline import PipelineRank
@@ -154,7 +153,6 @@ class Step:
 def train_step(job: Job, batches: Batches, step: int, world: World) -> Step:
     """Optimizer step number `step`, the first being 0."""
     mean, lr, stepped, _ = run_step(job, batches, step, world)
-    assert isinstance(lr, float), "no step waits"
     return Step(mean.item(), lr, job.optimizer.grad_norm, stepped)
 
 
@@ -164,7 +162,7 @@ class RunStep(NamedTuple):
     step was skipped. None where it has some."""
 
     mean: Tensor
-    lr: float | Either
+    lr: float
     stepped: bool
     targets: Tensor | None
 
@@ -190,7 +188,7 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
     whole = 1 if batches.samples.masked else count * shares_of_batch(strategy, world)
     every, targets = parts_of_step(job, batches, step, world)
     if targets is not None and job.optimizer.deferred is not None:
-        job.optimizer.deferred.begin(targets)
+        job.optimizer.deferred.skip_without_targets(targets)
     total = torch.zeros((), dtype=torch.float32, device=job.device)
     job.optimizer.zero_grad()
     with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
@@ -199,11 +197,9 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
             total += loss * (share.float() if isinstance(share, Tensor) else share)
     sum_gradients(job.prepared, job.optimizer, world)
     job.summed = True
-    # A skipped step does not move it (Megatron's training.py).
-    lr = either(job.optimizer, lambda _, steps: job.schedule.lr_at(steps))
-    set_lr(job.optimizer, lr)
+    # A skipped step does not advance the schedule (Megatron's training.py).
+    lr = job.schedule.apply(job.optimizer, job.optimizer.steps)
     stepped = job.optimizer.step()
-    set_lr(job.optimizer, lr_after(lr, made=True))
     mean = world.sum(
         total / (whole * strategy.tensor_model_parallel_size)
     )  # so many ranks have the same loss
@@ -260,7 +256,7 @@ def _pipelined(
     batches, parts = zip(*every, strict=True)
     whole = on_device(tuple(torch.cat(part) for part in zip(*batches, strict=True)), job.device)
     with job.autocast():
-        losses = pipeline(job, world).train(whole, loss_factors(job.optimizer, parts))
+        losses = pipeline(job, world).train(whole, loss_factors(job.loss_scaler, parts))
     for batch in batches:
         count_pass(job, len(batch[0]), world)
     return list(zip(losses, parts, strict=False))

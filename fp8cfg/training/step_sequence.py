@@ -21,7 +21,7 @@ from fp8cfg.data import Batches
 from fp8cfg.numerics import Overflow
 from fp8cfg.numerics.amax_update import RangesUsed, collect_ranges_used, read_overflow
 from fp8cfg.numerics.async_copies import HostCopy
-from fp8cfg.optim.deferred_step import DeferredSteps, Either, lr_after
+from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World, stages
 from fp8cfg.training.overflow_watch import (
     counts_over_stages,
@@ -58,7 +58,7 @@ class LaunchedStep:
     """Optimizer step number `done`, from 1, on its way. `traffic` is what this rank sent in it: bytes, and their text."""
 
     done: int
-    lr: float | Either
+    lr: float
     traffic: tuple[int, str]
     _job: Job
     _numbers: HostCopy
@@ -73,12 +73,11 @@ class LaunchedStep:
         numbers = self._numbers.read()
         loss, norm, wish, *empty = numbers[: self._own].tolist()
         values = numbers[self._own : self._own + self._values].long().tolist() or None
-        lr = lr_after(self.lr, deferred.made)
         stepped = deferred.settle(norm)
         if any(empty):
             refuse_without_targets(self._job, self.done - 1)
         return Seen(
-            Step(loss, lr, norm, stepped),
+            Step(loss, self.lr, norm, stepped),
             self._overflow(numbers) if stepped else None,
             values,
             Wish(round(wish)),
@@ -212,7 +211,8 @@ class StepSequence:
             raise
         self.settle()
         self._launched = launched
-        if settled:
+        # The loss scale and the learning rate of the next step depend on this one.
+        if settled or self._job.loss_scaler is not None:
             self.settle()
 
     def settle(self) -> None:

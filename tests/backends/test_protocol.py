@@ -29,7 +29,7 @@ def takes(function: object) -> list[str]:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_backend_has_the_protocol(name: str) -> None:
-    """The functions, with the parameters by name; `skip` and `late` where the capabilities say that they are taken."""
+    """The functions, with the parameters by name; `skip` where the capabilities say that it is taken."""
     parts = [(registry.rules(name), protocol.Rules)]
     if name != "torchao" or find_spec("torchao"):
         parts.append((registry.backend(name), protocol.Backend))
@@ -37,8 +37,6 @@ def test_a_shipped_backend_has_the_protocol(name: str) -> None:
         expected = {f: takes(getattr(kind, f)) for f in functions(kind)}
         if kind is protocol.Backend and registry.capabilities(name).skips_on_device:
             expected["after_step"].append("skip")
-        if kind is protocol.Backend and registry.capabilities(name).moves_scales:
-            expected["after_step"].append("late")
         assert {f: takes(getattr(module, f)) for f in functions(kind)} == expected
 
 

@@ -147,7 +147,7 @@ def test_scales_of_whole_tensors_are_made_for_all_together(monkeypatch: pytest.M
         train(optimizer, p, range(2))
         state, optimizer.deferred = (
             everything(optimizer, p),
-            SimpleNamespace(skip=torch.tensor(True), waits_for=lambda _: False),
+            SimpleNamespace(skip=torch.tensor(True)),
         )
         train(optimizer, p, range(2, 3))
         assert equal(state, everything(optimizer, p))

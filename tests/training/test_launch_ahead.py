@@ -82,10 +82,11 @@ def test_a_run_is_the_same(
     ahead.setattr(
         DeferredSteps,
         "settle",
-        lambda self, norm: (taken.append(len(self._waiting)), settle(self, norm))[1],
+        lambda self, norm: (taken.append(len(self._launched)), settle(self, norm))[1],
     )
     got = trained(tmp_path / "ahead", *words)
-    assert len(taken) == 6 and max(taken) == 2, "steps were launched ahead"
+    # Under a loss scale each step is read before the next is launched.
+    assert len(taken) == 6 and max(taken) == (1 if "precision=fp16" in words else 2)
     ahead.undo()
     want = trained(tmp_path / "one", *words)
     assert got == want and len(got[2]) > 0 and len(taken) == 6

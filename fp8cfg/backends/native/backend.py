@@ -169,10 +169,9 @@ def after_step(
     group: dist.ProcessGroup | None,
     step: int,
     skip: Tensor | None = None,
-    late: Tensor | None = None,
 ) -> None:
     say_scales_anew(fp8_layers(model))
-    update_scales(fp8_layers(model), group=group, step=step, skip=skip, late=late)
+    update_scales(fp8_layers(model), group=group, step=step, skip=skip)
     refresh_shards(
         layer for layer in fp8_linears(model) if layer.parameter.requires_grad
     )  # a frozen weight stays as it is

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fp8cfg.numerics.async_copies import sent
 from fp8cfg.numerics.codecs import EncodedTensor
 from fp8cfg.numerics.formats import StridedStart, random_key
-from fp8cfg.optim.deferred_step import lr_after, taken
 from fp8cfg.optim.loss_scale import LossScaler
 from fp8cfg.optim.low_bit.adam_step import Work, adam_step, amaxes_of_steps
 from fp8cfg.optim.low_bit.adam_update import check_hyperparameters, hyper
@@ -171,19 +170,18 @@ class LowBitOptimizer(NamedOptimizer):
         """The pending steps of the parameters of a group that have a gradient; increments their step counts."""
 
         @cache
-        def factors_of(step: int, if_skipped: int, device: torch.device) -> Tensor:
-            return self._factors(group, step, if_skipped, device)
+        def factors_of(step: int, device: torch.device) -> Tensor:
+            return self._factors(group, step, device)
 
-        works, deferred, random = list[Work](), self.deferred, group["columns"].stochastic
-        skip = None if deferred is None else deferred.skip
+        works, random = list[Work](), group["columns"].stochastic
+        skip = None if self.deferred is None else self.deferred.skip
         for p in group["params"]:
             if (grad := self.gradients.of(p)) is not None:
                 state = self.state[p]
                 state["step"] += 1
                 if self.owns(p):
                     slot = slot_of(local(p), state, grad, self._held(p), p in self.writers)
-                    before = state["step"] - int(deferred is not None and deferred.waits_for(p))
-                    factors = factors_of(state["step"], before, p.device)
+                    factors = factors_of(state["step"], p.device)
                     key, first = (
                         self._step_key(p) if random else None,
                         first_element(p, self.parts.get(p)),
@@ -191,24 +189,13 @@ class LowBitOptimizer(NamedOptimizer):
                     works.append(Work(slot, factors, key, skip, first))
         return works
 
-    def _factors(
-        self, group: dict[str, Any], step: int, if_skipped: int, device: torch.device
-    ) -> Tensor:
-        """The factors of a step on the device, float32 [10]; where a step that is not settled may be skipped those of either."""
-        lr = group["lr"]
-        made, skipped = lr_after(lr, made=True), lr_after(lr, made=False)
-        values = hyper(group, self.decoupled, step, made)
-        if self.deferred is None or not isinstance(self.grad_factor, Tensor):
+    def _factors(self, group: dict[str, Any], step: int, device: torch.device) -> Tensor:
+        """The factors of a step on the device, float32 [10]."""
+        values = hyper(group, self.decoupled, step, group["lr"])
+        if not isinstance(self.grad_factor, Tensor):
             return sent(torch.tensor([*values, self.grad_factor], dtype=torch.float32), device)
-        if (step, made) == (if_skipped, skipped):
-            return torch.cat(
-                [
-                    sent(torch.tensor(values, dtype=torch.float32), device),
-                    self.grad_factor.float().view(1),
-                ]
-            )
-        others = hyper(group, self.decoupled, if_skipped, skipped)
-        return torch.cat([self.deferred.choose(values, others), self.grad_factor.float().view(1)])
+        hyperparameters = sent(torch.tensor(values, dtype=torch.float32), device)
+        return torch.cat([hyperparameters, self.grad_factor.float().view(1)])
 
     @torch.no_grad()
     def write_parameters(self) -> None:
@@ -432,7 +419,7 @@ class LowBitTraining(LowBitOptimizer):
             for p, _ in found
         }
         total = self.norm_over_ranks(partial(self._norm_of, each))
-        factor = taken(self, lambda scaler, _: 1.0 / scaler.scale if scaler else 1.0, torch.float64)
+        factor = 1.0 if self.loss_scaler is None else 1.0 / self.loss_scaler.scale
         if self.deferred is not None:
             norm = (total.double() * factor).float()
             self.grad_factor = _clipping(norm.double(), self.clip_grad) * factor
