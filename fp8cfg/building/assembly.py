@@ -19,7 +19,7 @@ from fp8cfg.conversion import convert
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.optim import LossScaler, Schedule
 from fp8cfg.parallel.context import split_sequences
-from fp8cfg.parallel.fsdp import start_alone
+from fp8cfg.parallel.fsdp import start_single_rank_group
 from fp8cfg.parallel.fsdp_refusals import refuse_uneven
 from fp8cfg.parallel.mesh import SAME_SAMPLES, connect, device_mesh, fsdp_mesh
 from fp8cfg.parallel.pipeline import PipelineRank, keep_stage, pipeline_rank
@@ -125,7 +125,7 @@ def prepared_model(
 def _mesh(strategy: Strategy, device: str, shard: str | None) -> DeviceMesh | None:
     """The device mesh of a model that is split, or that FSDP2 shards as `shard` asks for."""
     if shard is not None:
-        start_alone(device)
+        start_single_rank_group(device)
     elif strategy.size == 1:
         return None
     return device_mesh(strategy, device, shard)

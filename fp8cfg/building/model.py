@@ -135,7 +135,7 @@ def prepared_model(
     linear_like.attach(model, shells)
     if fsdp_mesh is not None:
         assert isinstance(model, Transformer)
-        fsdp.shard(
+        fsdp.apply_fsdp(
             model, precision, fsdp_mesh, stored_weights.DTYPES[others(precision)["weight_grad"]]
         )
     narrow = {name for name, p in _trained(model).items() if p.dtype != torch.float32}
@@ -200,7 +200,7 @@ def _fully_sharded(
     if adapters:
         adapters.attach(model, seed)
         columns |= dict.fromkeys(_trained(model), others(precision))
-    fsdp.shard(model, precision, mesh, gradient)
+    fsdp.apply_fsdp(model, precision, mesh, gradient)
     fill(model.to_empty(device=device))
     if adapters:
         adapters.fill(model, seed)

@@ -63,7 +63,7 @@ def optimizer(
             owned=owned,
         )
         if prepared.fsdp2:
-            fsdp.attach(built, prepared)
+            fsdp.attach_optimizer(built, prepared)
     gradient_sync.sum_norms(built, prepared)
     built.can_defer = (
         not precision.fp8.enabled or registry.capabilities(choice.backend).skips_on_device

@@ -1,22 +1,24 @@
-"""FSDP2 sharding: float32 weights, their own masters, and moments split over data-parallel ranks, each of which keeps a shard of
-every tensor and steps that.
+"""FSDP2: each data-parallel rank keeps one shard of every parameter, in float32, and steps it.
 
-    in fit      weights are gathered                                            gradients are summed into the shards
-    zero1       as the first microbatch of a step goes forward, till its end    as the last one goes back
-    zero2       the same                                                        as each goes back
-    fsdp        before a layer runs, and again before it goes back              as each goes back
-    none        as under zero1, by each rank alone, which has the one shard     as under zero1, of all ranks
+    storage.shard   weights are gathered                      gradients are reduced into the shards
+    zero1           once a step, in the first forward pass    once a step, in the last backward pass
+    zero2           once a step, in the first forward pass    in each backward pass
+    fsdp            in each forward and each backward pass    in each backward pass
+    none            as zero1, from the rank's only shard      as zero1, over all ranks
 
-In a loop of one's own zero1 and none sum as each goes back: nothing says there which microbatch is the last. Groups of ranks that
-have all state each (HSDP) sum their shards' gradients in the last microbatch; in each in such a loop, and where their sums are no
-float32. Under none each rank is such a group.
+Your own training loop does not mark the last microbatch, so zero1 and none reduce in each backward
+pass there.
 
-Gathered are weights as a rank alone stores them, under fsdp in the codec of storage.gather. Gradients are summed in storage.comm,
-a layer at a time while those before it still go back; embedding, last norm and output layer are one group, the last. What is not
-summed in each microbatch is added up in storage.weight_grad first, which takes the gradients of the whole model; sums are rounded
-to that too, under fsdp to storage.comm.
+Weights are gathered in the dtype in which a single rank stores them, or under fsdp in
+storage.gather. Gradients are reduced in storage.comm, layer by layer, while earlier layers still
+run backward. Embedding, final norm and output layer are one group, which is reduced last.
+Gradients that wait for the last microbatch are added up in storage.weight_grad, which takes memory
+for the whole model.
 
-Beside adapters fsdp splits frozen weights too; others leave them whole on each rank, and take the adapters alone.
+With groups of ranks that have all shards each (HSDP), the groups all-reduce their shards in the
+last microbatch, or in each one if sums are not float32. With none each rank is such a group.
+
+With LoRA, fsdp shards frozen weights too. The other modes replicate them and shard the adapters.
 """
 
 from __future__ import annotations
@@ -58,14 +60,107 @@ if TYPE_CHECKING:
     from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 
 
-REDUCED_IN_EACH_PASS = ("zero2", "fsdp")
-"""Where gradients are summed in each backward pass."""
-_ADDING_FLOAT32: WeakSet[FSDPModule] = WeakSet()
-"""The modules whose parts of a group are added up in float32."""
+REDUCES_EACH_MICROBATCH = ("zero2", "fsdp")
+"""Values of storage.shard that reduce gradients in each backward pass."""
+_ACCUMULATES_FLOAT32: WeakSet[FSDPModule] = WeakSet()
+"""Modules that add up reduced microbatches in float32. Their groups (HSDP) all-reduce once a step."""
+
+
+def apply_fsdp(
+    model: Transformer, precision: Precision, mesh: DeviceMesh, grad_dtype: torch.dtype
+) -> None:
+    """Shards `model` in place, each layer as a module of its own, then the rest.
+
+    Args:
+        model: The Transformer, on its device or on the meta device.
+        precision: Its storage.shard is resolved.
+        mesh: The mesh of `fsdp_mesh`. Its last axis has the shards. Along the axis before it, if
+            any, groups of ranks have all shards each.
+        grad_dtype: Dtype of the gradients of gathered weights.
+    """
+    shard = precision.storage.shard
+    stays_gathered = shard != "fsdp"
+    worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
+    *replicas, shards = worlds
+    comm_dtype = DTYPES[resolved(precision)["comm"]]
+    # FSDP2 adds up microbatches in the dtype in which it reduces. Only `fsdp` sums in storage.comm:
+    # the others keep sums in grad_dtype, and _ReduceScatter casts what it sends.
+    reduce_dtype = grad_dtype if stays_gathered else comm_dtype
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[gathered_plain(precision)],
+        reduce_dtype=reduce_dtype,
+        # Activations have the compute dtype already, and rotary tables must stay in float32.
+        cast_forward_inputs=False,
+    )
+    replicated = set()
+    if stays_gathered:
+        replicated = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    column_sharded = set()
+    for name, parameter in model.named_parameters():
+        if by_columns(precision, name, parameter.shape, shards.size):
+            column_sharded.add(parameter)
+
+    # The root comes last: it takes the parameters that no layer has taken.
+    for module in (*model.layers, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            # None: layers free their weights after the forward pass, the root keeps its own.
+            reshard_after_forward=False if stays_gathered else None,
+            ignored_params=replicated,
+            shard_placement_fn=lambda parameter: Shard(int(parameter in column_sharded)),
+        )
+        if grad_dtype != policy.param_dtype:
+            module.register_forward_pre_hook(partial(set_grad_dtype, grad_dtype))
+        if shard == "none" and comm_dtype != grad_dtype:
+            module.register_forward_pre_hook(partial(set_reduce_dtype, comm_dtype))
+        assert isinstance(module, FSDPModule)
+        # Sum, don't average: Job.backward has weighted the loss of this rank already.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_all_gather(_AllGather(shards))
+        module.set_custom_reduce_scatter(_ReduceScatter(shards, comm_dtype))
+        for world in replicas:
+            module.set_all_reduce_hook(partial(_count_all_reduce, world, reduce_dtype))
+        if reduce_dtype == torch.float32 and precision.storage.accumulate == "wide":
+            _ACCUMULATES_FLOAT32.add(module)
+        # torch's own __deepcopy__ of an FSDP module raises a bare AssertionError. fully_shard has
+        # given the module a class of its own, so plain modules stay copyable.
+        type(module).__deepcopy__ = partialmethod(refuse_copy, shard)  # type: ignore[attr-defined]
+
+    if shard in ZERO:  # users of fsdp expect a state dict of shards
+        model.register_state_dict_pre_hook(partial(refuse_shards, shard))
+    if shard == "none":
+        model.register_state_dict_post_hook(state_dict_of_one)
+        model.register_load_state_dict_pre_hook(load_into_one)
+
+
+def set_grad_dtype(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: sets the dtype of the gradients of gathered weights.
+
+    In the dtype of the weights each microbatch would round the sum of those before it.
+    """
+    for parameter in module.parameters():
+        is_gathered = not isinstance(parameter, DTensor)
+        if parameter.requires_grad and is_gathered and parameter.grad_dtype != dtype:
+            parameter.grad_dtype = dtype
+
+
+def set_reduce_dtype(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
+    """Forward pre-hook: sets the dtype in which groups of ranks all-reduce gradients.
+
+    FSDP2 (torch 2.13) would add up microbatches in the reduce_dtype of a policy too, and takes the
+    dtype of the weights if the policy has none. The first forward pass sets the field from the
+    policy, so it can't be set earlier.
+    """
+    assert isinstance(module, FSDPModule)
+    for group in parameter_groups(module):
+        group._reduce_dtype = dtype
 
 
 class _AllGather(DefaultAllGather):
-    """FSDP2's own, counted as sent over the ranks of `world`."""
+    """FSDP2's all-gather. Counts the bytes sent over the ranks of `world`."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -79,262 +174,239 @@ class _AllGather(DefaultAllGather):
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP2's own, in `dtype`, with the sum in that of gradients, counted: on a ring a rank sends all parts but one. FSDP2 would
-    add up microbatches in the dtype that it sends (torch 2.13)."""
+    """FSDP2's reduce-scatter, which sends in `dtype` and returns the sum in the dtype of gradients.
+
+    Without it FSDP2 (torch 2.13) would add up microbatches in the dtype that it sends.
+    """
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
         super().__init__()
-        self.world, self.dtype = world, dtype
+        self.world = world
+        self.dtype = dtype
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **options: Any
     ) -> Any:
-        sent = input_tensor.to(self.dtype)
-        total = (
-            output_tensor
-            if sent is input_tensor
-            else torch.empty_like(output_tensor, dtype=self.dtype)
-        )
-        SENT.add("gradients", (self.world.size - 1) * total.nbytes)
-        work = super().__call__(total, sent, *rest, **options)
-        if total is not output_tensor:
-            output_tensor.copy_(total)
+        needs_cast = input_tensor.dtype != self.dtype
+        reduced = output_tensor
+        if needs_cast:
+            input_tensor = input_tensor.to(self.dtype)
+            reduced = torch.empty_like(output_tensor, dtype=self.dtype)
+        # On a ring a rank sends every shard but one.
+        SENT.add("gradients", (self.world.size - 1) * reduced.nbytes)
+        work = super().__call__(reduced, input_tensor, *rest, **options)
+        if needs_cast:
+            output_tensor.copy_(reduced)
         return work
 
 
-def _count_sum(world: World, kept: torch.dtype, part: Tensor) -> None:
-    """Count the all-reduce of a `part` of gradients over groups that has just been, and round it to what is `kept`."""
-    SENT.add("gradients", on_ring(part, world.size))
-    if kept.itemsize < part.dtype.itemsize:
-        part.copy_(part.to(kept))
+def _count_all_reduce(world: World, grad_dtype: torch.dtype, grad_shard: Tensor) -> None:
+    """All-reduce hook: counts the bytes of the sum over `world` and rounds it to `grad_dtype`."""
+    SENT.add("gradients", on_ring(grad_shard, world.size))
+    if grad_dtype.itemsize < grad_shard.dtype.itemsize:
+        grad_shard.copy_(grad_shard.to(grad_dtype))
 
 
-def start_alone(device: str) -> None:
-    """Start a process group of one rank, if there is none: FSDP2 needs one to compute what several ranks do."""
-    if dist.is_initialized():
-        return
-    current()  # which raises where torchrun has started several
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1
-    )
+def prepare_microbatch(model: nn.Module, shard: str, last: bool) -> None:
+    """Sets what the next forward and backward pass do with weights and gradients.
 
-
-def shard(
-    model: Transformer, precision: Precision, mesh: DeviceMesh, gradient: torch.dtype
-) -> None:
-    """Split `model`, in place, over the last axis of `mesh`, as of fsdp_mesh: each layer by itself, then the rest; but under fsdp
-    what is trained of it, under none into one shard each. The gradients of gathered weights are in `gradient`. Groups of ranks that
-    have all shards sum gradients with each other."""
-    chosen = precision.storage.shard
-    worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
-    # Activations have the compute dtype already, and rotary tables are to stay in float32.
-    once, comm = chosen != "fsdp", DTYPES[resolved(precision)["comm"]]
-    kept = gradient if once else comm
-    policy = MixedPrecisionPolicy(
-        DTYPES[gathered_plain(precision)], kept, cast_forward_inputs=False
-    )
-    whole = {p for p in model.parameters() if once and not p.requires_grad}
-    by_column = {
-        p
-        for name, p in model.named_parameters()
-        if by_columns(precision, name, p.shape, worlds[-1].size)
-    }
-    for module in (*model.layers, model):
-        fully_shard(
-            module,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=False if once else None,
-            ignored_params=whole,
-            shard_placement_fn=lambda p: Shard(int(p in by_column)),
-        )
-        if gradient != policy.param_dtype:
-            module.register_forward_pre_hook(partial(widen_gradients, gradient))
-        if chosen == "none" and comm != gradient:
-            module.register_forward_pre_hook(partial(send_in, comm))
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(
-            1.0
-        )  # shares of the loss are weighed where it is (Job.backward)
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_custom_all_gather(_AllGather(worlds[-1]))
-        module.set_custom_reduce_scatter(_ReduceScatter(worlds[-1], comm))
-        if (
-            kept == torch.float32 and precision.storage.accumulate == "wide"
-        ):  # in which parts of a group are added up
-            _ADDING_FLOAT32.add(module)
-        for over in worlds[:-1]:
-            module.set_all_reduce_hook(partial(_count_sum, over, kept))
-        # In the place of torch's bare AssertionError.
-        type(module).__deepcopy__ = partialmethod(refuse_copy, chosen)  # type: ignore[attr-defined]
-    if chosen in ZERO:  # under fsdp shards are what its users expect
-        model.register_state_dict_pre_hook(partial(refuse_shards, chosen))
-    if chosen == "none":
-        model.register_state_dict_post_hook(state_dict_of_one)
-        model.register_load_state_dict_pre_hook(load_into_one)
-
-
-def widen_gradients(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
-    """Let the gradients of a module's gathered weights be in `dtype`, so that microbatches are not rounded as they are added up."""
-    for p in module.parameters():
-        if p.requires_grad and not isinstance(p, DTensor) and p.grad_dtype != dtype:
-            p.grad_dtype = dtype
-
-
-def send_in(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
-    """Let a module's gradients be summed over groups in `dtype`. In a policy FSDP2 would add up microbatches in that too, and take
-    the dtype of weights for no dtype (torch 2.13)."""
-    assert isinstance(module, FSDPModule)
-    for group in parameter_groups(module):  # after the first forward pass has set it
-        group._reduce_dtype = dtype
-
-
-def microbatch(model: nn.Module, shard: str, last: bool) -> None:
-    """Before the passes of a microbatch, the `last` of a step or another one: whether it sums gradients and lets weights go."""
+    Args:
+        model: A model after `apply_fsdp`.
+        shard: storage.shard, resolved.
+        last: Whether this is the last microbatch of the step.
+    """
     assert isinstance(model, FSDPModule)
-    sums(model, last, each=shard in REDUCED_IN_EACH_PASS)
+    _set_gradient_sync(model, last, each=shard in REDUCES_EACH_MICROBATCH)
     if shard != "fsdp":
         model.set_reshard_after_backward(last)
 
 
-def sums(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> None:
-    """Whether the next backward pass sums gradients into shards, the `last` of a step or `each`; and over groups of ranks, which
-    sum once a step, but where the parts of a group are added up in fewer bits than float32."""
+def _set_gradient_sync(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> None:
+    """Sets whether the next backward pass reduces gradients: in the last microbatch, or in `each`."""
     module.set_requires_gradient_sync(last or each, recurse=recurse)
-    module.set_requires_all_reduce(
-        last or (each and module not in _ADDING_FLOAT32), recurse=recurse
-    )
+    # Groups of ranks sum once a step. If sums have fewer bits than float32, they sum in each pass,
+    # as without groups.
+    all_reduces_each = each and module not in _ACCUMULATES_FLOAT32
+    module.set_requires_all_reduce(last or all_reduces_each, recurse=recurse)
 
 
-def let_go(model: nn.Module) -> None:
-    """Free weights that a forward pass gathered and no backward pass will read, as after an evaluation."""
+def reshard_weights(model: nn.Module) -> None:
+    """Frees gathered weights that no backward pass will free, as after an evaluation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def attach(optimizer: MixedPrecisionOptimizer | LowBitTraining, prepared: PreparedModel) -> None:
-    """Let `optimizer` step the shards of `prepared.model`, and say of which its state is."""
+def attach_optimizer(
+    optimizer: MixedPrecisionOptimizer | LowBitTraining, prepared: PreparedModel
+) -> None:
+    """Connects an optimizer with the shards of `prepared.model` that it steps."""
     optimizer.sharded = prepared.shard in ZERO
     optimizer.masters_of = {
         name for name, columns in prepared.columns.items() if columns["master_weight"] != "none"
     }
     if prepared.shard == "none":
         optimizer.one_shard = lambda: refresh_shards(fp8_linears(prepared.model))
-    optimizer.on_written.append(
-        partial(let_go, prepared.model)
-    )  # weights that a loop of one's own has gathered meanwhile
+    # A training loop of the user may have gathered weights before the step, with the old values.
+    optimizer.on_written.append(partial(reshard_weights, prepared.model))
 
 
-def drop(model: nn.Module, shard: str) -> None:
-    """Drop what a step that was broken off has gathered and added up; the next backward pass sums, as in a loop of one's own."""
-    microbatch(model, shard, last=True)
+def discard_step(model: nn.Module, shard: str) -> None:
+    """Frees gathered weights and discards gradients after an error in the midst of a step."""
+    # The next pass may come from a user's loop, which reduces in each backward pass.
+    prepare_microbatch(model, shard, last=True)
     assert isinstance(model, FSDPModule)
     if model._get_fsdp_state()._is_root is None:
-        return  # before the first forward pass, which makes what is reset
-    if not hasattr(
-        model, "reset_iter_state"
-    ):  # it is torch 2.13's; the branch goes when pyproject.toml asks for that
+        return  # no forward pass yet, so there is no state to reset
+    # New in torch 2.13. Remove this branch when pyproject.toml requires 2.13.
+    if not hasattr(model, "reset_iter_state"):
         model.register_forward_pre_hook(refuse_after_error, prepend=True)
         return
     model.reset_iter_state()
     for module in model.modules():
-        for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
-            for p in group.fsdp_params:
-                if hasattr(p, "_unsharded_param"):  # whose gradients torch 2.13 leaves
-                    p._unsharded_param.grad = None
-                    if "unsharded_accumulated_grad" in vars(p):  # in torch 2.15 the same one
-                        p.unsharded_accumulated_grad = None
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in parameter_groups(module):
+            for parameter in group.fsdp_params:
+                # reset_iter_state of torch 2.13 keeps both gradients.
+                if not hasattr(parameter, "_unsharded_param"):
+                    continue
+                parameter._unsharded_param.grad = None
+                # In torch 2.15 a property that reads the gradient above.
+                if "unsharded_accumulated_grad" in vars(parameter):
+                    parameter.unsharded_accumulated_grad = None
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:
-    """The groups of parameters that `module` gathers at once. Before torch 2.13 there is one; the branch goes when pyproject.toml
-    asks for that."""
+    """Returns the groups of parameters that `module` gathers, each in one all-gather."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
+    # Before torch 2.13 there is one. Remove this branch when pyproject.toml requires 2.13.
+    if state._fsdp_param_group:
+        return [state._fsdp_param_group]
+    return []
 
 
 def gathered_weights(model: nn.Module) -> list[Tensor]:
-    """The tensors that weights are gathered in: one for each, in every pass; and weights that are whole."""
-    found: dict[Tensor, None] = {}
+    """Returns the tensors in which passes gather weights, and the replicated weights.
+
+    FSDP2 gathers a weight into the same tensor in every pass.
+    """
+    weights: dict[Tensor, None] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-            # Of the root layers have theirs split.
-            found |= dict.fromkeys(p for p in module.parameters() if not isinstance(p, DTensor))
+            for parameter in module.parameters():
+                # Parameters of modules inside are still DTensors here.
+                if not isinstance(parameter, DTensor):
+                    weights[parameter] = None
             module.reshard()
-    return [*found]
+    return [*weights]
 
 
-def holders(model: nn.Module) -> World:
-    """The ranks that have the shards of the parameters of `model`."""
-    mesh: Any = next(p for p in model.parameters() if isinstance(p, DTensor)).device_mesh
+def shard_world(model: nn.Module) -> World:
+    """Returns the ranks that have the shards of one copy of the parameters of `model`."""
+    sharded = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    mesh: Any = next(sharded).device_mesh
     axis = mesh.ndim - 1
     return World(mesh.get_local_rank(axis), mesh.size(axis), group=mesh.get_group(axis))
 
 
-class FullyShardedStages:
-    """The shards of a pipeline rank's parameters: embedding, last norm and output layer are gathered before the passes of a step,
-    for no pass goes through the whole model, and summed in the last one of their chunk, under zero2 and fsdp in each: later passes
-    bring them no gradients, and FSDP2 then sums nothing (torch 2.13). Layers are gathered and summed as without a pipeline.
+def start_single_rank_group(device: str) -> None:
+    """Starts a process group of one rank, which FSDP2 needs, unless there is a process group.
+
+    Raises:
+        ConfigError: torchrun started several ranks.
+    """
+    if dist.is_initialized():
+        return
+    current()  # raises the error
+    backend = "nccl" if device == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+class FSDPStageSync:
+    """FSDP2 under pipeline parallelism: what a rank does around the passes of its stages.
+
+    The pipeline calls layers, and no pass goes through the whole model. So the pipeline does what
+    FSDP2's root does otherwise. It gathers embedding, final norm and output layer before the
+    passes of a step. It reduces their gradients in each backward pass of their chunk under zero2
+    and fsdp, and in the last one under zero1 and none. It can't wait for the last pass of the
+    rank: if that is another chunk's, it brings them no gradients, and FSDP2 (torch 2.13) reduces
+    nothing. Layers are gathered and reduced as without a pipeline.
+
+    Args:
+        model: The rank's part of the model, after `apply_fsdp`.
+        shard: storage.shard, resolved.
+        chunks: The layers of each chunk of this rank.
     """
 
     def __init__(self, model: nn.Module, shard: str, chunks: Sequence[Sequence[nn.Module]]) -> None:
         assert isinstance(model, FSDPModule)
-        self.model, self.each, self.shard = model, shard in REDUCED_IN_EACH_PASS, shard
-        self.outer = chunks[-1 if model.output_layer is not None else 0]
+        self.model = model
+        self.shard = shard
+        self.reduces_each = shard in REDUCES_EACH_MICROBATCH
+        # The chunk that runs embedding, or final norm and output layer.
+        self.outer_chunk = chunks[0] if model.output_layer is None else chunks[-1]
         for layers in chunks:
-            for before, layer in pairwise((model, *layers)):
-                assert isinstance(layer, FSDPModule) and isinstance(before, FSDPModule)
-                # Torch 2.13 prefetches what the last forward pass had before the layer: another microbatch's, or chunk's.
-                layer.set_modules_to_backward_prefetch([before])
-        # What the first forward pass of the root does, before which its layers would each be roots (torch 2.13).
+            for previous, layer in pairwise((model, *layers)):
+                assert isinstance(layer, FSDPModule) and isinstance(previous, FSDPModule)
+                # By default torch 2.13 prefetches the module that ran before the layer in the
+                # last forward pass, which is of another microbatch or another chunk.
+                layer.set_modules_to_backward_prefetch([previous])
+        # The root's first forward pass does this (torch 2.13). Without it each layer would become
+        # a root in its own first pass.
         model._get_fsdp_state()._lazy_init()
 
     def begin(self) -> None:
-        """Gather what no layer gathers."""
-        self.model.set_reshard_after_backward(
-            False, recurse=self.shard != "fsdp"
-        )  # `drop` says otherwise
+        """Gathers the weights outside of layers."""
+        # `discard_step` and the last microbatch set True.
+        self.model.set_reshard_after_backward(False, recurse=self.shard != "fsdp")
         self.model.unshard()
+        # The root's own forward pre-hooks don't run, as nobody calls the model.
         for hook in self.model._forward_pre_hooks.values():
-            if isinstance(hook, partial) and hook.func in (widen_gradients, send_in):
+            if isinstance(hook, partial) and hook.func in (set_grad_dtype, set_reduce_dtype):
                 hook(self.model, ())
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward pass of a stage, whose FSDP root is the model, as if that ran itself.
+        """Runs a stage's forward pass as if the model, the root, had called it.
 
-        Otherwise each layer would begin as a root, and a root's all-gather waits for all that the
-        compute stream has to do: communication and computation would take turns (torch 2.13).
+        Otherwise each layer would start as a root, and a root's all-gather waits for all work of
+        the compute stream: communication and computation would take turns (torch 2.13).
         """
         state: Any = self.model._get_fsdp_state()
         state._root_pre_forward(self.model, (), {})
         try:
             yield
         finally:
-            # The end of FSDPState._post_forward of a root: free the last all-gather's buffer.
+            # What FSDPState._post_forward does at the end of a root: it frees the buffer of the
+            # last all-gather after both streams have read it.
             state._state_ctx.iter_forward_root = None
-            last = state._comm_ctx.all_gather_state
-            if last:
-                state._comm_ctx.all_gather_copy_in_stream.wait_event(last.event)
-                state._comm_ctx.all_gather_stream.wait_event(last.event)
+            last_gather = state._comm_ctx.all_gather_state
+            if last_gather:
+                state._comm_ctx.all_gather_copy_in_stream.wait_event(last_gather.event)
+                state._comm_ctx.all_gather_stream.wait_event(last_gather.event)
                 state._comm_ctx.all_gather_state = None
 
     def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
-        """Whether the next backward pass sums gradients: of all microbatches under zero2 and fsdp, else in the last of `layers`,
-        those of embedding and output layer too where these are in the same chunk."""
+        """Sets what the next backward pass reduces.
+
+        Args:
+            layers: The layers of the chunk.
+            first: Whether it is the first chunk of this rank, whose backward pass comes last.
+            last: Whether it is the last microbatch of the chunk.
+        """
         for layer in layers:
             assert isinstance(layer, FSDPModule)
-            sums(layer, last, self.each)
-        sums(self.model, last and layers[0] is self.outer[0], self.each, recurse=False)
-        self.model.set_is_last_backward(
-            (first and last) or self.each
-        )  # which ends with nothing on its way
+            _set_gradient_sync(layer, last, self.reduces_each)
+        is_outer = layers[0] is self.outer_chunk[0]
+        _set_gradient_sync(self.model, last and is_outer, self.reduces_each, recurse=False)
+        # The last backward pass waits for all reductions.
+        self.model.set_is_last_backward((first and last) or self.reduces_each)
 
     def end(self) -> None:
-        """Free what was gathered."""
-        let_go(self.model)
+        """Frees gathered weights."""
+        reshard_weights(self.model)

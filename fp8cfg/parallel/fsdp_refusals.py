@@ -1,4 +1,4 @@
-"""FSDP2 refusals: what a job whose parameters FSDP2 has cannot do, and what to do instead."""
+"""Errors for operations that a model under FSDP2 does not support, with what to do instead."""
 
 from __future__ import annotations
 
@@ -14,55 +14,69 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.storage import gathered
 
-_PARTS = (
-    "a rank has parts of it; for an average (EMA) keep {name: p.detach().clone() for name, p in "
-    "job.model.named_parameters()}, and for whole weights save a checkpoint"
+_SHARDS_HINT = (
+    "each rank has shards; for an average (EMA) keep {name: p.detach().clone() for name, p in "
+    "job.model.named_parameters()}, and for full weights save a checkpoint"
 )
-_ONE = (
-    "FSDP2 has its parameters; fp8cfg.averaged(job) is an average (EMA), and job.model.state_dict()"
-    " has the weights"
+_ONE_SHARD_HINT = (
+    "FSDP2 manages its parameters; use fp8cfg.averaged(job) for an average (EMA) and"
+    " job.model.state_dict() for the weights"
 )
 
 
 def refuse_uneven(
     plan: Sequence[PlannedLinear], precision: Precision, backend: str, ranks: int
 ) -> None:
-    """Raise ConfigError where torchao's FP8 all-gather would get shards of different sizes over `ranks`, which nothing pads."""
-    uneven = [p for p in plan if p.fp8 and p.out_features % ranks]
-    if (
-        uneven
-        and capabilities(backend).fp8_gather == "cast"
-        and gathered(precision, backend) == "fp8"
-    ):
-        raise ConfigError(
-            f"storage.gather=fp8: {uneven[0].name} has out_features={uneven[0].out_features}, which"
-            f" {ranks} ranks do not divide; write storage.gather={precision.compute}, or start"
-            " another number of ranks"
-        )
+    """Rejects an FP8 all-gather of shards with different sizes.
+
+    torchao's FP8 all-gather sends the shards without FSDP2's padding.
+
+    Args:
+        plan: The planned GEMMs of the model.
+        precision: Its storage is resolved.
+        backend: Name of the backend.
+        ranks: Ranks that shard each weight.
+
+    Raises:
+        ConfigError: Names the first such layer.
+    """
+    if capabilities(backend).fp8_gather != "cast" or gathered(precision, backend) != "fp8":
+        return
+    for linear in plan:
+        if linear.fp8 and linear.out_features % ranks:
+            raise ConfigError(
+                f"storage.gather=fp8: {linear.name} has out_features={linear.out_features}, not a"
+                f" multiple of {ranks} ranks; set storage.gather={precision.compute} or launch"
+                " another number of ranks"
+            )
 
 
 def refuse_shards(shard: str, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise where weights are asked for that anyone could use: a rank has shards, which `torch.save` would take for whole ones."""
+    """State dict pre-hook: raises RuntimeError, because `torch.save` would save shards as weights.
+
+    Checkpoints read shards on purpose, through `stored_state_dict`.
+    """
     if not in_stored_form():
         raise RuntimeError(
-            f"under storage.shard={shard} no rank has whole weights; save a checkpoint with"
-            " fp8cfg.fit, or write storage.shard=none"
+            f"storage.shard={shard}: no rank has the full weights; save a checkpoint with"
+            " fp8cfg.fit or set storage.shard=none"
         )
 
 
 def copy_refusal(shard: str) -> str:
-    """Why a model is not copied under storage.shard, and what to do."""
-    return f"under storage.shard={shard} {_ONE if shard == 'none' else _PARTS}"
+    """Returns why a model cannot be copied under a storage.shard, and what to do instead."""
+    hint = _ONE_SHARD_HINT if shard == "none" else _SHARDS_HINT
+    return f"storage.shard={shard}: {hint}"
 
 
 def refuse_copy(module: nn.Module, shard: str, memo: dict[int, Any]) -> NoReturn:
-    """In the place of a module's __deepcopy__: raise TypeError."""
+    """Replaces __deepcopy__ of a module: raises TypeError."""
     raise TypeError(f"the model cannot be copied: {copy_refusal(shard)}")
 
 
 def refuse_after_error(module: nn.Module, args: Any) -> NoReturn:
-    """Forward hook of a module that an error has left in the midst of a step: raise RuntimeError."""
+    """Forward pre-hook of a model after an error in a step: raises RuntimeError."""
     raise RuntimeError(
-        "a step was broken off, and before torch 2.13 FSDP2 does not drop what it left: build"
-        " another job"
+        "a step ended with an error, and before torch 2.13 FSDP2 cannot discard its state; build a"
+        " new job"
     )

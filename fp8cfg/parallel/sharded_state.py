@@ -51,10 +51,10 @@ def attach(
     if prepared.fsdp2:
         from fp8cfg.parallel import fsdp
 
-        holders = fsdp.holders(prepared.model)
+        holders = fsdp.shard_world(prepared.model)
         worlds.append(holders)
         optimizer.sum_norms = lambda norms: holders.sum(norms.square()).sqrt()
-        fsdp.attach(optimizer, prepared)
+        fsdp.attach_optimizer(optimizer, prepared)
     if not worlds:
         return
 

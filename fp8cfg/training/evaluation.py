@@ -57,9 +57,9 @@ def evaluate(
     finally:
         job.model.train(training)
         if job.prepared.fsdp2:
-            from fp8cfg.parallel.fsdp import let_go
+            from fp8cfg.parallel.fsdp import reshard_weights
 
-            let_go(job.model)
+            reshard_weights(job.model)
     if masked:
         weights = torch.tensor(counts, dtype=torch.float64, device=job.device)
         sums = world.sum(torch.stack([(torch.stack(losses) * weights).sum(), weights.sum()]))

@@ -136,9 +136,9 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
 
     def one_pass(live: LiveBytes | None = None, last: bool = True) -> None:
         if job.prepared.fsdp2 and here is None:
-            from fp8cfg.parallel.fsdp import microbatch
+            from fp8cfg.parallel.fsdp import prepare_microbatch
 
-            microbatch(job.model, job.prepared.shard, last)
+            prepare_microbatch(job.model, job.prepared.shard, last)
         with job.autocast():
             if here is not None:
                 pipeline(job, world).train(batch, [1.0] * count)

@@ -321,7 +321,7 @@ class RunLogs:
         if job.prepared.fsdp2:
             from fp8cfg.parallel import fsdp  # inside: it takes a second to load
 
-            fsdp.microbatch(job.model, job.prepared.shard, last=True)
+            fsdp.prepare_microbatch(job.model, job.prepared.shard, last=True)
         board: dict[str, Value] = {}
         for found in collect_statistics(job.model, run, job.optimizer.masters):
             if self._statistics:

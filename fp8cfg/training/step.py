@@ -177,7 +177,7 @@ def run_step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
         if job.prepared.fsdp2:
             from fp8cfg.parallel import fsdp  # inside: it takes a second to load
 
-            fsdp.drop(job.model, job.prepared.shard)
+            fsdp.discard_step(job.model, job.prepared.shard)
         raise
 
 
@@ -240,7 +240,7 @@ def _one_by_one(
         from fp8cfg.parallel import fsdp  # inside: it takes a second to load
     for i, (batch, parts) in enumerate(every):
         if job.prepared.fsdp2:
-            fsdp.microbatch(job.model, job.prepared.shard, i + 1 == count)
+            fsdp.prepare_microbatch(job.model, job.prepared.shard, i + 1 == count)
         early = stores and not again and i + 1 == count and stores_early(job.prepared)
         with job.autocast(), job.optimizer.storing() if early else nullcontext():
             loss = _loss(job, batch)
@@ -271,12 +271,12 @@ def pipeline(job: Job, world: World) -> Pipeline:
         t, dtype = job.recipe.trainer, DTYPES[job.recipe.precision.compute]
         sync: StageSync | None = None
         if job.prepared.fsdp2:
-            from fp8cfg.parallel.fsdp import FullyShardedStages
+            from fp8cfg.parallel.fsdp import FSDPStageSync
 
             chunks = [
                 [job.model.get_submodule(f"layers.{n}") for n in chunk] for chunk in here.chunks
             ]
-            sync = FullyShardedStages(job.model, job.prepared.shard, chunks)
+            sync = FSDPStageSync(job.model, job.prepared.shard, chunks)
         here.schedule = Pipeline(
             job.model,  # type: ignore[arg-type]
             here,

@@ -84,7 +84,7 @@ def goes_on(folder: Path, world: World) -> dict[str, Any]:
                 torch.nn.parallel.DistributedDataParallel(job.model)
             with pytest.raises(
                 TypeError,
-                match=r"under storage\.shard=none FSDP2 has its parameters; fp8cfg\.averaged\(job\) is an average",
+                match=r"storage\.shard=none: FSDP2 manages its parameters; use fp8cfg\.averaged\(job\) for an average",
             ):
                 copy.deepcopy(job.model)
         found[row] = {

@@ -128,7 +128,7 @@ def test_an_fp8_gather_wants_equal_parts() -> None:
     refuse_uneven(plan(recipe), recipe.precision, "native", 3)
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"storage.gather=fp8: layers.0.self_attention.linear_qkv has out_features=128, which 3 ranks do not divide; write storage.gather=bf16",
+        match=r"storage.gather=fp8: layers.0.self_attention.linear_qkv has out_features=128, not a multiple of 3 ranks; set storage.gather=bf16",
     ):
         refuse_uneven(plan(recipe), recipe.precision, "torchao", 3)
 
