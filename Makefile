@@ -68,6 +68,7 @@ check: $(VENV)/.tested-with
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/check_prose.py
 
 # The site, build/site/index.html, from the Markdown files; not part of the gate. Zensical reads only below the folder of its settings.
 docs: $(VENV)/.installed

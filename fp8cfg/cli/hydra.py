@@ -105,7 +105,7 @@ def hydra_split(words: list[str]) -> tuple[list[str], list[str]]:
     ours, theirs = [w for w in words if not is_hydra(w)], [w for w in words if is_hydra(w)]
     refuse_if(
         [
-            f"{w}: not accepted; presets of your own go to --config-dir FOLDER"
+            f"{w}: not accepted; your presets go to --config-dir FOLDER"
             for w in theirs
             if w.lstrip("+~").startswith("hydra.searchpath")
         ]

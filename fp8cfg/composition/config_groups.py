@@ -461,8 +461,7 @@ def _check_entry(entry: str, group: str, package: str | None, name: Any, library
     relative = re.sub(r"^_global_\.|^_here_$", "", package)
     if relative != home and not (relative == "" and group == "recipe"):
         raise ConfigError(
-            f"defaults: {entry}: packages are fixed, {group} stands at {home}; write '/{group}:"
-            f" {name}'"
+            f"defaults: {entry}: packages are fixed, {group} is at {home}; write '/{group}: {name}'"
         )
 
 
@@ -553,7 +552,7 @@ def check_package(path: Path, group: str, library: Library) -> None:
     package, home = package_of(path, group), library.package(group)
     if package is not None and package.removeprefix("_global_.") != home:
         raise ConfigError(
-            f"# @package {package}: packages are fixed, {group} stands at {home}; drop the line"
+            f"# @package {package}: packages are fixed, {group} is at {home}; drop the line"
         )
 
 

@@ -154,7 +154,7 @@ REFUSED = [
     ),
     (
         "hydra.searchpath=[/tmp]",
-        ["hydra.searchpath=[/tmp]: not accepted; presets of your own go to --config-dir FOLDER"],
+        ["hydra.searchpath=[/tmp]: not accepted; your presets go to --config-dir FOLDER"],
     ),
     ("hydra.nothing=1", ["Could not override 'hydra.nothing'."]),
     (

@@ -221,8 +221,8 @@ def test_groups_of_ones_own(words: list[str], folder: Path) -> None:
 
 
 REFUSED = {
-    "- precision@model.foo: bf16": "defaults: precision@model.foo: packages are fixed, precision stands at trainer.plugins; write '/precision: bf16'",
-    "- precision@_global_: bf16": "defaults: precision@_global_: packages are fixed, precision stands at trainer.plugins; write '/precision: bf16'",
+    "- precision@model.foo: bf16": "defaults: precision@model.foo: packages are fixed, precision is at trainer.plugins; write '/precision: bf16'",
+    "- precision@_global_: bf16": "defaults: precision@_global_: packages are fixed, precision is at trainer.plugins; write '/precision: bf16'",
     "- /hydra/launcher: basic": "defaults: /hydra/launcher: settings of Hydra itself are not part of a recipe; the command line takes them",
     "- override hydra/launcher: basic": "defaults: override hydra/launcher: settings of Hydra itself are not part of a recipe; the command line takes them",
     "- opt precision: bf16": "defaults: opt precision: no such keyword 'opt'; choose from override, optional",
@@ -246,7 +246,7 @@ FILES = {
     "precision/far.yaml": (
         "# @package model\ncompute: bf16\n",
         "precision=far",
-        "# @package model: packages are fixed, precision stands at trainer.plugins; drop",
+        "# @package model: packages are fixed, precision is at trainer.plugins; drop",
     ),
     "experiment/none.yaml": (
         "trainer: {max_steps: 5}\n",
