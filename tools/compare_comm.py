@@ -25,9 +25,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fp8cfg.numerics.amax import compute_amax_or_nan
 from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.formats import E4M3, cast, pow2_scale
-from fp8cfg.numerics.scaling import compute_amax_or_nan
 from fp8cfg.parallel.process_group import Traffic, World
 from fp8cfg.parallel.quantized_allreduce import sum_over_ranks
 from fp8cfg.schema.tables import table

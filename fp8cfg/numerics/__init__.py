@@ -25,6 +25,7 @@ sources of the other scalings.
 
 from __future__ import annotations
 
+from fp8cfg.numerics.amax import compute_amax
 from fp8cfg.numerics.amax_update import Overflow, discard_amax, overflow, update_scales
 from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast
@@ -35,9 +36,8 @@ from fp8cfg.numerics.scaling import (
     INPUT,
     WEIGHT,
     Scaling,
-    compute_amax,
+    compute_scale,
     roll_amax_history,
-    scale_from_amax,
 )
 from fp8cfg.numerics.state_dict_conversion import high_precision_state_dict
 from fp8cfg.numerics.stored_state import (
@@ -74,7 +74,7 @@ __all__ = [
     "persistent",
     "roll_amax_history",
     "say_scales_anew",
-    "scale_from_amax",
+    "compute_scale",
     "seed_rounding",
     "stored_state_dict",
     "update_scales",

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fp8cfg.numerics.amax import compute_amax_or_nan
 from fp8cfg.numerics.async_copies import sent
 from fp8cfg.numerics.formats import (
     E4M3,
@@ -42,7 +43,6 @@ from fp8cfg.numerics.formats import (
     square_root,
     uniform_numbers,
 )
-from fp8cfg.numerics.scaling import compute_amax_or_nan
 
 STEPS = 16
 """k is a multiple of 1 / STEPS."""

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8cfg.numerics.amax import compute_amax, record_amax
 from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.gemm import Operand, convert_dtype, encode_gemm_record
 from fp8cfg.numerics.quantize import count_out_of_range, quantize
@@ -35,10 +36,8 @@ from fp8cfg.numerics.scaling import (
     INPUT,
     Scaling,
     choose_tensor_scale,
-    compute_amax,
+    compute_scale,
     floor_to_power_of_2,
-    record_amax,
-    scale_from_amax,
 )
 from fp8cfg.numerics.state_dict_conversion import complete_delayed
 from fp8cfg.numerics.stored_state import AMAX, amax_record, in_stored_form, persistent
@@ -84,7 +83,7 @@ class Plan(NamedTuple):
             amax = compute_amax(t)
             if self.record:
                 record_amax(state.history[0, column], amax)
-            scale = scale_from_amax(amax, self.scaling.format_of(role))
+            scale = compute_scale(amax, self.scaling.format_of(role).max)
             return (
                 floor_to_power_of_2(scale)
                 if self.scaling.power_2_scales and column not in (S, DP)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8cfg.numerics.amax import AmaxGroup
 from fp8cfg.numerics.autocast import Region
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import RandomStream, random_key
@@ -36,14 +37,7 @@ from fp8cfg.numerics.kernels.launch import (
     quantize_tiles_fused,
 )
 from fp8cfg.numerics.quantize import count_out_of_range, quantize, quantize_nvfp4, quantize_tiles
-from fp8cfg.numerics.scaling import (
-    GRAD_OUTPUT,
-    INPUT,
-    WEIGHT,
-    AmaxGroup,
-    Scaling,
-    choose_tensor_scale,
-)
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, Scaling, choose_tensor_scale
 from fp8cfg.numerics.state_dict_conversion import BUFFERS, ROUNDING_COUNT, prepare_load
 from fp8cfg.numerics.stored_state import AMAX, ANEW, BACKWARD_AMAX, RAN, PassRecords, amax_record
 from fp8cfg.numerics.token_shard import TokenShard

@@ -13,19 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.numerics.amax import AmaxGroup, join_tiles, split_tiles
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import cast, reciprocal
 from fp8cfg.numerics.gemm import Operand, convert_dtype
 from fp8cfg.numerics.quantize import quantize_tiles
-from fp8cfg.numerics.scaling import (
-    WEIGHT,
-    AmaxGroup,
-    Scaling,
-    compute_global_scale,
-    encode_e8m0,
-    join_tiles,
-    split_tiles,
-)
+from fp8cfg.numerics.scaling import WEIGHT, Scaling, compute_global_scale, encode_e8m0
 from fp8cfg.schema.scalings import SCALINGS, Tile
 
 

@@ -23,6 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fp8cfg.numerics.amax import (
+    AmaxGroup,
+    all_reduce_max_or_nan,
+    compute_tile_amax,
+    record_amax,
+    split_tiles,
+    tile_shape,
+)
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.fp8_weights import FP8Weight, decoded, pack
@@ -35,17 +43,11 @@ from fp8cfg.numerics.kernels.store import (
 from fp8cfg.numerics.quantize import count_out_of_range, quantize_tiles
 from fp8cfg.numerics.scaling import (
     WEIGHT,
-    AmaxGroup,
     Scaling,
     TileScales,
-    all_reduce_max_or_nan,
-    compute_tile_amax,
     global_scale_from_amax,
-    record_amax,
     scales_from_amaxes,
-    split_tiles,
     tile_scales_from_amaxes,
-    tile_shape,
 )
 from fp8cfg.numerics.stored_state import amax_record
 from fp8cfg.schema.scalings import SCALE_BYTES, Tile

@@ -14,6 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, library
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from fp8cfg.numerics.amax import (
+    AmaxGroup,
+    all_reduce_max_or_nan,
+    compute_amax_or_nan,
+    join_tiles,
+    record_amax,
+    split_tiles,
+)
 from fp8cfg.numerics.async_copies import sent
 from fp8cfg.numerics.formats import (
     E2M1,
@@ -30,17 +38,7 @@ from fp8cfg.numerics.kernels.launch import (
     quantize_nvfp4_fused,
 )
 from fp8cfg.numerics.overflow_counts import NO_CUDA_GRAPH, overflow_counter
-from fp8cfg.numerics.scaling import (
-    AmaxGroup,
-    Scaling,
-    all_reduce_max_or_nan,
-    compute_amax_or_nan,
-    compute_tile_scales,
-    global_scale_from_amax,
-    join_tiles,
-    record_amax,
-    split_tiles,
-)
+from fp8cfg.numerics.scaling import Scaling, compute_tile_scales, global_scale_from_amax
 from fp8cfg.schema.scalings import Tile
 
 

@@ -1,86 +1,57 @@
-"""Per-tensor scaling, delayed and current: a scale from the amax of a tensor or its history. Then scales of tiles.
+"""Scaling: from the amax of a tensor to the scale of its quantization.
 
-The scale of a tensor maps its amax, the largest magnitude in it, to the largest FP8 value: scale = max / amax / 2^margin,
-where a margin of m leaves m powers of two of headroom. Transformer Engine's rule (common/recipe/recipe_common.cuh,
-compute_scale_from_amax; common/recipe/delayed_scaling.cu), kept here to the bit:
+FP8 has few exponent bits. A tensor is multiplied by a scale before it is rounded. The scale moves
+the largest magnitude of the tensor, the amax, to the largest FP8 value:
 
-* the division is a true IEEE one. `448.0 / tensor` in eager torch is not: it multiplies by a reciprocal, one unit in the
-  last place off in a quarter of all cases. Both operands are tensors here;
-* an infinite scale (the amax is tiny) becomes the largest float32;
-* an amax of zero, infinity or NaN says nothing about the next tensor: the old scale stays;
-* amax ignores NaN, as fmaxf does. Looking for non-finite values is somebody else's work, on the gradients.
+    scale = fp8_max / 2**margin / amax
+    data  = round_to_fp8(tensor * scale)
+
+The GEMM multiplies its result by the inverse scales of both operands. Read from top to bottom:
+
+    Scaling                   the recipe of one layer. `Scaling.scaled_max` is fp8_max / 2**margin.
+    compute_scale             from amax to scale, the division that all algorithms share delayed
+    scaling           `delayed_scale` in a pass, `roll_amax_history` once per optimizer step current
+    scaling           `current_scale` block scaling             `block_scales`: a tile of 128
+    elements, or 128 x 128 of a weight MXFP8                     `mxfp8_scales`: a tile of 32
+    elements, E8M0 scales NVFP4                     `nvfp4_scales`: a tile of 16 elements, E4M3
+    scales below a global scale choose_tensor_scale       one scale for a tensor: delayed or current
+    scaling compute_tile_scales       one scale for each tile: the other algorithms, and current
+    scaling by row
+
+amax.py computes amaxes. Callers: fp8_linear.py quantizes with these scales in a pass,
+amax_update.py calls `roll_amax_history` for all layers after the optimizer step. The Triton kernels
+(kernels/) repeat the same formulas.
+
+The results equal Transformer Engine 2.20 bit for bit. Each algorithm names its source there. Paths
+are relative to transformer_engine/.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as collectives
-import torch.nn.functional as F
 from torch import Tensor
 
-from fp8cfg.numerics.async_copies import waited
+from fp8cfg.numerics.amax import (
+    AmaxGroup,
+    all_reduce_max,
+    all_reduce_max_or_nan,
+    compute_amax,
+    compute_amax_or_nan,
+    compute_tile_amax,
+    record_amax,
+    replace_nan,
+)
 from fp8cfg.numerics.formats import E2M1, E4M3, E5M2, Format, cast, reciprocal
 from fp8cfg.schema.scalings import SCALINGS, Descriptor, ScalingName, Tile
 
-
-class AmaxGroup(NamedTuple):
-    """The tensors of a layer that are split, each as its role (INPUT, WEIGHT, GRAD_OUTPUT) and the dimension of the matrix that the
-    ranks divide, and the name of the process group that has their parts. Static, so that a compiler specialises on it.
-    """
-
-    split: tuple[tuple[int, int], ...]
-    group: str
-
-    @property
-    def roles(self) -> tuple[int, ...]:
-        """The roles of the tensors that are split."""
-        return tuple(role for role, _ in self.split)
-
-    def group_of(self, role: int, tile: Tile | None = None) -> str | None:
-        """The group whose ranks have parts of one `tile` of a tensor of `role`, rows and columns of which 0 stands for all; None is
-        the whole tensor. None where each rank has whole tiles."""
-        return next(
-            (
-                self.group
-                for one, dim in self.split
-                if one == role and (tile is None or tile[dim] == 0)
-            ),
-            None,
-        )
-
-    def reduce(self, part: Tensor, role: int) -> Tensor:
-        """The amax of a tensor of `role` from that of this rank's `part`. All ranks call it at the same points."""
-        return all_reduce_max(part, self.group) if self.group_of(role) else part
-
-    def exclude(self, roles: tuple[int, ...]) -> AmaxGroup | None:
-        """The group for tensors of other roles, if there are any."""
-        left = tuple(one for one in self.split if one[0] not in roles)
-        return AmaxGroup(left, self.group) if left else None
-
-
-def all_reduce_max(t: Tensor, group: Any) -> Tensor:
-    """The elementwise maximum over the ranks of the process group of that name; a new tensor, without a gradient."""
-    return waited(collectives.all_reduce, t.detach(), "max", group=group)
-
-
-def all_reduce_max_or_nan(t: Tensor, group: Any) -> Tensor:
-    """`largest` of float32 numbers that are not negative, NaN where a rank has NaN: by their bits, since a maximum of floats may
-    leave NaN out."""
-    return all_reduce_max(t.detach().view(torch.int32), group).view(torch.float32)
-
-
-INPUT, WEIGHT, GRAD_OUTPUT = (
-    0,
-    1,
-    2,
-)  # columns of a layer's scales and amax history, in Transformer Engine's order
+INPUT, WEIGHT, GRAD_OUTPUT = 0, 1, 2
+"""Roles of the tensors of a linear layer: columns of its scales and amax history, in TE's order."""
 FLT_MAX = torch.finfo(torch.float32).max
 
-
-_FIELDS = {
+_CHOICES = {
     "kind": tuple(SCALINGS),
     "granularity": ("tensor", "row"),
     "amax_compute_algo": ("max", "most_recent"),
@@ -90,17 +61,27 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Scaling:
-    """The scaling recipe of one linear layer.
+    """The scaling recipe of one layer.
 
-    `margin`, `interval`, `amax_history_len`, `amax_compute_algo` and `first_step` mean something under delayed scaling alone.
-    `interval` moves scales every that many optimizer steps. `first_step` says what scales a tensor before its history has
-    anything to say: its own amax ("in_time"), or 1 ("te"), with which Transformer Engine flushes small first gradients to
-    zero. "te" also saves compiled code a second read of each tensor, since the amax is then only recorded.
-
-    `granularity` is for current scaling: one scale a tensor, or one for each row along the contracted dimension. With
-    `power_2_scales` scales of current and block scaling are rounded down to a power of two. `weights_2d` scales weights in
-    squares, 128x128 under block, 32x32 under mxfp8, 16x16 under nvfp4, which serve fprop and dgrad alike. `hadamard_transform` and
-    `stochastic` are nvfp4's transform of both operands of wgrad and its rounding of gradients."""
+    Attributes:
+        kind: The algorithm, a row of the table in schema/scalings.py.
+        forward: Format of inputs and weights.
+        backward: Format of the gradients of outputs.
+        margin: Delayed scaling: headroom of the scale in powers of two.
+        interval: Delayed scaling: optimizer steps between two updates of the scales.
+        amax_history_len: Delayed scaling: length of the history in optimizer steps.
+        amax_compute_algo: Delayed scaling: the largest amax of the history, or the newest one.
+        first_step: Delayed scaling: the scale of a tensor without a history. "in_time" takes the
+            amax of the tensor itself. "te" takes 1, as Transformer Engine does, which flushes small
+            first gradients to zero. "te" saves compiled code a second read of each tensor.
+        granularity: Current scaling: one scale for a tensor, or for each row along the contracted
+            dimension.
+        power_2_scales: Current and block scaling: round scales down to a power of two.
+        weights_2d: Block scaling, MXFP8 and NVFP4: square tiles of weights, which fprop and dgrad
+            share.
+        hadamard: NVFP4: the Hadamard transform of both operands of wgrad.
+        stochastic: NVFP4: stochastic rounding of gradients.
+    """
 
     kind: ScalingName = "delayed"
     forward: Format = E4M3
@@ -117,11 +98,10 @@ class Scaling:
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        for field, allowed in _FIELDS.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(
-                    f"Scaling.{field}={getattr(self, field)!r}; choose one of {', '.join(allowed)}"
-                )
+        for field, choices in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in choices:
+                raise ValueError(f"Scaling.{field}={value!r}; choose one of {', '.join(choices)}")
         if self.interval < 1 or self.amax_history_len < 1:
             raise ValueError(
                 f"Scaling: interval={self.interval} and amax_history_len={self.amax_history_len}"
@@ -130,124 +110,199 @@ class Scaling:
 
     @property
     def layout(self) -> Descriptor:
-        """The descriptor of this scaling in the table of scalings."""
+        """The row of this algorithm in the table of scalings."""
         return SCALINGS[self.kind]
 
-    def has_hardware_gemms(self, high_precision: tuple[bool, bool, bool]) -> bool:
-        """Whether torch has these products on a GPU, where those of `high_precision` are not in FP8."""
-        return (
-            all(high_precision[1:])
-            or ("e4m3" if self.backward == self.forward else "hybrid") in self.layout.multiplied
-        )
-
     def format_of(self, role: int) -> Format:
+        """Returns the format of tensors of `role`."""
         return self.backward if role == GRAD_OUTPUT else self.forward
 
-    def tile(self, role: int, axis: int) -> tuple[int, int] | None:
-        """Rows and columns of a matrix that share a scale, where the product contracts its dimension `axis`; 0 stands for
-        all. None is one scale for the matrix, whatever is contracted."""
-        return self.layout.tile(axis, self.granularity, square=role == WEIGHT and self.weights_2d)
-
-    def fresh_state(self, roles: int = 3, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Scales [roles] and amax history of delayed scaling before the first pass: a scale of 0 stands for "not set yet".
-        Nothing of any other scaling."""
+    def scaled_max(self, role: int) -> float:
+        """Returns the value that a scale moves the amax to: the largest FP8 value / 2**margin."""
+        fp8_max = self.format_of(role).max
         if not self.layout.history:
-            return {}
-        first = torch.ones if self.first_step == "te" else torch.zeros
-        history = torch.zeros(self.amax_history_len, roles, dtype=torch.float32, device=device)
-        return {
-            "fp8_scale": first(roles, dtype=torch.float32, device=device),
-            "fp8_amax_history": history,
-        }
+            return fp8_max  # only delayed scaling has a margin
+        return fp8_max * 2.0**-self.margin
 
-    def uses_hadamard(self, role: int, axis: int) -> bool:
-        """Whether a tensor of `role` goes through the Hadamard transform for a product that contracts its dimension `axis`."""
-        return (
-            self.hadamard
-            and role != WEIGHT
-            and axis == 0
-            and "random_hadamard_transform" in self.layout.keys
-        )
+    def tile(self, role: int, axis: int) -> Tile | None:
+        """Returns the rows and columns that share a scale, if the GEMM contracts dimension `axis`.
 
-    def rounds_stochastically(self, role: int) -> bool:
-        """Whether a tensor of `role` is rounded stochastically."""
-        return self.stochastic and role == GRAD_OUTPUT and "stochastic_rounding" in self.layout.keys
+        0 stands for the whole dimension. None is one scale for the matrix and both dimensions.
+        """
+        is_square = role == WEIGHT and self.weights_2d
+        return self.layout.tile(axis, self.granularity, square=is_square)
 
     def directional(self, role: int) -> bool:
-        """Whether a tensor of `role` is quantized once for each of its two dimensions."""
+        """Whether a tensor of `role` is quantized twice, once for each of its two dimensions."""
         return self.tile(role, 0) != self.tile(role, 1)
 
+    def uses_hadamard(self, role: int, axis: int) -> bool:
+        """Whether `role` is transformed for a GEMM that contracts dimension `axis`: wgrad."""
+        if not self.hadamard or "random_hadamard_transform" not in self.layout.keys:
+            return False
+        return role != WEIGHT and axis == 0
 
-def compute_amax(t: Tensor) -> Tensor:
-    """Largest magnitude in `t`, any shape and float dtype, as a float32 scalar tensor. NaN is skipped, infinity is not;
-    0 for an empty tensor. One pass over `t`; no synchronisation on an accelerator."""
-    t = t.detach()
-    if t.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=t.device)
-    return replace_nan(t.abs()).amax().float()
+    def rounds_stochastically(self, role: int) -> bool:
+        """Whether tensors of `role` are rounded stochastically."""
+        if not self.stochastic or "stochastic_rounding" not in self.layout.keys:
+            return False
+        return role == GRAD_OUTPUT
+
+    def has_hardware_gemms(self, high_precision: tuple[bool, bool, bool]) -> bool:
+        """Whether torch has the GEMMs on a GPU. Those in `high_precision` need no FP8 support."""
+        if all(high_precision[1:]):
+            return True  # no gradient is in FP8, so its format does not matter
+        fp8_format = "e4m3" if self.backward == self.forward else "hybrid"
+        return fp8_format in self.layout.multiplied
+
+    def fresh_state(self, roles: int = 3, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Returns the state of delayed scaling before the first step, and {} for other algorithms.
+
+        Args:
+            roles: Number of tensors of the layer.
+            device: Device of the state.
+
+        Returns:
+            fp8_scale: float32 [roles]. 0 stands for "not set yet".
+            fp8_amax_history: float32 [amax_history_len, roles]. See `roll_amax_history`.
+        """
+        if not self.layout.history:
+            return {}
+        first = 1.0 if self.first_step == "te" else 0.0
+        scale = torch.full((roles,), first, dtype=torch.float32, device=device)
+        history = torch.zeros(self.amax_history_len, roles, dtype=torch.float32, device=device)
+        return {"fp8_scale": scale, "fp8_amax_history": history}
 
 
-def replace_nan(magnitudes: Tensor) -> Tensor:
-    """Replaces NaN by 0 in a tensor without negative numbers."""
-    return torch.where(magnitudes >= 0, magnitudes, 0)  # a comparison with NaN is false
+# --- scale
 
 
-def scale_from_amax(
-    amax: Tensor, fmt: Format, margin: int = 0, old: Tensor | float = 1.0, largest: float = FLT_MAX
+def compute_scale(
+    amax: Tensor,
+    scaled_max: Tensor | float,
+    fallback: Tensor | float = 1.0,
+    highest: float = FLT_MAX,
 ) -> Tensor:
-    """Scales, float32 and of the shape of `amax`, which bring `amax` to `fmt.max` / 2^margin; `largest` where that is
-    infinite, `old` where amax is 0, infinite or NaN. With `old` = 1 this is current scaling, and a delayed scale that has no
-    history yet."""
-    return _scale(amax, torch.full_like(amax, fmt.max * 2.0**-margin), old, largest)
+    """Computes the scales that move amaxes to `scaled_max`.
 
+    Source: compute_scale_from_amax in common/recipe/recipe_common.cuh.
 
-def _scale(amax: Tensor, target: Tensor, old: Tensor | float, largest: float = FLT_MAX) -> Tensor:
-    scale = torch.div(target, amax)
-    scale = torch.where(
-        scale == torch.inf, largest, scale
-    )  # neither is negative; comparisons take fewer launches than isinf
-    return torch.where((amax > 0) & (amax < torch.inf), scale, old)
+    Args:
+        amax: float32 of any shape.
+        scaled_max: The largest FP8 value / 2**margin.
+        fallback: The scale for an amax of 0, infinity or NaN. Such an amax says nothing about the
+            next tensor: delayed scaling keeps its old scale.
+        highest: The scale instead of infinity, which a tiny amax gives.
+
+    Returns:
+        float32 of the shape of `amax`.
+    """
+    # torch.div of two tensors rounds once, as TE does. `448.0 / amax` in eager torch multiplies by
+    # the reciprocal: one unit in the last place off in a quarter of all cases.
+    if not isinstance(scaled_max, Tensor):
+        scaled_max = torch.full_like(amax, scaled_max)
+    scale = torch.div(scaled_max, amax)
+    # Both are at least 0. Comparisons take fewer kernels than isinf and isfinite.
+    scale = torch.where(scale == torch.inf, highest, scale)
+    is_usable = (amax > 0) & (amax < torch.inf)
+    return torch.where(is_usable, scale, fallback)
 
 
 def floor_to_power_of_2(scale: Tensor) -> Tensor:
-    """Positive normal float32 `scale`, any shape, without its mantissa: the power of two at or below it."""
-    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    """Rounds positive normal float32 scales of any shape down to powers of two."""
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # clears the mantissa
+
+
+# --- delayed scaling
+
+
+def delayed_scale(amax: Tensor, role: int, scaling: Scaling, stored_scale: Tensor) -> Tensor:
+    """Returns the scale of delayed scaling in a forward or backward pass.
+
+    It is the scale that `roll_amax_history` has set from past steps. So a kernel reads the tensor
+    once. Values above the past amaxes saturate.
+
+    Args:
+        amax: Amax of the tensor itself, float32 of any shape. Used until the first update.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        scaling: The recipe.
+        stored_scale: Scale of the layer, of the shape of `amax`. 0 before the first update.
+    """
+    first_scale = compute_scale(amax, scaling.scaled_max(role))
+    return torch.where(stored_scale == 0, first_scale, stored_scale)
 
 
 def roll_amax_history(
-    history: Tensor, scale: Tensor, amax_now: Tensor, target: Tensor, algo: str
+    history: Tensor, scale: Tensor, step_amax: Tensor, scaled_max: Tensor, algo: str
 ) -> tuple[Tensor, Tensor]:
-    """One update of delayed scaling for any number of tensors: `history` [length, ...], the others [...], all float32.
+    """Rolls the amax histories of any number of tensors and computes their next scales.
 
-    Row 0 of a history gathers the amax of the step under way, `amax_now` is that row reduced over the ranks, and the rows
-    from 1 on are the past, oldest first. `target` is the FP8 maximum / 2^margin of each tensor. Returns the new history and
-    scales. This is the fused kernel of Transformer Engine, the one that runs on GPUs (delayed_scaling.cu, kernel_bulk): a
-    tensor that saw nothing (amax 0) neither rolls nor moves; under "max" an infinite amax freezes the scale for as long as
-    it stays in the window; NaN loses against every number, as in fmaxf."""
-    last = torch.where(amax_now != 0, amax_now, history[0])
-    amax = (
-        last
-        if algo == "most_recent"
-        else torch.cat([history[1:], last[None]]).fmax(torch.zeros_like(last)).amax(0)
-    )
-    rolled = torch.cat([torch.zeros_like(last)[None], history[2:], last[None]])[: len(history)]
-    seen = last != 0
-    return torch.where(seen, rolled, history), torch.where(seen, _scale(amax, target, scale), scale)
+    `amax_update.update_scales` calls it once per optimizer step, outside of compiled code.
+    Source: kernel_bulk in common/recipe/delayed_scaling.cu, TE's fused update on GPUs.
 
+    Args:
+        history: float32 [length, ...]. Row 0 is the running maximum of this step, rows 1 and up are
+            past steps, oldest first.
+        scale: Scales of this step, float32 [...].
+        step_amax: Row 0 reduced over the ranks, float32 [...].
+        scaled_max: `Scaling.scaled_max` of each tensor, float32 [...].
+        algo: "max" takes the largest amax of the history, "most_recent" the amax of this step.
 
-def compute_range_used(amax_now: Tensor, scale: Tensor, reach: Tensor) -> Tensor:
-    """Amaxes of a step as multiples of what the formats reach under the scales that it had, float32 and broadcast: values beyond 1
-    were clipped. Infinite for an infinite amax; 0 for a scale of 0, which was not set yet: each tensor had its own then.
+    Returns:
+        The new history and the new scales. A tensor with amax 0 keeps both: it did not run. Under
+        "max" an infinite amax freezes the scale until it leaves the history.
     """
-    return torch.where(amax_now == torch.inf, amax_now, amax_now * scale / reach)
-
-
-def record_amax(record: Tensor, amax: Tensor) -> None:
-    """Fold `amax`, [], into the running maximum `record`, []: one launch, and no copy where none is traced. NaN is left out."""
-    if torch.compiler.is_compiling():
-        record.copy_(torch.fmax(record, amax))
+    # TE falls back to the local amax if the reduced one is 0.
+    newest = torch.where(step_amax != 0, step_amax, history[0])
+    zeros = torch.zeros_like(newest)
+    if algo == "most_recent":
+        amax = newest
     else:
-        torch.fmax(record, amax, out=record)
+        window = torch.cat([history[1:], newest[None]])
+        amax = window.fmax(zeros).amax(0)  # fmax turns NaN into 0, so that NaN loses
+
+    # Row 1, the oldest step, leaves, and this step becomes the last row. Row 0 starts at 0 again.
+    # The slice is for a history of one row, which has no past steps.
+    rolled = torch.cat([zeros[None], history[2:], newest[None]])[: len(history)]
+    new_scale = compute_scale(amax, scaled_max, fallback=scale)
+
+    has_run = newest != 0
+    return torch.where(has_run, rolled, history), torch.where(has_run, new_scale, scale)
+
+
+def compute_range_used(step_amax: Tensor, scale: Tensor, reach: Tensor) -> Tensor:
+    """Computes which multiple of the representable range the amaxes of a step were.
+
+    Args:
+        step_amax: float32 of any shape.
+        scale: The scales of the step. 0 if they were not set: each tensor had its own scale.
+        reach: `Format.reach`, the largest magnitude that is not clipped.
+
+    Returns:
+        float32. Above 1 if values were clipped, infinite for an infinite amax, 0 for a scale of 0.
+    """
+    return torch.where(step_amax == torch.inf, step_amax, step_amax * scale / reach)
+
+
+# --- current scaling
+
+
+def current_scale(amax: Tensor, role: int, scaling: Scaling) -> Tensor:
+    """Returns the scale of current scaling: each tensor is scaled by its own amax.
+
+    All finite values fit, but a kernel reads the tensor twice.
+    Source: common/recipe/current_scaling.cu.
+
+    Args:
+        amax: float32 of any shape.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        scaling: The recipe.
+    """
+    scale = compute_scale(amax, scaling.scaled_max(role))
+    return floor_to_power_of_2(scale) if scaling.power_2_scales else scale
+
+
+# --- one scale for a tensor
 
 
 def choose_tensor_scale(
@@ -257,203 +312,233 @@ def choose_tensor_scale(
     scales: Tensor | None,
     history: Tensor | None,
     record: bool,
-    parts: AmaxGroup | None = None,
+    amax_group: AmaxGroup | None = None,
 ) -> Tensor:
-    """The float32 scalar scale to quantize `t` with in this pass.
+    """Chooses the scale of a tensor under delayed or current scaling, and records its amax.
 
-    Under delayed scaling that is `scales[role]`; a scale of 0 was never set. Under current scaling `scales`, [3], is None. `record`
-    folds the amax of `t` into the running maximum `history[0, role]` of `history` [length, 3], if there is one. Where `t`
-    is one of the `parts` of a tensor, a scale of its amax is that of the whole; amaxes that are recorded are those of the part, for
-    `update_scales` reduces them."""
-    if scales is None:
-        amax = compute_amax(t)
+    Args:
+        t: The tensor, or this rank's shard of it.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        scaling: The recipe.
+        scales: Scales of the layer under delayed scaling, float32 [3]. None under current scaling.
+        history: Amax record of the layer, float32 [length, 3]. Row 0 is the running maximum.
+        record: Whether to fold the amax of `t` into `history`.
+        amax_group: Ranks with the other shards. The scale is that of the whole tensor. The recorded
+            amax is that of the shard, because `update_scales` reduces the records.
+
+    Returns:
+        float32 [].
+    """
+    if scales is not None and scaling.first_step == "te":
+        # The scale is always set, so the amax is only recorded.
         if record and history is not None:
-            record_amax(history[0, role], amax)
-        return scales_from_amaxes(
-            amax if parts is None else parts.reduce(amax, role), role, scaling
-        )
-    if not record and scaling.first_step == "te":
+            record_amax(history[0, role], compute_amax(t))
         return scales[role]
+
     amax = compute_amax(t)
     if record and history is not None:
         record_amax(history[0, role], amax)
-    if scaling.first_step == "te":
-        return scales[role]
-    return scales_from_amaxes(
-        amax if parts is None else parts.reduce(amax, role), role, scaling, scales[role]
-    )
+    if amax_group is not None:
+        amax = amax_group.reduce(amax, role)
+    return scales_from_amaxes(amax, role, scaling, None if scales is None else scales[role])
 
 
 def scales_from_amaxes(
-    amaxes: Tensor, role: int, scaling: Scaling, there: Tensor | None = None
+    amaxes: Tensor, role: int, scaling: Scaling, stored_scales: Tensor | None = None
 ) -> Tensor:
-    """The scales of tensors of one `role` with these amaxes, float32 of any shape: under delayed scaling those that are `there`,
-    where they are not 0, else those of this moment."""
-    fmt = scaling.format_of(role)
-    if there is not None:
-        return torch.where(there == 0, scale_from_amax(amaxes, fmt, scaling.margin), there)
-    scale = scale_from_amax(amaxes, fmt)
-    return floor_to_power_of_2(scale) if scaling.power_2_scales else scale
+    """Returns the scales of tensors with known amaxes, float32 of any shape.
+
+    `stored_scales` are the scales of the layers under delayed scaling, and None under current
+    scaling.
+    """
+    if stored_scales is None:
+        return current_scale(amaxes, role, scaling)
+    return delayed_scale(amaxes, role, scaling, stored_scales)
+
+
+# --- one scale for each tile
 
 
 class TileScales(NamedTuple):
-    """The scales of the tiles of a matrix, float32: `encode` multiplies the elements before rounding, `decode` dequantizes the
-    rounded ones.
+    """The scales of the tiles of a matrix, float32.
+
+    Elements are multiplied by `encode` before they are rounded. `decode` dequantizes them. The two
+    are no exact reciprocals if `decode` is rounded to a narrow dtype.
     """
 
     encode: Tensor
     decode: Tensor
 
 
-def split_tiles(t: Tensor, tile: Tile) -> Tensor:
-    """The matrix `t` [R, C] as [R / r, r, C / c, c] for tiles of r x c, completed with zeros; a view where none are missing.
-    A size of 0 is the whole dimension."""
-    (rows, columns), (r, c) = t.shape, tile_shape(t.shape, tile)
-    if rows % r or columns % c:
-        t = F.pad(t, (0, -columns % c, 0, -rows % r))
-        if torch.compiler.is_compiling():  # written out; see `join_tiles`
-            t = t.as_strided(t.shape, (t.shape[1], 1))
-    return t.view(t.shape[0] // r, r, t.shape[1] // c, c)
-
-
-def tile_shape(shape: tuple[int, ...], tile: Tile) -> Tile:
-    """Rows and columns of a tile of a matrix of `shape`."""
-    return tile[0] or max(1, shape[0]), tile[1] or max(1, shape[1])
-
-
-def join_tiles(v: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `tiled`, contiguous."""
-    a, r, b, c = v.shape
-    # What is read by stride has to be in memory. Fused with what is around it, Inductor's C++ of incomplete tiles leaves elements
-    # unwritten. Seen with torch 2.13; it ends with the torch that passes the test of few columns without it.
-    if torch.compiler.is_compiling() and shape != (a * r, b * c):
-        return v.contiguous().as_strided(shape, (b * c, 1))
-    return v.reshape(a * r, b * c)[: shape[0], : shape[1]].contiguous()
-
-
-def expand_scales(scales: Tensor, shape: tuple[int, ...], tile: Tile) -> Tensor:
-    """Scales [R / r, C / c] of the tiles of a matrix of `shape` [R, C], one for each of its elements."""
-    r, c = tile_shape(shape, tile)
-    return scales.repeat_interleave(r, 0)[: shape[0]].repeat_interleave(c, 1)[:, : shape[1]]
-
-
-def compute_tile_amax(v: Tensor, keep_nan: bool) -> Tensor:
-    """Largest magnitude in each tile of `v` [A, r, B, c], float32 [A, 1, B, 1]. NaN is kept, or else skipped as in fmaxf."""
-    magnitudes = v.float().abs()
-    if not keep_nan:
-        magnitudes = replace_nan(magnitudes)
-    return magnitudes.amax((1, 3), keepdim=True)
-
-
-def compute_tile_scales(
-    v: Tensor,
-    fmt: Format,
-    scaling: Scaling,
-    whole: Tensor | None,
-    dtype: torch.dtype = torch.float32,
-    record: Tensor | None = None,
-    group: str | None = None,
+def block_scales(
+    amax: Tensor, fmt: Format, power_2: bool, input_dtype: torch.dtype = torch.float32
 ) -> TileScales:
-    """The scales of the tiles of `v` [A, r, B, c] under `scaling`, [A, 1, B, 1]. `whole` is the first level of nvfp4, `dtype`
-    what `v` was before it was float32: block scales go no higher than its largest number. The largest amax of all tiles is folded
-    into the running maximum `record`, [], if there is one. Of tiles, rows or columns, whose other parts ranks of `group` have,
-    amaxes are the largest over these.
+    """Returns the scales of block scaling: float32, one for 128 elements or 128 x 128 of a weight.
+
+    Sources: DeepSeek-V3, arXiv:2412.19437, section 3.3; common/transpose/
+    quantize_transpose_vector_blockwise.cu and quantize_transpose_square_blockwise.cu.
+
+    Args:
+        amax: Amaxes of the tiles, float32 of any shape.
+        fmt: Format of the elements.
+        power_2: Whether to round scales down to powers of two.
+        input_dtype: Dtype of the matrix. TE limits a scale to its largest number.
     """
-    keep_nan = scaling.layout.scale != "float32"
-    amax = compute_tile_amax(v, keep_nan)
-    if record is not None and amax.numel():
-        record_amax(record, replace_nan(amax).amax())
+    highest = min(torch.finfo(input_dtype).max, FLT_MAX)
+    return _float32_scales(amax, fmt, power_2, highest)
+
+
+def _float32_scales(amax: Tensor, fmt: Format, power_2: bool, highest: float) -> TileScales:
+    scale = compute_scale(amax, fmt.max, highest=highest)
+    if power_2:
+        scale = floor_to_power_of_2(scale)
+    return TileScales(scale, reciprocal(scale))
+
+
+def mxfp8_scales(amax: Tensor, fmt: Format) -> TileScales:
+    """Returns the scales of MXFP8: powers of two, one for 32 elements.
+
+    They are rounded up, so that nothing saturates. E8M0 stores the exponent in one byte: 0 is
+    2^-127, 254 is the largest exponent, 255 is NaN.
+    Sources: OCP Microscaling Formats 1.0; float_to_e8m0 in common/util/ptx.cuh.
+
+    Args:
+        amax: Amaxes of the tiles, float32 of any shape. NaN if a tile has one.
+        fmt: Format of the elements.
+    """
+    # full() instead of tensor(): the host would wait for the copy of a constant.
+    inverse_max = torch.full((), 1.0 / fmt.max, dtype=torch.float32, device=amax.device)
+    unrounded = amax * inverse_max
+
+    # float32 has 8 bits of exponent above 23 bits of mantissa. A mantissa above 0 raises the
+    # exponent by one. Below 2^-127 there is no smaller power of two, and above 2^127 no larger one.
+    bits = unrounded.view(torch.int32)
+    byte = bits >> 23
+    mantissa = bits & 0x7FFFFF
+    is_at_most_smallest = (byte == 0) & (mantissa <= 0x400000)
+    rounds_up = (mantissa > 0) & (byte < 254) & ~is_at_most_smallest
+    byte = torch.where(torch.isinf(unrounded), 254, byte + rounds_up)
+
+    decode = (byte << 23).view(torch.float32)
+    decode = torch.where(byte == 0, 2.0**-127, decode)  # subnormal: its bits are not the exponent
+    encode = ((254 - byte) << 23).view(torch.float32)
+    encode = torch.where(byte == 254, 2.0**-127, encode)
+    encode = torch.where(byte == 0, 1.0, encode)  # TE does not scale such a tile
+
+    is_nan = torch.isnan(unrounded)
+    encode = torch.where(is_nan, torch.nan, encode)
+    decode = torch.where(is_nan, torch.nan, decode)
+    return TileScales(encode, decode)
+
+
+def encode_e8m0(decode: Tensor) -> Tensor:
+    """Returns the E8M0 bytes of powers of two, float32 from 2^-127 on: their exponents."""
+    return (decode.view(torch.int32) >> 23).to(torch.uint8)  # all exponent bits of NaN are set
+
+
+def nvfp4_scales(amax: Tensor, global_scale: Tensor) -> TileScales:
+    """Returns the scales of NVFP4: E4M3, one for 16 elements or 16 x 16 of a weight.
+
+    E4M3 reaches only 448. A float32 scale of the whole tensor, the global scale, is above them. The
+    GEMM multiplies by the inverse of both. `decode` does not include the global scale.
+    Sources: arXiv:2509.25149; common/transpose/quantize_transpose_vector_blockwise_fp4.cu.
+
+    Args:
+        amax: Amaxes of the tiles, float32 of any shape. NaN if a tile has one.
+        global_scale: From `compute_global_scale`, float32 [].
+    """
+    e2m1_max = torch.full((), E2M1.max, dtype=torch.float32, device=amax.device)
+    unrounded = (amax * (global_scale * reciprocal(e2m1_max))).clamp(max=FLT_MAX)
+    decode = cast(unrounded, E4M3).float()
+    # The encode scale makes up for the rounding of the decode scale.
+    encode = reciprocal(decode * reciprocal(global_scale)).clamp(max=FLT_MAX)
+    return TileScales(encode, decode)
+
+
+def compute_global_scale(t: Tensor, group: str | None = None) -> Tensor:
+    """Returns the global scale of NVFP4, float32 [].
+
+    Args:
+        t: The tensor, or this rank's shard of it.
+        group: Name of the process group with the other shards.
+    """
+    amax = compute_amax_or_nan(t)
     if group is not None:
-        amax = (all_reduce_max_or_nan if keep_nan else all_reduce_max)(amax, group)
-    return TileScales(
-        *(_written_out(s) for s in tile_scales_from_amaxes(amax, fmt, scaling, whole, dtype))
-    )
+        amax = all_reduce_max_or_nan(amax, group)
+    return global_scale_from_amax(amax)
 
 
-def _written_out(scales: Tensor) -> Tensor:
-    """`scales` itself. A compiler would work a scale out again for each element that it scales, bit by bit; what is read by
-    stride has to be in memory."""
-    if not torch.compiler.is_compiling():
-        return scales
-    a, _, b, _ = (
-        scales.shape
-    )  # strides written out: those of `scales` upset the compiler under autocast
-    return scales.contiguous().as_strided((a, 1, b, 1), (b, b, 1, 1))
+def global_scale_from_amax(amax: Tensor) -> Tensor:
+    """Returns the global scale of a tensor with this amax, float32 [].
+
+    It moves the largest E4M3 scale to 448.
+    Source: ComputeGlobalEncodeScaleFP4 in
+    common/transpose/quantize_transpose_vector_blockwise_fp4.cu.
+    """
+    scale = torch.div(torch.full_like(amax, E4M3.max * E2M1.max), amax).clamp(max=FLT_MAX)
+    return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
 def tile_scales_from_amaxes(
     amax: Tensor,
     fmt: Format,
     scaling: Scaling,
-    whole: Tensor | None,
-    dtype: torch.dtype = torch.float32,
+    global_scale: Tensor | None,
+    input_dtype: torch.dtype = torch.float32,
 ) -> TileScales:
-    """The scales of tiles of those amaxes, float32 of any shape: the one choice between scalings of many scales, by the dtype of
-    these."""
-    kind = scaling.layout.scale
-    if kind == "e8m0":
-        return _e8m0(amax, fmt)
-    if kind == "e4m3":
-        assert whole is not None, "E4M3 scales stand under one of the whole tensor"
-        return _two_levels(amax, whole)
-    largest = min(torch.finfo(dtype).max, FLT_MAX) if scaling.layout.block else FLT_MAX
-    scale = scale_from_amax(amax, fmt, largest=largest)
-    if scaling.power_2_scales:
-        scale = floor_to_power_of_2(scale)
-    return TileScales(scale, reciprocal(scale))
+    """Returns the scales of tiles with these amaxes, float32 of any shape.
+
+    This is the only choice between the algorithms with tiles. It reads the table in
+    schema/scalings.py.
+    """
+    if scaling.layout.scale == "e8m0":
+        return mxfp8_scales(amax, fmt)
+    if scaling.layout.scale == "e4m3":
+        assert global_scale is not None, "NVFP4 has a global scale"
+        return nvfp4_scales(amax, global_scale)
+    if scaling.layout.block:
+        return block_scales(amax, fmt, scaling.power_2_scales, input_dtype)
+    return _float32_scales(amax, fmt, scaling.power_2_scales, FLT_MAX)  # current scaling by row
 
 
-def _e8m0(amax: Tensor, fmt: Format) -> TileScales:
-    """Powers of two, rounded up so that nothing saturates. The bits of amax / max are 8 of exponent above 23 of mantissa;
-    any mantissa raises the exponent by one. The byte 0 stands for 2^-127 and is not multiplied by, 254 is the largest
-    exponent, 255 is NaN."""
-    # torch.tensor would be a copy that the host waits for
-    v = amax * torch.full((), 1.0 / fmt.max, dtype=torch.float32, device=amax.device)
-    bits = v.view(torch.int32)
-    byte, mantissa = bits >> 23, bits & 0x7FFFFF
-    up = (mantissa > 0) & (byte < 254) & ~((byte == 0) & (mantissa <= 0x400000))
-    byte = torch.where(torch.isinf(v), 254, byte + up)
-    encode = torch.where(byte == 254, 2.0**-127, ((254 - byte) << 23).view(torch.float32))
-    encode, decode = (
-        torch.where(byte == 0, 1.0, encode),
-        torch.where(byte == 0, 2.0**-127, (byte << 23).view(torch.float32)),
-    )
-    broken = torch.isnan(v)
-    return TileScales(
-        torch.where(broken, torch.nan, encode), torch.where(broken, torch.nan, decode)
-    )
+def compute_tile_scales(
+    v: Tensor,
+    fmt: Format,
+    scaling: Scaling,
+    global_scale: Tensor | None,
+    input_dtype: torch.dtype = torch.float32,
+    record: Tensor | None = None,
+    group: str | None = None,
+) -> TileScales:
+    """Computes the scales of the tiles of a matrix, float32 [A, 1, B, 1] each.
+
+    Args:
+        v: The matrix as tiles [A, r, B, c], from `split_tiles`.
+        fmt: Format of the elements.
+        scaling: The recipe.
+        global_scale: Scale of the whole tensor under NVFP4, float32 [].
+        input_dtype: Dtype of the matrix before it was converted to float32.
+        record: Running maximum, float32 [], that the largest amax is folded into.
+        group: Name of the process group with the other shards of each tile, which is a row or a
+            column.
+    """
+    keep_nan = scaling.layout.scale != "float32"
+    amax = compute_tile_amax(v, keep_nan)
+    if record is not None and amax.numel():
+        record_amax(record, replace_nan(amax).amax())
+    if group is not None:
+        reduce_amax = all_reduce_max_or_nan if keep_nan else all_reduce_max
+        amax = reduce_amax(amax, group)
+    encode, decode = tile_scales_from_amaxes(amax, fmt, scaling, global_scale, input_dtype)
+    return TileScales(_materialize(encode), _materialize(decode))
 
 
-def encode_e8m0(decode: Tensor) -> Tensor:
-    """Float32 powers of two from 2^-127 on as E8M0, bytes: the exponent's bits. NaN has all of them."""
-    return (decode.view(torch.int32) >> 23).to(torch.uint8)
-
-
-def compute_global_scale(t: Tensor, group: str | None = None) -> Tensor:
-    """nvfp4's scale of a whole tensor, a float32 scalar: it brings the largest E4M3 scale of a tile to 448. Where ranks of `group`
-    have other parts of the tensor, the scale is that of the largest over these."""
-    amax = compute_amax_or_nan(t)
-    return global_scale_from_amax(amax if group is None else all_reduce_max_or_nan(amax, group))
-
-
-def compute_amax_or_nan(t: Tensor) -> Tensor:
-    """Largest magnitude in `t`, any shape, NaN where it has a NaN, float32 []; 0 of no elements."""
-    t = t.detach()
-    if t.numel() == 0:
-        return torch.zeros((), dtype=torch.float32, device=t.device)
-    low, high = torch.aminmax(t)  # makes no copy of `t`, as abs() does
-    return torch.maximum(high, -low).float()
-
-
-def global_scale_from_amax(amax: Tensor) -> Tensor:
-    """That of a tensor of the amax [], float32."""
-    scale = torch.div(torch.full_like(amax, E4M3.max * E2M1.max), amax).clamp(max=FLT_MAX)
-    return torch.where((amax == 0) | (scale == 0), 1.0, scale)
-
-
-def _two_levels(amax: Tensor, whole: Tensor) -> TileScales:
-    """E4M3 scales that decode with `whole`'s reciprocal, which stays outside of the product."""
-    sixth = reciprocal(torch.full((), 6.0, dtype=torch.float32, device=amax.device))
-    decode = cast((amax * (whole * sixth)).clamp(max=FLT_MAX), E4M3).float()
-    encode = reciprocal(decode * reciprocal(whole)).clamp(max=FLT_MAX)
-    return TileScales(encode, decode)
+def _materialize(scales: Tensor) -> Tensor:
+    """Writes scales [A, 1, B, 1] to memory in compiled code."""
+    if not torch.compiler.is_compiling():
+        return scales
+    # Inductor would compute a scale again for each element of its tile. A tensor that is read by
+    # stride must be in memory. The strides are constants: `scales.stride()` breaks compilation
+    # under autocast.
+    a, _, b, _ = scales.shape
+    return scales.contiguous().as_strided((a, 1, b, 1), (b, b, 1, 1))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.numerics.amax import compute_amax, split_tiles
 from fp8cfg.numerics.formats import Format, RandomStream, round_to_format
 from fp8cfg.numerics.fp8_linear import CONTRACTED, FP8Linear
 from fp8cfg.numerics.fp8_weights import decoded
@@ -29,10 +30,8 @@ from fp8cfg.numerics.scaling import (
     Scaling,
     TileScales,
     choose_tensor_scale,
-    compute_amax,
     compute_global_scale,
     compute_tile_scales,
-    split_tiles,
 )
 from fp8cfg.numerics.state_dict_conversion import ROUNDING_COUNT
 from fp8cfg.numerics.stored_state import AMAX, BACKWARD_AMAX, RAN

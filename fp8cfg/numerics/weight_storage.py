@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from fp8cfg.numerics.amax import AmaxGroup
 from fp8cfg.numerics.async_copies import HostCopy
 from fp8cfg.numerics.codecs import Codec, EncodedTensor
 from fp8cfg.numerics.fp8_weights import (
@@ -22,7 +23,7 @@ from fp8cfg.numerics.fp8_weights import (
     plain,
 )
 from fp8cfg.numerics.kernels.store import store_and_record
-from fp8cfg.numerics.scaling import AmaxGroup, Scaling
+from fp8cfg.numerics.scaling import Scaling
 from fp8cfg.numerics.stored_state import StoredWeight, amax_record, in_stored_form, persistent
 from fp8cfg.schema.errors import ConfigError
 

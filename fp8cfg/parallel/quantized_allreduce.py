@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fp8cfg.numerics.amax import compute_amax_or_nan
 from fp8cfg.numerics.codecs import Codec, EncodedTensor, get_codec
-from fp8cfg.numerics.scaling import compute_amax_or_nan
 from fp8cfg.parallel.process_group import Kind, on_ring
 
 if TYPE_CHECKING:

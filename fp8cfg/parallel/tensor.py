@@ -30,7 +30,8 @@ from fp8cfg.models.cross_entropy import VocabularyPart
 from fp8cfg.models.norms import LayerNorm, RMSNorm
 from fp8cfg.models.transformer import Transformer, TransformerLayer
 from fp8cfg.models.weight_init import TensorShard
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup, all_reduce_max
+from fp8cfg.numerics.amax import AmaxGroup, all_reduce_max
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8cfg.numerics.token_shard import TokenShard
 from fp8cfg.parallel import tensor_collectives
 from fp8cfg.parallel.mesh import device_mesh

@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E4M3, E5M2, Scaling
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, choose_tensor_scale, compute_amax
+from fp8cfg.numerics.amax import compute_amax
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, choose_tensor_scale
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import contents, saturated
 

@@ -12,11 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8cfg.numerics import E2M1, E4M3, Scaling
+from fp8cfg.numerics.amax import record_amax
 from fp8cfg.numerics.formats import RandomStream
 from fp8cfg.numerics.fp8_weights import store
 from fp8cfg.numerics.gemm import Operand, hardware_layout, swizzled_scale_size
 from fp8cfg.numerics.quantize import quantize_tiles
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, record_amax
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from tests.support.interpreted import interpreted, not_interpreted, under_the_interpreter
 from tests.support.kernel_values import contents, exact
 
@@ -44,8 +45,9 @@ def four_bit_room(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("shape", [(128, 256), (130, 140), (1, 300), (256, 70)], ids=str)
 def test_four_bits(shape: tuple[int, int], kind: str) -> None:
     """Codes, scales of tiles and of the tensor, and the recorded amax of NVFP4; here the kernel rounds, not the hardware."""
+    from fp8cfg.numerics.amax import compute_amax_or_nan
     from fp8cfg.numerics.kernels import blocks
-    from fp8cfg.numerics.scaling import compute_amax_or_nan, global_scale_from_amax
+    from fp8cfg.numerics.scaling import global_scale_from_amax
 
     scaling, square = Scaling("nvfp4", forward=E2M1, backward=E2M1), kind == "squares"
     random = (
@@ -148,8 +150,8 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
     kind: str, role: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two tensor-parallel ranks, of a row-parallel or column-parallel layer; the other one has larger amaxes in some places."""
+    from fp8cfg.numerics import amax as amax_group
     from fp8cfg.numerics import quantize
-    from fp8cfg.numerics import scaling as amax_group
     from fp8cfg.numerics import scaling as block_scaling
     from fp8cfg.numerics.kernels import launch
     from fp8cfg.parallel.tensor import COLUMN, ROW

@@ -132,7 +132,7 @@ def test_a_stored_weight_and_its_shards_are_those_of_plain_code(
 @pytest.mark.parametrize("kind", ["current", "delayed"])
 def test_parts_are_scaled_as_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two tensor-parallel ranks, with the larger amax at the other one; what is recorded is its own."""
-    from fp8cfg.numerics import scaling as amax_group
+    from fp8cfg.numerics import amax as amax_group
     from fp8cfg.numerics.kernels import launch as fused_quantize
 
     scaling, t, asked = STORED[kind], exact(192, 160), []

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fp8cfg.numerics import codecs
+from fp8cfg.numerics.amax import compute_amax_or_nan
 from fp8cfg.numerics.codecs import BF16, CODECS, FP32, Codec, get_codec
 from fp8cfg.numerics.formats import E4M3, random_key, square_root
-from fp8cfg.numerics.scaling import compute_amax_or_nan
 from fp8cfg.schema.precision import Codec as CodecName
 from tests.support.codec_values import ALL, KEY, normal, values
 

@@ -22,9 +22,10 @@ from fp8cfg.numerics import (
     Region,
     Scaling,
 )
+from fp8cfg.numerics.amax import compute_amax
 from fp8cfg.numerics.gemm import gemm
 from fp8cfg.numerics.quantize import hadamard_transform, quantize, quantize_tiles
-from fp8cfg.numerics.scaling import compute_amax, compute_global_scale, scale_from_amax
+from fp8cfg.numerics.scaling import compute_global_scale, compute_scale
 from fp8cfg.numerics.stored_state import fold_backward
 from tests.support.fp8_net import (
     ALL,
@@ -149,7 +150,7 @@ def test_scale_of_one_flushes_small_first_gradients_as_transformer_engine_does()
 def test_emulation_is_the_scaled_product(out: torch.dtype, formats: tuple, rows: bool) -> None:
     tensors = torch.randn(48, 256), torch.randn(32, 256)
     scales = [
-        scale_from_amax(compute_amax(t), fmt) for t, fmt in zip(tensors, formats, strict=True)
+        compute_scale(compute_amax(t), fmt.max) for t, fmt in zip(tensors, formats, strict=True)
     ]
     skip_rows_on_2_11(rows)
     results = []

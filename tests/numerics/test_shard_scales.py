@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling
+from fp8cfg.numerics.amax import AmaxGroup, compute_amax, record_amax
 from fp8cfg.numerics.fp8_weights import FP8Weight, store
 from fp8cfg.numerics.fsdp_weights import (
     ShardPlace,
@@ -29,13 +30,7 @@ from fp8cfg.numerics.fsdp_weights import (
 )
 from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.numerics.overflow_counts import take_step_counts
-from fp8cfg.numerics.scaling import (
-    WEIGHT,
-    AmaxGroup,
-    choose_tensor_scale,
-    compute_amax,
-    record_amax,
-)
+from fp8cfg.numerics.scaling import WEIGHT, choose_tensor_scale
 from fp8cfg.parallel.process_group import World
 from tools.gradient_sums.threaded_ranks import on_threads
 

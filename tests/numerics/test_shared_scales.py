@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics import FP8Linear, Region, Scaling, amax_update, scaling, update_scales
+from fp8cfg.numerics import FP8Linear, Region, Scaling, amax, amax_update, update_scales
+from fp8cfg.numerics.amax import AmaxGroup
 from fp8cfg.numerics.amax_update import reset_state
 from fp8cfg.numerics.async_copies import HostCopy
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, AmaxGroup
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT
 
 SPLIT = AmaxGroup(((WEIGHT, 0), (GRAD_OUTPUT, 1)), "tensor-parallel ranks")
 
@@ -42,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found["read"] += 1
         return HostCopy(values)
 
-    monkeypatch.setattr(scaling, "all_reduce_max", largest)
+    monkeypatch.setattr(amax, "all_reduce_max", largest)
     monkeypatch.setattr(amax_update.HostCopy, "of", of)
     return found
 

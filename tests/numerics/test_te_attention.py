@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8cfg.numerics import E4M3, E5M2, Format, Region, Scaling, update_scales
+from fp8cfg.numerics.amax import compute_amax
 from fp8cfg.numerics.formats import cast
 from fp8cfg.numerics.fp8_attention import DOUT, DP, DQKV, OUT, QKV, FP8Attention, S
-from fp8cfg.numerics.scaling import compute_amax, floor_to_power_of_2, scale_from_amax
+from fp8cfg.numerics.scaling import compute_scale, floor_to_power_of_2
 from tests.support.attention import CURRENT, both_ways, qkv
 
 # Its functions and classes are read out of the source files, because the modules around them ask for triton and the compiled part
@@ -58,7 +59,7 @@ class Quantizer:
 
     def __call__(self, t: Tensor) -> Float8Tensor:
         self.amax = compute_amax(t)
-        scale = scale_from_amax(self.amax, self.dtype) if self.scale is None else self.scale
+        scale = compute_scale(self.amax, self.dtype.max) if self.scale is None else self.scale
         scale = floor_to_power_of_2(scale) if self.pow2 else scale
         return Float8Tensor(cast(t.float() * scale, self.dtype), scale.reciprocal(), t.dtype)
 

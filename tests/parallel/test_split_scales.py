@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8cfg.numerics import E2M1, E4M3, Scaling
+from fp8cfg.numerics.amax import AmaxGroup
 from fp8cfg.numerics.fp8_linear import CONTRACTED, Plan, State
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.kernels.store import store_and_record
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT, AmaxGroup
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8cfg.parallel.process_group import World
 from fp8cfg.parallel.tensor import COLUMN, ROW
 from tests.support.ranks import on_ranks

@@ -21,7 +21,8 @@ from fp8cfg.numerics import (
     fp8_linears,
     update_scales,
 )
-from fp8cfg.numerics.scaling import compute_amax, scale_from_amax
+from fp8cfg.numerics.amax import compute_amax
+from fp8cfg.numerics.scaling import compute_scale
 
 DELAYED, CURRENT = Scaling(amax_history_len=4), Scaling("current")
 TILED = {
@@ -134,5 +135,5 @@ def train(
 
 
 def dequantized(t: Tensor, fmt: object) -> Tensor:
-    scale = scale_from_amax(compute_amax(t), fmt)  # type: ignore[arg-type]
+    scale = compute_scale(compute_amax(t), fmt.max)  # type: ignore[arg-type]
     return (t * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype).double() / scale.double()  # type: ignore[attr-defined]

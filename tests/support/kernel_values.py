@@ -53,7 +53,8 @@ def exact(rows: int, columns: int) -> Tensor:
 
 def plain(x: Tensor, tile: Tile, scaling: Scaling, fmt: Format) -> tuple[Tensor, Tensor]:
     """The scaled values of `x`, saturated, and the inverse scales of its tiles, by plain torch code."""
-    from fp8cfg.numerics.scaling import compute_tile_scales, expand_scales, split_tiles
+    from fp8cfg.numerics.amax import expand_scales, split_tiles
+    from fp8cfg.numerics.scaling import compute_tile_scales
 
     encode, decode = compute_tile_scales(split_tiles(x, tile).float(), fmt, scaling, None, x.dtype)
     return saturated(

@@ -29,7 +29,8 @@ from fp8cfg.numerics import (
     seed_rounding,
     update_scales,
 )
-from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT, AmaxGroup
+from fp8cfg.numerics.amax import AmaxGroup
+from fp8cfg.numerics.scaling import GRAD_OUTPUT, WEIGHT
 from fp8cfg.optim.low_bit.adam import LowBitTrainingAdamW
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.mixed_precision import param_groups

@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics import E2M1, E4M3, Format, Scaling
+from fp8cfg.numerics.amax import compute_amax, compute_amax_or_nan, record_amax
 from fp8cfg.numerics.formats import FORMAT_BY_DTYPE, RandomStream, cast
 from fp8cfg.numerics.gemm import Operand, hardware_layout
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import (
     FLT_MAX,
-    compute_amax,
-    compute_amax_or_nan,
     encode_e8m0,
     floor_to_power_of_2,
     global_scale_from_amax,
-    record_amax,
 )
 
 PARTS, BLOCK = 1024, 4096

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.numerics import E2M1, E4M3, Scaling, compute_amax
+from fp8cfg.numerics.amax import compute_amax_or_nan, record_amax
 from fp8cfg.numerics.formats import RandomStream
 from fp8cfg.numerics.fp8_weights import store
 from fp8cfg.numerics.gemm import Operand, hardware_layout
@@ -25,9 +26,7 @@ from fp8cfg.numerics.scaling import (
     INPUT,
     WEIGHT,
     choose_tensor_scale,
-    compute_amax_or_nan,
     global_scale_from_amax,
-    record_amax,
 )
 from tools.gpu_rows.byte_counts import ByteCounts
 

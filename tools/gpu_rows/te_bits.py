@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.backends.te.rules import HAS
-from fp8cfg.numerics import E2M1, E4M3, E5M2, Format, Scaling, compute_amax, scale_from_amax
+from fp8cfg.numerics import E2M1, E4M3, E5M2, Format, Scaling, compute_amax, compute_scale
 from fp8cfg.numerics.gemm import hardware_layout, swizzle_scales
 from fp8cfg.numerics.scaling import INPUT, WEIGHT, encode_e8m0
 from tools.gpu_rows.byte_counts import ByteCounts
@@ -51,7 +51,7 @@ def _library(fmt: Format) -> tuple[Any, Any]:
 
 def _delayed(counts: ByteCounts, x: Tensor, fmt: Format, where: str) -> None:
     te, kind = _library(fmt)
-    scales = (scale_from_amax(compute_amax(x), fmt) * 1.5).repeat(
+    scales = (compute_scale(compute_amax(x), fmt.max) * 1.5).repeat(
         3
     )  # some saturate, as under a scale of the past
     amax, history = torch.zeros(1, device=x.device), torch.zeros(1, 3, device=x.device)

@@ -14,10 +14,11 @@ import importlib.util
 import torch
 from torch import Tensor, library
 
+from fp8cfg.numerics.amax import AmaxGroup, all_reduce_max, tile_shape
 from fp8cfg.numerics.formats import E2M1, FORMAT_BY_DTYPE, RandomStream
 from fp8cfg.numerics.gemm import ALIGNMENT, BLOCK_WIDTH, Operand, swizzled_scale_size
 from fp8cfg.numerics.overflow_counts import NO_CUDA_GRAPH, overflow_counter
-from fp8cfg.numerics.scaling import FLT_MAX, AmaxGroup, Scaling, all_reduce_max, tile_shape
+from fp8cfg.numerics.scaling import FLT_MAX, Scaling
 from fp8cfg.schema.scalings import Tile
 
 MX_BLOCK = 32

@@ -10,6 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, library
 
+from fp8cfg.numerics.amax import (
+    AmaxGroup,
+    all_reduce_max_or_nan,
+    compute_amax,
+    compute_amax_or_nan,
+    tile_shape,
+)
 from fp8cfg.numerics.formats import FORMAT_BY_DTYPE
 from fp8cfg.numerics.fp8_weights import FP8Weight, store
 from fp8cfg.numerics.kernels.launch import (
@@ -25,16 +32,7 @@ from fp8cfg.numerics.kernels.launch import (
 )
 from fp8cfg.numerics.overflow_counts import NO_CUDA_GRAPH, overflow_counter
 from fp8cfg.numerics.quantize import count_out_of_range
-from fp8cfg.numerics.scaling import (
-    WEIGHT,
-    AmaxGroup,
-    Scaling,
-    all_reduce_max_or_nan,
-    choose_tensor_scale,
-    compute_amax,
-    compute_amax_or_nan,
-    tile_shape,
-)
+from fp8cfg.numerics.scaling import WEIGHT, Scaling, choose_tensor_scale
 from fp8cfg.schema.scalings import Tile
 
 LEAST = (8, 9)
@@ -100,7 +98,9 @@ def store_and_record(
             scale_inv,
         )
         return FP8Weight(data, scale_inv)
-    scale = choose_tensor_scale(master, WEIGHT, scaling, scales, history, record=True, parts=parts)
+    scale = choose_tensor_scale(
+        master, WEIGHT, scaling, scales, history, record=True, amax_group=parts
+    )
     if history is not None:
         count_out_of_range(master, WEIGHT, history[0, WEIGHT], scale, scaling.forward)
     return store(master, scaling, scale)

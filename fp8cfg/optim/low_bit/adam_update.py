@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fp8cfg.numerics.amax import compute_amax_or_nan
 from fp8cfg.numerics.codecs import EncodedTensor, write_encoded
 from fp8cfg.numerics.formats import Start, derive_draw_key, square_root
-from fp8cfg.numerics.scaling import compute_amax_or_nan
 from fp8cfg.optim.low_bit.columns import Columns
 
 ROW = 4096
