@@ -22,7 +22,7 @@ from fp8cfg.parallel.context import split_sequences
 from fp8cfg.parallel.fsdp import start_single_rank_group
 from fp8cfg.parallel.fsdp_refusals import refuse_uneven
 from fp8cfg.parallel.mesh import SAME_SAMPLES, connect, device_mesh, fsdp_mesh
-from fp8cfg.parallel.pipeline import PipelineRank, keep_stage, pipeline_rank
+from fp8cfg.parallel.pipeline import PipelineRank, keep_stage
 from fp8cfg.parallel.process_group import along, current
 from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
 from fp8cfg.planning.fit_search import refuse_if_too_large
@@ -142,7 +142,7 @@ def _keep_part(
     if strategy.tensor_model_parallel_size > 1:
         split_model(model, tensor_rank(strategy, device, mesh))
     if strategy.pipeline_model_parallel_size > 1:
-        pipeline = pipeline_rank(strategy, model.config.num_layers, mesh)
+        pipeline = PipelineRank.from_strategy(strategy, model.config.num_layers, mesh)
         keep_stage(model, pipeline)
     return pipeline
 

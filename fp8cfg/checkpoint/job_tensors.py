@@ -31,7 +31,7 @@ from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.fsdp_weights import FLOAT32, stored_bytes
 from fp8cfg.numerics.stored_state import is_fp8_state, stored_state_dict
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
-from fp8cfg.parallel.pipeline import EMBEDDING, elsewhere
+from fp8cfg.parallel.pipeline import EMBEDDING, is_on_other_stage
 from fp8cfg.parallel.process_group import World, same_layers, sharing, stages
 from fp8cfg.parallel.sharded_state import as_unsharded, narrow
 from fp8cfg.schema import hugging_face
@@ -118,7 +118,7 @@ def parts(job: Job, named: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: its
         for name, its in named.items()
-        if here is None or not elsewhere(job.model, here, name)  # type: ignore[arg-type]
+        if here is None or not is_on_other_stage(job.model, here, name)  # type: ignore[arg-type]
     }
 
 
@@ -214,7 +214,7 @@ def boxes(job: Job, world: World) -> Groups:
     groups = {"model": weights, "optimizer": optimizer, "fp8": fp8}
     pipeline = job.prepared.pipeline
     model_config: Any = job.model.config if pipeline is not None else None
-    if pipeline is not None and pipeline.first and model_config.tie_embeddings:
+    if pipeline is not None and pipeline.is_first and model_config.tie_embeddings:
         # The last stage has the same embedding, as its output layer, and saves it by both names.
         for group, group_boxes in groups.items():
             groups[group] = [box for box in group_boxes if not is_embedding(box.name)]

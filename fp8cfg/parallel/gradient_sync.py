@@ -52,7 +52,7 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
     if prepared.tensor_parallel is not None:
         _sum_shares(prepared)
     if prepared.pipeline is not None:
-        sent = pipeline.sum_tied(prepared.model, prepared.pipeline)  # type: ignore[arg-type]
+        sent = pipeline.sum_tied_gradient(prepared.model, prepared.pipeline)  # type: ignore[arg-type]
         if sent is not None:
             world.traffic.add("gradients", sent.nbytes)
     if prepared.mesh is not None:
@@ -96,7 +96,7 @@ def sum_norms(optimizer: Optimizer, prepared: PreparedModel) -> None:
         optimizer.sum_split = tensor_world(prepared).sum
     if prepared.pipeline is not None:
         model: Any = prepared.model
-        optimizer.uncounted = pipeline.counted_elsewhere(model, prepared.pipeline)
+        optimizer.uncounted = pipeline.duplicate_parameters(model, prepared.pipeline)
         optimizer.sum_stages = stages(prepared).sum
 
 

@@ -1,16 +1,20 @@
-"""Pipeline schedule: a step's microbatches through the stages, by torch.distributed.pipelining: 1F1B, or interleaved with more than
-one chunk on a rank.
+"""Pipeline schedule: one step's microbatches through the stages, and the loss.
 
-Shapes are static: where they are not given torch runs a pass over made-up numbers to learn them, which would write into amax
-histories. The last stage returns its loss and no logits, so that nothing of a microbatch outlives its backward pass. Gradients
-come in the order of the microbatches, as on one rank.
+torch.distributed.pipelining runs the passes: 1F1B, or interleaved 1F1B with several chunks on a
+rank. Gradients add up in the order of the microbatches, as on one rank.
+
+Where the loss is: the last stage alone reads the targets and computes the mean loss of each
+microbatch (`_Chunk.forward`). torch multiplies it by the microbatch's weight before its backward
+pass (`Pipeline._weight_loss`). `Pipeline.train` returns the unweighted losses on the last pipeline
+rank and an empty list on the others. The train step sums over all ranks, which gives every rank the
+loss of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,260 +29,373 @@ from torch.distributed.pipelining.stage import _RecvInfo
 
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics.async_copies import sent
-from fp8cfg.parallel.pipeline import PipelineRank, limited, wait_for
+from fp8cfg.parallel.pipeline import PipelineRank, p2p_timeouts, wait_for_p2p
 
-SENDING = 2
-"""Sends that a stage of several on a rank has under way at once."""
-FREES = hasattr(_RecvInfo, "allocate_buffer")
-"""Whether torch itself has memory for what is under way alone, received or sent, as it has from 2.15 on."""
+MAX_PENDING_SENDS = 2
+"""Sends of one chunk that may be under way. A rank with several chunks waits for older ones."""
+TORCH_FREES_BUFFERS = hasattr(_RecvInfo, "allocate_buffer")
+"""Whether torch frees receive buffers and sent tensors during a step (2.15 or later).
 
-
-class _Chunk(nn.Module):
-    """Some `layers` of `model`, with their numbers, from the embedding on if `first`, up to the loss if `last`."""
-
-    def __init__(self, model: Transformer, layers: Iterable[int], first: bool, last: bool) -> None:
-        super().__init__()
-        self._whole = (model,)  # no submodule: its parameters are not all this chunk's
-        self.layers = nn.ModuleDict({str(n): model.layers._modules[str(n)] for n in layers})
-        self.first, self.last = first, last
-
-    def forward(
-        self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
-        """Of tokens [B, T], or the residual stream before the first of the layers, the residual stream after the last, or the mean
-        loss of `targets` [B, T], 0-d. Tokens, targets and `documents`, as those of Transformer.forward, are of whole sequences.
-        """
-        (model,) = self._whole
-        context = getattr(model, "context", None)
-        part = context.part if context is not None else lambda of_sequence: of_sequence
-        positions = model.places(
-            part(torch.arange(model.config.seq_length, device=x.device)), documents
-        )
-        if self.first:
-            x = model.embed(part(x), positions)
-        x = model.run_layers(
-            x, positions, documents, [(int(n), layer) for n, layer in self.layers.items()]
-        )
-        if not self.last:
-            return x
-        assert targets is not None, "the last stage is given them"
-        return model.head(x, part(targets))
+Remove `_Stage._allocate_buffers` and `_InterleavedStage` when pyproject.toml requires 2.15.
+"""
 
 
 class StageSync(Protocol):
-    """What data-parallel ranks do around the passes of a rank's stages: they gather weights that are sharded, and sum gradients."""
+    """Data parallelism around the passes of a rank's stages, as `fsdp.FSDPStageSync`."""
 
     def begin(self) -> None:
-        """Before the passes of a step, or of an evaluation."""
+        """Runs before the passes of a step or an evaluation."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around the forward pass of a microbatch through one stage."""
+        """Runs around the forward pass of one microbatch through one stage."""
 
     def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
-        """Before the backward pass of a microbatch, the `last` of its stage or another, through `layers`, the `first` of the rank's
-        or others."""
+        """Runs before the backward pass of one microbatch through one stage.
+
+        Args:
+            layers: The layers of the stage.
+            first: Whether it is the first stage of this rank.
+            last: Whether it is the last microbatch of the stage.
+        """
 
     def end(self) -> None:
-        """After the passes of a step."""
-
-
-class _Stage(PipelineStage):
-    """A stage with memory for what it receives of the microbatches under way alone: torch's has it for all of a step (until
-    2.15)."""
-
-    _stream: Tensor | None = None
-    sync: StageSync | None = None
-    layers: tuple[list[nn.Module], bool] = [], False
-    last = 0
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of a microbatch's residual stream, into new memory."""
-        self._lend(self.args_recv_info, fwd_chunk_id)
-        for info in () if FREES else _received(self.args_recv_info, fwd_chunk_id):
-            info.buffer.requires_grad_(
-                self.has_backward
-            )  # torch 2.13 does so as it takes it, 2.11 where it makes the memory
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The receives of its gradient, into new memory."""
-        self._lend(self.grad_recv_info, bwd_chunk_id)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of a microbatch."""
-        with nullcontext() if self.sync is None else self.sync.forward():
-            return super().forward_one_chunk(*args, **kwargs)
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """The backward pass of a microbatch, after which both are given back."""
-        if self.sync is not None:
-            self.sync.backward(*self.layers, last=bwd_chunk_id == self.last)
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        if (loss := kwargs.get("loss")) is not None:
-            loss.detach_()  # the schedule keeps it, and with its graph what the stage received
-        for infos in () if FREES else (self.args_recv_info, self.grad_recv_info):
-            for info in _received(infos, bwd_chunk_id):
-                info.buffer = self._stream
-
-    def _lend(self, infos: dict[int, Any], chunk: int) -> None:
-        if FREES:
-            return
-        if self._stream is None:
-            for every in (self.args_recv_info, self.grad_recv_info):
-                for info in (
-                    info
-                    for each in every
-                    for info in _received(every, each)
-                    if info.buffer is not None
-                ):
-                    self._stream = torch.empty_like(info.buffer, device="meta", requires_grad=False)
-                    info.buffer = self._stream  # torch 2.11 clears the gradients of all
-        for info in _received(infos, chunk):
-            assert self._stream is not None, "there was memory for it"
-            info.buffer = torch.empty_like(self._stream, device=self.device)
-
-
-def _received(infos: dict[int, Any], chunk: int) -> list[Any]:
-    """Those of a microbatch's inputs, or gradients, that come from another stage: those of the whole model have no source, and in
-    torch 2.11 neither source nor memory."""
-    return [info for info in infos.get(chunk, ()) if getattr(info, "source", None) is not None]
-
-
-class _InterleavedStage(_Stage):
-    """A stage of several on a rank, which lets go of what it has sent: torch's runtime keeps that for all of a step (until 2.15).
-
-    It waits for older sends before it goes on. That is safe: torch puts each send and its receive into the orders of both ranks at
-    once (schedules.py, _add_send_recv), so that all wait along one line.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sending: list[dist.Work] = []
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """None where they are under way."""
-        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """None where they are under way."""
-        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        if FREES:
-            return ops
-        # as torch receives, batched in 2.11 and singly in 2.13: NCCL has another communicator for
-        # single calls of a pair
-        if ops:
-            self._sending += schedules._batch_p2p(ops)
-        self.finish(SENDING)
-        return []
-
-    def finish(self, but: int = 0) -> None:
-        """Wait for all sends, but for the last ones."""
-        assert self.group is not None, "Pipeline says which"
-        while len(self._sending) > but:
-            wait_for([self._sending.pop(0)], self.group)
+        """Runs after the passes of a training step."""
 
 
 class Pipeline:
-    """The passes of one rank over `microbatches` microbatches of `samples` samples each, in stages that send one another tensors of
-    `dtype`. All ranks of a pipeline make the same calls."""
+    """Runs the forward and backward passes of one rank. All ranks of a pipeline make the same calls.
+
+    Args:
+        model: The rank's part of the model.
+        place: The rank's place in the pipeline.
+        num_microbatches: Microbatches of a training step.
+        microbatch_size: Samples in each microbatch.
+        dtype: Dtype of the activations that stages send.
+        device: Device of the model.
+        sync: Data parallelism around the passes.
+    """
 
     def __init__(
         self,
         model: Transformer,
-        here: PipelineRank,
-        microbatches: int,
-        samples: int,
+        place: PipelineRank,
+        num_microbatches: int,
+        microbatch_size: int,
         dtype: torch.dtype,
         device: torch.device,
         sync: StageSync | None = None,
     ) -> None:
-        config, chunks = model.config, len(here.chunks)
-        split = getattr(model, "context", None)
-        tokens = config.seq_length // (split.size if split is not None else 1)
-        if model.tensor_parallel is not None and model.tensor_parallel.sequence:
-            tokens //= model.tensor_parallel.size
-        stream = torch.empty(
-            samples, tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True
-        )
-        batch = torch.empty(samples, config.seq_length, dtype=torch.long, device="meta")
-        loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
+        self.place = place
+        self._microbatch_size = microbatch_size
         self._sync = sync
-        self.samples, self._interleaved = samples, list[_InterleavedStage]()
-        self.here, self._losses, cuts = here, list[Tensor](), here.size * chunks
-        modules = {here.rank + i * here.size: layers for i, layers in enumerate(here.chunks)}
-        parts = [
-            _Chunk(model, layers, number == 0, number == cuts - 1)
-            for number, layers in modules.items()
-        ]
+        self._losses: list[Tensor] = []
+        self._interleaved_stages: list[_InterleavedStage] = []
+        # An evaluation has no backward pass, and torch keeps all outputs until its end. So it takes
+        # as few microbatches at a time as keep all stages busy.
+        counts = range(place.size, num_microbatches + 1)
+        self._eval_microbatches = next(count for count in counts if num_microbatches % count == 0)
 
-        def schedule(count: int) -> Any:
-            stages: Any = [
-                (_Stage if chunks == 1 else _InterleavedStage)(
-                    part,
-                    number,
-                    cuts,
-                    device,
-                    input_args=stream if number else batch,
-                    output_args=loss if number == cuts - 1 else stream,
-                    group=here.process_group,
-                )
-                for number, part in zip(modules, parts, strict=True)
-            ]
-            for stage, part in zip(stages, parts, strict=True):
-                stage.sync, stage.layers, stage.last = (
-                    sync,
-                    ([*part.layers.values()], part is parts[0]),
-                    count - 1,
-                )
-            if chunks == 1:
-                return Schedule1F1B(stages[0], count, self._weighed, scale_grads=False)
-            self._interleaved += stages
-            return ScheduleInterleaved1F1B(stages, count, self._weighed, scale_grads=False)
+        num_stages = place.size * len(place.chunks)
+        # Chunk i of rank r is stage r + i * ranks: a microbatch passes all ranks, then starts over.
+        chunks: dict[int, _Chunk] = {}
+        for i, layers in enumerate(place.chunks):
+            number = place.rank + i * place.size
+            is_last = number == num_stages - 1
+            chunks[number] = _Chunk(model, layers, is_first=number == 0, is_last=is_last)
 
-        # Without a backward pass outputs are kept until the end: an evaluation goes by as few microbatches as fill the stages.
-        self.few = next(n for n in range(here.size, microbatches + 1) if microbatches % n == 0)
-        self._training, self._evaluating = schedule(microbatches), schedule(self.few)
+        shapes = _stage_shapes(model, microbatch_size, dtype)
+        self._train_schedule = self._build_schedule(
+            chunks, num_stages, num_microbatches, shapes, device
+        )
+        self._eval_schedule = self._build_schedule(
+            chunks, num_stages, self._eval_microbatches, shapes, device
+        )
+
+    def _build_schedule(
+        self,
+        chunks: dict[int, _Chunk],
+        num_stages: int,
+        num_microbatches: int,
+        shapes: _StageShapes,
+        device: torch.device,
+    ) -> Any:
+        stages: list[Any] = []
+        stage_class = _Stage if len(chunks) == 1 else _InterleavedStage
+        for number, chunk in chunks.items():
+            stage = stage_class(
+                chunk,
+                number,
+                num_stages,
+                device,
+                input_args=shapes.tokens if chunk.is_first else shapes.activation,
+                output_args=shapes.loss if chunk.is_last else shapes.activation,
+                group=self.place.process_group,
+            )
+            stage.sync = self._sync
+            stage.layers = [*chunk.layers.values()]
+            stage.is_first_of_rank = not stages
+            stage.last_microbatch = num_microbatches - 1
+            stages.append(stage)
+        # scale_grads would divide gradients by the number of microbatches. The weights do that.
+        if len(stages) == 1:
+            return Schedule1F1B(stages[0], num_microbatches, self._weight_loss, scale_grads=False)
+        self._interleaved_stages += stages
+        return ScheduleInterleaved1F1B(
+            stages, num_microbatches, self._weight_loss, scale_grads=False
+        )
 
     def train(self, batch: Sequence[Tensor], weights: Sequence[float] | Tensor) -> list[Tensor]:
-        """Forward and backward passes over the tensors of a batch, of which the microbatches are equal parts. Each mean loss is
-        multiplied by its weight before its backward pass. Returns the losses as they were, on the last stage alone.
+        """Runs the forward and backward passes of a step.
+
+        Args:
+            batch: Tokens, targets and, optionally, documents of all microbatches, in equal parts.
+            weights: The factor of each microbatch's loss, for its gradient.
+
+        Returns:
+            The mean loss of each microbatch, unweighted, on the last rank. Empty on the others.
         """
         if not isinstance(weights, Tensor):
             weights = sent(torch.tensor(weights, dtype=torch.float32), batch[0].device)
-        losses = self._run(self._training.step, batch, weights)
+        losses = self._run(self._train_schedule.step, batch, weights)
         if self._sync is not None:
             self._sync.end()
         return losses
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """Forward passes alone: the mean loss of each microbatch, on the last stage."""
-        ones = torch.ones(self.few, dtype=torch.float32, device=batch[0].device)
-        parts = zip(*(torch.split(t, self.few * self.samples) for t in batch), strict=True)
-        return [loss for part in parts for loss in self._run(self._evaluating.eval, part, ones)]
+        """Runs forward passes only. Takes and returns the same as `train`, without weights."""
+        weights = torch.ones(self._eval_microbatches, dtype=torch.float32, device=batch[0].device)
+        samples = self._eval_microbatches * self._microbatch_size
+        losses = []
+        for part in zip(*(torch.split(tensor, samples) for tensor in batch), strict=True):
+            losses += self._run(self._eval_schedule.eval, part, weights)
+        return losses
 
-    def _run(self, run: Any, batch: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    def _run(
+        self, run_schedule: Callable[..., Any], batch: Sequence[Tensor], weights: Tensor
+    ) -> list[Tensor]:
         self._losses = []
         tokens, targets, *documents = batch
-        inputs = (tokens,) if self.here.first else ()
         if self._sync is not None:
             self._sync.begin()
-        last = {"targets": targets, "target": weights} if self.here.last else {}
-        with limited(self.here.process_group):
-            run(
-                *inputs,
-                **last,
-                **dict(zip(("documents",), documents, strict=False)),
-                return_outputs=False,
-            )
-        for stage in self._interleaved:
-            stage.finish()
+        # torch splits all of these into microbatches. Positional arguments go to the first stage,
+        # keyword arguments to the forward pass of each stage of this rank.
+        args: tuple[Tensor, ...] = ()
+        kwargs: dict[str, Tensor] = {}
+        if self.place.is_first:
+            args = (tokens,)
+        if self.place.is_last:
+            kwargs["targets"] = targets
+            # What torch calls `target` is the second argument of its loss function, _weight_loss.
+            kwargs["target"] = weights
+        if documents:
+            (kwargs["documents"],) = documents
+        with p2p_timeouts(self.place.process_group):
+            run_schedule(*args, **kwargs, return_outputs=False)
+        for stage in self._interleaved_stages:
+            stage.wait_for_sends()
         return self._losses
 
-    def _weighed(self, loss: Tensor, weight: Tensor) -> Tensor:
-        """The loss of a microbatch, 0-d, times its weight [1]."""
+    def _weight_loss(self, loss: Tensor, weight: Tensor) -> Tensor:
+        """Records the loss of a microbatch, [], and returns it times its weight, [1].
+
+        It is torch's loss function: the last stage calls it with its output after each forward
+        pass, in the order of the microbatches.
+        """
         self._losses.append(loss.detach())
         return loss * weight[0]
+
+
+class _StageShapes(NamedTuple):
+    """Inputs and outputs of stages, as tensors on the meta device."""
+
+    tokens: Tensor
+    activation: Tensor
+    loss: Tensor
+
+
+def _stage_shapes(model: Transformer, microbatch_size: int, dtype: torch.dtype) -> _StageShapes:
+    """Returns the static shapes.
+
+    Without them torch runs a pass with random numbers to find them, which would record amaxes.
+    """
+    config = model.config
+    num_tokens = config.seq_length
+    context = getattr(model, "context", None)
+    if context is not None:
+        num_tokens //= context.size
+    # Under sequence parallelism tensor ranks have different tokens between layers.
+    if model.tensor_parallel is not None and model.tensor_parallel.sequence:
+        num_tokens //= model.tensor_parallel.size
+    activation_shape = (microbatch_size, num_tokens, config.hidden_size)
+    # Stages get whole sequences of tokens and take their own part.
+    tokens_shape = (microbatch_size, config.seq_length)
+    return _StageShapes(
+        tokens=torch.empty(tokens_shape, dtype=torch.long, device="meta"),
+        activation=torch.empty(activation_shape, dtype=dtype, device="meta", requires_grad=True),
+        loss=torch.empty((), dtype=torch.float32, device="meta", requires_grad=True),
+    )
+
+
+class _Chunk(nn.Module):
+    """The module of one stage: some layers of a model, with the embedding or the loss at the ends."""
+
+    def __init__(
+        self, model: Transformer, layers: Iterable[int], is_first: bool, is_last: bool
+    ) -> None:
+        super().__init__()
+        # In a tuple, because nn.Module would register a submodule, with parameters of other chunks.
+        self._model = (model,)
+        numbers = [str(number) for number in layers]
+        self.layers = nn.ModuleDict({number: model.layers._modules[number] for number in numbers})
+        self.is_first = is_first
+        self.is_last = is_last
+
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Runs the stage.
+
+        Args:
+            x: Tokens [B, T] in the first stage, otherwise the residual stream from the previous one.
+            targets: Targets [B, T]. The last stage needs them.
+            documents: See `Transformer.forward`, [B, T].
+
+        Returns:
+            The mean loss, [], in the last stage, otherwise the residual stream after the layers.
+            The last stage returns no logits: nothing of a microbatch outlives its backward pass.
+        """
+        (model,) = self._model
+        positions = torch.arange(model.config.seq_length, device=x.device)
+        context = getattr(model, "context", None)
+        if context is not None:  # each context rank computes its part of every sequence
+            positions = context.part(positions)
+        positions = model.places(positions, documents)
+        if self.is_first:
+            if context is not None:
+                x = context.part(x)
+            x = model.embed(x, positions)
+        layers = [(int(number), layer) for number, layer in self.layers.items()]
+        x = model.run_layers(x, positions, documents, layers)
+        if not self.is_last:
+            return x
+        assert targets is not None, "Pipeline gives targets to the last rank"
+        if context is not None:
+            targets = context.part(targets)
+        return model.head(x, targets)
+
+
+class _Stage(PipelineStage):
+    """A stage with receive buffers only for microbatches that are under way.
+
+    torch allocates buffers for all microbatches of a step (until 2.15).
+    """
+
+    sync: StageSync | None = None
+    layers: Sequence[nn.Module] = ()
+    is_first_of_rank = False
+    last_microbatch = 0
+    _freed_buffer: Tensor | None = None  # on the meta device, with the shape of each buffer
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Returns the receives of a microbatch's activations, into new buffers."""
+        if not TORCH_FREES_BUFFERS:
+            self._allocate_buffers(self.args_recv_info, fwd_chunk_id)
+            for info in _received_infos(self.args_recv_info, fwd_chunk_id):
+                # torch 2.11 does it when it allocates the buffer, 2.13 when it reads it.
+                info.buffer.requires_grad_(self.has_backward)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Returns the receives of their gradients, into new buffers."""
+        if not TORCH_FREES_BUFFERS:
+            self._allocate_buffers(self.grad_recv_info, bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward pass of a microbatch."""
+        context = nullcontext() if self.sync is None else self.sync.forward()
+        with context:
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Runs the backward pass of a microbatch and frees its buffers."""
+        if self.sync is not None:
+            is_last = bwd_chunk_id == self.last_microbatch
+            self.sync.backward(self.layers, self.is_first_of_rank, is_last)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        loss = kwargs.get("loss")
+        if loss is not None:
+            # The schedule keeps the loss, and with its graph the received activations.
+            loss.detach_()
+        if not TORCH_FREES_BUFFERS:
+            for infos in (self.args_recv_info, self.grad_recv_info):
+                for info in _received_infos(infos, bwd_chunk_id):
+                    info.buffer = self._freed_buffer
+
+    def _allocate_buffers(self, infos: dict[int, Any], microbatch: int) -> None:
+        if self._freed_buffer is None:
+            self._free_all_buffers()
+        for info in _received_infos(infos, microbatch):
+            assert self._freed_buffer is not None, "torch has allocated buffers"
+            info.buffer = torch.empty_like(self._freed_buffer, device=self.device)
+
+    def _free_all_buffers(self) -> None:
+        """Frees torch's buffers before the first receive of a schedule."""
+        for infos in (self.args_recv_info, self.grad_recv_info):
+            for microbatch in infos:
+                for info in _received_infos(infos, microbatch):
+                    if info.buffer is None:
+                        continue
+                    self._freed_buffer = torch.empty_like(
+                        info.buffer, device="meta", requires_grad=False
+                    )
+                    # Not None: torch 2.11 clears the gradients of all buffers.
+                    info.buffer = self._freed_buffer
+
+
+def _received_infos(infos: dict[int, Any], microbatch: int) -> list[Any]:
+    """Returns the inputs or gradients of a microbatch that come from another stage.
+
+    Tokens have no source, and in torch 2.11 no such attribute.
+    """
+    return [info for info in infos.get(microbatch, ()) if getattr(info, "source", None) is not None]
+
+
+class _InterleavedStage(_Stage):
+    """A stage of a rank with several chunks, which frees tensors when they are sent.
+
+    torch's runtime for several chunks keeps all sent tensors until the end of a step (until 2.15).
+
+    The stage waits for older sends before it continues. That can't deadlock: torch puts each send
+    and its receive into the orders of both ranks at once (schedules.py, _add_send_recv), so all
+    ranks wait in the same order.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pending_sends: list[dist.Work] = []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends a microbatch's activations. Returns no operations for torch to send."""
+        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends a microbatch's gradients. Returns no operations for torch to send."""
+        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        if TORCH_FREES_BUFFERS:
+            return ops
+        if ops:
+            # With torch's function, which the receiver uses too: it batches in 2.11 and doesn't in
+            # 2.13. NCCL has one communicator for batched calls and another for single ones.
+            self._pending_sends += schedules._batch_p2p(ops)
+        self.wait_for_sends(MAX_PENDING_SENDS)
+        return []
+
+    def wait_for_sends(self, max_pending: int = 0) -> None:
+        """Waits until at most `max_pending` sends are under way."""
+        assert self.group is not None, "Pipeline sets it"
+        while len(self._pending_sends) > max_pending:
+            wait_for_p2p([self._pending_sends.pop(0)], self.group)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fp8cfg.numerics import async_copies
 from fp8cfg.numerics.async_copies import HostCopy
 from fp8cfg.parallel import stalled_ranks
-from fp8cfg.parallel.pipeline import wait_for
+from fp8cfg.parallel.pipeline import wait_for_p2p
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training.step_sequence import LaunchedStep
 from tests.support.missing_rank import failed, first_of_two
@@ -57,7 +57,7 @@ def test_collective_that_an_error_comes_from(
     work = SimpleNamespace(wait=wait_tensor)
     for where, name in {
         lambda: async_copies.waited(all_reduce, t, group=world.group_name): "all_reduce",
-        lambda: wait_for([work], world): "batch_isend_irecv",  # type: ignore[list-item]
+        lambda: wait_for_p2p([work], world): "batch_isend_irecv",  # type: ignore[list-item]
         lambda: async_copies.wait(work, dist.all_to_all_single, None): "all_to_all_single",  # type: ignore[arg-type]
         Rank().gathers: "a collective",
     }.items():

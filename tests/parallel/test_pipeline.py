@@ -331,7 +331,7 @@ def test_what_is_no_whole_state_is_refused_and_counts_are_those_of_the_whole(
     )
     assert "that of this rank's layers (pipeline_model_parallel_size)" in state
     assert (
-        "this rank has some layers of the model (pipeline_model_parallel_size)" in passes
+        "pipeline_model_parallel_size: this rank has only some layers of the model" in passes
         and "train with fp8cfg.fit" in passes
     )
 

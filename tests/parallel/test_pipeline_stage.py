@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules
 
-from fp8cfg.parallel.pipeline_schedule import FREES, _InterleavedStage, _Stage
+from fp8cfg.parallel.pipeline_schedule import TORCH_FREES_BUFFERS, _InterleavedStage, _Stage
 
-pytestmark = pytest.mark.skipif(FREES, reason="torch itself does so from 2.15 on")
+pytestmark = pytest.mark.skipif(TORCH_FREES_BUFFERS, reason="torch itself does so from 2.15 on")
 
 
 def test_sends_go_as_torch_receives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,9 +24,9 @@ def test_sends_go_as_torch_receives(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda ops: sent.append(ops) or [SimpleNamespace(wait=lambda: None)],
     )
     stage: Any = object.__new__(_InterleavedStage)
-    stage.__dict__.update(_sending=[], group="stages")
+    stage.__dict__.update(_pending_sends=[], group="stages")
     assert stage._send(["a send"]) == stage._send([]) == []
-    assert sent == [["a send"]] and len(stage._sending) == 1
+    assert sent == [["a send"]] and len(stage._pending_sends) == 1
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_inputs_of_the_whole_model_are_not_received(root: Any) -> None:
     stage.__dict__.update(
         args_recv_info={0: (root, received)}, grad_recv_info={}, device="cpu", has_backward=True
     )
-    stage._lend(stage.args_recv_info, 1)
+    stage._allocate_buffers(stage.args_recv_info, 1)
     assert received.buffer.is_meta, "kept for microbatches that are under way alone"
-    stage._lend(stage.args_recv_info, 0)
+    stage._allocate_buffers(stage.args_recv_info, 0)
     assert received.buffer.shape == (2, 3) and not received.buffer.is_meta
