@@ -19,7 +19,7 @@ from fp8cfg.training import signals
 
 
 def main(argv: list[str] | None = None, own_process: bool = False) -> int:
-    """Run one verb; `train` where none is given. Returns the exit code. In a process of its own a second signal ends it at once; in
+    """Run one verb, by default `train`; print the help without arguments. Returns the exit code. In a process of its own a second signal ends it at once; in
     one of others it is theirs."""
     warnings.showwarning = _warned
     try:
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None, own_process: bool = False) -> int:
 
 def _run(argv: list[str], own_process: bool) -> int:
     asked = set() if argv[:2] == ["completion", "--words"] else _asked(argv)
-    if argv[:1] == ["help"] or asked & {"-h", "--help"}:
+    if not argv or argv[:1] == ["help"] or asked & {"-h", "--help"}:
         return _help(argv)
     if asked:
         print(f"fp8cfg {__version__}")

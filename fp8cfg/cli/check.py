@@ -18,19 +18,25 @@ from fp8cfg.schema.tables import wrapped
 
 USAGE = """
 fp8cfg check [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...] [--json]
+             [--config-dir FOLDER]
 
-Composes a recipe and asks everything that needs no hardware: types and bounds,
-the rules between keys, layer patterns, and what no backend has. A large model
-on a corpus or on bytes that nobody chose is a problem too.
+Validate a recipe without training.
 
-Prints a line on the recipe and a line on its data, with exit code 0, or every
-problem, with exit code 2. The code is 3 if less would run in FP8 than
-fp8.min_coverage asks for. Notes go to standard error: what yielded to your
-arguments, legal but unusual settings, and what this machine does not have.
+Examples:
+  fp8cfg check recipe=llama_tiny precision=bf16_fp8
+  fp8cfg check mine.yaml fp8.margin=1
+  fp8cfg check mine.yaml --json
 
-  --config-dir FOLDER  recipes and presets of your own
-  --json               the lines, or the problems, and the notes as JSON; the
-                       exit codes are the same
+It checks types, bounds, rules between keys, layer patterns, the backends and
+the training data. Notes on standard error list changed values, unusual settings
+and missing hardware.
+
+Options:
+  --config-dir FOLDER  your own recipes and presets
+  --json               print results, problems and notes as JSON
+
+Exit code: 0 if the recipe is valid, 2 if not, 3 if the FP8 share of the matmul
+FLOPs is below fp8.min_coverage.
 """
 
 

@@ -78,12 +78,15 @@ complete -c fp8cfg -f -a '(__fp8cfg_words)'
 USAGE = """
 fp8cfg completion bash|zsh|fish
 
-Prints a script that makes the shell complete verbs, options, presets, keys and
-values of fp8cfg. To install it, add to ~/.bashrc, ~/.zshrc (after compinit) or
-~/.config/fish/config.fish:
+Print a script that completes verbs, options, presets, keys and values.
+
+Examples:
   bash   source <(fp8cfg completion bash)
   zsh    source <(fp8cfg completion zsh)
   fish   fp8cfg completion fish | source
+
+Add the line to ~/.bashrc, to ~/.zshrc after compinit, or to
+~/.config/fish/config.fish.
 """
 NEXT = {**hydra.CHOICES, "--package": (), "--allow": (), "--gpu": tuple(GPUS)}
 """Options with a value of a few, or, where empty, with a key."""

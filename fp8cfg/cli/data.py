@@ -29,12 +29,19 @@ fp8cfg data prepare OUT data=NAME [FILE.yaml] [data.path=PATH]
                     [data.text_key=COLUMN] [data.tokenizer=FILE_OR_FOLDER]
                     [--config-dir FOLDER]
 
-Writes OUT.bin and OUT.idx, token files as Megatron's preprocess_data.py
---append-eod writes them, from any source of text: stdlib, tiny, text, jsonl,
-csv, parquet or dataset. Documents are read, tokenized and written one after the
-other, whatever their size; OUT is there when it is whole. Training on it,
-  fp8cfg data=tokens data.path=OUT ...
-has the losses of training on the source, and begins at once.
+Tokenize text once into token files, so that training starts immediately.
+
+Examples:
+  fp8cfg data prepare tokens/a data=jsonl data.path=a.jsonl data.tokenizer=tok
+  fp8cfg data prepare tokens/b data=text data.path=docs
+  fp8cfg data=tokens data.path=tokens/a data.tokenizer=tok
+
+It writes OUT.bin and OUT.idx in the format of Megatron's preprocess_data.py,
+with an end token after each document. A source is stdlib, tiny, text, jsonl,
+csv, parquet or dataset, of any size. Losses equal a run on the source.
+
+Options:
+  --config-dir FOLDER  your own recipes and presets
 """
 
 _READ = ("data.name", "data.path", "data.text_key", "data.tokenizer", "data.mixture")

@@ -19,21 +19,25 @@ from fp8cfg.schema.keys import shown
 from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
-fp8cfg diff A ... -- B ... [--tree] [--json]
+fp8cfg diff A ... -- B ... [--tree] [--json] [--config-dir FOLDER]
 fp8cfg diff RUN_FOLDER RUN_FOLDER
 
-The keys in which two recipes differ, with both values. A and B are each the
-words of a recipe, a recipe file, or a run folder, words after it changing it;
-nothing is the default recipe. Of two run folders the versions that they ran
-with are compared too.
+List the keys in which two recipes or runs differ, with both values.
 
+Examples:
   fp8cfg diff recipe=llama_8b -- recipe=llama_8b precision=bf16_mxfp8
   fp8cfg diff runs/llama_tiny-20260102-030405 -- mine.yaml
+  fp8cfg diff runs/one runs/two
 
-  --config-dir FOLDER  recipes and presets of your own
-  --tree               the leaves of the two Fiddle graphs that differ, instead
-                       of keys; - where a graph has none, as it would do nothing
-  --json               the same as JSON
+A and B are arguments of a recipe, a recipe file or a run folder, each with
+overrides after it. An empty side is the default recipe. For two run folders,
+library versions are compared too.
+
+Options:
+  --config-dir FOLDER  your own recipes and presets
+  --tree               compare the Fiddle graphs instead; - marks a leaf that a
+                       graph does not have
+  --json               print JSON
 """
 
 

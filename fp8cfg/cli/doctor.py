@@ -13,9 +13,18 @@ from fp8cfg.schema.tables import size, table, wrapped
 USAGE = """
 fp8cfg doctor [--json]
 
-This machine: GPUs and their compute capability, CUDA, driver, compilers,
-versions of what trains, environment variables that change results; and for each
-precision preset and backend: runs here, emulated here, or why not.
+Show what this machine can run: hardware, versions, presets by backend.
+
+Examples:
+  fp8cfg doctor
+  fp8cfg doctor --json
+
+It prints GPUs, compute capability, CUDA, driver, compilers, library versions
+and environment variables that change results. For each precision preset and
+backend it prints: runs, emulated, or the reason why not.
+
+Options:
+  --json               print JSON
 """
 
 

@@ -19,16 +19,23 @@ USAGE = """
 fp8cfg evaluate RUN_FOLDER [--data PATH] [--precision NAME,...] [--step N]
                 [--samples N] [--accelerator NAME]
 
-The loss of a run's newest checkpoint, in nats a token: the mean over the part
-of its data that it holds out, or over all of --data, in each precision. Their
-difference is what the precision costs. Nothing in the run folder changes.
+Measure the loss of a run on held-out data, in one precision or several.
 
-  --data PATH            text or a table, of the kind that the run is trained on
-  --precision NAME,...   multiply as these presets say, such as bf16,bf16_fp8;
-                         default as trained
-  --step N               the checkpoint of step N
-  --samples N            of N samples, spread evenly; default all
-  --accelerator NAME     auto, cpu or cuda; default that of the run
+Examples:
+  fp8cfg evaluate runs/mine
+  fp8cfg evaluate runs/mine --precision bf16,bf16_fp8
+  fp8cfg evaluate runs/mine --data test.jsonl --samples 200
+
+It prints the mean loss in nats per token for each precision, and the
+difference. The run folder is not changed.
+
+Options:
+  --data PATH          text or a table, of the same kind as the training data;
+                       default the held-out part
+  --precision NAME,... compute in these presets; default as trained
+  --step N             use the checkpoint of step N
+  --samples N          use N samples, spread evenly; default all
+  --accelerator NAME   auto, cpu or cuda; default as in the run
 """
 
 

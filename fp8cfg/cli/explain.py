@@ -20,17 +20,20 @@ LEVELS = ("O1", "O2", "O3")
 USAGE = """
 fp8cfg explain KEY [recipe=NAME | FILE.yaml] [key=value ...] [--json]
 
-What KEY is: its type, bounds or choices, default and meaning; what it does
-under this recipe, or why it does nothing; and every layer that set it, in
-order: schema default, recipe function, preset, recipe file, command line, and
-what it gave way to. The last layer is the value. A node, such as fp8, lists its
-keys.
+Explain a key: type, bounds, default, meaning, effect, and who set it.
 
+Examples:
+  fp8cfg explain fp8.margin
   fp8cfg explain fp8.margin recipe=llama_8b precision=bf16_fp8 fp8.margin=1
   fp8cfg explain storage
 
-  --config-dir FOLDER  recipes and presets of your own
-  --json               the same as JSON
+The layers that set the key are printed in order: schema default, recipe
+function, preset, recipe file, command line, and changes to fit your values. The
+last one is the value. For a section such as fp8, the keys are listed.
+
+Options:
+  --config-dir FOLDER  your own recipes and presets
+  --json               print JSON
 """
 
 

@@ -45,38 +45,46 @@ fp8cfg export peft RUN_FOLDER OUT
 fp8cfg export slurm [recipe=NAME | FILE.yaml] [key=value ...]
               [--slurm KEY=VALUE,...] [--output FILE]
 
-A composed recipe, to keep and to edit: the names of a shipped recipe and of
-shipped presets, and the values that differ from them. It reads back equal.
+Write a recipe, another project's configuration, weights or a batch script.
 
-  --yaml         for `fp8cfg FILE.yaml`, the default
-  --json         the same as JSON
-  --python       a script that makes the recipe, and trains it when it is run
-  --full         every value, without names
-  --output FILE  write FILE, which must not exist yet. Where {SCHEMA}
-                 is beside it, from `fp8cfg schema > {SCHEMA}`,
-                 YAML begins with the line by which editors find it
-  --config-dir FOLDER  recipes and presets of your own; the export does without
+Examples:
+  fp8cfg export recipe=llama_8b precision=bf16_fp8 --output mine.yaml
+  fp8cfg export megatron recipe=llama_8b precision=bf16_fp8
+  fp8cfg export hf runs/mine served --fp8 block
+  fp8cfg export slurm mine.yaml --slurm partition=gpu,time=04:00:00
 
-PROJECT is accelerate, deepspeed, nemo, bridge, megatron or te: a file as that
-project reads it, which `fp8cfg import PROJECT` reads too. What it cannot say
-stands in it as comments, and their number on standard error.
+Options for a recipe:
+  --yaml               for `fp8cfg FILE.yaml`; the default
+  --json               as JSON
+  --python             as a Python script that makes and trains the recipe
+  --full               every value instead of names and differences
+  --output FILE        write a new FILE. If {SCHEMA} is in its folder,
+                       from `fp8cfg schema > {SCHEMA}`, YAML
+                       begins with the line for editors
+  --config-dir FOLDER  your own recipes and presets
 
-hf writes the weights of the newest checkpoint of a run into the new folder OUT
-as transformers loads them. --dtype sets their dtype; by default it is the
-run's precision.compute. --fp8 writes linear weights in FP8, with scales of
-128x128 blocks, which vLLM reads too, or of whole weights. Embeddings, norms and
-output layer stay in --dtype, and so do the layers that an FP8 run kept in high
-precision. --merge adds the
-adapters of a LoRA run to the weights that they stand beside. A tensor is read
-and written at a time: no GPU, and memory of about two of the largest matrices.
+PROJECT is accelerate, deepspeed, nemo, bridge, megatron or te. Settings without
+a counterpart become comments.
 
-peft writes the adapters of a LoRA run as PEFT loads them.
+hf writes the newest checkpoint of a run for transformers into the new folder
+OUT, tensor by tensor, without a GPU:
+  --dtype NAME         dtype of the weights; default precision.compute
+  --fp8 block | tensor
+                       linear weights in FP8 with scales for 128x128 blocks,
+                       which vLLM reads too, or with one scale each. Embeddings,
+                       norms, the output layer and layers that the run kept in
+                       high precision stay in --dtype
+  --merge              add the adapters of a LoRA run to its weights
 
-slurm writes a script for sbatch, with its settings from --slurm: a rank for
-each GPU of the recipe. setup="source ENV/bin/activate" is a line before the
-ranks start, container-image=IMAGE and other container-* settings of pyxis go to
-srun. Output goes to NAME-JOB.out. Before the job's time is over it saves, goes
-back into the queue, and goes on with its run folder, log.folder or runs/NAME.
+peft writes the adapters of a LoRA run for PEFT.
+
+slurm writes a script for sbatch, with one rank per GPU of the recipe:
+  --slurm KEY=VALUE,...
+                       sbatch settings. setup="source ENV/bin/activate" runs
+                       before the ranks start, container-image=IMAGE and other
+                       container-* settings go to srun, output=FILE replaces
+                       NAME-JOB.out. Before its time limit the job saves, is
+                       requeued and resumes in log.folder, or runs/NAME
 """
 
 

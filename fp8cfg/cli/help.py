@@ -4,55 +4,63 @@ from __future__ import annotations
 
 import ast
 import importlib
+from itertools import groupby
 from pathlib import Path
 
 from fp8cfg.cli import GROUPS, VERBS
 from fp8cfg.schema import __version__
 
-_TEXT = """fp8cfg {version}: typed recipes for low-precision training
+_TEXT = """fp8cfg {version}: typed recipes for FP8 training, proved after the first step
 
   fp8cfg [VERB] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
          [task=NAME] [key=value ...] [--config-dir FOLDER]
-FILE.yaml may be JSON, and - is standard input. `fp8cfg VERB --help` says more.
-Everything works as `python -m fp8cfg` too, and as `torchrun ... -m fp8cfg`.
+
+Examples:
+  fp8cfg recipe=llama_tiny precision=bf16_fp8      train a small model here
+  fp8cfg plan recipe=llama_8b precision=bf16_fp8 --gpu h100
+  fp8cfg mine.yaml fp8.margin=1                    train your recipe file
 
 {verbs}
 
-Presets are chosen first, whatever their order, then values are set:
+`fp8cfg VERB --help` has examples and options. FILE.yaml may be JSON; - reads
+standard input. `python -m fp8cfg` and `torchrun ... -m fp8cfg` work too.
+
+Presets (`fp8cfg list` describes them):
   recipe     {recipe}
   precision  {precision}
   data       {data}
   task       {task}
 
-Keys are the recipe's: model.*, lora.*, data.*, optim.*, trainer.*,
-checkpoint.*, log.*, name; and, short for trainer.plugins.*: precision.*, fp8.*,
-storage.*, backend, opt_level. A mapping sets several: 'fp8={{margin: 1}}'.
-`fp8cfg explain fp8` lists a node's keys, `fp8cfg explain fp8.margin` is on one.
-Where values contradict one another, what you did not write gives way, with a
-note. What you wrote and what would have no effect is refused.
+Keys: model.*, lora.*, data.*, optim.*, trainer.*, checkpoint.*, log.*, name,
+and, short for trainer.plugins.*: precision.*, fp8.*, storage.*, backend,
+opt_level. 'fp8={{margin: 1}}' sets several. `fp8cfg explain fp8` lists the keys
+of a section, and `fp8cfg explain fp8.margin` explains one.
 
 Options:
-  -cd, --config-dir FOLDER  recipes and presets of your own, FOLDER/GROUP/*.yaml
+  -cd, --config-dir FOLDER   your own recipes and presets, FOLDER/GROUP/*.yaml
   -m, --multirun, -c, --cfg, -i, --info, --hydra-help
-                       as in Hydra: fp8cfg train --help
+                             as in Hydra: fp8cfg train --help
   --help, --version
 
-Exit codes: 0 done, 2 configuration, 3 asked for FP8 and did not get it, 4 no
-usable checkpoint, 5 out of space or not writable, 6 run folder in use, 75
-stopped by a signal after a checkpoint, 1 diverged, or a bug
+Exit codes: 0 done, 1 diverged or a bug, 2 configuration, 3 FP8 was asked for
+and did not run, 4 no usable checkpoint, 5 disk full or not writable, 6 run
+folder in use, 75 stopped by a signal after a checkpoint
 """
 
 
 def usage(verb: str | None = None) -> str:
-    """The help text of `verb`, its module's USAGE; or, with the names that can be chosen, that of all."""
+    """Returns the help text of `verb`, or the general one with all names of presets."""
     if verb and verb != "help":
         return str(importlib.import_module(f"fp8cfg.cli.{verb}").USAGE).strip()
     named = {
         group: _wrapped(_by_family(choices(group)) if group == "recipe" else choices(group))
         for group in GROUPS
     }
-    verbs = "\n".join(f"  {name:<11} {verb.about}" for name, verb in VERBS.items())
-    return _TEXT.format(version=__version__, verbs=verbs, **named).rstrip()
+    sections = []
+    for section, verbs in groupby(VERBS.items(), lambda item: item[1].section):
+        lines = [f"  {name:<11} {verb.about}" for name, verb in verbs]
+        sections.append("\n".join([f"{section}:", *lines]))
+    return _TEXT.format(version=__version__, verbs="\n".join(sections), **named).rstrip()
 
 
 def choices(group: str) -> list[str]:

@@ -29,32 +29,36 @@ FORMS = ("--yaml", "--json", "--python")
 USAGE = """
 fp8cfg import PROJECT FILE [recipe=NAME] [key=value ...]
               [--yaml | --json | --python] [--output FILE]
-fp8cfg import PROJECT [recipe=NAME] [key=value ...] -- WORDS
+fp8cfg import PROJECT [recipe=NAME] [key=value ...] -- ARGUMENTS
 
-A recipe from another project's configuration, on top of recipe=NAME
-(llama_tiny), with the values of key=value on top. Everything in a file is read,
-or named in a comment as not read. An unknown key is an error in words and in a
-call of Python, and a warning in files of other versions.
+Convert the configuration of another project into a recipe.
 
-  accelerate  its configuration file, or Python with one of its handlers, which
-              is read and not run: -- 'TERecipeKwargs(margin=1)'
+Examples:
+  fp8cfg import nemo bf16_with_fp8_mixed
+  fp8cfg import megatron pretrain.sh --output mine.yaml
+  fp8cfg import te -- 'DelayedScaling(margin=1)'
+
+Files are read and never run. The recipe starts from recipe=NAME (llama_tiny),
+and your values are set last. What has no counterpart becomes a comment. An
+unknown key is an error in arguments and in a call of Python, and a warning in
+files, which may be from another version.
+
+  accelerate  its configuration file, or a handler:
+              -- 'TERecipeKwargs(margin=1)'
   deepspeed   its JSON
-  nemo        a YAML file of NeMo 1 or of MegatronMixedPrecision's fields, these
-              as words, Python with its plugin or a recipe function, which is
-              read and not run, or, in place of FILE, a preset:
-              bf16_with_fp8_mixed
-  bridge      Megatron-Bridge's run_config.yaml, its fields, its Python, or a
-              preset
-  megatron    a shell script with its flags, or these: -- --bf16 --fp8-margin 1.
-              Precision flags must not depend on a condition of the script
-  torchtitan  a Python configuration, which is read and not run, one function of
-              it as FILE.py:NAME
-  te          Python that makes a recipe of Transformer Engine's, read and not
-              run, or what one prints: -- 'DelayedScaling(margin=1)'
+  nemo        YAML of NeMo 1 or of MegatronMixedPrecision's fields, Python with
+              a plugin or a recipe function, a preset, or fields after --
+  bridge      Megatron-Bridge's run_config.yaml, Python, fields or a preset
+  megatron    a shell script with its flags, or flags after --. Precision flags
+              must not depend on a condition in the script
+  torchtitan  a Python configuration, FILE.py:NAME for one function of it
+  te          Python with a recipe of Transformer Engine, or a printed recipe
 
-  --yaml, --json, --python  as in `fp8cfg export`
-  --output FILE             write FILE, which must not exist yet
-  --config-dir FOLDER       recipes of your own
+Options:
+  --yaml, --json, --python
+                       as in `fp8cfg export`
+  --output FILE        write a new FILE
+  --config-dir FOLDER  your own recipes
 """
 
 

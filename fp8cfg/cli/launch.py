@@ -23,20 +23,25 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.violation import Violation
 
 USAGE = """
-fp8cfg launch --local N WORDS
-fp8cfg launch --slurm KEY=VALUE,... [--wait] WORDS
+fp8cfg launch --local N [recipe=NAME | FILE.yaml] [key=value ...]
+fp8cfg launch --slurm KEY=VALUE,... [--wait] [recipe=NAME | FILE.yaml]
+              [key=value ...]
 
-Trains the recipe of WORDS through an executor, as fp8cfg.run does in Python.
+Train a recipe through an executor, like fp8cfg.run in Python.
 
-  --local N            N processes on this machine, through torchrun, whatever
-                       trainer.devices the recipe has
-  --slurm KEY=VALUE,.. a Slurm job of trainer.num_nodes x trainer.devices ranks,
-                       through submitit (pip install 'fp8cfg[slurm]'), with
-                       sbatch's settings: partition=gpu,time=240,account=me.
-                       Before its time is over it saves, goes back into the
-                       queue (exit code 75, scontrol requeue) and goes on
-  --wait               stay until the job has ended
-  --config-dir FOLDER  recipes and presets of your own
+Examples:
+  fp8cfg launch --local 2 recipe=llama_tiny precision=bf16_fp8
+  fp8cfg launch --slurm partition=gpu,time=240 mine.yaml
+  fp8cfg launch --slurm partition=gpu --wait mine.yaml
+
+Options:
+  --local N            start N processes on this machine through torchrun
+  --slurm KEY=VALUE,.. submit a Slurm job of trainer.num_nodes x trainer.devices
+                       ranks with these sbatch settings, through submitit
+                       (pip install 'fp8cfg[slurm]'). Before its time limit the
+                       job saves, is requeued and resumes
+  --wait               wait until the job has ended
+  --config-dir FOLDER  your own recipes and presets
 """
 
 

@@ -17,14 +17,18 @@ from fp8cfg.schema.tables import cut, wrapped
 USAGE = """
 fp8cfg list [recipe] [precision] [data] [task] [--config-dir FOLDER] [--json]
 
-What can be chosen by name, with a line on each: recipes, presets of precision
-and data, and tasks, or those of the groups that are named. One group alone is
-printed with all that its files say.
+List recipes, presets and tasks with a line on each.
 
-  --config-dir FOLDER  list FOLDER/recipe/*.yaml, FOLDER/precision/*.yaml,
-                       FOLDER/data/*.yaml and FOLDER/task/*.yaml too, and
-                       groups of your own, each choice with its file
-  --json               the same as JSON
+Examples:
+  fp8cfg list
+  fp8cfg list precision
+  fp8cfg list recipe --config-dir conf --json
+
+If you name one group, its complete descriptions are printed.
+
+Options:
+  --config-dir FOLDER  include your own recipes, presets and groups
+  --json               print JSON
 """
 
 

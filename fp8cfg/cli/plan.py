@@ -23,37 +23,38 @@ from fp8cfg.schema.recipe import Recipe
 
 USAGE = f"""
 fp8cfg plan [recipe=NAME | FILE.yaml] [key=value ...] [--gpu NAME] [--gpus N]
+            [--measure] [--json] [--tree | --dot | --code] [--config-dir FOLDER]
 
-Without a GPU and without memory: whether the recipe runs, the formats of every
-linear layer's three GEMMs and why some stay in high precision, its row of the
-low-precision chart, memory on the rank that takes most, published gains at such
-sizes, and what will be built.
+Predict formats, memory and FLOPs of a run, without a GPU.
 
+Examples:
+  fp8cfg plan recipe=llama_8b precision=bf16_fp8 --gpu h100
   fp8cfg plan recipe=llama_70b precision=bf16_fp8 --gpu h100 --gpus 64
+  fp8cfg plan recipe=llama_tiny precision=bf16_fp8 --measure
 
+It prints the formats of the three GEMMs of each linear layer, the reason for
+each layer in high precision, the storage of each kind of state, the memory of
+the fullest rank, traffic, and published gains at such sizes.
+
+Options:
   --gpu NAME           {textwrap.fill(", ".join(GPUS), 57, subsequent_indent=" " * 23)};
-                       otherwise a CPU, which emulates FP8
-  --gpus N             ranks; otherwise those that torchrun has started, or
-                       trainer.num_nodes x trainer.devices
-  --measure            build it here, run one microbatch, and say what it took;
-                       on several ranks through torchrun, of which the first
-                       says what it took
-  --json               everything, as JSON
+                       default a CPU, which emulates FP8
+  --gpus N             number of ranks; default the ranks that torchrun started,
+                       or trainer.num_nodes x trainer.devices
+  --measure            build the job here, run one microbatch, and print the
+                       measured memory; with several ranks run it in torchrun
+  --json               print JSON
   --tree, --dot, --code
-                       the Fiddle graph instead: as paths, for Graphviz, or as
-                       Python that makes it again
-  --config-dir FOLDER  recipes and presets of your own
+                       print the Fiddle graph instead: as paths, for Graphviz,
+                       or as Python
+  --config-dir FOLDER  your own recipes and presets
 
-Exit code 0 if training runs as the recipe stands. With --gpu or --gpus, the
-line that starts it there follows the plan; for a large model without data it
-has PATH and FOLDER to fill in.
-
-Exit code 2 if training does not run, because memory is too small or the layout
-is not trained by this version. Then a line that runs follows the plan: with
-recomputation, shards, a smaller microbatch, or more GPUs. If the GPUs are no
-whole replicas of the layout, or the layout does not divide the model or the
-batch, there is no plan, and the line changes the layout too. If the GPU cannot
-do what the recipe asks for, there is no line.
+Exit code: 0 if training runs. With --gpu or --gpus, a command that starts it
+follows; replace its PATH and FOLDER. 2 if training does not run, because it
+needs too much memory or the layout is not supported. A command that runs
+follows, with recomputation, shards, a smaller microbatch, more GPUs or another
+layout, unless the GPU cannot run the precision. 3 if the FP8 share is below
+fp8.min_coverage.
 """
 _OUTPUTS = ("--json", "--tree", "--dot", "--code")
 

@@ -30,14 +30,20 @@ MAX_METRICS = 1 << 30
 USAGE = """
 fp8cfg rerun RUN_FOLDER [key=value ...] [--config-dir FOLDER]
 
-Runs the recipe of a run folder again from its start, into a new run folder, on
-as many GPUs of this machine as training takes.
-Says first what has changed: code, versions, hardware, environment variables,
-data, and the keys given here; and at the end whether the losses equal those of
-the first run, bit for bit, or how far they are apart. Needs the folder's
-recipe.yaml alone: what else is missing or damaged is named, and not compared.
-A run that was resumed with other values is run with its last recipe, and a
-line names the values that earlier steps had.
+Train the recipe of a run again, and compare the losses bit for bit.
+
+Examples:
+  fp8cfg rerun runs/mine
+  fp8cfg rerun runs/mine backend=native
+  fp8cfg rerun runs/mine trainer.max_steps=20
+
+First it reports changes in code, versions, hardware, environment variables,
+data and the keys you pass. At the end it reports whether the losses are equal,
+or how much they differ. It only needs the folder's recipe.yaml. If a resume
+changed the recipe, the last one is used.
+
+Options:
+  --config-dir FOLDER  your own recipes and presets
 """
 
 

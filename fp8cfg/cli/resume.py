@@ -20,14 +20,23 @@ USAGE = """
 fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...] [--step N]
               [--recalibrate-fp8] [--config-dir FOLDER]
 
-Continues a run from its newest checkpoint that verifies, on as many GPUs of
-this machine as training takes. A change that would not continue the same run
-is refused unless allowed by its key (fp8 or 'fp8.*' for all of a node).
+Continue a run from its newest valid checkpoint.
 
-  --step N           continue from the checkpoint of step N; later ones are
-                     renamed to step-NNNNNNNN.aside-1
-  --recalibrate-fp8  start FP8 scales and amax histories anew where they are
-                     missing from the checkpoint or impossible
+Examples:
+  fp8cfg resume runs/mine
+  fp8cfg resume runs/mine trainer.max_steps=2000
+  fp8cfg resume runs/mine fp8.margin=1 --allow fp8.margin
+
+A change that makes it another run is an error unless you allow its key. Allow
+all keys of a section with --allow fp8 or --allow 'fp8.*'.
+
+Options:
+  --allow KEY          accept a change of this key
+  --step N             resume from the checkpoint of step N; newer checkpoints
+                       are renamed to step-NNNNNNNN.aside-1
+  --recalibrate-fp8    compute FP8 scales and amax histories again if they are
+                       missing from the checkpoint or impossible
+  --config-dir FOLDER  your own recipes and presets
 """
 
 

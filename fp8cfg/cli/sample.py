@@ -18,20 +18,26 @@ fp8cfg sample RUN_FOLDER PROMPT [--tokens N] [--temperature T] [--top-k K]
               [--seed S] [--precision NAME] [--step N] [--tokenizer PATH]
               [--accelerator NAME] [--chat]
 
-Text that the newest checkpoint of a run writes after PROMPT, up to its end
-token. The run folder is read alone: FP8 scales are those that training left.
-A PROMPT that begins with a dash stands last, after --.
+Generate text from the newest checkpoint of a run.
 
-  --tokens N       how many tokens at most; default 100
-  --temperature T  0 takes the likeliest token each time; default 0.8
-  --top-k K        draw from the K likeliest alone; default all
-  --seed S         another seed is another text; default 0
-  --precision NAME multiply as this preset says, as bf16; default as trained
-  --step N         the checkpoint of step N
-  --tokenizer PATH tokenizer.json or its folder, where it has moved; of a run on
-                   token files theirs, or bytes
-  --accelerator NAME  auto, cpu or cuda; default that of the run
-  --chat           PROMPT is a user's message, written by the chat template
+Examples:
+  fp8cfg sample runs/mine "Once upon a time"
+  fp8cfg sample runs/mine "def f" --tokens 20 --temperature 0
+  fp8cfg sample runs/mine "Who are you?" --chat --precision bf16
+
+The run folder is not changed. Put a PROMPT that begins with a dash last,
+after --.
+
+Options:
+  --tokens N           most tokens to generate; default 100
+  --temperature T      0 picks the likeliest token; default 0.8
+  --top-k K            sample from the K likeliest tokens; default all
+  --seed S             another seed gives another text; default 0
+  --precision NAME     compute in this preset, such as bf16; default as trained
+  --step N             use the checkpoint of step N
+  --tokenizer PATH     tokenizer.json or its folder, if it has moved
+  --accelerator NAME   auto, cpu or cuda; default as in the run
+  --chat               send PROMPT as a user message through the chat template
 """
 _OPTIONS = (
     "--tokens",

@@ -13,16 +13,19 @@ from fp8cfg.schema.errors import ConfigError, suggest
 USAGE = """
 fp8cfg schema [recipe | precision | data] [--config-dir FOLDER]
 
-The JSON Schema (draft 2020-12) of a recipe's YAML file, or of a preset's, by
-which editors complete, explain and check keys and names:
+Print the JSON Schema of recipe files, for editors.
 
+Examples:
   fp8cfg schema > fp8cfg.schema.json
+  fp8cfg schema precision
+  fp8cfg schema recipe --config-dir conf
 
-and as the first line of a recipe beside it (`fp8cfg export --output` writes it)
-
+To complete and check a recipe in your editor, write this first line, or let
+`fp8cfg export --output` write it:
   # yaml-language-server: $schema=fp8cfg.schema.json
 
-  --config-dir FOLDER  recipes and presets of your own are names too
+Options:
+  --config-dir FOLDER  include the names of your own recipes and presets
 """
 
 

@@ -6,23 +6,30 @@ from fp8cfg.cli import train
 
 USAGE = """
 fp8cfg sweep [recipe=NAME | FILE.yaml] [key=a,b ...] [hydra.KEY=VALUE ...]
-fp8cfg -m fp8.margin=0,1,2 precision=bf16_fp8,bf16_fp8_current
+fp8cfg -m [recipe=NAME | FILE.yaml] [key=a,b ...] [hydra.KEY=VALUE ...]
 
-Trains every combination of key=a,b, key=choice(a,b), key=range(0,3), and for
-presets recipe=glob(llama_1*). Each value and each combination is checked before
-the first run. A combination that a rule between keys refuses is named then; it
-ends with exit code 2 and its line under the table, and costs nothing. A run
-that fails does not stop the others.
+Train every combination of values, and print a table of results.
 
-Hydra's launchers and sweepers do the work, with their settings as words:
-hydra/launcher=submitit_slurm (pip install 'fp8cfg[slurm]'), hydra.launcher.*,
-hydra/sweeper=NAME, hydra.sweep.dir=FOLDER (default log.dir/sweep-DATE-TIME).
+Examples:
+  fp8cfg sweep precision=bf16_fp8,bf16_fp8_current
+  fp8cfg -m fp8.margin=0,1,2 precision=bf16_fp8
+  fp8cfg -m 'optim.lr=interval(1e-4,1e-2)' hydra/sweeper=optuna
 
-Ends with a table of results, in results.json of the sweep's folder too; the
-runs are the folders 0, 1, ... in it, or hydra.sweep.subdir.
-Exit code: 0 where every run ended with 0; else the largest of the runs' codes,
-the 2 of a refused combination among them. 2, and nothing has run, where a word
-is wrong or no combination can run.
+Values: key=a,b, key=choice(a,b), key=range(0,3), and for presets
+recipe=glob(llama_1*). All values are checked before the first run. If keys of a
+combination conflict, only that combination is skipped. If a run fails, the
+others continue.
+
+Options:
+  hydra/launcher=NAME  such as submitit_slurm (pip install 'fp8cfg[slurm]')
+  hydra/sweeper=NAME   such as optuna
+  hydra.sweep.dir=FOLDER
+                       the sweep folder; default log.dir/sweep-DATE-TIME. Runs
+                       are in 0, 1, ... (or hydra.sweep.subdir), and the table
+                       is in results.json
+
+Exit code: 0 if every run ended with 0, otherwise the largest code. 2 if an
+argument is wrong, if no combination can run, or if one was skipped.
 """
 
 

@@ -23,24 +23,28 @@ USAGE = """
 fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
                [key=value ...] [--config-dir FOLDER]
 
-Composes a recipe, prints its precision, planned coverage and memory, and trains
-it into a new run folder under log.dir: on as many GPUs of this machine as
-trainer.devices says, a rank on each. On CPUs, or started by yourself:
-  torchrun --nproc-per-node 2 -m fp8cfg recipe=llama_tiny precision=bf16_fp8
+Train a recipe. The run folder is a new folder in log.dir.
 
-Any recipe in small, three steps that are saved and resumed:
+Examples:
+  fp8cfg recipe=llama_tiny precision=bf16_fp8
+  fp8cfg mine.yaml fp8.margin=1 log.folder=runs/mine
+  torchrun --nproc-per-node 2 -m fp8cfg recipe=llama_tiny precision=bf16_fp8
   fp8cfg recipe=llama_405b precision=bf16_fp8 trainer.smoke=true
 
-As in Hydra:
-  -m, --multirun       a run for each combination of values: fp8cfg sweep --help
+On a machine with GPUs, one rank starts on each, at most trainer.devices.
+trainer.smoke=true shrinks any recipe: it trains three steps, saves and resumes.
+
+Options:
+  --config-dir FOLDER  your own recipes and presets
+  -m, --multirun       one run per combination of values: fp8cfg sweep --help
   -c, --cfg job|hydra|all
-                       print the composed config instead; -p, --package KEY for
-                       a part of it, --resolve for interpolations resolved
+                       print the composed config; -p, --package KEY prints a
+                       part of it, --resolve resolves interpolations
   -i, --info all|config|defaults|defaults-tree|plugins|searchpath
-                       print how it is composed
+                       print how the config is composed
   --hydra-help         Hydra's own flags and groups
-hydra.run.dir=FOLDER is the run folder itself; other hydra.* and hydra/* words
-are for these flags.
+  hydra.run.dir=FOLDER the run folder; other hydra.* and hydra/* arguments
+                       configure the options above
 """
 
 

@@ -24,8 +24,19 @@ def test_help_names_every_verb_and_choice_in_few_narrow_lines(
 ) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
+    assert main([]) == 0, "without arguments nothing trains"
+    assert capsys.readouterr().out == out
     lines = out.splitlines()
-    assert len(lines) <= 60 and max(map(len, lines)) <= 80
+    assert len(lines) <= 70 and max(map(len, lines)) <= 80
+    sections = [line for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
+    assert sections == [
+        "Examples:",
+        "Train:",
+        "Look before you train:",
+        "Use a trained model:",
+        "Prepare:",
+        "Options:",
+    ]
     for verb in set(VERBS) - {"help"}:
         assert any(line.startswith(f"  {verb} ") for line in lines), verb
     written = {
@@ -60,6 +71,7 @@ def test_each_verb_has_a_usage_of_its_own(verb: str, capsys: pytest.CaptureFixtu
         and verb in usage.partition("\n")[0]
         and max(map(len, usage.splitlines())) <= 80
     )
+    assert usage.count("\n  fp8cfg ") + usage.count("torchrun ") >= 2 or verb == "completion"
     for argv in ([verb, "--help"], ["help", verb], [verb, "fp8.margin=1", "-h"], ["--help", verb]):
         assert main(argv) == 0
         assert capsys.readouterr().out.strip() == usage

@@ -35,7 +35,9 @@ def test_a_verb(tmp_path: Path) -> None:
     line = '    "schema": Verb('
     assert table.count(line) == 1
     (copy / "cli/__init__.py").write_text(
-        table.replace(line, f'    "count": Verb("how many words there are", words=()),\n{line}'),
+        table.replace(
+            line, f'    "count": Verb(PREPARE, "how many words there are", words=()),\n{line}'
+        ),
         encoding="utf-8",
     )
     (copy / "cli/count.py").write_text(VERB, encoding="utf-8")
