@@ -1,7 +1,18 @@
-"""Scale update of delayed scaling: all-reduced amaxes, rolled histories and new scales, once per step, outside of compiled code.
+"""Scale update of delayed scaling: once per optimizer step, outside of compiled code.
 
-The order of a step is: forward and backward passes, optimizer, `update_scales`, then `set_weight` of float8 weights. A
-step that is skipped because its gradients are not finite calls `discard_amax` instead.
+Passes fold amaxes into row 0 of each layer's history. `update_scales` reduces these rows over the
+ranks, rolls the histories and sets the next scales (`scaling.roll_amax_history`). Transformer
+Engine does the same after each forward pass, in reduce_and_update_fp8_tensors of its
+pytorch/quantization.py.
+
+Order of a step:
+
+    forward and backward passes
+    optimizer.step()
+    update_scales(layers)
+    layer.set_weight(...) of FP8 weights
+
+A step that is skipped because its gradients are not finite calls `discard_amax` instead.
 """
 
 from __future__ import annotations
@@ -30,69 +41,15 @@ from fp8cfg.numerics.scaling import (
 from fp8cfg.numerics.statistics import TENSORS
 from fp8cfg.numerics.stored_state import amax_record, fold_backward, forget_backward
 
-COLUMNS = {False: tuple(TENSORS.values()), True: ("qkv", "s", "o", "do", "dp", "dqkv")}
-"""Names of a layer's tensors: of a linear one, and of attention."""
-
-
-class Overflow(NamedTuple):
-    """Overflow of the last step. `clipped` is how many tensors had finite values beyond their scale's range, `infinite` how many
-    had infinite ones; `largest` is the greatest of their amaxes as a multiple of what fits, and `tensor` whose it is, such as
-    layers.0.mlp.linear_fc1 grad_output; 0 and empty where all fit."""
-
-    clipped: int
-    infinite: int
-    largest: float
-    tensor: str
-
-
-class RangesUsed(NamedTuple):
-    """Amaxes of a step as multiples of what fitted, float32 [tensors], on the device, and whose they are: to be looked at later. Of
-    finite tensors whose scale was their own it is 0."""
-
-    ratios: Tensor
-    names: list[str]
-
-
-def collect_ranges_used(model: nn.Module) -> RangesUsed | None:
-    """Those of the last step, of modules that have `compute_range_used`: FP8 layers of ours since the last call of `update_scales`, and of
-    Transformer Engine under delayed scaling. None where `model` has none. It waits for nothing."""
-    every = ((name, m, vars(m).get("range_used")) for name, m in model.named_modules())
-    layers = [(name, m, used) for name, m, used in every if used is not None]
-    if not layers:
-        return None
-    names = [
-        f"{name} {column}"
-        for name, m, _ in layers
-        for column in COLUMNS[isinstance(m, FP8Attention)]
-    ]
-    return RangesUsed(torch.cat([ratio for _, _, ratio in layers]), names)
-
-
-def read_overflow(used: RangesUsed | None) -> Overflow | None:
-    """What did not fit. Where the ratios are on an accelerator it waits for that, once."""
-    if used is None:
-        return None
-    found, names = used.ratios.cpu(), used.names
-    infinite = found.isinf()
-    if not (beyond := infinite | (found > 1)).any():
-        return Overflow(0, 0, 0.0, "")
-    worst = int(found.argmax())
-    return Overflow(
-        int((beyond & ~infinite).sum()), int(infinite.sum()), found[worst].item(), names[worst]
-    )
-
-
-def overflow(model: nn.Module) -> Overflow | None:
-    """What did not fit in the step that ended with the last call of `update_scales`; None where `model` has no FP8 layer of ours,
-    or there was none yet. It waits as `read_overflow` does."""
-    return read_overflow(collect_ranges_used(model))
-
+LINEAR_TENSORS = tuple(TENSORS.values())
+ATTENTION_TENSORS = ("qkv", "s", "o", "do", "dp", "dqkv")
+"""Names of the tensors of a layer, in the order of its scales."""
 
 FP8Layer = FP8Linear | FP8Attention
 
 
 def fp8_layers(model: nn.Module) -> Iterator[FP8Layer]:
-    """All FP8 layers of `model`, linear and attention, each once, in the order of `model.modules()`."""
+    """Iterates over the FP8 layers of `model`, linear and attention, in module order."""
     return (module for module in model.modules() if isinstance(module, FP8Layer))
 
 
@@ -102,87 +59,304 @@ def update_scales(
     group: dist.ProcessGroup | None = None,
     step: int | None = None,
     skip: Tensor | None = None,
+    late: Tensor | None = None,
 ) -> None:
-    """Reduces the amaxes of this step over `group`, rolls the histories and sets the scales of all delayed `layers`; of the
-    others it notes which tensors were infinite.
+    """Reduces the amaxes of this step, rolls the histories and sets the scales of delayed layers.
 
-    One all-reduce (MAX) for all layers together; all ranks must name the same layers in the same order. `group` None reduces
-    nothing. `step` counts optimizer steps from 1; with an interval of k scales move at steps k, 2k, ..., except one that was
-    never set, which is set as soon as its amax is known. Where `skip`, a bool [] on their device, is true, the layers are left as
-    `discard_amax` leaves them: nobody waits to know. Raises ValueError where an interval above 1 lacks `step`."""
+    For layers without a history it records which tensors were infinite. The host waits for nothing.
+
+    Args:
+        layers: FP8 layers. All ranks must pass the same layers in the same order.
+        group: Process group to reduce the amaxes over, in one all-reduce (MAX). None reduces
+            nothing.
+        step: Number of the optimizer step, from 1. With `Scaling.interval` k, scales change at
+            steps k, 2k, ... A scale that was never set is set as soon as its amax is known.
+        skip: bool [] on the device of the layers. If true, the layers are left as `discard_amax`
+            leaves them.
+        late: bool [] likewise. If true, this is step number `step` - 1.
+
+    Raises:
+        ValueError: `step` is missing and an interval is above 1.
+    """
     layers = list(layers)
-    delayed, linears = [layer for layer in layers if layer.scaling.layout.history], _linears(layers)
+    linears = _linears(layers)
+    delayed = [layer for layer in layers if layer.scaling.layout.history]
+    others = [layer for layer in layers if not layer.scaling.layout.history]
+
+    # Backward passes record in a buffer of their own. From here on the amax records have all.
     fold_backward(linears)
-    _take_infinite(
-        [layer for layer in layers if not layer.scaling.layout.history and _quantizes(layer)]
-    )
-    if not delayed:
-        forget_backward(linears)
-        return
-    kinds = [(layer.scaling, _roles(layer)) for layer in delayed]
-    now = torch.cat([_state(layer)[1][0] for layer in delayed])
-    if group is not None:
-        dist.all_reduce(now, dist.ReduceOp.MAX, group=group)
-    rows = torch.split(now, [len(roles) for _, roles in kinds])
-    for kind in dict.fromkeys(kinds):
-        those = [i for i, other in enumerate(kinds) if other == kind]
-        skipped = None if skip is None else (skip, _kept([delayed[i] for i in those], now.device))
-        used = _update(
-            [_state(delayed[i]) for i in those],
-            torch.stack([rows[i] for i in those]),
-            *kind,
-            step,
-            skipped,
-        )
-        for i, row in zip(those, used.unbind(), strict=True):
-            delayed[i].range_used = row
+    _take_infinite_amaxes([layer for layer in others if _quantizes(layer)])
+    if delayed:
+        _update_delayed(delayed, group, step, skip, late)
     forget_backward(linears)
-    _learn_what_is_set([layer for layer in _linears(delayed) if layer.amax_group])
+    _learn_which_scales_are_set([layer for layer in _linears(delayed) if layer.amax_group])
 
 
-def _learn_what_is_set(layers: list[FP8Linear]) -> None:
-    """Note the scales of `layers`, whose amaxes ranks share, that are set by now: on a GPU by the update before, so that nobody
-    waits for this one. Those ranks have the same scales and learn it in the same step."""
+def _update_delayed(
+    layers: list[FP8Layer],
+    group: dist.ProcessGroup | None,
+    step: int | None,
+    skip: Tensor | None,
+    late: Tensor | None,
+) -> None:
+    # One all-reduce for all layers: row 0 of each history, one after the other.
+    step_amaxes = torch.cat([_delayed_state(layer)[1][0] for layer in layers])
+    if group is not None:
+        dist.all_reduce(step_amaxes, dist.ReduceOp.MAX, group=group)
+    rows = torch.split(step_amaxes, [len(_roles(layer)) for layer in layers])
+
+    # Layers with the same recipe and tensors are stacked and updated by the same few kernels.
+    indices_by_kind: dict[tuple[Scaling, tuple[int, ...]], list[int]] = {}
+    for index, layer in enumerate(layers):
+        indices_by_kind.setdefault((layer.scaling, _roles(layer)), []).append(index)
+    for (scaling, roles), indices in indices_by_kind.items():
+        stacked_layers = [layers[index] for index in indices]
+        stacked_rows = torch.stack([rows[index] for index in indices])
+        range_used = _update_stacked(stacked_layers, stacked_rows, scaling, roles, step, skip, late)
+        for layer, row in zip(stacked_layers, range_used.unbind(), strict=True):
+            layer.range_used = row
+
+
+def _update_stacked(
+    layers: list[FP8Layer],
+    step_amaxes: Tensor,
+    scaling: Scaling,
+    roles: tuple[int, ...],
+    step: int | None,
+    skip: Tensor | None,
+    late: Tensor | None,
+) -> Tensor:
+    """Updates layers with the same recipe.
+
+    Args:
+        layers: The layers.
+        step_amaxes: Their reduced amaxes, float32 [layers, roles].
+        scaling: Their recipe.
+        roles: The roles of their tensors.
+        step: See `update_scales`.
+        skip: See `update_scales`.
+        late: See `update_scales`.
+
+    Returns:
+        `compute_range_used` under the scales before the update, float32 [layers, roles].
+    """
+    if step is None and scaling.interval > 1:
+        raise ValueError(
+            f"update_scales: interval={scaling.interval} needs the number of the optimizer step"
+        )
+    device = step_amaxes.device
+    scales = [_delayed_state(layer)[0] for layer in layers]
+    histories = [_delayed_state(layer)[1] for layer in layers]
+    old_scale = torch.stack(scales)
+    old_history = torch.stack(histories, 1)  # [length, layers, roles]
+    scaled_max = _constants(tuple(scaling.scaled_max(role) for role in roles), device)
+    history, scale = roll_amax_history(
+        old_history,
+        old_scale,
+        step_amaxes,
+        scaled_max.expand_as(step_amaxes),
+        scaling.amax_compute_algo,
+    )
+
+    # Between two updates of an interval only scales change that were never set.
+    is_between = _is_between_updates(step, scaling.interval)
+    late_is_between = is_between if late is None else _is_between_updates(step, scaling.interval, 1)
+    if is_between != late_is_between:
+        # Only the device knows which of the two steps this is.
+        keeps_old = (late != is_between) & (old_scale != 0)
+        scale = torch.where(keeps_old, old_scale, scale)
+    elif is_between:
+        scale = torch.where(old_scale == 0, scale, old_scale)
+
+    if skip is not None:
+        kept = torch.where(_keeps_amax(layers, device) > 0, old_history[0], 0)
+        discarded = torch.cat([kept[None], old_history[1:]])
+        scale = torch.where(skip, old_scale, scale)
+        history = torch.where(skip, discarded, history)
+
+    # One kernel for all layers. It takes only dense tensors.
+    torch._foreach_copy_(histories, list(history.transpose(0, 1).contiguous().unbind()))
+    torch._foreach_copy_(scales, list(scale.unbind()))
+    reach = _constants(tuple(scaling.format_of(role).reach for role in roles), device)
+    return compute_range_used(step_amaxes, old_scale, reach)
+
+
+def _is_between_updates(step: int | None, interval: int, steps_late: int = 0) -> bool:
+    return step is not None and (step - steps_late) % interval != 0
+
+
+def _keeps_amax(layers: list[FP8Layer], device: torch.device) -> Tensor:
+    """Returns 1 for amaxes that a skipped step keeps and 0 for others, float32 [layers, roles]."""
+    flags = []
     for layer in layers:
-        _note_set(layer)
-    if not (left := [layer for layer in layers if _may_be_unset(layer)]):
-        return
-    copies = HostCopy.of(torch.stack([_state(layer)[0] for layer in left])).unbind()
-    for layer, copy in zip(left, copies, strict=True):
-        layer.scales_read = copy
-        if copy.at_hand:
-            _note_set(layer)
+        for role in _roles(layer):
+            flags.append(float(role == WEIGHT and _has_fp8_weight(layer)))
+    return _constants(tuple(flags), device).view(len(layers), -1)
 
 
-def _note_set(layer: FP8Linear) -> None:
-    if layer.scales_read is not None:
-        scales, layer.scales_read = layer.scales_read.read(), None
-        layer.note_set(tuple(role for role, scale in enumerate(scales) if scale != 0))
+@functools.lru_cache(maxsize=64)
+def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Returns `values`, float32, on `device`. Each copy from the host waits, so they are cached."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _may_be_unset(layer: FP8Linear) -> bool:
-    """Whether a shared scale is not known to be set, of a tensor that is quantized; one that is not never has any."""
-    quantized = {role for (role, product) in CONTRACTED if not layer.high_precision[product]}
-    quantized |= {WEIGHT} if _holds_weight(layer) else set()
-    return layer.parts is not None and not quantized.isdisjoint(layer.parts.roles)
+@torch.no_grad()
+def discard_amax(layers: Iterable[FP8Layer]) -> None:
+    """Discards the amaxes of `layers` since the last update without rolling the histories.
+
+    The amax of an FP8 weight stays: it was recorded when the weight was written.
+    """
+    layers = list(layers)
+    forget_backward(_linears(layers))
+    for layer in layers:
+        layer.range_used = None
+        step_amaxes = amax_record(layer)[0]
+        if _has_fp8_weight(layer):
+            step_amaxes[[INPUT, GRAD_OUTPUT]] = 0
+        else:
+            step_amaxes[:] = 0
 
 
-def _quantizes(layer: FP8Layer) -> bool:
-    """Whether it is no layer whose weight alone is held in fewer bits."""
-    return not (isinstance(layer, FP8Linear) and all(layer.high_precision))
+@torch.no_grad()
+def reset_state(layers: Iterable[FP8Layer]) -> None:
+    """Resets scales, histories and counts of random draws to their first values, in place.
+
+    For layers that were built on the meta device: their new memory has arbitrary contents.
+    """
+    for layer in layers:
+        state = layer.fresh_state()
+        if isinstance(layer, FP8Linear):
+            layer.forget_scales_set()
+        for name, buffer in layer.named_buffers():
+            buffer.copy_(state.get(name, torch.zeros_like(buffer)))
 
 
-def _take_infinite(layers: list[FP8Layer]) -> None:
-    """What tensors used of the range of scales that are their own: infinity of infinite ones, else 0. The records begin anew."""
+def _take_infinite_amaxes(layers: list[FP8Layer]) -> None:
+    """Sets `range_used` of layers whose scales fit each tensor, and clears their amax records.
+
+    It is infinity for infinite tensors and 0 for others.
+    """
     if not layers:
         return
     records = [amax_record(layer) for layer in layers]
-    used = F.threshold(torch.cat([record[0] for record in records]), FLT_MAX, 0.0)
-    for layer, row in zip(
-        layers, torch.split(used, [record.shape[1] for record in records]), strict=True
-    ):
+    range_used = F.threshold(torch.cat([record[0] for record in records]), FLT_MAX, 0.0)
+    rows = torch.split(range_used, [record.shape[1] for record in records])
+    for layer, row in zip(layers, rows, strict=True):
         layer.range_used = row
     torch._foreach_zero_(records)
+
+
+def _learn_which_scales_are_set(layers: list[FP8Linear]) -> None:
+    """Tells layers that share amaxes with other ranks which of their scales are set.
+
+    A scale that is set needs no amax of other ranks in the next pass. On a GPU the scales of the
+    previous update are read, so that the host does not wait for this one. The ranks of a group have
+    the same scales and learn it in the same step.
+    """
+    for layer in layers:
+        _read_set_scales(layer)
+    unknown = [layer for layer in layers if _may_have_unset_scales(layer)]
+    if not unknown:
+        return
+    copies = HostCopy.of(torch.stack([_delayed_state(layer)[0] for layer in unknown])).unbind()
+    for layer, copy in zip(unknown, copies, strict=True):
+        layer.scales_read = copy
+        if copy.at_hand:
+            _read_set_scales(layer)
+
+
+def _read_set_scales(layer: FP8Linear) -> None:
+    if layer.scales_read is None:
+        return
+    scales = layer.scales_read.read()
+    layer.scales_read = None
+    layer.note_set(tuple(role for role, scale in enumerate(scales) if scale != 0))
+
+
+def _may_have_unset_scales(layer: FP8Linear) -> bool:
+    """Whether a shared scale of a tensor that is quantized may not be set yet."""
+    if layer.parts is None:
+        return False
+    quantized = {role for role, gemm in CONTRACTED if not layer.high_precision[gemm]}
+    if _has_fp8_weight(layer):
+        quantized.add(WEIGHT)
+    return not quantized.isdisjoint(layer.parts.roles)
+
+
+# --- overflow of the last step
+
+
+class Overflow(NamedTuple):
+    """Overflow of the last step.
+
+    Attributes:
+        clipped: Tensors with finite values beyond the range of their scale.
+        infinite: Tensors with infinite values.
+        largest: The largest amax as a multiple of the range. 0 if all tensors fit.
+        tensor: Its name, such as "layers.0.mlp.linear_fc1 grad_output". Empty if all tensors fit.
+    """
+
+    clipped: int
+    infinite: int
+    largest: float
+    tensor: str
+
+
+class RangesUsed(NamedTuple):
+    """Amaxes of a step as multiples of the range, still on the device.
+
+    Attributes:
+        ratios: float32 [tensors]. 0 for a finite tensor with a scale of its own.
+        names: Names of the tensors.
+    """
+
+    ratios: Tensor
+    names: list[str]
+
+
+def collect_ranges_used(model: nn.Module) -> RangesUsed | None:
+    """Collects the ranges used in the step of the last `update_scales`. The host waits for nothing.
+
+    Modules with an attribute `range_used` take part: FP8 layers, and Transformer Engine's modules
+    under delayed scaling. Returns None if `model` has none.
+    """
+    ratios: list[Tensor] = []
+    names: list[str] = []
+    for name, module in model.named_modules():
+        range_used = vars(module).get("range_used")
+        if range_used is None:
+            continue
+        ratios.append(range_used)
+        is_attention = isinstance(module, FP8Attention)
+        tensors = ATTENTION_TENSORS if is_attention else LINEAR_TENSORS
+        names.extend(f"{name} {tensor}" for tensor in tensors)
+    return RangesUsed(torch.cat(ratios), names) if ratios else None
+
+
+def read_overflow(ranges_used: RangesUsed | None) -> Overflow | None:
+    """Counts the tensors that did not fit. The host waits for an accelerator, once."""
+    if ranges_used is None:
+        return None
+    ratios = ranges_used.ratios.cpu()
+    is_infinite = ratios.isinf()
+    is_clipped = (ratios > 1) & ~is_infinite
+    clipped = int(is_clipped.sum())
+    infinite = int(is_infinite.sum())
+    if clipped + infinite == 0:
+        return Overflow(0, 0, 0.0, "")
+    worst = int(ratios.argmax())
+    return Overflow(clipped, infinite, ratios[worst].item(), ranges_used.names[worst])
+
+
+def overflow(model: nn.Module) -> Overflow | None:
+    """Returns the overflow of the step of the last `update_scales`. The host waits for it.
+
+    None if `model` has no FP8 layer or was not updated yet.
+    """
+    return read_overflow(collect_ranges_used(model))
+
+
+# --- layers
 
 
 def _linears(layers: Iterable[FP8Layer]) -> list[FP8Linear]:
@@ -190,96 +364,24 @@ def _linears(layers: Iterable[FP8Layer]) -> list[FP8Linear]:
 
 
 def _roles(layer: FP8Layer) -> tuple[int, ...]:
-    """The role in the layer's scaling of each column of its state."""
+    """Returns the role of each tensor of the layer, in the order of its scales."""
     return ROLES if isinstance(layer, FP8Attention) else (INPUT, WEIGHT, GRAD_OUTPUT)
 
 
-def _state(layer: FP8Layer) -> tuple[Tensor, Tensor]:
-    scale, history = layer.fp8_scale, layer.fp8_amax_history
-    assert scale is not None and history is not None, "delayed scaling has state"
-    return scale, history
+def _delayed_state(layer: FP8Layer) -> tuple[Tensor, Tensor]:
+    """Returns the scales [roles] and the amax history [length, roles] of a layer."""
+    assert layer.fp8_scale is not None, "delayed scaling has scales"
+    assert layer.fp8_amax_history is not None, "delayed scaling has a history"
+    return layer.fp8_scale, layer.fp8_amax_history
 
 
-@functools.lru_cache(maxsize=64)
-def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Float32 `values` on `device`, copied there once: a copy from the host waits."""
-    return torch.tensor(values, dtype=torch.float32, device=device)
+def _quantizes(layer: FP8Layer) -> bool:
+    """Whether a GEMM of the layer runs in FP8. A layer may only store its weight in FP8."""
+    return not (isinstance(layer, FP8Linear) and all(layer.high_precision))
 
 
-def _kept(layers: list[FP8Layer], device: torch.device) -> Tensor:
-    """1 for the amaxes of this step that a skipped step leaves, else 0, [layers, roles]."""
-    rows = [
-        [float(role == WEIGHT and _holds_weight(layer)) for role in _roles(layer)]
-        for layer in layers
-    ]
-    return _constants(tuple(value for row in rows for value in row), device).view(len(rows), -1)
-
-
-def _holds_weight(layer: FP8Layer) -> bool:
-    """Whether the amax of its weight was recorded when that was written, and stays until it is written again."""
-    return isinstance(layer, FP8Linear) and (
-        layer.fp8_params or (layer.sharded and not layer.shard_codec)
-    )
-
-
-def _update(
-    states: list[tuple[Tensor, Tensor]],
-    now: Tensor,
-    scaling: Scaling,
-    roles: tuple[int, ...],
-    step: int | None,
-    skipped: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """One update of layers of one scaling; what their tensors used of the range of the scales before it. `skipped` is whether it
-    is skipped, and then which amaxes stay."""
-    if step is None and scaling.interval > 1:
-        raise ValueError(
-            f"update_scales: interval={scaling.interval} needs the number of the optimizer step"
-        )
-    scales, histories = ([pair[i] for pair in states] for i in range(2))
-    old = torch.stack(scales)
-    formats = [scaling.format_of(role) for role in roles]
-    target = _constants(tuple(f.max * 2.0**-scaling.margin for f in formats), now.device).expand_as(
-        now
-    )
-    reach = _constants(tuple(f.reach for f in formats), now.device)
-    before = torch.stack(histories, 1)
-    history, new = roll_amax_history(before, old, now, target, scaling.amax_compute_algo)
-    stays = step is not None and step % scaling.interval != 0
-    if stays:
-        new = torch.where(old == 0, new, old)
-    if skipped is not None:
-        skip, kept = skipped
-        new = torch.where(skip, old, new)
-        history = torch.where(
-            skip, torch.cat([torch.where(kept > 0, before[0], 0)[None], before[1:]]), history
-        )
-    torch._foreach_copy_(
-        histories, list(history.transpose(0, 1).contiguous().unbind())
-    )  # one launch, of dense tensors alone
-    torch._foreach_copy_(scales, list(new.unbind()))
-    return compute_range_used(now, old, reach)
-
-
-@torch.no_grad()
-def discard_amax(layers: Iterable[FP8Layer]) -> None:
-    """Forgets the amaxes that `layers` recorded since the last update, and rolls nothing. A float8 weight's amax stays: it was
-    recorded when the weight was written, and the weight has not changed.
-    """
-    layers = list(layers)
-    forget_backward(_linears(layers))
-    for layer in layers:
-        layer.range_used = None
-        amax_record(layer)[0, [INPUT, GRAD_OUTPUT] if _holds_weight(layer) else slice(None)] = 0
-
-
-@torch.no_grad()
-def reset_state(layers: Iterable[FP8Layer]) -> None:
-    """Scales, histories and counts of random draws as they are before the first pass, in place: for layers that were made on the
-    meta device and got memory since, which holds whatever it held."""
-    for layer in layers:
-        state = layer.fresh_state()
-        if isinstance(layer, FP8Linear):
-            layer.forget_scales_set()
-        for name, buffer in layer.named_buffers():
-            buffer.copy_(state.get(name, torch.zeros_like(buffer)))
+def _has_fp8_weight(layer: FP8Layer) -> bool:
+    """Whether the weight's amax is recorded when the weight is written, and stays until then."""
+    if not isinstance(layer, FP8Linear):
+        return False
+    return layer.fp8_params or (layer.sharded and not layer.shard_codec)

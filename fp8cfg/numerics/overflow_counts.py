@@ -1,13 +1,12 @@
-"""Overflowed values: how many elements of FP8 tensors were clipped or infinite, counted where they are quantized.
+"""Counts of overflowed values: elements of FP8 tensors that were clipped or infinite.
 
-A kernel counts the elements that it has at hand, where their amax, which it has too, says that some do not fit; a tensor that plain
-operations quantize is read once more then (quantize.py). A step in which all fits reads nothing. What a pass counts is added
-up, over the microbatches too. One that is computed again in a backward pass counts nothing: its tensors were counted in their first
-pass.
+A kernel counts the elements of its tile if their amax says that some do not fit. If plain torch
+operations quantize a tensor, it is read once more in that case (`quantize.count_out_of_range`). A
+step in which everything fits reads nothing extra. Counts add up over microbatches. A pass that
+activation checkpointing runs again counts nothing, because the first pass has counted its tensors.
 
-A device has one counter for all layers. Kernels and operators add to it, and no compiler knows of it, for no graph reads it. Each
-step has a place of its own in a ring that was made of zeros: no launch clears one, and steps that are launched ahead are apart.
-A CUDA graph would add to the place of the step in which it was captured, for ever: operators that count say that they go into none.
+A device has one counter for all layers. Kernels and custom operators add to it. No graph reads it,
+so compilers do not know it.
 """
 
 from __future__ import annotations
@@ -20,23 +19,31 @@ from torch import Tensor
 
 from fp8cfg.numerics.scaling import GRAD_OUTPUT
 
-PLACES = 512
-"""Places of a ring, of which the first is for what is not counted. After the steps that the others serve another ring is made."""
+NUM_SLOTS = 512
+"""Slots of a ring, one for each step. Slot 0 takes what is not counted."""
 
 NO_CUDA_GRAPH = (torch.Tag.cudagraph_unsafe,)
-"""Tags of operators that count: Inductor leaves them out of CUDA graphs."""
+"""Tags of operators that count. Inductor leaves them out of CUDA graphs: a graph would add to the
+slot
+of the step that captured it in all later steps."""
 
 
 class _Ring:
-    """Places [PLACES, 4], float32: numbers of clipped and of infinite values, and two that keep kernels' pointers at 16 bytes."""
+    """Slots [NUM_SLOTS, 4], float32: clipped values, infinite values, and two unused numbers.
+
+    Each step has a slot of its own, so no kernel must clear one, and steps that the host launches
+    ahead do not mix. The unused numbers keep the kernels' pointers aligned to 16 bytes.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        # Inference tensors could not be written outside of inference mode.
         with torch.inference_mode(False):
-            self.places, self.at = torch.zeros(PLACES, 4, dtype=torch.float32, device=device), 1
+            self.slots = torch.zeros(NUM_SLOTS, 4, dtype=torch.float32, device=device)
+        self.current = 1
 
 
 _rings: dict[torch.device, _Ring] = {}
-_counts = True
+_is_counting = True
 
 
 def _ring(device: torch.device) -> _Ring:
@@ -47,31 +54,41 @@ def _ring(device: torch.device) -> _Ring:
 
 @contextmanager
 def pause_overflow_counts() -> Iterator[None]:
-    """A context of passes beside those of a step."""
-    global _counts
-    before, _counts = _counts, False
+    """Context manager for passes that are not part of a training step."""
+    global _is_counting
+    before = _is_counting
+    _is_counting = False
     try:
         yield
     finally:
-        _counts = before
+        _is_counting = before
 
 
 def overflow_counter(device: torch.device, role: int) -> Tensor:
-    """Where a tensor of `role` that is quantized now is counted, float32 [4]. In a backward pass gradients are quantized first, and
-    other tensors again."""
+    """Returns the slot, float32 [4], for a tensor of `role` that is quantized now."""
     ring = _ring(device)
-    again = role != GRAD_OUTPUT and torch._C._current_graph_task_id() != -1
-    return ring.places[ring.at if _counts and not again else 0]
+    # Backward passes quantize gradients for the first time, and other tensors again.
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    is_counted_already = is_in_backward and role != GRAD_OUTPUT
+    if is_counted_already or not _is_counting:
+        return ring.slots[0]
+    return ring.slots[ring.current]
 
 
 def take_step_counts(device: torch.device) -> Tensor:
-    """How many values were clipped and how many were infinite since the last call, the first two of float32 [4], on `device`: to
-    the unit up to 2^24, to seven digits beyond. Nothing waits, and nothing is launched but zeros for another ring.
+    """Returns the counts since the last call and begins the next step.
+
+    The host waits for nothing.
+
+    Returns:
+        float32 [4] on `device`: clipped values, infinite values, and two unused numbers. Exact up
+        to 2^24, then to seven digits.
     """
     ring = _ring(device)
-    place, ring.at = ring.places[ring.at], ring.at + 1
-    if (
-        ring.at == PLACES
-    ):  # now, for FSDP2 quantizes on a stream of its own, which waits for this one as a step begins
+    counts = ring.slots[ring.current]
+    ring.current += 1
+    if ring.current == NUM_SLOTS:
+        # Here and not at first use: FSDP2 quantizes on another stream, which waits for this one
+        # when a step begins.
         _rings[device] = _Ring(device)
-    return place
+    return counts

@@ -1,8 +1,9 @@
-"""Quantization statistics: amax, scales, underflow, overflow and rounding error of every FP8 operand, in one pass over a model.
+"""Quantization statistics: amax, scales, underflow, overflow and error of each FP8 operand.
 
-An observer beside the arithmetic: it quantizes what the layers see once more, by the same rules, and compares. Underflow and
-overflow are the two ends of one choice: a larger scale flushes fewer small elements to zero and saturates more large ones.
-The shares are those of Transformer Engine's debug statistics (underflows%, overflows%), without the percent.
+They are collected in one pass over a model. The tensors of the layers are quantized once more, by
+the same rules, and compared. A larger scale flushes fewer small elements to zero and saturates more
+large ones: underflow and overflow are the two ends of one choice. The fractions are those of
+Transformer Engine's debug statistics (underflows%, overflows%), without the percent.
 """
 
 from __future__ import annotations
@@ -37,18 +38,30 @@ from fp8cfg.numerics.state_dict_conversion import ROUNDING_COUNT
 from fp8cfg.numerics.stored_state import AMAX, BACKWARD_AMAX, RAN
 
 TENSORS = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
-CHUNK = 1 << 25
-"""Elements measured at a time, for which there are several float32 copies."""
+"""Names of the tensors of a linear layer."""
+CHUNK_ELEMENTS = 1 << 25
+"""Elements measured at a time. They take several float32 copies."""
 
 
 class Statistics(NamedTuple):
-    """Statistics of one tensor of one layer, as the first of its products in FP8 reads it: fprop for inputs and weights, dgrad for
-    the gradients of outputs.
+    """Statistics of one tensor, as the first of its FP8 GEMMs reads it.
 
-    `amax` skips NaN. `scale_min` and `scale_max` are over the tiles that are not all zero, None where all are. Shares of the
-    elements: `underflow` is not zero and becomes zero, `overflow` lies beyond the largest value of the format after scaling.
-    `error` is rms(rounded - tensor) / rms(tensor) over finite elements, 0 for a tensor of zeros. `zeros` and `nonfinite` are
-    counts out of `element_numbers`."""
+    That is fprop for inputs and weights, and dgrad for gradients of outputs.
+
+    Attributes:
+        layer: Name of the layer.
+        tensor: "input", "weight" or "grad_output".
+        format: Name of the format.
+        amax: The largest magnitude. NaN is skipped.
+        scale_min: The smallest scale of tiles that are not all zero. None if all are zero.
+        scale_max: The largest scale of such tiles.
+        underflow: Fraction of the elements that are not zero and are rounded to zero.
+        overflow: Fraction of the elements beyond the largest value of the format after scaling.
+        error: rms(rounded - tensor) / rms(tensor) over finite elements. 0 for a tensor of zeros.
+        zeros: Number of zeros.
+        nonfinite: Number of infinities and NaN.
+        elements: Number of elements.
+    """
 
     layer: str
     tensor: str
@@ -69,200 +82,246 @@ def collect_statistics(
     run: Callable[[], object],
     masters: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> list[Statistics]:
-    """Statistics of the FP8 layers of `model`, collected while `run()` makes one forward and backward pass of it, eagerly where it
-    is compiled. A layer that is called several times is measured in its first call.
+    """Collects statistics of the FP8 layers of `model` during one forward and backward pass.
 
-    Weights that are held in float8 alone are compared with `masters`, what they are quantized from by parameter; those without
-    one are left out. One that FSDP2 gathers in float8 is compared with its shards, put together: all ranks call this then, before
-    weights are gathered. Afterwards gradients, amax histories, the record of products and random numbers are what they were; other
-    buffers that a forward pass writes are not. Raises ValueError where no FP8 layer ran, as outside of its region.
+    Compiled models run eagerly. If a layer is called several times, its first call is measured.
+    Afterwards gradients, amax histories, records of GEMMs and random numbers are restored. Other
+    buffers that a forward pass writes are not.
+
+    FSDP2: a weight that is gathered in FP8 is compared with its high-precision shards. All ranks
+        must
+    call this function before weights are gathered.
+
+    Args:
+        model: The model.
+        run: Runs the forward and backward pass.
+        masters: The high-precision weights of parameters that are stored only in FP8. Weights
+            without one are left out.
+
+    Returns:
+        The statistics in the order of the layers.
+
+    Raises:
+        ValueError: No FP8 layer ran.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, FP8Linear)}
-    probe = _Probe(
-        masters or {},
-        {
-            layer: layer.parameter
-            for layer in layers.values()
-            if hasattr(layer.parameter, "placements")
-        },
-    )
-    with _unchanged(model), torch.compiler.set_stance("force_eager"):
-        handles = [
-            layer.register_forward_hook(partial(probe.forward, name), with_kwargs=True)
-            for name, layer in layers.items()
-        ]
+    shards: dict[nn.Module, nn.Parameter] = {}
+    for layer in layers.values():
+        if hasattr(layer.parameter, "placements"):  # a DTensor
+            shards[layer] = layer.parameter
+    probe = _Probe(masters or {}, shards)
+    with _restore_state(model), torch.compiler.set_stance("force_eager"):
+        handles = []
+        for name, layer in layers.items():
+            hook = partial(probe.forward, name)
+            handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         try:
             run()
         finally:
             for handle in handles:
                 handle.remove()
-    if not probe.found:
-        raise ValueError("no FP8 layer ran: the pass must be inside of the model's FP8 region")
-    return [
-        probe.found[key].read(*key)
-        for key in sorted(probe.found, key=lambda k: ([*layers].index(k[0]), k[1]))
-    ]
+    if not probe.measurements:
+        raise ValueError("no FP8 layer ran; run the forward pass inside autocast()")
+    order = {name: index for index, name in enumerate(layers)}
+    keys = sorted(probe.measurements, key=lambda key: (order[key[0]], key[1]))
+    return [probe.measurements[layer, role].read(layer, role) for layer, role in keys]
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores everything that a forward and a backward pass change."""
-    buffers = [(name.rpartition(".")[2], buffer) for name, buffer in model.named_buffers()]
-    changing = [
-        b for leaf, b in buffers if leaf in (*RAN, AMAX, BACKWARD_AMAX, "gemms_ran", ROUNDING_COUNT)
-    ]
-    changing += [b[0] for leaf, b in buffers if leaf == "fp8_amax_history"]
+def _restore_state(model: nn.Module) -> Iterator[None]:
+    """Context manager that restores what a forward and a backward pass change."""
+    changing = []
+    for name, buffer in model.named_buffers():
+        leaf = name.rpartition(".")[2]
+        if leaf in (*RAN, AMAX, BACKWARD_AMAX, "gemms_ran", ROUNDING_COUNT):
+            changing.append(buffer)
+        elif leaf == "fp8_amax_history":
+            changing.append(buffer[0])  # a pass writes only row 0
+    before = [tensor.clone() for tensor in changing]
     parameters = list(model.parameters())
-    before = [t.clone() for t in changing]
-    gradients = [p.grad for p in parameters]
+    gradients = [parameter.grad for parameter in parameters]
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
-    for p in parameters:
-        p.grad = None
+    for parameter in parameters:
+        parameter.grad = None
     try:
         with torch.random.fork_rng(sorted(devices)), pause_overflow_counts():
             yield
     finally:
-        for t, old in zip(changing, before, strict=True):
-            t.copy_(old)
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
+        for tensor, old in zip(changing, before, strict=True):
+            tensor.copy_(old)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 class _Probe:
+    """Measures the tensors of layers in forward hooks and gradient hooks."""
+
     def __init__(
         self, masters: Mapping[nn.Parameter, Tensor], shards: Mapping[nn.Module, nn.Parameter]
     ) -> None:
-        self.masters, self.shards = masters, shards
-        self.found: dict[tuple[str, int], _Measured] = {}
-        self._seen: set[str] = set()
+        self.masters = masters
+        self.shards = shards
+        self.measurements: dict[tuple[str, int], _Measurement] = {}
+        self._visited: set[str] = set()
 
     def forward(self, name: str, layer: FP8Linear, args: Any, kwargs: Any, y: Tensor) -> None:
-        """The hook of a layer. Activation checkpointing calls it again, and by then the layer has been seen."""
-        if name in self._seen or not layer.region.applies():
+        """Forward hook of a layer."""
+        # Activation checkpointing calls it again in the backward pass.
+        if name in self._visited or not layer.region.applies():
             return
-        self._seen.add(name)
+        self._visited.add(name)
         self._measure(name, layer, INPUT, (*args, *kwargs.values())[0])
-        weight: Tensor | None = layer.parameter
-        if layer.codec:
-            weight = layer.dequantized_weight(torch.float32)
-        elif isinstance(weight, GatheredWeight) and weight.codec:
-            weight = decoded(weight.stored, weight.codec, torch.float32)
-        elif isinstance(weight, GatheredWeight):
-            weight = whole_master(self.shards[layer]) if layer in self.shards else None
-        elif layer.fp8_params and isinstance(weight, nn.Parameter):
-            weight = self.masters.get(weight)
+        weight = self._high_precision_weight(layer)
         if weight is not None:
             self._measure(name, layer, WEIGHT, weight)
         if y.requires_grad:
             y.register_hook(partial(self._measure, name, layer, GRAD_OUTPUT))
 
+    def _high_precision_weight(self, layer: FP8Linear) -> Tensor | None:
+        """Returns the weight before FP8 quantization, or None if it does not exist."""
+        weight: Tensor | None = layer.parameter
+        if layer.codec:
+            return layer.dequantized_weight(torch.float32)
+        if isinstance(weight, GatheredWeight):
+            if weight.codec:
+                return decoded(weight.stored, weight.codec, torch.float32)
+            return whole_master(self.shards[layer]) if layer in self.shards else None
+        if layer.fp8_params and isinstance(weight, nn.Parameter):
+            return self.masters.get(weight)
+        return weight
+
     def _measure(self, name: str, layer: FP8Linear, role: int, t: Tensor) -> None:
-        reads = [
-            slot
-            for slot in (FPROP, DGRAD, WGRAD)
-            if (role, slot) in CONTRACTED and not layer.high_precision[slot]
-        ]
-        if not reads or t.numel() == 0:
+        axes = []  # the contracted dimension in each FP8 GEMM that reads the tensor
+        for gemm in (FPROP, DGRAD, WGRAD):
+            if (role, gemm) in CONTRACTED and not layer.high_precision[gemm]:
+                axes.append(CONTRACTED[role, gemm])
+        if not axes or t.numel() == 0:
             return
+        axis = axes[0]
         scaling = layer.scaling
         with torch.no_grad(), torch.autocast(t.device.type, enabled=False):
             t = t.detach().reshape(-1, t.shape[-1])
-            if CONTRACTED[role, reads[0]] == 0:
-                t = hadamard_transform(t.t()) if scaling.uses_hadamard(role, 0) else t.t()
-            tile = scaling.tile(role, 1)
-            one = (
-                choose_tensor_scale(
+            # The contracted dimension comes last.
+            if axis == 0:
+                t = t.t()
+                if scaling.uses_hadamard(role, axis=0):
+                    t = hadamard_transform(t)
+            scale = None
+            if scaling.tile(role, 1) is None:
+                scale = choose_tensor_scale(
                     t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False
                 )
-                if tile is None
-                else None
-            )
-            random = (
-                layer.random(CONTRACTED[role, reads[0]])
-                if scaling.rounds_stochastically(role)
-                else None
-            )
-            self.found[name, role] = _measured(t.contiguous(), role, scaling, one, random)
+            random = layer.random(axis) if scaling.rounds_stochastically(role) else None
+            self.measurements[name, role] = _measure(t.contiguous(), role, scaling, scale, random)
 
 
-class _Measured(NamedTuple):
-    """Statistics of a tensor as scalars that are still on its device."""
+class _Measurement(NamedTuple):
+    """Statistics of a tensor that are still on its device."""
 
     format: Format
     elements: int
-    values: Tensor  # float64: amax, smallest and largest scale, then the sums of `_sums`
+    # float64: amax, smallest and largest scale, then the sums of `_sum_errors`
+    values: Tensor
 
     def read(self, layer: str, role: int) -> Statistics:
-        amax, low, high, underflow, overflow, zeros, nonfinite, lost, total = self.values.tolist()
-        n = self.elements
+        """Waits for the device and returns the statistics."""
+        values = self.values.tolist()
+        amax, scale_min, scale_max, underflow, overflow, zeros, nonfinite, lost, total = values
+        has_scales = scale_max != 0  # otherwise all tiles are zero
         return Statistics(
             layer,
             TENSORS[role],
             self.format.name,
             amax,
-            scale_min=low if high else None,
-            scale_max=high if high else None,
-            underflow=underflow / n,
-            overflow=overflow / n,
+            scale_min=scale_min if has_scales else None,
+            scale_max=scale_max if has_scales else None,
+            underflow=underflow / self.elements,
+            overflow=overflow / self.elements,
             error=(lost / total) ** 0.5 if total else 0.0,
             zeros=int(zeros),
             nonfinite=int(nonfinite),
-            elements=n,
+            elements=self.elements,
         )
 
 
-def _measured(
-    t: Tensor, role: int, scaling: Scaling, one: Tensor | None, random: RandomStream | None
-) -> _Measured:
-    """Statistics of `t` [R, C], whose last dimension is contracted. `one` is its scale where it has a single one, `random` the
-    stream of stochastic rounding.
+def _measure(
+    t: Tensor, role: int, scaling: Scaling, scale: Tensor | None, random: RandomStream | None
+) -> _Measurement:
+    """Measures a tensor.
+
+    Args:
+        t: Matrix [R, C]. The GEMM contracts its last dimension.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        scaling: The recipe.
+        scale: The scale of the tensor, float32 []. None if it has tiles.
+        random: The random numbers of stochastic rounding.
     """
-    fmt, tile = scaling.format_of(role), scaling.tile(role, 1)
-    whole = compute_global_scale(t) if scaling.layout.two_levels else None
-    rows = max(1, CHUNK // t.shape[1] // 128) * 128  # no tile is higher
-    scales, sums = [], []
-    for i, part in enumerate(torch.split(t, rows)):
-        v = split_tiles(part, tile or (0, 0))
-        if one is not None:
-            encode, decode = one, one.reciprocal()
-            scales.append(one.expand(2))
+    fmt = scaling.format_of(role)
+    tile = scaling.tile(role, 1)
+    global_scale = compute_global_scale(t) if scaling.layout.two_levels else None
+    # A multiple of 128 rows: no tile is higher, so that chunks cut none.
+    rows = max(1, CHUNK_ELEMENTS // t.shape[1] // 128) * 128
+    scale_ranges = []
+    sums = []
+    for i, chunk in enumerate(torch.split(t, rows)):
+        v = split_tiles(chunk, tile or (0, 0))
+        if scale is not None:
+            scales = TileScales(scale, scale.reciprocal())
+            scale_ranges.append(scale.expand(2))
         else:
-            encode, decode = compute_tile_scales(v, fmt, scaling, whole)
-            scales.append(_extremes(encode, v))
-        if whole is not None:
-            decode = decode * whole.reciprocal()
-        uniform = (
-            random.uniform(i * rows * v.shape[2] * v.shape[3], v.numel()).view(v.shape)
-            if random
-            else None
-        )
-        sums.append(_sums(part, v, fmt, TileScales(encode, decode), uniform))
-    low, high = torch.stack(scales).double().unbind(1)
-    first = torch.stack([compute_amax(t).double(), low.amin(), high.amax()])
-    return _Measured(fmt, t.numel(), torch.cat([first, torch.stack(sums).sum(0)]))
+            scales = compute_tile_scales(v, fmt, scaling, global_scale)
+            scale_ranges.append(_scale_range(scales.encode, v))
+        if global_scale is not None:
+            scales = scales._replace(decode=scales.decode * global_scale.reciprocal())
+        uniform = None
+        if random is not None:
+            # The numbers depend on the place of an element in the padded matrix.
+            start = i * rows * v.shape[2] * v.shape[3]
+            uniform = random.uniform(start, v.numel()).view(v.shape)
+        sums.append(_sum_errors(chunk, v, fmt, scales, uniform))
+    scale_min, scale_max = torch.stack(scale_ranges).double().unbind(1)
+    first = torch.stack([compute_amax(t).double(), scale_min.amin(), scale_max.amax()])
+    return _Measurement(fmt, t.numel(), torch.cat([first, torch.stack(sums).sum(0)]))
 
 
-def _extremes(scales: Tensor, v: Tensor) -> Tensor:
-    """The smallest and the largest scale of tiles that are not all zero; infinity and 0 where all are."""
-    used = (v != 0).any(3, keepdim=True).any(1, keepdim=True)
-    return torch.stack(
-        [torch.where(used, scales, torch.inf).amin(), torch.where(used, scales, 0.0).amax()]
-    )
+def _scale_range(scales: Tensor, v: Tensor) -> Tensor:
+    """Returns the smallest and largest scale of tiles that are not all zero, or infinity and 0."""
+    is_nonzero = (v != 0).any(3, keepdim=True).any(1, keepdim=True)
+    smallest = torch.where(is_nonzero, scales, torch.inf).amin()
+    largest = torch.where(is_nonzero, scales, 0.0).amax()
+    return torch.stack([smallest, largest])
 
 
-def _sums(
-    part: Tensor, v: Tensor, fmt: Format, scales: TileScales, uniform: Tensor | None
+def _sum_errors(
+    t: Tensor, v: Tensor, fmt: Format, scales: TileScales, uniform: Tensor | None
 ) -> Tensor:
-    """Over the elements of `part`, which are those of `v` without what completes its tiles: how many underflow, overflow, are
-    zero, are not finite; sums of squares of errors and of values."""
+    """Counts and sums over the elements of a matrix.
+
+    Args:
+        t: The matrix.
+        v: Its tiles, padded with zeros.
+        fmt: The format.
+        scales: The scales of the tiles.
+        uniform: Random numbers of stochastic rounding, of the shape of `v`.
+
+    Returns:
+        float64 [6]: numbers of elements that underflow, overflow, are zero, are not finite; sums of
+        squared errors and of squared values.
+    """
     x = v.float()
     scaled = x * scales.encode
-    q = round_to_format(scaled, fmt, torch.float32, uniform)
-    finite = x.abs() < torch.inf
-    # amax x (max / amax) may be the float32 above max; that is no overflow.
-    counts = [(x != 0) & (q == 0), scaled.abs() > fmt.max * (1 + 2.0**-20), part == 0, ~finite]
-    norms = [
-        torch.linalg.vector_norm(torch.where(finite, t, 0.0), dtype=torch.float64)
-        for t in (q * scales.decode - x, x)
+    rounded = round_to_format(scaled, fmt, torch.float32, uniform)
+    is_finite = x.abs() < torch.inf
+    counts = [
+        (x != 0) & (rounded == 0),
+        # amax * (fp8_max / amax) may be the next float32 above fp8_max, which is no overflow.
+        scaled.abs() > fmt.max * (1 + 2.0**-20),
+        t == 0,  # the padding of `v` is zero too
+        ~is_finite,
     ]
-    return torch.stack([*(c.count_nonzero().double() for c in counts), *(n * n for n in norms)])
+    sums = [count.count_nonzero().double() for count in counts]
+    for values in (rounded * scales.decode - x, x):
+        finite_values = torch.where(is_finite, values, 0.0)
+        norm = torch.linalg.vector_norm(finite_values, dtype=torch.float64)
+        sums.append(norm * norm)
+    return torch.stack(sums)

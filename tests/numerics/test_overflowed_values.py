@@ -202,7 +202,7 @@ def test_statistics_beside_a_step_are_not_counted() -> None:
 
 
 def test_a_ring_of_places_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overflow_counts, "PLACES", 3)
+    monkeypatch.setattr(overflow_counts, "NUM_SLOTS", 3)
     monkeypatch.setattr(overflow_counts, "_rings", {})
     model, x = layer(SCALINGS["current"]), torch.randn(64, 32)
     for many in (1, 0, 2, 3, 0, 5):
