@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fp8cfg.execution.slurm import SlurmExecutor as SlurmExecutor
     from fp8cfg.numerics.statistics import collect_statistics as collect_statistics
     from fp8cfg.planning.coverage import coverage as coverage
-    from fp8cfg.planning.plan_report import Plan as Plan
+    from fp8cfg.planning.plan_report import PlanReport
     from fp8cfg.planning.plan_report import plan as plan
     from fp8cfg.report.key_explanation import Explanation as Explanation
     from fp8cfg.report.key_explanation import explain as explain
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from fp8cfg.training.runs import resume as resume
 
     graph_nodes = graph
+    Plan = PlanReport
 
 bf16_mixed: PresetFunction
 fp16_mixed: PresetFunction
@@ -135,6 +136,8 @@ if not TYPE_CHECKING:
         "fp8cfg.training.runs": "fit resume",
         "fp8cfg.numerics.statistics": "collect_statistics",
     }
+    _OWN_NAMES = {"Plan": "PlanReport"}
+    """Names that differ in their own modules."""
     _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
     _PRESETS = [name for name, kind in __annotations__.items() if kind == "PresetFunction"]
     _MODULES = {
@@ -147,7 +150,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name in _HOME:
-            return getattr(importlib.import_module(_HOME[name]), name)
+            return getattr(importlib.import_module(_HOME[name]), _OWN_NAMES.get(name, name))
         if name in _MODULES:
             return importlib.import_module(_MODULES[name])
         if name in _PRESETS:

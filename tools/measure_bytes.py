@@ -21,6 +21,7 @@ import torch.distributed as dist
 import fp8cfg
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning import remarks
+from fp8cfg.schema.storage import resolve_state_dtypes
 from fp8cfg.schema.tables import table
 from fp8cfg.training.data import run_data
 from fp8cfg.training.memory_measurement import by_kind
@@ -98,7 +99,7 @@ def on_rank(rank: int, ranks: int, words: list[str], folder: str) -> None:
 
 def charted(recipe: fp8cfg.Recipe, ranks: int) -> float:
     """The chart's bytes of a parameter of a linear layer on each of so many ranks."""
-    columns = remarks.row(recipe)
+    columns = remarks.row(recipe, resolve_state_dtypes(recipe.precision))
     split = remarks.bytes_per_parameter(
         {**dict.fromkeys(columns, "none"), **{k: columns[k] for k in SPLIT[recipe.storage.shard]}}
     )

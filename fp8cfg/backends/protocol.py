@@ -16,6 +16,7 @@ from fp8cfg.schema.backends import Capabilities, Hardware
 from fp8cfg.schema.errors import NotFP8Error
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.storage import StateDtypes
 from fp8cfg.schema.violation import Violation
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ __all__ = [
 @dataclass
 class PreparedModel:
     """A model in the recipe's precision, the float32 masters of its parameters by name, the autocast region of its FP8 layers, and
-    the storage columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is
+    the storage dtypes, and the columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is
     sharded by whole tensors, and `shard` is storage.shard, resolved; under `fsdp2` parameters are float32 shards that torch's FSDP2
     gathers, and their own masters. `tensor_parallel` is this rank's place among those that share each matrix, a
     parallel.tensor.TensorRank, None where parameters are whole; `pipeline` that among those that share the layers, a
@@ -55,6 +56,7 @@ class PreparedModel:
     masters: dict[str, Tensor]
     region: Region
     device: torch.device
+    state: StateDtypes
     columns: dict[str, dict[str, str]] = field(default_factory=dict)
     owner: dict[str, int] = field(default_factory=dict)
     shard: str = "none"

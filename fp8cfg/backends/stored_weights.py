@@ -19,14 +19,13 @@ from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears, weight_stor
 from fp8cfg.numerics.codecs import get_codec
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.numerics.weight_storage import HeldWeight, NarrowWeight
-from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.storage import SCALED, Columns, columns_of, others
+from fp8cfg.schema.storage import SCALED, Columns, StateDtypes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parameter_columns(
-    model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]
+    model: nn.Module, state: StateDtypes, plan: Sequence[PlannedLinear]
 ) -> dict[str, Columns]:
     """The storage columns of every parameter by name. A weight that a linear layer shares with another module gets the columns of
     a parameter outside of linear layers.
@@ -34,22 +33,22 @@ def parameter_columns(
     shared = shared_weights(model)
     runs_fp8 = {f"{planned.name}.weight": planned.fp8 for planned in plan}
     return {
-        name: columns_of(precision, name in runs_fp8 and p not in shared, runs_fp8.get(name, False))
+        name: state.of_parameter(name in runs_fp8 and p not in shared, runs_fp8.get(name, False))
         for name, p in model.named_parameters()
     }
 
 
-def narrow(model: nn.Module, precision: Precision, plan: Sequence[PlannedLinear]) -> None:
+def narrow(model: nn.Module, state: StateDtypes, plan: Sequence[PlannedLinear]) -> None:
     """Let each parameter of `model`, float32 on the meta device, have the dtype in which it is held, or the compute dtype where a
     codec or FP8 layers hold it: one that is loaded next needs no float32 original."""
-    for name, columns in parameter_columns(model, precision, plan).items():
+    for name, columns in parameter_columns(model, state, plan).items():
         p = model.get_parameter(name)
-        p.data = p.data.to(DTYPES.get(columns["weight"], DTYPES[precision.compute]))
+        p.data = p.data.to(DTYPES.get(columns["weight"], DTYPES[state.precision.compute]))
 
 
 def hold(
     model: nn.Module,
-    precision: Precision,
+    state: StateDtypes,
     plan: Sequence[PlannedLinear],
     columns: Mapping[str, Columns],
     region: Region,
@@ -57,17 +56,16 @@ def hold(
     """Let the linear layers of `plan` hold their weights as `columns` say, in place; those whose weights are float8 operands, or
     in the compute dtype, stay as they are. A layer in high precision that decodes its weight, or casts its bias, is an FP8Linear
     with no product in FP8."""
+    compute = state.precision.compute
     for planned in plan:
         layer = model.get_submodule(planned.name)
-        named = columns.get(
-            f"{planned.name}.weight", others(precision)
-        )  # a tied weight has another name
+        named = columns.get(f"{planned.name}.weight", state.other)  # a tied weight has another name
         bias = (
             columns.get(f"{planned.name}.bias", named)["weight"]
             if type(layer) is nn.Linear
-            else precision.compute
+            else compute
         )
-        if named["weight"] == bias == precision.compute or getattr(layer, "fp8_params", False):
+        if named["weight"] == bias == compute or getattr(layer, "fp8_params", False):
             continue
         if type(layer) is nn.Linear:
             high = FP8Linear.from_linear(
@@ -76,29 +74,27 @@ def hold(
             replaced(model, planned.name, high)
             layer = high
         if isinstance(layer, FP8Linear):
-            layer.hold(get_codec(named["weight"]), DTYPES[precision.compute])
+            layer.hold(get_codec(named["weight"]), DTYPES[compute])
         else:
-            weight_storage.hold(layer, get_codec(named["weight"]), DTYPES[precision.compute])
-    if others(precision)["weight"] != precision.compute:
+            weight_storage.hold(layer, get_codec(named["weight"]), DTYPES[compute])
+    if state.other["weight"] != compute:
         for norm in [
             module for module in model.modules() if getattr(module, "read_by_product", False)
         ]:
-            weight_storage.hold(norm, get_codec("fp32"), DTYPES[precision.compute])
+            weight_storage.hold(norm, get_codec("fp32"), DTYPES[compute])
 
 
 def shard_in_codec(
     model: nn.Module,
-    precision: Precision,
+    state: StateDtypes,
     plan: Sequence[PlannedLinear],
     columns: Mapping[str, Columns],
     region: Region,
 ) -> None:
     """Let FSDP2 gather the weights of the linear layers of `plan`, FP8Linears or plain ones, in their codecs, in place."""
     for planned in plan:
-        named = columns.get(
-            f"{planned.name}.weight", others(precision)
-        )  # a tied weight has another name
-        if named["weight"] != others(precision)["weight"]:
+        named = columns.get(f"{planned.name}.weight", state.other)  # a tied weight has another name
+        if named["weight"] != state.other["weight"]:
             layer = model.get_submodule(planned.name)
             if not isinstance(layer, FP8Linear):
                 assert type(layer) is nn.Linear
@@ -150,7 +146,7 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, out: Tensor) 
     return out.to(dtype)
 
 
-def cast_parameters(model: nn.Module, precision: Precision, columns: Mapping[str, Columns]) -> None:
+def cast_parameters(model: nn.Module, columns: Mapping[str, Columns]) -> None:
     """Cast parameters that no layer holds in a codec to the dtype of their weight column, and set the `grad_dtype` of each to that
     of its gradient column.
     """

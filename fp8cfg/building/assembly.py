@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8cfg.backends.any_model.conversion_state import mark, refuse_ddp
-from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.building import model as job_parts
@@ -20,19 +19,13 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.optim import LossScaler, Schedule
 from fp8cfg.parallel.context import split_sequences
 from fp8cfg.parallel.fsdp import start_single_rank_group
-from fp8cfg.parallel.fsdp_refusals import refuse_uneven
 from fp8cfg.parallel.mesh import SAME_SAMPLES, connect, device_mesh, fsdp_mesh
 from fp8cfg.parallel.pipeline import PipelineRank, keep_stage
-from fp8cfg.parallel.process_group import along, current
+from fp8cfg.parallel.process_group import along
 from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
-from fp8cfg.planning.fit_search import refuse_if_too_large
-from fp8cfg.planning.hardware import find_hardware, free_memory
-from fp8cfg.planning.job_plan import _ranks_here, _sharded, planned, sized
+from fp8cfg.planning.job_plan import Plan, plan_on_this_machine, sized
 from fp8cfg.planning.layer_plan import transformer_config
-from fp8cfg.planning.layout import shards
-from fp8cfg.planning.preflight import refuse_layout
 from fp8cfg.schema.hugging_face import family_of_weights
-from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.training import Strategy
@@ -43,23 +36,13 @@ def assemble(recipe: Recipe, model: nn.Module | None) -> Job:
     if model is not None:
         recipe, model = convert.to_build(recipe, model)
     recipe = sized(recipe, model)
-    hardware = find_hardware(recipe.trainer.accelerator)
-    precision = _sharded(recipe, model)
-    plans, choice = planned(recipe, hardware, model)
-    if model is None and (
-        recipe.trainer.strategy.size > 1 or recipe.trainer.strategy.data_parallel_replicate_size > 1
-    ):
-        refuse_layout(recipe, current().size)
-    if model is None:
-        refuse_if_too_large(recipe, hardware.device, free_memory(hardware.device), choice.backend)
-    if precision.storage.shard == "fsdp":
-        refuse_uneven(plans, precision, choice.backend, shards(recipe, current().size))
-    made = _put_together(recipe, precision, model, hardware.device, plans, choice)
+    plan = plan_on_this_machine(recipe, model)
+    made = _put_together(plan, model)
     mark(
         made.model,
         recipe.fp8,
-        planned_here(plans, made.model),
-        choice,
+        planned_here(plan.gemms, made.model),
+        plan.choice,
         own_optimizer=True,
         torch_autocast=made.torch_autocast,
     )
@@ -67,22 +50,15 @@ def assemble(recipe: Recipe, model: nn.Module | None) -> Job:
     return made
 
 
-def prepared_model(
-    recipe: Recipe,
-    model: nn.Module | None,
-    device: str,
-    plans: Sequence[PlannedLinear],
-    choice: Choice,
-    precision: Precision | None = None,
-    loaded: bool = False,
-) -> PreparedModel:
-    """The model of `recipe`, or the given `model`, with its layers as planned, on `device`; in `precision`, by default the
-    recipe's, with its first weights; with none, and no float32 originals, where it is `loaded` next.
+def prepared_model(plan: Plan, model: nn.Module | None, loaded: bool = False) -> PreparedModel:
+    """The model of `plan`, or the given `model`, with its layers as planned and its first weights; with none, and no float32
+    originals, where it is `loaded` next.
     """
-    precision, seed = precision or recipe.precision, recipe.trainer.seed
+    recipe, choice, device = plan.recipe, plan.choice, plan.hardware.device
+    seed = recipe.trainer.seed
     if model is not None:
         return job_parts.prepared_model(
-            job_parts.given(model, device), precision, plans, choice, seed
+            job_parts.given(model, device), plan.state, plan.gemms, choice, seed
         )
     config, m = transformer_config(recipe), recipe.model
     fill = (
@@ -97,13 +73,13 @@ def prepared_model(
         reset_position_ids=recipe.data.reset_position_ids,
     )
     strategy = recipe.trainer.strategy
-    fsdp2 = not loaded and by_fsdp2(recipe, shards(recipe, _ranks_here()), choice.backend)
-    mesh = _mesh(strategy, device, precision.storage.shard if fsdp2 else None)
+    fsdp2 = not loaded and by_fsdp2(recipe, plan.state, plan.layout.shards, choice.backend)
+    mesh = _mesh(strategy, device, plan.precision.storage.shard if fsdp2 else None)
     pipeline = _keep_part(empty, strategy, device, mesh) if mesh is not None else None
     prepared = job_parts.prepared_model(
         empty,
-        precision,
-        planned_here(plans, empty),
+        plan.state,
+        planned_here(plan.gemms, empty),
         choice,
         seed,
         device,
@@ -116,7 +92,7 @@ def prepared_model(
     if strategy.tensor_model_parallel_size > 1:
         finish_layers(empty)
     if mesh is not None:
-        if precision.fp8.tp_only_amax_red:
+        if plan.precision.fp8.tp_only_amax_red:
             prepared.same_samples = along(mesh, SAME_SAMPLES).group
         connect(mesh)
     return prepared
@@ -153,17 +129,11 @@ def planned_here(plans: Sequence[PlannedLinear], model: nn.Module) -> list[Plann
     return [planned for planned in plans if planned.name in there]
 
 
-def _put_together(
-    recipe: Recipe,
-    p: Precision,
-    model: nn.Module | None,
-    device: str,
-    plans: Sequence[PlannedLinear],
-    choice: Choice,
-) -> Job:
+def _put_together(plan: Plan, model: nn.Module | None) -> Job:
     """The parts, each once: the optimizer holds the parameters of this model, and the job its loss scaler."""
+    recipe, p = plan.recipe, plan.precision
     o, t = recipe.optim, recipe.trainer
-    prepared = prepared_model(recipe, model, device, plans, choice, p)
+    prepared = prepared_model(plan, model)
     scaler = (
         LossScaler(
             loss_scale=p.loss_scale,
@@ -175,14 +145,16 @@ def _put_together(
         if p.compute == "fp16"
         else None
     )
-    optimizer = job_optimizer.optimizer(prepared, p, o, t.gradient_clip_val, choice, scaler, t.seed)
+    optimizer = job_optimizer.optimizer(
+        prepared, p, o, t.gradient_clip_val, plan.choice, scaler, t.seed
+    )
     return Job(
         recipe,
         prepared,
         optimizer,
         schedule_of(recipe),
-        plans,
-        choice,
+        plan.gemms,
+        plan.choice,
         scaler,
         foreign=model is not None,
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.choice import Choice, Hardware
 from fp8cfg.building.job import Job
-from fp8cfg.planning.job_plan import checked, planned, sized
+from fp8cfg.planning.job_plan import checked, make_plan, sized
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hugging_face import family_of_weights
 from fp8cfg.schema.keywords import refuses_recipe_keys
@@ -40,7 +40,7 @@ def lower(
 
     recipe = checked(recipe)
     small = sized(recipe, model)
-    planned(small, hardware or Hardware("cpu"), model, choice)
+    make_plan(small, hardware or Hardware("cpu"), model, choice)
     if model is None and small.model.weights:
         family_of_weights(small.model)
     return graph_nodes.graph(job, recipe, model)

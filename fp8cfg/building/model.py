@@ -32,17 +32,13 @@ from fp8cfg.planning.layer_plan import adapted, transformer_config
 from fp8cfg.schema import hugging_face
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hugging_face import Family, family_of_weights
-from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.rules_layout import gathered_plain
 from fp8cfg.schema.storage import (
     Columns,
+    StateDtypes,
     as_held,
     foreign_others,
-    fp8_weights,
     gathered,
-    others,
-    resolved,
 )
 
 Fill = Callable[[Any], None]
@@ -66,7 +62,7 @@ def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
 
 def prepared_model(
     model: torch.nn.Module,
-    precision: Precision,
+    state: StateDtypes,
     plan: Sequence[PlannedLinear],
     choice: Choice,
     seed: int,
@@ -87,16 +83,17 @@ def prepared_model(
     compute dtype there, over float32 masters. Under a backend with an optimizer of its own they stay in float32.
     """
     region = Region()
+    precision = state.precision
     if fsdp_mesh is not None and not (adapters and precision.storage.shard != "fsdp"):
         assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
         return _fully_sharded(
-            model, precision, plan, choice, region, seed, device, fill, adapters, fsdp_mesh
+            model, state, plan, choice, region, seed, device, fill, adapters, fsdp_mesh
         )
     if adapters:
         adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
     own = registry.capabilities(choice.backend).own_state
     if loaded := loaded and not own:
-        stored_weights.narrow(model, precision, plan)
+        stored_weights.narrow(model, state, plan)
     if fill:
         fill(model.to_empty(device=device))
     shells = linear_like.to_linear(model, plan)
@@ -104,10 +101,10 @@ def prepared_model(
         p for p in plan if isinstance(model.get_submodule(p.name), torch.nn.Linear)
     ]  # not convolutions in high precision
     originals = {} if loaded else _trained(model)
-    columns = stored_weights.parameter_columns(model, precision, plan)
+    columns = stored_weights.parameter_columns(model, state, plan)
     mixed = own or isinstance(model, Transformer)
     if not mixed:
-        columns = _in_compute_dtype(model, precision, plan, columns)
+        columns = _in_compute_dtype(model, state, plan, columns)
     if precision.fp8.enabled:
         registry.backend(choice.backend).convert(
             model,
@@ -119,25 +116,23 @@ def prepared_model(
         )
         seed_rounding(model, seed)
     held = [p for p in plan if not (own and p.fp8) and (mixed or f"{p.name}.weight" in columns)]
-    stored_weights.hold(model, precision, held, columns, region)
+    stored_weights.hold(model, state, held, columns, region)
     if adapters:
         adapters.attach(model, seed)
         originals = _trained(model)
-        columns |= dict.fromkeys(originals, others(precision))
+        columns |= dict.fromkeys(originals, state.other)
     exact = (
         {name: {**columns[name], "weight": "fp32", "weight_grad": "fp32"} for name in originals}
         if fsdp_mesh is not None
         else {}
     )  # of shards
-    stored_weights.cast_parameters(model, precision, {**columns, **exact})
-    if mixed and others(precision)["weight"] != precision.compute:
+    stored_weights.cast_parameters(model, {**columns, **exact})
+    if mixed and state.other["weight"] != precision.compute:
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
     linear_like.attach(model, shells)
     if fsdp_mesh is not None:
         assert isinstance(model, Transformer)
-        fsdp.apply_fsdp(
-            model, precision, fsdp_mesh, stored_weights.DTYPES[others(precision)["weight_grad"]]
-        )
+        fsdp.apply_fsdp(model, state, fsdp_mesh, stored_weights.DTYPES[state.other["weight_grad"]])
     narrow = {name for name, p in _trained(model).items() if p.dtype != torch.float32}
     masters = {n: t for n, t in originals.items() if n in narrow}
     return PreparedModel(
@@ -145,6 +140,7 @@ def prepared_model(
         masters,
         region,
         next(model.parameters()).device,
+        state,
         columns,
         shard=precision.storage.shard,
         fsdp2=fsdp_mesh is not None,
@@ -158,7 +154,7 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _fully_sharded(
     model: Transformer,
-    precision: Precision,
+    state: StateDtypes,
     plan: Sequence[PlannedLinear],
     choice: Choice,
     region: Region,
@@ -171,14 +167,13 @@ def _fully_sharded(
     """`model`, on the meta device, with its linear layers in FP8 as planned, split over `mesh` by FSDP2, which casts what it
     gathers; then it gets memory and weights, so that no rank ever has more than its parts. Under `adapters` these are trained and
     all else is frozen, weights of linear layers in the compute dtype."""
+    precision = state.precision
     if adapters:
         adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
-    columns = stored_weights.parameter_columns(model, precision, plan)
+    columns = stored_weights.parameter_columns(model, state, plan)
     backend, whole = registry.backend(choice.backend), precision.storage.shard != "fsdp"
-    in_fp8 = fp8_weights(precision) if whole else gathered(precision, choice.backend) == "fp8"
-    gradient = stored_weights.DTYPES[
-        others(precision)["weight_grad"] if whole else precision.compute
-    ]
+    in_fp8 = state.fp8_weights if whole else gathered(precision, choice.backend) == "fp8"
+    gradient = stored_weights.DTYPES[state.other["weight_grad"] if whole else precision.compute]
     if precision.fp8.enabled:
         fp8 = precision.fp8.model_copy(update={"params": False})  # of layers; a shard is float32
         backend.convert(
@@ -190,17 +185,17 @@ def _fully_sharded(
             compute=stored_weights.DTYPES[precision.compute],
             fp8_gather=in_fp8,
         )
-    if whole and not in_fp8 and resolved(precision)["weight"] != gathered_plain(precision):
-        stored_weights.shard_in_codec(model, precision, plan, columns, region)
+    if whole and not in_fp8 and state.linear["weight"] != state.gathered_dtype:
+        stored_weights.shard_in_codec(model, state, plan, columns, region)
     for layer in fp8_linears(model):
         layer.weight_grad_dtype, layer.gathered_once = gradient, whole
-    if gathered_plain(precision) != precision.compute:
-        stored_weights.hold(model, precision, plan, columns, region)
+    if state.gathered_dtype != precision.compute:
+        stored_weights.hold(model, state, plan, columns, region)
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
     if adapters:
         adapters.attach(model, seed)
-        columns |= dict.fromkeys(_trained(model), others(precision))
-    fsdp.apply_fsdp(model, precision, mesh, gradient)
+        columns |= dict.fromkeys(_trained(model), state.other)
+    fsdp.apply_fsdp(model, state, mesh, gradient)
     fill(model.to_empty(device=device))
     if adapters:
         adapters.fill(model, seed)
@@ -214,6 +209,7 @@ def _fully_sharded(
         {},
         region,
         next(model.parameters()).device,
+        state,
         columns,
         shard=precision.storage.shard,
         fsdp2=True,
@@ -223,13 +219,13 @@ def _fully_sharded(
 
 def _in_compute_dtype(
     model: torch.nn.Module,
-    precision: Precision,
+    state: StateDtypes,
     plan: Sequence[PlannedLinear],
     columns: dict[str, Columns],
 ) -> dict[str, Columns]:
     """`columns` of a model that is not ours."""
     shared, linear = shared_weights(model), {f"{planned.name}.weight" for planned in plan}
-    apart, norms = foreign_others(precision), _running_norms(model)
+    apart, norms = foreign_others(state), _running_norms(model)
     exact = {**apart, "weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
     return {
         name: (

@@ -21,7 +21,6 @@ from fp8cfg.parallel import fsdp, gradient_sync, zero
 from fp8cfg.parallel.process_group import amax_group, sharing
 from fp8cfg.parallel.sharded_state import attach, tensor_parts
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.storage import low_bit
 from fp8cfg.schema.training import Optim
 
 
@@ -45,7 +44,7 @@ def optimizer(
     }
     if precision.fp8.enabled:
         writers |= backend.writers(model)
-    if low_bit(precision):
+    if prepared.state.low_bit:
         built = _low_bit(prepared, precision, optim, groups, writers, clip_grad, loss_scaler, seed)
     else:
         named = dict(model.named_parameters())

@@ -13,7 +13,7 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import full, short, spelled
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.recipe import Recipe, short_keys
-from fp8cfg.schema.storage import Columns, columns_of, low_bit, others
+from fp8cfg.schema.storage import Columns, resolve_state_dtypes
 
 FREE = (
     "name",
@@ -158,11 +158,13 @@ def _kept(recipe: Recipe) -> dict[str, Any]:
     """
     precision = recipe.precision
     tied = {"output_layer"} if recipe.model.share_embeddings_and_output_weights else set()
-    columns = {p.name: columns_of(precision, p.name not in tied, p.fp8) for p in plan(recipe)} | {
-        "": others(precision)
-    }
+    dtypes = resolve_state_dtypes(precision)
+    columns = {}
+    for linear in plan(recipe):
+        columns[linear.name] = dtypes.of_parameter(linear.name not in tied, linear.fp8)
+    columns[""] = dtypes.other
     narrow, made = (
-        low_bit(precision),
+        dtypes.low_bit,
         (
             "fp32",
             "fp8",

@@ -161,7 +161,7 @@ def launch(
     finally:  # of a backend that does not split its layers so: with lines that run here
         preflight.refuse(recipe, hardware, whole_line or words_alone, takes=takes)
     refuse_absent(recipe)
-    for line in remarks.lines(recipe, layout.shards(recipe, sharding.ranks())):
+    for line in remarks.lines(recipe, layout.whole(recipe, sharding.ranks())):
         say(line, file=sys.stderr)
 
     with waiting_to_stop(), ExitStack() as stack:

@@ -17,7 +17,7 @@ from fp8cfg.planning.coverage import low_share_line, refuse_low_share
 from fp8cfg.planning.fit_search import Fit, offering
 from fp8cfg.planning.hardware import GPUS, named
 from fp8cfg.planning.layout import machines, placed
-from fp8cfg.planning.plan_report import Plan, planned, refuse_hardware
+from fp8cfg.planning.plan_report import PlanReport, planned, refuse_hardware
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 
@@ -144,7 +144,7 @@ def _there(recipe: Recipe, ranks: int) -> Recipe:
     return recipe if ranks == t.num_nodes * t.devices else placed(recipe, *machines(ranks))
 
 
-def _shown(plan: Plan, output: str = "") -> str:
+def _shown(plan: PlanReport, output: str = "") -> str:
     if output == "--json":
         return json.dumps(plan.data(), indent=1)
     if not output or output == "--measure":

@@ -47,9 +47,8 @@ from fp8cfg.optim.low_bit.columns import load_into_one, state_dict_of_one
 from fp8cfg.parallel.fsdp_refusals import refuse_after_error, refuse_copy, refuse_shards
 from fp8cfg.parallel.process_group import SENT, World, current, on_ring
 from fp8cfg.parallel.sharding import by_columns
-from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.rules_layout import ZERO, gathered_plain
-from fp8cfg.schema.storage import resolved
+from fp8cfg.schema.rules_layout import ZERO
+from fp8cfg.schema.storage import StateDtypes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,27 +66,28 @@ _ACCUMULATES_FLOAT32: WeakSet[FSDPModule] = WeakSet()
 
 
 def apply_fsdp(
-    model: Transformer, precision: Precision, mesh: DeviceMesh, grad_dtype: torch.dtype
+    model: Transformer, state: StateDtypes, mesh: DeviceMesh, grad_dtype: torch.dtype
 ) -> None:
     """Shards `model` in place, each layer as a module of its own, then the rest.
 
     Args:
         model: The Transformer, on its device or on the meta device.
-        precision: Its storage.shard is resolved.
+        state: Storage dtypes. storage.shard is resolved.
         mesh: The mesh of `fsdp_mesh`. Its last axis has the shards. Along the axis before it, if
             any, groups of ranks have all shards each.
         grad_dtype: Dtype of the gradients of gathered weights.
     """
-    shard = precision.storage.shard
+    storage = state.precision.storage
+    shard = storage.shard
     stays_gathered = shard != "fsdp"
     worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
     *replicas, shards = worlds
-    comm_dtype = DTYPES[resolved(precision)["comm"]]
+    comm_dtype = DTYPES[state.linear["comm"]]
     # FSDP2 adds up microbatches in the dtype in which it reduces. Only `fsdp` sums in storage.comm:
     # the others keep sums in grad_dtype, and _ReduceScatter casts what it sends.
     reduce_dtype = grad_dtype if stays_gathered else comm_dtype
     policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[gathered_plain(precision)],
+        param_dtype=DTYPES[state.gathered_dtype],
         reduce_dtype=reduce_dtype,
         # Activations have the compute dtype already, and rotary tables must stay in float32.
         cast_forward_inputs=False,
@@ -97,7 +97,7 @@ def apply_fsdp(
         replicated = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     column_sharded = set()
     for name, parameter in model.named_parameters():
-        if by_columns(precision, name, parameter.shape, shards.size):
+        if by_columns(state, name, parameter.shape, shards.size):
             column_sharded.add(parameter)
 
     # The root comes last: it takes the parameters that no layer has taken.
@@ -123,7 +123,7 @@ def apply_fsdp(
         module.set_custom_reduce_scatter(_ReduceScatter(shards, comm_dtype))
         for world in replicas:
             module.set_all_reduce_hook(partial(_count_all_reduce, world, reduce_dtype))
-        if reduce_dtype == torch.float32 and precision.storage.accumulate == "wide":
+        if reduce_dtype == torch.float32 and storage.accumulate == "wide":
             _ACCUMULATES_FLOAT32.add(module)
         # torch's own __deepcopy__ of an FSDP module raises a bare AssertionError. fully_shard has
         # given the module a class of its own, so plain modules stay copyable.

@@ -8,8 +8,7 @@ from functools import lru_cache
 from heapq import heapify, heapreplace
 
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.storage import low_bit
+from fp8cfg.schema.storage import StateDtypes
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -65,7 +64,7 @@ _MEETING = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 """The variables with which torch.distributed meets the other ranks, besides WORLD_SIZE."""
 
 
-def by_columns(precision: Precision, name: str, shape: Sequence[int], ranks: int) -> bool:
+def by_columns(state: StateDtypes, name: str, shape: Sequence[int], ranks: int) -> bool:
     """Whether FSDP2 splits the parameter `name` by its columns: an adapter's A [rank, in] of fewer rows than `ranks`, of which most
     would have none, and all would send padding. FSDP2 takes columns that `ranks` divide alone (torch 2.13), and low-bit moments are
     those of rows (optim/low_bit/shards.py)."""
@@ -73,5 +72,5 @@ def by_columns(precision: Precision, name: str, shape: Sequence[int], ranks: int
         name.endswith(".lora_A")
         and shape[0] < ranks
         and shape[1] % ranks == 0
-        and not low_bit(precision)
+        and not state.low_bit
     )

@@ -43,8 +43,8 @@ from fp8cfg.planning.state_shards import (
     trained_shapes,
 )
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.rules_layout import by_fsdp2, gathered_plain
-from fp8cfg.schema.storage import fp8_weights, gathered, others, resolved, sharding
+from fp8cfg.schema.rules_layout import by_fsdp2
+from fp8cfg.schema.storage import gathered
 
 if TYPE_CHECKING:
     from fp8cfg.parallel.process_group import Kind  # loads torch
@@ -243,13 +243,13 @@ def _data_parallel(
     rank: int | None,
 ) -> Iterator[Sent]:
     """Gradients and weights over the ranks with the same parameters."""
-    shard = sharding(recipe.precision, part.shards)
-    if by_fsdp2(recipe, part.shards, backend):
+    shard = part.shard
+    if by_fsdp2(recipe, part.state, part.shards, backend):
         yield from _fully_sharded(recipe, part, linears, backend, passes)
         return
     axis = _same_parameters(part)
     shapes = trained_shapes(recipe, part)
-    columns = parameter_columns(recipe, linears, shapes)
+    columns = parameter_columns(part.state, linears, shapes)
     sizes = {name: prod(shape) * CODEC[columns[name]["comm"]] for name, shape in shapes.items()}
     if shard in ("none", "zero1"):  # MS-AMP's two hops of FP8 send as much as an all-reduce
         yield from axis.all_reduce("gradients", sum(sizes.values()))
@@ -261,7 +261,7 @@ def _data_parallel(
         own = min(loads) if rank is None else loads[rank]
         yield from axis.send("gradients", sum(loads) - own)
     in_fp8 = {f"{linear.name}.weight" for linear in linears if linear.fp8}
-    if not fp8_weights(recipe.precision):
+    if not part.state.fp8_weights:
         in_fp8 = set()
     weights = {
         name: prod(shape) * (CODEC[columns[name]["weight"]] + _beside(recipe, name in in_fp8))
@@ -283,31 +283,31 @@ def _fully_sharded(
     narrower than float32. LoRA gathers frozen weights under fsdp only.
     """
     precision = recipe.precision
-    shard, ranks = sharding(precision, part.shards), shard_degree(recipe, part)
+    shard, ranks = part.shard, shard_degree(recipe, part)
     axis = _same_parameters(part)._replace(ranks=ranks)
     replicas = Axis("replicate", part.groups)
     if shard == "none":
         replicas = _same_parameters(part)
-    comm = CODEC[resolved(precision)["comm"]]
+    comm = CODEC[part.state.linear["comm"]]
     sums = passes if shard in ("zero2", "fsdp") else 1
     in_groups = comm
     if shard in ("zero1", "zero2"):
-        in_groups = CODEC[others(precision)["weight_grad"]]
+        in_groups = CODEC[part.state.other["weight_grad"]]
     once = in_groups == CODEC["fp32"] and precision.storage.accumulate == "wide"
     in_pipeline = recipe.trainer.strategy.pipeline_model_parallel_size > 1
     of_root = 1 if in_pipeline else passes
 
     trained = trained_shapes(recipe, part)
-    shapes, fp8 = trained, fp8_weights(precision)
+    shapes, fp8 = trained, part.state.fp8_weights
     if shard == "fsdp":
         shapes = {**local_shapes(recipe, part), **trained}
         fp8 = gathered(precision, backend) == "fp8"
     in_fp8 = {f"{linear.name}.weight" for linear in linears if fp8 and linear.fp8}
-    columns = parameter_columns(recipe, linears, shapes)
+    columns = parameter_columns(part.state, linears, shapes)
     weights, gradients = Counter[str](), Counter[str]()
     for name, shape in shapes.items():
-        elements = shard_elements(recipe, name, shape, ranks)
-        each = CODEC[gathered_plain(precision) if shard == "fsdp" else columns[name]["weight"]]
+        elements = shard_elements(part.state, name, shape, ranks)
+        each = CODEC[part.state.gathered_dtype if shard == "fsdp" else columns[name]["weight"]]
         if name in in_fp8:
             each = CODEC["fp8"] + _beside(recipe, True)
         weights[summed_with(name)] += int(elements * each)
@@ -330,8 +330,8 @@ def _tied_embedding(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
     if not part.embedding and not part.output:
         return
     rows, width = local_shapes(recipe, part)["embedding.weight"]
-    each = CODEC[others(recipe.precision)["weight_grad"]]
-    if by_fsdp2(recipe, part.shards, backend):
+    each = CODEC[part.state.other["weight_grad"]]
+    if by_fsdp2(recipe, part.state, part.shards, backend):
         each = CODEC["fp32"]
         rows = shard_rows(rows, shard_degree(recipe, part))
     yield from Axis("pipeline", stages).send("gradients", rows * width * each)
@@ -341,9 +341,9 @@ def _adapter_gradients(recipe: Recipe, part: Part, backend: str) -> Iterator[Sen
     """The gradients of adapter matrices that each tensor-parallel rank has whole, in float32."""
     if not recipe.lora.enabled or part.tensor == 1:
         return
-    ranks = shard_degree(recipe, part) if by_fsdp2(recipe, part.shards, backend) else 1
+    ranks = shard_degree(recipe, part) if by_fsdp2(recipe, part.state, part.shards, backend) else 1
     elements = sum(
-        shard_elements(recipe, name, shape, ranks)
+        shard_elements(part.state, name, shape, ranks)
         for name, shape in trained_shapes(recipe, part).items()
         if split_dimension(recipe, name) is None
     )

@@ -43,36 +43,31 @@ from fp8cfg.planning.state_shards import (
 )
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.rules_layout import by_fsdp2, gathered_plain
+from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.storage import (
     PER_TENSOR,
     SCALED,
     against_fp8_gather,
-    fp8_layers_alone,
-    fp8_weights,
     gathered,
     gathers_params,
-    others,
-    resolved,
-    sharding,
 )
 from fp8cfg.schema.tables import wrapped
 
 
-def gather_line(recipe: Recipe, ranks: int, backend: str) -> str:
-    """What weights are gathered in over `ranks`, those that share parameters, and why not in FP8 where fp8.params asks for that;
+def gather_line(recipe: Recipe, part: Part, backend: str) -> str:
+    """What weights are gathered in over the ranks that share the parameters of `part`, and why not in FP8 where fp8.params asks for that;
     empty where that is no question."""
     p = recipe.precision
-    if not by_fsdp2(recipe, ranks, backend) or sharding(p, ranks) == "none":
+    if not by_fsdp2(recipe, part.state, part.shards, backend) or part.shard == "none":
         return ""
-    if sharding(p, ranks) != "fsdp":
+    if part.shard != "fsdp":
         if recipe.lora.enabled:
             return "frozen weights are whole on each rank; adapters are gathered once a step"
-        if not fp8_weights(p):
-            codec = resolved(p)["weight"]
+        if not part.state.fp8_weights:
+            codec = part.state.linear["weight"]
             return (
                 ""
-                if codec == gathered_plain(p)
+                if codec == part.state.gathered_dtype
                 else f"weights of linear layers are gathered in {codec} once a step"
             )
         two = ", two matrices of each: dgrad reads other scales" if held_beside(recipe) >= 1 else ""
@@ -118,10 +113,10 @@ def after_backward(
 ) -> int:
     """The most that gradients take after the last backward pass to be summed, or weights to be handed round after the step."""
     tied = _tied(recipe, part, backend)
-    if part.shards == 1 or by_fsdp2(recipe, part.shards, backend):
+    if part.shards == 1 or by_fsdp2(recipe, part.state, part.shards, backend):
         return tied
-    shapes, shard = trained_shapes(recipe, part), sharding(recipe.precision, part.shards)
-    columns, widest = parameter_columns(recipe, linears, shapes), 0
+    shapes, shard = trained_shapes(recipe, part), part.shard
+    columns, widest = parameter_columns(part.state, linears, shapes), 0
     owner = owner_of(recipe, part, linears)[0] if shard != "none" else {}
     stored = stores_early(recipe, part, linears)
     for comm in {each["comm"] for each in columns.values()}:
@@ -143,7 +138,7 @@ def after_backward(
 
 def stores_early(recipe: Recipe, part: Part, linears: list[PlannedLinear]) -> bool:
     """Whether gradients that are stored with scales are so before ranks sum them (training/distributed/gradient_sync.py)."""
-    every = parameter_columns(recipe, linears, trained_shapes(recipe, part)).values()
+    every = parameter_columns(part.state, linears, trained_shapes(recipe, part)).values()
     return all(
         each["comm"] == each["weight_grad"] or each["weight_grad"] not in SCALED for each in every
     )
@@ -155,7 +150,7 @@ def waiting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], backen
     alone = registry.capabilities(backend).own_state or recipe.storage.accumulate == "stored"
     if (
         alone
-        or resolved(recipe.precision)["weight_grad"] not in PER_TENSOR
+        or part.state.linear["weight_grad"] not in PER_TENSOR
         or microbatches(recipe, part) > 1
     ):
         return 0
@@ -198,9 +193,9 @@ def _tied(recipe: Recipe, part: Part, backend: str) -> int:
     ):
         return 0
     rows, width = local_shapes(recipe, part)["embedding.weight"]
-    if by_fsdp2(recipe, part.shards, backend):
+    if by_fsdp2(recipe, part.state, part.shards, backend):
         return shard_rows(rows, shard_degree(recipe, part)) * width * 4
-    return int(rows * width * CODEC[others(recipe.precision)["weight_grad"]])
+    return int(rows * width * CODEC[part.state.other["weight_grad"]])
 
 
 def _most(sizes: Iterable[tuple[int, int]]) -> int:
@@ -233,8 +228,8 @@ class ShardedPass:
         backend: str,
         each: float,
     ) -> None:
-        p, passes = recipe.precision, microbatches(recipe, part)
-        shard, comm = sharding(p, part.shards), CODEC[resolved(p)["comm"]]
+        passes = microbatches(recipe, part)
+        shard, comm = part.shard, CODEC[part.state.linear["comm"]]
         zero2, self.fsdp, self.shards, self.each = (
             shard == "zero2",
             shard == "fsdp",
@@ -252,7 +247,7 @@ class ShardedPass:
         self.gloo = (self.cast or self.copy) if device == "cpu" or self.shards == 1 else 0.0
         """Bytes an element of gloo's own copy, or of that which torch divides where there is one shard (torch 2.13)."""
         stores = (
-            resolved(p)["weight_grad"] in SCALED and not self.adds_up
+            part.state.linear["weight_grad"] in SCALED and not self.adds_up
         )  # or they are in place of what was added up
         passed_on = self.copy < 4 or recipe.storage.accumulate == "stored" or stores
         self.keeps_sums = (part.groups > 1 or shard == "none") and passed_on
@@ -346,13 +341,13 @@ class ShardedPass:
 
 def _groups(recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str) -> list[_Group]:
     """The layers of `part`, the last first, and the root."""
-    p, fsdp = recipe.precision, sharding(recipe.precision, part.shards) == "fsdp"
+    p, fsdp = recipe.precision, part.shard == "fsdp"
     beside = held_beside(recipe) if gathers_params(p, backend) or not fsdp else 0
-    in_fp8 = gathered(p, backend) == "fp8" if fsdp else fp8_weights(p)
+    in_fp8 = gathered(p, backend) == "fp8" if fsdp else part.state.fp8_weights
     trained = trained_shapes(recipe, part)
     held = {f"{q.name}.weight": CODEC["fp8"] + beside for q in linears if in_fp8 and q.fp8}
     shapes = {**local_shapes(recipe, part), **trained} if fsdp else trained
-    columns, none = parameter_columns(recipe, linears, shapes), _Group(0, 0, 0)
+    columns, none = parameter_columns(part.state, linears, shapes), _Group(0, 0, 0)
     found: dict[str, _Group] = {}
     for name, shape in shapes.items():
         weights, elements, last = found.get(summed_with(name), none)
@@ -372,9 +367,9 @@ class SinglePass:
     adds_up = False
 
     def __init__(self, recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> None:
-        p, shapes, found = recipe.precision, trained_shapes(recipe, part), Counter[str]()
+        shapes, found = trained_shapes(recipe, part), Counter[str]()
         columns, stored = (
-            parameter_columns(recipe, linears, shapes),
+            parameter_columns(part.state, linears, shapes),
             stored_gradients(recipe, part, linears, by_rows=False),
         )
         codecs = {
@@ -388,7 +383,11 @@ class SinglePass:
         sizes = {name: stored_bytes(codecs[name], prod(shape)) for name, shape in shapes.items()}
         for name, count in sizes.items():
             found[summed_with(name)] += count
-        kinds = [resolved(p), others(p)] if fp8_layers_alone(p) else [resolved(p)]
+        kinds = (
+            [part.state.linear, part.state.other]
+            if part.state.fp8_layers_only
+            else [part.state.linear]
+        )
         self.fresh = max(CODEC[each["weight_grad"]] for each in kinds)
         """Bytes an element of the gradient of a linear layer, which is not there before the backward pass of its group."""
         head = [
@@ -449,7 +448,7 @@ def single_pass(
     """
     if recipe.trainer.strategy.pipeline_model_parallel_size > 1 or microbatches(recipe, part) > 1:
         return None
-    if not by_fsdp2(recipe, part.shards, backend):
+    if not by_fsdp2(recipe, part.state, part.shards, backend):
         return SinglePass(recipe, part, linears)
     return (
         OneShardPass(recipe, device, part, linears, backend, each)

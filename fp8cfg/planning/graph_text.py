@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fp8cfg.backends.choice import Choice
-from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.storage import low_bit
+from fp8cfg.planning.job_plan import Plan
 from fp8cfg.schema.tables import wrapped
 
 if TYPE_CHECKING:
@@ -25,21 +21,20 @@ CODE_WIDTH = 100
 """Columns of the code of a graph."""
 
 
-def built(
-    recipe: Recipe, plans: Sequence[PlannedLinear], choice: Choice
-) -> dict[str, dict[str, Any]]:
-    """The autocast context, the optimizer, the schedule and the loss scaler of `recipe`: each "name" and its arguments."""
+def built(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The autocast context, the optimizer, the schedule and the loss scaler of `plan`: each "name" and its arguments."""
+    recipe = plan.recipe
     p, o, t = recipe.precision, recipe.optim, recipe.trainer
     reduced = {"reduce_amax": p.fp8.reduce_amax} if p.fp8.enabled else {}
     parts: dict[str, dict[str, Any]] = {
         "autocast": {
             "name": "Job.autocast",
             "compute": p.compute,
-            "fp8_layers": sum(planned.fp8 for planned in plans),
-            "product": choice.product,
+            "fp8_layers": sum(planned.fp8 for planned in plan.gemms),
+            "product": plan.choice.product,
         },
         "optimizer": {
-            **_optimizer(recipe),
+            **_optimizer(plan),
             **{k: getattr(o, k) for k in _OPTIM[o.name]},
             "clip_grad": t.gradient_clip_val,
             **reduced,
@@ -139,9 +134,10 @@ def _opened(value: ast.expr, indent: str, before: str, after: str) -> list[str]:
     return [*lines, f"{indent}{end}{after}"]
 
 
-def _optimizer(recipe: Recipe) -> dict[str, str]:
-    """What `job_optimizer.optimizer` makes of `recipe`."""
-    if low_bit(recipe.precision):
+def _optimizer(plan: Plan) -> dict[str, str]:
+    """What `job_optimizer.optimizer` makes of `plan`."""
+    recipe = plan.recipe
+    if plan.state.low_bit:
         name = {"adamw": "LowBitTrainingAdamW", "adam": "LowBitTrainingAdam"}[recipe.optim.name]
         return {"name": name, "rounding": recipe.storage.rounding}
     return {"name": "MixedPrecisionOptimizer", "inner": recipe.optim.name}

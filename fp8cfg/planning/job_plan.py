@@ -1,45 +1,144 @@
-"""job_plan."""
+"""Plan of a job: what follows from a recipe on given hardware and ranks.
+
+    recipe -> Plan -> model, optimizer, reports, checkpoints
+
+A plan is made once and passed on. It answers four questions: which backend provides the FP8 layers,
+how the ranks share the model, which storage dtype each kind of state has, and in which format each
+GEMM of each layer runs. Planning loads torch only for a custom model or for this machine.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.choice import Choice, Hardware, choose
-from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.backends.gemm_plan import PlannedAttention, PlannedLinear
 from fp8cfg.composition.precedence import resolved_for_build
-from fp8cfg.parallel.sharding import ranks
-from fp8cfg.planning import smoke
-from fp8cfg.planning.layer_plan import plan
-from fp8cfg.planning.layout import shards
+from fp8cfg.parallel import sharding
+from fp8cfg.planning import layer_plan, smoke
+from fp8cfg.planning.fit_search import refuse_if_too_large
+from fp8cfg.planning.hardware import find_hardware, free_memory
+from fp8cfg.planning.layout import Part, whole
+from fp8cfg.planning.preflight import refuse_layout
 from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.storage import as_sharded
+from fp8cfg.schema.storage import StateDtypes
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def planned(
-    recipe: Recipe, hardware: Hardware, model: nn.Module | None = None, choice: Choice | None = None
-) -> tuple[Sequence[PlannedLinear], Choice]:
-    """What each linear layer is to do on `hardware`, and who does it. Raises ConfigError for what cannot run there."""
-    choice = choice or choose(
-        _sharded(recipe, model),
-        hardware,
-        statistics=recipe.log.fp8_stats_every_n_steps,
-        adapters=recipe.lora.enabled,
-        strategy=recipe.trainer.strategy if model is None else None,
-    )
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What follows from a checked recipe. No other module derives it again."""
+
+    recipe: Recipe
+    """The recipe that was planned."""
+    hardware: Hardware
+    """Device and compute capability, as backends see them."""
+    choice: Choice
+    """The backend, the product of its GEMMs, and why it was chosen."""
+    layout: Part
+    """How the ranks share the model: the part of each rank before pipeline stages differ."""
+    gemms: Sequence[PlannedLinear]
+    """The three GEMMs of each linear layer, with the formats of their operands."""
+    attention: Sequence[PlannedAttention]
+    """The GEMMs of each layer's attention. Empty for a custom model."""
+
+    @property
+    def state(self) -> StateDtypes:
+        """Storage dtypes of weights, gradients and optimizer state."""
+        return self.layout.state
+
+    @property
+    def precision(self) -> Precision:
+        """The recipe's precision, with storage.shard resolved for these ranks."""
+        return self.state.precision
+
+    def __repr__(self) -> str:
+        # Fiddle prints the arguments of a builder that fails. All layers would take pages.
+        in_fp8 = sum(linear.fp8 for linear in self.gemms)
+        layers = f"{in_fp8} of {len(self.gemms)} linear layers in FP8"
+        return f"Plan({self.recipe.name}, backend={self.choice.backend}, {layers})"
+
+
+def plan_on_this_machine(recipe: Recipe, model: nn.Module | None = None) -> Plan:
+    """Plans `recipe` for this machine, and rejects it if it does not run here.
+
+    Args:
+        recipe: A checked recipe, already cut to size if it is a smoke run.
+        model: A custom model to convert, in place of the recipe's Transformer.
+
+    Raises:
+        ConfigError: The hardware, the number of ranks or the free memory does not suffice.
+    """
+    hardware = find_hardware(recipe.trainer.accelerator)
+    plan = make_plan(recipe, hardware, model)
     if model is None:
-        plans = plan(recipe, choice.backend)
-        _refuse_tokens(recipe, choice)
-        return plans, choice
-    from fp8cfg.backends.any_model.eligibility import plan_model
+        strategy = recipe.trainer.strategy
+        if strategy.size > 1 or strategy.data_parallel_replicate_size > 1:
+            refuse_layout(recipe, current_ranks())
+        free = free_memory(hardware.device)
+        refuse_if_too_large(recipe, hardware.device, free, plan.choice.backend)
+    if plan.precision.storage.shard == "fsdp":
+        from fp8cfg.parallel.fsdp_refusals import refuse_uneven  # loads torch
+
+        refuse_uneven(plan.gemms, plan.precision, plan.choice.backend, plan.layout.shards)
+    return plan
+
+
+def make_plan(
+    recipe: Recipe,
+    hardware: Hardware,
+    model: nn.Module | None = None,
+    choice: Choice | None = None,
+    world: int | None = None,
+) -> Plan:
+    """Plans `recipe` for `hardware`.
+
+    Args:
+        recipe: A checked recipe.
+        hardware: What the GEMMs run on.
+        model: A custom model to convert, in place of the recipe's Transformer.
+        choice: The backend, if the caller has chosen it.
+        world: Number of ranks. Defaults to those of the process group, or of torchrun.
+
+    Raises:
+        ConfigError: No backend runs the recipe on this hardware, or it has a key for the recipe's
+            Transformer and a custom model is given.
+    """
+    # Each rank of a custom model has all of it: the user's own loop may save every rank's
+    # tensors as if they were complete.
+    if model is not None:
+        world = 1
+    elif world is None:
+        world = current_ranks()
+    layout = whole(recipe, world)
+    if choice is None:
+        choice = choose(
+            layout.state.precision,
+            hardware,
+            statistics=recipe.log.fp8_stats_every_n_steps,
+            adapters=recipe.lora.enabled,
+            strategy=recipe.trainer.strategy if model is None else None,
+        )
+    if model is not None:
+        gemms = _plan_custom_model(recipe, model, choice)
+        return Plan(recipe, hardware, choice, layout, gemms, attention=())
+    gemms = layer_plan.plan(recipe, choice.backend)
+    _check_tokens(recipe, choice)
+    return Plan(recipe, hardware, choice, layout, gemms, layer_plan.attention_plan(recipe))
+
+
+def _plan_custom_model(recipe: Recipe, model: nn.Module, choice: Choice) -> Sequence[PlannedLinear]:
+    from fp8cfg.backends.any_model.eligibility import plan_model  # loads torch
 
     if recipe.storage.shard == "fsdp":
         raise ConfigError(
@@ -47,56 +146,53 @@ def planned(
             " fp8cfg.convert_model(model, recipe) with storage.shard=none, and call torch's"
             " fully_shard on it"
         )
+    transformer_keys = changed(recipe.data, "reset_attention_mask", "reset_position_ids")
     refuse_if(
         [
-            f"{said}: of the Transformer of a recipe, not of a model of your own; write false"
-            for said in changed(recipe.data, "reset_attention_mask", "reset_position_ids")
+            f"{key}: of the Transformer of a recipe, not of a model of your own; write false"
+            for key in transformer_keys
         ]
     )
+    misfit = registry.rules(choice.backend).misfit
     norms = registry.capabilities(choice.backend).norms
-    return (
-        plan_model(model, recipe.fp8, registry.rules(choice.backend).misfit, norms=norms),
-        choice,
+    return plan_model(model, recipe.fp8, misfit, norms=norms)
+
+
+def current_ranks() -> int:
+    """The size of the process group. Before it is initialized, the WORLD_SIZE of torchrun."""
+    # Whoever initialized a process group has imported torch. Without one it stays unloaded.
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_world_size())
+    return sharding.ranks()
+
+
+def _check_tokens(recipe: Recipe, choice: Choice) -> None:
+    """Raises ConfigError if the backend's GEMMs cannot take the tokens of a microbatch."""
+    if choice.product == "none":
+        return
+    multiple = registry.rules(choice.backend).tokens_multiple(recipe.fp8, choice.product)
+    context = recipe.trainer.strategy.context_parallel_size
+    length = recipe.model.seq_length
+    micro = recipe.trainer.micro_batch_size
+    tokens = micro * length // context
+    if tokens % multiple == 0:
+        return
+    step = multiple * context
+    split = f" over {context} context ranks" if context > 1 else ""
+    raise ConfigError(
+        f"trainer.micro_batch_size={micro}: with model.seq_length={length}{split}"
+        f" that is {tokens} tokens, backend={choice.backend} needs a multiple of {multiple};"
+        f" write backend=native, or model.seq_length={ceil(length / step) * step}"
     )
-
-
-def _sharded(recipe: Recipe, model: nn.Module | None) -> Precision:
-    """The precision of `recipe` with storage.shard as it applies on the ranks of the process group: around a given model auto is
-    none, since a loop of one's own may save what each rank has as if it were whole."""
-    return as_sharded(recipe.precision, 1 if model is not None else shards(recipe, _ranks_here()))
-
-
-def _ranks_here() -> int:
-    """The ranks of the process group, or those that torchrun says."""
-    dist: Any = sys.modules.get(
-        "torch.distributed"
-    )  # whoever has made a group has loaded it; `lower` loads no torch
-    return (
-        dist.get_world_size() if dist and dist.is_available() and dist.is_initialized() else ranks()
-    )
-
-
-def _refuse_tokens(recipe: Recipe, choice: Choice) -> None:
-    """Raise ConfigError where the backend cannot multiply the tokens of a microbatch."""
-    t, multiple = recipe.trainer, 1
-    if choice.product != "none":
-        multiple = registry.rules(choice.backend).tokens_multiple(recipe.fp8, choice.product)
-    context = t.strategy.context_parallel_size
-    if (tokens := t.micro_batch_size * recipe.model.seq_length // context) % multiple:
-        length, near = (
-            recipe.model.seq_length,
-            -(-recipe.model.seq_length // (multiple * context)) * multiple * context,
-        )
-        split = f" over {context} context ranks" if context > 1 else ""
-        raise ConfigError(
-            f"trainer.micro_batch_size={t.micro_batch_size}: with model.seq_length={length}{split}"
-            f" that is {tokens} tokens, backend={choice.backend} needs a multiple of {multiple};"
-            f" write backend=native, or model.seq_length={near}"
-        )
 
 
 def checked(recipe: Recipe) -> Recipe:
-    """`recipe`, if it is one and breaks no rule, with what its preset says given way; else ConfigError."""
+    """Resolves the conflicts between the recipe's values and its presets, and checks all rules.
+
+    Raises:
+        ConfigError: `recipe` is no Recipe, or breaks rules.
+    """
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"expected a Recipe, got {type(recipe).__name__}; compose(['recipe=llama_8b'])"
@@ -108,10 +204,14 @@ def checked(recipe: Recipe) -> Recipe:
 
 
 def sized(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
-    """`recipe`, cut where trainer.smoke asks for it. Raises ConfigError where a `model` is given, which cannot be cut."""
+    """Cuts the recipe to a smoke run if trainer.smoke is set.
+
+    Raises:
+        ConfigError: trainer.smoke is set and a custom `model` is given, which cannot be cut.
+    """
     if model is not None and recipe.trainer.smoke:
         raise ConfigError(
             "trainer.smoke=true: cuts the Transformer of a recipe, not a model of your own; write"
             " false, and a small trainer.global_batch_size and trainer.max_steps"
         )
-    return smoke.cut(recipe, ranks())
+    return smoke.cut(recipe, sharding.ranks())

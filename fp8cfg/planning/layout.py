@@ -12,11 +12,11 @@ from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.storage import resolved, sharding
+from fp8cfg.schema.storage import StateDtypes, resolve_state_dtypes
 from fp8cfg.schema.violation import Violation
 
 
-def quantizes_once(recipe: Recipe, shard: str, microbatches: int) -> bool:
+def quantizes_once(recipe: Recipe, state: StateDtypes, shard: str, microbatches: int) -> bool:
     """Whether the native backend quantizes a weight once for all passes of a step over so many microbatches, and keeps it until the
     last. It does where there are several passes, and weights stay for them. `shard` is storage.shard, resolved; under fsdp the
     weights of a layer are gathered for each pass and let go. Weights in a codec are there to take few bytes, and nothing is kept of
@@ -24,7 +24,7 @@ def quantizes_once(recipe: Recipe, shard: str, microbatches: int) -> bool:
     fp8.keep_transpose_cache says so, which a single backward pass makes once anyway.
     """
     p = recipe.precision
-    stored = resolved(p)["weight"]
+    stored = state.linear["weight"]
     several = microbatches > 1 or (recipe.model.recompute_granularity == "full" and stored != "fp8")
     return p.fp8.enabled and several and shard != "fsdp" and stored in ("fp8", p.compute)
 
@@ -43,12 +43,13 @@ def placed(recipe: Recipe, nodes: int, devices: int) -> Recipe:
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part. `layers` are indices, in so many `chunks`; `tensor` ranks share each matrix, `context` each sequence, `data`
+    """One rank's part. `state` are the storage dtypes. `layers` are indices, in so many `chunks`; `tensor` ranks share each matrix, `context` each sequence, `data`
     hold the same part. `in_flight` microbatches have their activations kept at once, counted in passes through all of `layers`.
     """
 
     name: str
     layers: Sequence[int]
+    state: StateDtypes
     embedding: bool = True
     output: bool = True
     tensor: int = 1
@@ -65,6 +66,11 @@ class Part:
         one of `groups` groups."""
         return self.data * self.context // self.groups
 
+    @property
+    def shard(self) -> str:
+        """storage.shard over these ranks, with auto resolved."""
+        return self.state.precision.storage.shard
+
 
 def whole(recipe: Recipe, ranks: int = 1) -> Part:
     """The part that each of `ranks` ranks has of all layers: of matrices and sequences too, where these are whole replicas."""
@@ -78,15 +84,17 @@ def whole(recipe: Recipe, ranks: int = 1) -> Part:
         pipeline = 1
     if ranks % (tensor * context):
         tensor, context = 1, 1 if ranks % context else context
-    return Part(
+    part = Part(
         "every rank",
         range(recipe.model.num_layers),
+        resolve_state_dtypes(recipe.precision),
         tensor=tensor,
         context=context,
         data=(data := ranks // (tensor * context * pipeline)),
         sequence_parallel=s.sequence_parallel and tensor > 1,
         groups=s.data_parallel_replicate_size if data % s.data_parallel_replicate_size == 0 else 1,
     )
+    return replace(part, state=part.state.with_sharding(part.shards))
 
 
 def stage_parts(recipe: Recipe, ranks: int) -> list[Part]:
@@ -253,22 +261,19 @@ def microbatches(recipe: Recipe, part: Part) -> int:
 
 def summed_at_the_end(recipe: Recipe, part: Part) -> bool:
     """Whether FSDP2 sums the gradients of several backward passes in the last one, before which all are whole."""
-    return (
-        sharding(recipe.precision, part.shards) in ("none", "zero1")
-        and microbatches(recipe, part) > 1
-    )
+    return part.shard in ("none", "zero1") and microbatches(recipe, part) > 1
 
 
 def shard_degree(recipe: Recipe, part: Part) -> int:
     """Shard degree: the ranks over which FSDP2 splits each tensor; 1 under storage.shard=none, which leaves it whole on each."""
-    return 1 if sharding(recipe.precision, part.shards) == "none" else part.shards
+    return 1 if part.shard == "none" else part.shards
 
 
 def keeps_weights(recipe: Recipe, part: Part, backend: str) -> bool:
     """Whether layers of `backend` keep weights that they quantized for all passes of a step."""
-    shard = sharding(recipe.precision, part.shards)
+    shard = part.shard
     return capabilities(backend).weight_workspace and quantizes_once(
-        recipe, shard, microbatches(recipe, part)
+        recipe, part.state, shard, microbatches(recipe, part)
     )
 
 

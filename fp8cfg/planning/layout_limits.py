@@ -17,7 +17,7 @@ from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import ZERO, by_fsdp2
 from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import SCALED, in_parts, level, low_bit, resolved, sharding
+from fp8cfg.schema.storage import SCALED, StateDtypes, level, resolve_state_dtypes
 from fp8cfg.schema.violation import Violation
 
 
@@ -163,16 +163,19 @@ def _sizes(recipe: Recipe, tensor: int) -> Iterator[Violation]:
 
 
 _WIDE = {"weight": "auto", "master_weight": "auto", "weight_grad": "auto", "rounding": "nearest"}
-"""Storage keys with which state is `in_parts`."""
+"""Storage keys with which state can be split."""
 
 
 def of_state(recipe: Recipe) -> Iterator[Violation]:
     """Of state in fewer bits that is that of whole matrices, under tensor parallelism. Levels are refused beside any layout
     (layout_limits.py)."""
     p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
-    if tensor == 1 or level(p) or not low_bit(p) or in_parts(p):
+    if tensor == 1 or level(p):
         return
-    narrow = [key for key in _WIDE if not in_parts(_widened(p, but=key))]
+    state = resolve_state_dtypes(p)
+    if not state.low_bit or state.can_be_split:
+        return
+    narrow = [key for key in _WIDE if not _widened(p, but=key).can_be_split]
     words = " ".join(f"storage.{key}={_WIDE[key]}" for key in narrow)
     yield Violation(
         "storage",
@@ -182,10 +185,11 @@ def of_state(recipe: Recipe) -> Iterator[Violation]:
     )
 
 
-def _widened(precision: Precision, but: str) -> Precision:
-    """A copy of `precision` with those keys, `but` for one."""
+def _widened(precision: Precision, but: str) -> StateDtypes:
+    """The storage dtypes of `precision` with those keys, `but` for one."""
     wide = {key: value for key, value in _WIDE.items() if key != but}
-    return precision.model_copy(update={"storage": precision.storage.model_copy(update=wide)})
+    storage = precision.storage.model_copy(update=wide)
+    return resolve_state_dtypes(precision.model_copy(update={"storage": storage}))
 
 
 def _fp8(recipe: Recipe, tensor: int) -> Iterator[Violation]:
@@ -289,7 +293,7 @@ def _level(recipe: Recipe, alone: str, keys: list[str]) -> Violation:
 
 def _sent(recipe: Recipe, alone: str) -> Iterator[Violation]:
     p, storage = recipe.precision, recipe.storage
-    if resolved(p)["comm"] not in SCALED:
+    if resolve_state_dtypes(p).linear["comm"] not in SCALED:
         return
     words = "storage.comm=auto"
     if storage.accumulate != "wide":
@@ -307,8 +311,13 @@ def _owned(recipe: Recipe, alike: int, alone: str) -> Iterator[Violation]:
     p, backend = recipe.precision.model_copy(deep=True), recipe.precision.backend
     p.storage.comm = "auto"
     recipe = recipe.model_copy(update={"precision": p})
-    shard, backends = sharding(p, alike), ordered() if backend == "auto" else [backend]
-    if alike > 1 and shard in ZERO and not any(by_fsdp2(recipe, alike, name) for name in backends):
+    state = resolve_state_dtypes(p)
+    shard, backends = state.sharding(alike), ordered() if backend == "auto" else [backend]
+    if (
+        alike > 1
+        and shard in ZERO
+        and not any(by_fsdp2(recipe, state, alike, name) for name in backends)
+    ):
         said = f"storage.shard={p.storage.shard}" + (
             "" if p.storage.shard == shard else f", which is {shard}"
         )

@@ -14,7 +14,7 @@ from fp8cfg.schema.fp8 import FP8, per_row, power_2_scales, transforms, weights_
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.scalings import SCALINGS, Tile
-from fp8cfg.schema.storage import SCALED, columns_of, fp8_weights, gathers_params, others, sharding
+from fp8cfg.schema.storage import SCALED, gathers_params
 
 CODEC: dict[str, float] = {
     "none": 0,
@@ -238,7 +238,7 @@ class LinearBytes:
         self, recipe: Recipe, device: str, part: Part, grads: float, backend: str, fresh: float = 0
     ) -> None:
         m, tp = recipe.model, part.tensor
-        self.in_fp8 = fp8_weights(recipe.precision) or gathers_params(recipe.precision, backend)
+        self.in_fp8 = part.state.fp8_weights or gathers_params(recipe.precision, backend)
         capabilities = registry.capabilities(backend)
         self.requantizes, self.keeps_cast, self.context = (
             capabilities.requantizes,
@@ -286,16 +286,14 @@ class LinearBytes:
             16 if parts else 8
         ) * self.d  # float32 gradients; on a CPU one for each of its parts
         self.softmax = m.num_attention_heads / tp * 4
-        gathered = (
-            sharding(recipe.precision, part.shards) == "fsdp"
-        )  # by which adapters, too, are in the compute dtype
+        gathered = part.shard == "fsdp"  # by which adapters, too, are in the compute dtype
         self.in_compute_dtype = gathered
         self.adds_stored = (
             recipe.storage.accumulate == "stored"
             and microbatches(recipe, part) > 1
-            and not by_fsdp2(recipe, part.shards, backend)
+            and not by_fsdp2(recipe, part.state, part.shards, backend)
         )
-        self.adapter = self.c if gathered else CODEC[others(recipe.precision)["weight"]]
+        self.adapter = self.c if gathered else CODEC[part.state.other["weight"]]
         self.beside = Counter(projection.module for projection in adapted(recipe))
 
     def scores(self, layer: int) -> float:
@@ -407,7 +405,9 @@ class LinearBytes:
             self.recipe.precision,
             self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer",
         )
-        stored = (others(p) if tied else columns_of(p, True, bool(linear.fp8)))["weight"]
+        stored = (
+            self.part.state.other if tied else self.part.state.of_parameter(True, bool(linear.fp8))
+        )["weight"]
         return stored != p.compute and not self.in_compute_dtype and not self.held(linear)
 
     def copy(self, linear: PlannedLinear) -> float:
@@ -493,8 +493,7 @@ class LinearBytes:
         """What the gradient of the weight that is stored takes to be decoded, which that of a microbatch is added to: float32."""
         if (
             not self.adds_stored
-            or columns_of(self.recipe.precision, True, bool(linear.fp8))["weight_grad"]
-            not in SCALED
+            or self.part.state.of_parameter(True, bool(linear.fp8))["weight_grad"] not in SCALED
         ):
             return 0
         return 4 * self.elements(linear)

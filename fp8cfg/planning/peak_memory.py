@@ -41,13 +41,7 @@ from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import (
     SCALED,
     against_fp8_gather,
-    fp8_layers_alone,
-    fp8_weights,
     gathers_params,
-    low_bit,
-    others,
-    resolved,
-    sharding,
 )
 from fp8cfg.schema.tables import size, table
 
@@ -89,11 +83,9 @@ def memory(
     part = part or widest(recipe, device, ranks(), backend)
     linears = linears_of(recipe, part)
     kinds = persistent(recipe, part, linears, backend)
-    shards = by_fsdp2(recipe, part.shards, backend)
-    fsdp = (
-        sharding(recipe.precision, part.shards) == "fsdp"
-    )  # which adds up gradients in parts alone
-    added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(recipe)
+    shards = by_fsdp2(recipe, part.state, part.shards, backend)
+    fsdp = part.shard == "fsdp"  # which adds up gradients in parts alone
+    added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(part)
     sharded = ShardedPass(recipe, device, part, linears, backend, added) if shards else None
     found = activations(recipe, device, part, linears, added, backend, sharded)
     live = asdict(found)
@@ -185,8 +177,8 @@ def persistent(
     ranks that storage.shard splits state over, by default on the one that has most; of FP8 copies the scales, histories and second
     copies that are state."""
     columns, rest, counts = (
-        remarks.row(recipe),
-        others(recipe.precision),
+        remarks.row(recipe, part.state),
+        part.state.other,
         parameters(recipe, part, linears),
     )
     weights = (
@@ -198,7 +190,7 @@ def persistent(
         **state_bytes(recipe, part, linears, backend or multiplying(recipe), rank),
     }
     if (
-        counts.adapters and sharding(recipe.precision, part.shards) == "fsdp"
+        counts.adapters and part.shard == "fsdp"
     ):  # shards of what is frozen too, as it is multiplied
         frozen = (
             counts.linear * CODEC[recipe.precision.compute] + counts.other * CODEC[rest["weight"]]
@@ -211,29 +203,32 @@ def persistent(
     )
     beside = (
         int(counts.linear * held_beside(recipe)) + row_scales(recipe, part, linears)
-        if fp8_weights(recipe.precision)
+        if part.state.fp8_weights
         else 0
     )
     # Gathered, and let go after the step.
-    together = by_fsdp2(recipe, part.shards, backend or multiplying(recipe)) and not counts.adapters
+    together = (
+        by_fsdp2(recipe, part.state, part.shards, backend or multiplying(recipe))
+        and not counts.adapters
+    )
     kinds["weights"] += beside * together
     return {**kinds, "FP8 copies": state + beside * (not together)}
 
 
-def gradient_bytes(recipe: Recipe) -> float:
+def gradient_bytes(part: Part) -> float:
     """Bytes in which an element of a weight's gradient is accumulated: float32 where it is then stored with a scale."""
-    name = resolved(recipe.precision)["weight_grad"]
+    name = part.state.linear["weight_grad"]
     return 4 if name in SCALED else CODEC[name]
 
 
 def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Bytes of the gradients at the end of the last backward pass: wide where a microbatch was added or ranks are to be, and all
     of them also where a rank keeps those of its own alone."""
-    columns, counts = remarks.row(recipe), parameters(recipe, part, linears).trained
+    columns, counts = remarks.row(recipe, part.state), parameters(recipe, part, linears).trained
     summed = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
     added = summed or (part.shards > 1 and columns["comm"] != columns["weight_grad"])
-    each = gradient_bytes(recipe) if added else CODEC[columns["weight_grad"]]
-    return int(counts.linear * each + counts.other * CODEC[others(recipe.precision)["weight_grad"]])
+    each = gradient_bytes(part) if added else CODEC[columns["weight_grad"]]
+    return int(counts.linear * each + counts.other * CODEC[part.state.other["weight_grad"]])
 
 
 def parameters(
@@ -246,7 +241,7 @@ def parameters(
     own = [
         p for p in linears or linears_of(recipe, part) if not (tied and p.name == "output_layer")
     ]
-    every = not fp8_layers_alone(recipe.precision)
+    every = not part.state.fp8_layers_only
     narrow = sum(-(-p.in_features * p.out_features // part.tensor) for p in own if p.fp8 or every)
     matrices = sum(-(-p.in_features * p.out_features // part.tensor) for p in own) - narrow
     if part.embedding or (tied and part.output):
@@ -307,12 +302,12 @@ def step_bytes(
     float32 before and after it is cut to the range, and rounded; amax histories on their way to the next step. Compiled code
     takes no more than pieces do."""
     chosen = backend or multiplying(recipe)
-    pieces, shards = low_bit(recipe.precision), by_fsdp2(recipe, part.shards, chosen)
+    pieces, shards = part.state.low_bit, by_fsdp2(recipe, part.state, part.shards, chosen)
     counts = parameters(recipe, part, linears)
     widened = (
-        4 * counts.trained.total if gradient_bytes(recipe) < 4 and not pieces and not shards else 0
+        4 * counts.trained.total if gradient_bytes(part) < 4 and not pieces and not shards else 0
     )
-    in_fp8 = fp8_weights(recipe.precision) and not counts.adapters and not shards
+    in_fp8 = part.state.fp8_weights and not counts.adapters and not shards
     held = (
         max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
     )
@@ -339,16 +334,16 @@ def step_bytes(
 
 
 def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
-    columns, rest = remarks.row(recipe), others(recipe.precision)
-    layers = "FP8 layers" if fp8_weights(recipe.precision) else "linear layers"
+    columns, rest = remarks.row(recipe, part.state), part.state.other
+    layers = "FP8 layers" if part.state.fp8_weights else "linear layers"
     state = (
         "scales, amax histories"
         if SCALINGS[recipe.fp8.scaling].history
         else "for dgrad, and scales"
     )
     tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
-    widens = gradient_bytes(recipe) < 4 and not low_bit(recipe.precision)
-    shard = sharding(recipe.precision, part.shards)
+    widens = gradient_bytes(part) < 4 and not part.state.low_bit
+    shard = part.shard
     kept = keeps_weights(recipe, part, backend)
     state += ", transposes" if kept and recipe.fp8.keep_transpose_cache else ""
     passes = "for all passes of a step" if kept else "forward to backward"
@@ -359,7 +354,7 @@ def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
     )
     if (
         shard != "fsdp"
-        and by_fsdp2(recipe, part.shards, backend)
+        and by_fsdp2(recipe, part.state, part.shards, backend)
         and columns["weight_grad"] not in SCALED
     ):
         other = {"gradients": "fp32"}  # of shards
@@ -378,7 +373,7 @@ def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
         "gathered": "whole: embedding, output, two layers",
         "accumulation": "gradients until they are summed and stored",
         "moments": remarks.moments(columns) + over,
-        "FP8 copies": state if fp8_weights(recipe.precision) else f"quantized weights, {passes}",
+        "FP8 copies": state if part.state.fp8_weights else f"quantized weights, {passes}",
         "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",
         COMING: "less: gradients come as activations go",

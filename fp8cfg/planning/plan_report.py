@@ -25,7 +25,7 @@ from fp8cfg.planning.fit_search import (
 from fp8cfg.planning.fsdp_memory import gather_line
 from fp8cfg.planning.hardware import GPU, GPUS, named
 from fp8cfg.planning.layer_plan import plan as plan_layers
-from fp8cfg.planning.layout import Part, machines, parts, placed, refused, shards, shared_by, whole
+from fp8cfg.planning.layout import Part, machines, parts, placed, refused, shared_by, whole
 from fp8cfg.planning.peak_memory import (
     COMING,
     NOT_PARAMETERS,
@@ -39,17 +39,16 @@ from fp8cfg.planning.reserve import reserve
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import as_sharded, sharding
 from fp8cfg.schema.tables import amount, size, table, wrapped
 from fp8cfg.schema.violation import Violation
 
 
-def text(p: Plan) -> str:
+def text(p: PlanReport) -> str:
     """The sections of the plan."""
     sections = [
         f"{_runs(p)}\n{_data(p)}",
         str(p.coverage),
-        remarks.text(p.recipe, p.widest.part.shards),
+        remarks.text(p.recipe, p.widest.part),
         _layout(p),
         _memory(p),
     ]
@@ -66,7 +65,7 @@ def text(p: Plan) -> str:
     return "\n\n".join(sections)
 
 
-def _runs(p: Plan) -> str:
+def _runs(p: PlanReport) -> str:
     where = p.gpu.name if p.gpu else "a CPU (name a GPU: --gpu h100)"
     if p.choice:
         lines = [wrapped(f"backend on {where}: {p.choice.backend}, {p.choice.why}", more="  ")]
@@ -74,7 +73,7 @@ def _runs(p: Plan) -> str:
     return "\n".join(wrapped(f"cannot run on {where}: {line}", more="  ") for line in p.refusals)
 
 
-def _data(p: Plan) -> str:
+def _data(p: PlanReport) -> str:
     """The `data:` line, and the error of a run on data that nobody meant."""
     lines = [wrapped(training_data.line(p.recipe), more="  ")]
     lines += [
@@ -83,7 +82,7 @@ def _data(p: Plan) -> str:
     return "\n".join(lines)
 
 
-def _verdict(p: Plan) -> str:
+def _verdict(p: PlanReport) -> str:
     lines = [wrapped(f"does not run as it stands: {line}", more="  ") for line in p.problems]
     if p.offered:
         more = f"on {p.offered.ranks} GPUs " if p.offered.ranks else ""
@@ -97,7 +96,7 @@ def passed_over(choice: Choice) -> list[str]:
     return [wrapped(f"passed over {line}", "  ", "    ") for line in lines]
 
 
-def _layout(p: Plan) -> str:
+def _layout(p: PlanReport) -> str:
     s = p.recipe.trainer.strategy
     model = f"model: {amount(p.parameters)} parameters ({p.parameters:,})"
     if p.world == 1:
@@ -128,10 +127,10 @@ def _layout(p: Plan) -> str:
     return "\n".join(lines)
 
 
-def _memory(p: Plan) -> str:
+def _memory(p: PlanReport) -> str:
     lines = [memory_table(p.recipe, p.hardware.device, p.widest.part, p.backend)]
     lines += _beyond_the_chart(p)
-    if p.backend and (gathered := gather_line(p.recipe, p.widest.part.shards, p.backend)):
+    if p.backend and (gathered := gather_line(p.recipe, p.widest.part, p.backend)):
         lines.append(gathered)
     if len(p.ranks) > 1:
         lines.append(f"of the {p.widest.part.name}, which takes most")
@@ -144,7 +143,7 @@ def _memory(p: Plan) -> str:
     return "\n".join(lines)
 
 
-def _room(p: Plan, gpu: GPU) -> str:
+def _room(p: PlanReport, gpu: GPU) -> str:
     """Whether the widest rank fits `gpu`, and whether it leaves the reserve free."""
     left = gpu.memory - p.widest.total
     name = f"{gpu.name}, {size(gpu.memory)}"
@@ -161,7 +160,7 @@ def _room(p: Plan, gpu: GPU) -> str:
     )
 
 
-def _sent(p: Plan) -> str:
+def _sent(p: PlanReport) -> str:
     """The table of what the rank sends that sends most."""
     rank = max(p.ranks, key=lambda rank: rank.sent_bytes)
     rows = [[f"{each.axis}: {each.what}", size(each.bytes)] for each in rank.sent]
@@ -169,7 +168,7 @@ def _sent(p: Plan) -> str:
     return table(["sent by a rank in a step", "size"], rows, right=(1,))
 
 
-def _beyond_the_chart(p: Plan) -> list[str]:
+def _beyond_the_chart(p: PlanReport) -> list[str]:
     """Why the lines of memory come to more bytes a parameter than the chart has; nothing where they do not."""
     rank, shard = p.widest, p.shard
     kinds = {
@@ -178,7 +177,9 @@ def _beyond_the_chart(p: Plan) -> list[str]:
         if n and kind not in NOT_PARAMETERS
     }
     chart_has, together = (
-        remarks.bytes_per_parameter(remarks.row(p.recipe), shard, rank.part.shards),
+        remarks.bytes_per_parameter(
+            remarks.row(p.recipe, rank.part.state), shard, rank.part.shards
+        ),
         sum(kinds.values()),
     )
     if together < chart_has + 0.5:
@@ -199,7 +200,7 @@ def _beyond_the_chart(p: Plan) -> list[str]:
     ]
 
 
-def _gains(p: Plan) -> str:
+def _gains(p: PlanReport) -> str:
     gpu = p.gpu
     if gpu is None or (p.choice and p.choice.product == "emulate"):
         return "gains: none, FP8 is emulated here: the same values, no faster than bf16"
@@ -258,7 +259,7 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanReport:
     """Plan of a recipe's run: what multiplies in which format, and what each rank holds. `str()` is what `fp8cfg plan` prints."""
 
     recipe: Recipe
@@ -308,7 +309,7 @@ class Plan:
     @property
     def shard(self) -> str:
         """What storage.shard comes to on these ranks."""
-        return sharding(self.recipe.precision, self.widest.part.shards)
+        return self.widest.part.shard
 
     @property
     def widest(self) -> Rank:
@@ -347,7 +348,8 @@ class Plan:
 
     def data(self) -> dict[str, Any]:
         """All of the plan as plain data, in an order that stays, as `fp8cfg plan --json` prints it."""
-        row, fits = remarks.row(self.recipe), self.gpu and self.widest.total <= self.gpu.memory
+        row = remarks.row(self.recipe, self.widest.part.state)
+        fits = self.gpu and self.widest.total <= self.gpu.memory
         each = remarks.bytes_per_parameter(row, self.shard, self.widest.part.shards)
         published = speedups.published(self.recipe, self.hardware.capability)
         return {
@@ -358,7 +360,7 @@ class Plan:
             "runs": asdict(self.choice) if self.choice else None,
             "refusals": self.refusals,
             "coverage": self.coverage.data(),
-            "chart": {"name": remarks.name(self.recipe), **row, "bytes_per_parameter": each},
+            "chart": {"name": remarks.name(row), **row, "bytes_per_parameter": each},
             "parameters": self.parameters,
             "shard": self.shard,
             "ranks": [
@@ -407,14 +409,14 @@ def make(
     gpu: GPU | None,
     whole_line: Line = words_alone,
     problems_of_layout: Sequence[Violation] = (),
-) -> Plan:
+) -> PlanReport:
     """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
     patterns that match nothing; and for `problems_of_layout`, and a world that is no whole number of replicas or over which the
     batch does not divide, with what runs there, each fit as `whole_line` has it."""
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
     choice, refusals, memory_of_each = None, list[str](), gpu.memory if gpu else UNBOUNDED
     try:
-        choice = _chosen(recipe, hardware, shards(recipe, world))
+        choice = _chosen(recipe, hardware, world)
     except ConfigError as e:
         refusals = e.problems
     try:
@@ -447,7 +449,7 @@ def make(
     line = whole_line(offered) if offered else ""
     low = low_share_line(recipe, coverage)
     problems = [*problems, *([low] if low else [])]
-    return Plan(
+    return PlanReport(
         recipe,
         world,
         gpu,
@@ -462,10 +464,10 @@ def make(
     )
 
 
-def _chosen(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
+def _chosen(recipe: Recipe, hardware: Hardware, world: int) -> Choice:
     statistics = recipe.log.fp8_stats_every_n_steps
     return choose(
-        as_sharded(recipe.precision, ranks),
+        whole(recipe, world).state.precision,
         hardware,
         statistics=statistics,
         here=hardware.device == "cpu",
@@ -492,7 +494,7 @@ def _instead(
     """
 
     def backend(other: Recipe, ranks: int) -> str:
-        return _chosen(other, hardware, shards(other, ranks)).backend
+        return _chosen(other, hardware, ranks).backend
 
     search = Search(hardware.device, free, backend)
     trainer, closest = recipe.trainer, None
@@ -512,7 +514,7 @@ MOST = 9_999_999
 """Ranks that can be planned for."""
 
 
-def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Plan:
+def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> PlanReport:
     """Plan of `recipe` on `gpus` ranks, by default trainer.num_nodes x trainer.devices, each with the GPU called `gpu`, such as
     "h100"; without a name on a CPU, which emulates FP8. Loads no torch. Where no backend can run the recipe on that GPU the plan's
     `refusals` say why.
@@ -561,7 +563,7 @@ def planned(
     gpu: GPU | None,
     whole_line: Line = words_alone,
     problems: Sequence[Violation] = (),
-) -> Plan:
+) -> PlanReport:
     """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of a fit that a refusal offers;
     without it its words stand alone. Of a recipe whose layout its own rules refuse, with these `problems`, there is no plan: raises
     ConfigError with what runs there."""
@@ -573,7 +575,7 @@ def planned(
     return replace(
         found,
         built=graph_text.built(
-            recipe, *job_plan.planned(recipe, found.hardware, choice=found.choice)
+            job_plan.make_plan(recipe, found.hardware, choice=found.choice, world=world)
         ),
     )
 

@@ -28,7 +28,6 @@ from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.hugging_face import PREFIX, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules import missing_data
-from fp8cfg.schema.storage import as_sharded
 from fp8cfg.schema.violation import Violation
 
 
@@ -136,9 +135,8 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
 
 def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
     """Who multiplies `recipe` on so many ranks of that hardware. Raises ConfigError as `choose` does."""
-    precision = as_sharded(recipe.precision, layout.shards(recipe, ranks))
     return choose(
-        precision,
+        layout.whole(recipe, ranks).state.precision,
         hardware,
         statistics=recipe.log.fp8_stats_every_n_steps,
         adapters=recipe.lora.enabled,

@@ -8,13 +8,14 @@ from pathlib import Path
 from textwrap import fill, wrap
 
 from fp8cfg.planning.layer_plan import plan, planned_with
+from fp8cfg.planning.layout import Part
 from fp8cfg.planning.linear_memory import CODEC
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_precision import late_updates, lost_averages, slow_averages
 from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import level, resolved, sharding
+from fp8cfg.schema.storage import StateDtypes, level
 from fp8cfg.schema.tables import table
 from fp8cfg.schema.training import Log
 
@@ -40,35 +41,35 @@ def idle_patterns(recipe: Recipe) -> list[str]:
     return lines
 
 
-def lines(recipe: Recipe, ranks: int) -> list[str]:
-    """A line for each, where so many ranks have the same parameters."""
+def lines(recipe: Recipe, part: Part) -> list[str]:
+    """A line for each, on ranks of `part`."""
     every = (
-        *_storage(recipe, ranks),
-        *_one_microbatch(recipe, ranks),
-        *_one_rank(recipe, ranks),
+        *_storage(recipe, part),
+        *_one_microbatch(recipe, part.shards),
+        *_one_rank(recipe, part),
         *_folders(recipe),
         *(idle_patterns(recipe) if recipe.fp8.enabled else ()),
     )
     return [f"note: {line}" for line in every]
 
 
-def _storage(recipe: Recipe, ranks: int) -> Iterator[str]:
-    p, o = recipe.precision, recipe.optim
+def _storage(recipe: Recipe, part: Part) -> Iterator[str]:
+    p, o, columns = recipe.precision, recipe.optim, part.state.linear
     if o.name != "sgd":
-        yield from slow_averages(resolved(p), o.betas)
-        yield from lost_averages(resolved(p))
+        yield from slow_averages(columns, o.betas)
+        yield from lost_averages(columns)
         if o.lr_decay_style != "constant":
             yield from late_updates(
-                resolved(p), p.storage.rounding, o.lr, o.end_lr, recipe.model.init_method_std
+                columns, p.storage.rounding, o.lr, o.end_lr, recipe.model.init_method_std
             )
-    if level(p) == "O3" and sharding(p, ranks) == "none":
+    if level(p) == "O3" and part.shard == "none":
         yield (
             "opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or"
             " zero2 splits its state"
         )
     if recipe.lora.enabled:
         yield "lora.enabled=true: masters, gradients and moments are of adapters alone"
-    if p.storage.shard not in ("auto", "none") and ranks == 1:
+    if p.storage.shard not in ("auto", "none") and part.shards == 1:
         yield (
             f"storage.shard={p.storage.shard}: splits state over data-parallel ranks; on one there"
             " is nothing to split"
@@ -92,15 +93,16 @@ def _one_microbatch(recipe: Recipe, ranks: int) -> Iterator[str]:
         yield "storage.accumulate=stored: adds up nothing, a step has one microbatch"
 
 
-def _one_rank(recipe: Recipe, ranks: int) -> Iterator[str]:
+def _one_rank(recipe: Recipe, part: Part) -> Iterator[str]:
     """What ranks send one another, and how long they wait; not of gradients that are sent as they are stored."""
     p, s = recipe.precision, recipe.trainer.strategy
+    columns = part.state.linear
     same = (
-        ranks * s.data_parallel_replicate_size
+        part.shards * s.data_parallel_replicate_size
     )  # with the same parameters: data-parallel and context ranks
     sent = (
         changed(p.storage, "comm")
-        if same == 1 and resolved(p)["comm"] != resolved(p)["weight_grad"]
+        if same == 1 and columns["comm"] != columns["weight_grad"]
         else []
     )
     if not capabilities(p.backend).own_state:
@@ -171,19 +173,19 @@ ROWS = {
 scale."""
 
 
-def row(recipe: Recipe) -> Row:
+def row(recipe: Recipe, state: StateDtypes) -> Row:
     """The chart's columns for a linear layer that runs in FP8, where any does."""
     p = recipe.precision
     multiplies = p.compute if not p.fp8.enabled else f"fp{SCALINGS[p.fp8.scaling].bits}"
-    columns = resolved(p)
+    columns = dict(state.linear)
     if recipe.optim.name == "sgd":
         columns |= {"exp_avg_sq": "none"} | ({} if recipe.optim.momentum else {"exp_avg": "none"})
     return {"gemm": multiplies, **{k: columns[k] for k in COLUMNS[1:]}}
 
 
-def name(recipe: Recipe) -> str:
-    """The chart's name of `row(recipe)`, or "custom"."""
-    mine = _families(row(recipe))
+def name(columns: Row) -> str:
+    """The chart's name of a row, or "custom"."""
+    mine = _families(columns)
     return next((n for n, columns in ROWS.items() if columns == mine), "custom")
 
 
@@ -192,10 +194,11 @@ def bytes_per_parameter(columns: Row, shard: str = "none", ranks: int = 1) -> fl
     return sum(CODEC[columns[k]] / (ranks if k in SPLIT[shard] else 1) for k in COLUMNS[2:])
 
 
-def text(recipe: Recipe, ranks: int = 1) -> str:
-    """The chart with the recipe's row first, on so many data-parallel ranks, in a sentence where its codecs are too long for a
+def text(recipe: Recipe, part: Part) -> str:
+    """The chart with the recipe's row first, on ranks of `part`, in a sentence where its codecs are too long for a
     table of 80 columns."""
-    mine, named, shard = row(recipe), name(recipe), sharding(recipe.precision, ranks)
+    mine, shard, ranks = row(recipe, part.state), part.shard, part.shards
+    named = name(mine)
     header = [
         "low-precision chart",
         "GEMM",
@@ -222,7 +225,7 @@ def text(recipe: Recipe, ranks: int = 1) -> str:
             f" {bytes_per_parameter(mine):.3g}"
         )
     return "\n".join(
-        [whole, *(fill(line, 80, subsequent_indent="  ") for line in lines(recipe, ranks))]
+        [whole, *(fill(line, 80, subsequent_indent="  ") for line in lines(recipe, part))]
     )
 
 

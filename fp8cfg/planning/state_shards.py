@@ -18,7 +18,7 @@ from fp8cfg.planning.linear_memory import CODEC, CODEC_BLOCK, stored_bytes
 from fp8cfg.schema.fp8 import per_row
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
-from fp8cfg.schema.storage import SCALED, Columns, columns_of, sharding
+from fp8cfg.schema.storage import SCALED, Columns, StateDtypes
 
 KINDS = {
     "weights": ("weight",),
@@ -45,12 +45,12 @@ def state_bytes(
     part.shards ranks with the same parameters, by default on the one that has most of what is split. `linears` are the linear
     layers of `part`, and `backend` multiplies."""
     shard, shapes, moments = (
-        sharding(recipe.precision, part.shards),
+        part.shard,
         trained_shapes(recipe, part),
-        remarks.row(recipe),
+        remarks.row(recipe, part.state),
     )
-    columns, split = parameter_columns(recipe, linears, shapes), SPLIT[shard]
-    by_rows = by_fsdp2(recipe, part.shards, backend)
+    columns, split = parameter_columns(part.state, linears, shapes), SPLIT[shard]
+    by_rows = by_fsdp2(recipe, part.state, part.shards, backend)
     stored = stored_gradients(recipe, part, linears, by_rows)
     columns = {
         name: (
@@ -67,7 +67,7 @@ def state_bytes(
         columns = {name: {**one, **masters} for name, one in columns.items()}
         ranks = shard_degree(recipe, part)
         own = {
-            name: shard_elements(recipe, name, shape, ranks, (rank or 0) % ranks)
+            name: shard_elements(part.state, name, shape, ranks, (rank or 0) % ranks)
             for name, shape in shapes.items()
         }
     elif split:
@@ -106,7 +106,7 @@ def stored_gradients(
     shapes = trained_shapes(recipe, part)
     codecs = {
         name: columns["weight_grad"]
-        for name, columns in parameter_columns(recipe, linears, shapes).items()
+        for name, columns in parameter_columns(part.state, linears, shapes).items()
     }
     return {
         name: codec
@@ -119,7 +119,7 @@ def stored_gradients(
 def until_stored(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Bytes that shards of gradients take more in float32 until FSDP2 has summed those that they are stored with, where each
     microbatch's are added to those before; else that is a layer's sum alone."""
-    added = recipe.storage.accumulate == "wide" and sharding(recipe.precision, part.shards) in (
+    added = recipe.storage.accumulate == "wide" and part.shard in (
         "zero2",
         "fsdp",
     )
@@ -127,7 +127,7 @@ def until_stored(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -
         return 0
     shapes, more = trained_shapes(recipe, part), 0
     for name, codec in stored_gradients(recipe, part, linears).items():
-        count = shard_elements(recipe, name, shapes[name], shard_degree(recipe, part))
+        count = shard_elements(part.state, name, shapes[name], shard_degree(recipe, part))
         more += 4 * count - stored_bytes(codec, count)
     return more
 
@@ -179,19 +179,18 @@ def trained_shapes(recipe: Recipe, part: Part) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_columns(
-    recipe: Recipe, linears: Sequence[PlannedLinear], names: Iterable[str]
+    state: StateDtypes, linears: Sequence[PlannedLinear], names: Iterable[str]
 ) -> dict[str, Columns]:
     """The storage columns of each parameter by name."""
-    p, runs = recipe.precision, {f"{linear.name}.weight": linear.fp8 for linear in linears}
-    kinds = {fp8: columns_of(p, fp8 is not None, bool(fp8)) for fp8 in (None, False, True)}
-    return {name: kinds[runs.get(name)] for name in names}
+    runs_fp8 = {f"{linear.name}.weight": linear.fp8 for linear in linears}
+    return {name: state.of_parameter(name in runs_fp8, runs_fp8.get(name, False)) for name in names}
 
 
 def shard_elements(
-    recipe: Recipe, name: str, shape: Sequence[int], ranks: int, rank: int = 0
+    state: StateDtypes, name: str, shape: Sequence[int], ranks: int, rank: int = 0
 ) -> int:
     """The elements of the parameter `name` that FSDP2 leaves on `rank`; rank 0 has as many as it gives with its padding."""
-    if by_columns(recipe.precision, name, shape, ranks):
+    if by_columns(state, name, shape, ranks):
         return prod(shape) // ranks
     return shard_rows(shape[0], ranks, rank) * prod(shape[1:])
 
@@ -207,8 +206,8 @@ def owner_of(
 ) -> tuple[dict[str, int], dict[int, int]]:
     """Under ZeRO the rank that owns each parameter, and the bytes of state that each owner keeps."""
     shapes = trained_shapes(recipe, part)
-    columns = parameter_columns(recipe, linears, shapes)
-    kept = [k for kind in SPLIT[sharding(recipe.precision, part.shards)] for k in KINDS[kind]]
+    columns = parameter_columns(part.state, linears, shapes)
+    kept = [k for kind in SPLIT[part.shard] for k in KINDS[kind]]
     sizes = [
         round(prod(shape) * sum(CODEC[columns[name][k]] for k in kept))
         for name, shape in shapes.items()

@@ -27,7 +27,7 @@ from fp8cfg.schema import foreign_names, rules
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import PLUGIN, full, short, shown
 from fp8cfg.schema.recipe import Recipe, fields, short_keys
-from fp8cfg.schema.storage import as_sharded, resolved, sharding
+from fp8cfg.schema.storage import resolve_state_dtypes, resolved, sharding
 from fp8cfg.schema.tables import WIDTH, cut, table, wrapped
 
 HARDWARE = (Hardware("cpu"), Hardware("cuda", (9, 0), (13, 0)), Hardware("cuda", (10, 0), (13, 0)))
@@ -46,7 +46,8 @@ def refusals(recipe: Recipe, written: Collection[str] = ()) -> list[str]:
 
 def _refused_on(recipe: Recipe, hardware: Hardware) -> list[str]:
     every, adapters = recipe.log.fp8_stats_every_n_steps, recipe.lora.enabled
-    precision = as_sharded(recipe.precision, _ranks(recipe))
+    state = resolve_state_dtypes(recipe.precision)
+    precision = state.with_sharding(_ranks(recipe)).precision
     return _problems(
         lambda: choose(precision, hardware, statistics=every, adapters=adapters, here=False)
     )

@@ -138,7 +138,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
         backend = "\n".join([who, *passed_over(choice)])
         parts.append(f"{backend}\n{coverage}")
-    gathered = gather_line(recipe, layout.shards(recipe, sharding.ranks()), choice.backend)
+    gathered = gather_line(recipe, layout.whole(recipe, sharding.ranks()), choice.backend)
     memory = [memory_table(recipe, hardware.device, backend=choice.backend), gathered]
     parts.append("\n".join(line for line in memory if line))
     parts += [line for line in [_scaled_down(recipe)] if line]

@@ -10,69 +10,61 @@ from fp8cfg.schema.backends import capabilities, ordered
 from fp8cfg.schema.changed_fields import idle
 from fp8cfg.schema.storage import (
     SCALED,
+    StateDtypes,
     against_gathered_params,
-    float32_masters,
-    fp8_weights,
     level,
-    low_bit,
-    others,
-    resolved,
-    sharding,
+    resolve_state_dtypes,
 )
 from fp8cfg.schema.training import Strategy, Trainer
 from fp8cfg.schema.violation import Violation
 
 if TYPE_CHECKING:
-    from fp8cfg.schema.precision import Precision
     from fp8cfg.schema.recipe import Recipe
 
 ZERO = ("zero1", "zero2")
 
 
-def by_fsdp2(recipe: Recipe, ranks: int, backend: str) -> bool:
-    """Whether FSDP2 keeps the parameters of the recipe's Transformer over `ranks` that share them, where `backend` multiplies."""
-    shard, groups = (
-        sharding(recipe.precision, ranks),
-        recipe.trainer.strategy.data_parallel_replicate_size,
-    )
+def by_fsdp2(recipe: Recipe, state: StateDtypes, ranks: int, backend: str) -> bool:
+    """Whether FSDP2 shards the parameters of the recipe's Transformer.
+
+    Args:
+        recipe: The recipe.
+        state: Its storage dtypes.
+        ranks: Number of ranks with the same parameters.
+        backend: The backend of the FP8 layers.
+    """
+    shard = state.sharding(ranks)
     if shard == "fsdp" or ranks == 1:
         return shard == "fsdp"
-    if groups > 1 and _sent_wider(
-        recipe.precision
-    ):  # which groups would not be: they sum what is kept
+    replicated = recipe.trainer.strategy.data_parallel_replicate_size > 1
+    # Replica groups sum the gradients as they are stored. They would not send the wider dtype.
+    sends_wider = state.other["weight_grad"] not in (state.other["comm"], "fp32")
+    if replicated and sends_wider:
         return False
-    return _gathered_as_stored(recipe, backend)
+    return _can_gather_stored_weights(recipe, state, backend)
 
 
-def _gathered_as_stored(recipe: Recipe, backend: str) -> bool:
-    p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
-    if level(p) or not capabilities(backend).fully_shards:
+def _can_gather_stored_weights(recipe: Recipe, state: StateDtypes, backend: str) -> bool:
+    """Whether FSDP2 can gather weights in their storage dtypes."""
+    fp8 = recipe.precision.fp8
+    has = capabilities(backend)
+    if level(recipe.precision) or not has.fully_shards:
         return False
-    linear, rest = resolved(p), others(p)
-    if low_bit(p) and not float32_masters(p):
+    if state.low_bit and not state.float32_masters:
         return False
-    if {linear["comm"], rest["comm"]} & {*SCALED}:
+    if state.linear["comm"] in SCALED or state.other["comm"] in SCALED:
         return False
-    if recipe.lora.enabled:  # which are no weights of linear layers
+    if recipe.lora.enabled:  # only adapters are sharded, and they are no weights of linear layers
         return True
-    if fp8_weights(p):
-        read = capabilities(backend).fp8_gather == "params" or not against_gathered_params(
-            p.fp8, backend
-        )
-        return capabilities(backend).zero_fp8_weights and read
-    in_codec = tensor == 1 and (not p.fp8.enabled or capabilities(backend).fp8_gather == "params")
-    return in_codec or linear["weight"] == rest["weight"]
-
-
-def gathered_plain(precision: Precision) -> str:
-    """The codec in which FSDP2 gathers what it does not gather in FP8: precision.compute, or float32 where others have
-    weights that the unsharded run casts in each pass."""
-    return precision.compute if precision.storage.shard == "fsdp" else others(precision)["weight"]
-
-
-def _sent_wider(p: Precision) -> bool:
-    """Whether gradients are sent in another dtype than that of fewer bits than float32 in which they are added up."""
-    return others(p)["weight_grad"] not in (others(p)["comm"], "fp32")
+    gathers_params = has.fp8_gather == "params"
+    if state.fp8_weights:
+        if not gathers_params and against_gathered_params(fp8, backend):
+            return False
+        return has.zero_fp8_weights
+    if state.linear["weight"] == state.other["weight"]:
+        return True
+    tensor = recipe.trainer.strategy.tensor_model_parallel_size
+    return tensor == 1 and (not fp8.enabled or gathers_params)
 
 
 GPUS = 8
@@ -230,7 +222,8 @@ def _replica_rules(recipe: Recipe, world: int) -> Iterator[Violation]:
         s.data_parallel_replicate_size,
         (ordered() if p.backend == "auto" else [p.backend]),
     )
-    if sharding(p, 2) == "none":
+    state = resolve_state_dtypes(p)
+    if state.sharding(2) == "none":
         instead = "" if level(p) else "storage.shard=zero1, or "
         why = {"none": f"; write {instead}1", "auto": ", which is none here; write 1"}[
             p.storage.shard
@@ -241,7 +234,7 @@ def _replica_rules(recipe: Recipe, world: int) -> Iterator[Violation]:
             f" with storage.shard={p.storage.shard}{why}",
             "storage.shard",
         )
-    elif groups > 1 and not any(by_fsdp2(recipe, 2, backend) for backend in backends):
+    elif groups > 1 and not any(by_fsdp2(recipe, state, 2, backend) for backend in backends):
         yield Violation(
             f"{key}={groups}",
             "groups have the shards of FSDP2, and here whole tensors have owners; write 1",

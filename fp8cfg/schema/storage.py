@@ -6,6 +6,7 @@ its own, concern linear layers; embeddings and norms stay in float32 then, as MS
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8cfg.schema.backends import capabilities, gathering
@@ -54,7 +55,7 @@ def resolved(precision: Precision) -> Columns:
     """The codec of each column for the weights of linear layers. Explicit columns are as they are, and a level goes before
     precision.compute and fp8.params.
 
-    Where weights are held in FP8 these are the linear layers that run in FP8: see `columns_of`.
+    Where weights are held in FP8 these are the linear layers that run in FP8: see `StateDtypes`.
     """
     in_fp8 = precision.fp8.enabled and precision.fp8.params
     weight = "fp32" if precision.storage.shard == "fsdp" else "fp8" if in_fp8 else precision.compute
@@ -83,40 +84,164 @@ def resolved(precision: Precision) -> Columns:
     return {k: found[k] for k in COLUMNS}
 
 
-def others(precision: Precision) -> Columns:
-    """The codecs of all other parameters: embeddings, norms, biases, and linear layers outside of FP8 where weights are held in
-    FP8. Their gradients are bf16 under O3, as under DeepSpeed, through which alone MS-AMP has that level.
+@dataclass(frozen=True)
+class StateDtypes:
+    """Storage dtypes of a recipe's training state, with every `auto` resolved.
+
+    A plan makes them once, with `resolve_state_dtypes`, and passes them on.
+
+    Attributes:
+        precision: The precision that they follow from.
+        linear: Columns for the weights of linear layers, or of FP8 linear layers only if
+            `fp8_layers_only`.
+        other: Columns for all other parameters: embeddings, norms, biases.
     """
-    columns = resolved(precision)
-    exact = (
+
+    precision: Precision
+    linear: Columns
+    other: Columns
+
+    @property
+    def fp8_weights(self) -> bool:
+        """Whether FP8 layers store their weights in float8, as the GEMMs read them."""
+        return self.precision.fp8.enabled and self.linear["weight"] == "fp8"
+
+    @property
+    def fp8_layers_only(self) -> bool:
+        """Whether `linear` excludes linear layers in high precision.
+
+        It does if weights are stored in float8, and with backends that keep the state themselves,
+        as MS-AMP does.
+        """
+        return self.fp8_weights or capabilities(self.precision.backend).own_state
+
+    @property
+    def low_bit(self) -> bool:
+        """Whether the state needs the low-bit optimizer.
+
+        Torch's Adam is enough for float32 moments, float32 masters or weights, and gradients that
+        autograd can accumulate.
+        """
+        if self.precision.storage.rounding != "nearest":
+            return True
+        return any(
+            columns["exp_avg"] != "fp32"
+            or columns["exp_avg_sq"] != "fp32"
+            or columns["weight_grad"] in SCALED
+            or "fp32" not in (columns["weight"], columns["master_weight"])
+            or (columns["master_weight"] == "none" and columns["weight_grad"] != "fp32")
+            or columns["weight"] not in ("fp32", "fp8", self.precision.compute)
+            for columns in (self.linear, self.other)
+        )
+
+    @property
+    def float32_masters(self) -> bool:
+        """Whether weights are float32, or follow float32 masters by rounding to nearest.
+
+        Only moments and gradients can be low-precision then. Float32 weights have the gradients
+        that autograd returns, unless these are stored with a scale.
+        """
+        if self.precision.storage.rounding != "nearest":
+            return False
+        for columns in (self.linear, self.other):
+            if columns["master_weight"] == "none":
+                if columns["weight"] != "fp32" or columns["weight_grad"] not in ("fp32", *SCALED):
+                    return False
+            elif columns["master_weight"] != "fp32":
+                return False
+        return True
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether any slice of a tensor can keep its state by itself.
+
+        Masters are float32, and weights are stored as the GEMMs read them, or cast from masters.
+        """
+        weight_dtypes: set[str] = {"fp32", self.precision.compute}
+        if self.fp8_weights:
+            weight_dtypes.add("fp8")
+        used = {self.linear["weight"], self.other["weight"]}
+        return self.float32_masters and used <= weight_dtypes
+
+    @property
+    def gathered_dtype(self) -> str:
+        """Dtype in which FSDP2 gathers the weights that it does not gather in FP8.
+
+        Under shard=fsdp that is the compute dtype. Otherwise a step must equal an unsharded one,
+        whose layers cast weights from their storage dtype in each pass.
+        """
+        if self.precision.storage.shard == "fsdp":
+            return self.precision.compute
+        return self.other["weight"]
+
+    def of_parameter(self, is_linear_weight: bool, runs_fp8: bool) -> Columns:
+        """The columns of one parameter. `runs_fp8` says whether its linear layer runs in FP8."""
+        if is_linear_weight and (runs_fp8 or not self.fp8_layers_only):
+            return self.linear
+        return self.other
+
+    def sharding(self, ranks: int) -> str:
+        """storage.shard over `ranks` ranks with the same parameters, with auto resolved."""
+        if self.precision.storage.shard != "auto":
+            return self.precision.storage.shard
+        if ranks == 1 or level(self.precision):
+            return "none"
+        if self.fp8_weights and not capabilities(self.precision.backend).zero_fp8_weights:
+            return "none"
+        if self.low_bit and not self.float32_masters:
+            return "none"
+        return "zero1"
+
+    def with_sharding(self, ranks: int) -> StateDtypes:
+        """A copy whose precision has storage.shard resolved for `ranks`. Dtypes stay."""
+        storage = self.precision.storage.model_copy(update={"shard": self.sharding(ranks)})
+        return replace(self, precision=self.precision.model_copy(update={"storage": storage}))
+
+
+def resolve_state_dtypes(precision: Precision) -> StateDtypes:
+    """Resolves the storage dtypes of all parameters."""
+    linear = resolved(precision)
+    return StateDtypes(precision, linear, _other_columns(precision, linear))
+
+
+def others(precision: Precision) -> Columns:
+    """StateDtypes.other of `precision`."""
+    return resolve_state_dtypes(precision).other
+
+
+def _other_columns(precision: Precision, linear: Columns) -> Columns:
+    """Columns of all parameters but those that `linear` describes."""
+    columns = dict(linear)
+    stays_float32 = (
         level(precision) is not None
-        or columns["master_weight"] == "none"
+        or linear["master_weight"] == "none"
         or precision.compute == "fp32"
     )
-    apart = {"weight": "fp32", "master_weight": "none"} if exact else {"weight": precision.compute}
-    wide = {"weight_grad": "bf16" if level(precision) == "O3" else "fp32", "comm": "fp32"}
-    widened = {k: codec for k, codec in wide.items() if columns[k] in SCALED}
-    return {**columns, **apart, **widened}
+    if stays_float32:
+        columns["weight"] = "fp32"
+        columns["master_weight"] = "none"
+    else:
+        columns["weight"] = precision.compute
+    if linear["weight_grad"] in SCALED:
+        # MS-AMP has O3 only through DeepSpeed, where these gradients are bf16.
+        columns["weight_grad"] = "bf16" if level(precision) == "O3" else "fp32"
+    if linear["comm"] in SCALED:
+        columns["comm"] = "fp32"
+    return columns
 
 
-def foreign_others(precision: Precision) -> Columns:
+def foreign_others(state: StateDtypes) -> Columns:
     """`others` in a model that is not ours. Whatever multiplies them there wants the dtype of activations, and so they have the
     compute dtype, over float32 masters where `others` would leave them in float32."""
-    columns = others(precision)
-    if columns["weight"] == precision.compute:
-        return columns
-    return {**columns, "weight": precision.compute, "master_weight": "fp32"}
+    compute = state.precision.compute
+    if state.other["weight"] == compute:
+        return state.other
+    return {**state.other, "weight": compute, "master_weight": "fp32"}
 
 
 def fp8_weights(precision: Precision) -> bool:
-    """Whether linear layers that run in FP8 hold their weights as its products read them, in float8 alone."""
-    return precision.fp8.enabled and resolved(precision)["weight"] == "fp8"
-
-
-def fp8_layers_alone(precision: Precision) -> bool:
-    """Whether `resolved` is about linear layers that run in FP8 alone: where they hold float8 weights, and under a backend
-    that keeps their state itself, as MS-AMP does."""
-    return fp8_weights(precision) or capabilities(precision.backend).own_state
+    """StateDtypes.fp8_weights of `precision`."""
+    return resolve_state_dtypes(precision).fp8_weights
 
 
 def said_of_fp8_weights(precision: Precision) -> str:
@@ -133,73 +258,14 @@ def as_held(precision: Precision) -> Precision:
     )
 
 
-def columns_of(precision: Precision, linear: bool, runs_fp8: bool) -> Columns:
-    """The codecs of one parameter: of the weight of a linear layer, that runs in FP8 or not, or of another one."""
-    return (
-        resolved(precision)
-        if linear and (runs_fp8 or not fp8_layers_alone(precision))
-        else others(precision)
-    )
-
-
 def low_bit(precision: Precision) -> bool:
-    """Whether state needs the low-bit optimizer: anything but float32 moments over float32 masters or weights, with gradients
-    that autograd can add up."""
-    storage = precision.storage
-    return storage.rounding != "nearest" or any(
-        columns["exp_avg"] != "fp32"
-        or columns["exp_avg_sq"] != "fp32"
-        or columns["weight_grad"] in SCALED
-        or "fp32" not in (columns["weight"], columns["master_weight"])
-        or (columns["master_weight"] == "none" and columns["weight_grad"] != "fp32")
-        or columns["weight"] not in ("fp32", "fp8", precision.compute)
-        for columns in (resolved(precision), others(precision))
-    )
-
-
-def float32_masters(precision: Precision) -> bool:
-    """Whether weights are float32, or stand beside masters that are and are rounded to nearest: then moments and gradients alone
-    may be of fewer bits. Float32 weights have the gradients that autograd gives them, till these are stored with a scale.
-    """
-
-    def exact(columns: Columns) -> bool:
-        if columns["master_weight"] == "none":
-            return columns["weight"] == "fp32" and columns["weight_grad"] in ("fp32", *SCALED)
-        return columns["master_weight"] == "fp32"
-
-    return (
-        precision.storage.rounding == "nearest"
-        and exact(resolved(precision))
-        and exact(others(precision))
-    )
-
-
-def in_parts(precision: Precision) -> bool:
-    """Whether what is of fewer bits than float32, if anything is, is moments and gradients, which any part of a tensor has by
-    itself: masters are float32, and weights are stored as products read them, or cast from their masters.
-    """
-    held = {"fp32", precision.compute, *(("fp8",) if fp8_weights(precision) else ())}
-    return (
-        float32_masters(precision)
-        and {resolved(precision)["weight"], others(precision)["weight"]} <= held
-    )
+    """StateDtypes.low_bit of `precision`."""
+    return resolve_state_dtypes(precision).low_bit
 
 
 def sharding(precision: Precision, ranks: int) -> str:
-    """storage.shard over `ranks` that hold the same parameters, with auto resolved."""
-    if precision.storage.shard != "auto":
-        return precision.storage.shard
-    stays = fp8_weights(precision) and not capabilities(precision.backend).zero_fp8_weights
-    narrow = low_bit(precision) and not float32_masters(precision)
-    return "none" if ranks == 1 or stays or level(precision) or narrow else "zero1"
-
-
-def as_sharded(precision: Precision, ranks: int) -> Precision:
-    """A copy of `precision` with storage.shard as it applies on `ranks`."""
-    shard = sharding(precision, ranks)
-    return precision.model_copy(
-        update={"storage": precision.storage.model_copy(update={"shard": shard})}
-    )
+    """StateDtypes.sharding of `precision`."""
+    return resolve_state_dtypes(precision).sharding(ranks)
 
 
 def gathered(precision: Precision, backend: str) -> str:

@@ -47,7 +47,6 @@ from fp8cfg.planning.peak_memory import (
 from fp8cfg.planning.state_shards import until_stored
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
-from fp8cfg.schema.storage import sharding
 from fp8cfg.schema.tables import size, table
 from fp8cfg.training.step import microbatches, pipeline
 
@@ -153,7 +152,9 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     gathered = _gathered(
         job
     )  # before quantized weights are kept of them, which are of one gathering
-    with weights_kept(job.model, quantizes_once(recipe, job.prepared.shard, passes)):
+    with weights_kept(
+        job.model, quantizes_once(recipe, job.prepared.state, job.prepared.shard, passes)
+    ):
         one_pass(last=passes == 1)
         if whole or single:
             job.optimizer.zero_grad()
@@ -276,10 +277,10 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
     copies = kinds["FP8 copies"] - state
     logits = logit_bytes(LinearBytes(recipe, device, part, 0, backend)).kept if part.output else 0
     kept = kinds["activations"] + copies + logits
-    shard, gathered = sharding(recipe.precision, part.shards), kinds.get("gathered", 0)
+    shard, gathered = part.shard, kinds.get("gathered", 0)
     if shard == "fsdp":
         kept += root_bytes(recipe, part, linears, parameters(recipe, part).total)
-    elif by_fsdp2(recipe, part.shards, backend):
+    elif by_fsdp2(recipe, part.state, part.shards, backend):
         kept += (gathered := stays.pop("weights"))
         gathered += kinds["accumulation"]
         if not summed_at_the_end(recipe, part):

@@ -191,7 +191,9 @@ def _step(job: Job, batches: Batches, step: int, world: World) -> RunStep:
         job.optimizer.deferred.skip_without_targets(targets)
     total = torch.zeros((), dtype=torch.float32, device=job.device)
     job.optimizer.zero_grad()
-    with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
+    with weights_kept(
+        job.model, quantizes_once(job.recipe, job.prepared.state, job.prepared.shard, count)
+    ):
         for loss, parts in _passes(job, every, count, world):
             share = whole / parts
             total += loss * (share.float() if isinstance(share, Tensor) else share)
@@ -217,7 +219,9 @@ def check_pass(job: Job, batches: Batches, step: int, world: World) -> Tensor:
         every, count = itertools.islice(every, 1), 1
     job.optimizer.zero_grad()
     total = torch.zeros((), dtype=torch.float32, device=job.device)
-    with weights_kept(job.model, quantizes_once(job.recipe, job.prepared.shard, count)):
+    with weights_kept(
+        job.model, quantizes_once(job.recipe, job.prepared.state, job.prepared.shard, count)
+    ):
         for loss, _ in _passes(job, every, count, world, stores=False):
             total += loss
     return total

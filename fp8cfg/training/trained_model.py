@@ -31,7 +31,7 @@ from fp8cfg.numerics.codecs import Codec, get_codec
 from fp8cfg.numerics.fp8_weights import decoded
 from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.planning.hardware import find_hardware
-from fp8cfg.planning.job_plan import planned
+from fp8cfg.planning.job_plan import make_plan
 from fp8cfg.planning.layer_plan import plan, transformer_config
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable
@@ -39,7 +39,7 @@ from fp8cfg.schema.hugging_face import chosen_tokenizer
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import columns_of, fp8_weights, others, resolved
+from fp8cfg.schema.storage import resolve_state_dtypes
 from fp8cfg.schema.training import Optim, Strategy
 
 
@@ -112,11 +112,12 @@ def load(
     _without_gradients(recipe)
     hardware = find_hardware(recipe.trainer.accelerator)
     recipe.check()
-    plans, choice = planned(recipe, hardware)
+    run_plan = make_plan(recipe, hardware)
+    choice = run_plan.choice
     if other := another_multiplies(state, recipe, choice.backend):
         say(other)
     whole = not recipe.lora.enabled  # beside adapters a checkpoint has no others
-    prepared = prepared_model(recipe, None, hardware.device, plans, choice, loaded=whole)
+    prepared = prepared_model(run_plan, None, loaded=whole)
     refuse_other(recipe, state.get("base"))
     try:
         load_by_layer(prepared.model, tensors, left_out(recipe, prepared.model))
@@ -127,7 +128,7 @@ def load(
     return RunModel(
         recipe,
         prepared.model.eval(),
-        plans,
+        run_plan.gemms,
         choice,
         int(state["step"]),
         state["data"].get("tokenizer_sha256"),
@@ -148,10 +149,16 @@ def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunM
     recipe = settled.recipe
     recipe.check()
     hardware = find_hardware(recipe.trainer.accelerator)
-    plans, choice = planned(recipe, hardware)
-    prepared = prepared_model(recipe, None, hardware.device, plans, choice, loaded=True)
+    run_plan = make_plan(recipe, hardware)
+    prepared = prepared_model(run_plan, None, loaded=True)
     prepared.model.load_state_dict(found.model.state_dict())
-    return replace(found, recipe=recipe, model=prepared.model.eval(), plan=plans, choice=choice)
+    return replace(
+        found,
+        recipe=recipe,
+        model=prepared.model.eval(),
+        plan=run_plan.gemms,
+        choice=run_plan.choice,
+    )
 
 
 def _without_gradients(recipe: Recipe) -> None:
@@ -181,6 +188,7 @@ class RunWeights:
             plan(self.recipe, trained if registry.exists(trained) else None),
             path,
         )
+        self._state = resolve_state_dtypes(self.recipe.precision)
         self._runs_fp8 = {p.name: p.fp8 for p in self.plan}
         self._scaling = saved_scaling(self.recipe.precision)
         self._model: Any = tensors["model"]
@@ -215,7 +223,7 @@ class RunWeights:
         assert self._adapters, "it has some"
         made, dtype = (
             self._adapters.of(module, "meta"),
-            DTYPES[others(self.recipe.precision)["weight"]],
+            DTYPES[self._state.other["weight"]],
         )
         made.load_state_dict(
             {name: self._model[f"{module}.lora.{name}"].to(dtype) for name in made.state_dict()},
@@ -228,7 +236,7 @@ class RunWeights:
         precision, module = self.recipe.precision, name.removesuffix(".weight")
         linear, runs_fp8 = module in self._runs_fp8, self._runs_fp8.get(module, False)
         column, scales = (
-            columns_of(precision, linear, runs_fp8)["weight"],
+            self._state.of_parameter(linear, runs_fp8)["weight"],
             self._scaling.fresh_state().get("fp8_scale"),
         )
         if self._first:
@@ -266,11 +274,7 @@ class RunWeights:
 
     def _codec(self) -> Codec | None:
         """That of weights with a scale; None where they are operands of FP8 products."""
-        return (
-            None
-            if fp8_weights(self.recipe.precision)
-            else get_codec(resolved(self.recipe.precision)["weight"])
-        )
+        return None if self._state.fp8_weights else get_codec(self._state.linear["weight"])
 
     def _check(self) -> None:
         """Raise ConfigError where the checkpoint has other weights than the recipe's model."""

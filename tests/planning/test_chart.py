@@ -6,9 +6,10 @@ import pytest
 
 import fp8cfg
 from fp8cfg.planning import remarks
+from fp8cfg.planning.layout import whole
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.storage import sharding
-from tests.support.small import small
+from tests.support.small import chart_row, small
 
 AMP = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32", "comm": "fp32"}
 
@@ -45,20 +46,21 @@ AMP = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32", "comm":
 def test_rows(precision: Precision, name: str, each: int) -> None:
     recipe = small()
     recipe.precision = precision
-    assert remarks.name(recipe) == name
-    assert remarks.bytes_per_parameter(remarks.row(recipe)) == each
+    assert remarks.name(chart_row(recipe)) == name
+    assert remarks.bytes_per_parameter(chart_row(recipe)) == each
 
 
 def test_gemm_is_what_multiplies() -> None:
     assert [
-        remarks.row(small(f"precision={p}"))["gemm"]
+        chart_row(small(f"precision={p}"))["gemm"]
         for p in ("fp32", "bf16", "fp16_fp8", "bf16_nvfp4")
     ] == ["fp32", "bf16", "fp8", "fp4"]
 
 
 def test_text() -> None:
+    recipe = small("precision=bf16_fp8", "optim.name=sgd")
     assert (
-        remarks.text(small("precision=bf16_fp8", "optim.name=sgd"))
+        remarks.text(recipe, whole(recipe))
         == """\
 low-precision chart  GEMM  comm  weight  master  grad  moments    B/param
 this recipe: custom  fp8   fp32  fp8     fp32    fp32  fp32            13
@@ -91,12 +93,12 @@ def test_what_is_split_over_ranks_is_counted_once_for_all_of_them(
 ) -> None:
     recipe = small("precision=bf16_fp8", *words.split())
     assert (
-        remarks.bytes_per_parameter(remarks.row(recipe), sharding(recipe.precision, ranks), ranks)
+        remarks.bytes_per_parameter(chart_row(recipe), sharding(recipe.precision, ranks), ranks)
         == each
     )
-    lines = remarks.text(recipe, ranks).splitlines()
+    lines = remarks.text(recipe, whole(recipe, ranks)).splitlines()
     own = next(line for line in lines if line.startswith("this recipe: "))
     assert own.split()[-1] == f"{each:.3g}"
-    whole = remarks.bytes_per_parameter(remarks.row(recipe))
-    said = f"B/param here: on each of {ranks} ranks under storage.shard={sharding(recipe.precision, ranks)}; unsharded {whole:g}"
-    assert (said in lines) == (each != whole)
+    unsharded = remarks.bytes_per_parameter(chart_row(recipe))
+    said = f"B/param here: on each of {ranks} ranks under storage.shard={sharding(recipe.precision, ranks)}; unsharded {unsharded:g}"
+    assert (said in lines) == (each != unsharded)

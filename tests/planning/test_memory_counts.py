@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import fp8cfg
 from fp8cfg.planning import fsdp_memory, peak_memory
 from fp8cfg.planning.fit_search import refuse_if_too_large
 from fp8cfg.planning.fsdp_memory import gather_line
-from fp8cfg.planning.layout import Part, parts, stage_layers, whole
+from fp8cfg.planning.layout import parts, stage_layers, whole
 from fp8cfg.planning.peak_memory import (
     linears_of,
     memory,
@@ -163,14 +165,18 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
     assert kinds["gradients"] == (own or count.linear + 4 * count.other + scales)
 
 
+def gathered(recipe: Recipe, backend: str) -> str:
+    return gather_line(recipe, whole(recipe, 2), backend)
+
+
 def test_a_line_says_in_what_weights_are_gathered() -> None:
     said = {
-        words: gather_line(small("precision=bf16", *words.split()), 2, "native")
+        words: gathered(small("precision=bf16", *words.split()), "native")
         for words in ("", "storage.weight=fp8", "storage.weight=fp8 storage.comm=fp8")
     }
     assert [*said.values()] == ["", "weights of linear layers are gathered in fp8 once a step", ""]
-    cast = gather_line(
-        small("precision=bf16_fp8_current", "storage.shard=fsdp", "fp8.params=false"), 2, "torchao"
+    cast = gathered(
+        small("precision=bf16_fp8_current", "storage.shard=fsdp", "fp8.params=false"), "torchao"
     )
     assert " ".join(cast.split()).endswith(
         "gathered in fp8, as torchao casts them, whatever fp8.params is; storage.gather=bf16 leaves them in that"
@@ -271,7 +277,7 @@ def test_a_layout_shares_activations_too() -> None:
     assert first["activations"] > last["activations"] - one["activations"] / 3, (
         "as many microbatches in flight as stages"
     )
-    halves = Part("", range(6), tensor=2, sequence_parallel=True)
+    halves = replace(whole(laid_out()), tensor=2, sequence_parallel=True)
     m = laid_out().model
     gathered = (
         (6 * 2 + 1) * m.seq_length * m.hidden_size * 2
@@ -279,7 +285,7 @@ def test_a_layout_shares_activations_too() -> None:
     assert memory(laid_out(), "cuda", halves)["activations"] * 2 == pytest.approx(
         one["activations"] + gathered, rel=0.01
     )
-    by_sequence = memory(laid_out(), "cuda", Part("", range(6), context=2))
+    by_sequence = memory(laid_out(), "cuda", replace(whole(laid_out()), context=2))
     # Of a token a rank keeps two keys and two values, its own and the other rank's, where one rank keeps the output of the projection,
     # of which the values are a view, and keys; and attention's output twice, by chunks and put together.
     more = 2 * m.head_dim * m.num_query_groups  # bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fp8cfg
-from fp8cfg.planning.plan_report import Plan
+from fp8cfg.planning.plan_report import PlanReport
 from fp8cfg.planning.reserve import COMMUNICATOR, CONTEXT, PAIR, communicators
 
 STRATEGY = "trainer.strategy."
@@ -24,7 +24,7 @@ LAYOUTS = {
 }
 
 
-def planned(words: str) -> Plan:
+def planned(words: str) -> PlanReport:
     recipe = fp8cfg.compose(
         f"recipe=llama_tiny trainer.micro_batch_size=1 trainer.global_batch_size=8{words}".split()
     )

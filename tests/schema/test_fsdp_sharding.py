@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8cfg.schema.rules_layout import by_fsdp2
+from fp8cfg.schema.storage import resolve_state_dtypes
 from tests.support.small import small
 
 
@@ -57,4 +58,6 @@ from tests.support.small import small
 def test_what_is_gathered_as_it_is_stored(
     words: str, ranks: int, backend: str, sharded: bool
 ) -> None:
-    assert by_fsdp2(small(*words.split()), ranks, backend) is sharded
+    recipe = small(*words.split())
+    state = resolve_state_dtypes(recipe.precision)
+    assert by_fsdp2(recipe, state, ranks, backend) is sharded

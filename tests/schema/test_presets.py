@@ -11,7 +11,7 @@ from fp8cfg.planning import remarks
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.presets import FUNCTIONS, PRESETS, choices, precision_preset
 from fp8cfg.schema.storage import resolved
-from tests.support.small import losses
+from tests.support.small import chart_row, losses
 
 #            function                                            compute  scaling    format    params start end
 TABLE = [
@@ -148,6 +148,6 @@ def test_presets_of_storage(name: str, codecs: str, each: float) -> None:
         composed = fp8cfg.compose([f"recipe={recipe}", f"precision={name}"])
         composed.check()
         assert list(resolved(composed.precision).values()) == codecs.split()
-        assert remarks.bytes_per_parameter(remarks.row(composed)) == each
+        assert remarks.bytes_per_parameter(chart_row(composed)) == each
     seen = losses(f"precision={name}", count=6)
     assert all(map(math.isfinite, seen)) and seen[-1] < seen[0] - 0.5

@@ -8,8 +8,17 @@ import pytest
 
 import fp8cfg
 from fp8cfg.planning import remarks
+from fp8cfg.planning.layout import whole
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.storage import COLUMNS, columns_of, fp8_weights, level, low_bit, others, resolved
+from fp8cfg.schema.storage import (
+    COLUMNS,
+    fp8_weights,
+    level,
+    low_bit,
+    resolve_state_dtypes,
+    resolved,
+)
+from tests.support.small import chart_row
 
 O1 = "fp16_scaled none        fp8  fp8  fp32 fp32"
 O2 = "fp16_scaled none        fp8  fp8  fp8  fp16_scaled"
@@ -160,7 +169,7 @@ def precision(words: str) -> Precision:
 def test_columns(words: str, linear: str, rest: str, bits: bool, float8: bool) -> None:
     p = precision(words)
     assert resolved(p) == dict(zip(COLUMNS, linear.split(), strict=True))
-    assert others(p) == dict(zip(COLUMNS, rest.split(), strict=True))
+    assert resolve_state_dtypes(p).other == dict(zip(COLUMNS, rest.split(), strict=True))
     assert (low_bit(p), fp8_weights(p)) == (bits, float8)
 
 
@@ -170,10 +179,10 @@ def test_a_level_says_nothing_of_layers_outside_of_fp8_unless_weights_are_float8
         ("precision=bf16_fp8 opt_level=O3", False),
         ("precision=bf16 opt_level=O3", True),
     ):
-        p = precision(words)
-        assert columns_of(p, linear=True, runs_fp8=True) == resolved(p) != others(p)
-        assert columns_of(p, linear=True, runs_fp8=False) == (resolved(p) if narrow else others(p))
-        assert columns_of(p, linear=False, runs_fp8=False) == others(p)
+        state = resolve_state_dtypes(precision(words))
+        assert state.of_parameter(True, runs_fp8=True) == state.linear != state.other
+        assert state.of_parameter(True, runs_fp8=False) == (state.linear if narrow else state.other)
+        assert state.of_parameter(False, runs_fp8=False) == state.other
 
 
 def test_levels() -> None:
@@ -186,7 +195,7 @@ def test_levels() -> None:
         )
     ] == [None, "O2", "O3"]
     assert {
-        n: remarks.name(fp8cfg.compose(["precision=bf16_fp8", f"opt_level={n}"]))
+        n: remarks.name(chart_row(fp8cfg.compose(["precision=bf16_fp8", f"opt_level={n}"])))
         for n in ("O1", "O2", "O3")
     } == {n: n for n in ("O1", "O2", "O3")}
 
@@ -328,34 +337,30 @@ def test_what_the_lines_say_to_write_is_accepted(words: str) -> None:
 def test_a_schedule_that_ends_with_updates_that_are_lost_is_remarked(
     words: str, said: bool
 ) -> None:
-    found = " ".join(
-        remarks.lines(
-            fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "optim.lr=3e-5", *words.split()]),
-            1,
-        )
-    )
+    recipe = fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "optim.lr=3e-5", *words.split()])
+    found = " ".join(remarks.lines(recipe, whole(recipe)))
     assert found.startswith("note: optim.min_lr=3e-06: storage.weight=fp16_scaled rounds") == said
 
 
 def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
     recipe: Any = fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3"])
     assert problems("precision=bf16_fp8 opt_level=O3") == []
-    assert remarks.lines(recipe, 1) == [
+    assert remarks.lines(recipe, whole(recipe)) == [
         "note: opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state"
     ]
     recipe.storage.shard = "zero1"
-    assert remarks.lines(recipe, 1) == [
+    assert remarks.lines(recipe, whole(recipe)) == [
         "note: storage.shard=zero1: splits state over data-parallel ranks; on one there is nothing to split"
     ]
-    assert remarks.lines(recipe, 2) == []
+    assert remarks.lines(recipe, whole(recipe, 2)) == []
 
 
 def test_transposes_that_are_read_once_are_not_kept() -> None:
     recipe = fp8cfg.compose(
         ["precision=bf16_fp8", "fp8.keep_transpose_cache=true", "trainer.micro_batch_size=8"]
     )
-    assert [bool(remarks.lines(recipe, ranks)) for ranks in (1, 2)] == [False, True]
-    assert remarks.lines(recipe, 2) == [
+    assert [bool(remarks.lines(recipe, whole(recipe, ranks))) for ranks in (1, 2)] == [False, True]
+    assert remarks.lines(recipe, whole(recipe, 2)) == [
         "note: fp8.keep_transpose_cache=true: keeps nothing, the one microbatch of a step reads each transpose once"
     ]
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import fp8cfg
 from fp8cfg.building.job import Job
 from fp8cfg.parallel.process_group import World
+from fp8cfg.planning import remarks
 from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.storage import resolve_state_dtypes
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import Step, train_step
 
@@ -34,6 +36,11 @@ PACKED = (
     "data.eod_mask_loss=true",
 )
 """Documents of a window that do not see each other, and a loss of them alone."""
+
+
+def chart_row(recipe: Recipe) -> remarks.Row:
+    """The row of `recipe` in the low-precision chart."""
+    return remarks.row(recipe, resolve_state_dtypes(recipe.precision))
 
 
 def small_words(*words: str) -> list[str]:

@@ -24,7 +24,7 @@ from fp8cfg.planning.layer_plan import plan
 from fp8cfg.planning.layout import parts_that_differ, refused
 from fp8cfg.planning.peak_memory import memory
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.storage import in_parts, low_bit
+from fp8cfg.schema.storage import resolve_state_dtypes
 from fp8cfg.training.loop import Result
 from fp8cfg.training.runs import ResumeDiffers
 from fp8cfg.training.runs import resume_smoke as resume
@@ -110,7 +110,8 @@ def test_a_layout_that_a_precision_does_not_have_is_cut_too(preset: str) -> None
         ranks=4,
     )
     assert not refused(small, 4)
-    whole = low_bit(small.precision) and not in_parts(small.precision)  # state in fewer bits
+    state = resolve_state_dtypes(small.precision)
+    whole = state.low_bit and not state.can_be_split  # state in fewer bits
     assert small.trainer.strategy.tensor_model_parallel_size == (1 if whole else 2)
 
 

@@ -20,7 +20,7 @@ from fp8cfg.parallel.mesh import axis_sizes, coordinates
 from fp8cfg.planning.communication import of_step
 from fp8cfg.planning.layout import Part, stage_parts
 from fp8cfg.planning.peak_memory import linears_of, persistent
-from fp8cfg.planning.plan_report import Plan, planned
+from fp8cfg.planning.plan_report import PlanReport, planned
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.memory_measurement import gradients, stored
 from tools.layout_proof.cells import Cell
@@ -65,7 +65,7 @@ def compare(cell: Cell, place: str, rank: int, count: bool = False) -> Compared:
 
 
 @cache
-def _planned(cell: Cell) -> tuple[Recipe, Plan]:
+def _planned(cell: Cell) -> tuple[Recipe, PlanReport]:
     """The recipe of `cell`, and its plan: the same for all ranks."""
     recipe = cell.compose()
     return recipe, planned(recipe, cell.ranks, None)
