@@ -73,9 +73,9 @@ if TYPE_CHECKING:
     from fp8cfg.schema.training import Timeout as Timeout
     from fp8cfg.schema.training import Trainer as Trainer
     from fp8cfg.training.data import run_data as run_data
-    from fp8cfg.training.loop import Callback as Callback
     from fp8cfg.training.runs import fit as fit
     from fp8cfg.training.runs import resume as resume
+    from fp8cfg.training.step_report import Callback as Callback
 
     graph_nodes = graph
     Plan = PlanReport
@@ -130,7 +130,7 @@ if not TYPE_CHECKING:
         "fp8cfg.planning.coverage": "coverage",
         "fp8cfg.report.key_explanation": "Explanation explain",
         "fp8cfg.planning.plan_report": "Plan plan",
-        "fp8cfg.training.loop": "Callback",
+        "fp8cfg.training.step_report": "Callback",
         "fp8cfg.run_folder.run_folder": "RunFolder",
         "fp8cfg.training.data": "run_data",
         "fp8cfg.training.runs": "fit resume",

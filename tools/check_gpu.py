@@ -165,7 +165,9 @@ def train(args: argparse.Namespace, model: str, row: str) -> list[str]:
     losses, times, share = [], [], 0.0
     for step in range(args.steps):
         began = time.perf_counter()
-        losses.append(train_step(job, batches, step, World()).loss)  # which waits for the GPU
+        losses.append(
+            train_step(job, batches, step, World()).wait().loss
+        )  # which waits for the GPU
         times.append(time.perf_counter() - began)
         if not step:
             share = job.prove().share

@@ -83,7 +83,7 @@ def train(words: list[str]) -> Run:
         job.compile_model()
     losses = []
     for step in range(recipe.trainer.max_steps):
-        losses.append(train_step(job, batches, step, world).loss)
+        losses.append(train_step(job, batches, step, world).wait().loss)
         if step == 0:
             job.prove()
     val_loss = evaluate(job, validation_batches(recipe, held_out, world), world)

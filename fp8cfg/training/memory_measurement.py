@@ -48,7 +48,7 @@ from fp8cfg.planning.state_shards import until_stored
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.tables import size, table
-from fp8cfg.training.step import microbatches, pipeline
+from fp8cfg.training.step import count_microbatches, pipeline
 
 
 class LiveBytes(TorchDispatchMode):
@@ -117,7 +117,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     """
     job = build(recipe)
     here, world = job.prepared.pipeline, current()
-    passes = microbatches(job, world)
+    passes = count_microbatches(job, world)
     count = passes if here is not None else 1
     stage = here.rank if here is not None else 0
     single = COMING in memory(

@@ -25,7 +25,7 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles, write_all
 from fp8cfg.run_folder.run_folder import FP8_STATS, METRICS, TENSORBOARD, RunFolder
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.training.step import microbatches
+from fp8cfg.training.step import count_microbatches
 
 Value = float | int | str | bool | None
 # JSON has no such numbers; they are written as these strings and read back as floats.
@@ -302,7 +302,7 @@ class RunLogs:
         FSDP2 has the weights each takes the pass, and the first writes what it saw."""
         if not self._every or (step + 1) % self._every:
             return
-        job, count = self.job, microbatches(self.job, world)
+        job, count = self.job, count_microbatches(self.job, world)
         batch = batches.batch(step, world.rank, world.size, 0, count)
         targets = int((batch[1] != IGNORED).sum()) if batches.samples.masked else 0
         if batches.samples.masked and not batches.target_count(step):

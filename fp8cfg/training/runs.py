@@ -27,8 +27,9 @@ from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
 from fp8cfg.schema.keywords import refuses_recipe_keys
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import RunData, run_data
-from fp8cfg.training.loop import Callback, Interrupted, Loaded, Result, train
+from fp8cfg.training.loop import Interrupted, Loaded, Result, train
 from fp8cfg.training.metrics import read
+from fp8cfg.training.step_report import Callback
 
 if TYPE_CHECKING:
     from torch import nn

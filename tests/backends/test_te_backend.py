@@ -82,7 +82,7 @@ def test_steps_launched_ahead_are_those_taken_one_at_a_time(
     for ahead in (True, False):
         te.FP8GlobalStateManager.reset()
         monkeypatch.setattr(
-            loop, "may_launch_ahead", lambda job, ahead=ahead: job.optimizer.can_defer and ahead
+            loop, "can_run_ahead", lambda job, ahead=ahead: job.optimizer.can_defer and ahead
         )
         job, seen = (
             fp8cfg.build(
@@ -200,7 +200,7 @@ def test_losses_are_those_of_a_hand_written_loop(case: str, te: Any) -> None:
     }[case]()
     batches, want, got = run_data(job.recipe)[0], [], []
     for step in range(4):
-        want.append(train_step(job, batches, step, World()).loss)
+        want.append(train_step(job, batches, step, World()).wait().loss)
     te.FP8GlobalStateManager.reset()
     for step in range(4):
         x, y = batches.batch(step, 0, 1, 0, 1)

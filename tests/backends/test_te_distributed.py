@@ -73,7 +73,8 @@ def sharded(world: World) -> dict[str, Any]:
                         )
                     )
                 losses = [
-                    train_step(job, run_data(job.recipe)[0], step, world).loss for step in range(3)
+                    train_step(job, run_data(job.recipe)[0], step, world).wait().loss
+                    for step in range(3)
                 ]
                 found[f"{row} {shard}"] = {
                     "losses": losses,

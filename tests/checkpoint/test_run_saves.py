@@ -7,6 +7,7 @@ import shutil
 import signal
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from fp8cfg.checkpoint.save import CheckpointError, OldCheckpointStays
 from fp8cfg.composition import to_yaml
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.run_folder import RunFolder, RunFolderNotWritable
-from fp8cfg.training import loop, signals, step_sequence
+from fp8cfg.training import loop, signals
 from fp8cfg.training.metrics import read
-from fp8cfg.training.step import Step
+from fp8cfg.training.step import StepResult
 from tests.support import whole_checkpoints
 from tests.support.short_runs import WORDS, fit, saved
 from tests.support.small import SMALL, small
@@ -124,12 +125,13 @@ def test_no_checkpoint_goes_while_steps_are_skipped(
 ) -> None:
     """Steps 3 to 6 are skipped: their weights are those of step 2, which may be the ones that overflow."""
 
-    def train_step(job: fp8cfg.Job, batches: Any, step: int, world: World) -> Step:
+    def train_step(job: fp8cfg.Job, _: Any, step: int, *__: Any, **___: Any) -> Any:
         stepped = step < 2 or step > 5
         job.optimizer.steps += stepped
-        return Step(1.0, 0.1, 1.0 if stepped else float("inf"), stepped)
+        norm = 1.0 if stepped else float("inf")
+        return SimpleNamespace(wait=lambda: StepResult(1.0, 0.1, norm, stepped, step + 1))
 
-    monkeypatch.setattr(step_sequence, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
     monkeypatch.setattr(
         fp8cfg.Job, "prove", lambda _: type("Seen", (), {"data": lambda self: {}})()
     )

@@ -67,7 +67,7 @@ def words_of(name: str, split: bool) -> list[str]:
 def steps(job: Job, world: World, first: int, last: int) -> list[list[float]]:
     """Loss and gradient norm of each step."""
     batches = run_data(job.recipe)[0]
-    every = [train_step(job, batches, step, world) for step in range(first, last)]
+    every = [train_step(job, batches, step, world).wait() for step in range(first, last)]
     return [[each.loss, each.grad_norm] for each in every]
 
 

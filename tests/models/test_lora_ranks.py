@@ -55,9 +55,9 @@ def run(
     """Four steps, saved half-way to go on as `then`; and what this rank has of adapters before that."""
     job = fp8cfg.build(small(*WORDS, *words, f"storage.shard={shard}"))
     batches, _ = run_data(job.recipe)
-    losses, fsdp2 = [train_step(job, batches, 0, world).loss], job.prepared.fsdp2
+    losses, fsdp2 = [train_step(job, batches, 0, world).wait().loss], job.prepared.fsdp2
     quantized = [layer.shard_quantized for layer in fp8_linears(job.model) if layer.sharded]
-    losses.append(train_step(job, batches, 1, world).loss)
+    losses.append(train_step(job, batches, 1, world).wait().loss)
     stays = [
         layer.shard_quantized is before
         for layer, before in zip(
@@ -69,7 +69,7 @@ def run(
         sharded_checkpoints.saved(job, world, folder, 2)
         job = fp8cfg.build(small(*WORDS, *words, f"storage.shard={then}"))
         job_state.restore(job, *whole_checkpoints.load(folder / "step-00000002"), batches)
-    losses += [train_step(job, batches, step, world).loss for step in range(2, 4)]
+    losses += [train_step(job, batches, step, world).wait().loss for step in range(2, 4)]
     return {
         "losses": losses,
         "fsdp2": fsdp2,

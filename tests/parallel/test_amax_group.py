@@ -48,7 +48,7 @@ def job_of(name: str, words: str = ALONE) -> Job:
 def trained(job: Job, world: World, first: int, last: int) -> dict[str, Any]:
     """Losses of steps `first` to `last`, and the scales after them."""
     batches = run_data(job.recipe)[0]
-    losses = [train_step(job, batches, step, world).loss for step in range(first, last)]
+    losses = [train_step(job, batches, step, world).wait().loss for step in range(first, last)]
     return {"losses": losses, "scales": in_fp8(job)["scales"]}
 
 

@@ -21,8 +21,7 @@ from fp8cfg.numerics import async_copies
 from fp8cfg.numerics.async_copies import HostCopy
 from fp8cfg.parallel import stalled_ranks
 from fp8cfg.parallel.pipeline import wait_for_p2p
-from fp8cfg.parallel.process_group import World
-from fp8cfg.training.step_sequence import LaunchedStep
+from fp8cfg.training.step import PendingStep
 from tests.support.missing_rank import failed, first_of_two
 from tests.support.ranks import ROOT
 
@@ -108,14 +107,12 @@ def test_where_a_thread_is() -> None:
     event: Any = SimpleNamespace(
         query=lambda: False, synchronize=lambda: said.append(stalled_ranks.doing(sys._getframe()))
     )
-    job: Any = None  # which a step with targets does not read
-    LaunchedStep(1, 0.1, (0, ""), job, HostCopy(torch.ones(3), event), 3, 0, None, World()).settle(
-        SimpleNamespace(made=0, settle=lambda norm: False)
-    )  # type: ignore[arg-type]
-    assert re.fullmatch(r"fp8cfg/training/step_sequence\.py:\d+, settle", said[0])
+    copy = HostCopy(torch.ones(1), event)
+    PendingStep(1, 0.1, {"loss": 1}, copy, None, 1.0, True, 0, "", "").wait()
+    assert re.fullmatch(r"fp8cfg/training/step\.py:\d+, wait", said[0])
     assert (
         said[0].split(":")[0] in (guide := (ROOT / "docs/guides/hung-ranks.md").read_text())
-        and ", settle, after" in guide
+        and ", wait, after" in guide
     )
     fsdp = Path(dist.__file__).parent / "fsdp/_fully_shard/_fsdp_state.py"
     for file, name in (

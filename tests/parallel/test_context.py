@@ -22,8 +22,8 @@ from fp8cfg.parallel.process_group import SENT, World
 from fp8cfg.schema.training import Strategy
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
-from fp8cfg.training.loop import attention_kernels
 from fp8cfg.training.step import train_step
+from fp8cfg.training.step_report import attention_kernels
 from tests.support import rank_runs
 from tests.support.ranks import on_ranks
 from tests.support.small import small

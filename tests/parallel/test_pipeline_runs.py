@@ -14,13 +14,13 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.parallel.process_group import World
 from fp8cfg.training.data import run_data
-from fp8cfg.training.overflow_watch import over_stages
+from fp8cfg.training.overflow_watch import reduce_overflow_over_stages
 from fp8cfg.training.step import train_step
 from tests.support.ranks import launch, on_ranks
 from tests.support.small import small, small_words
 
 
-def test_overflow_is_counted_over_stages() -> None:
+def test_overflow_is_counted_reduce_overflow_over_stages() -> None:
     each = [
         json.dumps(None),
         json.dumps([2, 1, math.inf, "layers.3.mlp.linear_fc1 input"]),
@@ -31,8 +31,13 @@ def test_overflow_is_counted_over_stages() -> None:
         def texts(self, value: str) -> list[str]:
             return each
 
-    assert over_stages(None, Stages(0, 3)) == (3, 1, math.inf, "layers.3.mlp.linear_fc1 input")
-    assert over_stages(None, World()) is None
+    assert reduce_overflow_over_stages(None, Stages(0, 3)) == (
+        3,
+        1,
+        math.inf,
+        "layers.3.mlp.linear_fc1 input",
+    )
+    assert reduce_overflow_over_stages(None, World()) is None
 
 
 @pytest.mark.slow

@@ -216,7 +216,7 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
     batches, _ = run_data(job.recipe)
     return [
         [s.loss, s.grad_norm]
-        for s in (train_step(job, batches, step, world) for step in range(first, last))
+        for s in (train_step(job, batches, step, world).wait() for step in range(first, last))
     ]
 
 
@@ -285,7 +285,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
             "storage.shard=zero1",
         )
         before = local(job.model.final_layernorm.weight).clone()
-        skipped = train_step(job, run_data(job.recipe)[0], 0, world)
+        skipped = train_step(job, run_data(job.recipe)[0], 0, world).wait()
         found[f"skipped {grad}"] = [
             skipped.stepped,
             torch.equal(before, local(job.model.final_layernorm.weight)),

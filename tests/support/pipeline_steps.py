@@ -94,12 +94,12 @@ def say_back(layer: torch.nn.Module, events: Events, name: str) -> None:
 def broken_off(words: str, world: World) -> list[float]:
     """The losses of two steps, with an error on all ranks before the passes of the second."""
     job = job_of(words, 2, 4)
-    losses = [train_step(job, run_data(job.recipe)[0], 0, world).loss]
+    losses = [train_step(job, run_data(job.recipe)[0], 0, world).wait().loss]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp8cfg.training.step._pipelined", None)
+        patch.setattr("fp8cfg.training.step.run_pipeline", None)
         with pytest.raises(TypeError):
             train_step(job, run_data(job.recipe)[0], 1, world)
-    return [*losses, train_step(job, run_data(job.recipe)[0], 1, world).loss]
+    return [*losses, train_step(job, run_data(job.recipe)[0], 1, world).wait().loss]
 
 
 def sharded(words: str, world: World) -> dict[str, Any]:

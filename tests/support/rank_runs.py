@@ -16,7 +16,7 @@ from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.evaluation import evaluate
-from fp8cfg.training.step import Step, train_step
+from fp8cfg.training.step import StepResult, train_step
 from tests.support import sharded_checkpoints
 
 SAVED, STEPS, LONG = 1, 3, 8
@@ -27,7 +27,7 @@ are held to one rank for longest."""
 def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[str, Any]:
     """Losses and norms of steps `first` to `last`, the validation loss in their midst where it is asked for, and in FP8 coverage and scales."""
     batches, held_out = run_data(job.recipe)
-    steps, val = list[Step](), list[float]()
+    steps, val = list[StepResult](), list[float]()
     for step in range(first, last):
         if step == SAVED and job.recipe.trainer.val_check_interval:
             val.append(
@@ -38,7 +38,7 @@ def trained(job: Job, world: World, first: int = 0, last: int = STEPS) -> dict[s
                     masked=held_out.masked,
                 )
             )
-        steps.append(train_step(job, batches, step, world))
+        steps.append(train_step(job, batches, step, world).wait())
     found = {
         "losses": [s.loss for s in steps],
         "norms": [s.grad_norm for s in steps],

@@ -12,7 +12,7 @@ from fp8cfg.planning import remarks
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.storage import resolve_state_dtypes
 from fp8cfg.training.data import run_data
-from fp8cfg.training.step import Step, train_step
+from fp8cfg.training.step import StepResult, train_step
 
 SMALL = (
     "recipe=llama_tiny",
@@ -62,11 +62,11 @@ def _composed(*words: str) -> Recipe:
     return fp8cfg.compose(small_words(*words))
 
 
-def steps(job: Job, count: int, first: int = 0) -> Iterator[Step]:
+def steps(job: Job, count: int, first: int = 0) -> Iterator[StepResult]:
     """`count` optimizer steps of `job` on its own data."""
     batches, _ = run_data(job.recipe)
     for step in range(first, first + count):
-        yield train_step(job, batches, step, World())
+        yield train_step(job, batches, step, World()).wait()
 
 
 def losses(*words: str, count: int = 4) -> list[float]:

@@ -18,13 +18,13 @@ import torch
 import fp8cfg
 from fp8cfg.backends.te import rules
 from fp8cfg.backends.te.attention import Maker
-from fp8cfg.training.step_sequence import StepSequence
 from tests.support import te_standin
 from tests.support.forked import processes
 from tools.gpu_rows import bench_cases, bench_measurement, row_error
 from tools.gpu_rows.bench_cases import CASES, ModelCase, Runner
 from tools.gpu_rows.bench_measurement import measure
 from tools.gpu_rows.contenders import CONTENDERS, SCALINGS, Contender
+from tools.gpu_rows.fit_steps import FitSteps
 from tools.gpu_rows.results import Results
 from tools.gpu_rows.shapes import SHAPES
 from tools.gpu_rows.worker import Make, NotRun
@@ -161,18 +161,16 @@ def test_steps_of_a_model_are_taken_as_fit_takes_them_and_their_optimizer_is_tim
 ) -> None:
     """Over the same samples each time, with weights that stay as they are."""
     taken = []
-    take = StepSequence.take
+    take = FitSteps.take
     monkeypatch.setattr(
-        StepSequence,
-        "take",
-        lambda *given, settled: (taken.append((given[1], settled)), take(*given, settled)),
+        FitSteps, "take", lambda steps, step: (taken.append(step), take(steps, step))
     )
     case = ModelCase(argparse.Namespace(device="cpu"), SHAPES[True]["8b"])
     runner = case.runner(CONTENDERS[1])
     began = time.process_time()
     runner.step()
     assert (
-        taken == [(0, False)] * 2
+        taken == [0] * 2
         and runner.optimizer
         and 0 < runner.optimizer() < time.process_time() - began
     )

@@ -38,7 +38,7 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
     batches, _ = run_data(job.recipe)
     return [
         [s.loss, s.grad_norm, s.stepped]
-        for s in (train_step(job, batches, step, world) for step in range(first, last))
+        for s in (train_step(job, batches, step, world).wait() for step in range(first, last))
     ]
 
 

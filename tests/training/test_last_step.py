@@ -130,12 +130,12 @@ def test_an_error_in_a_step_is_repeated_as_a_whole(
 
 
 def test_an_fp8_mistake_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.training.loop import Diverged, StepRecord
+    from fp8cfg.training.loop import Diverged, StepReport
 
     def watch(*_: Any) -> None:
         raise Diverged("step 1: the gradient norm is nan")
 
-    monkeypatch.setattr(StepRecord, "_watch", watch)
+    monkeypatch.setattr(StepReport, "_check_skips", watch)
     with pytest.raises(Diverged):
         fp8cfg.fit(fp8cfg.build(small(*WORDS)), tmp_path / "run", say=_silent)
     assert saved(tmp_path / "run") == []

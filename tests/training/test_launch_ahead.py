@@ -18,9 +18,9 @@ from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training import loop
-from fp8cfg.training import step as microbatches
+from fp8cfg.training import step as training_step
 from fp8cfg.training.loop import Callback
-from fp8cfg.training.step_sequence import may_launch_ahead
+from fp8cfg.training.step import can_run_ahead
 from tests.support.ranks import on_ranks
 from tests.support.small import small, steps
 
@@ -30,16 +30,25 @@ NEVER = ("trainer.val_check_interval=0", "checkpoint.every_n_steps=0")
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Lets runs launch ahead where a GPU's would; undone by the test that wants the other."""
-    monkeypatch.setattr(loop, "may_launch_ahead", lambda job: job.optimizer.can_defer)
+    _run_ahead(monkeypatch, True)
     return monkeypatch
 
 
+def _run_ahead(patch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """Lets runs launch a step before the one before is read, or not. Under a loss scale none does."""
+    for module in (loop, training_step):
+        patch.setattr(module, "can_run_ahead", lambda job: ahead and job.loss_scaler is None)
+
+
 def trained(
-    root: Path, *words: str
+    root: Path, *words: str, can_defer: bool = True
 ) -> tuple[list[str], list[dict[str, Any]], dict[str, bytes], loop.Result]:
-    """What a run says, its metrics but for times, and the files of its checkpoints."""
+    """What a run says, its metrics but for times, and the files of its checkpoints. Unless it `can_defer` the host decides about each
+    step before it goes on."""
     said: list[str] = []
-    result = fp8cfg.fit(fp8cfg.build(small(*words)), root, say=said.append)
+    job = fp8cfg.build(small(*words))
+    job.optimizer.can_defer = can_defer
+    result = fp8cfg.fit(job, root, say=said.append)
     metrics = [
         {k: v for k, v in json.loads(line).items() if k != "seconds"}
         for line in (root / "metrics.jsonl").read_text().splitlines()
@@ -88,7 +97,7 @@ def test_a_run_is_the_same(
     # Under a loss scale each step is read before the next is launched.
     assert len(taken) == 6 and max(taken) == (1 if "precision=fp16" in words else 2)
     ahead.undo()
-    want = trained(tmp_path / "one", *words)
+    want = trained(tmp_path / "one", *words, can_defer=False)
     assert got == want and len(got[2]) > 0 and len(taken) == 6
 
 
@@ -122,8 +131,9 @@ def test_a_step_that_is_not_finite_changes_nothing_nor_the_one_behind_it(
     words: tuple[str, ...], ahead: pytest.MonkeyPatch
 ) -> None:
     ends, states = [], []
-    for _ in range(2):
+    for can_defer in (True, False):
         job = fp8cfg.build(small(*words, *NEVER))
+        job.optimizer.can_defer = can_defer
         _break_gradients(job, 3)
         with pytest.raises(loop.Diverged, match="step 4: the gradient norm is inf") as end:
             loop.train(job, say=lambda _: None)
@@ -157,7 +167,7 @@ def test_a_first_step_that_is_skipped_leaves_weights_as_they_began(
 ) -> None:
     """They were quantized from numbers of which masters in fewer bits are rounded ones."""
     found = []
-    for _ in range(2):
+    for can_defer in (True, False):
         job = fp8cfg.build(
             small(
                 "precision=fp16_fp8",
@@ -167,6 +177,7 @@ def test_a_first_step_that_is_skipped_leaves_weights_as_they_began(
                 *NEVER,
             )
         )
+        job.optimizer.can_defer = can_defer
         _break_gradients(job, 0)
         result = loop.train(job, say=lambda _: None)
         found.append(
@@ -211,6 +222,7 @@ def test_under_a_loss_scale_the_run_goes_on(
     )
     for name in ("ahead", "one"):
         job, said = fp8cfg.build(recipe), list[str]()
+        job.optimizer.can_defer = name == "ahead"
         _break_gradients(job, 3, 4)
         fp8cfg.fit(job, tmp_path / name, say=said.append)
         lines = [
@@ -310,7 +322,7 @@ def test_a_callback_finds_the_job_as_its_step_left_it(ahead: pytest.MonkeyPatch)
 def test_what_needs_the_host_is_not_launched_ahead() -> None:
     """An optimizer that is not ours, as MS-AMP's. A CPU gains nothing."""
     job = fp8cfg.build(small("precision=bf16"))
-    assert job.optimizer.can_defer and not may_launch_ahead(job)
+    assert job.optimizer.can_defer and not can_run_ahead(job)
     job.optimizer.can_defer = False
     with pytest.raises(ValueError, match="cannot be deferred"):
         DeferredSteps(job.optimizer)
@@ -318,7 +330,7 @@ def test_what_needs_the_host_is_not_launched_ahead() -> None:
 
 def _on_rank(world: World) -> dict[str, Any]:
     """Losses of a run to its end, and of one whose first rank is told to stop in its second step; and how far that came."""
-    loop.may_launch_ahead = lambda job: job.optimizer.can_defer  # type: ignore[assignment]  # in this process
+    _run_ahead(pytest.MonkeyPatch(), True)  # in this process
     written, write = [], loop.RunLogs.write
     loop.RunLogs.write = lambda self, done, values: (
         written.append(values["loss"]),
@@ -336,7 +348,7 @@ def _on_rank(world: World) -> dict[str, Any]:
         loop.train(job, world=world, say=lambda _: None)
     found = {"whole": whole, "stopped": written[:], "steps": job.optimizer.steps}
     for ahead in (True, False):
-        loop.may_launch_ahead = lambda job, ahead=ahead: job.optimizer.can_defer and ahead  # type: ignore[assignment,misc]
+        _run_ahead(pytest.MonkeyPatch(), ahead)
         written.clear()
         job = fp8cfg.build(
             small(
@@ -371,7 +383,7 @@ def _on_rank(world: World) -> dict[str, Any]:
 
 def _masked(world: World, *words: str) -> Any:
     """What a run writes whose samples have unlike numbers of targets, and its fifth step none; and how it ends."""
-    lines, targets = [], microbatches.targets_here
+    lines, targets = [], training_step.targets_here
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             loop.RunLogs,
@@ -380,7 +392,7 @@ def _masked(world: World, *words: str) -> Any:
         )
         job = fp8cfg.build(small("data.eod_mask_loss=true", *words))
         patch.setattr(
-            microbatches,
+            training_step,
             "targets_here",
             lambda job, given: 0 if job.optimizer.steps == 4 else targets(job, given),
         )

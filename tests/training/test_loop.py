@@ -204,7 +204,7 @@ def test_traffic_of_a_pass_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(training_step, "of_pass", of_pass)
     world = World(0, 2, Traffic())
     for samples in (2, 2, 1, 2):
-        training_step.count_pass(job, samples, world)
+        training_step.count_traffic(job, samples, world)
     assert counted == [2, 1] and world.traffic.bytes == {"activations": 700}
 
 

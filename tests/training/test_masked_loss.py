@@ -83,7 +83,7 @@ def test_the_loss_and_gradients_are_those_of_a_loop_by_hand(micro: int, words: l
         lambda *_: found.update((n, p.grad.clone()) for n, p in job.model.named_parameters())
     )
     found: dict[str, Tensor] = {}
-    assert train_step(job, batches, 0, World()).loss == pytest.approx(want, rel=1e-6)
+    assert train_step(job, batches, 0, World()).wait().loss == pytest.approx(want, rel=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=2e-4, atol=1e-7)
     means = [
@@ -181,4 +181,4 @@ def test_packed_documents_have_the_loss_of_each_alone() -> None:
     assert held_out_loss(run, held_out, count).loss == pytest.approx(want, rel=1e-6)
     want = of_each_document(job.model, [batches.batch(0)])
     with torch.enable_grad():
-        assert train_step(job, batches, 0, World()).loss == pytest.approx(want, rel=1e-6)
+        assert train_step(job, batches, 0, World()).wait().loss == pytest.approx(want, rel=1e-6)

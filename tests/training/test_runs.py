@@ -19,7 +19,7 @@ from fp8cfg.numerics.amax_update import Overflow, RangesUsed, read_overflow
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.run_folder import RunFolder, RunFolderError
 from fp8cfg.training import overflow_watch
-from fp8cfg.training.overflow_watch import over_ranks
+from fp8cfg.training.overflow_watch import reduce_ranges_used
 from tests.support.small import small, small_words
 from tests.support.traced import TRACE
 
@@ -330,22 +330,25 @@ def test_infinite_values_of_any_rank_are_counted() -> None:
             return torch.maximum(value, torch.tensor([0.0, torch.inf, 3.0]))
 
     found = read_overflow(
-        over_ranks(
+        reduce_ranges_used(
             RangesUsed(torch.tensor([2.0, 0.0, 0.5]), ["a input", "a weight", "a grad_output"]),
             Others(),
         )
     )
-    assert found == Overflow(2, 1, torch.inf, "a weight") and over_ranks(None, Others()) is None
+    assert (
+        found == Overflow(2, 1, torch.inf, "a weight")
+        and reduce_ranges_used(None, Others()) is None
+    )
 
 
 def test_values_are_counted_where_layers_count_them() -> None:
     job = fp8cfg.build(small("precision=bf16_fp8"))
     assert (
-        overflow_watch.values_of(job) is not None
-        and overflow_watch.values_of(fp8cfg.build(small("precision=bf16"))) is None
+        overflow_watch.take_value_counter(job) is not None
+        and overflow_watch.take_value_counter(fp8cfg.build(small("precision=bf16"))) is None
     )
     job.compiled = True
-    assert overflow_watch.values_of(job) is not None
+    assert overflow_watch.take_value_counter(job) is not None
 
 
 @pytest.mark.parametrize(
@@ -358,7 +361,7 @@ def test_ranks_that_shared_their_amaxes_are_not_asked_again(
     every = World(0, 2)
     monkeypatch.setattr(overflow_watch, "same_layers", lambda prepared: every)
     job = fp8cfg.build(small("precision=bf16_fp8", *words.split()))
-    assert (overflow_watch.with_own_amaxes(job) is every) == asked
+    assert (overflow_watch.ranks_with_own_amaxes(job) is every) == asked
 
 
 @pytest.mark.parametrize(

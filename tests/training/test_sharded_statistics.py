@@ -52,7 +52,7 @@ def run(world: World, folder: Path, every: int, shard: str, *words: str) -> dict
     with RunLogs(job, made, 0) as logs:
         for step in range(3):
             logs.statistics(batches, step, world)
-            losses.append(train_step(job, batches, step, world).loss)
+            losses.append(train_step(job, batches, step, world).wait().loss)
     lines = (
         [json.loads(line) for line in made.fp8_stats.read_text().splitlines()]
         if made and every

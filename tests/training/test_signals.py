@@ -14,7 +14,7 @@ import pytest
 from fp8cfg.__main__ import entry, main
 from fp8cfg.cli import train
 from fp8cfg.run_folder.run_folder import RunFolder
-from fp8cfg.training import signals, step_sequence
+from fp8cfg.training import loop, signals
 from fp8cfg.training.signals import SIGNALS, StopSignals, waiting_to_stop
 from tests.support.small import SMALL
 
@@ -178,7 +178,7 @@ def test_a_command_in_a_process_of_others_returns(
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(step_sequence, "train_step", interrupted)
+    monkeypatch.setattr(loop, "train_step", interrupted)
     before = signal.getsignal(signal.SIGTERM)
     assert (
         main([*SMALL, f"log.folder={tmp_path}/run"]) == 130

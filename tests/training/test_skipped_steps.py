@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ import torch
 
 import fp8cfg
 from fp8cfg.building.job import Job
-from fp8cfg.parallel.process_group import World
-from fp8cfg.training import loop, step_sequence
-from fp8cfg.training.step import Step
+from fp8cfg.training import loop
+from fp8cfg.training.step import StepResult
 from tests.support.small import small, steps
 
 
@@ -111,13 +111,15 @@ def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(
 ) -> None:
     """Too few skipped steps in a row to end it before its last one; a skipped last step with a finite loss is none of those."""
 
-    def train_step(job: fp8cfg.Job, batches: Any, step: int, world: World) -> Step:
+    def train_step(job: fp8cfg.Job, _: Any, step: int, *__: Any, **___: Any) -> Any:
         stepped = step < 2
         job.optimizer.steps += stepped
-        return Step(last_loss if step > 1 else 1.0, 0.1, 1.0 if stepped else math.inf, stepped)
+        loss = last_loss if step > 1 else 1.0
+        norm = 1.0 if stepped else math.inf
+        return SimpleNamespace(wait=lambda: StepResult(loss, 0.1, norm, stepped, step + 1))
 
-    monkeypatch.setattr(step_sequence, "train_step", train_step)
-    monkeypatch.setattr(loop.StepRecord, "_prove", lambda _: None)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(loop.StepReport, "_prove", lambda _: None)
     recipe, last_loss = small("precision=fp16", "trainer.val_check_interval=0"), math.nan
     with pytest.raises(
         loop.Diverged,

@@ -64,7 +64,7 @@ def run(job: Job, world: World, first: int, last: int) -> list[list[float]]:
     batches, _ = run_data(job.recipe)
     return [
         [s.loss, s.grad_norm]
-        for s in (train_step(job, batches, step, world) for step in range(first, last))
+        for s in (train_step(job, batches, step, world).wait() for step in range(first, last))
     ]
 
 
@@ -142,7 +142,7 @@ def on_two(folder: Path, world: World) -> dict[str, Any]:
             before = state(job, world)
             if world.rank == 1:
                 job.model.get_parameter(name).register_post_accumulate_grad_hook(spoil)
-            stepped = train_step(job, run_data(job.recipe)[0], 1, world).stepped
+            stepped = train_step(job, run_data(job.recipe)[0], 1, world).wait().stepped
             found[f"{name} {shard}"] = {
                 "stepped": stepped,
                 "before": before,

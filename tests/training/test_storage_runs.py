@@ -18,14 +18,14 @@ from fp8cfg.planning import remarks
 from fp8cfg.planning.linear_memory import CODEC
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
-from fp8cfg.training.step import Step
+from fp8cfg.training.step import StepResult
 from tests.support import whole_checkpoints
 from tests.support.small import small, steps
 from tests.support.storage_rows import ROWS, after, equal, everything, words
 
 
 @functools.cache
-def trained(row: str) -> tuple[Job, list[Step]]:
+def trained(row: str) -> tuple[Job, list[StepResult]]:
     """Five steps of a row; not to be changed."""
     torch.manual_seed(0)
     job = fp8cfg.build(small(*words(row)))

@@ -36,9 +36,9 @@ from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.optim.mixed_precision import param_groups
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.layer_plan import transformer_config
-from fp8cfg.training import step_sequence
+from fp8cfg.training import step as training_step
 from fp8cfg.training.data import run_data
-from fp8cfg.training.step_sequence import StepSequence, may_launch_ahead
+from tools.gpu_rows.fit_steps import FitSteps
 
 Parts = dict[str, Callable[[], object]]
 TOKENS, IN_FEATURES, OUT_FEATURES = 15872, 4096, 16384
@@ -217,11 +217,10 @@ def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
     if compile:
         job.compile_model()
     batches, _ = run_data(job.recipe)
-    step_sequence.refuse_without_targets = lambda *_: None  # counts of targets have no values here
-    steps = StepSequence(
-        job, batches, World(0, ranks), None, lambda done: None, may_launch_ahead(job)
-    ).__enter__()
-    return {"step": lambda: steps.take(job.optimizer.steps, settled=False)}
+    # Counts of targets have no values here.
+    training_step.refuse_without_targets = lambda *_: None  # type: ignore[assignment]
+    steps = FitSteps(job, batches, World(0, ranks))
+    return {"step": lambda: steps.take(job.optimizer.steps)}
 
 
 def host_copies() -> Parts:

@@ -22,9 +22,9 @@ from fp8cfg.planning.fit_search import too_large
 from fp8cfg.planning.hardware import free_memory
 from fp8cfg.planning.layer_plan import plan, transformer_config
 from fp8cfg.planning.peak_memory import memory
-from fp8cfg.training.step_sequence import StepSequence, may_launch_ahead
 from tools.gpu_rows import estimate
 from tools.gpu_rows.contenders import Contender, compile_layers, convert
+from tools.gpu_rows.fit_steps import FitSteps
 from tools.gpu_rows.row_error import Found
 from tools.gpu_rows.shapes import WORDS
 from tools.gpu_rows.stopwatch import OptimizerTime
@@ -186,14 +186,12 @@ class ModelCase:
             if kind != "to start"
         )
         taken = OptimizerTime(job.optimizer, self.args.device)
-        steps = StepSequence(
-            job, self.batches, World(), None, lambda done: None, may_launch_ahead(job)
-        ).__enter__()
+        steps = FitSteps(job, self.batches, World())
 
         def found() -> Found:
             return {"dw": [p.grad for p in job.optimizer.names]}
 
-        return Runner(lambda: steps.take(0, settled=False), found, planned, taken.seconds)
+        return Runner(lambda: steps.take(0), found, planned, taken.seconds)
 
 
 def flops_per_token(recipe: fp8cfg.Recipe, output_layer: bool = True) -> float:

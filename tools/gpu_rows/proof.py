@@ -18,7 +18,7 @@ from fp8cfg.backends.te.rules import unavailable
 from fp8cfg.building import job
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.planning.coverage import ran
-from fp8cfg.training import compile, step_sequence
+from fp8cfg.training import compile, step
 
 
 def without_proof() -> None:
@@ -29,9 +29,8 @@ def without_proof() -> None:
     compile.LOSS_TOLERANCE = math.inf
     job.Job._observed = lambda made: {}  # type: ignore[method-assign]
     job.prove_engagement = ran  # which takes the same, and raises nothing
-    step_sequence.refuse_without_targets = lambda job, step: (
-        None
-    )  # counts of targets have no values there
+    # Counts of targets have no values there.
+    step.refuse_without_targets = lambda data, step: None  # type: ignore[assignment]
     steady_signs()
 
 

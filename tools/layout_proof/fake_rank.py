@@ -34,7 +34,7 @@ from fp8cfg.numerics import codecs
 from fp8cfg.parallel import quantized_allreduce
 from fp8cfg.parallel.process_group import SENT, current
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.training.step import run_step
+from fp8cfg.training.step import train_step
 from tools.layout_proof.shape_cache import ShapeCache
 
 META = torch.device("meta")
@@ -128,8 +128,8 @@ def stepped(recipe: Recipe, counter: TorchDispatchMode | None = None) -> Job:
     """The job of `recipe` on this rank after one optimizer step, inside of `fake_rank`; with a `overflow_counter` after another one, inside of
     that: the first sets scales, and moments are made in it."""
     job = builder.build(recipe)
-    run_step(job, NoBatches(recipe), 0, current())  # type: ignore[arg-type]
+    train_step(job, NoBatches(recipe), 0, current())  # type: ignore[arg-type]
     if counter is not None:
         with counter:
-            run_step(job, NoBatches(recipe), 1, current())  # type: ignore[arg-type]
+            train_step(job, NoBatches(recipe), 1, current())  # type: ignore[arg-type]
     return job

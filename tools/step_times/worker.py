@@ -34,7 +34,7 @@ def make(name: str, words: list[str], compiled: bool) -> dict[str, Any]:
     batches, _ = run_data(recipe)
     if compiled:
         job.compile_model()
-    STEPS[name] = lambda: train_step(job, batches, next(count), World()).loss
+    STEPS[name] = lambda: train_step(job, batches, next(count), World()).wait().loss
     return {"losses": [STEPS[name]() for _ in range(3)]}
 
 

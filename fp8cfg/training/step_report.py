@@ -1,0 +1,201 @@
+"""Report of finished steps: metrics, progress, warnings, callbacks, and checks that end a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from fp8cfg.backends import registry
+from fp8cfg.backends.stored_weights import DTYPES
+from fp8cfg.building.job import Job
+from fp8cfg.checkpoint.saver import Diverged, after_divergence
+from fp8cfg.models.sdpa_backend import sdpa_backends
+from fp8cfg.numerics import Overflow
+from fp8cfg.parallel.process_group import World, stages
+from fp8cfg.planning.coverage import Coverage, low_share
+from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder
+from fp8cfg.schema.tables import wrapped
+from fp8cfg.training.metrics import Progress, RunLogs, Value
+from fp8cfg.training.overflow_watch import OverflowWarnings, overflow_values
+from fp8cfg.training.step import StepResult
+
+MAX_SKIPPED_STEPS = 100
+"""Skipped steps in a row after which a run is not training and stops."""
+_PRODUCT_NAMES = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
+
+
+class Callback:
+    """Base class of callbacks of a run. Override the methods that you need.
+
+    Only the first rank calls them. An error in a callback ends the run.
+    """
+
+    def step(self, done: int, values: Mapping[str, Value]) -> None:
+        """Called after optimizer step `done`, counted from 1, with its values in metrics.jsonl."""
+
+    def evaluation(self, done: int, loss: float) -> None:
+        """Called with the validation loss after `done` steps."""
+
+    def save(self, done: int, folder: Path) -> None:
+        """Called when the checkpoint of step `done` is complete in `folder`."""
+
+
+class StepReport:
+    """Reports the finished steps of a run, in order.
+
+    Attributes:
+        loss: Training loss of the last step.
+        num_skipped: Number of steps skipped in a row, up to the last one.
+        is_proved: Whether the first step was compared with the plan.
+        progress: Progress line, once there is one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        run: RunFolder | None,
+        world: World,
+        say: Callable[[str], None],
+        callbacks: Sequence[Callback],
+        logs: RunLogs,
+    ) -> None:
+        self._job = job
+        self._run = run
+        self._world = world
+        self._say = say
+        self._callbacks = callbacks
+        self._logs = logs
+        self._overflow_warnings = OverflowWarnings(say)
+        self._has_reported_traffic = False
+        self.progress: Progress | None = None
+        self.is_proved = False
+        self.loss: float | None = None
+        self.num_skipped = 0
+
+    def add(self, result: StepResult, overflow: Overflow | None, seconds: float) -> None:
+        """Reports a finished step.
+
+        Args:
+            result: Metrics of the step.
+            overflow: Values that FP8 tensors did not hold, if known.
+            seconds: Duration of the step.
+
+        Raises:
+            NotFP8Error: The first step did not run as planned.
+            Diverged: The gradients are not finite, and lowering the loss scale does not help.
+        """
+        if not self.is_proved:
+            self._prove()
+        self.loss = result.loss
+        values = self._values(result, overflow, seconds)
+        if overflow is not None:
+            self._overflow_warnings.check(overflow, result.step)
+        # The first made step, because a skipped one broadcasts no weights.
+        if self._world.size > 1 and result.stepped and not self._has_reported_traffic:
+            self._has_reported_traffic = True
+            message = f"sent in a step by the first rank: {result.sent}"
+            self._say(fill(message, 80, subsequent_indent="  "))
+        self._logs.write(result.step, values)
+        if self.progress:
+            tokens_per_second = self._tokens_per_step() / seconds
+            self.progress.update(result.step, result.loss, result.lr, tokens_per_second)
+        for callback in self._callbacks:
+            callback.step(result.step, values)
+        if self._run:
+            self._run.check_there()
+        self._check_skips(result)
+
+    def _values(
+        self, result: StepResult, overflow: Overflow | None, seconds: float
+    ) -> dict[str, Value]:
+        """Returns the values of a step in metrics.jsonl."""
+        values: dict[str, Value] = {
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "stepped": result.stepped,
+            "tokens": result.step * self._tokens_per_step(),
+            "seconds": seconds,
+        }
+        if self._job.loss_scaler is not None:
+            values["loss_scale"] = self._job.loss_scaler.scale  # of the next step
+        num_values = result.metrics["values"].tolist() if "values" in result.metrics else []
+        values |= overflow_values(overflow, num_values)
+        if self._world.size > 1:
+            values["sent_bytes"] = result.sent_bytes
+        return values
+
+    def _tokens_per_step(self) -> int:
+        return self._job.recipe.trainer.global_batch_size * self._job.recipe.model.seq_length
+
+    def _prove(self) -> None:
+        """Compares the first step with the plan, and writes coverage.json."""
+        self.is_proved = True
+        coverage = self._job.prove()
+        if self._job.recipe.fp8.enabled:
+            product = _PRODUCT_NAMES[self._job.choice.product]
+            self._say(f"coverage, observed in the first step ({product})\n{coverage}\n")
+            # A given model has warned of it in its first step.
+            warning = "" if self._job.foreign else low_share(coverage)
+            if warning:
+                self._say(wrapped(f"warning: {warning}") + "\n")
+        record = coverage_record(self._job, coverage)
+        if self._run:
+            self._run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
+
+    def _check_skips(self, result: StepResult) -> None:
+        """Counts skipped steps, and raises Diverged if the run cannot recover from them."""
+        scaler = self._job.loss_scaler
+        if result.stepped:
+            if self.num_skipped:
+                scale = 1.0 if scaler is None else scaler.scale
+                self._say(
+                    f"step {result.step}: {self.num_skipped} steps before it were skipped,"
+                    f" gradients overflowed; loss scale {scale:g}"
+                )
+            self.num_skipped = 0
+            return
+        self.num_skipped += 1
+        if scaler is not None and self.num_skipped < MAX_SKIPPED_STEPS:
+            return
+        repeats = f" for {self.num_skipped} steps in a row" if self.num_skipped > 1 else ""
+        raise Diverged(
+            f"step {result.step}: the gradient norm is {result.grad_norm}{repeats} (loss"
+            f" {result.loss}), and the step was skipped; {after_divergence(self._run)}"
+        )
+
+
+def coverage_record(job: Job, coverage: Coverage) -> dict[str, Any]:
+    """Returns the contents of coverage.json. All ranks call it."""
+    backend = registry.backend(job.choice.backend)
+    return {
+        "backend": asdict(job.choice),
+        **coverage.data(),
+        "sdpa_backend": attention_kernels(job),
+        **backend.record(job.model),
+    }
+
+
+def attention_kernels(job: Job) -> dict[str, str]:
+    """Returns the SDPA backend of each high-precision attention layer, over all pipeline stages.
+
+    All ranks call it. A given model has no entries.
+    """
+    if job.foreign:
+        return {}
+    recipe = job.recipe
+    of_stage = sdpa_backends(
+        job.model,
+        recipe.trainer.micro_batch_size,
+        recipe.model.seq_length,
+        DTYPES[recipe.precision.compute],
+        recipe.data.reset_attention_mask,
+    )
+    kernels: dict[str, str] = {}
+    for text in stages(job.prepared).texts(json.dumps(of_stage)):
+        kernels |= json.loads(text)
+    return kernels
