@@ -174,7 +174,7 @@ def test_a_command_in_a_process_of_others_returns(
 ) -> None:
     """Its exit code, as after a key that interrupts; what it had open is closed."""
 
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
 
