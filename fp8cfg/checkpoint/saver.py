@@ -144,8 +144,9 @@ class HostCopies:
 
 
 class Diverged(Fp8cfgError):
-    """Gradients, weights, a loss or logits are not finite, and nothing in the recipe can make them so. Exit code 1; checkpoints are
-    intact."""
+    """Gradients, weights, a loss or logits are not finite. Checkpoints are intact. Exit code 7."""
+
+    exit_code = 7
 
 
 class Saver:

@@ -75,7 +75,7 @@ def read(folder: Path) -> list[Result]:
 
 def report(folder: Path, ended: str) -> int:
     """Print the table of the sweep in `folder`, and why it `ended` early where it did, and write results.json. Returns the
-    largest exit code."""
+    largest exit code, but 1, which may be a bug, before any other."""
     results = read(folder)
     RunFiles.at(folder).replace(ALL, (json.dumps(results, indent=1) + "\n").encode())
     print(f"\nsweep folder: {printable(str(folder))}\n{_table(folder, results)}")
@@ -89,7 +89,10 @@ def report(folder: Path, ended: str) -> int:
     if ended:
         sys.stdout.flush()
         print(f"error: {printable(ended)}", file=sys.stderr)
-    return max([1 if ended else 0, *(int(r["exit_code"]) for r in results)])
+    codes = [int(result["exit_code"]) for result in results]
+    if ended or 1 in codes:
+        return 1
+    return max(codes, default=0)
 
 
 def _table(folder: Path, results: list[Result]) -> str:

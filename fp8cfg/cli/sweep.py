@@ -28,8 +28,9 @@ Options:
                        are in 0, 1, ... (or hydra.sweep.subdir), and the table
                        is in results.json
 
-Exit code: 0 if every run ended with 0, otherwise the largest code. 2 if an
-argument is wrong, if no combination can run, or if one was skipped.
+Exit code: 0 if every run ended with 0; 1 if one ended with 1; otherwise the
+largest code. 2 if an argument is wrong, if no combination can run, or if one
+was skipped.
 """
 
 

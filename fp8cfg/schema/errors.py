@@ -50,11 +50,15 @@ class NotFP8Error(Fp8cfgError):
 
 
 class RankLost(Fp8cfgError):
-    """Another rank of the group ended, and this one cannot go on. Exit code 1."""
+    """Another rank ended, and this rank cannot continue. Exit code 8."""
+
+    exit_code = 8
 
 
 class RankStalled(Fp8cfgError):
-    """A rank did not come to a collective within trainer.timeout. Exit code 1."""
+    """A rank did not reach a collective within trainer.timeout. Exit code 8."""
+
+    exit_code = 8
 
 
 class NotWritable(Fp8cfgError):

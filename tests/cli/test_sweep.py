@@ -344,6 +344,17 @@ def test_the_table() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("codes", "code"), [([0, 0], 0), ([0, 3, 2], 3), ([7, 1, 75], 1), ([7, 75], 75)]
+)
+def test_the_exit_code_is_1_before_the_largest(
+    codes: list[int], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, exit_code in enumerate(codes):
+        multirun.write(tmp_path, number, [f"trainer.seed={number}"], exit_code, "", ran=False)
+    assert multirun.report(tmp_path, "") == code
+
+
 def test_a_job_that_did_not_run_does_not_have_the_results_of_the_one_in_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,6 @@ def test_a_run_that_ends_with_a_loss_that_is_not_finite_has_diverged(
         match=r"step 6: the training loss is nan, all steps from 3 on were skipped; lower optim.lr",
     ) as e:
         loop.train(fp8cfg.build(recipe), say=lambda _: None)
-    assert e.value.exit_code == 1
+    assert e.value.exit_code == 7
     last_loss = 2.0
     assert loop.train(fp8cfg.build(recipe), say=lambda _: None).loss == 2.0

@@ -47,7 +47,7 @@ def exit_codes() -> str:
             "valid thing, without a traceback.",
             table(["code", "when"], rows),
             "torchrun ends with 1 whatever its ranks ended with; the lines above its own report say what it was. A sweep ends with the "
-            "largest code of its runs. 75 is EX_TEMPFAIL: a scheduler may requeue the command.",
+            "largest code of its runs, or with 1 if one ended with 1. 75 is EX_TEMPFAIL: a scheduler may requeue the command.",
         ]
     )
 
