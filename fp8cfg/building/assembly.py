@@ -21,7 +21,7 @@ from fp8cfg.parallel.context import split_sequences
 from fp8cfg.parallel.fsdp import start_single_rank_group
 from fp8cfg.parallel.mesh import SAME_SAMPLES, connect, device_mesh, fsdp_mesh
 from fp8cfg.parallel.pipeline import PipelineRank, keep_stage
-from fp8cfg.parallel.process_group import along
+from fp8cfg.parallel.process_group import world_along
 from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
 from fp8cfg.planning.job_plan import Plan, plan_on_this_machine, sized
 from fp8cfg.planning.layer_plan import transformer_config
@@ -93,7 +93,7 @@ def prepared_model(plan: Plan, model: nn.Module | None, loaded: bool = False) ->
         finish_layers(empty)
     if mesh is not None:
         if plan.precision.fp8.tp_only_amax_red:
-            prepared.same_samples = along(mesh, SAME_SAMPLES).group
+            prepared.same_samples = world_along(mesh, SAME_SAMPLES).group
         connect(mesh)
     return prepared
 

@@ -330,9 +330,9 @@ class Job:
         own = registry.backend(self.choice.backend).observed(self.model)
         if self.prepared.pipeline is None:
             return own
-        from fp8cfg.parallel.process_group import stages
+        from fp8cfg.parallel.process_group import pipeline_world
 
-        every = [json.loads(text) for text in stages(self.prepared).texts(json.dumps(own))]
+        every = [json.loads(text) for text in pipeline_world(self.prepared).texts(json.dumps(own))]
         return {
             name: {
                 gemm: tuple(kinds) if isinstance(kinds, list) else kinds
@@ -392,9 +392,9 @@ class Job:
         """What FP8 state has of weights that FSDP2 makes of their masters."""
         if not self.prepared.fsdp2 or self.prepared.shard != "none":
             return {}
-        from fp8cfg.parallel.sharded_state import coded_weights
+        from fp8cfg.parallel.sharded_state import encoded_weights
 
-        return coded_weights(self.prepared)
+        return encoded_weights(self.prepared)
 
     @property
     def _converts(self) -> bool:

@@ -18,8 +18,8 @@ from fp8cfg.optim.low_bit.adam import LowBitTraining, LowBitTrainingAdam, LowBit
 from fp8cfg.optim.low_bit.columns import columns_of_shard
 from fp8cfg.optim.mixed_precision import SGD, MixedPrecisionOptimizer, param_groups
 from fp8cfg.parallel import fsdp, gradient_sync, zero
-from fp8cfg.parallel.process_group import amax_group, sharing
-from fp8cfg.parallel.sharded_state import attach, tensor_parts
+from fp8cfg.parallel.process_group import amax_process_group, data_parallel_world
+from fp8cfg.parallel.sharded_state import attach_optimizer, tensor_parallel_starts
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.training import Optim
 
@@ -48,7 +48,7 @@ def optimizer(
         built = _low_bit(prepared, precision, optim, groups, writers, clip_grad, loss_scaler, seed)
     else:
         named = dict(model.named_parameters())
-        owned = zero.owned(prepared, precision)
+        owned = zero.partition_state(prepared, precision)
         prepared.masters = {
             name: t for name, t in prepared.masters.items() if owned is None or name in owned
         }
@@ -63,19 +63,23 @@ def optimizer(
         )
         if prepared.fsdp2:
             fsdp.attach_optimizer(built, prepared)
-    gradient_sync.sum_norms(built, prepared)
+    gradient_sync.attach_norm(built, prepared)
     built.can_defer = (
         not precision.fp8.enabled or registry.capabilities(choice.backend).skips_on_device
     )
     if prepared.owner:
-        zero.attach(built, model, prepared.owner, precision.storage.shard, sharing(prepared))
+        zero.attach_optimizer(
+            built, model, prepared.owner, precision.storage.shard, data_parallel_world(prepared)
+        )
     if precision.fp8.enabled:
 
         def move_scales() -> None:
             decided = {}
             if built.deferred is not None and built.deferred.skip is not None:
                 decided["skip"] = built.deferred.skip
-            backend.after_step(model, amax_group(prepared, precision.fp8), built.steps, **decided)
+            backend.after_step(
+                model, amax_process_group(prepared, precision.fp8), built.steps, **decided
+            )
 
         built.on_step.append(move_scales)
         built.on_skip.append(lambda: backend.after_skip(model))
@@ -98,7 +102,7 @@ def _low_bit(
 ) -> LowBitTraining:
     """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
     model = prepared.model
-    named, parts = dict(model.named_parameters()), tensor_parts(prepared)
+    named, parts = dict(model.named_parameters()), tensor_parallel_starts(prepared)
     held = {
         p: partial(getattr, layer, "in_codec")
         for p, layer in stored_weights.held(model).items()
@@ -124,14 +128,14 @@ def _low_bit(
         eps=optim.eps,
         held=held,
         writers=writers,
-        owned=zero.owned(prepared, precision),
+        owned=zero.partition_state(prepared, precision),
         seed=seed,
         originals={named[name]: t for name, t in prepared.masters.items()},
         loss_scaler=loss_scaler,
         clip_grad=clip_grad,
         adds_stored=precision.storage.accumulate == "stored",
     )
-    attach(built, prepared, precision, parts)
+    attach_optimizer(built, prepared, precision, parts)
     prepared.masters.clear()
     return built
 

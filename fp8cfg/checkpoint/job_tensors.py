@@ -32,8 +32,8 @@ from fp8cfg.numerics.fsdp_weights import FLOAT32, stored_bytes
 from fp8cfg.numerics.stored_state import is_fp8_state, stored_state_dict
 from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 from fp8cfg.parallel.pipeline import EMBEDDING, is_on_other_stage
-from fp8cfg.parallel.process_group import World, same_layers, sharing, stages
-from fp8cfg.parallel.sharded_state import as_unsharded, narrow
+from fp8cfg.parallel.process_group import World, data_parallel_world, pipeline_world, stage_world
+from fp8cfg.parallel.sharded_state import low_precision_names, to_unsharded_form
 from fp8cfg.schema import hugging_face
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.fp8 import own_scales
@@ -127,7 +127,9 @@ def whole_json(job: Job) -> dict[str, Any]:
     own = job.optimizer.state_json()
     if job.prepared.pipeline is None:
         return own
-    every = [json.loads(text) for text in stages(job.prepared).texts(json.dumps(own["state"]))]
+    every = [
+        json.loads(text) for text in pipeline_world(job.prepared).texts(json.dumps(own["state"]))
+    ]
     return {
         **own,
         "state": {name: entry for state in reversed(every) for name, entry in state.items()},
@@ -173,7 +175,7 @@ def exchange_masters(
 def weight_bytes(job: Job) -> int:
     """Bytes of the weights, in all shards, that a checkpoint has beside their masters; with their scales."""
     named, count = dict(job.model.named_parameters()), 0
-    for name in set(narrow(job.prepared).values()):
+    for name in set(low_precision_names(job.prepared).values()):
         shape, column = named[name].shape, job.prepared.columns[name]["weight"]
         layer: Any = job.model.get_submodule(name.rpartition(".")[0])
         if column in DTYPES:
@@ -199,10 +201,10 @@ def boxes(job: Job, world: World) -> Groups:
         for k, t in stored_state_dict(job.model, keep_vars=bool(layout.split)).items()
         if k not in names
     }
-    stored, masters = as_unsharded(job.prepared, stored)
+    stored, masters = to_unsharded_form(job.prepared, stored)
     each, mine = (
         own_scales(job.recipe.fp8) and world.size > 1,
-        _of_rank(same_layers(job.prepared).rank),
+        _of_rank(stage_world(job.prepared).rank),
     )
     own = {mine + k: stored.pop(k) for k in list(stored) if each and k.rpartition(".")[2] in OWN}
     model = _boxes(layout, stored)
@@ -233,7 +235,7 @@ def of_this_layout(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         f"{name}." for name, rank in job.prepared.owner.items() if rank != layout.sharing.rank
     )
     found = {}
-    mine = _of_this_rank(saved, same_layers(job.prepared).rank)
+    mine = _of_this_rank(saved, stage_world(job.prepared).rank)
     for name, kept in parts(job, mine).items():
         if not name.startswith(elsewhere):
             if isinstance(saved, StoredGroup):
@@ -272,14 +274,14 @@ def checkpoint_bytes(job: Job, world: World) -> int:
         )
     if job.prepared.owner:  # each rank has the state of its own parameters
         state = int(
-            sharing(job.prepared)
+            data_parallel_world(job.prepared)
             .sum(torch.tensor(float(state), dtype=torch.float64, device=job.device))
             .item()
         )
     here = torch.tensor(
         float(sum(map(_bytes, model.values())) + state), dtype=torch.float64, device=job.device
     )
-    return parts * int(stages(job.prepared).sum(here).item())
+    return parts * int(pipeline_world(job.prepared).sum(here).item())
 
 
 def _bytes(t: Tensor) -> int:

@@ -25,7 +25,7 @@ from fp8cfg.checkpoint.manifest import (
 )
 from fp8cfg.checkpoint.tensor_layout import SAFETENSORS, Offsets, slices
 from fp8cfg.parallel.process_group import World
-from fp8cfg.parallel.sharding import owners
+from fp8cfg.parallel.sharding import balance_over_ranks
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
 
 SHARDING = "DCP_SHARDING_INFO"
@@ -138,7 +138,7 @@ class LoadedTensors(dict[str, Mapping[str, Tensor]]):
         """
         sizes = [self._manifest.files[name].size for name in self._unchecked]
         names = []
-        for name, rank in zip(self._unchecked, owners(sizes, world.size), strict=True):
+        for name, rank in zip(self._unchecked, balance_over_ranks(sizes, world.size), strict=True):
             if rank == world.rank:
                 names.append(name)
         problem = ""

@@ -23,9 +23,9 @@ from fp8cfg.numerics.codecs import BLOCK
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.optim.low_bit.columns import fits, local
-from fp8cfg.parallel.process_group import World, sharing
-from fp8cfg.parallel.sharded_state import distributed
-from fp8cfg.parallel.sharding import owners
+from fp8cfg.parallel.process_group import World, data_parallel_world
+from fp8cfg.parallel.sharded_state import as_dtensor
+from fp8cfg.parallel.sharding import balance_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -100,7 +100,7 @@ def to_write(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
             alike[box.copy, box.copies, box.along].append((group, box))
     kept: Groups = {group: [] for group in groups}
     for (copy, copies, _), found in alike.items():
-        chosen = owners([box.tensor.nbytes for _, box in found], copies)
+        chosen = balance_over_ranks([box.tensor.nbytes for _, box in found], copies)
         for (group, box), owner in zip(found, chosen, strict=True):
             if owner == copy:
                 kept[group].append(box)
@@ -157,7 +157,7 @@ class TensorLayout:
         model: Any = job.model
         self.tensor: TensorRank | None = job.prepared.tensor_parallel
         self.shards: Mapping[str, TensorShard] = model.shards if self.tensor else {}
-        self.sharing: World = sharing(job.prepared)
+        self.sharing: World = data_parallel_world(job.prepared)
         self.params: Mapping[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
         self.split: dict[str, DTensor] = {
             name: p for name, p in self.params.items() if hasattr(p, "placements")
@@ -200,7 +200,7 @@ class TensorLayout:
             if shard is not None and shard.dim == 1:
                 shape, (start, size) = (whole[0] // shard.ranks, *whole[1:]), _piece(like, whole)
                 part = own(read(start, size), local(p).shape[0], shard)
-                return part if like is None else distributed(part, like, shape)
+                return part if like is None else as_dtensor(part, like, shape)
         shape = _narrower(whole, shard)
         size = _piece(like, shape)[1]
         places = list(self._places(shape, size, like, shard))
@@ -210,7 +210,7 @@ class TensorLayout:
             part = read((0,) * len(size), (0, *size[1:])).new_empty(size)
             for place in places:
                 part[slices(place.here, place.size)] = read(place.whole, place.size)
-        return part if like is None else distributed(part, like, shape)
+        return part if like is None else as_dtensor(part, like, shape)
 
     def _joined(self, name: str, t: Tensor, shard: TensorShard) -> Tensor:
         """The scales `t` of blocks of some columns, with those of the others."""
@@ -218,7 +218,7 @@ class TensorLayout:
         rows = local(self.params[parameter(name)]).shape[0]
         part = joined(local(t), rows, self.tensor.process_group)
         return (
-            distributed(part, t, (t.shape[0] * shard.ranks, *t.shape[1:]))
+            as_dtensor(part, t, (t.shape[0] * shard.ranks, *t.shape[1:]))
             if hasattr(t, "placements")
             else part
         )

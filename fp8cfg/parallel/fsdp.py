@@ -45,8 +45,8 @@ from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.optim.low_bit.columns import load_into_one, state_dict_of_one
 from fp8cfg.parallel.fsdp_refusals import refuse_after_error, refuse_copy, refuse_shards
-from fp8cfg.parallel.process_group import SENT, World, current, on_ring
-from fp8cfg.parallel.sharding import by_columns
+from fp8cfg.parallel.process_group import SENT, World, current, ring_bytes
+from fp8cfg.parallel.sharding import shards_columns
 from fp8cfg.schema.rules_layout import ZERO
 from fp8cfg.schema.storage import StateDtypes
 
@@ -97,7 +97,7 @@ def apply_fsdp(
         replicated = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     column_sharded = set()
     for name, parameter in model.named_parameters():
-        if by_columns(state, name, parameter.shape, shards.size):
+        if shards_columns(state, name, parameter.shape, shards.size):
             column_sharded.add(parameter)
 
     # The root comes last: it takes the parameters that no layer has taken.
@@ -202,7 +202,7 @@ class _ReduceScatter(DefaultReduceScatter):
 
 def _count_all_reduce(world: World, grad_dtype: torch.dtype, grad_shard: Tensor) -> None:
     """All-reduce hook: counts the bytes of the sum over `world` and rounds it to `grad_dtype`."""
-    SENT.add("gradients", on_ring(grad_shard, world.size))
+    SENT.add("gradients", ring_bytes(grad_shard, world.size))
     if grad_dtype.itemsize < grad_shard.dtype.itemsize:
         grad_shard.copy_(grad_shard.to(grad_dtype))
 

@@ -1,11 +1,19 @@
-"""Gradient synchronization: gradients summed over the ranks, each in its storage.comm codec; under ZeRO-2 on its owner alone.
+"""Gradient synchronization after the last backward pass of a step, without FSDP2.
 
-Under tensor parallelism those are the ranks with the same parameters. Before it, the ranks that share matrices sum the gradients of
-parameters that each has whole and used on a part of the tokens or heads, as norms under sequence parallelism.
+Gradients are summed in this order, the same on all ranks:
+
+1. over tensor-parallel ranks, for parameters that each rank has in full but used on some tokens or
+   heads only, such as norms under sequence parallelism;
+2. over the first and the last pipeline stage, for a tied embedding;
+3. over data-parallel and context ranks, each in its storage.comm codec. Under ZeRO-2 only the rank
+   that steps a parameter gets the sum.
+
+FSDP2 does the third step itself, during backward passes (fsdp.py).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +25,9 @@ from fp8cfg.numerics.codecs import EncodedTensor, get_codec
 from fp8cfg.optim.low_bit.adam import LowBitTraining
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel import pipeline
-from fp8cfg.parallel.process_group import World, sharing, stages
+from fp8cfg.parallel.process_group import World, data_parallel_world, pipeline_world
 from fp8cfg.parallel.quantized_allreduce import (
-    reduced,
+    all_reduce_counted,
     sum_over_ranks,
     sum_stored,
     sum_stored_to_owners,
@@ -34,111 +42,138 @@ if TYPE_CHECKING:
     Optimizer = MixedPrecisionOptimizer | LowBitTraining
 
 
-def stores_early(prepared: PreparedModel) -> bool:
-    """Whether gradients can be encoded into their storage codec as they come: with no rank to sum them with, where the same bytes
-    are communicated, or where FSDP2 has summed them by then."""
-    return (
-        prepared.fsdp2
-        or sharing(prepared).size == 1
-        or all(
-            columns["comm"] == columns["weight_grad"] or columns["weight_grad"] not in SCALED
-            for columns in prepared.columns.values()
-        )
-    )
-
-
 def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -> None:
-    """Add up the gradients of the model over the ranks, in place, as it is sharded; FSDP2 has done so by itself."""
+    """Sums the gradients of the model over the ranks, in place. All ranks call it.
+
+    Args:
+        prepared: The model.
+        optimizer: Its optimizer, which may store gradients in a codec.
+        world: All ranks of the run.
+    """
     if prepared.tensor_parallel is not None:
-        _sum_shares(prepared)
+        _sum_partial_gradients(prepared)
     if prepared.pipeline is not None:
-        sent = pipeline.sum_tied_gradient(prepared.model, prepared.pipeline)  # type: ignore[arg-type]
+        model: Any = prepared.model
+        sent = pipeline.sum_tied_gradient(model, prepared.pipeline)
         if sent is not None:
             world.traffic.add("gradients", sent.nbytes)
     if prepared.mesh is not None:
-        world = sharing(prepared)
+        world = data_parallel_world(prepared)
     if world.size == 1 or prepared.fsdp2:
         return
-    to_owners = prepared.shard == "zero2"
-    stored: dict[str, list[nn.Parameter]] = {}
-    plain: dict[str, list[nn.Parameter]] = {}
-    held = stored_grads(optimizer)
-    for name, p in prepared.model.named_parameters():
+
+    # One call for all gradients of a codec: it packs them into few messages.
+    stored: dict[str, list[nn.Parameter]] = defaultdict(list)
+    plain: dict[str, list[nn.Parameter]] = defaultdict(list)
+    encoded_grads = stored_grads(optimizer)
+    for name, parameter in prepared.model.named_parameters():
         comm = prepared.columns[name]["comm"]
-        if p in held:
-            stored.setdefault(comm, []).append(p)
-        elif p.grad is not None:
-            plain.setdefault(comm, []).append(p)
-    for comm, params in plain.items():
-        gradients: list[Tensor] = [p.grad for p in params if p.grad is not None]
-        if to_owners:
-            sum_to_owners(gradients, _owners(prepared, optimizer, params), comm, world)
+        if parameter in encoded_grads:
+            stored[comm].append(parameter)
+        elif parameter.grad is not None:
+            plain[comm].append(parameter)
+
+    reduces_to_owners = prepared.shard == "zero2"
+    for comm, parameters in plain.items():
+        grads: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
+        if reduces_to_owners:
+            owners = _owners_of(prepared, optimizer, parameters)
+            sum_to_owners(grads, owners, comm, world)
         else:
-            sum_over_ranks(gradients, comm, world)
-    for comm, params in stored.items():
-        entries = [held[p] for p in params]
-        if to_owners:
-            sum_stored_to_owners(
-                entries, _owners(prepared, optimizer, params), get_codec(comm), world
-            )
+            sum_over_ranks(grads, comm, world)
+    for comm, parameters in stored.items():
+        entries = [encoded_grads[parameter] for parameter in parameters]
+        if reduces_to_owners:
+            owners = _owners_of(prepared, optimizer, parameters)
+            sum_stored_to_owners(entries, owners, get_codec(comm), world)
         else:
             sum_stored(entries, get_codec(comm), world)
-    if to_owners:
-        _drop_others(optimizer, held)
+    if reduces_to_owners:
+        _drop_gradients_of_others(optimizer, encoded_grads)
 
 
-def sum_norms(optimizer: Optimizer, prepared: PreparedModel) -> None:
-    """Let the gradient norm of `optimizer` be that of all parts of matrices that are split, once of what every rank has, and of all
-    stages of a pipeline."""
+@torch.no_grad()
+def _sum_partial_gradients(prepared: PreparedModel) -> None:
+    """Sums gradients over tensor-parallel ranks that each have a part of the sum.
+
+    They are few, so they travel in one message, in float32.
+    """
+    grads = []
+    for parameter in partial_gradients(prepared.model):
+        if parameter.grad is not None:
+            grads.append(local(parameter.grad))
+    if not grads:
+        return
+    flat = torch.cat([grad.detach().flatten().float() for grad in grads])
+    flat = all_reduce_counted(flat, "gradients", tensor_world(prepared))
+    totals = torch.split(flat, [grad.numel() for grad in grads])
+    for grad, total in zip(grads, totals, strict=True):
+        grad.copy_(total.view_as(grad))
+
+
+def _owners_of(
+    prepared: PreparedModel, optimizer: Optimizer, parameters: Sequence[nn.Parameter]
+) -> list[int]:
+    """Returns the rank that steps each parameter under ZeRO."""
+    return [prepared.owner[optimizer.names[parameter]] for parameter in parameters]
+
+
+def _drop_gradients_of_others(
+    optimizer: Optimizer, encoded_grads: dict[nn.Parameter, EncodedTensor]
+) -> None:
+    """Frees gradients of parameters that other ranks step.
+
+    The low-bit optimizer keeps an empty entry, which tells that there was a gradient.
+    """
+    if not isinstance(optimizer, LowBitTraining):
+        optimizer.drop_others()
+        return
+    for parameter in optimizer.names:
+        has_grad = parameter.grad is not None or parameter in encoded_grads
+        if has_grad and not optimizer.owns(parameter):
+            parameter.grad = None
+            encoded_grads[parameter] = ()
+
+
+def stores_early(prepared: PreparedModel) -> bool:
+    """Returns whether gradients can be encoded into storage.weight_grad during the backward pass.
+
+    They can if no sum follows in a higher precision: this rank sums with no other, the same codec
+    is sent, or FSDP2 has summed them by then.
+    """
+    if prepared.fsdp2 or data_parallel_world(prepared).size == 1:
+        return True
+    for columns in prepared.columns.values():
+        stored = columns["weight_grad"]
+        if stored in SCALED and columns["comm"] != stored:
+            return False
+    return True
+
+
+def attach_norm(optimizer: Optimizer, prepared: PreparedModel) -> None:
+    """Makes the optimizer compute the gradient norm of the full model.
+
+    It sums over the shards of tensor-parallel parameters and over pipeline stages, and counts a
+    parameter that several ranks have once.
+    """
     if prepared.tensor_parallel is not None:
-        names: Container[str] = prepared.model.shards  # type: ignore[assignment]
-        optimizer.split = {p for p, name in optimizer.names.items() if name in names}
+        shards: Container[str] = prepared.model.shards  # type: ignore[assignment]
+        optimizer.split = {p for p, name in optimizer.names.items() if name in shards}
         optimizer.sum_split = tensor_world(prepared).sum
     if prepared.pipeline is not None:
         model: Any = prepared.model
         optimizer.uncounted = pipeline.duplicate_parameters(model, prepared.pipeline)
-        optimizer.sum_stages = stages(prepared).sum
-
-
-@torch.no_grad()
-def _sum_shares(prepared: PreparedModel) -> None:
-    """Sum gradients over the ranks that share matrices, where each has a share of the gradient of a whole parameter: in one message
-    for all, in float32, which they are few enough for."""
-    gradients = [local(p.grad) for p in partial_gradients(prepared.model) if p.grad is not None]
-    if gradients:
-        flat = reduced(
-            torch.cat([g.detach().flatten().float() for g in gradients]),
-            "gradients",
-            tensor_world(prepared),
-        )
-        for gradient, total in zip(
-            gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True
-        ):
-            gradient.copy_(total.view_as(gradient))
+        optimizer.sum_stages = pipeline_world(prepared).sum
 
 
 def tensor_world(prepared: PreparedModel) -> World:
-    """The ranks that share matrices with this one."""
-    here: TensorRank = prepared.tensor_parallel
-    return World(here.rank, here.size, group=here.process_group)
+    """Returns the tensor-parallel ranks of this rank."""
+    place: TensorRank = prepared.tensor_parallel
+    return World(place.rank, place.size, group=place.process_group)
 
 
 def stored_grads(optimizer: Optimizer) -> dict[nn.Parameter, EncodedTensor]:
-    """The gradients that the optimizer keeps in a codec."""
-    return optimizer.stored_grads if isinstance(optimizer, LowBitTraining) else {}
-
-
-def _owners(
-    prepared: PreparedModel, optimizer: Optimizer, params: Sequence[nn.Parameter]
-) -> list[int]:
-    return [prepared.owner[optimizer.names[p]] for p in params]
-
-
-def _drop_others(optimizer: Optimizer, held: dict[nn.Parameter, EncodedTensor]) -> None:
-    """Forget gradients that other ranks have; an empty one says that there was one."""
-    if not isinstance(optimizer, LowBitTraining):
-        optimizer.drop_others()
-        return
-    for p in optimizer.names:
-        if not optimizer.owns(p) and (p.grad is not None or p in held):
-            p.grad, held[p] = None, ()
+    """Returns the gradients that the optimizer stores in a codec."""
+    if isinstance(optimizer, LowBitTraining):
+        return optimizer.stored_grads
+    return {}

@@ -1,4 +1,7 @@
-"""Data-parallel world under torchrun, or a single process: the same code, where a group of one sends nothing."""
+"""Process group of a run: `World`, its start and end under torchrun, and the ranks of each axis.
+
+A single process runs the same code: in a world of one rank collectives send nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,62 +35,33 @@ from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.tables import size
 from fp8cfg.schema.training import Timeout, Trainer
 
-_NAME = "pt_gloo_runloop"
-_LOOKS = 3
-"""Looks in a row that find all threads asleep: one asleep for the lock alone would have had it in between."""
-
-
-def wait_until_idle(patience: float = 10.0, every: float = 0.01) -> bool:
-    """Wait, without Python's lock, until gloo's threads wait for work, at most `patience` seconds; whether they do. On Linux, whose
-    /proc tells; elsewhere for a few times `every` seconds."""
-    asleep, end = 0, time.monotonic() + patience
-    while (threads := _states()) != [] and asleep < _LOOKS and time.monotonic() < end:
-        asleep = asleep + 1 if threads is None or set(threads) == {"S"} else 0
-        time.sleep(every)
-    return threads == [] or asleep == _LOOKS
-
-
-def _states() -> list[str] | None:
-    """The state of each of gloo's threads, as in proc(5); None where the system does not tell."""
-    tasks = Path("/proc/self/task")
-    if not tasks.is_dir():
-        return None
-    found = []
-    for task in tasks.iterdir():
-        with suppress(OSError):  # it has ended
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-            if name == _NAME:
-                found.append(rest.split()[0])
-    return found
-
-
 Kind = Literal["gradients", "scales", "weights", "keys and values", "activations", "stage outputs"]
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent, and messages, since it was created or cleared.
+    """Bytes and messages that this rank has sent since it was created or cleared.
 
-    Each byte counts once for each rank that needs it, or for its way round a ring: 2 (N - 1) / N of the data of an all-reduce over
-    N ranks, N - 1 times the data of an all-gather, and the data for other ranks of an all-to-all. A switch that adds or copies
-    sends less.
+    Counts each byte once per rank that needs it, or on its way around a ring: 2 (N - 1) / N of the
+    data of an all-reduce over N ranks, N - 1 times the data of an all-gather, and the data for
+    other ranks of an all-to-all. A switch that adds or copies sends less.
     """
 
     bytes: dict[Kind, int] = field(default_factory=dict)
     messages: dict[Kind, int] = field(default_factory=dict)
 
     def add(self, kind: Kind, sent: int, messages: int = 1) -> None:
-        """Add so many bytes of a kind, in so many messages."""
+        """Adds `sent` bytes of a kind, in `messages` messages."""
         self.bytes[kind] = self.bytes.get(kind, 0) + sent
         self.messages[kind] = self.messages.get(kind, 0) + messages
 
     def clear(self) -> None:
-        """Start again from 0."""
+        """Resets all counts to 0."""
         self.bytes.clear()
         self.messages.clear()
 
     def __str__(self) -> str:
-        """As in `gradients 1.5 MiB in 2 messages, scales 128 B in 1 message`."""
+        """Returns text such as `gradients 1.5 MiB in 2 messages, scales 128 B in 1 message`."""
         parts = []
         for kind, nbytes in self.bytes.items():
             messages = self.messages[kind]
@@ -96,121 +70,149 @@ class Traffic:
         return ", ".join(parts) or "nothing"
 
 
-def on_ring(data: Tensor, ranks: int) -> int:
-    """The bytes that one of `ranks` sends in an all-reduce of `data`."""
+def ring_bytes(data: Tensor, ranks: int) -> int:
+    """Returns the bytes that each of `ranks` sends in an all-reduce of `data`."""
     return 2 * (ranks - 1) * data.nbytes // ranks
 
 
 SENT = Traffic()
-"""What this process has sent of gradients and weights."""
+"""What this process has sent."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of this run, or a group of them, and what this one has sent. Every method is called by all of them at the same
-    points."""
+    """The ranks of a run, or a group of them. All of them call each method at the same point.
+
+    Attributes:
+        rank: The number of this rank.
+        size: The number of ranks.
+        traffic: What this rank has sent.
+        limits: Timeouts of the collectives, if `world` has started the process group.
+        group: The process group, None for all ranks of the run.
+    """
 
     rank: int = 0
     size: int = 1
     traffic: Traffic = field(default_factory=lambda: SENT, compare=False)
     limits: StallWatch | None = field(default=None, compare=False, repr=False)
-    group: dist.ProcessGroup | None = None  # None is all ranks of the run
+    group: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
-        """Whether this rank prints and writes."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors in collectives: NCCL takes no CPU tensors."""
+        if self.size > 1 and dist.get_backend(self.group) == "nccl":
+            return torch.device("cuda")
+        return torch.device("cpu")
+
     def waits(self, phase: Phase, step: int = 0) -> None:
-        """From here on a rank waits for others as long as trainer.timeout has it for this phase, where the run made its group."""
+        """Applies the timeout of `phase` (trainer.timeout) to collectives from here on."""
         if self.limits:
             self.limits.waits(phase, step)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks."""
+        """Sums a tensor over the ranks, in place, and returns it."""
         if self.size > 1:
             dist.all_reduce(value, group=self.group)
         return value
 
     def largest(self, value: Tensor) -> Tensor:
-        """The elementwise maximum over the ranks of numbers that are not negative, or -1, in the dtype of `value`; NaN where a rank
-        has NaN: by the bits of float32, since a maximum of floats may leave NaN out, as gloo's does.
+        """Returns the elementwise maximum over the ranks, NaN if a rank has NaN.
+
+        Args:
+            value: Numbers of any float dtype that are not negative, or -1.
         """
         if self.size == 1:
             return value
-        known = value.float().nan_to_num(
-            math.nan, math.inf, -math.inf
-        )  # a NaN without a sign: that of 0 / 0 has one on x86
-        dist.all_reduce(known.view(torch.int32), dist.ReduceOp.MAX, group=self.group)
-        return known.to(value.dtype)
+        # MAX of floats may drop a NaN, as gloo's does. So take the maximum of the bits as integers:
+        # they are ordered as positive floats are, with NaN above infinity. That needs a NaN without
+        # a sign, and 0 / 0 has one on x86.
+        bits = value.float().nan_to_num(math.nan, math.inf, -math.inf)
+        dist.all_reduce(bits.view(torch.int32), dist.ReduceOp.MAX, group=self.group)
+        return bits.to(value.dtype)
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether `flag` is true on any rank."""
+        if self.size == 1:
+            return flag
+        value = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+        return bool(value.item())
 
     def gather(self, value: Tensor) -> list[Tensor]:
-        """On the first rank the tensor of every rank, which all have one shape; nothing on the others."""
+        """Returns the tensors of all ranks on the first rank, and an empty list on the others.
+
+        Args:
+            value: The shape is the same on all ranks.
+        """
         if self.size == 1:
             return [value]
-        found = [torch.empty_like(value) for _ in range(self.size)] if self.first else None
-        dist.gather(value.contiguous(), found, group=self.group, group_dst=0)
-        return found or []
+        tensors = None
+        if self.first:
+            tensors = [torch.empty_like(value) for _ in range(self.size)]
+        dist.gather(value.contiguous(), tensors, group=self.group, group_dst=0)
+        return tensors or []
 
     def text(self, value: str) -> str:
-        """The text of the first rank, on every rank."""
+        """Returns the first rank's text on every rank."""
         if self.size == 1:
             return value
-        data = self._bytes(value)
+        data = self._encode_text(value)
         length = torch.tensor(data.numel(), dtype=torch.int64, device=self.device)
         dist.broadcast(length, group=self.group, group_src=0)
-        sent = data if self.first else data.new_empty(int(length.item()))
-        dist.broadcast(sent, group=self.group, group_src=0)
-        return bytes(sent.tolist()).decode()
+        if not self.first:
+            data = data.new_empty(int(length.item()))
+        dist.broadcast(data, group=self.group, group_src=0)
+        return bytes(data.tolist()).decode()
 
     def texts(self, value: str) -> list[str]:
-        """The text of every rank, on every rank."""
+        """Returns the texts of all ranks on every rank."""
         if self.size == 1:
             return [value]
         length = torch.tensor(len(value.encode()), dtype=torch.int64, device=self.device)
-        lengths = [int(each) for each in self._every(length)]
-        found = self._every(self._bytes(value, max(lengths)))
-        return [
-            row[:n].cpu().numpy().tobytes().decode() for row, n in zip(found, lengths, strict=True)
-        ]
+        lengths = [int(length) for length in self._all_gather(length)]
+        # An all-gather needs equal sizes.
+        rows = self._all_gather(self._encode_text(value, max(lengths)))
+        texts = []
+        for row, byte_count in zip(rows, lengths, strict=True):
+            texts.append(row[:byte_count].cpu().numpy().tobytes().decode())
+        return texts
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are that the ranks send."""
-        return torch.device(
-            "cuda" if self.size > 1 and dist.get_backend(self.group) == "nccl" else "cpu"
-        )
+    def _all_gather(self, value: Tensor) -> list[Tensor]:
+        tensors = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(tensors, value, group=self.group)
+        return tensors
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank."""
-        if self.size == 1:
-            return flag
-        raised = torch.tensor(float(flag), dtype=torch.float32, device=self.device)
-        dist.all_reduce(raised, dist.ReduceOp.MAX, group=self.group)
-        return bool(raised.item())
-
-    def _every(self, value: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(value) for _ in range(self.size)]
-        dist.all_gather(found, value, group=self.group)
-        return found
-
-    def _bytes(self, value: str, least: int = 0) -> Tensor:
-        """The text in at least so many bytes, never in none."""
-        return torch.frombuffer(
-            bytearray(value.encode().ljust(max(1, least))), dtype=torch.uint8
-        ).to(self.device)
+    def _encode_text(self, value: str, min_size: int = 0) -> Tensor:
+        """Returns UTF-8 bytes with spaces up to `min_size`, at least one: frombuffer needs one."""
+        padded = value.encode().ljust(max(1, min_size))
+        return torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
 
 
 @contextmanager
 def world(device: str, trainer: Trainer) -> Iterator[World]:
-    """The world that torchrun's environment describes (RANK, WORLD_SIZE): gloo for cpu, nccl for cuda, with the limits of
-    `trainer`. Raises RankLost where another rank has ended, and RankStalled where one did not come in time.
+    """Starts and ends the process group that torchrun's environment describes (RANK, WORLD_SIZE).
+
+    Args:
+        device: "cpu" takes gloo, "cuda" takes NCCL.
+        trainer: Has the timeouts.
+
+    Yields:
+        All ranks of the run, one rank without torchrun.
+
+    Raises:
+        RankLost: Another rank ended.
+        RankStalled: A rank did not come within the timeout.
     """
     if ranks() == 1:
         try:
             yield World()
         finally:
-            if dist.is_available() and dist.is_initialized():  # of one rank, which FSDP2 wants too
+            if dist.is_available() and dist.is_initialized():  # FSDP2 has started one
                 _end_group()
         return
     if device == "cuda":
@@ -220,17 +222,76 @@ def world(device: str, trainer: Trainer) -> Iterator[World]:
     try:
         yield replace(current(), limits=watch)
         watch.waits("start", watch.step)
-        # A rank that leaves while another still sends to it aborts in gloo's threads (seen with torch 2.13).
-        dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
-    except RuntimeError as e:
-        if stalled := watch.diagnosis(e):
-            raise stalled from e
-        if lost := broken(e):
-            raise RankLost(f"another rank has ended; it says why ({first_line(lost)})") from e
+        # If a rank leaves while another still sends to it, gloo's threads abort (torch 2.13).
+        device_ids = [torch.cuda.current_device()] if device == "cuda" else None
+        dist.barrier(device_ids=device_ids)
+    except RuntimeError as error:
+        stalled = watch.diagnosis(error)
+        if stalled:
+            raise stalled from error
+        lost = broken(error)
+        if lost:
+            message = f"another rank has ended; its log has the reason ({first_line(lost)})"
+            raise RankLost(message) from error
         raise
     finally:
         watch.close()
         _end_group()
+
+
+_MEETING: list[tuple[Any, int, int]] = []
+"""The store in which the ranks meet, this rank and the number of ranks. Empty before the start."""
+_GROUPS = count(1)
+"""Numbers of the process groups that this process has started."""
+
+
+def _start_group(backend: str, timeout: Timeout) -> None:
+    """Starts the process group of torchrun's environment.
+
+    Each group meets under a prefix of its own. Otherwise ranks that torchrun restarts would find
+    the addresses of their predecessors in its store (pytorch/pytorch#167288, torch 2.11 to 2.13 at
+    least). So would a second group in one process, which resumes from an older checkpoint.
+    """
+    # The count of restarts differs between machines. There torchrun needs
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    restarts = "0"
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    limit = timedelta(seconds=timeout.start)
+    if not _MEETING:
+        # One store for all groups: a second store may meet the end of the first.
+        with all_started(timeout), _free_port():
+            _MEETING.append(next(rendezvous("env://", timeout=limit)))
+    store, rank, world_size = _MEETING[0]
+    store = PrefixStore(f"restart {restarts}, group {next(_GROUPS)}", store)
+    with all_started(timeout, partial(stalled_ranks.not_arrived, store, world_size)):
+        stalled_ranks.arrive(store, rank)
+        device = None
+        if backend == "nccl":
+            # With a device NCCL connects all ranks now, and splits the communicator for each axis.
+            device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            device_id=device,
+        )
+
+
+@contextmanager
+def _free_port() -> Iterator[None]:
+    """Raises ConfigError if the port of the store, which rank 0 has, is taken."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']}: another program uses this port; set another"
+            " one, or let torchrun --standalone choose it"
+        ) from None
 
 
 def _end_group() -> None:
@@ -239,52 +300,57 @@ def _end_group() -> None:
     wait_until_idle()
 
 
-def _start_group(backend: str, timeout: Timeout) -> None:
-    """The process group of torchrun's environment. Ranks that torchrun has started again find the addresses of those before them in
-    its store (pytorch/pytorch#167288, in torch 2.11 to 2.13 at least), and so do those that start a group after another, to go on
-    from an older checkpoint; all meet under names of their own. On several machines the count of restarts is not one for all: there
-    torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."""
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "0"
-    limit = timedelta(seconds=timeout.start)
-    if not _MEETING:
-        with all_started(timeout), _free_port():
-            _MEETING.append(
-                next(rendezvous("env://", timeout=limit))
-            )  # one for all: a second may meet the end of the first
-    meeting, rank, size = _MEETING[0]
-    store = PrefixStore(f"restart {again}, group {next(_GROUPS)}", meeting)
-    with all_started(timeout, partial(stalled_ranks.not_arrived, store, size)):
-        stalled_ranks.arrive(store, rank)
-        # With its device NCCL connects all ranks now, and splits their communicator for each axis.
-        device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device
-        )
+_GLOO_THREAD = "pt_gloo_runloop"
+_IDLE_LOOKS = 3
+"""How often in a row all threads must sleep. A thread that waits for Python's lock sleeps once."""
 
 
-@contextmanager
-def _free_port() -> Iterator[None]:
-    """Around the start of the store, which rank 0 has: raises ConfigError if its port is taken."""
-    try:
-        yield
-    except dist.DistNetworkError as e:
-        if "EADDRINUSE" not in str(e):
-            raise
-        raise ConfigError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']}: another program uses this port; set another"
-            " one, or let torchrun --standalone choose it"
-        ) from None
+def wait_until_idle(patience: float = 10.0, every: float = 0.01) -> bool:
+    """Waits until gloo's threads wait for work, so that they release what they still hold.
+
+    Sleeps, because the threads may need Python's lock. Linux shows their state in /proc. On other
+    systems it waits for a few times `every`.
+
+    Args:
+        patience: Seconds to wait at most.
+        every: Seconds between two looks.
+
+    Returns:
+        Whether they are idle.
+    """
+    looks = 0
+    end = time.monotonic() + patience
+    while looks < _IDLE_LOOKS and time.monotonic() < end:
+        states = _gloo_thread_states()
+        if states == []:
+            return True
+        is_idle = states is None or set(states) == {"S"}
+        looks = looks + 1 if is_idle else 0
+        time.sleep(every)
+    return looks == _IDLE_LOOKS
 
 
-_MEETING: list[tuple[Any, int, int]] = []
-"""The store in which the ranks meet, this rank and their number, once there was a group."""
-_GROUPS = count(1)
+def _gloo_thread_states() -> list[str] | None:
+    """Returns the state of each of gloo's threads as in proc(5), None without /proc."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return None
+    states = []
+    for task in tasks.iterdir():
+        with suppress(OSError):  # the thread has ended
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if name == _GLOO_THREAD:
+                states.append(rest.split()[0])
+    return states
 
 
 def current() -> World:
-    """The world of the process group that is initialised, or of this process alone. Raises ConfigError where torchrun has started
-    several, which would each train the whole batch."""
+    """Returns the world of the current process group, or of this process alone.
+
+    Raises:
+        ConfigError: torchrun started several ranks, but there is no process group. Each rank would
+            train the full batch.
+    """
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     if ranks() > 1:
@@ -296,39 +362,51 @@ def current() -> World:
     return World()
 
 
-def sharing(prepared: PreparedModel) -> World:
-    """The ranks with the same parameters as this one, over which gradients are summed and state is sharded: all, or with tensor
-    parallelism those with the same part of each matrix, with a pipeline those of the same stage."""
+def data_parallel_world(prepared: PreparedModel) -> World:
+    """Returns the ranks with the same parameters as this one: data-parallel and context ranks.
+
+    They sum gradients and shard state. With tensor parallelism they have the same part of each
+    matrix, with a pipeline the same stage.
+    """
     if prepared.mesh is None:
         return current()
-    return along(prepared.mesh, SAME_PARAMETERS)
+    return world_along(prepared.mesh, SAME_PARAMETERS)
 
 
-def along(mesh: DeviceMesh, axes: Sequence[str]) -> World:
-    """The ranks that differ from this one along `axes` of `mesh` only. All ranks call it at the same point."""
-    ranks = submesh(mesh, axes)
-    if ranks is None:
+def pipeline_world(prepared: PreparedModel) -> World:
+    """Returns the ranks with the other layers of this model replica. Without a pipeline, itself."""
+    place = prepared.pipeline
+    if place is None:
         return World()
-    return World(ranks.get_local_rank(), ranks.size(), group=ranks.get_group())
+    return World(place.rank, place.size, group=place.process_group)
 
 
-def stages(prepared: PreparedModel) -> World:
-    """The ranks that share the layers of one model replica with this one; this one alone where there is no pipeline."""
-    here = prepared.pipeline
-    return World() if here is None else World(here.rank, here.size, group=here.process_group)
+def stage_world(prepared: PreparedModel) -> World:
+    """Returns the ranks with the same layers as this one: all ranks without a pipeline."""
+    if prepared.pipeline is None:
+        return current()
+    return world_along(prepared.mesh, SAME_LAYERS)
 
 
-def same_layers(prepared: PreparedModel) -> World:
-    """The ranks with the same layers as this one: all, or those of its pipeline stage."""
-    return current() if prepared.pipeline is None else along(prepared.mesh, SAME_LAYERS)
+def world_along(mesh: DeviceMesh, axes: Sequence[str]) -> World:
+    """Returns the ranks that differ from this one only along `axes` of `mesh`. All ranks call it."""
+    group_mesh = submesh(mesh, axes)
+    if group_mesh is None:
+        return World()
+    return World(group_mesh.get_local_rank(), group_mesh.size(), group=group_mesh.get_group())
 
 
-def amax_group(prepared: PreparedModel, fp8: FP8) -> dist.ProcessGroup | None:
-    """The process group over whose ranks amaxes of delayed scaling are the largest: of those with the same layers all, or under
-    fp8.tp_only_amax_red those with the same samples too; None where each rank is by itself."""
+def amax_process_group(prepared: PreparedModel, fp8: FP8) -> dist.ProcessGroup | None:
+    """Returns the ranks over which delayed scaling takes the maximum of amaxes.
+
+    They are the ranks with the same layers. With fp8.tp_only_amax_red they also have the same
+    samples. None if each rank has its own amaxes.
+    """
     if not (fp8.reduce_amax and dist.is_available() and dist.is_initialized()):
         return None
     if fp8.tp_only_amax_red:
         group: dist.ProcessGroup | None = prepared.same_samples
         return group
-    return dist.group.WORLD if prepared.pipeline is None else same_layers(prepared).group
+    if prepared.pipeline is None:
+        return dist.group.WORLD
+    return stage_world(prepared).group

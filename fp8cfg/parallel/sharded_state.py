@@ -1,5 +1,8 @@
-"""Unsharded form of what FSDP2 keeps: the weights that a run without it stores, made of float32 shards, which are their own
-masters.
+"""Conversion of FSDP2's float32 shards to the weights and masters of an unsharded run, and back.
+
+Under zero1, zero2 and none FSDP2's shards are float32 and serve as their own master weights. An
+unsharded run stores weights in fewer bits next to masters. Checkpoints have the unsharded form, so
+that a run can resume with another storage.shard.
 """
 
 from __future__ import annotations
@@ -27,33 +30,46 @@ if TYPE_CHECKING:
     from fp8cfg.models.weight_init import TensorShard
 
 
-def tensor_parts(prepared: PreparedModel) -> dict[nn.Parameter, StridedStart]:
-    """The places of this rank's parts of parameters that tensor parallelism splits, in the whole ones."""
+def tensor_parallel_starts(prepared: PreparedModel) -> dict[nn.Parameter, StridedStart]:
+    """Returns where this rank's part of each tensor-parallel parameter is in the full tensor."""
     if prepared.tensor_parallel is None:
         return {}
     shards: Mapping[str, TensorShard] = prepared.model.shards  # type: ignore[assignment]
-    return {
-        p: StridedStart(0, shard.run(p.shape), shard.rank, shard.ranks)
-        for name, p in prepared.model.named_parameters()
-        if (shard := shards.get(name))
-    }
+    starts = {}
+    for name, parameter in prepared.model.named_parameters():
+        shard = shards.get(name)
+        if shard:
+            run = shard.run(parameter.shape)
+            starts[parameter] = StridedStart(0, run, shard.rank, shard.ranks)
+    return starts
 
 
-def attach(
+def attach_optimizer(
     optimizer: LowBitTraining,
     prepared: PreparedModel,
     precision: Precision,
-    parts: Mapping[nn.Parameter, StridedStart],
+    starts: Mapping[nn.Parameter, StridedStart],
 ) -> None:
-    """Let `optimizer` step parts of tensors: scales of whole tensors are over all ranks that have these, norms of shards over those
-    that have the others; of `parts` gradient_sync.sum_norms adds them up."""
-    worlds = [tensor_world(prepared)] if parts else []
-    if prepared.fsdp2:
-        from fp8cfg.parallel import fsdp
+    """Connects the low-bit optimizer with the ranks that have other parts of its tensors.
 
-        holders = fsdp.shard_world(prepared.model)
-        worlds.append(holders)
-        optimizer.sum_norms = lambda norms: holders.sum(norms.square()).sqrt()
+    Scales of full tensors need the amax over all ranks with a part of the tensor. Norms of FSDP2's
+    shards are summed here, norms of tensor-parallel parts in `gradient_sync.attach_norm`.
+
+    Args:
+        optimizer: The optimizer.
+        prepared: Its model.
+        precision: Its storage is resolved.
+        starts: The result of `tensor_parallel_starts`.
+    """
+    worlds = []
+    if starts:
+        worlds.append(tensor_world(prepared))
+    if prepared.fsdp2:
+        from fp8cfg.parallel import fsdp  # takes a second to load
+
+        shard_world = fsdp.shard_world(prepared.model)
+        worlds.append(shard_world)
+        optimizer.sum_norms = lambda norms: shard_world.sum(norms.square()).sqrt()
         fsdp.attach_optimizer(optimizer, prepared)
     if not worlds:
         return
@@ -63,91 +79,117 @@ def attach(
             amaxes = world.largest(amaxes)
         return amaxes
 
-    optimizer.largest = optimizer.gradients.largest = largest
+    optimizer.largest = largest
+    optimizer.gradients.largest = largest
     model: Any = prepared.model
-    optimizer.gradients.groups = _layers(model, optimizer.gradients.codecs)
-    optimizer.parts = parts
+    optimizer.gradients.groups = _reduction_groups(model, optimizer.gradients.codecs)
+    optimizer.parts = starts
     optimizer.whole = {columns_of(prepared, precision, name) for name in optimizer.names.values()}
 
 
-def _layers(
-    model: Transformer, chosen: Iterable[nn.Parameter]
+def _reduction_groups(
+    model: Transformer, parameters: Iterable[nn.Parameter]
 ) -> dict[nn.Parameter, Set[nn.Parameter]]:
-    """Of each of `chosen` those of the same layer, or in none, whose gradients FSDP2 sums together."""
-    left, groups = {*chosen}, dict[nn.Parameter, Set[nn.Parameter]]()
+    """Returns for each parameter the parameters whose gradients FSDP2 reduces with it.
+
+    These are those of its layer, or all parameters outside of layers.
+    """
+    rest = {*parameters}
+    groups: dict[nn.Parameter, Set[nn.Parameter]] = {}
     for layer in model.layers:
-        own = {*layer.parameters()} & left
-        groups |= dict.fromkeys(own, own)
-    left -= groups.keys()
-    return groups | dict.fromkeys(left, left)
+        group = {*layer.parameters()} & rest
+        rest -= group
+        groups |= dict.fromkeys(group, group)
+    return groups | dict.fromkeys(rest, rest)
 
 
-def as_unsharded(
-    prepared: PreparedModel, stored: dict[str, Tensor]
+def to_unsharded_form(
+    prepared: PreparedModel, state: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """`stored`, the stored form of the model with its Parameters, with weights as the unsharded run has them; and the masters."""
-    weights, masters, made = dict(stored), dict[str, Tensor](), dict[str, Tensor]()
-    for name, first in narrow(prepared).items():
-        p: Any = stored[name]
-        masters[f"{first}.master"] = p
-        owner = first.rpartition(".")[0]
-        if prepared.columns[first]["weight"] not in DTYPES:
-            layer: Any = prepared.model.get_submodule(owner)
-            data, *beside = layer.quantized_shard(local(p))
-            split = split_fields(layer.shard_scaling, layer.shard_place)
-            for field, buffer, t in zip(FP8Weight._fields[1:], WEIGHT_BUFFERS, beside, strict=True):
-                if t is not None:  # in rows as the weight, or whole on all ranks
-                    weights[f"{owner}.{buffer}"] = (
-                        distributed(t, p, (split[field], t.shape[1])) if field in split else t
-                    )
+    """Returns weights and masters as an unsharded run has them. Each rank has its shards of them.
+
+    Args:
+        prepared: The model.
+        state: Its stored state dict, with Parameters as values.
+
+    Returns:
+        The state dict with encoded weights and their scales, and the masters by name.
+    """
+    weights = dict(state)
+    masters: dict[str, Tensor] = {}
+    encoded: dict[str, Tensor] = {}  # by the first name: a tied weight has two
+    for name, first_name in low_precision_names(prepared).items():
+        master: Any = state[name]
+        masters[f"{first_name}.master"] = master
+        dtype = DTYPES.get(prepared.columns[first_name]["weight"])
+        if dtype is not None:
+            data = local(master).to(dtype)
         else:
-            data = local(p).to(DTYPES[prepared.columns[first]["weight"]])
-        if first not in made:  # a tied weight has two names
-            made[first] = distributed(data, p, tuple(p.shape))
-        weights[name] = made[first]
+            module_name = first_name.rpartition(".")[0]
+            layer: Any = prepared.model.get_submodule(module_name)
+            data, *buffers = layer.quantized_shard(local(master))
+            # Which buffers have shards as the weight does. Every rank has the others in full.
+            sharded_fields = split_fields(layer.shard_scaling, layer.shard_place)
+            fields = FP8Weight._fields[1:]
+            for field, buffer, tensor in zip(fields, WEIGHT_BUFFERS, buffers, strict=True):
+                if tensor is None:
+                    continue
+                if field in sharded_fields:
+                    shape = (sharded_fields[field], tensor.shape[1])
+                    tensor = as_dtensor(tensor, master, shape)
+                weights[f"{module_name}.{buffer}"] = tensor
+        if first_name not in encoded:
+            encoded[first_name] = as_dtensor(data, master, tuple(master.shape))
+        weights[name] = encoded[first_name]
     return weights, masters
 
 
-def coded_weights(prepared: PreparedModel) -> dict[str, Tensor]:
-    """The weights of one shard (storage.shard=none) that the unsharded run stores in FP8 or in a codec, as it does, with their
-    scales: by their names in its stored form."""
-    stored = stored_state_dict(prepared.model, keep_vars=True)
-    weights, _ = as_unsharded(prepared, stored)
-    coded = {
-        name
-        for name, first in narrow(prepared).items()
-        if prepared.columns[first]["weight"] not in DTYPES
-    }
+def encoded_weights(prepared: PreparedModel) -> dict[str, Tensor]:
+    """Returns weights under storage.shard=none that an unsharded run stores in FP8 or in a codec.
+
+    They come encoded, with their scales, by their names in the unsharded state dict.
+    """
+    state = stored_state_dict(prepared.model, keep_vars=True)
+    weights, _ = to_unsharded_form(prepared, state)
+    encoded = set()
+    for name, first_name in low_precision_names(prepared).items():
+        if prepared.columns[first_name]["weight"] not in DTYPES:
+            encoded.add(name)
     return {
-        name: local(t).detach()
-        for name, t in weights.items()
-        if name in coded or name not in stored
+        name: local(tensor).detach()
+        for name, tensor in weights.items()
+        if name in encoded or name not in state  # scales are new names
     }
 
 
-def narrow(prepared: PreparedModel) -> dict[str, str]:
-    """The names of sharded parameters that the unsharded run stores in fewer bits, each with the optimizer's name of it."""
+def low_precision_names(prepared: PreparedModel) -> dict[str, str]:
+    """Returns sharded parameters that an unsharded run stores in fewer bits than float32.
+
+    Returns:
+        Each name of such a parameter, with the name that the optimizer has for it.
+    """
     if not prepared.fsdp2 or prepared.shard == "fsdp":
         return {}
-    first = {p: name for name, p in prepared.model.named_parameters() if p.requires_grad}
-    return {
-        name: first[p]
-        for name, p in prepared.model.named_parameters(remove_duplicate=False)
-        if p in first and prepared.columns[first[p]]["weight"] != "fp32"
-    }
+    first_names = {p: name for name, p in prepared.model.named_parameters() if p.requires_grad}
+    names = {}
+    for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
+        first_name = first_names.get(parameter)
+        if first_name is not None and prepared.columns[first_name]["weight"] != "fp32":
+            names[name] = first_name
+    return names
 
 
-def distributed(local: Tensor, like: Any, shape: tuple[int, ...]) -> Tensor:
-    """This rank's part `local` of a tensor of `shape`, which is split as `like` is."""
+def as_dtensor(shard: Tensor, like: Any, shape: tuple[int, ...]) -> Tensor:
+    """Returns a DTensor of `shape` from this rank's `shard`, with the placements of `like`."""
     from torch.distributed.tensor import DTensor
 
-    whole = torch.empty(shape, dtype=local.dtype, device="meta")
-    local = local.contiguous().to(like.device)
+    # from_local needs the stride of the full tensor. A meta tensor allocates nothing.
+    full = torch.empty(shape, dtype=shard.dtype, device="meta")
     return DTensor.from_local(
-        local,
+        shard.contiguous().to(like.device),
         like.device_mesh,
         like.placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
+        shape=full.shape,
+        stride=full.stride(),
     )

@@ -27,7 +27,7 @@ from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8cfg.numerics import async_copies
-from fp8cfg.parallel.mesh import group_axes, neighbours
+from fp8cfg.parallel.mesh import group_axes, neighbors
 from fp8cfg.schema.errors import RankStalled
 from fp8cfg.schema.training import Strategy, Timeout
 
@@ -464,7 +464,7 @@ class StallWatch:
     def _warn(self) -> None:
         """Say, where a step, evaluation or save takes almost as long as a collective may, or longer, which of the ranks that this
         one sends to are silent, once of the same ones. Where none is, it is long, and fine."""
-        asked, said = neighbours(self.strategy, self.beats.rank, self.beats.size), None
+        asked, said = neighbors(self.strategy, self.beats.rank, self.beats.size), None
         early = self.beats.every + self.beats.patience  # so long it takes at most to find out
         while not self.beats.ended.wait(self.beats.every):
             # Collectives of the step before may still be under way where steps are launched ahead: its time counts.

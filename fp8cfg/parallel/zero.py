@@ -1,9 +1,10 @@
-"""ZeRO-1 and ZeRO-2 (arXiv 1910.02054): optimizer state split over data-parallel ranks, each tensor whole on one owner.
+"""ZeRO-1 and ZeRO-2 without FSDP2: one rank keeps the optimizer state of each whole tensor.
 
-    zero1   every rank has all gradients, steps its own parameters, and hands round the weights as they are stored
-    zero2   a gradient is summed on the rank that owns its parameter, and there alone
+    zero1   every rank has all gradients, steps its own parameters, and broadcasts the new weights
+    zero2   as zero1, but a gradient is reduced only to the rank that steps its parameter
 
-Weights, moments and masters are those of the unsharded optimizer, bit for bit, given the same summed gradients.
+Weights are broadcast as they are stored, for example in FP8. Given the same summed gradients,
+weights, moments and masters equal those of an unsharded optimizer bit for bit. (arXiv 1910.02054)
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from fp8cfg.numerics.codecs import EncodedTensor, get_codec
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, plain
 from fp8cfg.numerics.scaling import WEIGHT
 from fp8cfg.optim.low_bit.columns import Columns, named_columns
-from fp8cfg.parallel.process_group import World, sharing
+from fp8cfg.parallel.process_group import World, data_parallel_world
 from fp8cfg.parallel.quantized_allreduce import gather_from_owners
-from fp8cfg.parallel.sharding import owners
+from fp8cfg.parallel.sharding import balance_over_ranks
 from fp8cfg.schema.precision import Precision
+from fp8cfg.schema.rules_layout import ZERO
 
 if TYPE_CHECKING:
     from fp8cfg.numerics.codecs import Codec
@@ -34,91 +36,104 @@ if TYPE_CHECKING:
     Optimizer = MixedPrecisionOptimizer | LowBitTraining
 
 
-def owner_of(
-    names: Mapping[str, tuple[int, Columns, str]], shard: str, ranks: int
-) -> dict[str, int]:
-    """The rank that owns each parameter, from its elements, its columns and its weight_grad column by name."""
-    sizes = [
-        sharded_bytes(count, columns, get_codec(gradient) if shard == "zero2" else None)
-        for count, columns, gradient in names.values()
-    ]
-    return dict(zip(names, owners(sizes, ranks), strict=True))
+def partition_state(prepared: PreparedModel, precision: Precision) -> set[str] | None:
+    """Chooses the rank that keeps the optimizer state of each parameter.
 
+    Args:
+        prepared: Its `owner` is set to the rank of each trained parameter, by name.
+        precision: Its storage.shard is resolved.
 
-def sharded_bytes(count: int, columns: Columns, gradient: Codec | None = None) -> int:
-    """Bytes that only the owner of a parameter of `count` elements keeps: master and moments, under ZeRO-2 the gradient, which
-    is held in that codec."""
-    kept = [columns.master, columns.exp_avg, columns.exp_avg_sq, gradient]
-    return round(count * sum(codec.bytes_per_element for codec in kept if codec is not None))
-
-
-def owned(prepared: PreparedModel, precision: Precision) -> set[str] | None:
-    """Under ZeRO the names of the parameters whose state this rank keeps, and in `prepared` the owner of each; None where every
-    rank keeps all."""
-    world = (
-        World()
-        if (shard := precision.storage.shard) not in ("zero1", "zero2")
-        else sharing(prepared)
-    )
-    if world.size == 1 or prepared.fsdp2:
+    Returns:
+        The names of the parameters whose state this rank keeps. None if each rank keeps all, or
+        if FSDP2 shards the state.
+    """
+    shard = precision.storage.shard
+    if shard not in ZERO or prepared.fsdp2:
         return None
-    prepared.owner = owner_of(
-        {
-            name: (
-                p.numel(),
-                columns_of(prepared, precision, name),
-                prepared.columns[name]["weight_grad"],
-            )
-            for name, p in prepared.model.named_parameters()
-            if p.requires_grad
-        },
-        shard,
-        world.size,
-    )
+    world = data_parallel_world(prepared)
+    if world.size == 1:
+        return None
+    sizes = {}
+    for name, parameter in prepared.model.named_parameters():
+        if parameter.requires_grad:
+            columns = columns_of(prepared, precision, name)
+            grad_codec = None
+            if shard == "zero2":
+                grad_codec = get_codec(prepared.columns[name]["weight_grad"])
+            sizes[name] = sharded_bytes(parameter.numel(), columns, grad_codec)
+    rank_of = balance_over_ranks([*sizes.values()], world.size)
+    prepared.owner = dict(zip(sizes, rank_of, strict=True))
     return {name for name, rank in prepared.owner.items() if rank == world.rank}
 
 
+def sharded_bytes(numel: int, columns: Columns, grad_codec: Codec | None = None) -> int:
+    """Returns the bytes that only one rank keeps of a parameter with `numel` elements.
+
+    These are master weight and moments, and under ZeRO-2 the gradient in `grad_codec`.
+    """
+    codecs = [columns.master, columns.exp_avg, columns.exp_avg_sq, grad_codec]
+    return round(numel * sum(codec.bytes_per_element for codec in codecs if codec is not None))
+
+
 def columns_of(prepared: PreparedModel, precision: Precision, name: str) -> Columns:
-    """The codecs of a parameter's state."""
-    codecs = {k: v for k, v in prepared.columns[name].items() if k != "comm"}
+    """Returns the codecs of the state of the parameter `name`."""
+    codecs = {column: codec for column, codec in prepared.columns[name].items() if column != "comm"}
     return named_columns(**codecs, rounding=precision.storage.rounding)
 
 
-def attach(
+def attach_optimizer(
     optimizer: Optimizer, model: nn.Module, owner: Mapping[str, int], shard: str, world: World
 ) -> None:
-    """Hook ZeRO into `optimizer`: each step ends by gathering all weights from their owners, and its norm is the global one."""
+    """Adds ZeRO's collectives to an optimizer: each step ends with a broadcast of all weights.
+
+    Args:
+        optimizer: Steps the parameters of this rank.
+        model: Its model.
+        owner: The rank that steps each parameter, by name.
+        shard: storage.shard: zero1 or zero2.
+        world: The ranks that share the state.
+    """
     layers = {
         layer.parameter: layer for layer in fp8_linears(model) if layer.parameter.requires_grad
     }
-    held = stored_weights.held(model)
+    encoded_weights = stored_weights.held(model)
 
     @torch.no_grad()
-    def hand_round() -> None:
-        entries = [
-            (entry, owner[name])
-            for p, name in optimizer.names.items()
-            for entry in ([held[p].in_codec] if p in held else _written(p, layers.get(p)))
-        ]
-        gather_from_owners([entry for entry, _ in entries], [rank for _, rank in entries], world)
-        histories = [
-            layer.fp8_amax_history
-            for layer in layers.values()
-            if layer.fp8_params and layer.fp8_amax_history is not None
-        ]
-        if histories:  # the amax of a weight, which its owner recorded as it wrote it
-            amaxes = world.largest(torch.stack([history[0, WEIGHT] for history in histories]))
+    def broadcast_weights() -> None:
+        entries: list[EncodedTensor] = []
+        ranks = []
+        for parameter, name in optimizer.names.items():
+            if parameter in encoded_weights:
+                tensors = [encoded_weights[parameter].in_codec]
+            else:
+                tensors = _written_tensors(parameter, layers.get(parameter))
+            entries += tensors
+            ranks += [owner[name]] * len(tensors)
+        gather_from_owners(entries, ranks, world)
+        # The rank that wrote an FP8 weight has recorded its amax.
+        histories = []
+        for layer in layers.values():
+            if layer.fp8_params and layer.fp8_amax_history is not None:
+                histories.append(layer.fp8_amax_history)
+        if histories:
+            amaxes = torch.stack([history[0, WEIGHT] for history in histories])
+            amaxes = world.largest(amaxes)
             for history, amax in zip(histories, amaxes, strict=True):
                 history[0, WEIGHT] = amax
 
-    optimizer.on_written.append(hand_round)
+    optimizer.on_written.append(broadcast_weights)
     if shard == "zero2":
+        # Under zero1 each rank has all gradients and computes the global norm by itself.
         optimizer.sum_norms = world.sum
 
 
-def _written(p: nn.Parameter, layer: FP8Linear | None) -> list[EncodedTensor]:
-    """The tensors that a step writes for `p`, which no codec with a scale holds: data alone."""
+def _written_tensors(parameter: nn.Parameter, layer: FP8Linear | None) -> list[EncodedTensor]:
+    """Returns the tensors that a step writes for a parameter without a storage codec."""
     if layer is None or not layer.fp8_params:
-        return [(p.detach(),)]
-    beside = (getattr(layer, name) for name in WEIGHT_BUFFERS)
-    return [(plain(p),), *((t,) for t in beside if t is not None)]
+        return [(parameter.detach(),)]
+    tensors: list[EncodedTensor] = [(plain(parameter),)]
+    for name in WEIGHT_BUFFERS:  # scales and the transposed weight
+        buffer = getattr(layer, name)
+        if buffer is not None:
+            tensors.append((buffer,))
+    return tensors

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.parallel.sharding import by_columns, owners
+from fp8cfg.parallel.sharding import balance_over_ranks, shards_columns
 from fp8cfg.planning import remarks
 from fp8cfg.planning.layer_plan import adapted, transformer_config
 from fp8cfg.planning.layout import Part, local_shapes, microbatches, shard_degree, split_dimension
@@ -190,7 +190,7 @@ def shard_elements(
     state: StateDtypes, name: str, shape: Sequence[int], ranks: int, rank: int = 0
 ) -> int:
     """The elements of the parameter `name` that FSDP2 leaves on `rank`; rank 0 has as many as it gives with its padding."""
-    if by_columns(state, name, shape, ranks):
+    if shards_columns(state, name, shape, ranks):
         return prod(shape) // ranks
     return shard_rows(shape[0], ranks, rank) * prod(shape[1:])
 
@@ -212,7 +212,7 @@ def owner_of(
         round(prod(shape) * sum(CODEC[columns[name][k]] for k in kept))
         for name, shape in shapes.items()
     ]
-    chosen, loads = owners(sizes, part.shards), dict[int, int]()
+    chosen, loads = balance_over_ranks(sizes, part.shards), dict[int, int]()
     for owner, count in zip(chosen, sizes, strict=True):
         loads[owner] = loads.get(owner, 0) + count
     return dict(zip(shapes, chosen, strict=True)), loads

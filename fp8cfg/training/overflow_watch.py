@@ -17,7 +17,7 @@ from fp8cfg.numerics import Overflow
 from fp8cfg.numerics.amax_update import RangesUsed, collect_ranges_used, read_overflow
 from fp8cfg.numerics.kernels.launch import HAS_TRITON
 from fp8cfg.numerics.overflow_counts import take_step_counts
-from fp8cfg.parallel.process_group import World, same_layers, stages
+from fp8cfg.parallel.process_group import World, pipeline_world, stage_world
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.tables import wrapped
@@ -38,7 +38,7 @@ class OverflowCollector:
     def __init__(self, job: Job, world: World) -> None:
         self._job = job
         self._world = world
-        self._stages = stages(job.prepared)
+        self._stages = pipeline_world(job.prepared)
         # The same in all steps that are collected ahead: layers in FP8 do not change in a run.
         self._tensor_names: list[str] = []
         take_value_counter(job)  # drops the counts of earlier passes
@@ -182,7 +182,7 @@ def ranks_with_own_amaxes(job: Job) -> World:
         and capabilities(job.choice.backend).moves_scales
     ):
         return World()
-    return same_layers(job.prepared)
+    return stage_world(job.prepared)
 
 
 def reduce_overflow_over_stages(overflow: Overflow | None, stages: World) -> Overflow | None:

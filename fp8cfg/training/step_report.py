@@ -15,7 +15,7 @@ from fp8cfg.building.job import Job
 from fp8cfg.checkpoint.saver import Diverged, after_divergence
 from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.numerics import Overflow
-from fp8cfg.parallel.process_group import World, stages
+from fp8cfg.parallel.process_group import World, pipeline_world
 from fp8cfg.planning.coverage import Coverage, low_share
 from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder
 from fp8cfg.schema.tables import wrapped
@@ -196,6 +196,6 @@ def attention_kernels(job: Job) -> dict[str, str]:
         recipe.data.reset_attention_mask,
     )
     kernels: dict[str, str] = {}
-    for text in stages(job.prepared).texts(json.dumps(of_stage)):
+    for text in pipeline_world(job.prepared).texts(json.dumps(of_stage)):
         kernels |= json.loads(text)
     return kernels

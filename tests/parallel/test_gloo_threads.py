@@ -74,5 +74,5 @@ def test_threads_that_stay_busy_are_waited_for_no_longer_than_that(
         ended.set()
         thread.join()
     assert process_group.wait_until_idle()
-    monkeypatch.setattr(process_group, "_states", lambda: None)
+    monkeypatch.setattr(process_group, "_gloo_thread_states", lambda: None)
     assert process_group.wait_until_idle()  # where the system does not tell

@@ -1,4 +1,4 @@
-"""Device mesh: which ranks are neighbours, along which axes, and which share of the batch they read."""
+"""Device mesh: which ranks are neighbors, along which axes, and which share of the batch they read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8cfg.parallel.mesh import (
     forget_meshes,
     fsdp_mesh,
     group_axes,
-    neighbours,
+    neighbors,
     submesh,
 )
 from fp8cfg.schema.training import Strategy
@@ -50,11 +50,11 @@ def test_the_axes_of_a_process_group_are_those_along_which_its_ranks_differ() ->
         and group_axes(Strategy(), [0, 1], 2) == "dp_shard"
     )
     assert group_axes(Strategy(data_parallel_replicate_size=2), [1, 3], 4) == "dp_replicate"
-    assert neighbours(layout, 0, 32) == [1, *range(2, 16, 2), 16]
-    assert neighbours(Strategy(), 14, 16) == [*range(7), 15]
+    assert neighbors(layout, 0, 32) == [1, *range(2, 16, 2), 16]
+    assert neighbors(Strategy(), 14, 16) == [*range(7), 15]
 
 
-def test_ranks_of_a_replica_are_neighbours_and_read_one_share() -> None:
+def test_ranks_of_a_replica_are_neighbors_and_read_one_share() -> None:
     strategy = Strategy(pipeline_model_parallel_size=2, context_parallel_size=2)
     assert coordinates(strategy, 5, 8) == dict(zip(AXES, (1, 0, 0, 1, 0), strict=True))
     assert [batch_share(strategy, rank, 8) for rank in range(8)] == [

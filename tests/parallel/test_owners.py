@@ -16,7 +16,7 @@ from fp8cfg.optim.low_bit.adam import LowBitAdamW
 from fp8cfg.optim.low_bit.columns import named_columns
 from fp8cfg.parallel import quantized_allreduce
 from fp8cfg.parallel.process_group import Traffic, World
-from fp8cfg.parallel.sharding import owners
+from fp8cfg.parallel.sharding import balance_over_ranks
 from fp8cfg.parallel.zero import sharded_bytes
 from tests.support.ranks import on_ranks
 
@@ -28,7 +28,7 @@ PLAIN = named_columns(exp_avg="fp8", exp_avg_sq="fp16_scaled")
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 10**9), max_size=40), st.integers(1, 9))
 def test_loads_differ_by_at_most_the_largest(sizes: list[int], ranks: int) -> None:
-    found = owners(sizes, ranks)
+    found = balance_over_ranks(sizes, ranks)
     held = [
         sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank)
         for rank in range(ranks)
@@ -56,12 +56,12 @@ def test_loads_differ_by_at_most_the_largest(sizes: list[int], ranks: int) -> No
 def test_the_largest_first_to_the_least_loaded(
     sizes: list[int], ranks: int, want: list[int]
 ) -> None:
-    assert owners(sizes, ranks) == want
+    assert balance_over_ranks(sizes, ranks) == want
 
 
 def test_no_ranks() -> None:
     with pytest.raises(ValueError, match="0 ranks; at least 1 is needed"):
-        owners([1], 0)
+        balance_over_ranks([1], 0)
 
 
 def test_sharded_bytes_are_those_of_the_chart() -> None:
@@ -193,7 +193,7 @@ class Training:
 
 def trained(world: World) -> dict[str, Any]:
     sizes = [p.numel() for _, p in named()]
-    owner_of = dict(zip(dict(named()), owners(sizes, world.size), strict=True))
+    owner_of = dict(zip(dict(named()), balance_over_ranks(sizes, world.size), strict=True))
     found = {}
     for shard in ("none", "zero1", "zero2"):
         training = Training(world, None if shard == "none" else owner_of)

@@ -387,7 +387,7 @@ def test_every_element_is_in_one_share(
             assert sorted(found) == [(i, e) for i, count in enumerate(sizes) for e in range(count)]
             assert all(
                 len(every) == ranks
-                and sum(map(quantized_allreduce.length, every)) <= max(message, ranks)
+                and sum(map(quantized_allreduce.count_elements, every)) <= max(message, ranks)
                 for every in rounds
             )
             assert all(s.stop > s.start for every in rounds for share in every for s in share)

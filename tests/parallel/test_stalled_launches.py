@@ -54,7 +54,7 @@ def test_how_ranks_end(case: str, tmp_path: Path) -> None:
     if case == "data":
         assert said[0] == ("RuntimeError", "tokens of the data server: Connection refused")
         assert said[1][0] == "RankLost" and re.match(
-            r"another rank has ended; it says why \(\[.*Connection (closed|reset) by peer",
+            r"another rank has ended; its log has the reason \(\[.*Connection (closed|reset) by peer",
             said[1][1],
         )
     else:
