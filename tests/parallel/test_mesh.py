@@ -63,7 +63,7 @@ def test_ranks_of_a_replica_are_neighbors_and_read_one_share() -> None:
         (1, 2),
         (1, 2),
     ] * 2
-    with pytest.raises(ValueError, match="6 ranks are no whole number of replicas, each of 4"):
+    with pytest.raises(ValueError, match="6 ranks: not a multiple of 4 ranks per replica"):
         batch_share(strategy, 0, 6)
 
 

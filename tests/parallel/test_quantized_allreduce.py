@@ -330,7 +330,7 @@ def test_codecs_that_are_refused() -> None:
         ):
             quantized_allreduce.sum_over_ranks([], name, World())
     for name in ("fp8_block", "fp16_scaled", "bf16"):
-        with pytest.raises(ValueError, match="FP8 with one scale a tensor is"):
+        with pytest.raises(ValueError, match="use FP8 with one scale per tensor"):
             quantized_allreduce.sum_stored([], get_codec(name), World())
 
 
