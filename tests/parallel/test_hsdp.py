@@ -217,7 +217,7 @@ def test_groups_are_an_axis_of_their_own() -> None:
     assert [batch_share(strategy, rank, 16)[0] for rank in range(0, 16, 2)] == [
         *range(8)
     ] and batch_share(strategy, 15, 16) == (7, 8)
-    with pytest.raises(ValueError, match="3 data-parallel ranks are no 2 groups of equal size"):
+    with pytest.raises(ValueError, match="3 data-parallel ranks: not a multiple of 2 groups"):
         axis_sizes(Strategy(data_parallel_replicate_size=2), 3)
 
 
