@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-@dataclass
+@dataclass(repr=False)  # Fiddle prints it in errors. All weights would take pages.
 class PreparedModel:
     """A model in the recipe's precision, the float32 masters of its parameters by name, the autocast region of its FP8 layers, and
     the storage dtypes, and the columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is

@@ -12,7 +12,7 @@ from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.building import model as job_parts
 from fp8cfg.building import optimizer as job_optimizer
-from fp8cfg.building.job import Job
+from fp8cfg.building.job import Job, JobAutocast
 from fp8cfg.building.model import adapters, first_weights, zeros
 from fp8cfg.conversion import convert
 from fp8cfg.models.transformer import Transformer
@@ -44,7 +44,7 @@ def assemble(recipe: Recipe, model: nn.Module | None) -> Job:
         planned_here(plan.gemms, made.model),
         plan.choice,
         own_optimizer=True,
-        torch_autocast=made.torch_autocast,
+        torch_autocast=made.autocast.torch_dtype,
     )
     refuse_ddp(made.model)
     return made
@@ -153,6 +153,7 @@ def _put_together(plan: Plan, model: nn.Module | None) -> Job:
         prepared,
         optimizer,
         schedule_of(recipe),
+        JobAutocast(prepared, plan.choice, p, custom_model=model is not None),
         plan.gemms,
         plan.choice,
         scaler,

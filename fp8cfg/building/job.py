@@ -27,6 +27,7 @@ from fp8cfg.planning.coverage import (
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema import scalings
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import resolved
@@ -34,7 +35,7 @@ from fp8cfg.schema.tables import amount, wrapped
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from fp8cfg.backends.protocol import Observed
     from fp8cfg.optim import LossScaler, Schedule
@@ -133,6 +134,68 @@ def _schedule(recipe: Recipe) -> str:
     )
 
 
+class JobAutocast:
+    """Makes the contexts in which a job's FP8 layers multiply in FP8. Outside they run in high precision.
+
+    A context can be entered any number of times, also inside of itself. Around a custom model it
+    also enters torch.autocast in the compute dtype, which takes losses and norms in float32. With
+    activation checkpointing stay inside until the backward pass is done: it repeats forward passes.
+
+    Attributes:
+        torch_dtype: "bf16" or "fp16" for a custom model in that dtype. Empty otherwise: the
+            recipe's own Transformer casts by itself.
+    """
+
+    def __init__(
+        self, prepared: PreparedModel, choice: Choice, precision: Precision, custom_model: bool
+    ) -> None:
+        self.prepared = prepared
+        self.backend = choice.backend
+        self.fp8_enabled = precision.fp8.enabled
+        self.torch_dtype = ""
+        if custom_model and precision.compute != "fp32":
+            self.torch_dtype = precision.compute
+        self._frozen = {}
+        for name, parameter in prepared.model.named_parameters():
+            if not parameter.requires_grad:
+                self._frozen[name] = parameter
+
+    def __call__(self, enabled: bool = True) -> AbstractContextManager[None]:
+        """Returns a context in which FP8 layers multiply in FP8, or in high precision if not `enabled`."""
+        from fp8cfg.backends.any_model import checks
+
+        model = self.prepared.model
+        backend = registry.backend(self.backend)
+
+        def enter() -> AbstractContextManager[None]:
+            self.check_frozen()
+            if self.has_fp8_layers():
+                checks.entered(model, enabled)
+            return autocast(backend, model, enabled, self.torch_dtype)
+
+        return AutocastContext(enter)
+
+    def has_fp8_layers(self) -> bool:
+        """Whether layers were converted to FP8. A pipeline stage may have none of them."""
+        from fp8cfg.backends.any_model.conversion_state import PLANNED
+
+        if not self.fp8_enabled:
+            return False
+        if self.prepared.pipeline is None:
+            return True
+        return any(PLANNED in vars(layer) for layer in self.prepared.model.modules())
+
+    def check_frozen(self) -> None:
+        """Raises ConfigError if a parameter that was frozen at build time requires a gradient now."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name}: was frozen when the job was built, so the optimizer does not train"
+                    " it; unfreeze it before fp8cfg.build, or build another job from this one's"
+                    " plain model: fp8cfg.convert_back(copy.deepcopy(job.model))"
+                )
+
+
 @dataclass(repr=False)
 class Job:
     """A built recipe. A loop of one's own:
@@ -156,6 +219,7 @@ class Job:
     prepared: PreparedModel
     optimizer: MixedPrecisionOptimizer | LowBitTraining
     schedule: Schedule
+    autocast: JobAutocast
     plan: Sequence[PlannedLinear]
     choice: Choice
     loss_scaler: LossScaler | None
@@ -168,15 +232,11 @@ class Job:
     sent_in_pass: dict[int, list[Sent]] = field(init=False, default_factory=dict)
     _sums_checked: bool = field(init=False, default=False)
     _trainer_checked: bool = field(init=False, default=False)
-    _frozen: dict[str, nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self.forward = self.prepared.model
-        self._frozen = {
-            name: p for name, p in self.prepared.model.named_parameters() if not p.requires_grad
-        }
         self.optimizer.fp8_state = self
-        self.optimizer.register_step_pre_hook(lambda *_: self._check_frozen())
+        self.optimizer.register_step_pre_hook(lambda *_: self.autocast.check_frozen())
         self.optimizer.register_step_pre_hook(lambda *_: self._check_sums())
         if self.recipe.fp8.enabled:
             self.optimizer.register_step_pre_hook(lambda *_: self._check_first_pass())
@@ -215,32 +275,6 @@ class Job:
     def device(self) -> torch.device:
         """The device of the model."""
         return self.prepared.device
-
-    def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """A context inside which the model's FP8 layers multiply in FP8; outside they multiply in high precision. One that was made
-        once may be entered any number of times, also inside of itself. Around a given model it is torch.autocast in the compute
-        dtype too, which takes losses and norms in float32.
-
-        With activation checkpointing stay inside until the backward pass is done: it repeats forward passes.
-        """
-        from fp8cfg.backends.any_model import checks
-
-        backend = registry.backend(self.choice.backend)
-
-        def entered() -> AbstractContextManager[None]:
-            self._check_frozen()
-            if self._converts:
-                checks.entered(self.model, enabled)
-            return autocast(backend, self.model, enabled, self.torch_autocast)
-
-        return AutocastContext(entered)
-
-    @property
-    def torch_autocast(self) -> str:
-        """The dtype, "bf16" or "fp16", of the torch.autocast that a given model runs in; empty where there is none. A recipe's own
-        Transformer has its dtypes itself."""
-        compute = self.recipe.precision.compute
-        return compute if self.foreign and compute != "fp32" else ""
 
     def state_dict(self) -> dict[str, Tensor]:
         """FP8 state of the model by name, copies: scales, amax histories, counts of random draws, and weights that are stored in
@@ -396,33 +430,15 @@ class Job:
 
         return encoded_weights(self.prepared)
 
-    @property
-    def _converts(self) -> bool:
-        """Whether layers of the model are converted to FP8: a stage of a pipeline may have none of them."""
-        from fp8cfg.backends.any_model.conversion_state import PLANNED
-
-        stage = self.prepared.pipeline is not None
-        return self.recipe.fp8.enabled and not (
-            stage and all(PLANNED not in vars(layer) for layer in self.model.modules())
-        )
-
     def _count_step(self) -> None:
         self.steps_begun += 1
-
-    def _check_frozen(self) -> None:
-        """Raises ConfigError if a parameter that was frozen in `build` requires a gradient now."""
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name}: was frozen when the job was built, so the optimizer does not train"
-                    " it; unfreeze it before fp8cfg.build, or build another job from this one's"
-                    " plain model: fp8cfg.convert_back(copy.deepcopy(job.model))"
-                )
 
     def _check_first_pass(self) -> None:
         from fp8cfg.backends.any_model import checks
 
-        if self._converts and checks.check(self.model) and self.foreign:  # `fit` says it of our own
+        if (
+            self.autocast.has_fp8_layers() and checks.check(self.model) and self.foreign
+        ):  # `fit` says it of our own
             warn_of_share(
                 self.model, ran(self.recipe, self.model, self.plan, self._observed(), self.foreign)
             )
