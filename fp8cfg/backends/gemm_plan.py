@@ -11,6 +11,7 @@ from fp8cfg.schema.errors import ConfigError, refuse_if, suggest
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.schema.violation import Violation
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")
@@ -176,20 +177,28 @@ def plan_linears(
         why = "; ".join([*(sorted({p.reason for p in plans}) or ["the model has none"]), *other])
         cure = f"; {_NAME_IT}" if any(p.reason.endswith(OWN_FORWARD) for p in plans) else ""
         raise ConfigError(
-            f"fp8.enabled=true: none of {len(plans)} linear layers would run in FP8 ({why}){cure}"
+            [
+                Violation(
+                    "fp8.enabled=true",
+                    f"none of {len(plans)} linear layers would run in FP8 ({why}){cure}",
+                )
+            ]
         )
     refuse_if(_without_effect(fp8, plans, output))
     return plans
 
 
-def _all_excluded(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[str]:
-    """A line if fp8.exclude alone keeps all layers out of FP8 that could run in it."""
+def _all_excluded(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[Violation]:
+    """A violation if fp8.exclude alone keeps all layers out of FP8 that could run in it."""
     reasons = {p.reason for p in plans} - {_NO_OUTPUT}
     if not reasons or not all(reason.startswith(_EXCLUDED) for reason in reasons):
         return []
     return [
-        f"fp8.exclude={spelled(list(fp8.exclude))}: none of {len(plans)} linear layers would run in"
-        " FP8; exclude fewer of them, or write fp8.enabled=false"
+        Violation(
+            f"fp8.exclude={spelled(list(fp8.exclude))}",
+            f"none of {len(plans)} linear layers would run in FP8; exclude fewer of them, or write"
+            " fp8.enabled=false",
+        )
     ]
 
 
@@ -306,8 +315,10 @@ def _shown(kinds: Kinds) -> str:
     return " x ".join(kinds) if kinds else "high precision"
 
 
-def _without_effect(fp8: FP8, plans: Sequence[PlannedLinear], output: Collection[str]) -> list[str]:
-    """A line for each key that asks for layers in FP8 and gets none."""
+def _without_effect(
+    fp8: FP8, plans: Sequence[PlannedLinear], output: Collection[str]
+) -> list[Violation]:
+    """A violation for each key that asks for layers in FP8 and gets none."""
     asked = {
         f"fp8.include={pattern}": [p for p in plans if fnmatchcase(p.name, pattern)]
         for pattern in fp8.include
@@ -315,7 +326,7 @@ def _without_effect(fp8: FP8, plans: Sequence[PlannedLinear], output: Collection
     if fp8.output_layer:
         asked["fp8.output_layer=true"] = [p for p in plans if p.name in output]
     return [
-        f"{key}: has no effect, its layers stay in high precision ({found[0].reason})"
+        Violation(key, f"has no effect, its layers stay in high precision ({found[0].reason})")
         for key, found in asked.items()
         if found and not any(p.fp8 for p in found)
     ]
@@ -326,13 +337,14 @@ def excluded(name: str, fp8: FP8) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in fp8.exclude)
 
 
-def _unmatched(fp8: FP8, names: Sequence[str], norms: Iterable[str]) -> list[str]:
-    lines, beside = [], {"include": (), "exclude": tuple(norms)}
+def _unmatched(fp8: FP8, names: Sequence[str], norms: Iterable[str]) -> list[Violation]:
+    """A violation for each pattern that matches nothing."""
+    found = []
+    beside = {"include": (), "exclude": tuple(norms)}
     for key, more in beside.items():
         for pattern in getattr(fp8, key):
             if not any(fnmatchcase(n, pattern) for n in (*names, *more)):
                 generic = sorted({_LAYER.sub(lambda m: m[0].replace(m[1], "*"), n) for n in names})
-                lines.append(
-                    f"fp8.{key}={pattern}: matches no linear layer" + suggest(pattern, generic)
-                )
-    return lines
+                hint = suggest(pattern, generic)
+                found.append(Violation(f"fp8.{key}={pattern}", f"matches no linear layer{hint}"))
+    return found

@@ -10,7 +10,7 @@ from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
 from fp8cfg.planning import layout, preflight, remarks, training_data
 from fp8cfg.planning.coverage import planned, refuse_low_share
 from fp8cfg.planning.layer_plan import plan
-from fp8cfg.report.key_explanation import refusals
+from fp8cfg.planning.violations import violations
 from fp8cfg.schema import scalings
 from fp8cfg.schema.errors import ConfigError, NotFP8Error, refuse_if
 from fp8cfg.schema.recipe import Recipe
@@ -85,7 +85,7 @@ def _checked(
     """
     found = settled(words, folder, file)
     recipe = found.recipe
-    refuse_if([*refusals(recipe, found.written), *training_data.unintended(recipe)])
+    refuse_if([*violations(recipe, written=found.written), *training_data.unintended(recipe)])
     coverage, p, t = planned(recipe, plan(recipe)), recipe.precision, recipe.trainer
     refuse_low_share(recipe, coverage)
     count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"

@@ -22,6 +22,7 @@ from fp8cfg.planning import hardware as machine
 from fp8cfg.planning import layout, preflight, remarks, smoke, training_data
 from fp8cfg.planning.fit_search import Line, Takes, offering, words_alone
 from fp8cfg.planning.layout import refused, shared_by
+from fp8cfg.planning.violations import violations
 from fp8cfg.report import run_header
 from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
@@ -52,7 +53,10 @@ def started(
     with the line of each, with lines that run here: of a run that is gone on with those that it `takes`.
     """
     recipe = found.recipe
-    refuse_if(training_data.unintended(recipe))
+    unintended = training_data.unintended(recipe)
+    if unintended:
+        hardware = machine.find_hardware(recipe.trainer.accelerator)
+        refuse_if([*violations(recipe, hardware, written=found.written), *unintended])
     if found.problems:
         preflight.refuse(
             recipe,

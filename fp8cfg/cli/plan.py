@@ -102,7 +102,8 @@ def run(argv: list[str]) -> int:
     if is_first:
         print(_shown(plan, *arguments.flags), flush=True)
     where = plan.offered.where("there") if plan.offered else "there"
-    refuse_if(offering(plan.refusals, where, plan.lines) if plan.refusals else [])
+    if plan.refusals:
+        refuse_if(offering([*plan.refusals, *plan.problems], where, plan.lines))
     if (
         not {"--tree", "--dot", "--code"} & arguments.flags
     ):  # a graph, which export and tools of Fiddle take, runs nothing

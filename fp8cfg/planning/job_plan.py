@@ -25,11 +25,13 @@ from fp8cfg.planning.fit_search import refuse_if_too_large
 from fp8cfg.planning.hardware import find_hardware, free_memory
 from fp8cfg.planning.layout import Part, whole
 from fp8cfg.planning.preflight import refuse_layout
+from fp8cfg.planning.violations import violations
 from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.storage import StateDtypes
+from fp8cfg.schema.training import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,20 +123,31 @@ def make_plan(
     elif world is None:
         world = current_ranks()
     layout = whole(recipe, world)
-    if choice is None:
-        choice = choose(
-            layout.state.precision,
-            hardware,
-            statistics=recipe.log.fp8_stats_every_n_steps,
-            adapters=recipe.lora.enabled,
-            strategy=recipe.trainer.strategy if model is None else None,
-        )
     if model is not None:
+        choice = choice or _choose_backend(recipe, hardware, layout, None)
         gemms = _plan_custom_model(recipe, model, choice)
         return Plan(recipe, hardware, choice, layout, gemms, attention=())
-    gemms = layer_plan.plan(recipe, choice.backend)
+    try:
+        choice = choice or _choose_backend(recipe, hardware, layout, recipe.trainer.strategy)
+        gemms = layer_plan.plan(recipe, choice.backend)
+    except ConfigError:
+        # Report every violation, not only those of the step that failed first.
+        refuse_if(violations(recipe, hardware, world))
+        raise
     _check_tokens(recipe, choice)
     return Plan(recipe, hardware, choice, layout, gemms, layer_plan.attention_plan(recipe))
+
+
+def _choose_backend(
+    recipe: Recipe, hardware: Hardware, layout: Part, strategy: Strategy | None
+) -> Choice:
+    return choose(
+        layout.state.precision,
+        hardware,
+        statistics=recipe.log.fp8_stats_every_n_steps,
+        adapters=recipe.lora.enabled,
+        strategy=strategy,
+    )
 
 
 def _plan_custom_model(recipe: Recipe, model: nn.Module, choice: Choice) -> Sequence[PlannedLinear]:

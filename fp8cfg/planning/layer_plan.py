@@ -28,6 +28,7 @@ from fp8cfg.models.config import (
 from fp8cfg.schema.errors import refuse_if, suggest
 from fp8cfg.schema.model import Model
 from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.violation import Violation
 
 _SAME = tuple(
     f.name
@@ -103,7 +104,10 @@ def adapted(recipe: Recipe) -> Sequence[Projection]:
         there = f"; there are {', '.join(names)}"
         refuse_if(
             [
-                f"lora.targets={pattern}: matches no linear layer{suggest(pattern, names) or there}"
+                Violation(
+                    f"lora.targets={pattern}",
+                    f"matches no linear layer{suggest(pattern, names) or there}",
+                )
                 for pattern in wrong
             ]
         )

@@ -36,6 +36,7 @@ from fp8cfg.planning.peak_memory import (
     parameters,
 )
 from fp8cfg.planning.reserve import reserve
+from fp8cfg.planning.violations import violations
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
@@ -414,6 +415,9 @@ def make(
     patterns that match nothing; and for `problems_of_layout`, and a world that is no whole number of replicas or over which the
     batch does not divide, with what runs there, each fit as `whole_line` has it."""
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
+    found = violations(recipe, hardware, world, here=gpu is None)
+    if any(violation.source == "rule" for violation in found):
+        raise ConfigError(found)
     choice, refusals, memory_of_each = None, list[str](), gpu.memory if gpu else UNBOUNDED
     try:
         choice = _chosen(recipe, hardware, world)
@@ -443,6 +447,9 @@ def make(
     problems: Sequence[str] = []
     if choice:
         problems = [str(line) for line in layout_problems] or _too_large(recipe, ranks, gpu)
+    else:
+        lines = [str(line) for line in layout_problems]
+        problems = [line for line in lines if line not in refusals]
     offered = None
     if problems or layout_problems:
         problems, offered = _instead(problems, recipe, world, hardware, memory_of_each)

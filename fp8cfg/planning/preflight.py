@@ -23,7 +23,8 @@ from fp8cfg.planning.fit_search import (
     too_large,
 )
 from fp8cfg.planning.hardware import free_memory, gpus
-from fp8cfg.planning.layout import limits, placed
+from fp8cfg.planning.layout import placed
+from fp8cfg.planning.violations import violations
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.hugging_face import PREFIX, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
@@ -49,7 +50,16 @@ def refuse(
     layout or memory the ranks here, or `ranks` that are to be started here, do not have. Its line ends with those that run here, as
     `whole_line` has them."""
     refuse_if([*missing_data(recipe), *training_data.unintended(recipe)])
-    if lines := _problems(recipe, hardware, problems_of_layout, ranks):
+    lines: list[str] = []
+    if not problems_of_layout:
+        # Without a launcher the recipe is judged on the GPUs that it is meant for, as `check` does.
+        started = ranks or (sharding.ranks() if _launched() else None)
+        found = violations(recipe, hardware, started)
+        if any(violation.source != "layout" for violation in found):
+            raise ConfigError(found)
+        lines = [str(violation) for violation in found]
+    lines = lines or _problems(recipe, hardware, problems_of_layout, ranks)
+    if lines:
         raise ConfigError(with_offers(lines, recipe, hardware, whole_line, ranks, takes))
 
 
@@ -170,18 +180,11 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
     """A line for each need of `recipe`, composed with the presets of `config_dir`, that is not met here."""
     return [
-        *_layout(recipe),
         *_backend(recipe),
         *_gpus(recipe),
         *_paths(recipe),
         *_presets(config_dir),
     ]
-
-
-def _layout(recipe: Recipe) -> list[str]:
-    """Parallel layouts that are planned and exported, and not trained."""
-    ranks = recipe.trainer.num_nodes * recipe.trainer.devices
-    return [str(violation) for violation in limits(recipe, ranks)]
 
 
 def _backend(recipe: Recipe) -> list[str]:

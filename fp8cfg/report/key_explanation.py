@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8cfg.backends.choice import Hardware, choose
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.layers import (
     Layer,
@@ -21,43 +20,24 @@ from fp8cfg.composition.layers import (
 )
 from fp8cfg.composition.precedence import ResolvedRecipe, composed
 from fp8cfg.composition.recipe_yaml import assigned, flat, is_node
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.violations import violations
 from fp8cfg.report.recipe_export import key_schema
-from fp8cfg.schema import foreign_names, rules
+from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import PLUGIN, full, short, shown
 from fp8cfg.schema.recipe import Recipe, fields, short_keys
-from fp8cfg.schema.storage import resolve_state_dtypes, resolved, sharding
+from fp8cfg.schema.storage import resolved, sharding
 from fp8cfg.schema.tables import WIDTH, cut, table, wrapped
+from fp8cfg.schema.violation import Violation
 
-HARDWARE = (Hardware("cpu"), Hardware("cuda", (9, 0), (13, 0)), Hardware("cuda", (10, 0), (13, 0)))
-"""A CPU, Hopper and Blackwell: what one of them can run is no fault of a recipe."""
 _INERT, _LATER = ": has no effect", "not in this version"
-
-
-def refusals(recipe: Recipe, written: Collection[str] = ()) -> list[str]:
-    """Every reason, on whatever hardware, against `recipe`: its rules, its layer patterns, and what this version does not
-    have. `written` are the keys, by their short names, that the user wrote."""
-    lines = _problems(lambda: rules.check(recipe, written))
-    if not lines:  # a plan needs a model that can be
-        lines += _problems(lambda: plan(recipe))
-    return lines + min((_refused_on(recipe, hardware) for hardware in HARDWARE), key=len)
-
-
-def _refused_on(recipe: Recipe, hardware: Hardware) -> list[str]:
-    every, adapters = recipe.log.fp8_stats_every_n_steps, recipe.lora.enabled
-    state = resolve_state_dtypes(recipe.precision)
-    precision = state.with_sharding(_ranks(recipe)).precision
-    return _problems(
-        lambda: choose(precision, hardware, statistics=every, adapters=adapters, here=False)
-    )
 
 
 def effect(recipe: Recipe, key: str, written: Collection[str] = ()) -> str:
     """What the full `key` does under `recipe`, of which the user wrote the keys `written`, in one line."""
-    said = [line for line in refusals(recipe, written) if _about(line, key)]
-    if said:
-        return f"refused: {said[0]}"
+    found = [each for each in violations(recipe, written=written) if _about(each, key)]
+    if found:
+        return f"refused: {found[0]}"
     value = flat(recipe)[key]
     if value != flat(Recipe())[key]:  # what did nothing would be refused, if the user wrote it
         tacit = _answer(recipe, key, value) or ""
@@ -91,26 +71,16 @@ def _answer(recipe: Recipe, key: str, value: Any) -> str | None:
     """The line about `key` once it is changed to `value`, that it does nothing before others: an empty one where there is
     none, None where the schema refuses the value."""
     try:
-        lines = [
-            line
-            for line in refusals(assigned(recipe, {key: value}), {short(key)})
-            if _about(line, key)
-        ]
+        other = assigned(recipe, {key: value})
     except ConfigError:
         return None
+    found = violations(other, written={short(key)})
+    lines = [str(violation) for violation in found if _about(violation, key)]
     return next((line for line in lines if _INERT in line), lines[0] if lines else "")
 
 
-def _problems(check: Callable[[], object]) -> list[str]:
-    try:
-        check()
-    except ConfigError as e:
-        return e.problems
-    return []
-
-
-def _about(line: str, key: str) -> bool:
-    return line.startswith((f"{short(key)}=", f"{short(key)}:"))
+def _about(violation: Violation, key: str) -> bool:
+    return violation.setting.partition("=")[0] == short(key)
 
 
 def _others(schema: dict[str, Any], value: Any) -> tuple[list[Any], bool]:

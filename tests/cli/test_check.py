@@ -93,6 +93,17 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
             ],
         ),
         (
+            [
+                "recipe=llama_8b",
+                BYTES,
+                "trainer.strategy.pipeline_model_parallel_size=2",
+                "opt_level=O2",
+            ],
+            [
+                "opt_level=O2: goes with data parallelism alone, not with pipeline_model_parallel_size=2, context_parallel_size=2; write opt_level=null"
+            ],
+        ),
+        (
             ["fp8.margn=1", "precision=bf16_pf8"],
             [
                 "fp8.margn: no such key; did you mean 'fp8.margin'?",
@@ -166,11 +177,8 @@ def test_ranks_are_those_of_the_recipe(capsys: Out) -> None:
     ("words", "wanted"),
     [
         (
-            f"recipe=llama_8b {BYTES} trainer.strategy.pipeline_model_parallel_size=2 opt_level=O2",
-            [
-                "opt_level=O2: goes with data parallelism alone, not with pipeline_model_parallel_size=2, context_parallel_size=2; write opt_level=null",
-                "trainer.devices=8: meant for 8 GPUs, this machine has none; fp8cfg plan needs none",
-            ],
+            f"recipe=llama_8b {BYTES} trainer.strategy.pipeline_model_parallel_size=2",
+            ["trainer.devices=8: meant for 8 GPUs, this machine has none; fp8cfg plan needs none"],
         ),
         ("trainer.accelerator=cuda", ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]),
         ("trainer.accelerator=cpu trainer.devices=2 trainer.micro_batch_size=8", []),

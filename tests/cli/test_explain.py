@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import fp8cfg
 from fp8cfg.composition.recipe_yaml import assigned, flat, typed
+from fp8cfg.planning.violations import violations
 from fp8cfg.recipes import llama_tiny
-from fp8cfg.report.key_explanation import effect, refusals
+from fp8cfg.report.key_explanation import effect
 from fp8cfg.schema.keys import full, short
 from fp8cfg.schema.recipe import Recipe
 from tests.support.layers import compose_layers
@@ -187,7 +188,7 @@ def test_a_key_without_effect_is_explained_though_the_recipe_is_refused(capsys: 
 @functools.cache
 def inert(*words: str) -> tuple[Recipe, list[str]]:
     recipe = fp8cfg.compose(words)
-    assert refusals(recipe) == []
+    assert violations(recipe) == []
     return recipe, [key for key in flat(recipe) if effect(recipe, key).startswith("no effect")]
 
 

@@ -11,7 +11,7 @@ import fp8cfg
 from fp8cfg import interop
 from fp8cfg.__main__ import main
 from fp8cfg.interop.translation import table
-from fp8cfg.report.key_explanation import refusals
+from fp8cfg.planning.violations import violations
 from fp8cfg.schema.errors import ConfigError
 from tests.support.verbs import refused, said
 
@@ -217,7 +217,7 @@ def test_what_is_left_out_is_said_and_the_rest_checks(
         and [*found.lost] == lost
         and found.unknown == ()
     )
-    assert refusals(found.recipe) == []
+    assert violations(found.recipe) == []
 
 
 def test_the_output_layer_of_a_model_that_fits_is_in_fp8() -> None:
