@@ -14,7 +14,14 @@ from fp8cfg.cli.argv import before_end, is_recipe_file
 from fp8cfg.cli.help import usage
 from fp8cfg.cli.output import ending_imports, patient_stdout
 from fp8cfg.schema import __version__
-from fp8cfg.schema.errors import ConfigError, PlainWarning, flush, refuse_if, report, said
+from fp8cfg.schema.errors import (
+    ConfigError,
+    PlainWarning,
+    flush_stdout,
+    print_errors,
+    refuse_if,
+    report_error,
+)
 from fp8cfg.training import signals
 
 
@@ -24,10 +31,10 @@ def main(argv: list[str] | None = None, own_process: bool = False) -> int:
     warnings.showwarning = _warned
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv), own_process)
-        flush()
+        flush_stdout()
         return code
     except BaseException as e:
-        if (ended := said(e)) is None:
+        if (ended := report_error(e)) is None:
             raise
         return ended
 
@@ -89,7 +96,7 @@ def _warned(message: Warning | str, category: type[Warning], *where: Any, **more
     if not issubclass(category, PlainWarning):
         _PLAIN(message, category, *where, **more)
     elif os.environ.get("RANK", "0") == "0":
-        report([str(message)], "warning: ")
+        print_errors([str(message)], "warning: ")
 
 
 _PLAIN = warnings.showwarning

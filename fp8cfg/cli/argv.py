@@ -107,8 +107,8 @@ def _hint_on_flag(name: str, value: str) -> str:
     from fp8cfg.interop.projects import DOORS
     from fp8cfg.schema import foreign_names
     from fp8cfg.schema.keys import full
-    from fp8cfg.schema.node import options
     from fp8cfg.schema.recipe import fields, short_keys
+    from fp8cfg.schema.value_errors import options
 
     key = name.lstrip("-").replace("-", "_")
     known = short_keys()

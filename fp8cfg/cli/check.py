@@ -27,8 +27,8 @@ Examples:
   fp8cfg check mine.yaml fp8.margin=1
   fp8cfg check mine.yaml --json
 
-It checks types, bounds, rules between keys, layer patterns, the backends and
-the training data. Notes on standard error list changed values, unusual settings
+It checks types, bounds, rules between keys, layer patterns, the backends, the
+parallel layout and the training data. Notes on standard error list changed values, unusual settings
 and missing hardware.
 
 Options:

@@ -15,8 +15,8 @@ from fp8cfg.planning.hardware import GPUS
 from fp8cfg.schema.errors import ConfigError, suggest
 from fp8cfg.schema.keys import short
 from fp8cfg.schema.node import Node
-from fp8cfg.schema.node import options as literal_options
 from fp8cfg.schema.recipe import fields
+from fp8cfg.schema.value_errors import options as literal_options
 
 SCRIPTS = {
     "bash": (

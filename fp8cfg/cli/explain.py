@@ -12,9 +12,9 @@ from fp8cfg.composition.precedence import composed
 from fp8cfg.report.key_explanation import explained, known
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import short
-from fp8cfg.schema.node import options
 from fp8cfg.schema.recipe import fields
 from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.schema.value_errors import options
 
 LEVELS = ("O1", "O2", "O3")
 USAGE = """

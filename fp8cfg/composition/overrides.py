@@ -20,9 +20,10 @@ from fp8cfg.composition.recipe_yaml import is_node, owner, settings
 from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if
 from fp8cfg.schema.keys import PLUGIN, full, short, spelled
-from fp8cfg.schema.node import THOUSANDS, Node, example, several_files
+from fp8cfg.schema.node import Node
 from fp8cfg.schema.recipe import fields, short_keys
 from fp8cfg.schema.safe_files import plain
+from fp8cfg.schema.value_errors import THOUSANDS, example, several_files
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from fp8cfg.composition import to_yaml
-from fp8cfg.schema.errors import ConfigError, Fp8cfgError, NotWritable, taken
+from fp8cfg.schema.errors import ConfigError, Fp8cfgError, NotWritable, folder_taken
 from fp8cfg.schema.recipe import Recipe
 
 REQUEST = "request.yaml"
@@ -222,7 +222,7 @@ def _requested(recipe: Recipe, given: Path | None) -> Path:
     is not to go on, and OSError."""
     path = given or _new(recipe).absolute()
     if (path / STARTED).exists() and recipe.log.resume == "never":
-        raise ConfigError(taken(str(path)))
+        raise ConfigError(folder_taken(str(path)))
     path.mkdir(parents=True, exist_ok=True)
     (path / REQUEST).write_text(to_yaml(recipe), encoding="utf-8")
     return path

@@ -16,7 +16,7 @@ from fp8cfg.schema.keys import PLUGIN, full, short
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe, fields
-from fp8cfg.schema.rules_precision import KEPT
+from fp8cfg.schema.rules_precision import FSDP_COLUMNS
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import COLUMNS, gathered, level, of_level, resolved, sharding
 from fp8cfg.schema.training import Strategy
@@ -134,7 +134,7 @@ def _compiled(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
 
 def _under_fsdp(ours: dict[str, Any], origin: Mapping[str, str]) -> list[str]:
     sums = ("fp32", "bf16", ours.get("precision.compute", "bf16"))
-    kept = {f"storage.{column}": (codec,) for column, codec in KEPT.items()} | {
+    kept = {f"storage.{column}": (codec,) for column, codec in FSDP_COLUMNS.items()} | {
         "storage.comm": sums
     }
     others = [key for key, codecs in kept.items() if ours.get(key, codecs[0]) not in codecs]

@@ -1,6 +1,6 @@
 """Limits of tensor parallelism: what of a recipe is not trained with split matrices, a line each with what to write instead.
 
-They are remarks for a recipe that is planned, or exported to a project that has more, and refuse one that is to run here.
+They reject a recipe that is checked, planned or trained, but not one that is exported to a project that can train it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def refuse(
         # Without a launcher the recipe is judged on the GPUs that it is meant for, as `check` does.
         started = ranks or (sharding.ranks() if _launched() else None)
         found = violations(recipe, hardware, started)
-        if any(violation.source != "layout" for violation in found):
+        if found and all(violation.source != "layout" for violation in found):
             raise ConfigError(found)
         lines = [str(violation) for violation in found]
     lines = lines or _problems(recipe, hardware, problems_of_layout, ranks)

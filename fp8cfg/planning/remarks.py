@@ -13,7 +13,7 @@ from fp8cfg.planning.linear_memory import CODEC
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.rules_precision import late_updates, lost_averages, slow_averages
+from fp8cfg.schema.rules_adam import late_updates, lost_averages, slow_averages
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import StateDtypes, level
 from fp8cfg.schema.tables import table

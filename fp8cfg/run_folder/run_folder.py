@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from fp8cfg.run_folder.environment import environment
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
-from fp8cfg.schema.errors import ConfigError, Fp8cfgError, taken
+from fp8cfg.schema.errors import ConfigError, Fp8cfgError, folder_taken
 from fp8cfg.schema.safe_files import plain_text
 
 if TYPE_CHECKING:
@@ -369,7 +369,7 @@ def preflight(folder: Path | RunFiles, need_bytes: int = 0) -> None:
 def _refuse_run(files: RunFiles) -> None:
     """Raises RunFolderError if the folder has a run, or files that a new run would overwrite."""
     if files.kind(RECIPE):
-        raise RunFolderError(taken(str(files.path)))
+        raise RunFolderError(folder_taken(str(files.path)))
     names = [name for name in (METRICS, FP8_STATS, COVERAGE) if files.kind(name)]
     # A run that was killed as it began leaves these two, and nothing in them is lost.
     if files.kind(ENVIRONMENT) and not files.kind(LOCK):

@@ -1,4 +1,7 @@
-"""Error types: one line for each problem, with the key, the reason and the nearest valid value; and their exit codes."""
+"""Errors with a plain message and an exit code, and how a command reports them.
+
+An error message is one line for each problem: the key, the reason, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from fp8cfg.schema.violation import Violation
 
 
 class Fp8cfgError(Exception):
-    """Base of every error that ends a command with one line and its own exit code, never with a traceback."""
+    """Base of the errors that end a command with a plain message instead of a traceback."""
 
     exit_code = 1
 
@@ -40,11 +43,11 @@ class ConfigError(Fp8cfgError, ValueError):
 
 
 class NoSuchKey(ConfigError, AttributeError):
-    """An attribute of a node that is no key. Exit code 2."""
+    """An attribute of a node that is not a key. Exit code 2."""
 
 
 class NotFP8Error(Fp8cfgError):
-    """FP8 was asked for and is not what ran, or less is planned than fp8.min_coverage. Exit code 3."""
+    """The model did not run in FP8 as planned, or less than fp8.min_coverage would. Exit code 3."""
 
     exit_code = 3
 
@@ -62,41 +65,17 @@ class RankStalled(Fp8cfgError):
 
 
 class NotWritable(Fp8cfgError):
-    """A file or folder of the user's that cannot be written. Exit code 5."""
+    """A file or folder that the user named cannot be written. Exit code 5."""
 
     exit_code = 5
 
 
 class PlainWarning(UserWarning):
-    """A warning that a command says as one line, without the place in the code."""
+    """A warning that a command prints as one line, without its place in the code."""
 
 
 class PackageWarning(PlainWarning):
-    """An entry point of an installed package that cannot be used, and is left out: one line that names the package."""
-
-
-def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The option most like `word`, or None where none is near. Upper and lower case are alike."""
-    folded = {o.lower(): o for o in options}
-    found = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=cutoff)
-    return folded[found[0]] if found else None
-
-
-def suggest(word: str, options: Iterable[str]) -> str:
-    """What follows a refused `word`: the nearest option, or all of them where they are few."""
-    options = list(options)
-    near = nearest(word, options)
-    if near:
-        return f"; did you mean {near!r}?"
-    return f"; choose from {', '.join(options)}" if options and len(options) <= 16 else ""
-
-
-def taken(folder: str) -> str:
-    """The line of a run folder that a new run cannot have."""
-    return (
-        f"{folder} already holds a run; go on with it by fp8cfg resume {shlex.quote(folder)}, or"
-        " name another folder"
-    )
+    """An entry point of an installed package cannot be used and is skipped."""
 
 
 def refuse_if(problems: Sequence[str | Violation]) -> None:
@@ -105,138 +84,190 @@ def refuse_if(problems: Sequence[str | Violation]) -> None:
         raise ConfigError(problems)
 
 
-def expect(call: str, given: object, kind: type, what: str) -> None:
-    """Raise ConfigError where `given` is no `kind`, `what` `call` takes."""
-    if not isinstance(given, kind):
-        raise ConfigError(f"{call}: expected {what}, got {type(given).__name__}")
+def expect(call: str, value: object, kind: type, what: str) -> None:
+    """Raises ConfigError unless `value`, an argument of the function `call`, is a `kind`.
+
+    Args:
+        call: The name of the function.
+        value: The argument.
+        kind: The type that the function takes.
+        what: The type in words, such as "a Recipe".
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{call}: expected {what}, got {type(value).__name__}")
+
+
+def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Returns the option most similar to `word`, or None. Upper and lower case are equal."""
+    by_lower_case = {option.lower(): option for option in options}
+    matches = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=cutoff)
+    return by_lower_case[matches[0]] if matches else None
+
+
+def suggest(word: str, options: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown `word`: the nearest option, or a short list."""
+    options = list(options)
+    near = nearest(word, options)
+    if near:
+        return f"; did you mean {near!r}?"
+    if options and len(options) <= 16:
+        return f"; choose from {', '.join(options)}"
+    return ""
+
+
+def folder_taken(folder: str) -> str:
+    """Returns the message about a run folder that contains another run."""
+    return (
+        f"{folder} already holds a run; go on with it by fp8cfg resume {shlex.quote(folder)}, or"
+        " name another folder"
+    )
 
 
 def printable(text: str) -> str:
-    """`text` as one line that a terminal shows as it stands, whoever wrote it: what is no printable character is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """Escapes characters that would break a line or control the terminal."""
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
-_WORDS = re.compile(
-    r"out of memory|can(?:'|no)t allocate memory|bad_alloc|can't start new thread|failed to map"
-    r" segment|"
-    r"unable to mmap|not enough memory",
+_MEMORY_MESSAGES = re.compile(
+    "out of memory|can(?:'|no)t allocate memory|bad_alloc|can't start new thread"
+    "|failed to map segment|unable to mmap|not enough memory",
     re.IGNORECASE,
 )
+"""Messages of allocators, malloc, mmap and the dynamic loader."""
 
 
 def out_of_memory(error: BaseException) -> str:
-    """The line for an error that says that memory ran out, or an empty one. MemoryError and torch.OutOfMemoryError are such, and
-    RuntimeError, OSError and ImportError with the words of an allocator, of malloc, of mmap or of the loader.
-    """
-    known = isinstance(error, MemoryError) or (
-        isinstance(error, OSError) and error.errno == errno.ENOMEM
-    )
-    if not known and not (
-        isinstance(error, (RuntimeError, OSError, ImportError)) and _WORDS.search(str(error))
-    ):
+    """Returns the message if `error` means that memory ran out, otherwise an empty string."""
+    is_memory_error = isinstance(error, MemoryError)
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        is_memory_error = True
+    # torch.OutOfMemoryError is a RuntimeError.
+    if isinstance(error, RuntimeError | OSError | ImportError):
+        is_memory_error = is_memory_error or bool(_MEMORY_MESSAGES.search(str(error)))
+    if not is_memory_error:
         return ""
-    said = (str(error).strip().splitlines() or [""])[0][:200]
-    cure = (
-        "lower trainer.micro_batch_size or model.seq_length, or take a smaller model; fp8cfg plan"
-        " has what a recipe takes"
+    first_line = str(error).strip().partition("\n")[0][:200]
+    details = f" ({first_line})" if first_line else ""
+    return (
+        f"out of memory{details}: lower trainer.micro_batch_size or model.seq_length, or take a"
+        " smaller model; fp8cfg plan has what a recipe takes"
     )
-    return "out of memory" + (f" ({said})" if said else "") + f": {cure}"
 
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """The end of a script as that of a command: an error of fp8cfg is a line for each problem on standard error and SystemExit with
-    its exit code, without a traceback, as are running out of memory or space and Ctrl-C. Every other error is raised as it is.
+    """Ends a script as fp8cfg's commands end.
+
+    Errors of fp8cfg, missing memory or disk space and Ctrl-C print one line for each problem to
+    standard error and raise SystemExit with the exit code. Other errors pass through.
 
         with fp8cfg.exit_codes():
             train(fp8cfg.compose(sys.argv[1:]))
     """
     try:
         yield
-    except BaseException as e:
-        if (code := said(e)) is None:
+    except BaseException as error:
+        code = report_error(error)
+        if code is None:
             raise
         sys.exit(code)
 
 
-def said(e: BaseException) -> int | None:
-    """The exit code of a command that `e` ends, whose lines are printed; None, and nothing printed, where that is a bug."""
-    if isinstance(e, Fp8cfgError):
-        lines = getattr(e, "problems", None) or [str(e)]
-        report(lines, "" if e.exit_code == 75 else "error: ", at_once=isinstance(e, RankStalled))
-        if isinstance(e, RankLost | RankStalled):
-            sys.stderr.flush()
-            time.sleep(
-                5
-                # torchrun ends the other ranks as soon as one fails, and those that know why have yet
-                # to say it
-            )
-        return e.exit_code
-    if isinstance(e, BrokenPipeError):  # the reader, `head` say, has seen enough
-        _silence()
+def report_error(error: BaseException) -> int | None:
+    """Prints the message of `error` and returns the exit code. Returns None for a bug."""
+    if isinstance(error, Fp8cfgError):
+        return _report_own_error(error)
+    if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
+        _discard_stdout()
         return 0
-    if isinstance(e, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt):
         return 130
-    if not isinstance(e, OSError | MemoryError | RuntimeError | ImportError):
+    if not isinstance(error, OSError | MemoryError | RuntimeError | ImportError):
         return None
-    if line := out_of_memory(e):
-        e.__traceback__ = None  # what it holds of memory may be needed to say so
-        report([line], "error: ")
+    message = out_of_memory(error)
+    if message:
+        error.__traceback__ = None  # frees what its frames hold, to have memory for the message
+        print_errors([message], "error: ")
         return 1
-    if isinstance(e, OSError) and (gone := _no_folder(e)):
-        report([gone], "error: ")
-        return 2
-    if not isinstance(e, OSError) or e.errno not in (
-        errno.ENOSPC,
-        errno.EDQUOT,
-        errno.ENAMETOOLONG,
-    ):
+    if not isinstance(error, OSError):
         return None
-    full = e.errno != errno.ENAMETOOLONG
-    report(
-        [f"out of space: {e}" if full else f"{str(e.filename)[:40]}...: {e.strerror}"], "error: "
-    )
-    return 5 if full else 2
+    message = _missing_folder(error)
+    if message:
+        print_errors([message], "error: ")
+        return 2
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        print_errors([f"out of space: {error}"], "error: ")
+        return 5
+    if error.errno == errno.ENAMETOOLONG:
+        print_errors([f"{str(error.filename)[:40]}...: {error.strerror}"], "error: ")
+        return 2
+    return None
 
 
-def _no_folder(e: OSError) -> str | None:
-    """The line of an `e` for a folder that the process was started in, or with, and that is not there."""
+def _report_own_error(error: Fp8cfgError) -> int:
+    lines = error.problems if isinstance(error, ConfigError) else [str(error)]
+    # Exit code 75 is a stop by a signal, which is no error.
+    prefix = "" if error.exit_code == 75 else "error: "
+    print_errors(lines, prefix, at_once=isinstance(error, RankStalled))
+    if isinstance(error, RankLost | RankStalled):
+        sys.stderr.flush()
+        # torchrun ends the other ranks as soon as one fails. The ranks that know the cause need
+        # time to print it.
+        time.sleep(5)
+    return error.exit_code
+
+
+def _missing_folder(error: OSError) -> str:
+    """Returns the message if the working directory or the Inductor cache is gone, else nothing."""
     try:
         os.getcwd()
     except FileNotFoundError:
         return "the working directory is gone; cd to one that is there"
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if cache and e.filename == cache and not os.path.isdir(cache):
+    if cache and error.filename == cache and not os.path.isdir(cache):
         return (
-            f"TORCHINDUCTOR_CACHE_DIR={cache}: no folder, and none can be made ({e.strerror}); set"
-            " it to one, or unset it"
+            f"TORCHINDUCTOR_CACHE_DIR={cache}: no folder, and none can be made ({error.strerror});"
+            " set it to one, or unset it"
         )
-    return None
+    return ""
 
 
-def flush() -> None:
-    """Write out what is printed, where there is somewhere to."""
-    if sys.stdout is not None:  # it is closed: fp8cfg ... >&-
+def flush_stdout() -> None:
+    """Flushes standard output, unless it is closed (fp8cfg ... >&-)."""
+    if sys.stdout is not None:
         sys.stdout.flush()
 
 
-def _silence() -> None:
-    """Whatever is printed from here on, and at the end of the process, goes nowhere."""
+def _discard_stdout() -> None:
+    """Sends all further output to /dev/null, so that no flush at the end fails."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def report(lines: list[str], prefix: str, at_once: bool = False) -> None:
-    """The lines of an error, each one line whatever a word or a file has put into it. What all ranks found is said by the
-    first: torchrun ends the others as soon as that one fails. What one rank alone found is said by it, a little later or `at_once`.
+def print_errors(lines: list[str], prefix: str, at_once: bool = False) -> None:
+    """Prints the lines of an error or a warning to standard error.
+
+    Every rank may call it. The first rank prints at once, and torchrun then ends the others. So an
+    error that all ranks have is printed once. The others wait two seconds and add their rank.
+
+    Args:
+        lines: The lines. Control characters in them are escaped.
+        prefix: The start of each line.
+        at_once: Whether other ranks do not wait.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
-        time.sleep(0 if at_once else 2)
+        if not at_once:
+            time.sleep(2)
         prefix = f"rank {rank}: {prefix}"
     try:
-        flush()
-    except OSError:  # no reader, or no space: the error is said all the same
-        _silence()
+        flush_stdout()
+    except OSError:  # a closed pipe or a full disk must not hide the error
+        _discard_stdout()
     for line in lines:
-        with suppress(OSError):  # a terminal that has gone; the exit code says it still
+        with suppress(OSError):  # a closed terminal; the exit code still tells
             print(f"{prefix}{printable(line)}", file=sys.stderr)

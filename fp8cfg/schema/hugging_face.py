@@ -18,9 +18,9 @@ from fp8cfg.schema.data import SHIPPED
 from fp8cfg.schema.errors import ConfigError, PlainWarning, suggest
 from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.model import Model, RopeScaling
-from fp8cfg.schema.node import shown_value
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.regular_file import open_regular
+from fp8cfg.schema.value_errors import shown_value
 
 PREFIX = "hf://"
 CONFIG = ("config.json",)

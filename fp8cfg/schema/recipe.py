@@ -18,10 +18,11 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import ALIASES, short, shown
 from fp8cfg.schema.model import LoRA, Model
-from fp8cfg.schema.node import Node, as_declared, walk
+from fp8cfg.schema.node import Node, as_declared
 from fp8cfg.schema.precision import Backend, OptLevel, Precision, Storage
 from fp8cfg.schema.safe_files import CONF, read_yaml
 from fp8cfg.schema.training import Checkpoint, Log, Optim, Trainer
+from fp8cfg.schema.value_errors import walk
 
 _WIDTH = 80
 

@@ -1,4 +1,4 @@
-"""Validation rules of the parallel layout: what of it does not divide, and what has no effect."""
+"""Validation rules of the parallel layout: sizes that do not divide, and keys without effect."""
 
 from __future__ import annotations
 
@@ -22,10 +22,317 @@ if TYPE_CHECKING:
     from fp8cfg.schema.recipe import Recipe
 
 ZERO = ("zero1", "zero2")
+MAX_GPUS_PER_NODE = 8
+
+
+def strategy_rules(recipe: Recipe) -> Iterator[Violation]:
+    """Yields the violations of trainer.strategy and of the batch that it divides.
+
+    A smoke run gets a layout that fits its ranks, so a layout of another size is no error there.
+    """
+    for violation in _strategy_rules(recipe):
+        if violation.source != "layout" or not recipe.trainer.smoke:
+            yield violation
+
+
+def _strategy_rules(recipe: Recipe) -> Iterator[Violation]:
+    strategy = recipe.trainer.strategy
+    tensor = strategy.tensor_model_parallel_size
+    yield from _replica_size_rules(recipe)
+    yield from _tensor_rules(recipe)
+    yield from _pipeline_rules(recipe)
+    yield from _schedule_rules(strategy)
+    yield from _replicate_rules(recipe)
+    if strategy.sequence_parallel and tensor == 1:
+        yield Violation(
+            "trainer.strategy.sequence_parallel=true",
+            "has no effect while tensor_model_parallel_size=1; write false",
+            [("trainer.strategy.sequence_parallel", False)],
+            ["trainer.strategy.tensor_model_parallel_size"],
+        )
+    if strategy.context_parallel_size > 1:
+        yield from _context_rules(recipe)
+
+
+def _world_size(trainer: Trainer) -> int:
+    return trainer.num_nodes * trainer.devices
+
+
+def _replica_size_rules(recipe: Recipe) -> Iterator[Violation]:
+    """The GPUs must be whole model replicas, and these must share the global batch."""
+    trainer, strategy = recipe.trainer, recipe.trainer.strategy
+    world = _world_size(trainer)
+    if world % strategy.size:
+        yield Violation(
+            "trainer.strategy",
+            f"tensor x pipeline x context parallel = {strategy.size} GPUs does not divide"
+            f" trainer.num_nodes x trainer.devices = {world}; nearest is"
+            f" {_nearest_machines(trainer)}{strategy.smaller(world)}",
+            source="layout",
+        )
+        return
+    replicas = world // strategy.size
+    per_pass = trainer.micro_batch_size * replicas
+    # `trainer_rules` reports a global batch that even one replica cannot divide.
+    if trainer.global_batch_size % trainer.micro_batch_size:
+        return
+    if trainer.global_batch_size % per_pass:
+        size = f"trainer.micro_batch_size x data-parallel size = {per_pass}"
+        yield uneven_batch(recipe, replicas, size)
+
+
+def _tensor_rules(recipe: Recipe) -> Iterator[Violation]:
+    model, strategy = recipe.model, recipe.trainer.strategy
+    tensor = strategy.tensor_model_parallel_size
+    if model.num_attention_heads % tensor:
+        # Tensor parallelism splits all of these.
+        common = gcd(model.num_query_groups, model.ffn_hidden_size, model.vocab_size)
+        world = _world_size(recipe.trainer)
+        yield Violation(
+            f"trainer.strategy.tensor_model_parallel_size={tensor}",
+            f"must divide model.num_attention_heads={model.num_attention_heads}; nearest is"
+            f" {_nearest_divisor(common, tensor, world, strategy.size // tensor)}",
+            source="layout",
+        )
+
+
+def _pipeline_rules(recipe: Recipe) -> Iterator[Violation]:
+    """Each stage, or each chunk of a stage, must have layers."""
+    strategy, num_layers = recipe.trainer.strategy, recipe.model.num_layers
+    stages = strategy.pipeline_model_parallel_size
+    virtual = "virtual_pipeline_model_parallel_size"
+    key = "trainer.strategy.pipeline_model_parallel_size"
+    nearest = _nearest_divisor(
+        num_layers, stages, _world_size(recipe.trainer), strategy.size // stages
+    )
+    if strategy.virtual_pipeline_model_parallel_size is None:
+        if num_layers % stages:
+            yield Violation(
+                f"{key}={stages}",
+                f"must divide model.num_layers={num_layers}; nearest is {nearest}",
+                source="layout",
+            )
+    elif stages == 1:
+        yield Violation(
+            f"trainer.strategy.{virtual}",
+            "has no effect while pipeline_model_parallel_size=1; write null",
+        )
+    elif num_layers < stages * strategy.chunks:
+        most_chunks = num_layers // stages
+        if most_chunks > 1:
+            fewer = f"{virtual}={most_chunks}"
+        elif nearest == stages:
+            fewer = f"{virtual}=null"
+        else:
+            fewer = f"{nearest} with {virtual}=null"
+        yield Violation(
+            f"{key}={stages}",
+            f"model.num_layers={num_layers} are too few for {stages * strategy.chunks} chunks of"
+            f" layers; nearest is {fewer}",
+            source="layout",
+        )
+
+
+def _schedule_rules(strategy: Strategy) -> Iterator[Violation]:
+    """The pipeline schedule follows from the number of chunks on each GPU."""
+    key, schedule = "trainer.strategy.pipeline_schedule", strategy.pipeline_schedule
+    virtual = "virtual_pipeline_model_parallel_size"
+    if strategy.pipeline_model_parallel_size == 1:
+        if schedule != "auto":
+            yield from idle(
+                strategy,
+                ("pipeline_schedule",),
+                " while pipeline_model_parallel_size=1; write auto",
+                strategy.key(virtual),
+                strategy.key("pipeline_model_parallel_size"),
+            )
+    elif schedule == "1f1b" and strategy.chunks > 1:
+        yield Violation(
+            f"{key}=1f1b",
+            f"is of one chunk on each GPU, and {virtual}={strategy.chunks}; write interleaved_1f1b,"
+            f" or {virtual}=null",
+            [(key, "auto")],
+            [strategy.key(virtual)],
+        )
+    elif schedule == "interleaved_1f1b" and strategy.chunks == 1:
+        yield Violation(
+            f"{key}=interleaved_1f1b",
+            f"is of several chunks on each GPU; write {strategy.key(virtual)}=2",
+            [(key, "auto")],
+            [strategy.key(virtual)],
+        )
+
+
+def _replicate_rules(recipe: Recipe) -> Iterator[Violation]:
+    """Rules of hybrid sharding: groups of ranks that each hold all shards of FSDP2."""
+    precision, strategy = recipe.precision, recipe.trainer.strategy
+    groups = strategy.data_parallel_replicate_size
+    key, world = "trainer.strategy.data_parallel_replicate_size", _world_size(recipe.trainer)
+    state = resolve_state_dtypes(precision)
+    # Whether state would be sharded at all, on any number of ranks above one.
+    if state.sharding(2) == "none":
+        zero1 = "" if level(precision) else "storage.shard=zero1, or "
+        why = f"; write {zero1}1"
+        if precision.storage.shard == "auto":
+            why = ", which is none here; write 1"
+        yield from idle(
+            strategy,
+            ("data_parallel_replicate_size",),
+            f" with storage.shard={precision.storage.shard}{why}",
+            "storage.shard",
+        )
+        return
+    if groups == 1:
+        return
+    backends = ordered()
+    if precision.backend != "auto":
+        backends = (precision.backend,)
+    if not any(by_fsdp2(recipe, state, 2, backend) for backend in backends):
+        yield Violation(
+            f"{key}={groups}",
+            "groups have the shards of FSDP2, and here whole tensors have owners; write 1",
+            [(key, 1)],
+            [
+                "storage.shard",
+                "backend",
+                "opt_level",
+                "storage.weight",
+                "storage.master_weight",
+                "storage.weight_grad",
+                "storage.comm",
+                "storage.rounding",
+            ],
+        )
+    elif world % strategy.size == 0:
+        data_parallel = world // strategy.size
+        ranks_with_same_weights = data_parallel * strategy.context_parallel_size
+        if data_parallel % groups:
+            nearest = gcd(data_parallel, groups)
+            yield Violation(
+                f"{key}={groups}",
+                f"does not divide the data-parallel size {data_parallel}; nearest is {nearest}",
+                [(key, nearest)],
+                ["trainer.num_nodes", "trainer.devices"],
+            )
+        elif ranks_with_same_weights == groups:
+            yield Violation(
+                f"{key}={groups}",
+                "leaves one rank to each group, which shards nothing; write storage.shard=none,"
+                " or 1",
+                [(key, 1)],
+                ["trainer.num_nodes", "trainer.devices"],
+            )
+
+
+def _context_rules(recipe: Recipe) -> Iterator[Violation]:
+    """Rules of split sequences."""
+    length, ranks = recipe.model.seq_length, recipe.trainer.strategy.context_parallel_size
+    key = "trainer.strategy.context_parallel_size"
+    # Each rank has two chunks of a sequence, one from each end: causal attention costs more
+    # towards the end, and this balances it.
+    if length % (2 * ranks):
+        yield Violation(
+            f"model.seq_length={length}",
+            f"must be a multiple of 2 x context_parallel_size = {2 * ranks}; nearest is"
+            f" {nearest_multiple(length, 2 * ranks)}",
+            source="layout",
+        )
+    if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
+        yield Violation(
+            "fp8.dot_product_attention=true",
+            f"attention in FP8 takes whole sequences, and {key}={ranks} splits them; write false",
+            [("fp8.dot_product_attention", False)],
+            [key],
+        )
+    for name in ("reset_attention_mask", "reset_position_ids"):
+        if getattr(recipe.data, name):
+            yield Violation(
+                f"data.{name}=true",
+                f"documents are told apart in whole sequences, and {key}={ranks} splits them;"
+                " write false",
+                [(f"data.{name}", False)],
+                [key],
+            )
+    interval = recipe.log.fp8_stats_every_n_steps
+    if interval:
+        yield Violation(
+            f"log.fp8_stats_every_n_steps={interval}",
+            f"one rank measures, and under {key}={ranks} none has whole sequences; drop it",
+            [("log.fp8_stats_every_n_steps", 0)],
+            [key],
+        )
+
+
+def uneven_batch(recipe: Recipe, replicas: int, size: str) -> Violation:
+    """Returns the violation of a global batch that does not divide over `replicas`.
+
+    Args:
+        recipe: The recipe.
+        replicas: The model replicas that share the batch.
+        size: What the batch must be a multiple of, with its value.
+    """
+    trainer = recipe.trainer
+    batch = trainer.global_batch_size
+    nearest = nearest_multiple(batch, trainer.micro_batch_size * replicas)
+    fixes = [("trainer.global_batch_size", nearest)]
+    if batch % replicas == 0:
+        # A smaller microbatch changes no result, so it goes before another global batch.
+        micro_batch_size = trainer.micro_batch_size
+        while (batch // replicas) % micro_batch_size:
+            micro_batch_size -= 1
+        fixes.insert(0, ("trainer.micro_batch_size", micro_batch_size))
+    return Violation(
+        f"trainer.global_batch_size={batch}",
+        f"not a multiple of {size}; nearest is {nearest}",
+        fixes,
+        [
+            "trainer.global_batch_size",
+            "trainer.micro_batch_size",
+            "trainer.num_nodes",
+            "trainer.devices",
+        ],
+    )
+
+
+def nearest_multiple(value: int, divisor: int) -> int:
+    """Returns the multiple of `divisor` nearest to `value`, at least `divisor`."""
+    return max(divisor, round(value / divisor) * divisor)
+
+
+def _nearest_machines(trainer: Trainer) -> str:
+    """Returns the setting that makes the GPUs whole replicas.
+
+    It is another number of GPUs per node, or of nodes if a replica is larger than a node.
+    """
+    size = trainer.strategy.size
+    step = size // gcd(size, trainer.num_nodes)
+    most = MAX_GPUS_PER_NODE // step * step
+    devices = min(nearest_multiple(trainer.devices, step), most)
+    if devices:
+        return f"trainer.devices={devices}"
+    return f"trainer.num_nodes={size // gcd(size, trainer.devices)}"
+
+
+def _nearest_divisor(number: int, value: int, world: int, other_sizes: int) -> int:
+    """Returns the divisor of `number` nearest to `value`.
+
+    Prefers divisors for which `world` ranks are whole replicas.
+
+    Args:
+        number: What the size must divide.
+        value: The size in the recipe.
+        world: The ranks.
+        other_sizes: The product of the other parallel sizes.
+    """
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    fitting = [size for size in divisors if world % (size * other_sizes) == 0]
+    return min(fitting or divisors, key=lambda size: abs(size - value))
 
 
 def by_fsdp2(recipe: Recipe, state: StateDtypes, ranks: int, backend: str) -> bool:
-    """Whether FSDP2 shards the parameters of the recipe's Transformer.
+    """Returns whether FSDP2 shards the parameters of the recipe's Transformer.
+
+    Otherwise each tensor is stored whole, and one rank owns its optimizer state.
 
     Args:
         recipe: The recipe.
@@ -45,7 +352,7 @@ def by_fsdp2(recipe: Recipe, state: StateDtypes, ranks: int, backend: str) -> bo
 
 
 def _can_gather_stored_weights(recipe: Recipe, state: StateDtypes, backend: str) -> bool:
-    """Whether FSDP2 can gather weights in their storage dtypes."""
+    """Returns whether FSDP2 can gather weights in their storage dtypes."""
     fp8 = recipe.precision.fp8
     has = capabilities(backend)
     if level(recipe.precision) or not has.fully_shards:
@@ -65,277 +372,3 @@ def _can_gather_stored_weights(recipe: Recipe, state: StateDtypes, backend: str)
         return True
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
     return tensor == 1 and (not fp8.enabled or gathers_params)
-
-
-GPUS = 8
-"""Of one machine, at most."""
-
-
-def strategy_rules(recipe: Recipe) -> Iterator[Violation]:
-    """What the layout breaks; of that what a smoke run, which cuts it to the ranks and sizes there are, does not have."""
-    return (
-        line
-        for line in _strategy_rules(recipe)
-        if not (recipe.trainer.smoke and line.source == "layout")
-    )
-
-
-def _strategy_rules(recipe: Recipe) -> Iterator[Violation]:
-    t, s, m = recipe.trainer, recipe.trainer.strategy, recipe.model
-    world = t.num_nodes * t.devices
-    if world % s.size:
-        yield Violation(
-            "trainer.strategy",
-            f"tensor x pipeline x context parallel = {s.size} GPUs does not"
-            f" divide trainer.num_nodes x trainer.devices = {world}; nearest is"
-            f" {_machines(t)}{s.smaller(world)}",
-            source="layout",
-        )
-    elif (
-        t.global_batch_size % (t.micro_batch_size * (world // s.size))
-        and not t.global_batch_size % t.micro_batch_size
-    ):
-        parallel = world // s.size
-        yield batches(
-            recipe,
-            parallel,
-            f"trainer.micro_batch_size x data-parallel size = {t.micro_batch_size * parallel}",
-        )
-    tp, pp, cp = (
-        s.tensor_model_parallel_size,
-        s.pipeline_model_parallel_size,
-        s.context_parallel_size,
-    )
-    if m.num_attention_heads % tp:
-        sizes = gcd(m.num_query_groups, m.ffn_hidden_size, m.vocab_size)
-        yield Violation(
-            f"trainer.strategy.tensor_model_parallel_size={tp}",
-            f"must divide"
-            f" model.num_attention_heads={m.num_attention_heads}; nearest is"
-            f" {_dividing(sizes, tp, world, s.size // tp)}",
-            source="layout",
-        )
-    stages, virtual = (
-        _dividing(m.num_layers, pp, world, s.size // pp),
-        "virtual_pipeline_model_parallel_size",
-    )
-    if s.virtual_pipeline_model_parallel_size is None:
-        if m.num_layers % pp:
-            yield Violation(
-                f"trainer.strategy.pipeline_model_parallel_size={pp}",
-                f"must divide model.num_layers={m.num_layers}; nearest is {stages}",
-                source="layout",
-            )
-    elif pp == 1:
-        yield (
-            Violation(
-                f"trainer.strategy.{virtual}",
-                "has no effect while pipeline_model_parallel_size=1; write null",
-            )
-        )
-    elif m.num_layers < pp * s.chunks:
-        most = m.num_layers // pp
-        fewer = (
-            f"{virtual}={most}"
-            if most > 1
-            else f"{virtual}=null"
-            if stages == pp
-            else f"{stages} with {virtual}=null"
-        )
-        yield Violation(
-            f"trainer.strategy.pipeline_model_parallel_size={pp}",
-            f"model.num_layers={m.num_layers}"
-            f" are too few for {pp * s.chunks} chunks of layers; nearest is {fewer}",
-            source="layout",
-        )
-    yield from _schedule_rules(s)
-    yield from _replica_rules(recipe, world)
-    if s.sequence_parallel and tp == 1:
-        yield Violation(
-            "trainer.strategy.sequence_parallel=true",
-            "has no effect while tensor_model_parallel_size=1; write false",
-            [("trainer.strategy.sequence_parallel", False)],
-            ["trainer.strategy.tensor_model_parallel_size"],
-        )
-    if cp > 1:
-        yield from _context_rules(recipe, cp)
-
-
-def _machines(t: Trainer) -> str:
-    """The word that gives a replica whole machines: GPUs of each, or more of them where these are more than a machine has."""
-    size = t.strategy.size
-    step = size // gcd(size, t.num_nodes)
-    devices = min(multiple(t.devices, step), GPUS // step * step)
-    return (
-        f"trainer.devices={devices}"
-        if devices
-        else f"trainer.num_nodes={size // gcd(size, t.devices)}"
-    )
-
-
-def _dividing(whole: int, size: int, world: int, rest: int) -> int:
-    """The divisor of `whole` that is nearest to `size`, of those that leave `world` ranks whole replicas, of `rest` others each."""
-    divisors = [n for n in range(1, whole + 1) if whole % n == 0]
-    return min(
-        [n for n in divisors if world % (n * rest) == 0] or divisors, key=lambda n: abs(n - size)
-    )
-
-
-def _schedule_rules(s: Strategy) -> Iterator[Violation]:
-    """Of the order of passes, which follows from the number of chunks."""
-    key, chunks = "trainer.strategy.pipeline_schedule", "virtual_pipeline_model_parallel_size"
-    if s.pipeline_model_parallel_size == 1 and s.pipeline_schedule == "auto":
-        return
-    if s.pipeline_model_parallel_size == 1:
-        yield from idle(
-            s,
-            ("pipeline_schedule",),
-            " while pipeline_model_parallel_size=1; write auto",
-            s.key(chunks),
-            s.key("pipeline_model_parallel_size"),
-        )
-    elif s.pipeline_schedule == "1f1b" and s.chunks > 1:
-        yield Violation(
-            f"{key}=1f1b",
-            f"is of one chunk on each GPU, and {chunks}={s.chunks}; write"
-            f" interleaved_1f1b, or {chunks}=null",
-            [(key, "auto")],
-            [s.key(chunks)],
-        )
-    elif s.pipeline_schedule == "interleaved_1f1b" and s.chunks == 1:
-        yield Violation(
-            f"{key}=interleaved_1f1b",
-            f"is of several chunks on each GPU; write {s.key(chunks)}=2",
-            [(key, "auto")],
-            [s.key(chunks)],
-        )
-
-
-def _replica_rules(recipe: Recipe, world: int) -> Iterator[Violation]:
-    """Of groups that have all state each, over which FSDP2 replicates what it shards."""
-    s, key, p = (
-        recipe.trainer.strategy,
-        "trainer.strategy.data_parallel_replicate_size",
-        recipe.precision,
-    )
-    groups, backends = (
-        s.data_parallel_replicate_size,
-        (ordered() if p.backend == "auto" else [p.backend]),
-    )
-    state = resolve_state_dtypes(p)
-    if state.sharding(2) == "none":
-        instead = "" if level(p) else "storage.shard=zero1, or "
-        why = {"none": f"; write {instead}1", "auto": ", which is none here; write 1"}[
-            p.storage.shard
-        ]
-        yield from idle(
-            s,
-            ("data_parallel_replicate_size",),
-            f" with storage.shard={p.storage.shard}{why}",
-            "storage.shard",
-        )
-    elif groups > 1 and not any(by_fsdp2(recipe, state, 2, backend) for backend in backends):
-        yield Violation(
-            f"{key}={groups}",
-            "groups have the shards of FSDP2, and here whole tensors have owners; write 1",
-            [(key, 1)],
-            [
-                "storage.shard",
-                "backend",
-                "opt_level",
-                "storage.weight",
-                "storage.master_weight",
-                "storage.weight_grad",
-                "storage.comm",
-                "storage.rounding",
-            ],
-        )
-    elif groups > 1 and world % s.size == 0:
-        data, context = world // s.size, s.context_parallel_size
-        if data % groups:
-            yield Violation(
-                f"{key}={groups}",
-                f"does not divide the data-parallel size {data}; nearest is {gcd(data, groups)}",
-                [(key, gcd(data, groups))],
-                ["trainer.num_nodes", "trainer.devices"],
-            )
-        elif data * context == groups:
-            yield Violation(
-                f"{key}={groups}",
-                "leaves one rank to each group, which shards nothing; write"
-                " storage.shard=none, or 1",
-                [(key, 1)],
-                ["trainer.num_nodes", "trainer.devices"],
-            )
-
-
-def _context_rules(recipe: Recipe, cp: int) -> Iterator[Violation]:
-    """Of sequences that are split over `cp` ranks, each with two chunks of them."""
-    length, key = recipe.model.seq_length, "trainer.strategy.context_parallel_size"
-    if length % (2 * cp):
-        nearest = multiple(length, 2 * cp)
-        yield Violation(
-            f"model.seq_length={length}",
-            f"must be a multiple of 2 x context_parallel_size = {2 * cp}; nearest is {nearest}",
-            source="layout",
-        )
-    if recipe.fp8.enabled and recipe.fp8.dot_product_attention:
-        yield Violation(
-            "fp8.dot_product_attention=true",
-            f"attention in FP8 takes whole sequences, and {key}={cp} splits them; write false",
-            [("fp8.dot_product_attention", False)],
-            [key],
-        )
-    for name in (
-        name
-        for name in ("reset_attention_mask", "reset_position_ids")
-        if getattr(recipe.data, name)
-    ):
-        yield Violation(
-            f"data.{name}=true",
-            f"documents are told apart in whole sequences, and {key}={cp} splits them; write false",
-            [(f"data.{name}", False)],
-            [key],
-        )
-    if every := recipe.log.fp8_stats_every_n_steps:
-        yield Violation(
-            f"log.fp8_stats_every_n_steps={every}",
-            f"one rank measures, and under {key}={cp} none has whole sequences; drop it",
-            [("log.fp8_stats_every_n_steps", 0)],
-            [key],
-        )
-
-
-def batches(recipe: Recipe, parallel: int, of: str) -> Violation:
-    """A global batch that is no multiple `of` the microbatches of all `parallel` replicas. Microbatches, which change no result,
-    give way before it."""
-    t = recipe.trainer
-    near, share = (
-        multiple(t.global_batch_size, t.micro_batch_size * parallel),
-        t.global_batch_size // parallel,
-    )
-    gives = [("trainer.global_batch_size", near)]
-    if t.global_batch_size % parallel == 0:
-        gives.insert(
-            0,
-            (
-                "trainer.micro_batch_size",
-                max(d for d in range(1, t.micro_batch_size + 1) if share % d == 0),
-            ),
-        )
-    return Violation(
-        f"trainer.global_batch_size={t.global_batch_size}",
-        f"not a multiple of {of}; nearest is {near}",
-        gives,
-        [
-            "trainer.global_batch_size",
-            "trainer.micro_batch_size",
-            "trainer.num_nodes",
-            "trainer.devices",
-        ],
-    )
-
-
-def multiple(value: int, of: int) -> int:
-    """The multiple of `of` that is nearest to `value`, at least one."""
-    return max(of, round(value / of) * of)

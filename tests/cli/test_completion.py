@@ -15,8 +15,8 @@ from fp8cfg.cli import WORDS as VERBS
 from fp8cfg.cli.completion import SCRIPTS, completions, keys
 from fp8cfg.schema.keys import short
 from fp8cfg.schema.node import Node
-from fp8cfg.schema.node import options as literal_options
 from fp8cfg.schema.recipe import fields
+from fp8cfg.schema.value_errors import options as literal_options
 
 ROOT = Path(__file__).parents[2]
 SCALINGS = ["block", "current", "delayed", "mxfp8", "nvfp4"]

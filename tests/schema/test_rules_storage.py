@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from fp8cfg.numerics.codecs import get_codec
-from fp8cfg.schema.rules_precision import (
+from fp8cfg.schema.rules_adam import (
     FP16_LEAST,
     MANTISSA_BITS,
+    adam_violations,
     frozen_averages,
     half_unit,
     late_updates,
     lost_averages,
     slow_averages,
-    storage_refusals,
 )
 
 O2 = {
@@ -37,7 +37,7 @@ def refused(
     rounding: str = "nearest",
     **columns: str,
 ) -> list[str]:
-    found = storage_refusals({**O2, **columns}, rounding, betas, eps, lr, 0.02)
+    found = adam_violations({**O2, **columns}, rounding, betas, eps, lr, 0.02)
     return [str(violation) for violation in found]
 
 
@@ -217,7 +217,7 @@ def test_no_torch() -> None:
         [
             sys.executable,
             "-c",
-            "import sys, fp8cfg.schema.rules_precision; assert 'torch' not in sys.modules",
+            "import sys, fp8cfg.schema.rules_adam; assert 'torch' not in sys.modules",
         ],
         check=True,
     )

@@ -1,0 +1,108 @@
+"""Metaclass of nodes: each key is documented and listed in an interactive session.
+
+`recipe.fp8.margin?` in IPython shows the documentation of the key, and completion after
+`recipe.fp8.` lists keys without the methods of pydantic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from inspect import isroutine
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _ModelType
+else:
+    _ModelType = type(BaseModel)
+
+
+class Key(property):
+    """A key as an attribute of its node class.
+
+    It is a property, because IPython shows the documentation of a property, and for anything else
+    the documentation of the value.
+    """
+
+    hidden: ClassVar[bool] = False
+    """Set while pydantic makes a node class. It would take the keys of base classes as defaults,
+    and warn of fields that exist already."""
+
+    def __init__(self, name: str, doc: str) -> None:
+        super().__init__(
+            lambda node: self.__get__(node), lambda node, value: _assign(node, name, value)
+        )
+        self.name = name
+        self.__doc__ = doc
+
+    def __get__(self, node: Any, cls: type | None = None) -> Any:
+        """Returns the value without the call that property makes: plans read millions of them."""
+        if node is None:
+            if Key.hidden:
+                raise AttributeError(self.name)
+            return self
+        try:
+            return node.__dict__[self.name]
+        except KeyError:  # pydantic is still filling the node
+            raise AttributeError(self.name) from None
+
+
+def _assign(node: Any, name: str, value: Any) -> None:
+    type(node).__pydantic_validator__.validate_assignment(node, name, value)
+
+
+class NodeType(_ModelType):
+    """The metaclass. Python's own completion lists `dir` of the class and of each base class."""
+
+    def __dir__(cls) -> list[str]:
+        return sorted(public_names(cls, super().__dir__()))
+
+    if not TYPE_CHECKING:
+
+        @property
+        def __bases__(cls) -> tuple[type, ...]:
+            # Without pydantic's own classes, so that completion does not list their methods.
+            bases = vars(type)["__bases__"].__get__(cls)
+            return tuple(base for base in bases if isinstance(base, NodeType))
+
+
+def document_keys(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
+    """Adds a documented `Key` for each field of a node class.
+
+    Args:
+        cls: The class.
+        key_of: Returns the short name of a field.
+    """
+    for name, field in cls.model_fields.items():
+        key = key_of(name)
+        text = " ".join((field.description or "").split())
+        inner_fields = getattr(field.annotation, "model_fields", None)
+        if inner_fields:
+            more = f"Keys: {', '.join(inner_fields)}."
+        else:
+            more = f"fp8cfg.explain(recipe, {key!r}) says what it does in a recipe."
+        setattr(cls, name, Key(name, f"{key}: {text}\n\n{more}"))
+    for member in vars(cls).values():
+        if isinstance(member, property) and member.fget is not None:
+            # jedi 0.20.1 evaluates the return annotation of a property and fails at a Literal.
+            # Without an annotation it calls the property.
+            member.fget.__annotations__.pop("return", None)
+
+
+def public_names(cls: type, names: Iterable[str]) -> list[str]:
+    """Selects the keys, properties and methods of nodes from `names`, without pydantic's own."""
+    own_names = set()
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] == "pydantic":
+            continue
+        for name, member in vars(base).items():
+            is_public = not name.startswith("_")
+            if is_public and (isinstance(member, property | classmethod) or isroutine(member)):
+                own_names.add(name)
+    selected = []
+    for name in names:
+        is_special = name.startswith("__") and "pydantic" not in name
+        if name in own_names or is_special:
+            selected.append(name)
+    return selected

@@ -1,0 +1,247 @@
+"""Validation rules of Adam with low-precision state: which dtypes its moments and weights can have.
+
+Adam divides an average of gradients (exp_avg) by the root of an average of squared gradients
+(exp_avg_sq) and adds about `lr` times the quotient to the weight. Rounding after each step can break
+this in three ways, and each has a rule here:
+
+    second moments     round to 0, and the division explodes
+    moving averages    round back to the same value, and never decay
+    weights            round back to the same value, and never move
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fp8cfg.schema.storage import COLUMNS, FP8_CODECS
+from fp8cfg.schema.violation import Violation
+
+MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp16_scaled": 10, "fp8_pow2": 3}
+"""Mantissa bits of the dtypes whose rounding grid does not move with the amax of the tensor."""
+ADAM = {"exp_avg": 0, "exp_avg_sq": 1}
+"""The columns of the moments, and the index of each one's decay rate in optim.betas."""
+_LEVELS = ("opt_level", "backend")
+"""The keys that decide about a column that is auto."""
+FP16_LEAST = 2.0**-25
+"""fp16 without a scale rounds this and smaller values to 0: half its smallest number."""
+
+
+def adam_violations(
+    columns: Mapping[str, str],
+    rounding: str,
+    betas: tuple[float, float],
+    eps: float,
+    lr: float,
+    weight_size: float,
+    explicit: Collection[str] = COLUMNS,
+    stochastic: bool = True,
+) -> list[Violation]:
+    """Lists the reasons why Adam cannot work with state in these dtypes.
+
+    Args:
+        columns: The dtype of each storage column.
+        rounding: storage.rounding.
+        betas: The decay rates of exp_avg and exp_avg_sq.
+        eps: The term that is added to the root of exp_avg_sq.
+        lr: The largest learning rate, which is the size of Adam's updates.
+        weight_size: The magnitude of a typical weight: the standard deviation at the start.
+        explicit: The columns that the recipe sets. The others follow from a level, so no fix
+            changes them.
+        stochastic: Whether the backend can round stochastically.
+    """
+    weight, master = columns["weight"], columns["master_weight"]
+    found = [
+        *second_moment_violations(columns["exp_avg_sq"], betas[1], eps),
+        *frozen_averages(columns, betas),
+        *missing_masters(weight, master),
+        *lost_updates(weight, master, rounding, lr, weight_size),
+    ]
+    fixed = {f"storage.{column}" for column in COLUMNS if column not in explicit}
+    if not stochastic:
+        fixed.add("storage.rounding")
+    return [_without_fixes(violation, fixed) for violation in found]
+
+
+def _without_fixes(violation: Violation, keys: Collection[str]) -> Violation:
+    """Returns `violation` without its fixes of `keys`. The level counts as a cause instead."""
+    if not violation.fixes:
+        return violation
+    fixes = [(key, value) for key, value in violation.fixes if key not in keys]
+    return replace(violation, fixes=fixes, caused_by=[*violation.caused_by, *_LEVELS])
+
+
+def second_moment_violations(dtype: str, beta: float, eps: float) -> Iterator[Violation]:
+    """Rejects second moments of which most become 0.
+
+    That happens in FP8 with one scale, and in fp16 without a scale. Dividing by their root gives
+    NaN, or updates of gradient / eps. An eps as large as the lost roots keeps the updates small.
+    """
+    least_root = math.sqrt(FP16_LEAST)
+    if dtype == "fp16" and eps < least_root:
+        wider = _wider_dtype("bf16", beta)
+        also = ", or bf16" if beta <= _largest_beta(MANTISSA_BITS["bf16"]) else ""
+        yield Violation(
+            "storage.exp_avg_sq=fp16",
+            f"without a scale second moments of gradients below {least_root:.1e} become 0,"
+            f" optim.eps={eps:g} alone divides these, and training can diverge; write {wider}{also}",
+            [("storage.exp_avg_sq", wider), ("optim.eps", least_root)],
+            ["storage.exp_avg_sq", "optim.eps"],
+        )
+    if dtype in ("fp8", "fp8_pow2"):
+        yield Violation(
+            f"storage.exp_avg_sq={dtype}",
+            "second moments do not fit one FP8 scale a tensor, training diverges; write fp8_block",
+        )
+
+
+def frozen_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Iterator[Violation]:
+    """Rejects moving averages that rounding keeps from decaying at all.
+
+    A step without gradients moves a value v by v * (1 - beta). Between 1 and 2 neighbors are
+    2**-bits apart, and a move below half of that is rounded back. If the move of 2 is below it, no
+    value between 1 and 2 moves. Other powers of two behave alike.
+    """
+    for column, index in ADAM.items():
+        dtype, beta = columns[column], betas[index]
+        bits = MANTISSA_BITS.get(dtype)
+        if bits is None or 1 - beta >= 2.0 ** -(bits + 2):
+            continue
+        if (column, dtype) == ("exp_avg_sq", "fp8_pow2"):
+            continue  # `second_moment_violations` rejects it
+        nearest = list(betas)
+        nearest[index] = _largest_beta(bits)
+        wider = _wider_dtype(dtype, beta)
+        yield Violation(
+            f"optim.betas={list(betas)}",
+            f"storage.{column}={dtype} rounds an average of rate {beta:g} back to where it was, so"
+            f" it never comes down; nearest is {_largest_beta(bits):g}, or write"
+            f" storage.{column}={wider}",
+            [(f"storage.{column}", wider), ("optim.betas", tuple(nearest))],
+            [f"storage.{column}", "optim.betas"],
+        )
+
+
+def missing_masters(weight: str, master: str) -> Iterator[Violation]:
+    """Rejects FP8 weights without master weights.
+
+    Almost every update is smaller than half the distance between two FP8 values.
+    """
+    if weight in FP8_CODECS and master == "none":
+        yield Violation(
+            "storage.master_weight=none",
+            f"storage.weight={weight} needs masters; write fp16_scaled or fp32",
+            [("storage.master_weight", "fp32"), ("storage.weight", "auto")],
+            ["storage.weight", "storage.master_weight"],
+        )
+    elif master in FP8_CODECS:
+        yield Violation(
+            f"storage.master_weight={master}",
+            "FP8 loses the updates that masters are there to keep; write fp16_scaled or fp32",
+        )
+
+
+def lost_updates(
+    weight: str, master: str, rounding: str, lr: float, weight_size: float
+) -> Iterator[Violation]:
+    """Rejects updates below half the rounding step of the weights that they change."""
+    column, dtype = _updated_column(weight, master)
+    least = _least_update(dtype, rounding, weight_size)
+    if lr < least:
+        fixes: list[tuple[str, Any]] = [
+            ("storage.rounding", "stochastic"),
+            ("storage.master_weight", "fp32"),
+            ("optim.lr", least),
+        ]
+        yield Violation(
+            f"optim.lr={lr:g}",
+            f"storage.{column}={dtype} rounds most updates of that size away, at weights of"
+            f" {weight_size:g} those below {least:.2g}; write storage.rounding=stochastic or"
+            " storage.master_weight=fp32",
+            fixes,
+            ["optim.lr", "storage.rounding", "storage.weight", "storage.master_weight"],
+        )
+
+
+# Remarks: settings that work, but less well than one might think.
+
+
+def slow_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Iterator[str]:
+    """Remarks on averages that stop decaying within a factor of two, once gradients are small."""
+    for column, index in ADAM.items():
+        bits = MANTISSA_BITS.get(columns[column])
+        if bits is None:
+            continue
+        decay = 1 - betas[index]
+        if 2.0 ** -(bits + 2) <= decay < _least_decay(bits):
+            yield (
+                f"optim.betas={list(betas)}: storage.{column}={columns[column]} follows gradients"
+                f" that shrink only by halves; up to {_largest_beta(bits):g} it follows all the way"
+            )
+
+
+def lost_averages(columns: Mapping[str, str]) -> Iterator[str]:
+    """Remarks on averages that become 0. Gradients of large models are that small."""
+    if columns["exp_avg"] == "fp16":
+        yield (
+            f"storage.exp_avg=fp16: without a scale averages below {FP16_LEAST:.0e} become 0;"
+            " fp16_scaled keeps them, in as many bytes"
+        )
+
+
+def late_updates(
+    columns: Mapping[str, str], rounding: str, lr: float, end_lr: float, weight_size: float
+) -> Iterator[str]:
+    """Remarks on learning rates that become too small for the weights later in the schedule."""
+    column, dtype = _updated_column(columns["weight"], columns["master_weight"])
+    least = _least_update(dtype, rounding, weight_size)
+    if end_lr < least <= lr:
+        yield (
+            f"optim.min_lr={end_lr:g}: storage.{column}={dtype} rounds most updates below"
+            f" {least:.2g} away, where the schedule ends; storage.rounding=stochastic keeps their"
+            " mean"
+        )
+
+
+def _updated_column(weight: str, master: str) -> tuple[str, str]:
+    """Returns the column that an optimizer step changes, and its dtype."""
+    if master == "none":
+        return "weight", weight
+    return "master_weight", master
+
+
+def _least_update(dtype: str, rounding: str, weight_size: float) -> float:
+    """Returns the size of updates below which rounding loses most of them, 0 if it loses none."""
+    if rounding == "stochastic" or dtype not in ("bf16", "fp16", "fp16_scaled"):
+        return 0.0
+    return half_unit(weight_size, MANTISSA_BITS[dtype])
+
+
+def half_unit(size: float, mantissa_bits: int) -> float:
+    """Returns half the distance between `size` and the next value with that many mantissa bits."""
+    return float(2.0 ** (math.floor(math.log2(size)) - mantissa_bits - 1))
+
+
+def _largest_beta(bits: int) -> float:
+    """Returns the largest beta, cut to four digits, whose average always decays."""
+    return math.floor((1 - _least_decay(bits)) * 1e4) / 1e4
+
+
+def _least_decay(bits: int) -> float:
+    """Returns the least 1 - beta with which an average decays from any value.
+
+    The worst value is the one after a power of two, 1 + 2**-bits. Its move, that times 1 - beta,
+    must exceed half the distance to its neighbor, 2**-(bits + 1).
+    """
+    return 1 / (2.0 ** (bits + 1) + 2)
+
+
+def _wider_dtype(dtype: str, beta: float) -> str:
+    """Returns the narrowest dtype in which an average of that rate decays."""
+    if dtype == "fp8_pow2":
+        return "fp8"
+    if dtype == "bf16" and beta <= _largest_beta(MANTISSA_BITS["fp16_scaled"]):
+        return "fp16_scaled"
+    return "fp32"
