@@ -10,7 +10,7 @@ from fp8cfg.backends.native.rules import ALIGNMENT, BLOCK_CUDA, FP8_CAPABILITY
 from fp8cfg.schema.backends import Hardware
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.storage import as_held
+from fp8cfg.schema.storage import with_resolved_params
 from fp8cfg.schema.training import Strategy
 from fp8cfg.schema.violation import Violation
 
@@ -144,7 +144,7 @@ def against(
     reasons += rules.against_sharding(precision)
     if here:
         reasons += rules.against_environment(precision.fp8, os.environ)
-    reasons += rules.refusals(as_held(precision), hardware)
+    reasons += rules.refusals(with_resolved_params(precision), hardware)
     return [
         reason if reason.source == "layout" else replace(reason, source="backend")
         for reason in reasons
@@ -187,5 +187,5 @@ def _could(precision: Precision, hardware: Hardware) -> list[Violation]:
         Violation("backend=auto", f"{name} could run this, but {why}", source="backend")
         for name in rules
         if (why := rules[name].unavailable())
-        and not rules[name].refusals(as_held(precision), hardware)
+        and not rules[name].refusals(with_resolved_params(precision), hardware)
     ]

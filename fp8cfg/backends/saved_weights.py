@@ -13,7 +13,7 @@ from fp8cfg.backends.te.state import ROWS_AMAX, ROWS_SCALE_INV, as_native
 from fp8cfg.numerics import Scaling
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.schema.precision import Precision
-from fp8cfg.schema.storage import as_held
+from fp8cfg.schema.storage import with_resolved_params
 
 SCALE_INV, *_, GLOBAL_SCALE_INV = WEIGHT_BUFFERS
 Weight = tuple[Tensor | None, ...]
@@ -22,7 +22,7 @@ Weight = tuple[Tensor | None, ...]
 
 def saved_scaling(precision: Precision) -> Scaling:
     """That of the FP8 weights of a run with this `precision`."""
-    return scaling_of(as_held(precision).fp8)
+    return scaling_of(with_resolved_params(precision).fp8)
 
 
 def saved_weight(

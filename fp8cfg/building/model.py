@@ -36,9 +36,9 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.storage import (
     Columns,
     StateDtypes,
-    as_held,
-    foreign_others,
+    custom_model_columns,
     gathered,
+    with_resolved_params,
 )
 
 Fill = Callable[[Any], None]
@@ -108,7 +108,7 @@ def prepared_model(
     if precision.fp8.enabled:
         registry.backend(choice.backend).convert(
             model,
-            as_held(precision).fp8,
+            with_resolved_params(precision).fp8,
             plan,
             region,
             choice.product,
@@ -225,7 +225,7 @@ def _in_compute_dtype(
 ) -> dict[str, Columns]:
     """`columns` of a model that is not ours."""
     shared, linear = shared_weights(model), {f"{planned.name}.weight" for planned in plan}
-    apart, norms = foreign_others(state), _running_norms(model)
+    apart, norms = custom_model_columns(state), _running_norms(model)
     exact = {**apart, "weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
     return {
         name: (

@@ -39,7 +39,7 @@ from fp8cfg.schema.node import as_declared
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.recipe_registry import FINE_TUNING
 from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import as_held
+from fp8cfg.schema.storage import with_resolved_params
 from fp8cfg.schema.violation import Violation
 
 _TOLD = "_told"
@@ -274,7 +274,7 @@ def _backend_problems(recipe: Recipe) -> list[Violation]:
         return []
     return [
         *backend_rules.against_sharding(precision),
-        *backend_rules.refusals(as_held(precision), Hardware("cpu")),
+        *backend_rules.refusals(with_resolved_params(precision), Hardware("cpu")),
     ]
 
 

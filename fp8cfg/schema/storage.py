@@ -1,7 +1,8 @@
-"""Storage columns: the codec of each kind of training state once `auto` is resolved, for linear layers and for the rest.
+"""Storage columns: the dtype of each kind of training state, with `auto` resolved.
 
-The columns are those of the low-precision chart in the MS-AMP documentation. Its levels, and everything here that has a codec of
-its own, concern linear layers; embeddings and norms stay in float32 then, as MS-AMP leaves them. Moments are the same everywhere.
+The columns are those of the low-precision chart in the MS-AMP documentation. MS-AMP's levels and
+all dtypes with a scale concern linear layers. Embeddings and norms then stay in float32, as in
+MS-AMP. Moments have the same dtype everywhere.
 """
 
 from __future__ import annotations
@@ -19,69 +20,82 @@ if TYPE_CHECKING:
 COLUMNS = ("weight", "master_weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq")
 FP8_CODECS = ("fp8", "fp8_pow2", "fp8_block", "fp8_expand")
 SCALED = ("fp16_scaled", *FP8_CODECS)
-"""Codecs with a scale of their own."""
+"""Dtypes whose tensors have scales."""
 PER_TENSOR = ("fp16_scaled", "fp8", "fp8_pow2")
-"""Those with one for a whole tensor."""
+"""Dtypes with one scale for a whole tensor."""
 Columns = dict[str, str]
 
 
-def _level(codecs: str) -> Columns:
-    return dict(zip(COLUMNS, codecs.split(), strict=True))
+def _level(dtypes: str) -> Columns:
+    return dict(zip(COLUMNS, dtypes.split(), strict=True))
 
 
 LEVELS = {
+    # weight      master_weight weight_grad comm exp_avg exp_avg_sq
     "O1": _level("fp16_scaled none        fp8 fp8 fp32 fp32"),
     "O2": _level("fp16_scaled none        fp8 fp8 fp8  fp16_scaled"),
     "O3": _level("fp8         fp16_scaled fp8 fp8 fp8  fp16_scaled"),
 }
-"""MS-AMP's optimization levels. FP8 is scaled by the amax itself here, which no average gets stuck under; MS-AMP's own powers of
-two are the codec fp8_pow2, which backend=msamp has."""
+"""MS-AMP's optimization levels.
+
+FP8 scales follow the amax itself here, so that averages never freeze between two scales. MS-AMP
+rounds scales to powers of two, which is the dtype fp8_pow2 of backend=msamp.
+"""
 
 
 def level(precision: Precision) -> str | None:
-    """The optimization level that is in force: that of the backend, O2 under msamp, where none is given."""
+    """Returns the optimization level in force: opt_level, or the backend's own (O2 for msamp)."""
     return precision.opt_level or capabilities(precision.backend).level
 
 
 def of_level(precision: Precision) -> Columns:
-    """The columns that the optimization level in force sets; empty where there is none."""
+    """Returns the columns that the optimization level sets. Empty without a level."""
     columns = LEVELS.get(level(precision) or "", {})
     if not capabilities(precision.backend).level_pow2:
         return columns
-    return {k: "fp8_pow2" if v == "fp8" and k != "weight" else v for k, v in columns.items()}
+    return {
+        column: "fp8_pow2" if dtype == "fp8" and column != "weight" else dtype
+        for column, dtype in columns.items()
+    }
 
 
 def resolved(precision: Precision) -> Columns:
-    """The codec of each column for the weights of linear layers. Explicit columns are as they are, and a level goes before
-    precision.compute and fp8.params.
+    """Returns the dtype of each column for the weights of linear layers.
 
-    Where weights are held in FP8 these are the linear layers that run in FP8: see `StateDtypes`.
+    An explicit column wins over the level, and the level over precision.compute and fp8.params. If
+    weights are stored in FP8, only linear layers that run in FP8 have these dtypes, see
+    `StateDtypes`.
     """
-    in_fp8 = precision.fp8.enabled and precision.fp8.params
-    weight = "fp32" if precision.storage.shard == "fsdp" else "fp8" if in_fp8 else precision.compute
-    wire = (
-        "fp16"
-        if precision.compute == "fp16" and "fp32" not in (weight, precision.storage.weight)
-        else "fp32"
-    )
-    auto = {
+    storage, fp8 = precision.storage, precision.fp8
+    # The values of `auto`: first without a level.
+    weight: str = precision.compute
+    if storage.shard == "fsdp":
+        weight = "fp32"
+    elif fp8.enabled and fp8.params:
+        weight = "fp8"
+    gradient = "fp32"
+    has_float32_weights = "fp32" in (weight, storage.weight)
+    if precision.compute == "fp16" and not has_float32_weights:
+        gradient = "fp16"  # autograd gives gradients the dtype of their weights
+    columns = {
         "weight": weight,
-        "weight_grad": wire,
-        "comm": wire,
+        "weight_grad": gradient,
+        "comm": gradient,
         "exp_avg": "fp32",
         "exp_avg_sq": "fp32",
-        **of_level(precision),
     }
-    found = {
-        k: v if (given := getattr(precision.storage, k)) == "auto" else given
-        for k, v in auto.items()
-    }
-    if "master_weight" not in found:
-        given = precision.storage.master_weight
-        found["master_weight"] = (
-            given if given != "auto" else "none" if found["weight"] == "fp32" else "fp32"
-        )
-    return {k: found[k] for k in COLUMNS}
+    columns.update(of_level(precision))
+    for column in columns:
+        explicit = getattr(storage, column)
+        if explicit != "auto":
+            columns[column] = explicit
+    # Whether masters are needed depends on the weights, unless a level has set both.
+    if "master_weight" not in columns:
+        master = storage.master_weight
+        if master == "auto":
+            master = "none" if columns["weight"] == "fp32" else "fp32"
+        columns["master_weight"] = master
+    return {column: columns[column] for column in COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -205,7 +219,7 @@ def resolve_state_dtypes(precision: Precision) -> StateDtypes:
 
 
 def others(precision: Precision) -> Columns:
-    """StateDtypes.other of `precision`."""
+    """Returns StateDtypes.other of `precision`."""
     return resolve_state_dtypes(precision).other
 
 
@@ -230,9 +244,12 @@ def _other_columns(precision: Precision, linear: Columns) -> Columns:
     return columns
 
 
-def foreign_others(state: StateDtypes) -> Columns:
-    """`others` in a model that is not ours. Whatever multiplies them there wants the dtype of activations, and so they have the
-    compute dtype, over float32 masters where `others` would leave them in float32."""
+def custom_model_columns(state: StateDtypes) -> Columns:
+    """Returns the columns that `state.other` has in a custom model.
+
+    Its own code multiplies these parameters and expects the dtype of the activations. So they have
+    the compute dtype, with float32 masters if `state.other` would keep them in float32.
+    """
     compute = state.precision.compute
     if state.other["weight"] == compute:
         return state.other
@@ -240,86 +257,47 @@ def foreign_others(state: StateDtypes) -> Columns:
 
 
 def fp8_weights(precision: Precision) -> bool:
-    """StateDtypes.fp8_weights of `precision`."""
+    """Returns StateDtypes.fp8_weights of `precision`."""
     return resolve_state_dtypes(precision).fp8_weights
 
 
-def said_of_fp8_weights(precision: Precision) -> str:
-    """The setting of `precision` that makes weights be stored in FP8, as the user writes it."""
+def fp8_weight_setting(precision: Precision) -> str:
+    """Returns the setting that stores weights in FP8, as the user writes it."""
     if precision.storage.weight != "auto":
         return f"storage.weight={precision.storage.weight}"
-    return f"opt_level={level(precision)}" if level(precision) else "fp8.params=true"
+    if level(precision):
+        return f"opt_level={level(precision)}"
+    return "fp8.params=true"
 
 
-def as_held(precision: Precision) -> Precision:
-    """A copy of `precision` with fp8.params as it applies after resolution, which is what a backend is given."""
-    return precision.model_copy(
-        update={"fp8": precision.fp8.model_copy(update={"params": fp8_weights(precision)})}
-    )
+def with_resolved_params(precision: Precision) -> Precision:
+    """Returns a copy in which fp8.params says how weights are stored. Backends read only that."""
+    fp8 = precision.fp8.model_copy(update={"params": fp8_weights(precision)})
+    return precision.model_copy(update={"fp8": fp8})
 
 
 def low_bit(precision: Precision) -> bool:
-    """StateDtypes.low_bit of `precision`."""
+    """Returns StateDtypes.low_bit of `precision`."""
     return resolve_state_dtypes(precision).low_bit
 
 
 def sharding(precision: Precision, ranks: int) -> str:
-    """StateDtypes.sharding of `precision`."""
+    """Returns StateDtypes.sharding of `precision`."""
     return resolve_state_dtypes(precision).sharding(ranks)
 
 
 def gathered(precision: Precision, backend: str) -> str:
-    """The codec of FSDP's weight all-gather under shard=fsdp with `backend`, with storage.gather resolved."""
+    """Returns storage.gather under storage.shard=fsdp, with auto resolved: the dtype of the weight
+    all-gather with `backend`."""
     if precision.storage.gather != "auto":
         return precision.storage.gather
-    return precision.compute if against_fp8_gather(precision, backend) else "fp8"
-
-
-def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
-    """Every reason why `backend` cannot gather weights in FP8, and the nearest thing to write. torchao casts them with one scale,
-    which it never rounds, and products then read what came over the wire; native layers gather what fp8.params would hold.
-    """
-    fp8, high = precision.fp8, precision.fp8.override_linear_precision
-    if not fp8.enabled:
-        return [
-            f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current,"
-            " or drop it"
-        ]
-    if capabilities(backend).fp8_gather == "params":
-        return against_gathered_params(fp8, backend)
-    takes = SCALINGS[fp8.scaling].fp8_gather
-    lines = []
-    if not takes:
-        those = " or ".join(name for name, scaling in SCALINGS.items() if scaling.fp8_gather)
-        lines.append(
-            f"needs fp8.scaling={those}, not {fp8.scaling}; write that, or storage.gather=auto"
-        )
-    if per_row(fp8):
-        lines.append(
-            f"needs fp8.granularity=tensor, not {fp8.granularity}; write that, or"
-            " storage.gather=auto"
-        )
-    if takes and power_2_scales(fp8):
-        lines.append(
-            "torchao does not round the scales of weights that it gathers; write"
-            " fp8.use_power_2_scales=false, or storage.gather=auto"
-        )
-    lines += [
-        f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write that, or"
-        " storage.gather=auto"
-        for gemm in ("fprop", "dgrad")
-        if getattr(high, gemm)
-    ]
-    if not capabilities(backend).fp8_gather:
-        lines.append(
-            f"backend={backend} gathers weights in {precision.compute}; write"
-            f" backend={gathering()[0]}, or storage.gather=auto"
-        )
-    return lines
+    if against_fp8_gather(precision, backend):
+        return precision.compute
+    return "fp8"
 
 
 def gathers_params(precision: Precision, backend: str) -> bool:
-    """Whether FSDP gathers what fp8.params would hold: the FP8 weights as products of `backend` read them."""
+    """Returns whether FSDP gathers FP8 weights in the form in which GEMMs of `backend` read them."""
     return (
         precision.storage.shard == "fsdp"
         and capabilities(backend).fp8_gather == "params"
@@ -327,19 +305,68 @@ def gathers_params(precision: Precision, backend: str) -> bool:
     )
 
 
+def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
+    """Lists the reasons why `backend` cannot gather weights in FP8, each with what to do.
+
+    torchao casts a weight with one scale that is not rounded, and its GEMMs read what came over
+    the wire. Native layers gather what fp8.params stores.
+    """
+    fp8 = precision.fp8
+    if not fp8.enabled:
+        return [
+            f"precision.compute={precision.compute} runs no FP8; write precision=bf16_fp8_current,"
+            " or drop it"
+        ]
+    if capabilities(backend).fp8_gather == "params":
+        return against_gathered_params(fp8, backend)
+    has_gather = SCALINGS[fp8.scaling].fp8_gather
+    reasons = []
+    if not has_gather:
+        supported = [name for name, scaling in SCALINGS.items() if scaling.fp8_gather]
+        reasons.append(
+            f"needs fp8.scaling={' or '.join(supported)}, not {fp8.scaling}; write that, or"
+            " storage.gather=auto"
+        )
+    if per_row(fp8):
+        reasons.append(
+            f"needs fp8.granularity=tensor, not {fp8.granularity}; write that, or"
+            " storage.gather=auto"
+        )
+    if has_gather and power_2_scales(fp8):
+        reasons.append(
+            "torchao does not round the scales of weights that it gathers; write"
+            " fp8.use_power_2_scales=false, or storage.gather=auto"
+        )
+    for gemm in ("fprop", "dgrad"):  # wgrad does not read the weight
+        if getattr(fp8.override_linear_precision, gemm):
+            reasons.append(
+                f"needs fp8.override_linear_precision.{gemm}=false, which reads the weight; write"
+                " that, or storage.gather=auto"
+            )
+    if not capabilities(backend).fp8_gather:
+        reasons.append(
+            f"backend={backend} gathers weights in {precision.compute}; write"
+            f" backend={gathering()[0]}, or storage.gather=auto"
+        )
+    return reasons
+
+
 def against_gathered_params(fp8: FP8, backend: str) -> list[str]:
-    """Why the float8 weights of fp8.params are not gathered: none are asked for, or products read two matrices of each."""
-    lines = []
+    """Lists the reasons why the FP8 weights of fp8.params cannot be gathered."""
+    reasons = []
     if not fp8.params:
-        lines.append(
+        reasons.append(
             f"backend={backend} gathers the FP8 weights of fp8.params; write fp8.params=true, or"
             " storage.gather=auto"
         )
+    # fprop and dgrad contract different dimensions of a weight. With scales along one dimension,
+    # each needs a quantized matrix of its own. Square blocks with float32 scales serve both.
     scaling = SCALINGS[fp8.scaling]
-    if per_row(fp8) or (scaling.block and (scaling.scale != "float32" or not weights_2d(fp8))):
-        of = f" with fp8.granularity={fp8.granularity}" if per_row(fp8) else ""
-        lines.append(
-            f"fp8.scaling={fp8.scaling}{of} needs two matrices of a weight, which take as many"
-            " bytes as bf16; write storage.gather=auto"
+    has_square_blocks = scaling.scale == "float32" and weights_2d(fp8)
+    if per_row(fp8) or (scaling.block and not has_square_blocks):
+        granularity = f" with fp8.granularity={fp8.granularity}" if per_row(fp8) else ""
+        reasons.append(
+            f"fp8.scaling={fp8.scaling}{granularity} needs two matrices of a weight, which take as"
+            " many bytes as bf16; write storage.gather=auto"
         )
-    return lines
+    return reasons

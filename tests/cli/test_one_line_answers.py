@@ -20,7 +20,7 @@ from fp8cfg.__main__ import main
 from fp8cfg.building import builder
 from fp8cfg.cli import launch_run, train
 from fp8cfg.schema import recipe_registry
-from fp8cfg.schema.errors import ConfigError, said
+from fp8cfg.schema.errors import ConfigError, report_error
 from tests.support.small import SMALL, small
 
 ROOT = Path(__file__).parents[2]
@@ -237,8 +237,8 @@ def test_a_cache_that_cannot_be_made_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/x")
-    assert said(FileNotFoundError(2, "No such file or directory", "/proc/x")) == 2
-    assert said(FileNotFoundError(2, "No such file or directory", "/proc/y")) is None
+    assert report_error(FileNotFoundError(2, "No such file or directory", "/proc/x")) == 2
+    assert report_error(FileNotFoundError(2, "No such file or directory", "/proc/y")) is None
     assert capsys.readouterr().err.startswith(
         "error: TORCHINDUCTOR_CACHE_DIR=/proc/x: no folder, and none can be made (No such file"
     )

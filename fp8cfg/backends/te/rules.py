@@ -18,7 +18,7 @@ from fp8cfg.schema.keys import spelled
 from fp8cfg.schema.packages import installed_version
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.scalings import SCALINGS, needed
-from fp8cfg.schema.storage import fp8_weights, said_of_fp8_weights
+from fp8cfg.schema.storage import fp8_weight_setting, fp8_weights
 from fp8cfg.schema.violation import Violation
 
 Version = tuple[int, int, int]
@@ -398,7 +398,7 @@ def _keys(p: Precision) -> list[Violation]:
     if f.params and p.compute == "fp32":
         lines.append(
             Violation(
-                f"{said_of_fp8_weights(p)}",
+                f"{fp8_weight_setting(p)}",
                 "Transformer Engine's FP8 weights would pass for float32"
                 " ones, which get no master copy; write fp8.params=false, precision.compute=bf16,"
                 " or backend=native",

@@ -11,7 +11,7 @@ from fp8cfg.schema.fp8 import FP8, per_row, weights_2d
 from fp8cfg.schema.packages import installed_version
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import level, said_of_fp8_weights
+from fp8cfg.schema.storage import fp8_weight_setting, level
 from fp8cfg.schema.violation import Violation
 
 LEAST = (0, 18)
@@ -95,7 +95,7 @@ def _not_there(p: Precision) -> list[Violation]:
             )
         )
     if f.params:
-        said = said_of_fp8_weights(p)
+        said = fp8_weight_setting(p)
         cure = (
             "fp8.params=false"
             if said == "fp8.params=true"
