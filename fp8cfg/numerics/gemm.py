@@ -407,7 +407,7 @@ def microscaled_mm(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
 
 
 def hardware_layout(operand: Operand) -> tuple[Tensor, Tensor]:
-    """Returns data and scales of an MXFP8 or NVFP4 operand as the hardware reads them, both bytes."""
+    """Returns the bytes of an operand and of its scales as the hardware reads them."""
     assert operand.scale_inv is not None and operand.tile is not None
     scale = operand.scale_inv
     if operand.data.dtype == torch.uint8:

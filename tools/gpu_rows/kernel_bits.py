@@ -151,7 +151,7 @@ def plainly(
         made = quantize(
             t, choose_tensor_scale(t, role, scaling, scales, history, record=True), fmt, fmt.dtype
         )
-        return made._replace(other=made.t())
+        return made._replace(columnwise=made.t())
     record = None if history is None else history[0, role]
     whole = (
         global_scale_from_amax(amax := compute_amax_or_nan(t))
@@ -166,7 +166,7 @@ def plainly(
         for tile in tiles
         if tile
     )
-    return along._replace(other=across.t())
+    return along._replace(columnwise=across.t())
 
 
 def kernel_bits(name: str, device: str = "cuda") -> ByteCounts:
@@ -228,7 +228,7 @@ def _operand(
         by_kernels(given, role, scaling, there, kept, lane),
         plainly(t, role, scaling, scales, after, lane),
     )
-    sides = [(got, *_as(got, want)), *([(got.t(), *_as(got.t(), want.t()))] if got.other else [])]
+    sides = [(got, *_as(got, want)), *([(got.t(), *_as(got.t(), want.t()))] if got.columnwise else [])]
     for what, (ours, data, _) in zip(("data", "transposes"), sides, strict=False):
         counts.compare(what, ours.data, data, where)
     for ours, _, scale_inv in sides:
