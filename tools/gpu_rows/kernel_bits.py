@@ -228,7 +228,10 @@ def _operand(
         by_kernels(given, role, scaling, there, kept, lane),
         plainly(t, role, scaling, scales, after, lane),
     )
-    sides = [(got, *_as(got, want)), *([(got.t(), *_as(got.t(), want.t()))] if got.columnwise else [])]
+    sides = [
+        (got, *_as(got, want)),
+        *([(got.t(), *_as(got.t(), want.t()))] if got.columnwise else []),
+    ]
     for what, (ours, data, _) in zip(("data", "transposes"), sides, strict=False):
         counts.compare(what, ours.data, data, where)
     for ours, _, scale_inv in sides:
