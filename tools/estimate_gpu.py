@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fp8cfg
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.schema.tables import size, table, wrapped
 from tools.gpu_rows import estimate
 from tools.gpu_rows.estimate import OF_BANDWIDTH, OF_PEAK, OF_PEAK_ATTENTION, Device
@@ -89,7 +89,7 @@ def transposes(device: Device) -> str:
         sum(estimate.step(device, "delayed", recipe).values()),
     )
     taken = passes * estimate.transposes(device, recipe)
-    kept = sum(p.in_features * p.out_features for p in plan(recipe) if p.fp8)
+    kept = sum(p.in_features * p.out_features for p in plan_layers(recipe) if p.fp8)
     return f"fp8.params: transposes of weights in {passes} backward passes {taken * 1e3:.0f} ms, {taken / whole:.1%} of the step; kept (fp8.keep_transpose_cache) they take {size(kept)}"
 
 

@@ -28,8 +28,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import fp8cfg
 from fp8cfg.models import parameter_counts
 from fp8cfg.models.hf_checkpoint import to_hf
-from fp8cfg.planning.coverage import planned
-from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.planning.coverage import planned_coverage
+from fp8cfg.planning.layer_plan import plan_layers, transformer_config
 from fp8cfg.schema.recipe_registry import recipes
 from tools.command import run
 from tools.families import PUBLISHED, TINY, build, config_of
@@ -93,7 +93,7 @@ def published(names: list[str]) -> str:
 def share(name: str) -> float:
     """The planned share of all matmul FLOPs in FP8, of recipe `name` under bf16_fp8."""
     recipe = fp8cfg.compose([f"recipe={name}", "precision=bf16_fp8"])
-    return planned(recipe, plan(recipe)).share
+    return planned_coverage(recipe, plan_layers(recipe)).share
 
 
 def loss(name: str, precision: str, steps: int) -> float:

@@ -99,7 +99,7 @@ def on_rank(rank: int, ranks: int, words: list[str], folder: str) -> None:
 
 def charted(recipe: fp8cfg.Recipe, ranks: int) -> float:
     """The chart's bytes of a parameter of a linear layer on each of so many ranks."""
-    columns = remarks.row(recipe, resolve_state_dtypes(recipe.precision))
+    columns = remarks.chart_row(recipe, resolve_state_dtypes(recipe.precision))
     split = remarks.bytes_per_parameter(
         {**dict.fromkeys(columns, "none"), **{k: columns[k] for k in SPLIT[recipe.storage.shard]}}
     )

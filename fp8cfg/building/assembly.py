@@ -23,7 +23,7 @@ from fp8cfg.parallel.mesh import SAME_SAMPLES, connect, device_mesh, fsdp_mesh
 from fp8cfg.parallel.pipeline import PipelineRank, keep_stage
 from fp8cfg.parallel.process_group import world_along
 from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
-from fp8cfg.planning.job_plan import Plan, plan_on_this_machine, sized
+from fp8cfg.planning.job_plan import Plan, cut_if_smoke, plan_on_this_machine
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema.hugging_face import family_of_weights
 from fp8cfg.schema.recipe import Recipe
@@ -35,7 +35,7 @@ def assemble(recipe: Recipe, model: nn.Module | None) -> Job:
     """The Job of `recipe` on this machine, around `model` if one is given. Raises ConfigError as `builder.build`."""
     if model is not None:
         recipe, model = convert.to_build(recipe, model)
-    recipe = sized(recipe, model)
+    recipe = cut_if_smoke(recipe, model)
     plan = plan_on_this_machine(recipe, model)
     made = _put_together(plan, model)
     mark(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8cfg.backends.choice import Choice, Hardware
 from fp8cfg.building.job import Job
-from fp8cfg.planning.job_plan import checked, make_plan, sized
+from fp8cfg.planning.job_plan import checked_recipe, cut_if_smoke, make_plan
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hugging_face import family_of_weights
 from fp8cfg.schema.keywords import refuses_recipe_keys
@@ -38,8 +38,8 @@ def lower(
     """
     graph_nodes = nodes()
 
-    recipe = checked(recipe)
-    small = sized(recipe, model)
+    recipe = checked_recipe(recipe)
+    small = cut_if_smoke(recipe, model)
     make_plan(small, hardware or Hardware("cpu"), model, choice)
     if model is None and small.model.weights:
         family_of_weights(small.model)
@@ -71,8 +71,8 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
     graph_nodes = nodes()
 
     if model is None:
-        recipe = checked(recipe)
-        sized(recipe)
+        recipe = checked_recipe(recipe)
+        cut_if_smoke(recipe)
     else:
         from fp8cfg.conversion import convert
 

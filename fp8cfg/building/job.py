@@ -18,11 +18,11 @@ from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.planning.coverage import (
     Coverage,
-    of_layers,
-    planned,
+    coverage_of_layers,
+    observed_coverage,
+    planned_coverage,
     prove_engagement,
-    ran,
-    warn_of_share,
+    warn_of_low_coverage,
 )
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema import scalings
@@ -94,7 +94,9 @@ def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> s
     """The planned share. Of a given model the weights are known, not how often each multiplies."""
     if not recipe.fp8.enabled:
         return "no FP8 planned"
-    coverage = of_layers(plan, (), recipe.fp8) if foreign else planned(recipe, plan)
+    coverage = (
+        coverage_of_layers(plan, (), recipe.fp8) if foreign else planned_coverage(recipe, plan)
+    )
     what = "their weights" if foreign else coverage.what
     return (
         f"{coverage.layers_in_fp8} of {len(plan)} linear layers planned in FP8,"
@@ -439,8 +441,11 @@ class Job:
         if (
             self.autocast.has_fp8_layers() and checks.check(self.model) and self.foreign
         ):  # `fit` says it of our own
-            warn_of_share(
-                self.model, ran(self.recipe, self.model, self.plan, self._observed(), self.foreign)
+            warn_of_low_coverage(
+                self.model,
+                observed_coverage(
+                    self.recipe, self.model, self.plan, self._observed(), self.foreign
+                ),
             )
 
     def _check_sums(self) -> None:

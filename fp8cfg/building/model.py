@@ -28,7 +28,7 @@ from fp8cfg.numerics import Region, fp8_linears, seed_rounding
 from fp8cfg.numerics.amax_update import fp8_layers, reset_state
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.parallel import fsdp
-from fp8cfg.planning.layer_plan import adapted, transformer_config
+from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
 from fp8cfg.schema import hugging_face
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hugging_face import Family, family_of_weights
@@ -329,7 +329,7 @@ def adapters(recipe: Recipe) -> Adapters | None:
     """The adapters of `recipe`; None without lora.enabled. Raises ConfigError for a folder of lora.weights that does not fit."""
     if not recipe.lora.enabled:
         return None
-    node, config, found = recipe.lora, transformer_config(recipe), adapted(recipe)
+    node, config, found = recipe.lora, transformer_config(recipe), adapted_projections(recipe)
     first = None
     if node.weights:
         family = hugging_face.of_model(recipe.model)

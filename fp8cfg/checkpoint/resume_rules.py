@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import full, short, spelled
@@ -160,7 +160,7 @@ def _kept(recipe: Recipe) -> dict[str, Any]:
     tied = {"output_layer"} if recipe.model.share_embeddings_and_output_weights else set()
     dtypes = resolve_state_dtypes(precision)
     columns = {}
-    for linear in plan(recipe):
+    for linear in plan_layers(recipe):
         columns[linear.name] = dtypes.of_parameter(linear.name not in tied, linear.fp8)
     columns[""] = dtypes.other
     narrow, made = (

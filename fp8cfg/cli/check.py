@@ -8,8 +8,8 @@ from pathlib import Path
 from fp8cfg.cli.argv import split, wrong_words
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
 from fp8cfg.planning import layout, preflight, remarks, training_data
-from fp8cfg.planning.coverage import planned, refuse_low_share
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.coverage import check_min_coverage, planned_coverage
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema import scalings
 from fp8cfg.schema.errors import ConfigError, NotFP8Error, refuse_if
@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
                 {
                     "ok": True,
                     "recipe": line,
-                    "data": training_data.summary(recipe),
+                    "data": training_data.summarize_data(recipe),
                     "notes": [note.removeprefix("note: ") for note in notes],
                 },
                 indent=1,
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
         )
     else:
         print(wrapped(f"ok: {line}", more="  "))
-        print(wrapped(training_data.line(recipe), more="  "))
+        print(wrapped(training_data.data_line(recipe), more="  "))
         say(notes)
     return 0
 
@@ -85,12 +85,12 @@ def _checked(
     """
     found = settled(words, folder, file)
     recipe = found.recipe
-    refuse_if([*violations(recipe, written=found.written), *training_data.unintended(recipe)])
-    coverage, p, t = planned(recipe, plan(recipe)), recipe.precision, recipe.trainer
-    refuse_low_share(recipe, coverage)
+    refuse_if([*violations(recipe, written=found.written), *training_data.unintended_data(recipe)])
+    coverage, p, t = planned_coverage(recipe, plan_layers(recipe)), recipe.precision, recipe.trainer
+    check_min_coverage(recipe, coverage)
     count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"
     fp8 = f", {scalings.title(p.fp8.scaling)} in {count}" if p.fp8.enabled else ""
-    said = remarks.lines(recipe, layout.whole(recipe, t.num_nodes * t.devices))
-    here = [f"note: {note}" for note in preflight.lines(recipe, folder)]
+    said = remarks.remark_lines(recipe, layout.whole(recipe, t.num_nodes * t.devices))
+    here = [f"note: {note}" for note in preflight.local_problems(recipe, folder)]
     line = f"{recipe.name}, {p.compute}{fp8}"
     return recipe, line, [*found.notes, *said, *here]

@@ -22,7 +22,7 @@ from fp8cfg.execution.slurm import batch_script
 from fp8cfg.interop.projects import DOORS, to_text
 from fp8cfg.models.config import projections
 from fp8cfg.planning import training_data
-from fp8cfg.planning.layer_plan import adapted, transformer_config
+from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
 from fp8cfg.report import recipe_export
 from fp8cfg.schema import hugging_face
 from fp8cfg.schema.errors import ConfigError, NotWritable, nearest, printable, refuse_if
@@ -296,7 +296,11 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
             f" add them to these, or: fp8cfg export peft {named} OUT"
         )
     tied = found.recipe.model.share_embeddings_and_output_weights
-    if merge and tied and any(p.module == "output_layer" for p in adapted(found.recipe)):
+    if (
+        merge
+        and tied
+        and any(p.module == "output_layer" for p in adapted_projections(found.recipe))
+    ):
         raise ConfigError(
             "--merge: the output layer has adapters and the embedding, whose weight it has, none;"
             f" write: fp8cfg export peft {named} OUT"
@@ -384,7 +388,7 @@ def run_slurm(arguments: Arguments) -> int:
         )
     folder, said = arguments.one("--config-dir"), arguments.plain[1:]
     recipe = composed(arguments.words, folder, recipe_file(said, ()))
-    refuse_if(training_data.unintended(recipe))
+    refuse_if(training_data.unintended_data(recipe))
     words = [*said, *arguments.words, *(["--config-dir", folder] if folder else [])]
     text = batch_script(recipe, words, settings(arguments.one("--slurm") or "", submitit=False))
     return print_or_write(text, arguments.one("--output"))

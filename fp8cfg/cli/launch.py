@@ -15,7 +15,7 @@ from fp8cfg.execution.executor import TorchrunExecutor
 from fp8cfg.execution.slurm import SBATCH, SlurmExecutor, unknown
 from fp8cfg.planning import hardware as machine
 from fp8cfg.planning import preflight, smoke, training_data
-from fp8cfg.planning.fit_search import Line
+from fp8cfg.planning.fit_search import CommandLine
 from fp8cfg.planning.layout import placed
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import full
@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
         *_two_counts(arguments.words, found.recipe, ranks),
         *_too_many(found.recipe, ranks),
         *problems,
-        *training_data.unintended(found.recipe),
+        *training_data.unintended_data(found.recipe),
     ]
     refuse_if([*_other_machines(found.recipe, ranks, None if lines else whole_line), *lines])
     say(found.notes)
@@ -90,7 +90,7 @@ def _two_counts(words: Sequence[str], recipe: Recipe, ranks: int | None) -> list
 
 def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
     """A line where this machine has fewer GPUs than `ranks` that are to be started on them."""
-    if ranks and recipe.trainer.accelerator != "cpu" and 0 < (gpus := machine.gpus()) < ranks:
+    if ranks and recipe.trainer.accelerator != "cpu" and 0 < (gpus := machine.count_gpus()) < ranks:
         return [
             f"--local {ranks}: each process takes a GPU, and this machine has {gpus}; write --local"
             f" {gpus}"
@@ -98,7 +98,7 @@ def _too_many(recipe: Recipe, ranks: int | None) -> list[str]:
     return []
 
 
-def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) -> list[str]:
+def _other_machines(recipe: Recipe, ranks: int | None, whole_line: CommandLine | None) -> list[str]:
     """A line if `ranks` of this machine alone are to be started of a `recipe` for several machines;
     with one that runs here, made by `whole_line`, if nothing else is wrong."""
     t = recipe.trainer
@@ -111,16 +111,16 @@ def _other_machines(recipe: Recipe, ranks: int | None, whole_line: Line | None) 
     if whole_line is None:
         return lines
     here, hardware = placed(recipe, 1, ranks), machine.find_hardware(t.accelerator)
-    return preflight.with_offers(lines, here, hardware, whole_line, ranks)
+    return preflight.append_runs(lines, here, hardware, whole_line, ranks)
 
 
-def _refuse(found: ResolvedRecipe, ranks: int, whole_line: Line) -> None:
+def _refuse(found: ResolvedRecipe, ranks: int, whole_line: CommandLine) -> None:
     """Raise ConfigError, before there is a run folder, where `ranks` of this machine do not have the layout or the memory, with the
     line that runs here. Each rank refuses what is not free on its own GPU."""
     from fp8cfg.training.data import refuse_absent
 
-    recipe = smoke.cut(found.recipe, ranks)
-    preflight.refuse(
+    recipe = smoke.cut_recipe(found.recipe, ranks)
+    preflight.check_run(
         recipe, machine.find_hardware(recipe.trainer.accelerator), whole_line, found.problems, ranks
     )
     refuse_absent(recipe)

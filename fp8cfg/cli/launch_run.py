@@ -20,7 +20,7 @@ from fp8cfg.execution.executor import start
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import hardware as machine
 from fp8cfg.planning import layout, preflight, remarks, smoke, training_data
-from fp8cfg.planning.fit_search import Line, Takes, offering, words_alone
+from fp8cfg.planning.fit_search import CommandLine, IsResumable, append_commands, overrides_only
 from fp8cfg.planning.layout import refused, shared_by
 from fp8cfg.planning.violations import violations
 from fp8cfg.report import run_header
@@ -46,19 +46,22 @@ def launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def started(
-    found: ResolvedRecipe, argv: Sequence[str], whole_line: Line, takes: Takes | None = None
+    found: ResolvedRecipe,
+    argv: Sequence[str],
+    whole_line: CommandLine,
+    takes: IsResumable | None = None,
 ) -> int | None:
     """The exit code of `fp8cfg ARGV`, which trains `found`, on the ranks that are started here; None where this process is to
     train: one of a launcher, or the only one. Raises ConfigError for a layout that `found` is refused for, and for several nodes,
     with the line of each, with lines that run here: of a run that is gone on with those that it `takes`.
     """
     recipe = found.recipe
-    unintended = training_data.unintended(recipe)
+    unintended = training_data.unintended_data(recipe)
     if unintended:
         hardware = machine.find_hardware(recipe.trainer.accelerator)
         refuse_if([*violations(recipe, hardware, written=found.written), *unintended])
     if found.problems:
-        preflight.refuse(
+        preflight.check_run(
             recipe,
             machine.find_hardware(recipe.trainer.accelerator),
             whole_line,
@@ -67,7 +70,7 @@ def started(
         )
     if launched():
         return None
-    gpus = machine.gpus()
+    gpus = machine.count_gpus()
     try:
         ranks = count(recipe, gpus)
     except ConfigError as e:
@@ -78,10 +81,10 @@ def started(
             )
         lines = [f"{e}: {node_line(recipe, argv, gpus)}"]
         if takes:
-            lines = preflight.with_offers(lines, recipe, hardware, whole_line, takes=takes)
+            lines = preflight.append_runs(lines, recipe, hardware, whole_line, takes=takes)
         else:
             fit = preflight.smoke_run_here(recipe, hardware)
-            lines = offering(lines, "here", [whole_line(fit)] if fit else [])
+            lines = append_commands(lines, "here", [whole_line(fit)] if fit else [])
         raise ConfigError(lines) from None
     _say_idle(recipe, gpus, ranks)
     return start(ranks, argv) if ranks > 1 else None
@@ -148,8 +151,8 @@ def launch(
     recipe: Recipe,
     folder: Callable[[], RunFolder],
     start_from: Loaded | None,
-    whole_line: Line | None = None,
-    takes: Takes | None = None,
+    whole_line: CommandLine | None = None,
+    takes: IsResumable | None = None,
 ) -> int:
     """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given.
     `whole_line` makes a command line of a fit that a refusal offers, without it its words stand alone; a run that is gone on with
@@ -163,9 +166,9 @@ def launch(
     try:
         say(run_header.body(recipe, hardware))
     finally:  # of a backend that does not split its layers so: with lines that run here
-        preflight.refuse(recipe, hardware, whole_line or words_alone, takes=takes)
+        preflight.check_run(recipe, hardware, whole_line or overrides_only, takes=takes)
     refuse_absent(recipe)
-    for line in remarks.lines(recipe, layout.whole(recipe, sharding.ranks())):
+    for line in remarks.remark_lines(recipe, layout.whole(recipe, sharding.ranks())):
         say(line, file=sys.stderr)
 
     with waiting_to_stop(), ExitStack() as stack:
@@ -185,7 +188,7 @@ def is_run(path: Path) -> bool:
 def go_on(
     path: Path,
     changed: Callable[[Recipe], Recipe],
-    whole_line: Line,
+    whole_line: CommandLine,
     allow: Sequence[str] = (),
     anew: bool = False,
     choice: CheckpointChoice | None = None,
@@ -219,8 +222,8 @@ def go_on(
 
 def sized(recipe: Recipe) -> Recipe:
     """`recipe` as it runs on the ranks here: cut, with a line that says how, where trainer.smoke asks for it."""
-    small = smoke.cut(recipe, sharding.ranks())
-    say_notes(line for line in [smoke.note(recipe, small)] if line)
+    small = smoke.cut_recipe(recipe, sharding.ranks())
+    say_notes(line for line in [smoke.describe_cuts(recipe, small)] if line)
     return small
 
 

@@ -13,11 +13,11 @@ from fp8cfg.cli.recipe_arguments import recipe_file, say, settled, whole_lines
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.parallel.sharding import ranks as ranks_here
 from fp8cfg.planning import graph_text
-from fp8cfg.planning.coverage import low_share_line, refuse_low_share
-from fp8cfg.planning.fit_search import Fit, offering
-from fp8cfg.planning.hardware import GPUS, named
+from fp8cfg.planning.coverage import check_min_coverage, min_coverage_problem
+from fp8cfg.planning.fit_search import Fit, append_commands
+from fp8cfg.planning.hardware import GPUS, find_gpu
 from fp8cfg.planning.layout import machines, placed
-from fp8cfg.planning.plan_report import PlanReport, planned, refuse_hardware
+from fp8cfg.planning.plan_report import PlanReport, check_accelerator, report_plan
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 
@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
             _count(arguments.one("--gpus")),
             arguments.one("--gpu"),
         )
-        gpu, file = named(name) if name else None, recipe_file(arguments.plain, ())
+        gpu, file = find_gpu(name) if name else None, recipe_file(arguments.plain, ())
         if len(arguments.flags) > 1:
             raise ConfigError(
                 f"{' '.join(f for f in (*_OUTPUTS, '--measure') if f in arguments.flags)}:"
@@ -94,22 +94,22 @@ def run(argv: list[str]) -> int:
     refuse_if([] if found.layout_alone else found.problems)
     say(found.notes)
     recipe = found.recipe
-    refuse_hardware(recipe, name, "--gpu ")
+    check_accelerator(recipe, name, "--gpu ")
     world = started or recipe.trainer.num_nodes * recipe.trainer.devices
     whole_line = whole_lines(arguments, settle, has_blanks=True)
-    plan = planned(recipe, world, gpu, whole_line, found.problems)
+    plan = report_plan(recipe, world, gpu, whole_line, found.problems)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
         print(_shown(plan, *arguments.flags), flush=True)
     where = plan.offered.where("there") if plan.offered else "there"
     if plan.refusals:
-        refuse_if(offering([*plan.refusals, *plan.problems], where, plan.lines))
+        refuse_if(append_commands([*plan.refusals, *plan.problems], where, plan.lines))
     if (
         not {"--tree", "--dot", "--code"} & arguments.flags
     ):  # a graph, which export and tools of Fiddle take, runs nothing
-        if list(plan.problems) == [low_share_line(recipe, plan.coverage)]:
-            refuse_low_share(recipe, plan.coverage)
-        refuse_if(offering(plan.problems, where, plan.lines) if plan.problems else [])
+        if list(plan.problems) == [min_coverage_problem(recipe, plan.coverage)]:
+            check_min_coverage(recipe, plan.coverage)
+        refuse_if(append_commands(plan.problems, where, plan.lines) if plan.problems else [])
         if (
             is_first
             and not arguments.flags
@@ -153,9 +153,11 @@ def _shown(plan: PlanReport, output: str = "") -> str:
     if plan.choice is None:  # there is no graph of what is not built
         raise ConfigError(plan.refusals)
     lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)
-    return {"--tree": graph_text.tree, "--dot": graph_text.dot, "--code": graph_text.code}[output](
-        lowered
-    ).rstrip()
+    return {
+        "--tree": graph_text.tree_text,
+        "--dot": graph_text.dot_text,
+        "--code": graph_text.code_text,
+    }[output](lowered).rstrip()
 
 
 def _count(text: str | None) -> int | None:

@@ -15,7 +15,7 @@ from fp8cfg.composition.config_groups import Library
 from fp8cfg.composition.overrides import Overrides, malformed, parsed
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.planning import training_data
-from fp8cfg.planning.fit_search import Fit, Line, differences
+from fp8cfg.planning.fit_search import CommandLine, Fit, changed_overrides
 from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if
 from fp8cfg.schema.keys import full
 from fp8cfg.schema.recipe import Recipe
@@ -185,7 +185,9 @@ _TIMES = 4
 """A line is settled at most: as it was found, with the machine, with the batch that comes out otherwise on it, and once more."""
 
 
-def whole_lines(arguments: Arguments, settle: Settle, *verb: str, has_blanks: bool = False) -> Line:
+def whole_lines(
+    arguments: Arguments, settle: Settle, *verb: str, has_blanks: bool = False
+) -> CommandLine:
     """Makes the line of `arguments` and a fit, by `verb` and its options or training; an empty one where it would be refused, or
     settle to another recipe than that of the fit. With `has_blanks` a recipe that lacks training data gets overrides to fill
     in."""
@@ -200,7 +202,7 @@ def whole_lines(arguments: Arguments, settle: Settle, *verb: str, has_blanks: bo
             if typed.problems:
                 return ""
             if has_blanks:
-                words += training_data.blanks(fit.recipe)
+                words += training_data.missing_overrides(fit.recipe)
             return command_line(arguments, words, *verb)
         return ""
 
@@ -209,4 +211,4 @@ def whole_lines(arguments: Arguments, settle: Settle, *verb: str, has_blanks: bo
 
 def _apart(typed: ResolvedRecipe, fit: Fit) -> tuple[str, ...]:
     """The words that make what was `typed` into the recipe of `fit`; none of a smoke run, whose size is cut once it is started."""
-    return () if fit.recipe.trainer.smoke else differences(typed.recipe, fit.recipe)
+    return () if fit.recipe.trainer.smoke else changed_overrides(typed.recipe, fit.recipe)

@@ -86,7 +86,7 @@ def run(argv: list[str]) -> int:
     say(found.notes)  # which ranks say that were started here
     recipe, log = sized(found.recipe), found.recipe.log
     if exactly:
-        say(f"note: {line}" for line in remarks.idle_dir(log, "hydra.run.dir", str(exactly)))
+        say(f"note: {line}" for line in remarks.unused_log_dir(log, "hydra.run.dir", str(exactly)))
     if log.folder:
         exactly = Path(log.folder)
         if log.resume == "auto" and is_run(exactly):

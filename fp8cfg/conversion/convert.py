@@ -38,7 +38,7 @@ from fp8cfg.composition.precedence import resolve_recipe, resolved_for_build
 from fp8cfg.composition.recipe_yaml import flat
 from fp8cfg.numerics import Region, fp8_linears, seed_rounding
 from fp8cfg.numerics.stored_state import fp8_state_dict, load_fp8_state_dict
-from fp8cfg.planning.coverage import Coverage, coverage, of_layers, warn_of_share
+from fp8cfg.planning.coverage import Coverage, coverage, coverage_of_layers, warn_of_low_coverage
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.schema.backends import Hardware
 from fp8cfg.schema.changed_fields import changed
@@ -186,7 +186,7 @@ class Conversion:
         is nothing to roll. If a step has several microbatches, later steps quantize each weight once, until this call. Beside `apply_fp8_autowrap`, whose passes roll, it warns and does nothing. Raises NotFP8Error where the
         model was trained and no layer has multiplied in FP8 yet."""
         if checks.check(self.model):
-            warn_of_share(self.model, coverage(self.model))
+            warn_of_low_coverage(self.model, coverage(self.model))
         state = converted(self.model)
         if state.forward_passes and self._rolls:
             warnings.warn(
@@ -219,7 +219,7 @@ class Conversion:
 
     def __str__(self) -> str:
         backend = wrapped(f"backend {self.choice.backend} ({self.choice.why})", more="  ")
-        return f"{backend}\n{of_layers(self.plan, beside(self.model), self.fp8)}"
+        return f"{backend}\n{coverage_of_layers(self.plan, beside(self.model), self.fp8)}"
 
     __repr__ = __str__
 
@@ -354,7 +354,7 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
         raise NotFP8Error(
             f"fp8.min_coverage={fp8.min_coverage:g}: {seen.share:.1%} of {seen.what} ran in FP8"
         )
-    warn_of_share(model, seen)
+    warn_of_low_coverage(model, seen)
     return seen
 
 

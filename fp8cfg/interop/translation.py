@@ -8,7 +8,7 @@ from typing import Any
 
 from fp8cfg.composition.recipe_yaml import assigned, flat
 from fp8cfg.interop.key_table import SILENT, TYPO, Dialect, Read, Values, Written, printable, shown
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.fp8 import ONLY_UNDER, power_2_scales, weights_2d
@@ -222,7 +222,7 @@ def output_layer(recipe: Recipe) -> list[str]:
     if not recipe.fp8.output_layer:
         return []
     try:
-        plan(recipe)
+        plan_layers(recipe)
     except ConfigError as e:
         misfits = [line for line in e.problems if line.startswith("fp8.output_layer=")]
         recipe.fp8.output_layer = recipe.fp8.output_layer and not misfits

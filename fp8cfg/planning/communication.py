@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.models.config import linear_layers
-from fp8cfg.planning.layer_plan import adapted, transformer_config
+from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
 from fp8cfg.planning.layout import (
     Part,
     local_shapes,
@@ -185,7 +185,7 @@ def _first_trained(recipe: Recipe) -> int:
     if not recipe.lora.enabled:
         return -1
     names = [linear.name for linear in linear_layers(transformer_config(recipe))]
-    return names.index(adapted(recipe)[0].module)
+    return names.index(adapted_projections(recipe)[0].module)
 
 
 def _gathered_again(recipe: Recipe, part: Part) -> int:

@@ -27,7 +27,7 @@ from fp8cfg.backends.gemm_plan import (
 )
 from fp8cfg.backends.protocol import Observed
 from fp8cfg.models.config import adapter_parameters
-from fp8cfg.planning.layer_plan import adapted, attention_plan, transformer_config
+from fp8cfg.planning.layer_plan import adapted_projections, attention_plan, transformer_config
 from fp8cfg.schema.errors import NotFP8Error, expect
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.recipe import Recipe
@@ -212,7 +212,7 @@ class Coverage:
         return [(key, *value) for key, value in groups.items()]
 
 
-def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
+def planned_coverage(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     """The coverage that `recipe` asks for."""
     m = recipe.model
     config = transformer_config(recipe)
@@ -220,21 +220,21 @@ def planned(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
     attention = 3 * 2 * reach * m.num_attention_heads * m.head_dim  # two products
     adapters = [
         Unwatched(f"{module}.lora", adapter_parameters([*parts], recipe.lora.rank), "adapters")
-        for module, parts in groupby(adapted(recipe), attrgetter("module"))
+        for module, parts in groupby(adapted_projections(recipe), attrgetter("module"))
     ]
     return Coverage(
         linears, attention_plan(recipe), float(attention), recipe.precision.compute, adapters
     )
 
 
-def refuse_low_share(recipe: Recipe, coverage: Coverage) -> None:
+def check_min_coverage(recipe: Recipe, coverage: Coverage) -> None:
     """Raises NotFP8Error if the planned `coverage` is below fp8.min_coverage."""
-    line = low_share_line(recipe, coverage)
+    line = min_coverage_problem(recipe, coverage)
     if line:
         raise NotFP8Error(line)
 
 
-def low_share_line(recipe: Recipe, coverage: Coverage) -> str:
+def min_coverage_problem(recipe: Recipe, coverage: Coverage) -> str:
     """A line if the planned `coverage` is below fp8.min_coverage; else empty."""
     least = recipe.fp8.min_coverage
     if not recipe.fp8.enabled or coverage.share >= least:
@@ -247,13 +247,15 @@ def _reach(tokens: int, window: int | None) -> float:
     return tokens if window is None or window >= tokens else 2 * window - window * window / tokens
 
 
-def of_layers(linears: Sequence[PlannedLinear], beside: Sequence[Unwatched], fp8: FP8) -> Coverage:
+def coverage_of_layers(
+    linears: Sequence[PlannedLinear], beside: Sequence[Unwatched], fp8: FP8
+) -> Coverage:
     """The coverage of a model whose attention is not known, planned for `fp8`."""
     found = fp8.output_layer or not fp8.enabled or any(p.output for p in linears)
     return Coverage(linears, (), 0.0, "high precision", beside, "" if found else _NO_OUTPUT)
 
 
-def ran(
+def observed_coverage(
     recipe: Recipe,
     model: nn.Module,
     plan: Sequence[PlannedLinear],
@@ -276,9 +278,9 @@ def ran(
             frozen = eligibility.has_frozen_weight(layer)
             left_out = products_left_out(seen.get(p.name, {}), frozen, trained)
             linears.append(replace(p, rows=rows.multiplied(layer), left_out=left_out))
-        asked = of_layers(linears, eligibility.beside(model), recipe.fp8)
+        asked = coverage_of_layers(linears, eligibility.beside(model), recipe.fp8)
     else:
-        asked = planned(recipe, plan)
+        asked = planned_coverage(recipe, plan)
     return replace(
         asked,
         linears=[replace(p, gemms=gemms(p.name, GEMMS)) for p in asked.linears],
@@ -300,7 +302,7 @@ def coverage(model: nn.Module) -> Coverage:
     return Coverage(linears, attentions, 0.0, "high precision", beside(model))
 
 
-def warn_of_share(model: nn.Module, seen: Coverage) -> None:
+def warn_of_low_coverage(model: nn.Module, seen: Coverage) -> None:
     """Warn, once for `model`, which is a user's, where less than half of its FLOPs ran in FP8, and name the largest part that did
     not. A converted layer that has not run is left out, and a product that is missing in one that has, as before a backward pass,
     counts as planned."""
@@ -312,13 +314,13 @@ def warn_of_share(model: nn.Module, seen: Coverage) -> None:
         for p in seen.linears
         if p.name not in plan or any(g is not None for g in p.gemms)
     ]
-    line = low_share(replace(seen, linears=linears))
+    line = low_coverage_warning(replace(seen, linears=linears))
     if line and not state.share_said:
         warnings.warn(line, RuntimeWarning, stacklevel=3)
     state.share_said = True
 
 
-def low_share(seen: Coverage) -> str:
+def low_coverage_warning(seen: Coverage) -> str:
     """The line about a run of which less than half of the FLOPs are in FP8; empty for another."""
     if seen.share >= LOW:
         return ""
@@ -369,7 +371,7 @@ def prove_engagement(
     """The coverage of the step that just ran in `model`, whose products are `observed`; `foreign` says that it is not the
     Transformer of `recipe`. Raises NotFP8Error where it is not what was planned, or less than fp8.min_coverage.
     """
-    seen = ran(recipe, model, plan, observed, foreign)
+    seen = observed_coverage(recipe, model, plan, observed, foreign)
     if foreign:
         from fp8cfg.backends.any_model.conversion_state import replaced_layers, with_current_names
 
@@ -386,5 +388,5 @@ def prove_engagement(
             " in FP8"
         )
     if recipe.fp8.enabled and foreign:
-        warn_of_share(model, seen)
+        warn_of_low_coverage(model, seen)
     return seen

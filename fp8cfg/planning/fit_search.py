@@ -39,7 +39,7 @@ SMOKE = "trainer.smoke=true"
 
 Backend = Callable[[Recipe, int], str | None]
 """Returns the backend of a recipe on so many ranks. Raises ConfigError if there is none."""
-Takes = Callable[[Recipe], bool]
+IsResumable = Callable[[Recipe], bool]
 """Whether `resume` accepts a recipe."""
 
 
@@ -60,11 +60,11 @@ class Fit:
         return f"on {self.ranks} GPUs" if self.ranks else here
 
 
-Line = Callable[[Fit], str]
+CommandLine = Callable[[Fit], str]
 """Makes the command line of a fit, or an empty string if that line would be refused."""
 
 
-def words_alone(fit: Fit) -> str:
+def overrides_only(fit: Fit) -> str:
     """The overrides of `fit`, for callers without a command line."""
     return " ".join(fit.words)
 
@@ -76,7 +76,7 @@ class Search:
     device: str
     free: int
     backend: Backend
-    takes: Takes | None = None
+    takes: IsResumable | None = None
 
     def nearest(self, recipe: Recipe, world: int) -> Fit | None:
         """The fit of `recipe` on `world` ranks, or on the fewest more GPUs.
@@ -92,7 +92,7 @@ class Search:
             if fit is None:
                 break
             if fit.peak < best.peak:
-                words = differences(recipe, fit.recipe)
+                words = changed_overrides(recipe, fit.recipe)
                 best = Fit(fit.recipe, words, more, fit.peak)
         return best
 
@@ -109,7 +109,7 @@ class Search:
             lower = self._peak(changed, world) if changed else None
             if changed and lower is not None and lower < peak:
                 best, peak = changed, lower
-        return Fit(best, differences(recipe, best), peak=peak)
+        return Fit(best, changed_overrides(recipe, best), peak=peak)
 
     def _start(self, recipe: Recipe, world: int) -> tuple[Recipe, int] | None:
         """The recipe in a layout, backend and microbatch that run on `world` ranks, and its peak."""
@@ -198,7 +198,7 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe | None:
     return changed.recipe if level == recipe.precision.opt_level else None
 
 
-def differences(before: Recipe, after: Recipe) -> tuple[str, ...]:
+def changed_overrides(before: Recipe, after: Recipe) -> tuple[str, ...]:
     """The overrides that change `before` into `after`, one for each key."""
     old = flat(before)
     new = flat(after)
@@ -218,14 +218,14 @@ def smoke_run(recipe: Recipe, world: int, backend: Backend) -> Fit | None:
     trainer = recipe.trainer.model_copy(update={"smoke": True})
     marked = recipe.model_copy(update={"trainer": trainer})
     try:
-        small = smoke.cut(marked, world)
+        small = smoke.cut_recipe(marked, world)
         backend(small, world)
     except ConfigError:
         return None
     return None if refused(small, world) else Fit(marked, (SMOKE,))
 
 
-def offering(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[str]:
+def append_commands(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[str]:
     """`problems`, the last of which ends with the `lines` that run `where`. Empty ones do not.
 
     A smoke run, which is a few steps of a small model, is named as one.
@@ -240,14 +240,14 @@ def offering(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[
     return [*problems[:-1], problem]
 
 
-def falling_short(problems: Sequence[str], fit: Fit) -> list[str]:
+def append_smallest_peak(problems: Sequence[str], fit: Fit) -> list[str]:
     """`problems`, the last of which ends with the smallest peak, that of `fit`."""
-    words = f", with {words_alone(fit)}" if fit.words else ""
+    words = f", with {overrides_only(fit)}" if fit.words else ""
     short = f"the whole model needs at least {size(fit.peak)}{words}"
     return [*problems[:-1], f"{problems[-1]}; {short}"]
 
 
-def too_large(
+def memory_problem(
     recipe: Recipe, device: str, free: int, backend: str | None = None, started: int | None = None
 ) -> str:
     """Why `recipe` does not fit into `free` bytes on each rank here, or on `started` ranks."""
@@ -260,9 +260,9 @@ def too_large(
     )
 
 
-def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
+def check_memory(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
     """Raises ConfigError, with the nearest fit, if the run needs more than `free` bytes."""
-    problem = too_large(recipe, device, free, backend)
+    problem = memory_problem(recipe, device, free, backend)
     if not problem:
         return
 
@@ -272,8 +272,8 @@ def refuse_if_too_large(recipe: Recipe, device: str, free: int, backend: str | N
     problems = [problem]
     fit = Search(device, free, same_backend).nearest(recipe, ranks())
     if fit and fit.peak > free:
-        problems = falling_short(problems, fit)
+        problems = append_smallest_peak(problems, fit)
         fit = None
     fits = [fit, smoke_run(recipe, ranks(), same_backend)]
-    words = " · ".join(words_alone(fit) for fit in fits if fit)
+    words = " · ".join(overrides_only(fit) for fit in fits if fit)
     raise ConfigError([f"{problems[0]}; nearest that fit: {words}" if words else problems[0]])

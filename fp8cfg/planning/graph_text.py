@@ -21,7 +21,7 @@ CODE_WIDTH = 100
 """Columns of the code of a graph."""
 
 
-def built(plan: Plan) -> dict[str, dict[str, Any]]:
+def planned_parts(plan: Plan) -> dict[str, dict[str, Any]]:
     """The autocast context, the optimizer, the schedule and the loss scaler of `plan`: each "name" and its arguments."""
     recipe = plan.recipe
     p, o, t = recipe.precision, recipe.optim, recipe.trainer
@@ -64,7 +64,7 @@ def built(plan: Plan) -> dict[str, dict[str, Any]]:
     return parts
 
 
-def tree(graph: fdl.Config[Any]) -> str:
+def tree_text(graph: fdl.Config[Any]) -> str:
     """Every path of `graph` and its value, one a line (fiddle.printing)."""
     from fiddle import printing
 
@@ -72,21 +72,21 @@ def tree(graph: fdl.Config[Any]) -> str:
     return "\n".join(wrapped(line, more="    ") for line in lines)
 
 
-def dot(graph: fdl.Config[Any]) -> str:
+def dot_text(graph: fdl.Config[Any]) -> str:
     """`graph` as text for Graphviz."""
     from fiddle import graphviz
 
     return str(graphviz.render(graph, max_str_length=40).source).rstrip()
 
 
-def leaves(graph: fdl.Config[Any]) -> dict[str, Any]:
+def leaf_values(graph: fdl.Config[Any]) -> dict[str, Any]:
     """The values of `graph` by their paths."""
     from fiddle import printing
 
     return dict(printing.as_dict_flattened(graph))
 
 
-def code(graph: fdl.Config[Any]) -> str:
+def code_text(graph: fdl.Config[Any]) -> str:
     """Python that makes `graph` again (fiddle.codegen), a node a block, in lines of at most CODE_WIDTH where a value is not longer
     itself."""
     from fiddle.codegen import codegen

@@ -53,7 +53,7 @@ GPUS = {
 """Datasheets give most peaks with sparsity; these are half of those."""
 
 
-def named(name: str, option: str = "--gpu ") -> GPU:
+def find_gpu(name: str, option: str = "--gpu ") -> GPU:
     """The GPU called `name`, whatever its case. Raises ConfigError with the nearest name; `option` is what named it."""
     gpu = GPUS.get(name.lower().replace("_", "-"))
     if gpu is None:
@@ -106,7 +106,7 @@ def no_cuda() -> str:
     return "none is visible"
 
 
-def gpus() -> int:
+def count_gpus() -> int:
     """GPUs of this machine that CUDA sees."""
     import torch
 
@@ -198,14 +198,14 @@ PUBLISHED = [
 ]
 
 
-def published(recipe: Recipe, capability: tuple[int, int] | None) -> list[Published]:
+def published_gains(recipe: Recipe, capability: tuple[int, int] | None) -> list[Published]:
     """The gains under the recipe's scaling: of the GPU's generation where it is known and there are some, else all."""
     found = [p for p in PUBLISHED if p.scaling == recipe.fp8.scaling] if recipe.fp8.enabled else []
     same = [p for p in found if capability is None or p.blackwell == (capability >= (10, 0))]
     return same or found
 
 
-def sizes(recipe: Recipe, part: Part) -> str:
+def compare_sizes(recipe: Recipe, part: Part) -> str:
     """How the recipe's GEMMs compare with those of the published figures."""
     m = recipe.model
     mine = (
@@ -222,7 +222,7 @@ def sizes(recipe: Recipe, part: Part) -> str:
     )
 
 
-def too_small(
+def too_small_layers(
     recipe: Recipe, linears: Sequence[PlannedLinear], part: Part
 ) -> dict[str, tuple[int, int]]:
     """Layers in FP8 that torchao's filter leaves in BF16, since small products lose: name -> (in, out) on one rank.

@@ -21,10 +21,10 @@ from fp8cfg.backends.gemm_plan import PlannedAttention, PlannedLinear
 from fp8cfg.composition.precedence import resolved_for_build
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import layer_plan, smoke
-from fp8cfg.planning.fit_search import refuse_if_too_large
+from fp8cfg.planning.fit_search import check_memory
 from fp8cfg.planning.hardware import find_hardware, free_memory
 from fp8cfg.planning.layout import Part, whole
-from fp8cfg.planning.preflight import refuse_layout
+from fp8cfg.planning.preflight import check_layout
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -86,9 +86,9 @@ def plan_on_this_machine(recipe: Recipe, model: nn.Module | None = None) -> Plan
     if model is None:
         strategy = recipe.trainer.strategy
         if strategy.size > 1 or strategy.data_parallel_replicate_size > 1:
-            refuse_layout(recipe, current_ranks())
+            check_layout(recipe, current_ranks())
         free = free_memory(hardware.device)
-        refuse_if_too_large(recipe, hardware.device, free, plan.choice.backend)
+        check_memory(recipe, hardware.device, free, plan.choice.backend)
     if plan.precision.storage.shard == "fsdp":
         from fp8cfg.parallel.fsdp_refusals import refuse_uneven  # loads torch
 
@@ -129,7 +129,7 @@ def make_plan(
         return Plan(recipe, hardware, choice, layout, gemms, attention=())
     try:
         choice = choice or _choose_backend(recipe, hardware, layout, recipe.trainer.strategy)
-        gemms = layer_plan.plan(recipe, choice.backend)
+        gemms = layer_plan.plan_layers(recipe, choice.backend)
     except ConfigError:
         # Report every violation, not only those of the step that failed first.
         refuse_if(violations(recipe, hardware, world))
@@ -200,7 +200,7 @@ def _check_tokens(recipe: Recipe, choice: Choice) -> None:
     )
 
 
-def checked(recipe: Recipe) -> Recipe:
+def checked_recipe(recipe: Recipe) -> Recipe:
     """Resolves the conflicts between the recipe's values and its presets, and checks all rules.
 
     Raises:
@@ -216,7 +216,7 @@ def checked(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def sized(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
+def cut_if_smoke(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
     """Cuts the recipe to a smoke run if trainer.smoke is set.
 
     Raises:
@@ -227,4 +227,4 @@ def sized(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
             "trainer.smoke=true: cuts the Transformer of a recipe, not a model of your own; write"
             " false, and a small trainer.global_batch_size and trainer.max_steps"
         )
-    return smoke.cut(recipe, sharding.ranks())
+    return smoke.cut_recipe(recipe, sharding.ranks())

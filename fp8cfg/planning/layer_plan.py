@@ -53,7 +53,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
     )
 
 
-def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
+def plan_layers(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
     ConfigError where a layer pattern matches nothing; norms are left out by those backends that have some, which auto may take.
     """
@@ -61,7 +61,11 @@ def plan(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
     misfit = registry.rules(name).misfit
     shapes = linear_layers(transformer_config(recipe))
     found = plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), misfit, norms=norms)
-    return _frozen(found, {p.module for p in adapted(recipe)}) if recipe.lora.enabled else found
+    return (
+        _frozen(found, {p.module for p in adapted_projections(recipe)})
+        if recipe.lora.enabled
+        else found
+    )
 
 
 def planned_with(recipe: Recipe, backend: str | None = None) -> tuple[str, Collection[str]]:
@@ -77,7 +81,9 @@ def attention_plan(recipe: Recipe) -> list[PlannedAttention]:
     found = plan_attention(recipe.fp8, recipe.model.num_layers)
     if not recipe.lora.enabled:
         return found
-    before = next(iter(adapted(recipe))).module  # they are in the order of the forward pass
+    before = next(
+        iter(adapted_projections(recipe))
+    ).module  # they are in the order of the forward pass
     number = int(before.split(".")[1]) if before.startswith("layers.") else len(found)
     first = number if before.endswith("linear_qkv") else number + 1
     return [
@@ -90,7 +96,7 @@ def attention_plan(recipe: Recipe) -> list[PlannedAttention]:
     ]
 
 
-def adapted(recipe: Recipe) -> Sequence[Projection]:
+def adapted_projections(recipe: Recipe) -> Sequence[Projection]:
     """The projections of `recipe` that have adapters; none without lora.enabled. Raises ConfigError for a pattern of lora.targets
     that matches none."""
     if not recipe.lora.enabled:

@@ -11,7 +11,7 @@ from math import gcd
 
 from fp8cfg.backends.choice import ALIGNMENT, against_layout
 from fp8cfg.models.config import stage_chunks
-from fp8cfg.planning.layer_plan import adapted, plan, transformer_config
+from fp8cfg.planning.layer_plan import adapted_projections, plan_layers, transformer_config
 from fp8cfg.schema.backends import capabilities, ordered
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe
@@ -53,7 +53,7 @@ def of_adapters(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
     layers = recipe.model.num_layers
     if not recipe.lora.enabled or layers % (stages * chunks):
         return []  # another line is about sizes
-    modules = [projection.module.split(".") for projection in adapted(recipe)]
+    modules = [projection.module.split(".") for projection in adapted_projections(recipe)]
     numbers = {int(module[1]) if module[0] == "layers" else layers - 1 for module in modules}
     every = stage_chunks(layers, stages, chunks)
     empty = [stage for stage, own in enumerate(every) if not numbers & {*chain(*own)}]
@@ -232,7 +232,7 @@ def _fp8(recipe: Recipe, tensor: int) -> Iterator[Violation]:
         "linear_proj": "model.kv_channels",
         "output_layer": "model.vocab_size",
     }
-    for name in dict.fromkeys(p.name.rpartition(".")[2] for p in plan(recipe) if p.fp8):
+    for name in dict.fromkeys(p.name.rpartition(".")[2] for p in plan_layers(recipe) if p.fp8):
         if (width := widths[name]) % block:
             yield (
                 Violation(

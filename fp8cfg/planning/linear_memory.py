@@ -8,7 +8,7 @@ from functools import cache
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.planning.layer_plan import adapted, transformer_config
+from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
 from fp8cfg.planning.layout import Part, keeps_weights, microbatches
 from fp8cfg.schema.fp8 import FP8, per_row, power_2_scales, transforms, weights_2d
 from fp8cfg.schema.recipe import Recipe
@@ -294,7 +294,7 @@ class LinearBytes:
             and not by_fsdp2(recipe, part.state, part.shards, backend)
         )
         self.adapter = self.c if gathered else CODEC[part.state.other["weight"]]
-        self.beside = Counter(projection.module for projection in adapted(recipe))
+        self.beside = Counter(projection.module for projection in adapted_projections(recipe))
 
     def scores(self, layer: int) -> float:
         """What attention in high precision keeps beside queries, keys, values and its output."""

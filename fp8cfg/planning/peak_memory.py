@@ -24,7 +24,7 @@ from fp8cfg.planning.fsdp_memory import (
     stores_early,
     waiting,
 )
-from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.planning.layer_plan import plan_layers, transformer_config
 from fp8cfg.planning.layout import (
     Part,
     keeps_weights,
@@ -177,7 +177,7 @@ def persistent(
     ranks that storage.shard splits state over, by default on the one that has most; of FP8 copies the scales, histories and second
     copies that are state."""
     columns, rest, counts = (
-        remarks.row(recipe, part.state),
+        remarks.chart_row(recipe, part.state),
         part.state.other,
         parameters(recipe, part, linears),
     )
@@ -224,7 +224,10 @@ def gradient_bytes(part: Part) -> float:
 def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Bytes of the gradients at the end of the last backward pass: wide where a microbatch was added or ranks are to be, and all
     of them also where a rank keeps those of its own alone."""
-    columns, counts = remarks.row(recipe, part.state), parameters(recipe, part, linears).trained
+    columns, counts = (
+        remarks.chart_row(recipe, part.state),
+        parameters(recipe, part, linears).trained,
+    )
     summed = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
     added = summed or (part.shards > 1 and columns["comm"] != columns["weight_grad"])
     each = gradient_bytes(part) if added else CODEC[columns["weight_grad"]]
@@ -264,7 +267,7 @@ def parameters(
 
 def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
     """The planned linear layers of `part`, four a Transformer layer and then the output layer where it has that."""
-    *layers, output = plan(recipe)
+    *layers, output = plan_layers(recipe)
     chosen = [p for i in part.layers for p in layers[4 * i : 4 * i + 4]]
     return [*chosen, output] if part.output else chosen
 
@@ -334,7 +337,7 @@ def step_bytes(
 
 
 def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
-    columns, rest = remarks.row(recipe, part.state), part.state.other
+    columns, rest = remarks.chart_row(recipe, part.state), part.state.other
     layers = "FP8 layers" if part.state.fp8_weights else "linear layers"
     state = (
         "scales, amax histories"
@@ -372,7 +375,7 @@ def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
         },
         "gathered": "whole: embedding, output, two layers",
         "accumulation": "gradients until they are summed and stored",
-        "moments": remarks.moments(columns) + over,
+        "moments": remarks.moments_text(columns) + over,
         "FP8 copies": state if part.state.fp8_weights else f"quantized weights, {passes}",
         "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
         "logits": f"vocab_size={recipe.model.vocab_size}",

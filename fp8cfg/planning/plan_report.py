@@ -10,21 +10,21 @@ from fp8cfg.backends.choice import BLOCK_CUDA, Choice, Hardware, choose
 from fp8cfg.planning import graph_text, job_plan, remarks, smoke, training_data
 from fp8cfg.planning import hardware as speedups
 from fp8cfg.planning.communication import Sent, of_step
-from fp8cfg.planning.coverage import Coverage, low_share_line
-from fp8cfg.planning.coverage import planned as planned_coverage
+from fp8cfg.planning.coverage import Coverage, min_coverage_problem
+from fp8cfg.planning.coverage import planned_coverage as planned_coverage
 from fp8cfg.planning.fit_search import (
+    CommandLine,
     Fit,
-    Line,
     Search,
-    differences,
-    falling_short,
-    offering,
+    append_commands,
+    append_smallest_peak,
+    changed_overrides,
+    overrides_only,
     smoke_run,
-    words_alone,
 )
 from fp8cfg.planning.fsdp_memory import gather_line
-from fp8cfg.planning.hardware import GPU, GPUS, named
-from fp8cfg.planning.layer_plan import plan as plan_layers
+from fp8cfg.planning.hardware import GPU, GPUS, find_gpu
+from fp8cfg.planning.layer_plan import plan_layers as plan_layers
 from fp8cfg.planning.layout import Part, machines, parts, placed, refused, shared_by, whole
 from fp8cfg.planning.peak_memory import (
     COMING,
@@ -49,7 +49,7 @@ def text(p: PlanReport) -> str:
     sections = [
         f"{_runs(p)}\n{_data(p)}",
         str(p.coverage),
-        remarks.text(p.recipe, p.widest.part),
+        remarks.chart_text(p.recipe, p.widest.part),
         _layout(p),
         _memory(p),
     ]
@@ -70,15 +70,16 @@ def _runs(p: PlanReport) -> str:
     where = p.gpu.name if p.gpu else "a CPU (name a GPU: --gpu h100)"
     if p.choice:
         lines = [wrapped(f"backend on {where}: {p.choice.backend}, {p.choice.why}", more="  ")]
-        return "\n".join([*lines, *passed_over(p.choice)])
+        return "\n".join([*lines, *passed_over_lines(p.choice)])
     return "\n".join(wrapped(f"cannot run on {where}: {line}", more="  ") for line in p.refusals)
 
 
 def _data(p: PlanReport) -> str:
     """The `data:` line, and the error of a run on data that nobody meant."""
-    lines = [wrapped(training_data.line(p.recipe), more="  ")]
+    lines = [wrapped(training_data.data_line(p.recipe), more="  ")]
     lines += [
-        wrapped(f"before a run: {line}", more="  ") for line in training_data.unintended(p.recipe)
+        wrapped(f"before a run: {line}", more="  ")
+        for line in training_data.unintended_data(p.recipe)
     ]
     return "\n".join(lines)
 
@@ -91,7 +92,7 @@ def _verdict(p: PlanReport) -> str:
     return "\n".join(lines)
 
 
-def passed_over(choice: Choice) -> list[str]:
+def passed_over_lines(choice: Choice) -> list[str]:
     """A line for each backend that would have gone first on this hardware; none where FP8 is emulated or off."""
     lines = choice.passed_over if choice.product == "scaled_mm" else ()
     return [wrapped(f"passed over {line}", "  ", "    ") for line in lines]
@@ -179,7 +180,7 @@ def _beyond_the_chart(p: PlanReport) -> list[str]:
     }
     chart_has, together = (
         remarks.bytes_per_parameter(
-            remarks.row(p.recipe, rank.part.state), shard, rank.part.shards
+            remarks.chart_row(p.recipe, rank.part.state), shard, rank.part.shards
         ),
         sum(kinds.values()),
     )
@@ -207,12 +208,14 @@ def _gains(p: PlanReport) -> str:
         return "gains: none, FP8 is emulated here: the same values, no faster than bf16"
     if gpu.fp8 is None:
         return f"gains: none, {gpu.name} has no FP8 units"
-    found = speedups.published(p.recipe, gpu.capability)
+    found = speedups.published_gains(p.recipe, gpu.capability)
     lines = ["published gains of FP8 over BF16, not measured here"]
     lines += [f"  {g.times:.2f}x  {g.what}, {g.where}\n         {g.source}" for g in found]
     if not found:
         lines.append(f"  none at hand for fp8.scaling={p.recipe.fp8.scaling}")
-    lines.append(wrapped(f"sizes here: {speedups.sizes(p.recipe, p.widest.part)}", more="  "))
+    lines.append(
+        wrapped(f"sizes here: {speedups.compare_sizes(p.recipe, p.widest.part)}", more="  ")
+    )
     if SCALINGS[p.recipe.fp8.scaling].bits == 8:  # not of four, whose products have another peak
         bound = 1 / (1 - p.coverage.share * (1 - gpu.bf16 / gpu.fp8))
         lines.append(f"all matrix products at the peaks of {gpu.name}: at most {bound:.2f}x")
@@ -345,23 +348,23 @@ class PlanReport:
     def too_small(self) -> dict[str, tuple[int, int]]:
         """Layers that are too small to gain: name -> (in, out) on one rank."""
         part = self.widest.part
-        return speedups.too_small(self.recipe, linears_of(self.recipe, part), part)
+        return speedups.too_small_layers(self.recipe, linears_of(self.recipe, part), part)
 
     def data(self) -> dict[str, Any]:
         """All of the plan as plain data, in an order that stays, as `fp8cfg plan --json` prints it."""
-        row = remarks.row(self.recipe, self.widest.part.state)
+        row = remarks.chart_row(self.recipe, self.widest.part.state)
         fits = self.gpu and self.widest.total <= self.gpu.memory
         each = remarks.bytes_per_parameter(row, self.shard, self.widest.part.shards)
-        published = speedups.published(self.recipe, self.hardware.capability)
+        published = speedups.published_gains(self.recipe, self.hardware.capability)
         return {
             "recipe": self.recipe.name,
-            "data": training_data.summary(self.recipe),
+            "data": training_data.summarize_data(self.recipe),
             "gpu": asdict(self.gpu) if self.gpu else None,
             "gpus": self.world,
             "runs": asdict(self.choice) if self.choice else None,
             "refusals": self.refusals,
             "coverage": self.coverage.data(),
-            "chart": {"name": remarks.name(row), **row, "bytes_per_parameter": each},
+            "chart": {"name": remarks.row_name(row), **row, "bytes_per_parameter": each},
             "parameters": self.parameters,
             "shard": self.shard,
             "ranks": [
@@ -404,11 +407,11 @@ class PlanReport:
         return text(self)
 
 
-def make(
+def make_report(
     recipe: Recipe,
     world: int,
     gpu: GPU | None,
-    whole_line: Line = words_alone,
+    whole_line: CommandLine = overrides_only,
     problems_of_layout: Sequence[Violation] = (),
 ) -> PlanReport:
     """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
@@ -430,7 +433,7 @@ def make(
         lines: Sequence[str] = e.problems
         if choice or recipe.backend != "auto":
             lines, fit = _instead(lines, recipe, world, hardware, memory_of_each)
-            lines = offering(lines, fit.where("there"), [whole_line(fit)]) if fit else lines
+            lines = append_commands(lines, fit.where("there"), [whole_line(fit)]) if fit else lines
         raise ConfigError([*refusals, *lines]) from None
     backend = choice.backend if choice else None
     ranks = [
@@ -454,7 +457,7 @@ def make(
     if problems or layout_problems:
         problems, offered = _instead(problems, recipe, world, hardware, memory_of_each)
     line = whole_line(offered) if offered else ""
-    low = low_share_line(recipe, coverage)
+    low = min_coverage_problem(recipe, coverage)
     problems = [*problems, *([low] if low else [])]
     return PlanReport(
         recipe,
@@ -510,10 +513,10 @@ def _instead(
         here = recipe if is_meant else placed(recipe, *machines(ranks))
         fit = search.nearest(here, ranks)
         if fit and fit.peak <= free:
-            return problems, replace(fit, words=differences(recipe, fit.recipe))
+            return problems, replace(fit, words=changed_overrides(recipe, fit.recipe))
         closest = closest or fit
     if closest and problems:
-        problems = falling_short(problems, closest)
+        problems = append_smallest_peak(problems, closest)
     return problems, smoke_run(recipe, world, backend)
 
 
@@ -538,10 +541,10 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
         raise ConfigError(f"gpu={gpu!r}: expected a name; there are {', '.join(GPUS)}")
     if gpus is not None and (type(gpus) is not int or not 1 <= gpus <= MOST):
         raise ConfigError(f"gpus={gpus!r}: expected a number of GPUs, 1 to {MOST}")
-    found = named(gpu, "gpu=") if gpu else None
+    found = find_gpu(gpu, "gpu=") if gpu else None
     recipe, problems = _settled(recipe, gpus)
-    refuse_hardware(recipe, gpu, "gpu=")
-    return planned(recipe.model_copy(deep=True), gpus, found, problems=problems)
+    check_accelerator(recipe, gpu, "gpu=")
+    return report_plan(recipe.model_copy(deep=True), gpus, found, problems=problems)
 
 
 def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[Violation]]:
@@ -556,7 +559,7 @@ def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[Violati
     violations: Sequence[Violation] = ()
     for each in every:
         try:
-            return job_plan.checked(each), ()
+            return job_plan.checked_recipe(each), ()
         except ConfigError as error:
             violations = error.violations
             if not violations or any(found.source != "layout" for found in violations):
@@ -564,30 +567,30 @@ def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[Violati
     return every[-1], violations
 
 
-def planned(
+def report_plan(
     recipe: Recipe,
     ranks: int | None,
     gpu: GPU | None,
-    whole_line: Line = words_alone,
+    whole_line: CommandLine = overrides_only,
     problems: Sequence[Violation] = (),
 ) -> PlanReport:
     """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of a fit that a refusal offers;
     without it its words stand alone. Of a recipe whose layout its own rules refuse, with these `problems`, there is no plan: raises
     ConfigError with what runs there."""
     world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
-    recipe = recipe if problems else smoke.cut(recipe, world)
-    found = make(recipe, world, gpu, whole_line, problems)
+    recipe = recipe if problems else smoke.cut_recipe(recipe, world)
+    found = make_report(recipe, world, gpu, whole_line, problems)
     if found.choice is None:
         return found
     return replace(
         found,
-        built=graph_text.built(
+        built=graph_text.planned_parts(
             job_plan.make_plan(recipe, found.hardware, choice=found.choice, world=world)
         ),
     )
 
 
-def refuse_hardware(recipe: Recipe, gpu: str | None, option: str) -> None:
+def check_accelerator(recipe: Recipe, gpu: str | None, option: str) -> None:
     """Raise ConfigError where trainer.accelerator and the name `gpu` contradict each other; `option` is what names one."""
     accelerator = recipe.trainer.accelerator
     if gpu and accelerator == "cpu":

@@ -13,16 +13,16 @@ from fp8cfg.models.weight_files import no_weights
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import layout, smoke, training_data
 from fp8cfg.planning.fit_search import (
+    CommandLine,
     Fit,
-    Line,
+    IsResumable,
     Search,
-    Takes,
-    falling_short,
-    offering,
+    append_commands,
+    append_smallest_peak,
+    memory_problem,
     smoke_run,
-    too_large,
 )
-from fp8cfg.planning.hardware import free_memory, gpus
+from fp8cfg.planning.hardware import count_gpus, free_memory
 from fp8cfg.planning.layout import placed
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema.errors import ConfigError, refuse_if
@@ -32,24 +32,24 @@ from fp8cfg.schema.rules import missing_data
 from fp8cfg.schema.violation import Violation
 
 
-def refuse_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
+def check_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
     """Raise ConfigError for a parallel layout, which is never changed for the user, that training does not have, or not on so many
     `ranks`, or not of a model that is `given`."""
     refuse_if(layout.refused(recipe, ranks, given))
 
 
-def refuse(
+def check_run(
     recipe: Recipe,
     hardware: Hardware,
-    whole_line: Line,
+    whole_line: CommandLine,
     problems_of_layout: Sequence[Violation] = (),
     ranks: int | None = None,
-    takes: Takes | None = None,
+    takes: IsResumable | None = None,
 ) -> None:
     """Raise ConfigError, before anything is made, for a recipe without data, for one with `problems_of_layout`, and for one whose
     layout or memory the ranks here, or `ranks` that are to be started here, do not have. Its line ends with those that run here, as
     `whole_line` has them."""
-    refuse_if([*missing_data(recipe), *training_data.unintended(recipe)])
+    refuse_if([*missing_data(recipe), *training_data.unintended_data(recipe)])
     lines: list[str] = []
     if not problems_of_layout:
         # Without a launcher the recipe is judged on the GPUs that it is meant for, as `check` does.
@@ -60,29 +60,29 @@ def refuse(
         lines = [str(violation) for violation in found]
     lines = lines or _problems(recipe, hardware, problems_of_layout, ranks)
     if lines:
-        raise ConfigError(with_offers(lines, recipe, hardware, whole_line, ranks, takes))
+        raise ConfigError(append_runs(lines, recipe, hardware, whole_line, ranks, takes))
 
 
-def with_offers(
+def append_runs(
     problems: Sequence[str],
     recipe: Recipe,
     hardware: Hardware,
-    whole_line: Line,
+    whole_line: CommandLine,
     ranks: int | None = None,
-    takes: Takes | None = None,
+    takes: IsResumable | None = None,
 ) -> list[str]:
     """`problems`, the last of which ends with lines that run: the nearest fit on `ranks` ranks to
     start, or on the ranks of this run; and a smoke run, which `resume` does not take."""
     free = free_memory(hardware.device, ranks)
     fit = _nearest(recipe, hardware, free, ranks, takes)
     if fit and fit.peak > free:
-        problems = falling_short(problems, fit)
+        problems = append_smallest_peak(problems, fit)
         fit = None
     elif fit and fit.ranks:
-        problems = offering(problems, fit.where("here"), [whole_line(fit)])
+        problems = append_commands(problems, fit.where("here"), [whole_line(fit)])
         fit = None
     fits = [fit, None if takes else smoke_run_here(recipe, hardware, ranks)]
-    return offering(problems, "here", [whole_line(fit) for fit in fits if fit])
+    return append_commands(problems, "here", [whole_line(fit) for fit in fits if fit])
 
 
 def _problems(
@@ -103,12 +103,12 @@ def _problems(
         free_memory(hardware.device, ranks),
         choose_backend(recipe, hardware, started).backend,
     )
-    line = too_large(recipe, hardware.device, free, backend, started)
+    line = memory_problem(recipe, hardware.device, free, backend, started)
     return [line] if line else []
 
 
 def _nearest(
-    recipe: Recipe, hardware: Hardware, free: int, ranks: int | None, takes: Takes | None
+    recipe: Recipe, hardware: Hardware, free: int, ranks: int | None, takes: IsResumable | None
 ) -> Fit | None:
     """The nearest fit on `ranks` ranks to start, or on those of this run."""
     here = ranks or _ranks(recipe, hardware.device)
@@ -128,7 +128,9 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
     """The smoke run of `recipe` on `ranks` that are to be started here, or those that start by themselves, if there is one that
     has the memory."""
     there = ranks or (
-        min(gpus(), recipe.trainer.devices) if _starts_here(hardware.device) else sharding.ranks()
+        min(count_gpus(), recipe.trainer.devices)
+        if _starts_here(hardware.device)
+        else sharding.ranks()
     )
     free = free_memory(hardware.device, ranks)
 
@@ -138,8 +140,8 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
     fit = smoke_run(recipe, there, backend)
     if fit is None:
         return None
-    small = smoke.cut(fit.recipe, there)
-    problem = too_large(small, hardware.device, free, backend(small, there), there)
+    small = smoke.cut_recipe(fit.recipe, there)
+    problem = memory_problem(small, hardware.device, free, backend(small, there), there)
     return None if problem else fit
 
 
@@ -159,7 +161,9 @@ def _ranks(recipe: Recipe, device: str) -> int:
     if not _starts_here(device):
         return sharding.ranks()
     t = recipe.trainer
-    return next(n for n in range(min(gpus(), t.devices), 0, -1) if t.global_batch_size % n == 0)
+    return next(
+        n for n in range(min(count_gpus(), t.devices), 0, -1) if t.global_batch_size % n == 0
+    )
 
 
 def _starts_here(device: str) -> bool:
@@ -177,7 +181,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""
 
 
-def lines(recipe: Recipe, config_dir: str | None = None) -> list[str]:
+def local_problems(recipe: Recipe, config_dir: str | None = None) -> list[str]:
     """A line for each need of `recipe`, composed with the presets of `config_dir`, that is not met here."""
     return [
         *_backend(recipe),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill, wrap
 
-from fp8cfg.planning.layer_plan import plan, planned_with
+from fp8cfg.planning.layer_plan import plan_layers, planned_with
 from fp8cfg.planning.layout import Part
 from fp8cfg.planning.linear_memory import CODEC
 from fp8cfg.schema.backends import capabilities
@@ -20,9 +20,9 @@ from fp8cfg.schema.tables import table
 from fp8cfg.schema.training import Log
 
 
-def idle_patterns(recipe: Recipe) -> list[str]:
+def unused_patterns(recipe: Recipe) -> list[str]:
     """A line for each pattern of fp8.exclude and fp8.include without which the plan of `recipe`, which has one, is the same."""
-    found, lines = {p.name: p for p in plan(recipe)}, []
+    found, lines = {p.name: p for p in plan_layers(recipe)}, []
     for key in ("exclude", "include"):
         patterns = getattr(recipe.fp8, key)
         norms = planned_with(recipe)[1] if key == "exclude" else ()
@@ -30,7 +30,7 @@ def idle_patterns(recipe: Recipe) -> list[str]:
             rest = tuple(other for other in patterns if other != pattern)
             without = recipe.model_copy(deep=True)
             setattr(without.fp8, key, rest)
-            after = plan(without)
+            after = plan_layers(without)
             if fnmatch.filter(norms, pattern) or any(p.fp8 != found[p.name].fp8 for p in after):
                 continue
             why = "without it the same layers run"
@@ -41,14 +41,14 @@ def idle_patterns(recipe: Recipe) -> list[str]:
     return lines
 
 
-def lines(recipe: Recipe, part: Part) -> list[str]:
+def remark_lines(recipe: Recipe, part: Part) -> list[str]:
     """A line for each, on ranks of `part`."""
     every = (
         *_storage(recipe, part),
         *_one_microbatch(recipe, part.shards),
         *_one_rank(recipe, part),
         *_folders(recipe),
-        *(idle_patterns(recipe) if recipe.fp8.enabled else ()),
+        *(unused_patterns(recipe) if recipe.fp8.enabled else ()),
     )
     return [f"note: {line}" for line in every]
 
@@ -134,10 +134,10 @@ def _folders(recipe: Recipe) -> Iterator[str]:
             f" checkpoint.every_n_steps={every}, trainer.max_steps={steps}"
         )
     if log.folder:
-        yield from idle_dir(log, "log.folder", log.folder)
+        yield from unused_log_dir(log, "log.folder", log.folder)
 
 
-def idle_dir(log: Log, key: str, folder: str) -> Iterator[str]:
+def unused_log_dir(log: Log, key: str, folder: str) -> Iterator[str]:
     """A line where log.dir is changed and the run `folder`, which `key` names, is not in it."""
     if (dirs := changed(log, "dir")) and Path(log.dir).absolute() not in Path(
         folder
@@ -173,7 +173,7 @@ ROWS = {
 scale."""
 
 
-def row(recipe: Recipe, state: StateDtypes) -> Row:
+def chart_row(recipe: Recipe, state: StateDtypes) -> Row:
     """The chart's columns for a linear layer that runs in FP8, where any does."""
     p = recipe.precision
     multiplies = p.compute if not p.fp8.enabled else f"fp{SCALINGS[p.fp8.scaling].bits}"
@@ -183,7 +183,7 @@ def row(recipe: Recipe, state: StateDtypes) -> Row:
     return {"gemm": multiplies, **{k: columns[k] for k in COLUMNS[1:]}}
 
 
-def name(columns: Row) -> str:
+def row_name(columns: Row) -> str:
     """The chart's name of a row, or "custom"."""
     mine = _families(columns)
     return next((n for n, columns in ROWS.items() if columns == mine), "custom")
@@ -194,11 +194,11 @@ def bytes_per_parameter(columns: Row, shard: str = "none", ranks: int = 1) -> fl
     return sum(CODEC[columns[k]] / (ranks if k in SPLIT[shard] else 1) for k in COLUMNS[2:])
 
 
-def text(recipe: Recipe, part: Part) -> str:
+def chart_text(recipe: Recipe, part: Part) -> str:
     """The chart with the recipe's row first, on ranks of `part`, in a sentence where its codecs are too long for a
     table of 80 columns."""
-    mine, shard, ranks = row(recipe, part.state), part.shard, part.shards
-    named = name(mine)
+    mine, shard, ranks = chart_row(recipe, part.state), part.shard, part.shards
+    named = row_name(mine)
     header = [
         "low-precision chart",
         "GEMM",
@@ -225,11 +225,11 @@ def text(recipe: Recipe, part: Part) -> str:
             f" {bytes_per_parameter(mine):.3g}"
         )
     return "\n".join(
-        [whole, *(fill(line, 80, subsequent_indent="  ") for line in lines(recipe, part))]
+        [whole, *(fill(line, 80, subsequent_indent="  ") for line in remark_lines(recipe, part))]
     )
 
 
-def moments(columns: Row) -> str:
+def moments_text(columns: Row) -> str:
     """The moments that there are: both of Adam, one of SGD with momentum."""
     return (
         "+".join(codec for codec in (columns["exp_avg"], columns["exp_avg_sq"]) if codec != "none")
@@ -240,7 +240,7 @@ def moments(columns: Row) -> str:
 def _shown(columns: Row, shard: str = "none", ranks: int = 1) -> list[str]:
     return [
         *(columns[k] for k in COLUMNS[:5]),
-        moments(columns),
+        moments_text(columns),
         f"{bytes_per_parameter(columns, shard, ranks):.3g}",
     ]
 

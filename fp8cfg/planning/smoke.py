@@ -32,7 +32,7 @@ LOSS_SCALE = 1024.0
 """Dynamic loss scale that a run of three steps starts with; the presets' would skip all of them while it comes down."""
 
 
-def cut(recipe: Recipe, ranks: int) -> Recipe:
+def cut_recipe(recipe: Recipe, ranks: int) -> Recipe:
     """`recipe` itself, or its smoke run on `ranks` ranks where trainer.smoke asks for it. What is cut is cut no
     further. Raises ConfigError where what is left breaks a rule."""
     if not recipe.trainer.smoke:
@@ -49,7 +49,7 @@ def cut(recipe: Recipe, ranks: int) -> Recipe:
     return small
 
 
-def note(recipe: Recipe, small: Recipe) -> str:
+def describe_cuts(recipe: Recipe, small: Recipe) -> str:
     """The line that says what was cut, each key with its old and its new value; empty where nothing was."""
     after = flat(small)
     found = [

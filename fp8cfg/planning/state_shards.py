@@ -12,7 +12,7 @@ from math import prod
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.parallel.sharding import balance_over_ranks, shards_columns
 from fp8cfg.planning import remarks
-from fp8cfg.planning.layer_plan import adapted, transformer_config
+from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
 from fp8cfg.planning.layout import Part, local_shapes, microbatches, shard_degree, split_dimension
 from fp8cfg.planning.linear_memory import CODEC, CODEC_BLOCK, stored_bytes
 from fp8cfg.schema.fp8 import per_row
@@ -47,7 +47,7 @@ def state_bytes(
     shard, shapes, moments = (
         part.shard,
         trained_shapes(recipe, part),
-        remarks.row(recipe, part.state),
+        remarks.chart_row(recipe, part.state),
     )
     columns, split = parameter_columns(part.state, linears, shapes), SPLIT[shard]
     by_rows = by_fsdp2(recipe, part.state, part.shards, backend)
@@ -172,7 +172,7 @@ def trained_shapes(recipe: Recipe, part: Part) -> dict[str, tuple[int, ...]]:
     rank = recipe.lora.rank
     whole = {
         f"{p.module}.lora.{p.name}.lora_{matrix}": shape
-        for p in adapted(recipe)
+        for p in adapted_projections(recipe)
         for matrix, shape in (("A", (rank, p.in_features)), ("B", (p.out_features, rank)))
     }
     return local_shapes(recipe, part, of=whole)

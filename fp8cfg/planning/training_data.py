@@ -22,7 +22,7 @@ CORPORA = {
 """The corpora that need no path."""
 
 
-def summary(recipe: Recipe) -> dict[str, Any]:
+def summarize_data(recipe: Recipe) -> dict[str, Any]:
     """Returns what `recipe` trains on as plain data: the kind, its paths and the tokenizer.
 
     A smoke run trains on the shipped text.
@@ -38,22 +38,22 @@ def summary(recipe: Recipe) -> dict[str, Any]:
         "paths": paths,
         "weights": [part["weight"] for part in data.mixture],
         "validation_path": data.validation_path,
-        "tokenizer": tokenizer(recipe),
+        "tokenizer": tokenizer_name(recipe),
     }
 
 
-def line(recipe: Recipe) -> str:
+def data_line(recipe: Recipe) -> str:
     """Returns the `data:` line of `recipe` before its data is read."""
-    data = summary(recipe)
+    data = summarize_data(recipe)
     place = ", ".join(data["paths"]) or "data.path=null"
     if data["paths"] and data["name"] != "tokens":
         place += " (rows not read)"
-    return described(recipe, CORPORA.get(data["name"], place))
+    return describe_data(recipe, CORPORA.get(data["name"], place))
 
 
-def described(recipe: Recipe, place: str) -> str:
+def describe_data(recipe: Recipe, place: str) -> str:
     """Returns the `data:` line of `recipe`, whose data is `place`."""
-    data = summary(recipe)
+    data = summarize_data(recipe)
     name = data["tokenizer"]
     by = f", tokenizer {name}" if name else ""
     if name and _lacks_tokenizer(name):
@@ -67,14 +67,14 @@ def _lacks_tokenizer(name: str) -> bool:
     return name != BYTES and folder.is_dir() and not (folder / TOKENIZER[0]).is_file()
 
 
-def tokenizer(recipe: Recipe) -> str | None:
+def tokenizer_name(recipe: Recipe) -> str | None:
     """Returns the tokenizer of `recipe` by name; None if token files do not name theirs."""
     chosen = chosen_tokenizer(recipe)
     is_unknown = recipe.data.name == "tokens" and recipe.data.tokenizer is None
     return chosen if chosen or is_unknown else BYTES
 
 
-def unintended(recipe: Recipe) -> list[str]:
+def unintended_data(recipe: Recipe) -> list[str]:
     """Returns a line if a large model would train on a shipped corpus or on bytes by default.
 
     A smoke run is small. data.tokenizer=bytes asks for bytes.
@@ -86,11 +86,11 @@ def unintended(recipe: Recipe) -> list[str]:
     instead = f"(data.tokenizer={BYTES} if you mean bytes, trainer.smoke=true for a small run)"
     if data.name not in SHIPPED:
         return [f"data.tokenizer=null: {model} bytes; set data.tokenizer=FOLDER {instead}"]
-    wanted = " ".join(blanks(recipe))
+    wanted = " ".join(missing_overrides(recipe))
     return [f"data={data.name}: {model} {CORPORA[data.name]}; set {wanted} {instead}"]
 
 
-def blanks(recipe: Recipe) -> list[str]:
+def missing_overrides(recipe: Recipe) -> list[str]:
     """Returns the overrides that `recipe` lacks, with PATH and FOLDER to fill in.
 
     Empty if `recipe` trains on the data that it has.

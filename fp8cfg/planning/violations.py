@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fp8cfg.backends.choice import Hardware, choose
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.layout import limits, whole
 from fp8cfg.schema import rules
 from fp8cfg.schema.errors import ConfigError
@@ -66,7 +66,7 @@ def violations(
 def _pattern_violations(recipe: Recipe) -> list[Violation]:
     """Lists the layer patterns that match nothing, and layers that leave nothing to run in FP8."""
     try:
-        plan(recipe)
+        plan_layers(recipe)
     except ConfigError as error:
         return error.violations
     return []

@@ -11,11 +11,11 @@ from fp8cfg.composition.recipe_yaml import listed
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import layout
-from fp8cfg.planning.coverage import planned, refuse_low_share
+from fp8cfg.planning.coverage import check_min_coverage, planned_coverage
 from fp8cfg.planning.fsdp_memory import gather_line
-from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.planning.layer_plan import plan_layers, transformer_config
 from fp8cfg.planning.peak_memory import memory_table
-from fp8cfg.planning.plan_report import passed_over
+from fp8cfg.planning.plan_report import passed_over_lines
 from fp8cfg.planning.preflight import choose_backend
 from fp8cfg.schema import __version__
 from fp8cfg.schema.fp8 import FP8
@@ -133,10 +133,10 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
     `choose` and `plan` do."""
     choice, parts = choose_backend(recipe, hardware, sharding.ranks()), list[str]()
     if recipe.fp8.enabled:
-        coverage = planned(recipe, plan(recipe, choice.backend))
-        refuse_low_share(recipe, coverage)
+        coverage = planned_coverage(recipe, plan_layers(recipe, choice.backend))
+        check_min_coverage(recipe, coverage)
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
-        backend = "\n".join([who, *passed_over(choice)])
+        backend = "\n".join([who, *passed_over_lines(choice)])
         parts.append(f"{backend}\n{coverage}")
     gathered = gather_line(recipe, layout.whole(recipe, sharding.ranks()), choice.backend)
     memory = [memory_table(recipe, hardware.device, backend=choice.backend), gathered]

@@ -26,7 +26,7 @@ from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.overflow_counts import pause_overflow_counts
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
-from fp8cfg.planning.coverage import planned
+from fp8cfg.planning.coverage import planned_coverage
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.step import check_pass
@@ -173,7 +173,7 @@ def compiles(
         raise ConfigError(f"trainer.compile=on: no {what} here; write off{unset}")
     if wanted != "auto":
         return wanted == "on"
-    coverage = planned(recipe, plan)
+    coverage = planned_coverage(recipe, plan)
     per_token = coverage.attention_flops + sum(6.0 * p.in_features * p.out_features for p in plan)
     t = recipe.trainer
     there = there and _disabled() is None

@@ -71,7 +71,7 @@ def run_data(recipe: Recipe) -> RunData:
     """What `recipe` trains and validates on. Raises ConfigError for data that
     cannot be had or do not fit."""
     t, d = recipe.trainer, recipe.data
-    refuse_if([*missing_data(recipe), *training_data.unintended(recipe)])
+    refuse_if([*missing_data(recipe), *training_data.unintended_data(recipe)])
     try:
         tokenizer = recipe_tokenizer(recipe)
         held_out = _validation(recipe, d.validation_path, tokenizer) if d.validation_path else None
@@ -83,7 +83,7 @@ def run_data(recipe: Recipe) -> RunData:
                     t.seed,
                     t.global_batch_size,
                     tokenizer.sha256,
-                    training_data.described(recipe, stream.shards.description),
+                    training_data.describe_data(recipe, stream.shards.description),
                 ),
                 held_out,
             )
@@ -91,7 +91,7 @@ def run_data(recipe: Recipe) -> RunData:
             _whole(recipe, path, tokenizer)
             for path in [part["path"] for part in d.mixture] or [d.path]
         ]
-        remark = training_data.described(recipe, "; ".join(map(_description, parts)))
+        remark = training_data.describe_data(recipe, "; ".join(map(_description, parts)))
         weights = [part["weight"] for part in d.mixture]
         if held_out:
             train = _together([_samples(recipe, part, d.eod_mask_loss) for part in parts], weights)

@@ -31,7 +31,7 @@ from fp8cfg.data import DataError
 from fp8cfg.data.stream import Stream
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World, current
-from fp8cfg.planning.preflight import refuse_layout
+from fp8cfg.planning.preflight import check_layout
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError
 from fp8cfg.schema.recipe import Recipe
@@ -145,7 +145,7 @@ class _Training:
         self.batches, self.validation_samples = data or run_data(job.recipe)
         if self.batches.remark:
             self.say(wrapped(self.batches.remark, more="  ") + "\n")
-        refuse_layout(self.recipe, world.size, job.foreign)
+        check_layout(self.recipe, world.size, job.foreign)
         if count_microbatches(job, world) > 1:
             registry.backend(job.choice.backend).cache_weights(job.model)
         if self.recipe.trainer.val_check_interval:

@@ -19,7 +19,7 @@ from fp8cfg.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint
 from fp8cfg.composition import compose, to_yaml
 from fp8cfg.parallel.process_group import World, current
 from fp8cfg.parallel.sharding import ranks
-from fp8cfg.planning.fit_search import differences
+from fp8cfg.planning.fit_search import changed_overrides
 from fp8cfg.planning.smoke import SAVED_AT, STEPS
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
@@ -313,7 +313,7 @@ def _resume_line(
         "fp8cfg",
         "resume",
         str(run.path),
-        *(word for word in differences(before, recipe) if not word.startswith(tuple(idle))),
+        *(word for word in changed_overrides(before, recipe) if not word.startswith(tuple(idle))),
     ]
 
 

@@ -16,7 +16,7 @@ from fp8cfg.checkpoint.saver import Diverged, after_divergence
 from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.numerics import Overflow
 from fp8cfg.parallel.process_group import World, pipeline_world
-from fp8cfg.planning.coverage import Coverage, low_share
+from fp8cfg.planning.coverage import Coverage, low_coverage_warning
 from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder
 from fp8cfg.schema.tables import wrapped
 from fp8cfg.training.metrics import Progress, RunLogs, Value
@@ -140,7 +140,7 @@ class StepReport:
             product = _PRODUCT_NAMES[self._job.choice.product]
             self._say(f"coverage, observed in the first step ({product})\n{coverage}\n")
             # A given model has warned of it in its first step.
-            warning = "" if self._job.foreign else low_share(coverage)
+            warning = "" if self._job.foreign else low_coverage_warning(coverage)
             if warning:
                 self._say(wrapped(f"warning: {warning}") + "\n")
         record = coverage_record(self._job, coverage)

@@ -32,7 +32,7 @@ from fp8cfg.numerics.fp8_weights import decoded
 from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.planning.job_plan import make_plan
-from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.planning.layer_plan import plan_layers, transformer_config
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable
 from fp8cfg.schema.hugging_face import chosen_tokenizer
@@ -185,7 +185,7 @@ class RunWeights:
         self.recipe.storage.shard, self.recipe.lora.weights = "none", None
         trained = state.get("backend") or ""  # none in checkpoints of earlier versions
         self.plan, self._path = (
-            plan(self.recipe, trained if registry.exists(trained) else None),
+            plan_layers(self.recipe, trained if registry.exists(trained) else None),
             path,
         )
         self._state = resolve_state_dtypes(self.recipe.precision)

@@ -8,8 +8,8 @@ import fp8cfg
 from fp8cfg.backends.choice import Hardware, choose
 from fp8cfg.backends.gemm_plan import PlannedLinear, layers, plan_linears
 from fp8cfg.backends.native import rules
-from fp8cfg.planning.coverage import planned
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.coverage import planned_coverage
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.recipes import llama_8b, llama_tiny
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.precision import Precision
@@ -95,7 +95,7 @@ def test_fp8_that_reaches_no_layer_is_an_error() -> None:
 def test_share_of_flops_by_hand() -> None:
     r = llama_tiny()
     r.precision = "bf16_fp8"
-    coverage = planned(r, plan(r))
+    coverage = planned_coverage(r, plan_layers(r))
     hidden, ffn, qkv = 256, 768, 512
     linear = 4 * (hidden * qkv + hidden * hidden + hidden * 2 * ffn + ffn * hidden)
     head, attention = (
@@ -196,8 +196,8 @@ def test_storage_is_no_matter_of_the_backend() -> None:
 def test_llama_8b_is_planned_without_torch_and_quickly() -> None:
     r = llama_8b()
     r.precision = "bf16_fp8_current"
-    assert calls(lambda: planned(r, plan(r))) < 10_000
-    coverage = planned(r, plan(r))
+    assert calls(lambda: planned_coverage(r, plan_layers(r))) < 10_000
+    coverage = planned_coverage(r, plan_layers(r))
     assert coverage.layers_in_fp8 == 30 * 4 and len(coverage.linears) == 129
 
 
@@ -227,14 +227,14 @@ def test_a_selector_that_selects_nothing_for_fp8_is_refused(
 
 
 def test_what_fits_is_found_quickly_for_a_deep_model() -> None:
-    from fp8cfg.planning.fit_search import refuse_if_too_large
+    from fp8cfg.planning.fit_search import check_memory
     from fp8cfg.planning.peak_memory import memory
 
     r = fp8cfg.compose(["model.num_layers=3000", "precision=bf16_fp8"])
 
     def refuse() -> None:
         with pytest.raises(fp8cfg.ConfigError, match="nearest that fit: ") as e:
-            refuse_if_too_large(r, "cpu", free)
+            check_memory(r, "cpu", free)
         messages.append(str(e.value))
 
     free = sum(memory(r, "cpu").values()) * 3 // 4

@@ -306,7 +306,7 @@ def test_attention_is_asked_for_as_the_recipe_says(
 
 def test_norms_that_are_excluded_stay(te: Any) -> None:
     """Alone, in front of a fused product, and in a Transformer layer, which is not fused then; products are in FP8 all the same."""
-    from fp8cfg.planning.layer_plan import plan
+    from fp8cfg.planning.layer_plan import plan_layers
 
     def names(*patterns: str) -> dict[str, str]:
         model = converted(node({"exclude": patterns}))
@@ -329,8 +329,8 @@ def test_norms_that_are_excluded_stay(te: Any) -> None:
     recipe = small(
         "precision=bf16_fp8", "backend=te", "fp8.first_step=te", "fp8.exclude=['*layernorm']"
     )
-    assert all(p.fp8 for p in plan(recipe, "te")[:-1])
+    assert all(p.fp8 for p in plan_layers(recipe, "te")[:-1])
     with pytest.raises(
         fp8cfg.ConfigError, match=r"fp8\.exclude=\*layernorm: matches no linear layer"
     ):
-        plan(recipe, "native")
+        plan_layers(recipe, "native")

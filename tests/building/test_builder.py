@@ -11,7 +11,7 @@ import fp8cfg
 from fp8cfg.models.config import parameter_counts
 from fp8cfg.numerics import FP8Linear, fp8_linears
 from fp8cfg.planning import peak_memory
-from fp8cfg.planning.coverage import coverage, planned
+from fp8cfg.planning.coverage import coverage, planned_coverage
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema.recipe_registry import recipes
 from fp8cfg.schema.training import Strategy
@@ -186,7 +186,7 @@ def test_what_ran_is_what_was_planned(words: tuple[str, ...], traced: bool) -> N
     if traced:
         trace_model(job)
     list(steps(job, 1))
-    assert job.prove().data() == planned(job.recipe, job.plan).data()
+    assert job.prove().data() == planned_coverage(job.recipe, job.plan).data()
 
 
 def test_a_run_that_is_not_what_was_planned_is_stopped() -> None:

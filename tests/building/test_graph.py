@@ -148,7 +148,7 @@ def test_the_diff_against_mxfp8_is_what_differs(graph: Any) -> None:
     other_graph = fp8cfg.lower(other)
     changes = diffing.build_diff(graph, other_graph).changes
     paths = {".".join(attr.name for attr in change.target) for change in changes}
-    mine, theirs = graph_text.leaves(graph), graph_text.leaves(other_graph)
+    mine, theirs = graph_text.leaf_values(graph), graph_text.leaf_values(other_graph)
     assert paths == {
         path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path)
     }
@@ -157,7 +157,7 @@ def test_the_diff_against_mxfp8_is_what_differs(graph: Any) -> None:
 
 def test_the_code_of_a_graph_is_read_as_blocks_of_nodes(graph: Any) -> None:
     """A node that does not fit into a line is a block of its own, indented under the node that has it."""
-    written = graph_text.code(graph).splitlines()
+    written = graph_text.code_text(graph).splitlines()
     assert len(written) < 100 and max(map(len, written)) <= 100
     assert "        schedule=fdl.Config(graph_nodes.Schedule," in written
     assert (
@@ -183,7 +183,7 @@ def test_code_of_long_values_makes_the_graph_again() -> None:
     recipe.fp8.exclude = [f"layers.{n}.self_attention.*" for n in range(16)]
     recipe.data.path = "fdl.Config(job, 'x' , (" * 8
     made: dict[str, Any] = {}
-    written = graph_text.code(graph := fp8cfg.lower(recipe))
+    written = graph_text.code_text(graph := fp8cfg.lower(recipe))
     exec(written, made)
     assert made["graph"]() == graph
     assert [len(line) > 100 for line in written.splitlines()].count(True) == 2, (

@@ -187,5 +187,5 @@ def test_a_smoke_run_of_a_recipe_of_several_machines_takes_one(
     )
     ((*torchrun, ranks, request, _, _),) = ran
     assert (torchrun, ranks) == (["-m", "fp8cfg.execution.executor"], "4")
-    small = smoke.cut(fp8cfg.from_yaml(Path(request)), 4)
+    small = smoke.cut_recipe(fp8cfg.from_yaml(Path(request)), 4)
     assert small.trainer.strategy.size == 4 and refused(small, 4) == []

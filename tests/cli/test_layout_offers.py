@@ -127,14 +127,14 @@ def test_a_start_ends_with_lines_that_run_here(
     assert not list(tmp_path.iterdir())
     assert [words[-1] for words in offered] == [f"{TENSOR}=1", "trainer.smoke=true"]
     for words in offered:
-        assert refused(smoke.cut(fp8cfg.compose(words), 1), 1) == []
+        assert refused(smoke.cut_recipe(fp8cfg.compose(words), 1), 1) == []
 
 
 def test_a_smoke_run_cuts_a_layout_that_the_gpus_do_not_have() -> None:
     recipe = fp8cfg.compose(
         ["recipe=llama_8b", "trainer.devices=1", f"{TENSOR}=6", "trainer.smoke=true"]
     )
-    layouts = [smoke.cut(recipe, ranks).trainer.strategy for ranks in (1, 4)]
+    layouts = [smoke.cut_recipe(recipe, ranks).trainer.strategy for ranks in (1, 4)]
     assert [(s.tensor_model_parallel_size, s.context_parallel_size) for s in layouts] == [
         (1, 1),
         (2, 2),
@@ -303,7 +303,7 @@ def machine_of(monkeypatch: pytest.MonkeyPatch) -> Machine:
     def of(gpus: int) -> list[tuple[int, list[str]]]:
         begun: list[tuple[int, list[str]]] = []
         for module in (preflight, hardware):
-            monkeypatch.setattr(module, "gpus", lambda: gpus)
+            monkeypatch.setattr(module, "count_gpus", lambda: gpus)
             monkeypatch.setattr(module, "free_memory", lambda device, ranks=None: 139 << 30)
         monkeypatch.setattr(
             hardware, "find_hardware", lambda _: Hardware("cuda", (9, 0), BLOCK_CUDA)
@@ -345,7 +345,7 @@ def test_of_several_nodes_a_line_is_printed_where_it_runs(
     machine_of: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A backend that the GPUs here do not have does not multiply on the nodes, which have such GPUs, nor in a smoke run here."""
-    monkeypatch.setattr(hardware, "gpus", lambda: 0)
+    monkeypatch.setattr(hardware, "count_gpus", lambda: 0)
     monkeypatch.setattr(hardware, "find_hardware", lambda _: Hardware("cpu"))
     assert (
         main(

@@ -43,7 +43,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
 
     def of(gpus: int) -> list[tuple[int, list[str]]]:
         begun: list[tuple[int, list[str]]] = []
-        monkeypatch.setattr(hardware, "gpus", lambda: gpus)
+        monkeypatch.setattr(hardware, "count_gpus", lambda: gpus)
         monkeypatch.setattr(
             launch_run, "start", lambda ranks, argv: begun.append((ranks, [*argv])) or 7
         )
@@ -285,7 +285,7 @@ def test_ranks_are_started_and_their_exit_code_is_that_of_the_command(
     )
     runs = list(tmp_path.glob("runs/*/checkpoints/*"))
     assert sorted(p.name for p in runs) == (["step-00000002", "step-00000003"] if code == 0 else [])
-    monkeypatch.setattr(hardware, "gpus", lambda: 2)
+    monkeypatch.setattr(hardware, "count_gpus", lambda: 2)
     for last in (path for path in runs if path.name == "step-00000003"):
         shutil.rmtree(last)
         assert main(["resume", str(last.parents[1])]) == 0

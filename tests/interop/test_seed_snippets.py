@@ -228,7 +228,7 @@ def test_fp8_arguments_stand_where_nemo_has_them() -> None:
     ],
 )
 def test_each_row_of_the_chart(row: str, words: list[str]) -> None:
-    assert remarks.name(chart_row(fp8cfg.compose(words))) == row
+    assert remarks.row_name(chart_row(fp8cfg.compose(words))) == row
 
 
 def test_a_preset_of_the_chart_trains() -> None:

@@ -16,7 +16,7 @@ from fp8cfg.checkpoint import job_state
 from fp8cfg.models.config import adapter_parameters
 from fp8cfg.models.lora import adapted
 from fp8cfg.numerics.stored_state import stored_state_dict
-from fp8cfg.planning.layer_plan import adapted as planned_adapters
+from fp8cfg.planning.layer_plan import adapted_projections as planned_adapters
 from fp8cfg.planning.layer_plan import attention_plan
 from fp8cfg.planning.layout import refused
 from fp8cfg.schema.errors import ConfigError, NotFP8Error

@@ -9,7 +9,7 @@ import torch
 
 import fp8cfg
 from fp8cfg.planning.layout import refused
-from fp8cfg.planning.smoke import cut
+from fp8cfg.planning.smoke import cut_recipe
 from tests.support.ranks import launch
 from tests.support.small import small, small_words
 
@@ -88,7 +88,7 @@ def test_what_data_parallel_ranks_alone_have_is_refused(words: str, line: str) -
 )
 def test_a_smoke_run_keeps_what_is_stored_and_sent_before_the_layout(words: str, size: int) -> None:
     recipe = fp8cfg.compose([*words.split(), "trainer.smoke=true"])
-    small = cut(recipe, 4)
+    small = cut_recipe(recipe, 4)
     assert small.trainer.strategy.size == size and refused(small, 4) == []
     assert (small.precision.opt_level, small.storage) == (
         recipe.precision.opt_level,

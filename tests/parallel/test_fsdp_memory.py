@@ -55,9 +55,9 @@ def test_the_plan_is_what_is_measured(words: str, recompute: str) -> None:
 
 def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8cfg.planning import plan_report as planned
-    from fp8cfg.planning.fit_search import refuse_if_too_large
+    from fp8cfg.planning.fit_search import check_memory
     from fp8cfg.planning.fsdp_memory import ShardedPass
-    from fp8cfg.planning.hardware import named
+    from fp8cfg.planning.hardware import find_gpu
     from fp8cfg.planning.layout import parts
     from fp8cfg.planning.peak_memory import linears_of, memory, memory_table, widest
 
@@ -86,7 +86,7 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
     assert sharded.summing(32) == (2 + 4) * root
     if HAS_TORCHAO:
         auto = fp8cfg.compose(["recipe=llama_8b", *CURRENT.split(), FSDP, "model.vocab_size=1024"])
-        fp8, high = (planned.make(auto, 8, gpu).widest for gpu in (named("h100"), None))
+        fp8, high = (planned.make_report(auto, 8, gpu).widest for gpu in (find_gpu("h100"), None))
         linears = linears_of(auto, fp8.part)
         cast, plain = (
             ShardedPass(auto, "cuda", fp8.part, linears, backend, 2).back(1)
@@ -130,7 +130,7 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
     }
     assert "to start" not in kinds and "to start" not in split
     with pytest.raises(fp8cfg.ConfigError, match=r"needs [\d.]+ GiB, .*; nearest that fit: "):
-        refuse_if_too_large(short, "cuda", sum(kinds.values()) * 2 // 3)
+        check_memory(short, "cuda", sum(kinds.values()) * 2 // 3)
 
 
 class _Largest(TorchDispatchMode):

@@ -46,7 +46,7 @@ AMP = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32", "comm":
 def test_rows(precision: Precision, name: str, each: int) -> None:
     recipe = small()
     recipe.precision = precision
-    assert remarks.name(chart_row(recipe)) == name
+    assert remarks.row_name(chart_row(recipe)) == name
     assert remarks.bytes_per_parameter(chart_row(recipe)) == each
 
 
@@ -60,7 +60,7 @@ def test_gemm_is_what_multiplies() -> None:
 def test_text() -> None:
     recipe = small("precision=bf16_fp8", "optim.name=sgd")
     assert (
-        remarks.text(recipe, whole(recipe))
+        remarks.chart_text(recipe, whole(recipe))
         == """\
 low-precision chart  GEMM  comm  weight  master  grad  moments    B/param
 this recipe: custom  fp8   fp32  fp8     fp32    fp32  fp32            13
@@ -96,7 +96,7 @@ def test_what_is_split_over_ranks_is_counted_once_for_all_of_them(
         remarks.bytes_per_parameter(chart_row(recipe), sharding(recipe.precision, ranks), ranks)
         == each
     )
-    lines = remarks.text(recipe, whole(recipe, ranks)).splitlines()
+    lines = remarks.chart_text(recipe, whole(recipe, ranks)).splitlines()
     own = next(line for line in lines if line.startswith("this recipe: "))
     assert own.split()[-1] == f"{each:.3g}"
     unsharded = remarks.bytes_per_parameter(chart_row(recipe))

@@ -6,7 +6,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.backends.choice import FP8_CAPABILITY
-from fp8cfg.planning.hardware import GPU, GPUS, named
+from fp8cfg.planning.hardware import GPU, GPUS, find_gpu
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda g: g.name)
@@ -17,8 +17,8 @@ def test_figures_agree_with_one_another(gpu: GPU) -> None:
 
 
 def test_names() -> None:
-    assert named("H100_PCIe") is GPUS["h100-pcie"]
+    assert find_gpu("H100_PCIe") is GPUS["h100-pcie"]
     with pytest.raises(
         fp8cfg.ConfigError, match="--gpu h1000: no such GPU in the table; did you mean 'h100'"
     ):
-        named("h1000")
+        find_gpu("h1000")

@@ -8,7 +8,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.planning import fsdp_memory, peak_memory
-from fp8cfg.planning.fit_search import refuse_if_too_large
+from fp8cfg.planning.fit_search import check_memory
 from fp8cfg.planning.fsdp_memory import gather_line
 from fp8cfg.planning.layout import parts, stage_layers, whole
 from fp8cfg.planning.peak_memory import (
@@ -316,13 +316,13 @@ def test_a_world_that_does_not_divide(world: int, line: str) -> None:
 def test_a_recipe_that_is_too_large_is_refused_with_what_fits() -> None:
     recipe = small("precision=bf16")
     need = sum(memory(recipe, "cpu").values())
-    refuse_if_too_large(recipe, "cpu", need)
+    check_memory(recipe, "cpu", need)
     offered = r"model\.recompute_granularity=selective · trainer\.smoke=true"
     with pytest.raises(
         fp8cfg.ConfigError,
         match=rf"needs .*, this machine has .* free on cpu; nearest that fit: {offered}",
     ):
-        refuse_if_too_large(recipe, "cpu", need - 1)
+        check_memory(recipe, "cpu", need - 1)
 
 
 def test_the_table() -> None:

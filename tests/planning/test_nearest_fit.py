@@ -274,10 +274,10 @@ def refused_here(
     words: list[str], gpus: int, gib: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
     """The lines that a start on a machine with so many free H100s offers."""
-    monkeypatch.setattr(preflight, "gpus", lambda: gpus)
+    monkeypatch.setattr(preflight, "count_gpus", lambda: gpus)
     monkeypatch.setattr(preflight, "free_memory", lambda device, ranks: gib << 30)
     with pytest.raises(fp8cfg.ConfigError) as e:
-        preflight.refuse(
+        preflight.check_run(
             fp8cfg.compose(words),
             Hardware("cuda", (9, 0), BLOCK_CUDA),
             whole_lines(Arguments(words), settled),

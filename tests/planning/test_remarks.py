@@ -105,4 +105,4 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
 def test_what_has_no_effect_in_a_run_is_said(words: str, ranks: int, said: str) -> None:
     recipe = small(*words.split())
     part = whole(recipe, ranks * recipe.trainer.strategy.data_parallel_replicate_size)
-    assert remarks.lines(recipe, part) == ([f"note: {said}"] if said else [])
+    assert remarks.remark_lines(recipe, part) == ([f"note: {said}"] if said else [])

@@ -63,7 +63,7 @@ def test_a_large_model_needs_data(words: str, line: str, capsys: Out) -> None:
     ],
 )
 def test_data_that_somebody_chose(words: str) -> None:
-    assert training_data.unintended(fp8cfg.compose(words.split())) == []
+    assert training_data.unintended_data(fp8cfg.compose(words.split())) == []
 
 
 @pytest.mark.parametrize(

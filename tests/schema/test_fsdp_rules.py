@@ -7,7 +7,7 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.parallel.fsdp_refusals import refuse_uneven
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.schema.storage import gathered
 from tests.support.fsdp_runs import CURRENT, FSDP, PLAIN, TORCHAO, job_of
 from tests.support.small import small
@@ -124,13 +124,13 @@ def test_what_auto_comes_to(words: str, backend: str, gather: str) -> None:
 
 def test_an_fp8_gather_wants_equal_parts() -> None:
     recipe = small(*TORCHAO.split(), FSDP)
-    refuse_uneven(plan(recipe), recipe.precision, "torchao", 2)
-    refuse_uneven(plan(recipe), recipe.precision, "native", 3)
+    refuse_uneven(plan_layers(recipe), recipe.precision, "torchao", 2)
+    refuse_uneven(plan_layers(recipe), recipe.precision, "native", 3)
     with pytest.raises(
         fp8cfg.ConfigError,
         match=r"storage.gather=fp8: layers.0.self_attention.linear_qkv has out_features=128, not a multiple of 3 ranks; set storage.gather=bf16",
     ):
-        refuse_uneven(plan(recipe), recipe.precision, "torchao", 3)
+        refuse_uneven(plan_layers(recipe), recipe.precision, "torchao", 3)
 
 
 def test_an_fp8_gather_picks_the_backend_that_has_it() -> None:

@@ -40,7 +40,7 @@ PACKED = (
 
 def chart_row(recipe: Recipe) -> remarks.Row:
     """The row of `recipe` in the low-precision chart."""
-    return remarks.row(recipe, resolve_state_dtypes(recipe.precision))
+    return remarks.chart_row(recipe, resolve_state_dtypes(recipe.precision))
 
 
 def small_words(*words: str) -> list[str]:

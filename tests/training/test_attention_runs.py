@@ -15,8 +15,8 @@ from fp8cfg.checkpoint import job_state
 from fp8cfg.models.attention import CoreAttention
 from fp8cfg.numerics.fp8_attention import PRODUCTS
 from fp8cfg.numerics.stored_state import stored_state_dict
-from fp8cfg.planning.coverage import coverage, planned
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.coverage import coverage, planned_coverage
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.training.data import run_data
 from tests.support import whole_checkpoints
@@ -74,9 +74,9 @@ FP8: 16 of 17 linear layers, attention in 4 of 4, 98.0% of matmul FLOPs"""
 
 def test_the_table_of_coverage() -> None:
     recipe = fp8cfg.compose(["recipe=llama_tiny", FP8_RUN, ATTENTION])
-    assert str(planned(recipe, plan(recipe))) == TABLE
+    assert str(planned_coverage(recipe, plan_layers(recipe))) == TABLE
     recipe.fp8.high_precision_at_start = 1
-    lines = str(planned(recipe, plan(recipe))).splitlines()
+    lines = str(planned_coverage(recipe, plan_layers(recipe))).splitlines()
     assert lines[-4:] == [
         "1  attention                             1.9%  bf16:",
         "                                               fp8.high_precision_at_start=1",
@@ -126,7 +126,7 @@ def test_what_ran_is_what_was_planned(words: tuple[str, ...], traced: bool) -> N
     if traced:
         trace_model(job)
     list(steps(job, 1))
-    assert job.prove().data() == planned(job.recipe, job.plan).data()
+    assert job.prove().data() == planned_coverage(job.recipe, job.plan).data()
     found = {
         name: kinds
         for name, kinds in coverage(job.model).products.items()

@@ -84,12 +84,12 @@ def test_fit_compiles_where_the_recipe_says_so() -> None:
 
 
 def test_when_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.planning.layer_plan import plan
+    from fp8cfg.planning.layer_plan import plan_layers
     from fp8cfg.recipes import llama_8b
     from fp8cfg.training.compile import compiles
 
     def decision(recipe: fp8cfg.Recipe) -> bool:
-        return compiles(recipe, plan(recipe), "cpu")
+        return compiles(recipe, plan_layers(recipe), "cpu")
 
     assert decision(small("trainer.compile=on")) and not decision(small("trainer.compile=off"))
     assert not decision(small()) and decision(llama_8b())
@@ -103,7 +103,7 @@ def test_when_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_compiler_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.planning.layer_plan import plan
+    from fp8cfg.planning.layer_plan import plan_layers
     from fp8cfg.training.compile import compiles
 
     monkeypatch.setenv("CXX", "/nope")
@@ -112,7 +112,7 @@ def test_the_compiler_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch
         ConfigError,
         match=r"^trainer.compile=on: no C\+\+ compiler \(/nope\) here; write off, or unset CXX$",
     ):
-        compiles(recipe, plan(recipe), "cpu")
+        compiles(recipe, plan_layers(recipe), "cpu")
 
 
 def test_a_run_that_was_compiled_does_not_go_on_where_nothing_is(

@@ -19,8 +19,8 @@ from fp8cfg.__main__ import main
 from fp8cfg.composition.config_groups import Library
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning import smoke
-from fp8cfg.planning.coverage import planned
-from fp8cfg.planning.layer_plan import plan
+from fp8cfg.planning.coverage import planned_coverage
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.layout import parts_that_differ, refused
 from fp8cfg.planning.peak_memory import memory
 from fp8cfg.schema.recipe import Recipe
@@ -42,7 +42,7 @@ def composed(*words: str) -> Recipe:
 def cut(*words: str, ranks: int = 1) -> Recipe:
     recipe = composed(*words).model_copy(deep=True)
     recipe.trainer.smoke = True
-    return smoke.cut(recipe, ranks)
+    return smoke.cut_recipe(recipe, ranks)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(
         == 0
         == eight.trainer.global_batch_size % (eight.trainer.micro_batch_size * 8 // kept.size)
     )
-    assert smoke.cut(small, 1) == small and smoke.cut(eight, 8) == eight, (
+    assert smoke.cut_recipe(small, 1) == small and smoke.cut_recipe(eight, 8) == eight, (
         "what is cut is cut no further"
     )
-    assert planned(small, plan(small)).layers_in_fp8 >= 4 * small.fp8.enabled
+    assert planned_coverage(small, plan_layers(small)).layers_in_fp8 >= 4 * small.fp8.enabled
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -131,7 +131,7 @@ def test_adapters_stand_beside_whole_matrices() -> None:
 def test_what_a_small_model_has_not_is_cut_with_it(words: list[str], key: str, new: object) -> None:
     small = cut("recipe=llama_8b", "precision=bf16_fp8", *words)
     assert getattr(small.fp8 if key in ("exclude", "min_coverage") else small.model, key) == new
-    assert planned(small, plan(small)).layers_in_fp8 > 0
+    assert planned_coverage(small, plan_layers(small)).layers_in_fp8 > 0
 
 
 def test_a_global_batch_of_many_ranks_leaves_tokens_for_an_evaluation() -> None:
@@ -152,7 +152,7 @@ def test_sequences_of_an_odd_length_are_cut_to_whole_chunks_of_the_ranks_that_sh
 
 def test_without_the_key_nothing_is_cut() -> None:
     recipe = composed("recipe=llama_405b")
-    assert smoke.cut(recipe, 1) is recipe and smoke.note(recipe, recipe) == ""
+    assert smoke.cut_recipe(recipe, 1) is recipe and smoke.describe_cuts(recipe, recipe) == ""
 
 
 class Run(NamedTuple):

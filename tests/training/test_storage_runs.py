@@ -69,8 +69,8 @@ def test_stored_bytes_are_those_of_the_chart(row: str) -> None:
         assert sum(t.nbytes for t in held[kind] if t.dim()) == pytest.approx(
             planned, rel=2e-3 if "block" in row else 0
         ), kind
-    assert remarks.row(job.recipe, job.prepared.state) == {
-        "gemm": remarks.row(job.recipe, job.prepared.state)["gemm"],
+    assert remarks.chart_row(job.recipe, job.prepared.state) == {
+        "gemm": remarks.chart_row(job.recipe, job.prepared.state)["gemm"],
         **job.prepared.columns["layers.0.mlp.linear_fc1.weight"],
     }
 

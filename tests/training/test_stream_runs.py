@@ -266,6 +266,6 @@ def test_what_contradicts_is_refused(said: str, line: str) -> None:
 
 def test_a_smoke_run_reads_no_shards(folder: Path) -> None:
     recipe = fp8cfg.compose(["recipe=llama_1b", *words(folder), "trainer.smoke=true"])
-    small_run = smoke.cut(recipe, 1)
+    small_run = smoke.cut_recipe(recipe, 1)
     small_run.check()
     assert small_run.data.name == "tiny" and small_run.data.reset_attention_mask

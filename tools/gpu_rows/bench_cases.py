@@ -17,10 +17,10 @@ from fp8cfg.data import Batches, Windows
 from fp8cfg.models.attention import rotary_tables
 from fp8cfg.models.transformer import TransformerLayer
 from fp8cfg.parallel.process_group import World
-from fp8cfg.planning.coverage import planned as planned_flops
-from fp8cfg.planning.fit_search import too_large
+from fp8cfg.planning.coverage import planned_coverage as planned_flops
+from fp8cfg.planning.fit_search import memory_problem
 from fp8cfg.planning.hardware import free_memory
-from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.planning.layer_plan import plan_layers, transformer_config
 from fp8cfg.planning.peak_memory import memory
 from tools.gpu_rows import estimate
 from tools.gpu_rows.contenders import Contender, compile_layers, convert
@@ -175,7 +175,7 @@ class ModelCase:
     def _build(self, *words: str) -> fp8cfg.Job:
         """The job of these words. Raises NotRun where it is planned to take more memory than is free beside the models that stand there."""
         recipe = fp8cfg.compose([*self.words, *words])
-        if why := too_large(recipe, self.args.device, free_memory(self.args.device)):
+        if why := memory_problem(recipe, self.args.device, free_memory(self.args.device)):
             raise NotRun(why)
         return fp8cfg.build(recipe)
 
@@ -195,7 +195,7 @@ class ModelCase:
 
 
 def flops_per_token(recipe: fp8cfg.Recipe, output_layer: bool = True) -> float:
-    linears = [p for p in plan(recipe) if output_layer or p.name != "output_layer"]
+    linears = [p for p in plan_layers(recipe) if output_layer or p.name != "output_layer"]
     return planned_flops(recipe, linears).attention_flops + sum(
         6.0 * p.in_features * p.out_features for p in linears
     )

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8cfg.models.config import parameter_counts
-from fp8cfg.planning.coverage import planned
-from fp8cfg.planning.hardware import GPU, named
-from fp8cfg.planning.layer_plan import plan, transformer_config
+from fp8cfg.planning.coverage import planned_coverage
+from fp8cfg.planning.hardware import GPU, find_gpu
+from fp8cfg.planning.layer_plan import plan_layers, transformer_config
 from fp8cfg.schema.recipe import Recipe
 
 BANDWIDTH = {"h100": 3.35e12, "h100-pcie": 2.0e12, "h200": 4.8e12, "b200": 7.7e12}
@@ -64,7 +64,7 @@ class Device:
     @classmethod
     def of(cls, name: str) -> Device:
         """The GPU of that name in fp8cfg's table. Raises KeyError where its bandwidth is not known."""
-        gpu: GPU = named(name)
+        gpu: GPU = find_gpu(name)
         return cls(
             gpu.bf16 * 1e12, (gpu.fp8 or 0) * 1e12, BANDWIDTH[gpu.name], FP4.get(gpu.name, 0.0)
         )
@@ -102,13 +102,15 @@ def layers(
     its plan has in FP8."""
     m, config = recipe.model, transformer_config(recipe)
     tokens = recipe.trainer.micro_batch_size * m.seq_length
-    linears = [p for p in plan(recipe) if output_layer or p.name != "output_layer"]
+    linears = [p for p in plan_layers(recipe) if output_layer or p.name != "output_layer"]
     products = sum(
         linear(device, scaling if p.fp8 else "bf16", tokens, p.in_features, p.out_features)
         for p in linears
     )
     attention = (
-        tokens * planned(recipe, linears).attention_flops / (device.bf16 * OF_PEAK_ATTENTION)
+        tokens
+        * planned_coverage(recipe, linears).attention_flops
+        / (device.bf16 * OF_PEAK_ATTENTION)
     )
     # Forward: two norms, two residual sums, rotation of queries and keys, SwiGLU; backward twice as much, and what is repeated in it.
     norms, swiglu = 2 * 4 * m.hidden_size, 2 * 3 * m.ffn_hidden_size
@@ -131,7 +133,9 @@ def layers(
 def transposes(device: Device, recipe: Recipe) -> float:
     """Seconds in which a GPU that multiplies matrices along their rows alone, as Hopper does, transposes the weights that `recipe` holds
     in FP8, for the dgrads of one microbatch."""
-    return device.moved(2.0 * sum(p.in_features * p.out_features for p in plan(recipe) if p.fp8))
+    return device.moved(
+        2.0 * sum(p.in_features * p.out_features for p in plan_layers(recipe) if p.fp8)
+    )
 
 
 def step(device: Device, scaling: str, recipe: Recipe) -> dict[str, float]:

@@ -17,7 +17,7 @@ from fp8cfg.backends.any_model import checks
 from fp8cfg.backends.te.rules import unavailable
 from fp8cfg.building import job
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.planning.coverage import ran
+from fp8cfg.planning.coverage import observed_coverage
 from fp8cfg.training import compile, step
 
 
@@ -28,7 +28,7 @@ def without_proof() -> None:
     compile._largest_difference = lambda compiled, eager: ("", 0.0)  # type: ignore[assignment]
     compile.LOSS_TOLERANCE = math.inf
     job.Job._observed = lambda made: {}  # type: ignore[method-assign]
-    job.prove_engagement = ran  # which takes the same, and raises nothing
+    job.prove_engagement = observed_coverage  # which takes the same, and raises nothing
     # Counts of targets have no values there.
     step.refuse_without_targets = lambda data, step: None  # type: ignore[assignment]
     steady_signs()

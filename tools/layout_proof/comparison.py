@@ -20,7 +20,7 @@ from fp8cfg.parallel.mesh import axis_sizes, coordinates
 from fp8cfg.planning.communication import of_step
 from fp8cfg.planning.layout import Part, stage_parts
 from fp8cfg.planning.peak_memory import linears_of, persistent
-from fp8cfg.planning.plan_report import PlanReport, planned
+from fp8cfg.planning.plan_report import PlanReport, report_plan
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.memory_measurement import gradients, stored
 from tools.layout_proof.cells import Cell
@@ -42,7 +42,7 @@ class Compared:
     place: str
     rank: int
     built: dict[str, int]
-    planned: dict[str, int]
+    report_plan: dict[str, int]
     widest: dict[str, int]
     seconds: float
     sent: dict[str, int] | None = None
@@ -68,7 +68,7 @@ def compare(cell: Cell, place: str, rank: int, count: bool = False) -> Compared:
 def _planned(cell: Cell) -> tuple[Recipe, PlanReport]:
     """The recipe of `cell`, and its plan: the same for all ranks."""
     recipe = cell.compose()
-    return recipe, planned(recipe, cell.ranks, None)
+    return recipe, report_plan(recipe, cell.ranks, None)
 
 
 def _compared(cell: Cell, place: str, rank: int, count: bool) -> Compared:
