@@ -1,46 +1,49 @@
-"""Activation memory on one rank, from the model's code: what the forward pass keeps, and what the backward pass adds.
+"""Activation memory on one rank: what the forward pass keeps, and what the backward pass adds.
 
-Letters are bytes or sizes for one token on this rank:
+The counts follow the model's code, run eagerly. Letters in this table are bytes per element or
+channels on this rank. `LinearBytes` has them as attributes:
 
-    c  compute dtype    e  operand of an FP8 product    D  hidden    Q, K  query and key channels    F  MLP    V  vocabulary
+    c  compute_bytes     bytes per element in the compute dtype
+    e  operand_bytes     bytes per element of an operand of an FP8 GEMM
+    D  hidden_shard      Q  query_channels     K  key_channels
+    F  mlp_channels      V  vocab_shard
 
-Kept by each layer for its backward pass (fp8cfg/models/transformer.py, numerics/fp8_linear.py):
+A layer keeps these bytes per token for its backward pass (fp8cfg/models/transformer.py,
+numerics/fp8_linear.py):
 
-    2 norms     their inputs, cD each
-    linear_qkv  its input, cD, or eD quantized; its output c(Q + 2K), of which the values are a view
-    attention   rotated queries and keys c(Q + K), output cQ, log-sum-exp 4 a head (flash attention)
-    linear_proj its input is attention's output; quantized it is eQ beside it
-    linear_fc1  its input, cD or eD; its output 2cF, of which gate and up are views
-    linear_fc2  its input, cF or eF; the activation function reads linear_fc1's output, and keeps no more
+    2 norms      their inputs, cD each
+    linear_qkv   its input, cD or quantized eD; its output c(Q + 2K), values are a view of it
+    attention    rotated queries and keys c(Q + K), output cQ, log-sum-exp 4 per head (flash)
+    linear_proj  its input is the output of attention; quantized it takes eQ more
+    linear_fc1   its input, cD or eD; its output 2cF, gate and up are views of it
+    linear_fc2   its input, cF or eF; the activation function keeps linear_fc1's output only
 
-A layer that is repeated as a whole keeps more, for as long as its backward pass runs: of each norm the float32 input 4D, 1 / rms 4, and
-on a CPU the normalized input 4D, since RMSNorm is fused on GPUs alone; silu(gate) cF. LayerNorm keeps no normalized input.
+Differences:
 
-Selective recomputation keeps no input of linear_qkv, linear_fc1 and linear_fc2, and FP8 layers no quantized copy of any input, but for
-a rank's tokens of one that is gathered.
+    full recomputation       a layer keeps its input cD. While its backward pass runs, it also keeps
+                             of each norm the float32 input 4D, 1 / rms 4, and on a CPU, where
+                             RMSNorm is not fused, the normalized input 4D; and silu(gate) cF
+    selective recomputation  no input of linear_qkv, linear_fc1 and linear_fc2, and no quantized
+                             copy of any input, except this rank's tokens of a gathered input
+    soft cap of scores       explicit matrices of scores, 8 + c each
+    masks                    soft caps, sliding windows and separate documents repeat keys and
+                             values for each head. The masks c x tokens x tokens of the latter two
+                             are shared by layers with the same window
+    norms of q, k            their inputs in float32
+    context parallelism      keys and values of the whole sequence
+    sequence parallelism     D is divided by the ranks in norms and the residual stream. BF16 layers
+                             keep the gathered input of linear_qkv, linear_fc1 and output layer,
+                             FP8 layers their own tokens (numerics/token_shard.py)
+    attention in FP8         only quantized queries, keys and values e(Q + 2K). Its backward pass
+                             has score matrices of 8 + 2e and a mask for one layer at a time
+                             (numerics/attention.py)
+    frozen weights           only adapters keep inputs, in their dtype (models/lora.py)
+    torchao                  layers keep inputs in c and no quantized weights
 
-Where scores have a soft cap attention keeps explicit matrices of them, 8 + c each; with one,
-with a sliding window or with documents kept apart a copy of keys and values for each head. The mask of the latter two, c x tokens
-x tokens, is one for all layers that have the same. Norms of queries and keys keep these in float32; norms after attention and MLP
-are two more.
-
-With sequences split over context ranks keys and values are whole ones. With sequences split
-over tensor-parallel ranks D is a rank's part of the tokens in norms and the residual stream. Inputs of linear_qkv, linear_fc1 and the
-output layer are gathered: BF16 layers keep all tokens, FP8 layers the rank's part (numerics/token_shard.py).
-
-Attention in FP8 (numerics/attention.py) keeps quantized queries, keys and values alone, e(Q + 2K), and takes its matrices of
-scores one layer at a time: 8 + 2e and a mask for each of heads x T x T in the backward pass.
-
-Where weights are frozen, inputs are kept by adapters alone, in their dtype (models/lora.py).
-
-torchao's layers keep inputs in c, and no quantized weights (planning/linear_memory.py).
-
-The final norm and the output layer's input come on top, and logits and loss (report/memory/cross_entropy.py). Full recomputation
-keeps cD a layer, and all this for the one at hand.
-
-A pipeline stage keeps what it has received and what it has sent, cD each for each chunk, until the backward pass of the microbatch;
-beside that the gradient that it receives for this pass, to its end, and the one that it has sent after the pass before. Of several
-chunks each has two sends under way and about as many receives.
+The final norm, the output layer's input, logits and the loss follow after the layers. A pipeline
+stage also keeps what it received and sent, cD each for each chunk, until the microbatch's backward
+pass. In addition it has the gradient received for this pass and the gradient sent after the pass
+before. With several chunks each chunk has two sends and about as many receives in progress.
 """
 
 from __future__ import annotations
@@ -51,165 +54,59 @@ from functools import cache
 from typing import NamedTuple
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
-from fp8cfg.planning.fsdp_memory import ShardedPass, SinglePass
+from fp8cfg.planning.fsdp_memory import BackwardSchedule
 from fp8cfg.planning.layer_plan import attention_plan
 from fp8cfg.planning.layout import Part
 from fp8cfg.planning.linear_memory import LinearBytes
 from fp8cfg.schema.recipe import Recipe
 
+# Logits that the loss converts to float32 at a time (models/cross_entropy.py, CHUNK and GPU_CHUNK).
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits in float32 at a time (models/cross_entropy.py, CHUNK and GPU_CHUNK)."""
 
-
-ACTIVATION_BACKWARD = {"swiglu": (3, 6), "geglu": (3, 6), "gelu": (2, 3), "squared_relu": (4, 6)}
-"""The most tensors of the width of the MLP in the backward pass of an activation function: gradients beside what the forward pass
-has kept, and where that kept its input alone. Those are made again: silu and the product of SwiGLU, relu and its square."""
-
-
-class LogitBytes(NamedTuple):
-    """Bytes of a microbatch: kept from the forward to the backward pass, at the widest moment of the forward pass, and of both."""
-
-    kept: int
-    forward: int
-    widest: int
-
-
-def logit_bytes(b: LinearBytes) -> LogitBytes:
-    """Those of a rank that has the output layer."""
-    count, c = b.tokens * b.v, b.c
-    chunk = min(count, CHUNK[b.device])
-    capped = c * count if b.recipe.model.final_logit_softcapping is not None else 0
-    cast = 4 if c == 4 else 8  # logits in float32 are no copy
-    forward = c * count + cast * chunk + capped
-    if b.tp == 1 and count == chunk:
-        return LogitBytes(int(4 * count + capped), int(forward), int(12 * count + capped))
-    widest = max(forward, 2 * c * count + (12 if b.tp == 1 else 4) * chunk + capped)
-    return LogitBytes(int(c * count + capped), int(forward), int(widest))
-
-
-def kept(b: LinearBytes, layer: int, proj_quantized: bool) -> tuple[float, float]:
-    """Bytes of one token that attention of `layer` in high precision keeps, all but the quantized input of linear_proj, without
-    recomputation; and those of them that selective recomputation does not, but for those that it keeps in their place.
-    """
-    m, window = b.recipe.model, b.window(layer)
-    selective = m.recompute_granularity == "selective"
-    whole = m.position_embedding_type != "rope" or (
-        selective and b.head_norms > 0
-    )  # queries are views, or made again of them
-    found = b.c * (
-        (b.q + 2 * b.k if whole else 0) + (b.q if m.position_embedding_type == "rope" else 0)
-    )
-    found += b.c * b.q * (1 if proj_quantized else 2)
-    keys = keys_seen(m.seq_length, b.context, window)
-    copied = 2 * b.c * b.q * keys * 2 * b.context / m.seq_length
-    outputs = b.c * b.q - gathered(b)
-    if (
-        m.attn_logit_softcapping is not None
-    ):  # tanh, the softmax, and that in the compute dtype; the mask
-        scores = copied + keys * (m.num_attention_heads / b.tp * (8 + (b.c if b.c < 4 else 0)) + 1)
-        return found + scores, scores + outputs
-    if window is not None or b.device == "cpu":
-        masked = b.softmax + copied + b.c * keys
-        chunk = m.seq_length // (2 * b.context)
-        if window is None or chunk <= window:
-            # The first rank's first chunk needs no mask, and its keys are a view of all.
-            last = min(m.seq_length, chunk + window - 1) if window else m.seq_length
-            first = (copied + b.c * keys) * last / 2 / keys
-            masked = max(masked, b.softmax + first + gathered(b))
-        return found + masked, masked + outputs
-    return (
-        found + b.softmax + (copied if b.c == 4 and b.q > b.k else gathered(b)),
-        0.0,
-    )  # by head: as in models/attention.py
-
-
-def gathered(b: LinearBytes) -> float:
-    """Bytes of the gathered keys and values, for one token of this rank."""
-    return 2 * b.c * b.k * b.context
-
-
-@cache
-def keys_seen(length: int, context: int, window: int | None) -> float:
-    """Keys that a call for one chunk takes: the mean over a rank's two, on the rank that has most."""
-    chunk = length // (2 * context)
-    most = length if window is None else chunk + window - 1
-    return (
-        max(
-            sum(min((c + 1) * chunk, most) for c in (r, 2 * context - 1 - r))
-            for r in range(context)
-        )
-        / 2
-    )
-
-
-class Dropped(NamedTuple):
-    """Bytes of a token that one layer does not keep, by the part of its backward pass that makes them again; `fc1` and `fc2` are
-    the inputs of those layers among them."""
-
-    attention: float = 0.0
-    norm: float = 0.0
-    fc1: float = 0.0
-    activation: float = 0.0
-    fc2: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.attention + self.norm + self.activation
-
-
-def dropped(
-    b: LinearBytes,
-    qkv: PlannedLinear,
-    fc1: PlannedLinear,
-    fc2: PlannedLinear,
-    inner: float,
-    explicit: float,
-) -> Dropped:
-    """Of a layer of those products, that keeps `inner` bytes between those of its MLP, and `explicit` ones of attention that is
-    recomputed. Norms and the activation function keep their input alone; nothing is dropped where a whole layer is repeated."""
-    m = b.recipe.model
-    if m.recompute_granularity == "full":
-        return Dropped()
-    before, after = m.layernorm_placement != "post", m.layernorm_placement != "pre"
-    norm = b.norm - b.c * b.d
-    if m.recompute_granularity == "none":
-        return Dropped((before + 2 * after) * norm, before * norm, 0.0, inner - b.c * b.fc1)
-    inputs = [discarded(b, p, b.wide) if before else 0.0 for p in (qkv, fc1)]
-    second = discarded(b, fc2, b.f)
-    attention = b.head_norms + explicit + before * norm + inputs[0] + 2 * after * norm
-    return Dropped(
-        attention, before * norm + inputs[1], inputs[1], inner - b.c * b.fc1 + second, second
-    )
-
-
-def discarded(b: LinearBytes, linear: PlannedLinear, width: float) -> float:
-    """The input that `linear` would keep as it is, for its wgrad or for adapters of the same dtype."""
-    if "wgrad" in linear.left_out:
-        return (
-            b.adapters(linear, width) - b.adapters(linear, 0)
-            if b.adapters_keep_input(linear)
-            else 0.0
-        )
-    return 0.0 if b.keeps_quantized(linear) else b.c * width
+# The most tensors of MLP width in the backward pass of an activation function: gradients if
+# forward has kept everything, and gradients with recomputed tensors if it has kept only the input.
+# SwiGLU recomputes silu and its product, squared ReLU recomputes relu and its square.
+ACTIVATION_BACKWARD_TENSORS = {
+    "swiglu": (3, 6),
+    "geglu": (3, 6),
+    "gelu": (2, 3),
+    "squared_relu": (4, 6),
+}
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one microbatch on one rank: kept from forward to backward pass; logits and their gradients; FP8 copies of
-    weights; and at the widest moment of the backward pass whole weights and gradients that FSDP2 shards, and what it takes beyond
-    all these."""
+    """Bytes of a microbatch on one rank.
+
+    Attributes:
+        kept: Activations kept from forward to backward.
+        logits: Logits, loss and their gradients.
+        quantized_weights: Quantized and cast weights.
+        backward: What the widest moment of the backward pass adds.
+        unsharded: FSDP2's whole weights and gradients at that moment.
+    """
 
     kept: int
     logits: int
-    copies: int
+    quantized_weights: int
     backward: int
-    whole: int
+    unsharded: int
 
     @property
     def total(self) -> int:
-        """All of these."""
-        return self.kept + self.logits + self.copies + self.backward + self.whole
+        return self.kept + self.logits + self.quantized_weights + self.backward + self.unsharded
+
+
+class _Moment(NamedTuple):
+    """Bytes at a moment of the backward pass, beyond what forward has kept.
+
+    Attributes:
+        activations: Gradients and recomputed tensors, minus what backward has freed.
+        schedule: What the schedule of weights and gradients adds (fsdp_memory.py).
+    """
+
+    activations: float
+    schedule: float
 
 
 def activations(
@@ -217,238 +114,565 @@ def activations(
     device: str,
     part: Part,
     linears: Sequence[PlannedLinear],
-    grads: float,
+    gradient_bytes: float,
     backend: str,
-    sharded: ShardedPass | SinglePass | None = None,
+    schedule: BackwardSchedule | None = None,
 ) -> Activations:
-    """The bytes for `part`, whose linear layers are `linears` and multiplied by `backend`, on `device` ("cpu" or "cuda"); a
-    gradient has `grads` bytes. Under FSDP2 passes are `sharded`, as they are said to be where a step is one alone.
+    """Returns the activation memory of a rank.
+
+    Args:
+        recipe: The recipe.
+        device: "cpu" or "cuda".
+        part: The layers and shards of the rank.
+        linears: Its linear layers: four per Transformer layer, then the output layer.
+        gradient_bytes: Bytes per element of a weight's gradient.
+        backend: Name of the backend of the FP8 layers.
+        schedule: When weights and gradients exist. By default always.
     """
-    model = LinearBytes(recipe, device, part, grads, backend, sharded.fresh if sharded else 0)
-    attends = {int(p.name.split(".")[1]) for p in attention_plan(recipe) if p.fp8_share}
-    kinds: dict[Hashable, _Layer] = {}  # of layers that are alike one is looked at
-    layers = [
-        kinds.get(key)
-        or kinds.setdefault(key, _Layer(model, linears[4 * i : 4 * i + 4], n, n in attends))
-        for i, n in enumerate(part.layers)
-        for key in [
-            (
-                n in attends,
-                model.window(n),
-                *((p.gemms, model.beside[p.name]) for p in linears[4 * i : 4 * i + 4]),
-            )
-        ]
-    ]
-    recompute = recipe.model.recompute_granularity == "full"
-    masks = model.masks(n for n in part.layers if n not in attends)
-    # What a stage has sent. The first layer of a chunk keeps what the stage has received.
-    ends = (part.chunks - part.output) / part.chunks * model.c * model.d
-    each = sum(model.c * model.d if recompute else layer.kept for layer in layers) + ends
-    streams = 4 * part.chunks if part.chunks > 1 else 2 - part.embedding - part.output
-    kept = (
-        each * model.tokens + masks
-    ) * part.in_flight + streams * model.c * model.d * model.tokens
-    head = _Head(model, linears[-1]) if part.output else None
-    final, _, forward, logits = (
-        (head.kept * model.tokens, *logit_bytes(model)) if head else (0.0, 0, 0, 0)
+    schedule = schedule or BackwardSchedule()
+    sizes = LinearBytes(
+        recipe, device, part, gradient_bytes, backend, schedule.fresh_gradient_bytes
     )
-    copies = (head.copies if head else 0) + (
-        0 if recompute else sum(layer.copies for layer in layers)
-    )
-    kept_weights = sum(
-        model.workspace(p) + model.cast(p)
-        for p in (linears if part.output else linears[: 4 * len(layers)])
-    )
-    first = sharded.start if sharded else 0
-    moments = [(logits, first), *((m, first) for m in (head.moments() if head else ()))]
-    earlier = kept * (1 - 1 / part.in_flight)  # are back before the pass that sums
-    others = earlier if sharded and sharded.adds_up else 0
-    moments += _of_layers(model, layers, final, recompute, sharded, others)
-    gone = kept / part.in_flight + final + copies
+    recomputes_layers = recipe.model.recompute_granularity == "full"
+    layers = _layers(sizes, linears)
+    head = _OutputHead(sizes, linears[-1]) if part.output else None
+
+    kept = _kept_bytes(sizes, layers)
+    quantized_weights = 0.0
+    if not recomputes_layers:
+        quantized_weights = sum(layer.quantized_weights for layer in layers)
+    logits = LogitBytes(0, 0, 0)
+    head_kept = 0.0
+    if head:
+        logits = logit_bytes(sizes)
+        head_kept = head.kept_per_token * sizes.tokens
+        quantized_weights += head.quantized_weights
+    workspaces = 0.0
+    for linear in linears if head else linears[: 4 * len(layers)]:
+        workspaces += sizes.weight_workspace_bytes(linear) + sizes.cast_weight_bytes(linear)
+
+    # Earlier microbatches have finished before the pass in which FSDP2 sums gradients.
+    earlier_microbatches = 0.0
+    if schedule.reduces_once:
+        earlier_microbatches = kept * (1 - 1 / part.in_flight)
+
+    moments = [_Moment(logits.peak, schedule.at_loss)]
+    if head:
+        for activation_bytes in head.backward_moments():
+            moments.append(_Moment(activation_bytes, schedule.at_loss))
+    moments += _layer_moments(sizes, layers, head_kept, schedule, earlier_microbatches)
+    freed = kept / part.in_flight + head_kept + quantized_weights
     if part.embedding and not recipe.lora.enabled:
-        making = model.v * recipe.model.hidden_size * (model.c + grads)
-        moments.append((making - gone, sharded.back(len(layers)) if sharded else 0))
-    if head:  # the loss, beside the residual stream, which the caller of the output layer has
-        stream = model.c * model.d * model.tokens if model.c < 4 else 0
-        moments.append((forward + stream, sharded.received if sharded else 0))
-    if sharded:
-        moments.append((-gone - others, sharded.summing(len(layers))))
-    widest, whole = max((m + beside, beside) for m, beside in moments)
-    whole = max(0, min(whole, widest - logits))  # the rest is in place of logits
+        # The gradient of the embedding, in the compute dtype and accumulated.
+        elements = sizes.vocab_shard * recipe.model.hidden_size
+        embedding_gradient = elements * (sizes.compute_bytes + gradient_bytes)
+        during = schedule.during_backward(len(layers))
+        moments.append(_Moment(embedding_gradient - freed, during))
+    if head:
+        # At the loss the caller of the output layer still has the residual stream.
+        stream = 0.0
+        if sizes.compute_bytes < 4:
+            stream = sizes.compute_bytes * sizes.hidden_shard * sizes.tokens
+        moments.append(_Moment(logits.forward + stream, schedule.at_forward_end))
+    root_reduction = schedule.during_reduction(len(layers))
+    moments.append(_Moment(-freed - earlier_microbatches, root_reduction))
+
+    widest, unsharded = max((sum(moment), moment.schedule) for moment in moments)
+    # Unsharded weights may take the place of logits. Only what exceeds them is counted.
+    unsharded = max(0, min(unsharded, widest - logits.peak))
     return Activations(
-        int(kept + final),
-        int(logits),
-        int(copies + kept_weights),
-        int(widest - logits - whole),
-        int(whole),
+        kept=int(kept + head_kept),
+        logits=int(logits.peak),
+        quantized_weights=int(quantized_weights + workspaces),
+        backward=int(widest - logits.peak - unsharded),
+        unsharded=int(unsharded),
     )
 
 
-def _of_layers(
-    model: LinearBytes,
+def _layers(sizes: LinearBytes, linears: Sequence[PlannedLinear]) -> list[_Layer]:
+    """Returns the rank's layers. Equal layers share one object, because models have many."""
+    fp8_attention = set()
+    for attention in attention_plan(sizes.recipe):
+        if attention.fp8_share:
+            fp8_attention.add(int(attention.name.split(".")[1]))
+    distinct: dict[Hashable, _Layer] = {}
+    layers = []
+    for index, number in enumerate(sizes.part.layers):
+        own = linears[4 * index : 4 * index + 4]
+        runs_fp8_attention = number in fp8_attention
+        gemms = tuple((linear.gemms, sizes.adapter_counts[linear.name]) for linear in own)
+        key = (runs_fp8_attention, sizes.window(number), gemms)
+        if key not in distinct:
+            distinct[key] = _Layer(sizes, own, number, runs_fp8_attention)
+        layers.append(distinct[key])
+    return layers
+
+
+def _kept_bytes(sizes: LinearBytes, layers: Sequence[_Layer]) -> float:
+    """Returns bytes that layers and masks keep, for all microbatches in flight."""
+    part = sizes.part
+    residual = sizes.compute_bytes * sizes.hidden_shard
+    if sizes.recipe.model.recompute_granularity == "full":
+        per_token = residual * len(layers)
+    else:
+        per_token = sum(layer.kept_per_token for layer in layers)
+    # What a stage sent, for each chunk except the last one of the model. What it received is
+    # the input of a chunk's first layer, which that layer keeps.
+    per_token += (part.chunks - part.output) / part.chunks * residual
+    # Gradients received and sent. A stage at an end has only one of them.
+    streams = 4 * part.chunks if part.chunks > 1 else 2 - part.embedding - part.output
+    masks = sizes.mask_bytes(
+        number
+        for number, layer in zip(part.layers, layers, strict=True)
+        if not layer.runs_fp8_attention
+    )
+    kept = (per_token * sizes.tokens + masks) * part.in_flight
+    return kept + streams * residual * sizes.tokens
+
+
+def _layer_moments(
+    sizes: LinearBytes,
     layers: Sequence[_Layer],
-    gone: float,
-    recompute: bool,
-    sharded: ShardedPass | SinglePass | None,
-    others: float,
-) -> Iterator[tuple[float, float]]:
-    """Bytes beyond those that were kept, at the moments of the layers' backward passes, and of whole weights and gradients beside
-    them: the last layer's first, after which what it kept is `gone` too. After its sum those of `others` in flight are.
+    freed: float,
+    schedule: BackwardSchedule,
+    earlier_microbatches: float,
+) -> Iterator[_Moment]:
+    """Yields the moments of the layers' backward passes, the last layer first.
+
+    Args:
+        sizes: Sizes of the rank.
+        layers: Its layers.
+        freed: Bytes that the backward pass has freed before.
+        schedule: When weights and gradients exist.
+        earlier_microbatches: Bytes of earlier microbatches, freed when the first group is reduced.
     """
+    recomputes_layers = sizes.recipe.model.recompute_granularity == "full"
+    residual = sizes.compute_bytes * sizes.hidden_shard * sizes.tokens
     widest: dict[Hashable, float] = {}
-    for number, layer in enumerate(reversed(layers)):
+    for group, layer in enumerate(reversed(layers)):
         if layer.kind not in widest:
-            again = layer.bytes - model.shared * model.tokens if recompute else 0
-            widest[layer.kind] = again + max(
-                *layer.moments(), *(layer.repeated() if recompute else ())
-            )
-        yield widest[layer.kind] - gone, sharded.back(number) if sharded else 0
-        gone += (model.c * model.d * model.tokens if recompute else layer.bytes) + (
-            0 if number else others
-        )
-        if sharded:  # beside the gradient of the residual stream
-            yield model.c * model.d * model.tokens - gone, sharded.summing(number)
+            moments = list(layer.backward_moments())
+            recomputed = 0.0
+            if recomputes_layers:
+                recomputed = layer.kept - sizes.shared_input_bytes * sizes.tokens
+                moments += layer.recompute_moments()
+            widest[layer.kind] = recomputed + max(moments)
+        yield _Moment(widest[layer.kind] - freed, schedule.during_backward(group))
+        freed += residual if recomputes_layers else layer.kept
+        if group == 0:
+            freed += earlier_microbatches
+        # During the reduction the gradient of the residual stream waits for the next layer.
+        yield _Moment(residual - freed, schedule.during_reduction(group))
 
 
 class _Layer:
-    """One Transformer layer: bytes for a token that it keeps, bytes of its weights' copies, and its backward pass."""
+    """One Transformer layer.
+
+    Attributes:
+        kind: Layers with the same kind have the same backward pass.
+        runs_fp8_attention: Whether attention runs in FP8.
+        kept_per_token: Bytes per token that forward keeps.
+        quantized_weights: Bytes of quantized weights that forward keeps.
+        kept: Bytes of both.
+    """
 
     def __init__(
-        self, b: LinearBytes, linears: Sequence[PlannedLinear], number: int, attends: bool
+        self,
+        sizes: LinearBytes,
+        linears: Sequence[PlannedLinear],
+        number: int,
+        runs_fp8_attention: bool,
     ) -> None:
-        self.b, self.attends = b, attends  # in FP8
+        self.sizes = sizes
+        self.runs_fp8_attention = runs_fp8_attention
         qkv, proj, self.fc1, self.fc2 = linears
-        self.kind = attends, b.scores(number), *(p.gemms for p in linears)
-        self.fc1_in, self.fc2_in = b.input(self.fc1, b.wide), b.input(self.fc2, b.f)
-        attention = b.e * (b.q + 2 * b.k) + b.input(proj, b.q)
-        explicit = 0.0
-        if b.context > 1:
-            attention, explicit = kept(b, number, b.keeps_quantized(proj))
-            attention += b.e * b.q if b.keeps_quantized(proj) else 0
-        elif not attends:
-            rotated = b.q + b.k if b.recipe.model.position_embedding_type == "rope" else 0
-            attention = (
-                b.c * (2 * b.q + 2 * b.k + rotated)
-                + b.scores(number)
-                + (b.e * b.q if b.keeps_quantized(proj) else 0)
-            )
-            if b.masked(number):
-                explicit = b.scores(number) + (b.c * b.q if b.keeps_quantized(proj) else 0)
-        attention += b.input(qkv, b.wide)
-        self.inner = b.c * (
-            b.fc1 + b.f if b.fc1 > b.f else b.f
-        )  # kept between the MLP's two products
-        self.again, self.explicit = (
-            dropped(b, qkv, self.fc1, self.fc2, self.inner, explicit),
-            explicit,
+        gemms = tuple(linear.gemms for linear in linears)
+        self.kind = (runs_fp8_attention, sizes.score_bytes(number), gemms)
+        self.fc1_input = sizes.input_bytes(self.fc1, sizes.hidden)
+        self.fc2_input = sizes.input_bytes(self.fc2, sizes.mlp_channels)
+        attention, self.recomputed_attention = self._attention_bytes(proj, number)
+        attention += sizes.input_bytes(qkv, sizes.hidden)
+        # Between linear_fc1 and linear_fc2. A gated activation also keeps silu(gate).
+        is_gated = sizes.fc1_channels > sizes.mlp_channels
+        inner_channels = sizes.mlp_channels + (sizes.fc1_channels if is_gated else 0)
+        self.mlp_inner = sizes.compute_bytes * inner_channels
+        self.recomputed = recomputed_bytes(
+            sizes, qkv, self.fc1, self.fc2, self.mlp_inner, self.recomputed_attention
         )
-        self.kept = b.norms + attention + self.fc1_in + self.inner + self.fc2_in - self.again.total
-        if all("dgrad" in p.left_out and not b.beside[p.name] for p in linears):
-            self.kept = 0.0  # before the first adapter there is no graph
-        self.copies = sum(b.copy(p) for p in linears)
-        self.bytes = self.kept * b.tokens + self.copies
 
-    def moments(self) -> Iterator[float]:
-        """Bytes beyond what the layer keeps, at the moments that can be the widest of its backward pass, first to last. What
-        is used up is given back: fc2's input, then all of the MLP; what is made again stays until its own backward pass.
+        mlp = self.fc1_input + self.mlp_inner + self.fc2_input
+        self.kept_per_token = sizes.norms_bytes + attention + mlp - self.recomputed.total
+        if all("dgrad" in p.left_out and not sizes.adapter_counts[p.name] for p in linears):
+            self.kept_per_token = 0.0  # before the first adapter autograd records no graph
+        self.quantized_weights = sum(sizes.quantized_weight_bytes(linear) for linear in linears)
+        self.kept = self.kept_per_token * sizes.tokens + self.quantized_weights
+
+    def _attention_bytes(self, proj: PlannedLinear, number: int) -> tuple[float, float]:
+        """Returns bytes per token: of attention, and of its part for selective recomputation."""
+        sizes = self.sizes
+        quantizes_output = sizes.keeps_quantized_input(proj)
+        quantized_output = sizes.operand_bytes * sizes.query_channels if quantizes_output else 0
+        if sizes.context > 1:
+            kept, recomputed = context_attention_bytes(sizes, number, quantizes_output)
+            return kept + quantized_output, recomputed
+        qkv_channels = sizes.query_channels + 2 * sizes.key_channels
+        if self.runs_fp8_attention:
+            output = sizes.input_bytes(proj, sizes.query_channels)
+            return sizes.operand_bytes * qkv_channels + output, 0.0
+        rotated_channels = 0.0
+        if sizes.recipe.model.position_embedding_type == "rope":
+            rotated_channels = sizes.query_channels + sizes.key_channels
+        channels = qkv_channels + rotated_channels + sizes.query_channels  # and the output
+        scores = sizes.score_bytes(number)
+        recomputed = 0.0
+        if sizes.has_mask(number):
+            recomputed = scores
+            if quantizes_output:
+                recomputed += sizes.compute_bytes * sizes.query_channels
+        return sizes.compute_bytes * channels + scores + quantized_output, recomputed
+
+    def backward_moments(self) -> Iterator[float]:
+        """Yields bytes beyond what the layer keeps, first to last, where a peak is possible.
+
+        Tensors count as freed after their last use: first linear_fc2's input, then the rest of the
+        MLP. A recomputed tensor stays until the backward pass of its own operation.
         """
-        b, residual, again = (
-            self.b,
-            self.b.c * self.b.d,
-            self.again,
-        )  # the gradient of the residual stream
-        incoming = b.c * b.wide if b.gathers else 0.0  # that of outputs, gathered
-        made = again.activation if again.fc2 else 0.0
-        if b.requantizes:
-            yield b.tokens * (residual + incoming + made) + b.again(self.fc2, b.wide, b.f)
+        sizes, recomputed = self.sizes, self.recomputed
+        compute, tokens = sizes.compute_bytes, sizes.tokens
+        residual = compute * sizes.hidden_shard  # gradient of the residual stream
+        # linear_fc2. Under sequence parallelism its gradient is gathered.
+        gathered = compute * sizes.hidden if sizes.sequence_parallel else 0.0
+        fc2_remade = recomputed.activation if recomputed.fc2_input else 0.0
+        grad_fc2_input = compute * sizes.mlp_channels
+        if sizes.requantizes:
+            peak = sizes.requantizing_backward_bytes(self.fc2, sizes.hidden, sizes.mlp_channels)
+            yield tokens * (residual + gathered + fc2_remade) + peak
         else:
-            _, quantized = b.incoming(self.fc2, b.wide)
-            yield (
-                b.tokens * (residual + incoming + made)
-                + b.multiplying(self.fc2, 1, b.f)
-                + quantized
+            quantized = sizes.grad_output_bytes(self.fc2, sizes.hidden).result
+            dgrad = sizes.output_peak_bytes(self.fc2, "dgrad", sizes.mlp_channels)
+            yield tokens * (residual + gathered + fc2_remade) + dgrad + quantized
+            existing = tokens * (residual + gathered + fc2_remade + grad_fc2_input) + quantized
+            wgrad_input = sizes.wgrad_input_bytes(self.fc2, sizes.mlp_channels)
+            yield existing + wgrad_input.peak
+            yield existing + wgrad_input.result + sizes.wgrad_peak_bytes(self.fc2)
+        per_token = residual + grad_fc2_input - self.fc2_input + recomputed.fc2_input + fc2_remade
+        yield tokens * per_token + sizes.accumulate_peak_bytes(self.fc2)
+        fresh = sizes.fresh_gradient(self.fc2)
+
+        # The activation function.
+        per_token = residual + self._activation_backward_bytes()
+        yield fresh + tokens * (per_token - self.fc2_input + recomputed.fc2_input)
+
+        # linear_fc1.
+        freed = self.mlp_inner + self.fc2_input - recomputed.activation
+        fc1_remade = recomputed.norm if recomputed.fc1_input else 0.0
+        grad_fc1_output = compute * sizes.fc1_channels
+        existing = fresh + tokens * (residual + grad_fc1_output - freed + fc1_remade)
+        if sizes.requantizes:
+            yield existing + sizes.requantizing_backward_bytes(
+                self.fc1, sizes.fc1_channels, sizes.hidden
             )
-            beside = b.tokens * (residual + incoming + made + b.c * b.f) + quantized
-            quantizing, there = b.input_again(self.fc2, b.f)
-            yield beside + quantizing
-            yield beside + there + b.gradient(self.fc2, made=True)
-        there = (
-            residual + b.c * b.f - self.fc2_in + again.fc2 + (again.activation if again.fc2 else 0)
-        )
-        yield b.tokens * there + b.gradient(self.fc2, made=False)
-        fresh = b.fresh(self.fc2)
-        yield fresh + b.tokens * (residual + self.activation_backward() - self.fc2_in + again.fc2)
-        used = self.inner + self.fc2_in - again.activation
-        made = again.norm if again.fc1 else 0.0
-        if b.requantizes:
-            yield (
-                fresh
-                + b.tokens * (residual + b.c * b.fc1 - used + made)
-                + b.again(self.fc1, b.fc1, b.wide)
+        else:
+            grad_output = sizes.grad_output_bytes(self.fc1, sizes.fc1_channels)
+            yield existing + grad_output.peak
+            existing += grad_output.result
+            yield existing + sizes.output_peak_bytes(self.fc1, "dgrad", sizes.hidden)
+            existing += tokens * compute * sizes.hidden  # grad_input
+            wgrad_input = sizes.wgrad_input_bytes(self.fc1, sizes.hidden)
+            yield existing + wgrad_input.peak
+            yield existing + wgrad_input.result + sizes.wgrad_peak_bytes(self.fc1)
+        freed += self.fc1_input - recomputed.fc1_input
+        per_token = residual + compute * sizes.hidden - freed + fc1_remade
+        yield fresh + tokens * per_token + sizes.accumulate_peak_bytes(self.fc1)
+        fresh += sizes.fresh_gradient(self.fc1)
+
+        # The norm before the MLP, then attention. Gradients are as large as their tensors.
+        yield fresh + tokens * (residual + sizes.norm_backward_bytes - freed + recomputed.norm)
+        if sizes.context > 1:
+            # Gradients of gathered keys and values, as gathered and in the ranks' order.
+            yield fresh + tokens * (2 * residual - freed + 2 * gathered_key_bytes(sizes))
+        if sizes.selective and self.recomputed_attention:
+            yield fresh + tokens * (2 * residual - freed + 2 * self.recomputed_attention)
+        if self.runs_fp8_attention:
+            scores = (
+                sizes.recipe.model.num_attention_heads
+                / sizes.tensor
+                * sizes.recipe.model.seq_length
+            )
+            # Float32 scores and gradients, a mask, and both quantized.
+            score_bytes = 8.5 + 2 * sizes.operand_bytes
+            yield fresh + tokens * (2 * residual - freed + score_bytes * scores)
+
+    def _activation_backward_bytes(self) -> float:
+        """Returns the most bytes per token in the activation function's backward pass."""
+        kept, recomputed = ACTIVATION_BACKWARD_TENSORS[self.sizes.recipe.model.activation]
+        tensors = recomputed if self.sizes.recomputes_norms else kept
+        return tensors * self.sizes.compute_bytes * self.sizes.mlp_channels
+
+    def recompute_moments(self) -> Iterator[float]:
+        """Yields bytes beyond what the layer keeps while full recomputation repeats its forward.
+
+        These are the moments in which the MLP quantizes its weights and multiplies. The residual
+        stream and its gradient exist, and inputs that are quantized already.
+        """
+        sizes = self.sizes
+        residual = sizes.compute_bytes * sizes.hidden_shard
+        fc1_input = fc2_input = 0.0  # unquantized, still alive next to the quantized input
+        if sizes.keeps_quantized_input(self.fc1):
+            fc1_input = sizes.compute_bytes * sizes.hidden
+        if sizes.keeps_quantized_input(self.fc2):
+            fc2_input = sizes.compute_bytes * sizes.mlp_channels
+        quantize_fc2 = sizes.quantize_weight_bytes(self.fc2)
+        yield sizes.tokens * (2 * residual + fc1_input + fc2_input) + quantize_fc2
+        fc2_output = sizes.output_peak_bytes(self.fc2, "fprop", sizes.hidden)
+        yield sizes.tokens * residual + fc2_output
+        # linear_fc1, before anything of linear_fc2 exists.
+        without_fc2 = sizes.tokens * (2 * residual - self.mlp_inner - self.fc2_input)
+        without_fc2 -= sizes.quantized_weight_bytes(self.fc2)
+        yield without_fc2 + sizes.tokens * fc1_input + sizes.quantize_weight_bytes(self.fc1)
+        yield without_fc2 + sizes.output_peak_bytes(self.fc1, "fprop", sizes.fc1_channels)
+
+
+class _OutputHead:
+    """The final norm and the output layer. Attributes as in `_Layer`."""
+
+    def __init__(self, sizes: LinearBytes, linear: PlannedLinear) -> None:
+        self.sizes = sizes
+        self.linear = linear
+        self.input_bytes = sizes.input_bytes(linear, sizes.hidden)
+        self.kept_per_token = sizes.norm_bytes + self.input_bytes
+        self.quantized_weights = sizes.quantized_weight_bytes(linear)
+
+    def backward_moments(self) -> Iterator[float]:
+        """Yields bytes as `_Layer.backward_moments` does: both GEMMs, accumulation, the norm."""
+        sizes, linear = self.sizes, self.linear
+        grad_input = sizes.compute_bytes * sizes.hidden
+        existing = sizes.tokens * sizes.compute_bytes * sizes.vocab_shard  # gradient of the logits
+        if sizes.requantizes:
+            yield existing + sizes.requantizing_backward_bytes(
+                linear, sizes.vocab_shard, sizes.hidden
             )
         else:
-            making, quantized = b.incoming(self.fc1, b.fc1)
-            yield fresh + b.tokens * (residual + b.c * b.fc1 - used + made) + making
-            beside = fresh + b.tokens * (residual + b.c * b.fc1 - used + made) + quantized
-            yield beside + b.multiplying(self.fc1, 1, b.wide)
-            beside += b.tokens * b.c * b.wide
-            quantizing, there = b.input_again(self.fc1, b.wide)
-            yield beside + quantizing
-            yield beside + there + b.gradient(self.fc1, made=True)
-        used += self.fc1_in - again.fc1
-        there = residual + b.c * b.wide - used + (again.norm if again.fc1 else 0)
-        yield fresh + b.tokens * there + b.gradient(self.fc1, made=False)
-        fresh += b.fresh(self.fc1)
-        yield fresh + b.tokens * (residual + b.norm_backward - used + again.norm)
-        if b.context > 1:  # of gathered keys and values, as they were gathered and in their order
-            yield fresh + b.tokens * (2 * residual - used + 2 * gathered(b))
-        if b.selective and self.explicit:  # gradients are as large as what they are of
-            yield fresh + b.tokens * (2 * residual - used + 2 * self.explicit)
-        if self.attends:
-            scores = b.recipe.model.num_attention_heads / b.tp * b.recipe.model.seq_length
-            yield fresh + b.tokens * (2 * residual - used + (8.5 + 2 * b.e) * scores)
+            grad_output = sizes.grad_output_bytes(linear, sizes.vocab_shard)
+            yield existing + grad_output.peak
+            existing += sizes.tokens * grad_input + grad_output.result
+            wgrad_input = sizes.wgrad_input_bytes(linear, sizes.hidden)
+            yield existing + wgrad_input.peak
+            yield existing + wgrad_input.result + sizes.wgrad_peak_bytes(linear)
+        per_token = grad_input - self.input_bytes
+        yield sizes.tokens * per_token + sizes.accumulate_peak_bytes(linear)
+        per_token = sizes.norm_backward_bytes - self.input_bytes
+        yield sizes.fresh_gradient(linear) + sizes.tokens * per_token
 
-    def activation_backward(self) -> float:
-        """Bytes of a token at most in the backward pass of the activation function: gradients, and what is made again."""
-        kept, again = ACTIVATION_BACKWARD[self.b.recipe.model.activation]
-        return (again if self.b.remakes else kept) * self.b.c * self.b.f
 
-    def repeated(self) -> Iterator[float]:
-        """As moments, of the layer's forward pass where that is repeated: while the weights of the MLP are quantized, beside the
-        residual stream, its gradient and what was quantized already."""
-        b, residual = self.b, 2 * self.b.c * self.b.d
-        normed, gated = (
-            b.c * width if b.keeps_quantized(p) else 0
-            for p, width in ((self.fc1, b.wide), (self.fc2, b.f))
+# Logits.
+
+
+class LogitBytes(NamedTuple):
+    """Bytes of a microbatch's logits and loss.
+
+    Attributes:
+        kept: Kept from forward to backward.
+        forward: The most during forward.
+        peak: The most during forward and backward.
+    """
+
+    kept: int
+    forward: int
+    peak: int
+
+
+def logit_bytes(sizes: LinearBytes) -> LogitBytes:
+    """Returns the bytes on a rank with the output layer (models/cross_entropy.py)."""
+    count = sizes.tokens * sizes.vocab_shard
+    compute = sizes.compute_bytes
+    chunk = min(count, CHUNK[sizes.device])
+    capped = 0.0  # tanh of the soft cap
+    if sizes.recipe.model.final_logit_softcapping is not None:
+        capped = compute * count
+    # Of a chunk: float32 logits and their log-softmax. Float32 logits need no copy.
+    chunk_bytes = 4 if compute == 4 else 8
+    forward = compute * count + chunk_bytes * chunk + capped
+    if sizes.tensor == 1 and count == chunk:
+        # torch's own formula: it keeps float32 log-probabilities. Backward adds the gradient of the
+        # losses and the gradient of the logits.
+        return LogitBytes(int(4 * count + capped), int(forward), int(12 * count + capped))
+    # Logits and their gradient. A chunk has the same three float32 matrices, or one that is
+    # overwritten if tensor-parallel ranks share the vocabulary.
+    chunk_bytes = 12 if sizes.tensor == 1 else 4
+    backward = 2 * compute * count + chunk_bytes * chunk + capped
+    return LogitBytes(int(compute * count + capped), int(forward), int(max(forward, backward)))
+
+
+# Attention under context parallelism.
+
+
+def context_attention_bytes(
+    sizes: LinearBytes, layer: int, quantizes_output: bool
+) -> tuple[float, float]:
+    """Returns bytes per token that high-precision attention keeps with context ranks.
+
+    Args:
+        sizes: Sizes of the rank.
+        layer: Number of the layer.
+        quantizes_output: Whether linear_proj keeps its input quantized. Those bytes are not
+            counted.
+
+    Returns:
+        The bytes without recomputation; and how many of them selective recomputation saves, minus
+        what it keeps instead.
+    """
+    model = sizes.recipe.model
+    compute, window = sizes.compute_bytes, sizes.window(layer)
+    channels = 0.0
+    has_rope = model.position_embedding_type == "rope"
+    recomputes_qk_norms = sizes.selective and sizes.qk_norm_bytes > 0
+    if not has_rope or recomputes_qk_norms:
+        # linear_qkv's output stays: queries are views of it, or their norms run again.
+        channels += sizes.query_channels + 2 * sizes.key_channels
+    if has_rope:
+        channels += sizes.query_channels  # rotated queries
+    kept = compute * channels
+    kept += compute * sizes.query_channels * (1 if quantizes_output else 2)  # output per chunk, all
+    keys = visible_keys(model.seq_length, sizes.context, window)
+    # Keys and values, repeated for each head, of both chunks.
+    repeated = 2 * compute * sizes.query_channels * keys * 2 * sizes.context / model.seq_length
+    saved_output = compute * sizes.query_channels - gathered_key_bytes(sizes)
+    if model.attn_logit_softcapping is not None:
+        # tanh and the softmax in float32, the softmax in the compute dtype, and the mask.
+        score_bytes = 8 + (compute if compute < 4 else 0)
+        scores = keys * (model.num_attention_heads / sizes.tensor * score_bytes + 1)
+        return kept + repeated + scores, repeated + scores + saved_output
+    if window is not None or sizes.device == "cpu":
+        masked = _masked_context_bytes(sizes, window, keys, repeated)
+        return kept + masked, masked + saved_output
+    # Flash attention. In float32, with fewer groups than heads, keys are repeated per head as in
+    # models/attention.py.
+    if compute == 4 and sizes.query_channels > sizes.key_channels:
+        return kept + sizes.logsumexp_bytes + repeated, 0.0
+    return kept + sizes.logsumexp_bytes + gathered_key_bytes(sizes), 0.0
+
+
+def _masked_context_bytes(
+    sizes: LinearBytes, window: int | None, keys: float, repeated: float
+) -> float:
+    """Returns bytes per token of masks, repeated keys and values and the log-sum-exp."""
+    length = sizes.recipe.model.seq_length
+    mask = sizes.compute_bytes * keys
+    most = sizes.logsumexp_bytes + repeated + mask
+    chunk = length // (2 * sizes.context)
+    if window is not None and chunk > window:
+        return most
+    # The first rank's first chunk needs no mask, and its keys are a view of all gathered keys.
+    # Its other chunk is the last one of the sequence.
+    last_keys = length
+    if window is not None:
+        last_keys = min(length, chunk + window - 1)
+    last_chunk = (repeated + mask) * last_keys / 2 / keys
+    return max(most, sizes.logsumexp_bytes + last_chunk + gathered_key_bytes(sizes))
+
+
+def gathered_key_bytes(sizes: LinearBytes) -> float:
+    """Returns bytes of the gathered keys and values, for each token of this rank."""
+    return 2 * sizes.compute_bytes * sizes.key_channels * sizes.context
+
+
+@cache
+def visible_keys(length: int, context: int, window: int | None) -> float:
+    """Returns the keys that attention reads for a chunk: mean of a rank's two, most of all ranks.
+
+    The sequence has two chunks per rank. Rank r has chunks r and 2 * context - 1 - r, so that
+    causal attention costs each rank the same.
+    """
+    chunk = length // (2 * context)
+    limit = length if window is None else chunk + window - 1
+    most = 0
+    for rank in range(context):
+        first_keys = min((rank + 1) * chunk, limit)
+        second_keys = min((2 * context - rank) * chunk, limit)
+        most = max(most, first_keys + second_keys)
+    return most / 2
+
+
+# Recomputation inside a layer.
+
+
+class RecomputedBytes(NamedTuple):
+    """Bytes per token that a layer does not keep, by the backward operation that recomputes them.
+
+    Attributes:
+        attention: Norms, scores and linear_qkv's input.
+        norm: The norm before the MLP, and linear_fc1's input.
+        fc1_input: linear_fc1's input, a part of `norm`.
+        activation: Activation function, and linear_fc2's input.
+        fc2_input: linear_fc2's input, a part of `activation`.
+    """
+
+    attention: float = 0.0
+    norm: float = 0.0
+    fc1_input: float = 0.0
+    activation: float = 0.0
+    fc2_input: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.norm + self.activation
+
+
+def recomputed_bytes(
+    sizes: LinearBytes,
+    qkv: PlannedLinear,
+    fc1: PlannedLinear,
+    fc2: PlannedLinear,
+    mlp_inner: float,
+    attention: float,
+) -> RecomputedBytes:
+    """Returns what a layer recomputes.
+
+    Norms and activation functions always keep their input only. Under full recomputation the
+    whole layer is repeated, and this function returns zeros.
+
+    Args:
+        sizes: Sizes of the rank.
+        qkv: linear_qkv of the layer.
+        fc1: linear_fc1 of the layer.
+        fc2: linear_fc2 of the layer.
+        mlp_inner: Bytes per token between linear_fc1 and linear_fc2.
+        attention: Bytes per token that selective recomputation drops in attention.
+    """
+    model = sizes.recipe.model
+    if model.recompute_granularity == "full":
+        return RecomputedBytes()
+    has_norms_before = model.layernorm_placement != "post"
+    has_norms_after = model.layernorm_placement != "pre"
+    norm = sizes.norm_bytes - sizes.compute_bytes * sizes.hidden_shard
+    norm_before = norm if has_norms_before else 0.0
+    norms_after = 2 * norm if has_norms_after else 0.0  # of attention and of the MLP
+    activation = mlp_inner - sizes.compute_bytes * sizes.fc1_channels
+    if model.recompute_granularity == "none":
+        return RecomputedBytes(
+            attention=norm_before + norms_after, norm=norm_before, activation=activation
         )
-        yield b.tokens * (residual + normed + gated) + b.quantizing(self.fc2)
-        yield b.tokens * (residual - b.c * b.d) + b.multiplying(self.fc2, 0, b.wide)
-        ahead = b.tokens * (residual - self.inner - self.fc2_in) - b.copy(
-            self.fc2
-        )  # nothing of fc2 is there yet
-        yield ahead + b.tokens * normed + b.quantizing(self.fc1)
-        yield ahead + b.multiplying(self.fc1, 0, b.fc1)
+    # Without a norm in between, the layer's input is the residual stream, which stays.
+    qkv_input = fc1_input = 0.0
+    if has_norms_before:
+        qkv_input = _discarded_input_bytes(sizes, qkv, sizes.hidden)
+        fc1_input = _discarded_input_bytes(sizes, fc1, sizes.hidden)
+    fc2_input = _discarded_input_bytes(sizes, fc2, sizes.mlp_channels)
+    return RecomputedBytes(
+        attention=sizes.qk_norm_bytes + attention + norm_before + qkv_input + norms_after,
+        norm=norm_before + fc1_input,
+        fc1_input=fc1_input,
+        activation=activation + fc2_input,
+        fc2_input=fc2_input,
+    )
 
 
-class _Head:
-    """The final norm and the output layer."""
-
-    def __init__(self, b: LinearBytes, linear: PlannedLinear) -> None:
-        self.b, self.linear = b, linear
-        self.input = b.input(linear, b.wide)
-        self.kept, self.copies = b.norm + self.input, b.copy(linear)
-
-    def moments(self) -> Iterator[float]:
-        """As those of a layer: the output layer's gradients, their accumulation, the norm's."""
-        b = self.b
-        if b.requantizes:
-            yield b.tokens * b.c * b.v + b.again(self.linear, b.v, b.wide)
-        else:
-            making, quantized = b.incoming(self.linear, b.v)
-            yield b.tokens * b.c * b.v + making
-            beside = b.tokens * (b.c * b.v + b.c * b.wide) + quantized
-            quantizing, there = b.input_again(self.linear, b.wide)
-            yield beside + quantizing
-            yield beside + there + b.gradient(self.linear, made=True)
-        yield b.tokens * (b.c * b.wide - self.input) + b.gradient(self.linear, made=False)
-        yield b.fresh(self.linear) + b.tokens * (b.norm_backward - self.input)
+def _discarded_input_bytes(sizes: LinearBytes, linear: PlannedLinear, width: float) -> float:
+    """Returns bytes per token of the unquantized input that a layer would keep otherwise."""
+    if "wgrad" not in linear.left_out:
+        return 0.0 if sizes.keeps_quantized_input(linear) else sizes.compute_bytes * width
+    if not sizes.adapters_keep_input(linear):
+        return 0.0
+    # Without the outputs of A, which stay.
+    return sizes.adapter_input_bytes(linear, width) - sizes.adapter_input_bytes(linear, 0)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.models.config import linear_layers
+from fp8cfg.planning.gemm_memory import ELEMENT_BYTES, fp8_weight_extra_bytes
 from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
 from fp8cfg.planning.layout import (
     Part,
@@ -26,21 +27,15 @@ from fp8cfg.planning.layout import (
     shard_degree,
     split_dimension,
 )
-from fp8cfg.planning.linear_memory import (
-    CODEC,
-    held_beside,
-    input_shard,
-    keeps_input,
-    keeps_input_shard,
-)
+from fp8cfg.planning.linear_memory import input_shard_bytes, keeps_input, keeps_input_shard
 from fp8cfg.planning.peak_memory import linears_of
 from fp8cfg.planning.state_shards import (
-    owner_of,
+    fsdp_group,
     parameter_columns,
     shard_elements,
     shard_rows,
-    summed_with,
     trained_shapes,
+    zero_owners,
 )
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
@@ -147,7 +142,7 @@ def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
     gathers += _gathered_again(recipe, part)
     yield from axis.all_gather("activations", stream // part.tensor, gathers)
     yield from axis.reduce_scatter("activations", stream // part.tensor, sums)
-    shard = stream // part.tensor // _compute(recipe) * input_shard(recipe)
+    shard = stream // part.tensor // _compute(recipe) * input_shard_bytes(recipe)
     linears = linears_of(recipe, part)
     inputs = sum(keeps_input_shard(recipe, part, linear) for linear in linears)
     yield from axis.all_gather("activations", shard, inputs)
@@ -231,7 +226,7 @@ def _tokens(recipe: Recipe, part: Part, samples: int) -> int:
 
 
 def _compute(recipe: Recipe) -> int:
-    return int(CODEC[recipe.precision.compute])
+    return int(ELEMENT_BYTES[recipe.precision.compute])
 
 
 def _data_parallel(
@@ -250,12 +245,14 @@ def _data_parallel(
     axis = _same_parameters(part)
     shapes = trained_shapes(recipe, part)
     columns = parameter_columns(part.state, linears, shapes)
-    sizes = {name: prod(shape) * CODEC[columns[name]["comm"]] for name, shape in shapes.items()}
+    sizes = {
+        name: prod(shape) * ELEMENT_BYTES[columns[name]["comm"]] for name, shape in shapes.items()
+    }
     if shard in ("none", "zero1"):  # MS-AMP's two hops of FP8 send as much as an all-reduce
         yield from axis.all_reduce("gradients", sum(sizes.values()))
     if shard == "none":
         return
-    owner, _ = owner_of(recipe, part, linears)
+    owner, _ = zero_owners(recipe, part, linears)
     if shard == "zero2":
         loads = _loads(sizes, owner, axis.ranks)
         own = min(loads) if rank is None else loads[rank]
@@ -264,7 +261,8 @@ def _data_parallel(
     if not part.state.fp8_weights:
         in_fp8 = set()
     weights = {
-        name: prod(shape) * (CODEC[columns[name]["weight"]] + _beside(recipe, name in in_fp8))
+        name: prod(shape)
+        * (ELEMENT_BYTES[columns[name]["weight"]] + _beside(recipe, name in in_fp8))
         for name, shape in shapes.items()
     }
     # Messages are as long as those of the rank with the largest load.
@@ -288,12 +286,12 @@ def _fully_sharded(
     replicas = Axis("replicate", part.groups)
     if shard == "none":
         replicas = _same_parameters(part)
-    comm = CODEC[part.state.linear["comm"]]
+    comm = ELEMENT_BYTES[part.state.linear["comm"]]
     sums = passes if shard in ("zero2", "fsdp") else 1
     in_groups = comm
     if shard in ("zero1", "zero2"):
-        in_groups = CODEC[part.state.other["weight_grad"]]
-    once = in_groups == CODEC["fp32"] and precision.storage.accumulate == "wide"
+        in_groups = ELEMENT_BYTES[part.state.other["weight_grad"]]
+    once = in_groups == ELEMENT_BYTES["fp32"] and precision.storage.accumulate == "wide"
     in_pipeline = recipe.trainer.strategy.pipeline_model_parallel_size > 1
     of_root = 1 if in_pipeline else passes
 
@@ -307,11 +305,13 @@ def _fully_sharded(
     weights, gradients = Counter[str](), Counter[str]()
     for name, shape in shapes.items():
         elements = shard_elements(part.state, name, shape, ranks)
-        each = CODEC[part.state.gathered_dtype if shard == "fsdp" else columns[name]["weight"]]
+        each = ELEMENT_BYTES[
+            part.state.gathered_dtype if shard == "fsdp" else columns[name]["weight"]
+        ]
         if name in in_fp8:
-            each = CODEC["fp8"] + _beside(recipe, True)
-        weights[summed_with(name)] += int(elements * each)
-        gradients[summed_with(name)] += elements if name in trained else 0
+            each = ELEMENT_BYTES["fp8"] + _beside(recipe, True)
+        weights[fsdp_group(name)] += int(elements * each)
+        gradients[fsdp_group(name)] += elements if name in trained else 0
     for layer, size in weights.items():
         gathers = (2 * passes if layer else of_root) if shard == "fsdp" else 1
         yield from axis.all_gather("weights", size, gathers)
@@ -330,9 +330,9 @@ def _tied_embedding(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
     if not part.embedding and not part.output:
         return
     rows, width = local_shapes(recipe, part)["embedding.weight"]
-    each = CODEC[part.state.other["weight_grad"]]
+    each = ELEMENT_BYTES[part.state.other["weight_grad"]]
     if by_fsdp2(recipe, part.state, part.shards, backend):
-        each = CODEC["fp32"]
+        each = ELEMENT_BYTES["fp32"]
         rows = shard_rows(rows, shard_degree(recipe, part))
     yield from Axis("pipeline", stages).send("gradients", rows * width * each)
 
@@ -347,7 +347,7 @@ def _adapter_gradients(recipe: Recipe, part: Part, backend: str) -> Iterator[Sen
         for name, shape in trained_shapes(recipe, part).items()
         if split_dimension(recipe, name) is None
     )
-    yield from Axis("tensor", part.tensor).all_reduce("gradients", CODEC["fp32"] * elements)
+    yield from Axis("tensor", part.tensor).all_reduce("gradients", ELEMENT_BYTES["fp32"] * elements)
 
 
 def _same_parameters(part: Part) -> Axis:
@@ -360,7 +360,7 @@ def _same_parameters(part: Part) -> Axis:
 def _beside(recipe: Recipe, in_fp8: bool) -> float:
     """Bytes for each element of an FP8 weight beside its byte: scales, and another copy for dgrad
     if that has other scales."""
-    return held_beside(recipe) if in_fp8 else 0.0
+    return fp8_weight_extra_bytes(recipe) if in_fp8 else 0.0
 
 
 def _loads(sizes: dict[str, float], owner: dict[str, int], ranks: int) -> list[float]:

@@ -1,540 +1,511 @@
-"""Linear layer memory: sizes that all layers share, the bytes that a layer keeps, and those that it needs while it multiplies."""
+"""Linear layer memory on one rank: what the layers keep for backward, and peaks in each GEMM.
+
+A linear layer keeps these tensors from its forward to its backward pass (numerics/fp8_linear.py):
+
+    input    quantized if wgrad runs in FP8, otherwise in the compute dtype. Under selective
+             recomputation it is made again, under sequence parallelism a rank keeps its own tokens
+    weight   a quantized copy for dgrad, unless the weight itself is FP8
+
+`LinearBytes` has the sizes of one rank and answers these questions for each layer. Its methods
+return bytes per token where the name of an argument is `width`, and bytes of the rank otherwise.
+`activation_memory.py` adds them up over the layers.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.planning.gemm_memory import (
+    ELEMENT_BYTES,
+    decoded_weight_bytes,
+    emulates_gemms,
+    gemm_peak_bytes,
+    has_quantize_kernel,
+    operand_bytes,
+    quantize_peak_bytes,
+    quantizes_twice,
+    requantizing_backward_bytes,
+    weight_needs_two_copies,
+)
 from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
 from fp8cfg.planning.layout import Part, keeps_weights, microbatches
-from fp8cfg.schema.fp8 import FP8, per_row, power_2_scales, transforms, weights_2d
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
-from fp8cfg.schema.scalings import SCALINGS, Tile
 from fp8cfg.schema.storage import SCALED, gathers_params
 
-CODEC: dict[str, float] = {
-    "none": 0,
-    "fp32": 4,
-    "bf16": 2,
-    "fp16": 2,
-    "fp16_scaled": 2,
-    "fp8": 1,
-    "fp8_pow2": 1,
-    "fp8_block": 1 + 4 / 128,
-    "fp8_expand": 1 + 8 / 128,
-}
-"""One element in each codec of `storage`, with its share of a block's scale; one for a whole tensor is left out."""
-CODEC_BLOCK = 128
-"""Elements that share a scale in the codecs of blocks."""
+# Column-parallel layers. Under sequence parallelism they gather their input.
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "output_layer")
 
 
-@cache
-def stored_bytes(codec: str, elements: int) -> int:
-    """A tensor of `element_numbers` in a codec of `storage`, with its scales, float32: one, or those of its blocks."""
-    data, per_block = int(CODEC[codec]) * elements, int(CODEC[codec] % 1 * CODEC_BLOCK)
-    if per_block:
-        return data + per_block * -(-elements // CODEC_BLOCK)
-    return data + (4 if codec in SCALED and elements else 0)
+class QuantizedBytes(NamedTuple):
+    """Bytes of an operand: at most while it is quantized, and of the result."""
+
+    peak: float
+    result: float
 
 
-def emulated(recipe: Recipe, device: str) -> bool:
-    """Whether products are emulated on `device` ("cpu" or "cuda"): float8 values carried in a wider dtype."""
-    return device == "cpu" or recipe.fp8.emulate
+class LinearBytes:
+    """Sizes of the layers of one rank, and the bytes of its linear layers.
 
-
-def operand(recipe: Recipe, device: str) -> float:
-    """An element of a quantized activation, or of a weight quantized for one pass. Emulated it is the carrier's: bfloat16 under
-    bf16, unless its scale is multiplied in and is no power of two, and else float32. On hardware a byte, under nvfp4 half of one
-    where a kernel packs it, and its share of a block's scale."""
-    scaling = SCALINGS[recipe.fp8.scaling]
-    if emulated(recipe, device):
-        exact = scaling.exact_in_bfloat16(power_2_scales(recipe.fp8))
-        return CODEC["bf16"] if recipe.precision.compute == "bf16" and exact else CODEC["fp32"]
-    if scaling.two_levels and not _packs(recipe.fp8):
-        return CODEC["fp8"] + CODEC["fp32"] / scaling.block
-    return CODEC["fp8"] / (2 if scaling.two_levels else 1) + scaling.scale_share(_tile(recipe.fp8))
-
-
-def _packs(fp8: FP8) -> bool:
-    """Whether the kernel of nvfp4 makes every operand (numerics/quantize.py): of activations for wgrad it takes transformed ones, of
-    weights squares."""
-    return transforms(fp8) and weights_2d(fp8)
-
-
-def _tile(fp8: FP8, weight: bool = False) -> Tile | None:
-    """What shares a scale of an activation, or of a weight, as fprop reads it."""
-    return SCALINGS[fp8.scaling].tile(1, fp8.granularity, square=weight and weights_2d(fp8))
-
-
-def directions(recipe: Recipe) -> int:
-    """How often an activation or a gradient is quantized: twice where scales lie along the contracted dimension, since
-    products contract both."""
-    return 2 if _tile(recipe.fp8) else 1
-
-
-def row_scaled(recipe: Recipe) -> bool:
-    """Whether a weight has scales along rows, and others for dgrad."""
-    tile = _tile(recipe.fp8, weight=True)
-    return tile is not None and tile[0] != tile[1]
-
-
-def held_beside(recipe: Recipe) -> float:
-    """What an element of a weight held in FP8 alone takes beside its byte: its share of scales; and where these lie along rows,
-    another byte and scales along columns, for dgrad."""
-    tile = _tile(recipe.fp8, weight=True)
-    share = SCALINGS[recipe.fp8.scaling].scale_share(tile)
-    return 1 + 2 * share if row_scaled(recipe) else share
-
-
-def decoded(recipe: Recipe, device: str) -> float:
-    """What an element of a weight held in FP8 alone takes more while an emulated product reads it: the carrier."""
-    return operand(recipe, device) if emulated(recipe, device) else 0
-
-
-def product(recipe: Recipe, device: str, out: float, made: float, read: float) -> float:
-    """The most that an FP8 product takes before its result of `made` elements is there, `out` bytes each; `read` are the elements
-    of its operands.
-
-    Hardware writes the output. An emulated product has float32 sums (numerics/gemm.py), for which a CPU copies operands of two
-    bytes. Scales that are not in the operands are multiplied in afterwards, into another float32 matrix; those of rows and columns
-    are one themselves then.
+    Attributes:
+        compute_bytes: Bytes per element in the compute dtype.
+        operand_bytes: Bytes per element of a quantized operand.
+        gradient_bytes: Bytes per element in which gradients of weights are accumulated.
+        tensor: Tensor-parallel ranks.
+        context: Context-parallel ranks.
+        tokens: Tokens of a microbatch on this rank. Under sequence parallelism, of its group.
+        hidden: Channels of the input of a column-parallel layer, which is gathered.
+        hidden_shard: Channels per token in norms and the residual stream. Under sequence
+            parallelism a rank has 1 / tensor of the tokens, counted as fewer channels.
+        query_channels: Query channels of this rank.
+        key_channels: Key channels of this rank. Values have as many.
+        fc1_channels: Output channels of linear_fc1: gate and up, or only up.
+        mlp_channels: Input channels of linear_fc2.
+        vocab_shard: Output channels of the output layer.
+        norm_bytes: Bytes per token that one norm keeps.
+        norms_bytes: Bytes per token that all norms of a layer keep.
+        qk_norm_bytes: Bytes per token that norms of queries and keys keep.
+        norm_backward_bytes: Bytes per token in the backward pass of a norm.
+        shared_input_bytes: Bytes per token that a layer's input and its first norm share.
     """
-    if not emulated(recipe, device):
-        return out * made
-    carrier, scaling = operand(recipe, device), SCALINGS[recipe.fp8.scaling]
-    copies = 4 * read if device == "cpu" and carrier < 4 else 0
-    cast = out if out < 4 else 0
-    after = (
-        12 if per_row(recipe.fp8) else 4 + cast if scaling.block and not scaling.two_levels else 8
-    )
-    return max(copies + 4 * made, after * made)
 
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: str,
+        part: Part,
+        gradient_bytes: float,
+        backend: str,
+        fresh_gradient_bytes: float = 0,
+    ) -> None:
+        """Computes the sizes.
 
-def by_kernel(recipe: Recipe, device: str) -> bool:
-    """Whether kernels quantize, without temporaries (numerics/kernels/launch.py): for products of the hardware."""
-    packs = _packs(recipe.fp8) or not SCALINGS[recipe.fp8.scaling].two_levels
-    return device == "cuda" and not emulated(recipe, device) and packs
+        Args:
+            recipe: The recipe.
+            device: "cpu" or "cuda".
+            part: The layers and shards of this rank.
+            gradient_bytes: Bytes per element in which gradients of weights are accumulated.
+            backend: Name of the backend of the FP8 layers.
+            fresh_gradient_bytes: Bytes per element of a gradient that does not exist before the
+                backward pass of its layer; 0 if all gradients exist already.
+        """
+        model, storage = recipe.model, recipe.storage
+        capabilities = registry.capabilities(backend)
+        self.recipe = recipe
+        self.device = device
+        self.part = part
+        self.config = transformer_config(recipe)
+        self.tensor = part.tensor
+        self.context = part.context
+        self.sequence_parallel = part.sequence_parallel
+        self.requantizes = capabilities.requantizes
+        self.keeps_cast = capabilities.keeps_cast
+        self.is_native = backend == registry.REFERENCE
 
+        self.compute_bytes = ELEMENT_BYTES[recipe.precision.compute]
+        self.operand_bytes = operand_bytes(recipe, device)
+        self.gradient_bytes = gradient_bytes
+        self.fresh_gradient_bytes = fresh_gradient_bytes
 
-def quantizing(recipe: Recipe, device: str, elements: float, gradient: bool) -> float:
-    """The most that quantizing a matrix of `element_numbers`, a `gradient` or a weight, takes, its result among it. A GPU does so by a
-    kernel that writes the result and its transpose alone, or else eagerly. The Hadamard transform of a gradient is made of a copy
-    that runs along the other dimension, and quantized in its place."""
-    mixed = CODEC[recipe.precision.compute] * elements if gradient and transforms(recipe.fp8) else 0
-    if by_kernel(recipe, device):
-        return 2 * mixed + 2 * operand(recipe, device) * elements
-    return max(2 * mixed, mixed + _rounding(recipe, gradient) * elements)
+        self.tokens = recipe.trainer.micro_batch_size * model.seq_length / part.context
+        self.hidden = model.hidden_size
+        self.hidden_shard = model.hidden_size / (part.tensor if part.sequence_parallel else 1)
+        self.query_channels = model.num_attention_heads * model.head_dim / part.tensor
+        # If there are fewer groups than ranks, several ranks have a copy of a group.
+        self.key_channels = -(-model.num_query_groups // part.tensor) * model.head_dim
+        self.fc1_channels = self.config.fc1_size / part.tensor
+        self.mlp_channels = model.ffn_hidden_size / part.tensor
+        self.vocab_shard = -(-model.vocab_size // part.tensor)
 
+        self.selective = model.recompute_granularity == "selective"
+        # Norms and activation functions keep their input and compute the rest again. Under full
+        # recomputation the whole layer does.
+        self.recomputes_norms = model.recompute_granularity != "full"
+        self._set_norm_bytes()
+        # Flash attention keeps the log-sum-exp of each head in float32.
+        self.logsumexp_bytes = model.num_attention_heads / part.tensor * 4
 
-def _rounding(recipe: Recipe, gradient: bool) -> float:
-    """The most that an element of a matrix takes while it is rounded without a kernel (numerics/formats.py): float32 scaled and cut
-    to the range, and its code. Four bits are rounded in steps: scaled, cut, its exponent, step, number of steps, product and that
-    cut again, beside a random number where a `gradient` is rounded stochastically. With scales of tiles what was scaled stays
-    beside it, and two float32 scales of each tile.
-    """
-    tile = _tile(recipe.fp8)
-    apart = 4.0 if tile and recipe.precision.compute != "fp32" else 0.0
-    if tile and 0 not in tile:
-        apart += 2 * 4 / (tile[0] * tile[1])
-    if SCALINGS[recipe.fp8.scaling].two_levels:
-        return apart + 7 * 4 + 4 * (gradient and recipe.fp8.stochastic_rounding)
-    return apart + 4 + 4 + 1
+        self.has_fp8_storage = part.state.fp8_weights or gathers_params(recipe.precision, backend)
+        self.keeps_quantized_weights = keeps_weights(recipe, part, backend)
+        self.uses_fsdp = part.shard == "fsdp"
+        self.adds_to_stored_gradients = (
+            storage.accumulate == "stored"
+            and microbatches(recipe, part) > 1
+            and not by_fsdp2(recipe, part.state, part.shards, backend)
+        )
+        # fsdp gathers adapters in the compute dtype too.
+        self.adapter_bytes = ELEMENT_BYTES[part.state.other["weight"]]
+        if self.uses_fsdp:
+            self.adapter_bytes = self.compute_bytes
+        # Adapters of each linear layer. linear_qkv can have three.
+        self.adapter_counts = Counter(
+            projection.module for projection in adapted_projections(recipe)
+        )
 
+    def _set_norm_bytes(self) -> None:
+        model = self.recipe.model
+        is_rms = model.normalization == "RMSNorm"
+        # RMSNorm is fused on GPUs only. On a CPU it also keeps the normalized input in float32,
+        # for the gradient of its weight. LoRA trains no norms.
+        is_unfused = self.device == "cpu" and is_rms
+        normalized_bytes = 4 if is_unfused and not self.recipe.lora.enabled else 0
+        statistics_bytes = 4 if is_rms else 8  # 1 / rms, or mean and 1 / deviation
 
-QUANTIZED, BLOCKS = 1.0, 1 + 1 / 32
-"""Bytes of an element in float8: with one scale, or one for each row; and with one for each block of 32."""
+        input_bytes = 4 * self.hidden_shard  # float32
+        self.norm_bytes = input_bytes + statistics_bytes + normalized_bytes * self.hidden_shard
+        norms = 4 if model.layernorm_placement == "both" else 2
+        self.norms_bytes = norms * self.norm_bytes
+        self.qk_norm_bytes = 0.0
+        if model.qk_layernorm != "none":
+            heads = 1 if model.qk_layernorm == "hidden" else model.num_attention_heads / self.tensor
+            channels = self.query_channels + self.key_channels
+            self.qk_norm_bytes = (4 + normalized_bytes) * channels + 8 * heads
+            self.norms_bytes += self.qk_norm_bytes
+        # With an fp32 compute dtype a layer's input is the float32 input of its first norm.
+        self.shared_input_bytes = 4 * self.hidden_shard if self.compute_bytes == 4 else 0
+        # Gradients are float32. An unfused norm has one for each of its operations.
+        self.norm_backward_bytes = (16 if is_unfused else 8) * self.hidden_shard
 
+    # Attention.
 
-def backward(
-    recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: float, x: float
-) -> float:
-    """The most that the backward pass of `linear` takes beside what is kept and the gradient of its output."""
-    return max(_moments(recipe, device, linear, g, w, x))
+    def score_bytes(self, layer: int) -> float:
+        """Returns bytes per token that high-precision attention keeps of scores and masks.
 
+        Queries, keys, values and the output are not counted.
+        """
+        model = self.recipe.model
+        # Flash attention takes neither explicit masks nor float32 inputs. Other kernels repeat
+        # keys and values for each head.
+        repeats_keys = self.has_mask(layer) or (self.device == "cuda" and self.compute_bytes == 4)
+        repeated = 0.0
+        if repeats_keys and model.position_embedding_type == "rope":
+            # Rotated queries and repeated keys and values, 3Q, instead of linear_qkv's output,
+            # Q + 2K, and rotated queries and keys, Q + K.
+            repeated = self.compute_bytes * (self.query_channels - 3 * self.key_channels)
+        elif repeats_keys:
+            # Queries are a view of linear_qkv's output, which stays.
+            repeated = 2 * self.compute_bytes * self.query_channels
+        if model.attn_logit_softcapping is None:
+            return self.logsumexp_bytes + repeated
+        # A soft cap needs explicit scores: tanh and the softmax in float32, and the softmax in the
+        # compute dtype.
+        cast_bytes = self.compute_bytes if self.compute_bytes < 4 else 0
+        scores = model.seq_length * model.num_attention_heads / self.tensor
+        return repeated + scores * (8 + cast_bytes)
 
-def _moments(
-    recipe: Recipe, device: str, linear: PlannedLinear, g: float, w: float, x: float
-) -> Iterator[float]:
-    c, has_blocks = CODEC[recipe.precision.compute], SCALINGS[recipe.fp8.scaling].torchao == "mx"
-    e = BLOCKS if has_blocks else QUANTIZED
-    making, multiplying = (
-        _making(recipe, device),
-        (_emulated if emulated(recipe, device) else _multiplied),
-    )
-    _, dgrad, wgrad = linear.gemms
-    beside = 0.0
-    if dgrad:
-        yield making * g
-        yield e * g + making * w
-        yield e * (g + w) + multiplying(c, has_blocks, g, w, x)
-        beside = e * (g + w)
-    beside += c * x
-    if wgrad:
-        yield beside + making * g
-        yield beside + e * g + making * x
-        yield beside + e * (g + x) + multiplying(c, has_blocks, g, x, w)
-    yield beside + c * w
+    def has_mask(self, layer: int) -> bool:
+        """Whether high-precision attention of this layer has an explicit mask."""
+        return (
+            self.recipe.data.reset_attention_mask
+            or self.window(layer) is not None
+            or self.recipe.model.attn_logit_softcapping is not None
+        )
 
+    def mask_bytes(self, layers: Iterable[int]) -> float:
+        """Returns bytes of the masks, tokens x tokens, that `layers` keep for backward.
 
-def _making(recipe: Recipe, device: str) -> float:
-    """Bytes of an element while it is quantized, its float8 among them: scaled and cut to the range in float32; in blocks by
-    torch where products are emulated, its amaxes, quotients and a transposed copy among them, and else by one kernel.
-    """
-    if SCALINGS[recipe.fp8.scaling].torchao != "mx":
-        return 4 + 4 + QUANTIZED
-    return (
-        (14 if CODEC[recipe.precision.compute] == 2 else 12) + 13 / 32
-        if emulated(recipe, device)
-        else BLOCKS
-    )
+        Layers with the same window share a mask. Documents differ between samples, so that each
+        sample has its own.
+        """
+        model = self.recipe.model
+        if self.context > 1:
+            return 0
+        if model.attn_logit_softcapping is not None and model.recompute_granularity == "none":
+            return 0  # backward of the soft cap does not read the mask
+        masks = len({self.window(layer) for layer in layers if self.has_mask(layer)})
+        if self.recipe.data.reset_attention_mask:
+            masks *= self.recipe.trainer.micro_batch_size
+        return masks * self.compute_bytes * model.seq_length**2
 
+    def window(self, layer: int) -> int | None:
+        """Returns the sliding window in tokens, None if it covers the sequence."""
+        window = self.config.window(layer)
+        if window is None or window >= self.recipe.model.seq_length:
+            return None
+        return window
 
-def _emulated(c: float, blocks: bool, a: float, b: float, out: float) -> float:
-    """A product of decoded operands: with blocks in the compute dtype, else copied into rows and columns and in float32."""
-    if blocks:
-        return max(2 * c * a, c * a + 2 * c * b, c * (a + b + out))
-    return a + b + max(8 * a, 4 * a + 8 * b, 4 * (a + b + out), (4 + c) * out)
+    # Input of a linear layer.
 
+    def input_bytes(self, linear: PlannedLinear, width: float) -> float:
+        """Returns bytes per token that a layer keeps of its input with `width` channels."""
+        if "wgrad" in linear.left_out:
+            return self.adapter_input_bytes(linear, width)
+        if self.keeps_input_shard(linear):
+            return input_shard_bytes(self.recipe) * width / self.tensor
+        if self.keeps_quantized_input(linear):
+            return self.operand_bytes * width
+        return self.compute_bytes * width
 
-def _multiplied(c: float, blocks: bool, a: float, b: float, out: float) -> float:
-    """A product by hardware, whose operands are copied into rows and columns where they lie otherwise."""
-    return (0 if blocks else a + b) + c * out
+    def keeps_input_shard(self, linear: PlannedLinear) -> bool:
+        """Whether the layer keeps only this rank's tokens of its gathered input."""
+        return keeps_input_shard(self.recipe, self.part, linear)
 
+    def keeps_quantized_input(self, linear: PlannedLinear) -> bool:
+        """Whether the layer keeps its input quantized. Other modules may keep it in full too."""
+        if self.keeps_input_shard(linear):
+            return True
+        if self.requantizes or (self.is_native and keeps_input(self.recipe, linear)):
+            return False
+        return bool(linear.gemms[2])
 
-GATHERED = ("linear_qkv", "linear_fc1", "output_layer")
-"""Column-parallel layers, whose input is gathered under sequence parallelism."""
+    def wgrad_input_bytes(self, linear: PlannedLinear, width: float) -> QuantizedBytes:
+        """Returns the bytes of wgrad's quantized input; 0 if the layer has kept it."""
+        gathers = self.keeps_input_shard(linear)
+        if not linear.gemms[2] or (self.keeps_quantized_input(linear) and not gathers):
+            return QuantizedBytes(0, 0)
+        elements = width * self.tokens
+        if not gathers or quantizes_twice(self.recipe):
+            peak = quantize_peak_bytes(self.recipe, self.device, elements, is_gradient=False)
+            if gathers:
+                peak += self.compute_bytes * elements  # gathered in the compute dtype
+            return QuantizedBytes(peak, self.operand_bytes * elements)
+        # Gathered in FP8.
+        if emulates_gemms(self.recipe, self.device):
+            peak = (ELEMENT_BYTES["fp8"] + self.operand_bytes) * elements
+            return QuantizedBytes(peak, self.operand_bytes * elements)
+        transposed = 2 * ELEMENT_BYTES["fp8"] * elements  # cuBLAS reads a transposed copy
+        return QuantizedBytes(transposed, transposed)
+
+    def adapter_input_bytes(self, linear: PlannedLinear, width: float) -> float:
+        """Returns bytes per token that the LoRA adapters of a layer keep (models/lora.py).
+
+        These are the input in the adapters' dtype and each A's output. Dropout adds a mask and
+        the masked input for each adapter.
+        """
+        adapters = self.adapter_counts.get(linear.name, 0)
+        if not adapters:
+            return 0
+        bytes_per_channel = self.adapter_bytes
+        if self.recipe.lora.dropout:
+            bytes_per_channel += adapters * (1 + self.adapter_bytes)
+        outputs = adapters * self.adapter_bytes * self.recipe.lora.rank
+        return bytes_per_channel * width + outputs
+
+    def adapters_keep_input(self, linear: PlannedLinear) -> bool:
+        """Whether adapters keep the input tensor itself, neither cast nor dropped out."""
+        return (
+            self.adapter_counts.get(linear.name, 0) > 0
+            and self.adapter_bytes == self.compute_bytes
+            and not self.recipe.lora.dropout
+        )
+
+    # Weight of a linear layer.
+
+    def weight_elements(self, linear: PlannedLinear) -> float:
+        return linear.in_features * linear.out_features / self.tensor
+
+    def has_fp8_weight(self, linear: PlannedLinear) -> bool:
+        """Whether the weight is stored or gathered in FP8 only."""
+        if not (self.has_fp8_storage and linear.fp8):
+            return False
+        return not self._is_tied(linear)  # the embedding stays in high precision
+
+    def casts_weight(self, linear: PlannedLinear) -> bool:
+        """Whether each pass casts the weight to the compute dtype. Its gradient is cast back."""
+        state = self.part.state
+        columns = state.of_parameter(True, bool(linear.fp8))
+        if self._is_tied(linear):
+            columns = state.other
+        if columns["weight"] == self.recipe.precision.compute:
+            return False
+        return not self.uses_fsdp and not self.has_fp8_weight(linear)
+
+    def _is_tied(self, linear: PlannedLinear) -> bool:
+        is_output_layer = linear.name == "output_layer"
+        return is_output_layer and self.recipe.model.share_embeddings_and_output_weights
+
+    def quantized_weight_bytes(self, linear: PlannedLinear) -> float:
+        """Returns bytes of the quantized weight that forward keeps for dgrad."""
+        if self.has_fp8_weight(linear) or self.requantizes or self.keeps_quantized_weights:
+            return 0
+        if not linear.gemms[1]:
+            return 0
+        return self.operand_bytes * self.weight_elements(linear)
+
+    def weight_workspace_bytes(self, linear: PlannedLinear) -> float:
+        """Returns bytes of the quantized weight that stays for all passes of a step.
+
+        fprop and dgrad read one matrix each. Emulated GEMMs read a transpose by its strides, so
+        that one matrix serves both, unless scales differ. An FP8 weight needs its transpose only.
+        """
+        if self.has_fp8_weight(linear) or not self.keeps_quantized_weights:
+            return self.transpose_cache_bytes(linear)
+        matrices = sum(map(bool, linear.gemms[:2]))
+        if emulates_gemms(self.recipe, self.device) and not weight_needs_two_copies(self.recipe):
+            matrices = min(matrices, 1)
+        return matrices * self.operand_bytes * self.weight_elements(linear)
+
+    def cast_weight_bytes(self, linear: PlannedLinear) -> float:
+        """Returns bytes of a cast weight that the backend keeps from forward to backward."""
+        if self.keeps_cast and linear.fp8 and self.casts_weight(linear):
+            return self.compute_bytes * self.weight_elements(linear)
+        return 0
+
+    def transpose_cache_bytes(self, linear: PlannedLinear) -> float:
+        """Returns bytes of the transpose that is cached of an FP8 weight for dgrad."""
+        has_cache = self.keeps_quantized_weights and self.recipe.fp8.keep_transpose_cache
+        runs_dgrad = linear.gemms[1] and "dgrad" not in linear.left_out
+        if not (self.has_fp8_weight(linear) and has_cache and runs_dgrad):
+            return 0
+        # Emulation caches the decoded weight.
+        element_bytes = decoded_weight_bytes(self.recipe, self.device) or 1
+        return element_bytes * self.weight_elements(linear)
+
+    def quantize_weight_bytes(self, linear: PlannedLinear) -> float:
+        """Returns temporary bytes of quantizing the weight, without what is kept of it."""
+        if self.has_fp8_weight(linear) or self.requantizes or self.keeps_quantized_weights:
+            return 0
+        if not linear.gemms[0]:
+            return 0
+        elements = self.weight_elements(linear)
+        peak = quantize_peak_bytes(self.recipe, self.device, elements, is_gradient=False)
+        return peak - self.quantized_weight_bytes(linear)
+
+    def _decoded_dgrad_weight_bytes(self, linear: PlannedLinear) -> float:
+        """Returns bytes of an FP8 weight that dgrad decodes; 0 if the transpose is cached."""
+        if not self.has_fp8_weight(linear) or self.transpose_cache_bytes(linear):
+            return 0
+        return decoded_weight_bytes(self.recipe, self.device) * self.weight_elements(linear)
+
+    # Gradient of a weight.
+
+    def fresh_gradient(self, linear: PlannedLinear) -> float:
+        """Returns bytes of the weight's gradient if this backward pass allocates it."""
+        if "wgrad" in linear.left_out:
+            return 0
+        return self.fresh_gradient_bytes * self.weight_elements(linear)
+
+    def wgrad_peak_bytes(self, linear: PlannedLinear) -> float:
+        """Returns the most bytes of the weight's gradient while wgrad computes it."""
+        if "wgrad" in linear.left_out:
+            return 0
+        elements = self.weight_elements(linear)
+        output_bytes = self._wgrad_output_bytes(linear)
+        # dgrad has decoded the weight, which stays until the layer's backward pass ends.
+        existing = self._decoded_dgrad_weight_bytes(linear)
+        if self.casts_weight(linear) and not linear.gemms[1]:
+            existing = self.compute_bytes * elements
+        if not linear.gemms[2]:
+            # torch computes in the compute dtype and casts.
+            is_cast = self.has_fp8_weight(linear) or self.casts_weight(linear)
+            return existing + (self.compute_bytes + (output_bytes if is_cast else 0)) * elements
+        if linear.name.endswith(COLUMN_PARALLEL):
+            channels = linear.in_features + linear.out_features / self.tensor
+        else:
+            channels = linear.in_features / self.tensor + linear.out_features
+        return existing + gemm_peak_bytes(
+            self.recipe, self.device, output_bytes, elements, channels * self.tokens
+        )
+
+    def accumulate_peak_bytes(self, linear: PlannedLinear) -> float:
+        """Returns the most bytes of the weight's gradient while autograd accumulates it."""
+        if "wgrad" in linear.left_out:
+            return 0
+        elements = self.weight_elements(linear)
+        output_bytes = self._wgrad_output_bytes(linear)
+        cast_bytes = self.gradient_bytes if self.gradient_bytes > output_bytes else 0
+        return max(
+            (output_bytes + cast_bytes) * elements,
+            self.gradient_bytes * elements + self._decoded_gradient_bytes(linear),
+        )
+
+    def _wgrad_output_bytes(self, linear: PlannedLinear) -> float:
+        """Returns bytes per element that wgrad writes."""
+        if self.has_fp8_weight(linear) or self.casts_weight(linear):
+            return self.gradient_bytes
+        return self.compute_bytes
+
+    def _decoded_gradient_bytes(self, linear: PlannedLinear) -> float:
+        """Returns float32 bytes of a quantized gradient that a microbatch is added to."""
+        if not self.adds_to_stored_gradients:
+            return 0
+        columns = self.part.state.of_parameter(True, bool(linear.fp8))
+        if columns["weight_grad"] not in SCALED:
+            return 0
+        return 4 * self.weight_elements(linear)
+
+    # GEMMs.
+
+    def output_peak_bytes(
+        self, linear: PlannedLinear, gemm: Literal["fprop", "dgrad"], width: float
+    ) -> float:
+        """Returns the most bytes of a GEMM until its output with `width` channels exists."""
+        output_elements = width * self.tokens
+        runs_fp8 = linear.gemms[0 if gemm == "fprop" else 1]
+        if not runs_fp8:
+            return self.compute_bytes * output_elements
+        contracted = self.weight_elements(linear) / width if width else 0
+        peak = gemm_peak_bytes(
+            self.recipe,
+            self.device,
+            self.compute_bytes,
+            output_elements,
+            self.weight_elements(linear) + contracted * self.tokens,
+        )
+        if gemm == "dgrad":
+            peak += self._decoded_dgrad_weight_bytes(linear)
+        return peak
+
+    def grad_output_bytes(self, linear: PlannedLinear, width: float) -> QuantizedBytes:
+        """Returns the bytes of the quantized gradient of an output with `width` channels."""
+        _, dgrad, wgrad = linear.gemms
+        if not (dgrad or wgrad):
+            return QuantizedBytes(0, 0)
+        elements = width * self.tokens
+        peak = quantize_peak_bytes(self.recipe, self.device, elements, is_gradient=True)
+        if has_quantize_kernel(self.recipe, self.device):
+            # The kernel writes one matrix for each GEMM, and `peak` has both.
+            matrices = 2 if dgrad and wgrad else 1
+            result = matrices * self.operand_bytes * elements
+            return QuantizedBytes(result + peak - 2 * self.operand_bytes * elements, result)
+        first = 0.0
+        if quantizes_twice(self.recipe) and dgrad and wgrad:
+            first = self.operand_bytes * elements  # dgrad's stays while wgrad's is made
+        return QuantizedBytes(first + peak, first + self.operand_bytes * elements)
+
+    def requantizing_backward_bytes(
+        self, linear: PlannedLinear, output_width: float, input_width: float
+    ) -> float:
+        """Returns the most bytes of the layer's backward pass if the backend quantizes again."""
+        return requantizing_backward_bytes(
+            self.recipe,
+            self.device,
+            linear,
+            output_width * self.tokens,
+            self.weight_elements(linear),
+            input_width * self.tokens,
+        )
 
 
 def keeps_input_shard(recipe: Recipe, part: Part, linear: PlannedLinear) -> bool:
-    """Whether a rank keeps its own tokens of `linear`'s gathered input, and gathers them again for wgrad (numerics/token_shard.py)."""
+    """Whether a rank keeps its own tokens of a gathered input and gathers them for wgrad again.
+
+    See numerics/token_shard.py. Only FP8 layers do, and not if they keep the input in full.
+    """
     if not part.sequence_parallel or recipe.model.recompute_granularity == "full":
         return False
-    if directions(recipe) == 2 and keeps_input(recipe, linear):
+    if quantizes_twice(recipe) and keeps_input(recipe, linear):
         return False
-    return linear.name.endswith(GATHERED) and bool(linear.gemms[0] and linear.gemms[2])
+    runs_fp8 = bool(linear.gemms[0] and linear.gemms[2])
+    return linear.name.endswith(COLUMN_PARALLEL) and runs_fp8
 
 
 def keeps_input(recipe: Recipe, linear: PlannedLinear) -> bool:
-    """Whether `linear` keeps its input as it came and quantizes it again for wgrad: selective recomputation makes it again."""
+    """Whether a layer keeps its unquantized input and quantizes it again for wgrad.
+
+    Selective recomputation makes that input again, so that it takes no memory.
+    """
     if recipe.model.recompute_granularity != "selective" or linear.name == "output_layer":
         return False
     return bool(linear.gemms[0] and linear.gemms[2])
 
 
-def input_shard(recipe: Recipe) -> float:
-    """Bytes for an element of that shard. Inputs that wgrad reads with other scales than fprop are quantized again."""
-    return CODEC["fp8"] if directions(recipe) == 1 else CODEC[recipe.precision.compute]
-
-
-class LinearBytes:
-    """Those sizes and bytes on one rank, letters as in planning/activation_memory.py. Gradients have `grads` bytes an element, and
-    those that are not there before the backward pass `fresh`."""
-
-    def __init__(
-        self, recipe: Recipe, device: str, part: Part, grads: float, backend: str, fresh: float = 0
-    ) -> None:
-        m, tp = recipe.model, part.tensor
-        self.in_fp8 = part.state.fp8_weights or gathers_params(recipe.precision, backend)
-        capabilities = registry.capabilities(backend)
-        self.requantizes, self.keeps_cast, self.context = (
-            capabilities.requantizes,
-            capabilities.keeps_cast,
-            part.context,
-        )
-        self.once = keeps_weights(recipe, part, backend)
-        self.recipe, self.device, self.grads, self.new, self.tp = recipe, device, grads, fresh, tp
-        self.c, self.e = CODEC[recipe.precision.compute], operand(recipe, device)
-        self.d = m.hidden_size / (tp if part.sequence_parallel else 1)
-        # of a token that is an input of a column-parallel layer, gathered where sequences are split
-        self.wide = m.hidden_size
-        self.gathers = part.sequence_parallel
-        self.part, self.native = part, backend == registry.REFERENCE
-        self.selective = m.recompute_granularity == "selective"
-        # norms and activation functions, by themselves
-        self.remakes = m.recompute_granularity != "full"
-        self.q, self.k = (
-            m.num_attention_heads * m.head_dim / tp,
-            -(-m.num_query_groups // tp) * m.head_dim,
-        )
-        self.config = config = transformer_config(recipe)
-        self.f, self.fc1, self.v = (
-            m.ffn_hidden_size / tp,
-            config.fc1_size / tp,
-            -(-m.vocab_size // tp),
-        )
-        self.tokens = recipe.trainer.micro_batch_size * m.seq_length / part.context
-        rms = m.normalization == "RMSNorm"
-        parts = 4 if device == "cpu" and rms else 0  # RMSNorm is fused on GPUs alone
-        kept = (
-            0 if recipe.lora.enabled else parts
-        )  # the normalized input, for the gradient of its weight
-        self.norm = 4 * self.d + (4 if rms else 8) + kept * self.d
-        self.norms = (2 if m.layernorm_placement == "both" else 1) * 2 * self.norm
-        self.head_norms = 0.0
-        if m.qk_layernorm != "none":
-            heads = 1 if m.qk_layernorm == "hidden" else m.num_attention_heads / tp
-            self.head_norms = (4 + kept) * (self.q + self.k) + 8 * heads
-            self.norms += self.head_norms
-        self.shared = (
-            4 * self.d if self.c == 4 else 0
-        )  # a layer's input is its first norm's float32 input, not a copy of it
-        self.norm_backward = (
-            16 if parts else 8
-        ) * self.d  # float32 gradients; on a CPU one for each of its parts
-        self.softmax = m.num_attention_heads / tp * 4
-        gathered = part.shard == "fsdp"  # by which adapters, too, are in the compute dtype
-        self.in_compute_dtype = gathered
-        self.adds_stored = (
-            recipe.storage.accumulate == "stored"
-            and microbatches(recipe, part) > 1
-            and not by_fsdp2(recipe, part.state, part.shards, backend)
-        )
-        self.adapter = self.c if gathered else CODEC[part.state.other["weight"]]
-        self.beside = Counter(projection.module for projection in adapted_projections(recipe))
-
-    def scores(self, layer: int) -> float:
-        """What attention in high precision keeps beside queries, keys, values and its output."""
-        m = self.recipe.model
-        by_head = self.masked(layer) or (
-            self.device == "cuda" and self.c == 4
-        )  # flash attention takes neither
-        copied = 0.0  # keys and values, in place of those of each group
-        if by_head and m.position_embedding_type == "rope":
-            copied = self.c * (self.q - 3 * self.k)  # what the product gave is not kept either
-        elif by_head:
-            copied = 2 * self.c * self.q
-        if m.attn_logit_softcapping is not None:  # tanh, the softmax, and that in the compute dtype
-            return copied + m.seq_length * m.num_attention_heads / self.tp * (
-                8 + (self.c if self.c < 4 else 0)
-            )
-        return self.softmax + copied
-
-    def masked(self, layer: int) -> bool:
-        """Whether attention in high precision has an explicit mask."""
-        m, apart = self.recipe.model, self.recipe.data.reset_attention_mask
-        return apart or self.window(layer) is not None or m.attn_logit_softcapping is not None
-
-    def masks(self, layers: Iterable[int]) -> float:
-        """Bytes of the masks of tokens x tokens that stay for the backward pass, one for all of `layers` that have the same, and
-        one for each sample where documents differ. Soft caps keep none, but to compute a layer again.
-        """
-        m = self.recipe.model
-        if self.context > 1 or (
-            m.attn_logit_softcapping is not None and m.recompute_granularity == "none"
-        ):
-            return 0
-        samples = (
-            self.recipe.trainer.micro_batch_size if self.recipe.data.reset_attention_mask else 1
-        )
-        return (
-            len({self.window(layer) for layer in layers if self.masked(layer)})
-            * samples
-            * self.c
-            * m.seq_length**2
-        )
-
-    def window(self, layer: int) -> int | None:
-        """The sliding window of that layer, None where it is as long as a sequence."""
-        window = self.config.window(layer)
-        return window if window is not None and window < self.recipe.model.seq_length else None
-
-    def input(self, linear: PlannedLinear, width: float) -> float:
-        """What `linear` keeps of its input: the quantized one, or the input itself for a wgrad in high precision; beside a frozen
-        weight what adapters keep."""
-        if "wgrad" in linear.left_out:
-            return self.adapters(linear, width)
-        if self.keeps_shard(linear):
-            return input_shard(self.recipe) * width / self.tp
-        return (self.e if self.keeps_quantized(linear) else self.c) * width
-
-    def keeps_shard(self, linear: PlannedLinear) -> bool:
-        """Whether `linear` keeps this rank's tokens of its gathered input alone."""
-        return keeps_input_shard(self.recipe, self.part, linear)
-
-    def input_again(self, linear: PlannedLinear, width: float) -> tuple[float, float]:
-        """Wgrad's input of `linear`, `width` wide: bytes while it is made, and then; 0 if the layer has kept it."""
-        gathers = self.keeps_shard(linear)
-        if not linear.gemms[2] or (self.keeps_quantized(linear) and not gathers):
-            return 0, 0
-        elements = width * self.tokens
-        if not gathers or directions(self.recipe) == 2:
-            made = quantizing(self.recipe, self.device, elements, gradient=False)
-            return gathers * self.c * elements + made, self.e * elements
-        if emulated(self.recipe, self.device):
-            return (CODEC["fp8"] + self.e) * elements, self.e * elements
-        # The hardware reads a transposed copy.
-        return 2 * CODEC["fp8"] * elements, 2 * CODEC["fp8"] * elements
-
-    def adapters(self, linear: PlannedLinear, width: float) -> float:
-        """What adapters of `linear` keep: the input in their dtype, and A's output of each; with dropout its mask and a copy."""
-        parts, stored = self.beside.get(linear.name, 0), self.adapter
-        inputs = stored + (parts * (1 + stored) if self.recipe.lora.dropout else 0)
-        return inputs * width + parts * stored * self.recipe.lora.rank if parts else 0
-
-    def adapters_keep_input(self, linear: PlannedLinear) -> bool:
-        """Whether what adapters of `linear` keep of its input is the input itself: neither cast nor dropped out."""
-        return (
-            self.beside.get(linear.name, 0) > 0
-            and self.adapter == self.c
-            and not self.recipe.lora.dropout
-        )
-
-    def keeps_quantized(self, linear: PlannedLinear) -> bool:
-        """Whether `linear` keeps its input quantized, beside what its input is elsewhere."""
-        if self.keeps_shard(linear):
-            return True
-        again = self.native and keeps_input(self.recipe, linear)
-        return bool(linear.gemms[2]) and not self.requantizes and not again
-
-    def held(self, linear: PlannedLinear) -> bool:
-        """Whether the weight is held or gathered in FP8 alone; a tied output layer's is the embedding's, in high precision."""
-        if not (self.in_fp8 and linear.fp8):
-            return False
-        return (
-            linear.name != "output_layer"
-            or not self.recipe.model.share_embeddings_and_output_weights
-        )
-
-    def casts(self, linear: PlannedLinear) -> bool:
-        """Whether the weight is stored in another dtype, from which each pass casts it: its gradient is not of that dtype."""
-        p, tied = (
-            self.recipe.precision,
-            self.recipe.model.share_embeddings_and_output_weights and linear.name == "output_layer",
-        )
-        stored = (
-            self.part.state.other if tied else self.part.state.of_parameter(True, bool(linear.fp8))
-        )["weight"]
-        return stored != p.compute and not self.in_compute_dtype and not self.held(linear)
-
-    def copy(self, linear: PlannedLinear) -> float:
-        """The quantized weight that is kept for dgrad, all of it; none of one that is held in FP8, quantized again, or kept for all
-        passes."""
-        away = self.held(linear) or self.requantizes or self.once or not linear.gemms[1]
-        return 0 if away else self.e * self.elements(linear)
-
-    def workspace(self, linear: PlannedLinear) -> float:
-        """The quantized weight that is kept for all passes of a step: a matrix for each product that reads it, or one for both that
-        read it by stride, as emulated products do where scales allow; of one that is held in FP8 its transpose alone.
-        """
-        if self.held(linear) or not self.once:
-            return self.transpose(linear)
-        each = sum(map(bool, linear.gemms[:2]))
-        shared = emulated(self.recipe, self.device) and not row_scaled(self.recipe)
-        return (min(each, 1) if shared else each) * self.e * self.elements(linear)
-
-    def cast(self, linear: PlannedLinear) -> float:
-        """The weight that a pass cast or decoded, where the layer keeps it until its backward pass, recomputed or not."""
-        return (
-            self.c * self.elements(linear)
-            if self.keeps_cast and linear.fp8 and self.casts(linear)
-            else 0
-        )
-
-    def transpose(self, linear: PlannedLinear) -> float:
-        """The transpose that is kept of a weight that is held in FP8, for dgrad: its scales are at hand."""
-        reads = linear.gemms[1] and "dgrad" not in linear.left_out
-        if not (self.held(linear) and self.once and self.recipe.fp8.keep_transpose_cache and reads):
-            return 0
-        return (decoded(self.recipe, self.device) or 1) * self.elements(linear)
-
-    def elements(self, linear: PlannedLinear) -> float:
-        """The elements of the weight."""
-        return linear.in_features * linear.out_features / self.tp
-
-    def again(self, linear: PlannedLinear, out: float, width: float) -> float:
-        """The most that the backward pass of `linear` takes beside what is kept, where that quantizes again."""
-        return backward(
-            self.recipe,
-            self.device,
-            linear,
-            out * self.tokens,
-            self.elements(linear),
-            width * self.tokens,
-        )
-
-    def quantizing(self, linear: PlannedLinear) -> float:
-        """The most that quantizing the weight takes beside what is kept of it."""
-        if self.held(linear) or self.requantizes or self.once or not linear.gemms[0]:
-            return 0
-        return quantizing(
-            self.recipe, self.device, self.elements(linear), gradient=False
-        ) - self.copy(linear)
-
-    def gradient(self, linear: PlannedLinear, made: bool) -> float:
-        """The gradient of the weight, all of it: at most while it is `made`, or while it is cast and accumulated."""
-        if "wgrad" in linear.left_out:
-            return 0
-        held, casts = self.held(linear), self.casts(linear)
-        out = self.grads if held or casts else self.c
-        if not made:
-            there = (out + (self.grads if self.grads > out else 0)) * self.elements(linear)
-            return max(there, self.grads * self.elements(linear) + self.added(linear))
-        again = held and not self.transpose(
-            linear
-        )  # is decoded for dgrad, and stays beside the gradient
-        beside = decoded(self.recipe, self.device) * self.elements(linear) if again else 0
-        if casts and not linear.gemms[1]:
-            beside = self.c * self.elements(linear)
-        if not linear.gemms[2]:
-            return beside + (self.c + (out if held or casts else 0)) * self.elements(linear)
-        if linear.name.endswith(GATHERED):
-            channels = linear.in_features + linear.out_features / self.tp
-        else:
-            channels = linear.in_features / self.tp + linear.out_features
-        return beside + product(
-            self.recipe, self.device, out, self.elements(linear), channels * self.tokens
-        )
-
-    def added(self, linear: PlannedLinear) -> float:
-        """What the gradient of the weight that is stored takes to be decoded, which that of a microbatch is added to: float32."""
-        if (
-            not self.adds_stored
-            or self.part.state.of_parameter(True, bool(linear.fp8))["weight_grad"] not in SCALED
-        ):
-            return 0
-        return 4 * self.elements(linear)
-
-    def fresh(self, linear: PlannedLinear) -> float:
-        """The gradient of the weight, once it was made, where it was not there before."""
-        return 0 if "wgrad" in linear.left_out else self.new * self.elements(linear)
-
-    def multiplying(self, linear: PlannedLinear, pass_: int, width: float) -> float:
-        """The most that fprop (0) or dgrad (1) of `linear` takes until its result, `width` wide, is there."""
-        made = width * self.tokens
-        if not linear.gemms[pass_]:
-            return self.c * made
-        other = linear.in_features * linear.out_features / self.tp / width if width else 0
-        again = (
-            pass_ == 1 and self.held(linear) and not self.transpose(linear)
-        )  # is decoded for dgrad
-        beside = decoded(self.recipe, self.device) * self.elements(linear) if again else 0
-        return beside + product(
-            self.recipe, self.device, self.c, made, self.elements(linear) + other * self.tokens
-        )
-
-    def incoming(self, linear: PlannedLinear, width: float) -> tuple[float, float]:
-        """The quantized gradient of `linear`'s output, `width` wide: bytes while it is made, and then; 0 where none is."""
-        if not (linear.gemms[1] or linear.gemms[2]):
-            return 0, 0
-        elements = width * self.tokens
-        if by_kernel(self.recipe, self.device):
-            made = self.e * elements * (2 if linear.gemms[1] and linear.gemms[2] else 1)
-            return (
-                made
-                + quantizing(self.recipe, self.device, elements, gradient=True)
-                - 2 * self.e * elements,
-                made,
-            )
-        first = (
-            (directions(self.recipe) - 1) * self.e * elements
-            if linear.gemms[1] and linear.gemms[2]
-            else 0
-        )
-        return (
-            first + quantizing(self.recipe, self.device, elements, gradient=True),
-            first + self.e * elements,
-        )
+def input_shard_bytes(recipe: Recipe) -> float:
+    """Returns bytes per element of the kept tokens of a gathered input."""
+    if quantizes_twice(recipe):
+        return ELEMENT_BYTES[recipe.precision.compute]  # wgrad needs other scales than fprop
+    return ELEMENT_BYTES["fp8"]

@@ -1,14 +1,19 @@
-"""Peak memory of a training run on one rank, by kind, computed from shapes alone.
+"""Peak memory of a training run on one rank, by kind, computed from shapes.
 
-Weights, masters, gradients and moments are sums over parameters; activations follow the model's code, run eagerly
-(planning/activation_memory.py). The kinds add up to the peak of a step, in its last backward pass, which finds the gradients of the
-microbatches before there. Those of a single one come as its activations go: what is not there at the peak is a kind below 0.
+    weights, masters, gradients, moments    sums over parameters (state_shards.py)
+    activations, logits, backward           from the model's code, run eagerly (activation_memory.py)
+    gathered, accumulation                  FSDP2's unsharded tensors (fsdp_memory.py)
+    gradient sums                           messages of data parallelism (zero_memory.py)
+
+The kinds add up to the peak of a step. It is in the last backward pass, in which the gradients of
+earlier microbatches exist. If a step has one microbatch, gradients appear while activations are
+freed. The kind "to come" is negative: gradients that do not exist at the peak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 
 from fp8cfg.backends import registry
@@ -17,13 +22,8 @@ from fp8cfg.models.config import parameter_shapes
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning import remarks
 from fp8cfg.planning.activation_memory import activations
-from fp8cfg.planning.fsdp_memory import (
-    ShardedPass,
-    after_backward,
-    single_pass,
-    stores_early,
-    waiting,
-)
+from fp8cfg.planning.fsdp_memory import FsdpSchedule, single_microbatch_schedule
+from fp8cfg.planning.gemm_memory import ELEMENT_BYTES, fp8_weight_extra_bytes
 from fp8cfg.planning.layer_plan import plan_layers, transformer_config
 from fp8cfg.planning.layout import (
     Part,
@@ -33,31 +33,42 @@ from fp8cfg.planning.layout import (
     shard_degree,
     vectors,
 )
-from fp8cfg.planning.linear_memory import CODEC, held_beside
-from fp8cfg.planning.state_shards import row_scales, state_bytes, trained_shapes, until_stored
+from fp8cfg.planning.state_shards import (
+    row_scale_bytes,
+    state_bytes,
+    trained_shapes,
+    unquantized_gradient_bytes,
+)
+from fp8cfg.planning.zero_memory import (
+    quantizes_before_reduction,
+    reduction_bytes,
+    waiting_gradient_bytes,
+)
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import (
-    SCALED,
-    against_fp8_gather,
-    gathers_params,
-)
+from fp8cfg.schema.storage import SCALED, against_fp8_gather, gathers_params
 from fp8cfg.schema.tables import size, table
 
-PIECES, WORKING = {"cpu": 65536, "cuda": 64 * 65536}, 12 * 4
-"""Elements of a piece of a low-bit optimizer's step (numerics/codecs.py, CHUNK and GPU_CHUNK), and the bytes that one takes in
-float32."""
+# Elements of a piece in the step of a low-bit optimizer (numerics/codecs.py, CHUNK and GPU_CHUNK),
+# and float32 bytes that each element takes there.
+PIECES = {"cpu": 65536, "cuda": 64 * 65536}
+PIECE_BYTES = 12 * 4
+# The negative kind: gradients that do not exist at the peak of a single microbatch.
 COMING = "to come"
-"""The kind, below 0, of what is not there at the peak of one microbatch: gradients that come as activations go."""
+# Kinds that grow with tokens instead of parameters.
 NOT_PARAMETERS = ("activations", "logits", "backward", COMING, "gradient sums", "optimizer step")
-"""Kinds that grow with tokens rather than with parameters."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of one rank: of linear layers whose weight is stored as storage.weight says, and all others; and `adapters`, where
-    these alone are trained."""
+    """Parameters of one rank.
+
+    Attributes:
+        linear: Weights of linear layers that are stored as storage.weight says.
+        other: All others.
+        adapters: LoRA adapters. If there are any, only they are trained.
+    """
 
     linear: int
     other: int
@@ -65,105 +76,114 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.linear + self.other + self.adapters
 
     @property
     def trained(self) -> Parameters:
-        """Those that are trained: all, or adapters."""
         return Parameters(0, self.adapters) if self.adapters else self
 
 
 def memory(
     recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None
 ) -> dict[str, int]:
-    """Bytes by kind for one rank on `device` ("cpu" or "cuda"): of `part`, or of the rank that takes most as training holds it
-    here. `backend` is who multiplies, by default as `multiplying` says."""
+    """Returns bytes by kind for one rank.
+
+    Args:
+        recipe: The recipe.
+        device: "cpu" or "cuda".
+        part: The layers and shards of the rank. By default of the rank with the most memory, on as
+            many ranks as this process group has.
+        backend: Name of the backend of the FP8 layers. By default see `multiplying`.
+    """
     backend = backend or multiplying(recipe)
     part = part or widest(recipe, device, ranks(), backend)
     linears = linears_of(recipe, part)
+    is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
+    is_fsdp = part.shard == "fsdp"
+    # fsdp accumulates shards only, so that unsharded gradients have the compute dtype.
+    wgrad_bytes = gradient_bytes(part)
+    if is_fsdp:
+        wgrad_bytes = ELEMENT_BYTES[recipe.precision.compute]
+    schedule = None
+    if is_fsdp2:
+        schedule = FsdpSchedule(recipe, device, part, linears, backend, wgrad_bytes)
+    in_passes = activations(recipe, device, part, linears, wgrad_bytes, backend, schedule)
+
     kinds = persistent(recipe, part, linears, backend)
-    shards = by_fsdp2(recipe, part.state, part.shards, backend)
-    fsdp = part.shard == "fsdp"  # which adds up gradients in parts alone
-    added = CODEC[recipe.precision.compute] if fsdp else gradient_bytes(part)
-    sharded = ShardedPass(recipe, device, part, linears, backend, added) if shards else None
-    found = activations(recipe, device, part, linears, added, backend, sharded)
-    live = asdict(found)
-    whole, copies, counts = live.pop("whole"), live.pop("copies"), parameters(recipe, part, linears)
-    kinds["FP8 copies"] += copies
-    if fsdp:
-        if gathers_params(recipe.precision, backend):
-            kinds["FP8 copies"] += sum(
-                p.in_features * p.out_features for p in linears if p.fp8
-            ) // (part.tensor * part.shards)
-        kinds["gathered"] = whole
-        kinds |= {"accumulation": wait} if (wait := until_stored(recipe, part, linears)) else {}
-    elif sharded:
-        there = (
-            before_step(recipe, part, linears) - kinds["gradients"]
-            if sharded.adds_up
-            else until_stored(recipe, part, linears)
-        )
-        kinds["accumulation"] = whole + there
-    elif (wide := before_step(recipe, part, linears) - kinds["gradients"]) > 0:
-        kinds["accumulation"] = wide
-    elif (device == "cuda" or part.tensor > 1) and (
-        wait := waiting(recipe, part, linears, backend)
-    ):
-        kinds["accumulation"] = wait
-    kinds |= {"activations": live.pop("kept"), **live}
-    in_passes = found.total
-    if single := single_pass(recipe, device, part, linears, backend, added):
-        in_passes = min(
-            in_passes, activations(recipe, device, part, linears, added, backend, single).total
-        )
-        kinds[COMING] = in_passes - found.total
-    gone = in_passes + (kinds.get("accumulation", 0) if stores_early(recipe, part, linears) else 0)
-    kinds["gradient sums"] = max(0, after_backward(recipe, part, linears, device, backend) - gone)
+    kinds["FP8 copies"] += in_passes.quantized_weights
+    if is_fsdp and gathers_params(recipe.precision, backend):
+        # FP8 shards of the float32 masters, one byte per element, which are gathered.
+        fp8_elements = sum(linear.weights for linear in linears if linear.fp8)
+        kinds["FP8 copies"] += fp8_elements // (part.tensor * part.shards)
+
+    unquantized = unquantized_gradient_bytes(recipe, part, linears)
+    wider = before_step(recipe, part, linears) - kinds["gradients"]
+    if is_fsdp:
+        kinds["gathered"] = in_passes.unsharded
+        if unquantized:
+            kinds["accumulation"] = unquantized
+    elif schedule:
+        reduces_once = schedule.reduces_once
+        kinds["accumulation"] = in_passes.unsharded + (wider if reduces_once else unquantized)
+    elif wider > 0:
+        kinds["accumulation"] = wider
+    elif device == "cuda" or part.tensor > 1:
+        waiting = waiting_gradient_bytes(recipe, part, linears, backend)
+        if waiting:
+            kinds["accumulation"] = waiting
+    kinds["activations"] = in_passes.kept
+    kinds["logits"] = in_passes.logits
+    kinds["backward"] = in_passes.backward
+
+    peak = in_passes.total
+    single = single_microbatch_schedule(recipe, device, part, linears, backend, wgrad_bytes)
+    if single:
+        in_one = activations(recipe, device, part, linears, wgrad_bytes, backend, single)
+        peak = min(peak, in_one.total)
+        kinds[COMING] = peak - in_passes.total
+
+    # After the last pass activations are freed, and messages and the optimizer use their room.
+    freed = peak
+    if quantizes_before_reduction(recipe, part, linears):
+        freed += kinds.get("accumulation", 0)
+    reduction = reduction_bytes(recipe, part, linears, device, backend)
+    kinds["gradient sums"] = max(0, reduction - freed)
     step = step_bytes(recipe, part, linears, device, backend)
-    kinds["optimizer step"] = max(0, step - in_passes - kinds["gradient sums"])
-    if not shards or (counts.adapters and not fsdp):
-        kinds["to start"] = max(0, starting(recipe, part, linears) - sum(kinds.values()))
+    kinds["optimizer step"] = max(0, step - peak - kinds["gradient sums"])
+    if not is_fsdp2 or (parameters(recipe, part, linears).adapters and not is_fsdp):
+        # FSDP2 makes the weights on the meta device and then initializes shards.
+        start = starting(recipe, part, linears)
+        kinds["to start"] = max(0, start - sum(kinds.values()))
     return kinds
 
 
 def widest(recipe: Recipe, device: str, ranks: int, backend: str | None = None) -> Part:
-    """The part of that one of `ranks` ranks which takes most memory: that of a pipeline stage, where there are several."""
+    """Returns the part of the rank with the most memory: that of one pipeline stage."""
     every = parts_that_differ(recipe, ranks)
-    return (
-        every[0]
-        if len(every) == 1
-        else max(every, key=lambda part: sum(memory(recipe, device, part, backend).values()))
-    )
-
-
-def starting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
-    """Bytes of the weights as they are made: float32, or where they are frozen those of linear layers in the compute dtype."""
-    counts, narrow = parameters(recipe, part, linears), CODEC[recipe.precision.compute]
-    if not counts.adapters:
-        return 4 * counts.total
-    tied = recipe.model.share_embeddings_and_output_weights
-    matrices = (
-        sum(
-            p.in_features * p.out_features
-            for p in linears
-            if not (tied and p.name == "output_layer")
-        )
-        // part.tensor
-    )
-    return int(4 * (counts.total - counts.adapters - matrices) + narrow * matrices)
+    if len(every) == 1:
+        return every[0]
+    return max(every, key=lambda part: sum(memory(recipe, device, part, backend).values()))
 
 
 def multiplying(recipe: Recipe) -> str:
-    """The backend that the recipe asks for. Where it leaves that open and no hardware is at hand to choose for, it is taken to be
-    native, or the one that gathers in FP8 where the recipe wants that."""
-    p = recipe.precision
-    if p.backend != "auto" and p.fp8.enabled:
-        return p.backend
-    if p.storage.shard != "fsdp" or p.storage.gather != "fp8":
+    """Returns the backend that the recipe names.
+
+    With backend=auto and no hardware to choose for, it is native, or with storage.gather=fp8 a
+    backend that gathers in FP8.
+    """
+    precision = recipe.precision
+    if precision.backend != "auto" and precision.fp8.enabled:
+        return precision.backend
+    if precision.storage.shard != "fsdp" or precision.storage.gather != "fp8":
         return registry.REFERENCE
-    offered = registry.gathering()
-    return next((name for name in offered if not against_fp8_gather(p, name)), offered[0])
+    candidates = registry.gathering()
+    for name in candidates:
+        if not against_fp8_gather(precision, name):
+            return name
+    return candidates[0]
+
+
+# State.
 
 
 def persistent(
@@ -173,125 +193,145 @@ def persistent(
     backend: str | None = None,
     rank: int | None = None,
 ) -> dict[str, int]:
-    """The kinds that stay from step to step where `backend` multiplies, by default as `multiplying` says, on number `rank` of the
-    ranks that storage.shard splits state over, by default on the one that has most; of FP8 copies the scales, histories and second
-    copies that are state."""
-    columns, rest, counts = (
-        remarks.chart_row(recipe, part.state),
-        part.state.other,
-        parameters(recipe, part, linears),
-    )
-    weights = (
-        counts.linear * CODEC[columns["weight"]]
-        + (counts.other + counts.adapters) * CODEC[rest["weight"]]
-    )
-    kinds = {
-        "weights": int(weights),
-        **state_bytes(recipe, part, linears, backend or multiplying(recipe), rank),
-    }
-    if (
-        counts.adapters and part.shard == "fsdp"
-    ):  # shards of what is frozen too, as it is multiplied
-        frozen = (
-            counts.linear * CODEC[recipe.precision.compute] + counts.other * CODEC[rest["weight"]]
-        )
+    """Returns bytes by kind of what stays from step to step.
+
+    "FP8 copies" has scales, amax histories and second copies of weights here, which are state.
+
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        linears: Its linear layers.
+        backend: Name of the backend of the FP8 layers. By default see `multiplying`.
+        rank: Number among the ranks that shard state. By default the rank with the most.
+    """
+    backend = backend or multiplying(recipe)
+    precision = recipe.precision
+    linear_bytes = ELEMENT_BYTES[remarks.chart_row(recipe, part.state)["weight"]]
+    other_bytes = ELEMENT_BYTES[part.state.other["weight"]]
+    counts = parameters(recipe, part, linears)
+    weights = counts.linear * linear_bytes + (counts.other + counts.adapters) * other_bytes
+    kinds = {"weights": int(weights)}
+    kinds.update(state_bytes(recipe, part, linears, backend, rank))  # fsdp: weights too
+    if counts.adapters and part.shard == "fsdp":
+        # Frozen weights are sharded too, in the compute dtype.
+        linear_bytes = ELEMENT_BYTES[precision.compute]
+        frozen = counts.linear * linear_bytes + counts.other * other_bytes
         kinds["weights"] += int(frozen) // part.shards
-    state = (
-        sum(p.fp8 for p in linears) * 3 * 4 * (recipe.fp8.amax_history_len + 1)
-        if SCALINGS[recipe.fp8.scaling].history
-        else 0
-    )
-    beside = (
-        int(counts.linear * held_beside(recipe)) + row_scales(recipe, part, linears)
-        if part.state.fp8_weights
-        else 0
-    )
-    # Gathered, and let go after the step.
-    together = (
-        by_fsdp2(recipe, part.state, part.shards, backend or multiplying(recipe))
-        and not counts.adapters
-    )
-    kinds["weights"] += beside * together
-    return {**kinds, "FP8 copies": state + beside * (not together)}
 
-
-def gradient_bytes(part: Part) -> float:
-    """Bytes in which an element of a weight's gradient is accumulated: float32 where it is then stored with a scale."""
-    name = part.state.linear["weight_grad"]
-    return 4 if name in SCALED else CODEC[name]
-
-
-def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
-    """Bytes of the gradients at the end of the last backward pass: wide where a microbatch was added or ranks are to be, and all
-    of them also where a rank keeps those of its own alone."""
-    columns, counts = (
-        remarks.chart_row(recipe, part.state),
-        parameters(recipe, part, linears).trained,
-    )
-    summed = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
-    added = summed or (part.shards > 1 and columns["comm"] != columns["weight_grad"])
-    each = gradient_bytes(part) if added else CODEC[columns["weight_grad"]]
-    return int(counts.linear * each + counts.other * CODEC[part.state.other["weight_grad"]])
+    kinds["FP8 copies"] = 0
+    if SCALINGS[recipe.fp8.scaling].history:
+        # Input, weight and grad_output have a float32 scale and amax history each.
+        fp8_layers = sum(linear.fp8 for linear in linears)
+        kinds["FP8 copies"] = fp8_layers * 3 * 4 * (recipe.fp8.amax_history_len + 1)
+    if part.state.fp8_weights:
+        extra = int(counts.linear * fp8_weight_extra_bytes(recipe))
+        extra += row_scale_bytes(recipe, part, linears)
+        # FSDP2 gathers scales and second copies with the weights, and frees them after the step.
+        is_gathered = by_fsdp2(recipe, part.state, part.shards, backend) and not counts.adapters
+        kinds["weights" if is_gathered else "FP8 copies"] += extra
+    return kinds
 
 
 def parameters(
     recipe: Recipe, part: Part, linears: Sequence[PlannedLinear] | None = None
 ) -> Parameters:
-    """The parameters of `part`, whose linear layers are `linears` where the caller has them. A tied output layer on its own
-    pipeline stage holds a copy of the embedding."""
+    """Counts the parameters of a rank.
+
+    A tied output layer on a pipeline stage of its own has a copy of the embedding.
+
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        linears: Its linear layers, if the caller has them.
+    """
+    linears = linears or linears_of(recipe, part)
     shapes = parameter_shapes(transformer_config(recipe))
-    tied = recipe.model.share_embeddings_and_output_weights
-    own = [
-        p for p in linears or linears_of(recipe, part) if not (tied and p.name == "output_layer")
-    ]
-    every = not part.state.fp8_layers_only
-    narrow = sum(-(-p.in_features * p.out_features // part.tensor) for p in own if p.fp8 or every)
-    matrices = sum(-(-p.in_features * p.out_features // part.tensor) for p in own) - narrow
-    if part.embedding or (tied and part.output):
-        matrices += -(-prod(shapes["embedding.weight"]) // part.tensor)
+    is_tied = recipe.model.share_embeddings_and_output_weights
+    # Under some recipes only FP8 layers are stored as storage.weight says.
+    stores_all_linears = not part.state.fp8_layers_only
+    linear_elements = 0
+    other_elements = len(part.layers) * vectors(recipe, part)
+    for linear in linears:
+        if is_tied and linear.name == "output_layer":
+            continue  # the embedding
+        elements = -(-linear.weights // part.tensor)
+        if linear.fp8 or stores_all_linears:
+            linear_elements += elements
+        else:
+            other_elements += elements
+    if part.embedding or (is_tied and part.output):
+        other_elements += -(-prod(shapes["embedding.weight"]) // part.tensor)
     if part.embedding:
-        matrices += prod(shapes.get("position_embedding.weight", (0,)))
-    final = sum(prod(shape) for name, shape in shapes.items() if name.startswith("final_layernorm"))
+        other_elements += prod(shapes.get("position_embedding.weight", (0,)))
+    if part.output:
+        for name, shape in shapes.items():
+            if name.startswith("final_layernorm"):
+                other_elements += prod(shape)
     adapters = 0
     if recipe.lora.enabled:
-        names = {p.name for p in linears or linears_of(recipe, part)}
-        adapters = sum(
-            prod(shape)
-            for name, shape in trained_shapes(recipe, part).items()
-            if name.partition(".lora.")[0] in names
-        )
-    return Parameters(
-        narrow, matrices + len(part.layers) * vectors(recipe, part) + part.output * final, adapters
-    )
+        names = {linear.name for linear in linears}
+        for name, shape in trained_shapes(recipe, part).items():
+            module, _, _ = name.partition(".lora.")
+            if module in names:
+                adapters += prod(shape)
+    return Parameters(linear_elements, other_elements, adapters)
 
 
 def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
-    """The planned linear layers of `part`, four a Transformer layer and then the output layer where it has that."""
+    """Returns the planned linear layers of a rank: four per layer, then the output layer if any."""
     *layers, output = plan_layers(recipe)
-    chosen = [p for i in part.layers for p in layers[4 * i : 4 * i + 4]]
-    return [*chosen, output] if part.output else chosen
+    linears: list[PlannedLinear] = []
+    for number in part.layers:
+        linears += layers[4 * number : 4 * number + 4]
+    if part.output:
+        linears.append(output)
+    return linears
 
 
-def memory_table(
-    recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None
-) -> str:
-    """The table of `memory`, with bytes per parameter for what grows with the parameters; what takes nothing is left out."""
-    part = part or widest(recipe, device, ranks(), backend)
-    count = parameters(recipe, part).total
-    kinds = memory(recipe, device, part, backend)
-    multiplies = backend or multiplying(recipe)
-    rows = [
-        [
-            kind,
-            size(n),
-            "" if kind in NOT_PARAMETERS else f"{n / count:.1f}",
-            _note(recipe, kind, part, multiplies),
-        ]
-        for kind, n in kinds.items()
-        if n
-    ]
-    rows.append(["total", size(sum(kinds.values())), "", ""])
-    return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
+def gradient_bytes(part: Part) -> float:
+    """Returns bytes per element in which a weight's gradient is accumulated.
+
+    Quantized gradients are accumulated in float32 first.
+    """
+    dtype = part.state.linear["weight_grad"]
+    return 4 if dtype in SCALED else ELEMENT_BYTES[dtype]
+
+
+# Moments besides the backward pass.
+
+
+def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
+    """Returns bytes of a rank's gradients at the end of the last backward pass.
+
+    They are wide if microbatches were added up, or if ranks will sum them in another dtype.
+    """
+    columns = remarks.chart_row(recipe, part.state)
+    trained = parameters(recipe, part, linears).trained
+    adds_microbatches = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
+    casts_to_send = part.shards > 1 and columns["comm"] != columns["weight_grad"]
+    linear_bytes = ELEMENT_BYTES[columns["weight_grad"]]
+    if adds_microbatches or casts_to_send:
+        linear_bytes = gradient_bytes(part)
+    other_bytes = ELEMENT_BYTES[part.state.other["weight_grad"]]
+    return int(trained.linear * linear_bytes + trained.other * other_bytes)
+
+
+def starting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
+    """Returns bytes of the weights at initialization.
+
+    They are float32. Frozen weights of linear layers are in the compute dtype from the start.
+    """
+    counts = parameters(recipe, part, linears)
+    if not counts.adapters:
+        return 4 * counts.total
+    is_tied = recipe.model.share_embeddings_and_output_weights
+    matrices = 0
+    for linear in linears:
+        if not (is_tied and linear.name == "output_layer"):
+            matrices += linear.weights
+    matrices //= part.tensor
+    frozen_bytes = ELEMENT_BYTES[recipe.precision.compute]
+    return int(4 * (counts.total - counts.adapters - matrices) + frozen_bytes * matrices)
 
 
 def step_bytes(
@@ -301,92 +341,124 @@ def step_bytes(
     device: str,
     backend: str | None = None,
 ) -> int:
-    """Temporary bytes of the optimizer's step: float32 copies of narrower gradients; one weight on its way into FP8, in
-    float32 before and after it is cut to the range, and rounded; amax histories on their way to the next step. Compiled code
-    takes no more than pieces do."""
-    chosen = backend or multiplying(recipe)
-    pieces, shards = part.state.low_bit, by_fsdp2(recipe, part.state, part.shards, chosen)
+    """Returns temporary bytes of the optimizer's step, run eagerly.
+
+    Compiled code takes no more than a low-bit optimizer's pieces. The temporaries follow one
+    another, so that the largest one counts.
+    """
+    backend = backend or multiplying(recipe)
+    precision = recipe.precision
     counts = parameters(recipe, part, linears)
-    widened = (
-        4 * counts.trained.total if gradient_bytes(part) < 4 and not pieces and not shards else 0
-    )
-    in_fp8 = part.state.fp8_weights and not counts.adapters and not shards
-    held = (
-        max((p.in_features * p.out_features for p in linears if p.fp8), default=0) if in_fp8 else 0
-    )
-    tensors = (
-        [prod(shape) for shape in parameter_shapes(transformer_config(recipe)).values()]
-        if pieces
-        else [0]
-    )
-    history = recipe.fp8.amax_history_len if SCALINGS[recipe.fp8.scaling].history else 0
-    rolled = 3 * 3 * 4 * history * sum(p.fp8 for p in linears)
-    gathers = shards and gathers_params(recipe.precision, chosen)
+    is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
+    is_low_bit = part.state.low_bit
+    history = 0
+    if SCALINGS[recipe.fp8.scaling].history:
+        history = recipe.fp8.amax_history_len
+    fp8_sizes = [linear.weights for linear in linears if linear.fp8]
+    largest_fp8 = max(fp8_sizes, default=0)
+
+    widened_gradients = 0  # to float32, all at once
+    if gradient_bytes(part) < 4 and not is_low_bit and not is_fsdp2:
+        widened_gradients = 4 * counts.trained.total
+    quantized_weight = 0
+    if part.state.fp8_weights and not counts.adapters and not is_fsdp2:
+        # One weight is float32, clamped in float32, and FP8. Low-bit masters are decoded before.
+        quantized_weight = (13 if is_low_bit else 9) * largest_fp8 // part.tensor
+    piece = 0
+    if is_low_bit:
+        shapes = parameter_shapes(transformer_config(recipe))
+        largest = max(prod(shape) for shape in shapes.values())
+        piece = PIECE_BYTES * min(PIECES[device], largest)
+    # Three float32 temporaries of the histories of input, weight and grad_output.
+    rolled_histories = 3 * 3 * 4 * history * len(fp8_sizes)
     amaxes = 0
-    if device == "cpu" and history and (gathers or keeps_weights(recipe, part, chosen)):
-        # The magnitudes of a shard, a mask and the magnitudes without NaN; a GPU has a kernel.
-        largest = max((p.in_features * p.out_features for p in linears if p.fp8), default=0)
-        amaxes = 9 * largest // part.tensor // (shard_degree(recipe, part) if shards else 1)
-    return max(
-        widened,
-        (13 if pieces else 9) * held // part.tensor,
-        WORKING * min(PIECES[device], max(tensors)),
-        rolled,
-        amaxes,
+    quantizes_after_step = keeps_weights(recipe, part, backend) or (
+        is_fsdp2 and gathers_params(precision, backend)
     )
+    if device == "cpu" and history and quantizes_after_step:
+        # Magnitudes of a shard, a mask, and magnitudes without NaN. A GPU has a kernel.
+        shards = shard_degree(recipe, part) if is_fsdp2 else 1
+        amaxes = 9 * largest_fp8 // part.tensor // shards
+    return max(widened_gradients, quantized_weight, piece, rolled_histories, amaxes)
 
 
-def _note(recipe: Recipe, kind: str, part: Part, backend: str) -> str:
-    columns, rest = remarks.chart_row(recipe, part.state), part.state.other
-    layers = "FP8 layers" if part.state.fp8_weights else "linear layers"
-    state = (
-        "scales, amax histories"
-        if SCALINGS[recipe.fp8.scaling].history
-        else "for dgrad, and scales"
-    )
-    tokens = f"{recipe.trainer.micro_batch_size} x {recipe.model.seq_length // part.context} tokens"
-    widens = gradient_bytes(part) < 4 and not part.state.low_bit
+# The table.
+
+
+def memory_table(
+    recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None
+) -> str:
+    """Returns a table of `memory`, with bytes per parameter of kinds that grow with parameters.
+
+    Arguments as for `memory`. Empty kinds are left out.
+    """
+    part = part or widest(recipe, device, ranks(), backend)
+    count = parameters(recipe, part).total
+    kinds = memory(recipe, device, part, backend)
+    notes = _notes(recipe, part, backend or multiplying(recipe))
+    rows = []
+    for kind, bytes_ in kinds.items():
+        if bytes_:
+            per_parameter = "" if kind in NOT_PARAMETERS else f"{bytes_ / count:.1f}"
+            rows.append([kind, size(bytes_), per_parameter, notes[kind]])
+    rows.append(["total", size(sum(kinds.values())), "", ""])
+    return table(["memory per rank", "size", "B/param", ""], rows, right=(1, 2))
+
+
+def _notes(recipe: Recipe, part: Part, backend: str) -> dict[str, str]:
+    """Returns the note of each kind in the table."""
+    precision, model = recipe.precision, recipe.model
+    columns = remarks.chart_row(recipe, part.state)
     shard = part.shard
-    kept = keeps_weights(recipe, part, backend)
-    state += ", transposes" if kept and recipe.fp8.keep_transpose_cache else ""
-    passes = "for all passes of a step" if kept else "forward to backward"
-    other = (
-        {"weights": f"{recipe.precision.compute}, adapters fp32"}
-        if recipe.lora.enabled and shard == "fsdp"
-        else {}
-    )
-    if (
-        shard != "fsdp"
-        and by_fsdp2(recipe, part.state, part.shards, backend)
-        and columns["weight_grad"] not in SCALED
-    ):
-        other = {"gradients": "fp32"}  # of shards
-    over = (
-        f", {shard} over {part.shards}" if shard in ("zero1", "zero2") and part.shards > 1 else ""
-    )
-    return {
-        **{
-            kind: rest[k] if columns[k] == rest[k] else f"{rest[k]}, {layers} {columns[k]}"
-            for kind, k in (
-                ("weights", "weight"),
-                ("masters", "master_weight"),
-                ("gradients", "weight_grad"),
-            )
-        },
+    tokens = f"{recipe.trainer.micro_batch_size} x {model.seq_length // part.context} tokens"
+    is_recomputed = model.recompute_granularity == "full"
+    over = ""
+    if shard in ("zero1", "zero2") and part.shards > 1:
+        over = f", {shard} over {part.shards}"
+    widens_gradients = gradient_bytes(part) < 4 and not part.state.low_bit
+
+    notes = _dtype_notes(recipe, part)
+    notes |= {
         "gathered": "whole: embedding, output, two layers",
         "accumulation": "gradients until they are summed and stored",
         "moments": remarks.moments_text(columns) + over,
-        "FP8 copies": state if part.state.fp8_weights else f"quantized weights, {passes}",
-        "activations": f"{tokens}, recompute {recipe.model.recompute_granularity}",
-        "logits": f"vocab_size={recipe.model.vocab_size}",
+        "FP8 copies": _fp8_copies_note(recipe, part, backend),
+        "activations": f"{tokens}, recompute {model.recompute_granularity}",
+        "logits": f"vocab_size={model.vocab_size}",
         COMING: "less: gradients come as activations go",
-        "backward": (
-            "one layer again"
-            if recipe.model.recompute_granularity == "full"
-            else "gradients of activations"
-        ),
+        "backward": "one layer again" if is_recomputed else "gradients of activations",
         "gradient sums": "messages, and sums in fp32",
-        "optimizer step": "fp32 gradients" if widens else "pieces on their way to codecs",
+        "optimizer step": "fp32 gradients" if widens_gradients else "pieces on their way to codecs",
         "to start": "more: the model in fp32, before it is stored in fewer bits",
-        **other,
-    }[kind]
+    }
+    is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
+    if recipe.lora.enabled and shard == "fsdp":
+        notes["weights"] = f"{precision.compute}, adapters fp32"
+    if shard != "fsdp" and is_fsdp2 and columns["weight_grad"] not in SCALED:
+        notes["gradients"] = "fp32"  # shards
+    return notes
+
+
+def _dtype_notes(recipe: Recipe, part: Part) -> dict[str, str]:
+    """Returns the storage dtypes of weights, masters and gradients."""
+    columns, other_columns = remarks.chart_row(recipe, part.state), part.state.other
+    layers = "FP8 layers" if part.state.fp8_weights else "linear layers"
+    kinds = {"weights": "weight", "masters": "master_weight", "gradients": "weight_grad"}
+    notes = {}
+    for kind, column in kinds.items():
+        notes[kind] = other_columns[column]
+        if columns[column] != other_columns[column]:
+            notes[kind] += f", {layers} {columns[column]}"
+    return notes
+
+
+def _fp8_copies_note(recipe: Recipe, part: Part, backend: str) -> str:
+    keeps_all_passes = keeps_weights(recipe, part, backend)
+    if not part.state.fp8_weights:
+        passes = "for all passes of a step" if keeps_all_passes else "forward to backward"
+        return f"quantized weights, {passes}"
+    has_history = SCALINGS[recipe.fp8.scaling].history
+    note = "scales, amax histories" if has_history else "for dgrad, and scales"
+    if keeps_all_passes and recipe.fp8.keep_transpose_cache:
+        note += ", transposes"
+    return note

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill, wrap
 
+from fp8cfg.planning.gemm_memory import ELEMENT_BYTES
 from fp8cfg.planning.layer_plan import plan_layers, planned_with
 from fp8cfg.planning.layout import Part
-from fp8cfg.planning.linear_memory import CODEC
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.changed_fields import changed
 from fp8cfg.schema.recipe import Recipe
@@ -191,7 +191,7 @@ def row_name(columns: Row) -> str:
 
 def bytes_per_parameter(columns: Row, shard: str = "none", ranks: int = 1) -> float:
     """Weight, master, gradient and moments of one parameter together, on each of `ranks` data-parallel ones."""
-    return sum(CODEC[columns[k]] / (ranks if k in SPLIT[shard] else 1) for k in COLUMNS[2:])
+    return sum(ELEMENT_BYTES[columns[k]] / (ranks if k in SPLIT[shard] else 1) for k in COLUMNS[2:])
 
 
 def chart_text(recipe: Recipe, part: Part) -> str:

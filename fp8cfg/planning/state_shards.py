@@ -1,7 +1,8 @@
-"""State shards: the bytes of masters, moments, gradients and weights that storage.shard leaves on one of several ranks.
+"""State shards: bytes of weights, masters, moments and gradients that storage.shard leaves on a rank.
 
-FSDP2 cuts each tensor by its rows, as many on every rank but the last ones; our own ZeRO gives whole tensors to owners. Neither
-divides evenly, so that the bytes are those of a rank: by default of the one that has most, which is what a GPU must hold.
+FSDP2 cuts each tensor by rows into chunks of equal size, except the last ones. ZeRO gives whole
+tensors to owners. Neither divides evenly. By default the bytes are for the rank with the most,
+because each GPU must have room for that.
 """
 
 from __future__ import annotations
@@ -12,176 +13,244 @@ from math import prod
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.parallel.sharding import balance_over_ranks, shards_columns
 from fp8cfg.planning import remarks
+from fp8cfg.planning.gemm_memory import ELEMENT_BYTES, STORAGE_BLOCK, stored_bytes
 from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
 from fp8cfg.planning.layout import Part, local_shapes, microbatches, shard_degree, split_dimension
-from fp8cfg.planning.linear_memory import CODEC, CODEC_BLOCK, stored_bytes
 from fp8cfg.schema.fp8 import per_row
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.storage import SCALED, Columns, StateDtypes
 
-KINDS = {
+# Storage columns of each kind of state.
+STATE_KINDS = {
     "weights": ("weight",),
     "masters": ("master_weight",),
     "gradients": ("weight_grad",),
     "moments": ("exp_avg", "exp_avg_sq"),
 }
-"""The storage columns of each kind."""
-BLOCKS = ("fp8_block", "fp8_expand")
-"""The codecs of blocks of flat elements (numerics/codecs.py)."""
-SPLIT = {
+# Storage dtypes with a scale for each block of flat elements (numerics/codecs.py).
+BLOCK_DTYPES = ("fp8_block", "fp8_expand")
+# Kinds that each storage.shard divides: zero1 and zero2 between owners, fsdp by rows.
+SHARDED_KINDS = {
     "none": (),
     "zero1": ("masters", "moments"),
     "zero2": ("masters", "moments", "gradients"),
-    "fsdp": tuple(KINDS),
+    "fsdp": tuple(STATE_KINDS),
 }
-"""The kinds that each storage.shard splits between owners, and fsdp by rows."""
 
 
 def state_bytes(
     recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, rank: int | None = None
 ) -> dict[str, int]:
-    """Bytes of masters, gradients and moments, with the scales of their codecs, and under fsdp of weights, on number `rank` of the
-    part.shards ranks with the same parameters, by default on the one that has most of what is split. `linears` are the linear
-    layers of `part`, and `backend` multiplies."""
-    shard, shapes, moments = (
-        part.shard,
-        trained_shapes(recipe, part),
-        remarks.chart_row(recipe, part.state),
-    )
-    columns, split = parameter_columns(part.state, linears, shapes), SPLIT[shard]
-    by_rows = by_fsdp2(recipe, part.state, part.shards, backend)
-    stored = stored_gradients(recipe, part, linears, by_rows)
-    columns = {
-        name: (
-            {**one, "weight_grad": stored.get(name, "fp32")}
-            if by_rows or one["weight_grad"] in SCALED
-            else one
-        )
-        for name, one in columns.items()
-    }
-    whole = own = {name: prod(shape) for name, shape in shapes.items()}
-    if by_rows:
-        split = SPLIT["fsdp" if shard == "fsdp" else "zero2"]
-        masters = {} if shard == "fsdp" else {"master_weight": "fp32"}
-        columns = {name: {**one, **masters} for name, one in columns.items()}
+    """Returns bytes of masters, gradients and moments on a rank, with their scales.
+
+    Under storage.shard=fsdp also of weights.
+
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        linears: Its linear layers.
+        backend: Name of the backend of the FP8 layers.
+        rank: Number of the rank among the `part.shards` ranks with the same parameters. By default
+            the rank with the most bytes of sharded state.
+    """
+    shard = part.shard
+    is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
+    shapes = trained_shapes(recipe, part)
+    columns = _state_columns(recipe, part, linears, shapes, is_fsdp2)
+    whole = {name: prod(shape) for name, shape in shapes.items()}
+    sharded = whole
+    sharded_kinds = SHARDED_KINDS[shard]
+    if is_fsdp2:
+        # FSDP2 shards gradients under zero1 too.
+        sharded_kinds = SHARDED_KINDS["fsdp" if shard == "fsdp" else "zero2"]
         ranks = shard_degree(recipe, part)
-        own = {
-            name: shard_elements(part.state, name, shape, ranks, (rank or 0) % ranks)
+        fsdp_rank = (rank or 0) % ranks  # rank 0 has the most
+        sharded = {
+            name: shard_elements(part.state, name, shape, ranks, fsdp_rank)
             for name, shape in shapes.items()
         }
-    elif split:
-        owner, loads = owner_of(recipe, part, linears)
-        rank = max(loads, key=lambda one: loads[one]) if rank is None else rank
-        own = {name: count for name, count in whole.items() if owner[name] == rank}
-    plain = {**moments, **{k: "fp32" for k in KINDS["moments"] if moments[k] in BLOCKS}}
-    uncut = {
-        name for name, shape in shapes.items() if keeps_blocks(recipe, part, name, shape, by_rows)
-    }
-    found = {}
-    for kind in KINDS if "weights" in split else [kind for kind in KINDS if kind != "weights"]:
-        found[kind] = 0
-        for name, count in (own if kind in split else whole).items():
-            # Moments are float32 where parts are no whole blocks.
-            codecs = columns[name] if kind != "moments" else moments if name in uncut else plain
-            for k in KINDS[kind]:
-                found[kind] += stored_bytes(codecs[k], count)
-    return found
+    elif sharded_kinds:
+        owner, loads = zero_owners(recipe, part, linears)
+        if rank is None:
+            rank = max(loads, key=lambda candidate: loads[candidate])
+        sharded = {name: count for name, count in whole.items() if owner[name] == rank}
+
+    moments = remarks.chart_row(recipe, part.state)
+    float32_moments = dict(moments)
+    for column in STATE_KINDS["moments"]:
+        if moments[column] in BLOCK_DTYPES:
+            float32_moments[column] = "fp32"
+    kinds = {}
+    for kind, kind_columns in STATE_KINDS.items():
+        if kind == "weights" and kind not in sharded_kinds:
+            continue
+        kinds[kind] = 0
+        for name, count in (sharded if kind in sharded_kinds else whole).items():
+            dtypes = columns[name]
+            if kind == "moments":
+                # Moments are float32 where a shard would cut blocks.
+                has_blocks = keeps_blocks(recipe, part, name, shapes[name], is_fsdp2)
+                dtypes = moments if has_blocks else float32_moments
+            for column in kind_columns:
+                kinds[kind] += stored_bytes(dtypes[column], count)
+    return kinds
 
 
-def row_scales(recipe: Recipe, part: Part, linears: Iterable[PlannedLinear]) -> int:
-    """Bytes of the scales of weights that are held in FP8 by rows, for products along either dimension: a float32 for each row and
-    each column."""
+def _state_columns(
+    recipe: Recipe,
+    part: Part,
+    linears: Sequence[PlannedLinear],
+    shapes: dict[str, tuple[int, ...]],
+    is_fsdp2: bool,
+) -> dict[str, dict[str, str]]:
+    """Returns the storage dtypes of each parameter, as its sharding allows."""
+    quantized = quantized_gradients(recipe, part, linears, is_fsdp2)
+    is_fsdp = part.shard == "fsdp"
+    columns: dict[str, dict[str, str]] = {}
+    for name, parameter in parameter_columns(part.state, linears, shapes).items():
+        columns[name] = dict(parameter)
+        if is_fsdp2 or parameter["weight_grad"] in SCALED:
+            # FSDP2's gradient shards are float32, as are gradients whose blocks would be cut.
+            columns[name]["weight_grad"] = quantized.get(name, "fp32")
+        if is_fsdp2 and not is_fsdp:
+            columns[name]["master_weight"] = "fp32"  # zero1, zero2: the shards are the masters
+    return columns
+
+
+def row_scale_bytes(recipe: Recipe, part: Part, linears: Iterable[PlannedLinear]) -> int:
+    """Returns bytes of the scales of FP8 weights with fp8.granularity=row.
+
+    Each row has a float32 scale for fprop, each column one for dgrad.
+    """
     if not per_row(recipe.fp8):
         return 0
     shapes = local_shapes(recipe, part)
-    return sum(4 * sum(shapes.get(f"{linear.name}.weight", ())) for linear in linears if linear.fp8)
+    scales = 0
+    for linear in linears:
+        if linear.fp8:
+            scales += sum(shapes.get(f"{linear.name}.weight", ()))
+    return 4 * scales
 
 
-def stored_gradients(
-    recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], by_rows: bool = True
+def quantized_gradients(
+    recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], is_fsdp: bool = True
 ) -> dict[str, str]:
-    """By name the codecs in which gradients, of shards or of whole tensors, are stored with scales: not of those whose blocks would
-    be cut. These are float32."""
+    """Returns the storage dtypes of gradients that are stored with scales, by parameter.
+
+    A gradient whose blocks would be cut is float32 and left out.
+
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        linears: Its linear layers.
+        is_fsdp: Whether FSDP2 shards the gradients.
+    """
     shapes = trained_shapes(recipe, part)
-    codecs = {
-        name: columns["weight_grad"]
-        for name, columns in parameter_columns(part.state, linears, shapes).items()
-    }
-    return {
-        name: codec
-        for name, codec in codecs.items()
-        if codec in SCALED
-        and (codec not in BLOCKS or keeps_blocks(recipe, part, name, shapes[name], by_rows))
-    }
+    dtypes = {}
+    for name, columns in parameter_columns(part.state, linears, shapes).items():
+        dtype = columns["weight_grad"]
+        if dtype not in SCALED:
+            continue
+        if dtype not in BLOCK_DTYPES or keeps_blocks(recipe, part, name, shapes[name], is_fsdp):
+            dtypes[name] = dtype
+    return dtypes
 
 
-def until_stored(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
-    """Bytes that shards of gradients take more in float32 until FSDP2 has summed those that they are stored with, where each
-    microbatch's are added to those before; else that is a layer's sum alone."""
-    added = recipe.storage.accumulate == "wide" and part.shard in (
-        "zero2",
-        "fsdp",
-    )
-    if not added or microbatches(recipe, part) == 1:
+def unquantized_gradient_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
+    """Returns additional bytes of FSDP2's gradient shards while they are float32.
+
+    With zero2 and fsdp, gradients of several microbatches are added in float32 shards, and
+    quantized after the last one. Otherwise only one layer's shards are float32 at a time.
+    """
+    shard = part.shard
+    if recipe.storage.accumulate != "wide" or shard not in ("zero2", "fsdp"):
         return 0
-    shapes, more = trained_shapes(recipe, part), 0
-    for name, codec in stored_gradients(recipe, part, linears).items():
+    if microbatches(recipe, part) == 1:
+        return 0
+    shapes = trained_shapes(recipe, part)
+    additional = 0
+    for name, dtype in quantized_gradients(recipe, part, linears).items():
         count = shard_elements(part.state, name, shapes[name], shard_degree(recipe, part))
-        more += 4 * count - stored_bytes(codec, count)
-    return more
+        additional += 4 * count - stored_bytes(dtype, count)
+    return additional
 
 
-def summed_with(name: str) -> str:
-    """The layer of the parameter `name`, or nothing for those in none: gathered and summed together."""
-    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+def fsdp_group(name: str) -> str:
+    """Returns the parameter's layer, "layers.N", or "" for the root group.
+
+    FSDP2 gathers the weights of a group together and reduces its gradients together.
+    """
+    if not name.startswith("layers."):
+        return ""
+    return ".".join(name.split(".")[:2])
 
 
 def whole_blocks(shape: tuple[int, ...], ranks: int) -> bool:
-    """Whether each shard of a tensor of `shape` is whole blocks of a storage codec, and as many as the others, or all of it
-    (optim/low_bit/shards.py)."""
-    return ranks == 1 or (
-        shape[0] % ranks == 0 and (shape[0] // ranks * prod(shape[1:])) % CODEC_BLOCK == 0
-    )
+    """Whether shards by rows are equal and consist of whole blocks (optim/low_bit/shards.py)."""
+    if ranks == 1:
+        return True
+    if shape[0] % ranks:
+        return False
+    shard_size = shape[0] // ranks * prod(shape[1:])
+    return shard_size % STORAGE_BLOCK == 0
 
 
 def keeps_blocks(
-    recipe: Recipe, part: Part, name: str, shape: tuple[int, ...], by_rows: bool
+    recipe: Recipe, part: Part, name: str, shape: tuple[int, ...], is_fsdp: bool
 ) -> bool:
-    """Whether what a rank has of the parameter `name`, of that `shape` in `part`, is whole blocks, also where FSDP2 cuts it."""
-    return (not by_rows or whole_blocks(shape, shard_degree(recipe, part))) and blocks_of_columns(
-        recipe, part, name, shape
-    )
+    """Whether a rank's shard of a parameter consists of whole blocks.
+
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        name: Name of the parameter.
+        shape: Its shape after tensor parallelism.
+        is_fsdp: Whether FSDP2 cuts it by rows.
+    """
+    if is_fsdp and not whole_blocks(shape, shard_degree(recipe, part)):
+        return False
+    return tensor_parallel_blocks(recipe, part, name, shape)
 
 
-def blocks_of_columns(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether tensor parallelism leaves whole blocks in each run of a rank's part of the parameter `name`, of that `shape`."""
-    if part.tensor == 1 or (split := split_dimension(recipe, name)) is None:
+def tensor_parallel_blocks(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether tensor parallelism cuts a parameter between blocks.
+
+    In the whole tensor a rank's shard is one contiguous run per row, or one run altogether. Each
+    run must consist of whole blocks. Gate and up of a gated linear_fc1 are two runs.
+    """
+    if part.tensor == 1:
         return True
-    gated = (
-        name.split(".")[-2] == "linear_fc1"
-        and transformer_config(recipe).fc1_size > recipe.model.ffn_hidden_size
-    )
-    return prod(shape[split:]) // (2 if gated else 1) % CODEC_BLOCK == 0
+    dimension = split_dimension(recipe, name)
+    if dimension is None:
+        return True
+    run = prod(shape[dimension:])
+    is_gated = transformer_config(recipe).fc1_size > recipe.model.ffn_hidden_size
+    if is_gated and name.split(".")[-2] == "linear_fc1":
+        run //= 2
+    return run % STORAGE_BLOCK == 0
 
 
 def trained_shapes(recipe: Recipe, part: Part) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter by name that a rank of `part` trains, before storage.shard splits it: of all, or of adapters."""
+    """Returns shapes of the parameters that a rank trains, before storage.shard divides them.
+
+    These are all parameters of `part`, or with LoRA its adapters.
+    """
     if not recipe.lora.enabled:
         return local_shapes(recipe, part)
     rank = recipe.lora.rank
-    whole = {
-        f"{p.module}.lora.{p.name}.lora_{matrix}": shape
-        for p in adapted_projections(recipe)
-        for matrix, shape in (("A", (rank, p.in_features)), ("B", (p.out_features, rank)))
-    }
-    return local_shapes(recipe, part, of=whole)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for projection in adapted_projections(recipe):
+        prefix = f"{projection.module}.lora.{projection.name}"
+        shapes[f"{prefix}.lora_A"] = (rank, projection.in_features)
+        shapes[f"{prefix}.lora_B"] = (projection.out_features, rank)
+    return local_shapes(recipe, part, of=shapes)
 
 
 def parameter_columns(
     state: StateDtypes, linears: Sequence[PlannedLinear], names: Iterable[str]
 ) -> dict[str, Columns]:
-    """The storage columns of each parameter by name."""
+    """Returns the storage dtypes of each parameter."""
     runs_fp8 = {f"{linear.name}.weight": linear.fp8 for linear in linears}
     return {name: state.of_parameter(name in runs_fp8, runs_fp8.get(name, False)) for name in names}
 
@@ -189,30 +258,34 @@ def parameter_columns(
 def shard_elements(
     state: StateDtypes, name: str, shape: Sequence[int], ranks: int, rank: int = 0
 ) -> int:
-    """The elements of the parameter `name` that FSDP2 leaves on `rank`; rank 0 has as many as it gives with its padding."""
+    """Returns the elements of a parameter that FSDP2 leaves on a rank. Rank 0 has the most."""
     if shards_columns(state, name, shape, ranks):
         return prod(shape) // ranks
     return shard_rows(shape[0], ranks, rank) * prod(shape[1:])
 
 
 def shard_rows(rows: int, ranks: int, rank: int = 0) -> int:
-    """The rows of a tensor that FSDP2 leaves on `rank`: it is cut into chunks of one size (torch.chunk)."""
+    """Returns the rows that FSDP2 leaves on a rank. It cuts a tensor as torch.chunk does."""
     chunk = -(-rows // ranks)
-    return min(max(rows - rank * chunk, 0), chunk)
+    remaining = max(rows - rank * chunk, 0)
+    return min(remaining, chunk)
 
 
-def owner_of(
+def zero_owners(
     recipe: Recipe, part: Part, linears: list[PlannedLinear]
 ) -> tuple[dict[str, int], dict[int, int]]:
-    """Under ZeRO the rank that owns each parameter, and the bytes of state that each owner keeps."""
+    """Returns the rank that owns each parameter under ZeRO, and each owner's bytes of state."""
     shapes = trained_shapes(recipe, part)
     columns = parameter_columns(part.state, linears, shapes)
-    kept = [k for kind in SPLIT[part.shard] for k in KINDS[kind]]
-    sizes = [
-        round(prod(shape) * sum(CODEC[columns[name][k]] for k in kept))
-        for name, shape in shapes.items()
-    ]
-    chosen, loads = balance_over_ranks(sizes, part.shards), dict[int, int]()
-    for owner, count in zip(chosen, sizes, strict=True):
-        loads[owner] = loads.get(owner, 0) + count
-    return dict(zip(shapes, chosen, strict=True)), loads
+    sharded_columns: list[str] = []
+    for kind in SHARDED_KINDS[part.shard]:
+        sharded_columns += STATE_KINDS[kind]
+    sizes = []
+    for name, shape in shapes.items():
+        element_bytes = sum(ELEMENT_BYTES[columns[name][column]] for column in sharded_columns)
+        sizes.append(round(prod(shape) * element_bytes))
+    ranks = balance_over_ranks(sizes, part.shards)
+    loads: dict[int, int] = {}
+    for rank, size in zip(ranks, sizes, strict=True):
+        loads[rank] = loads.get(rank, 0) + size
+    return dict(zip(shapes, ranks, strict=True)), loads

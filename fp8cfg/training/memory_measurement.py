@@ -32,7 +32,7 @@ from fp8cfg.parallel.gradient_sync import stored_grads, sum_gradients
 from fp8cfg.parallel.process_group import current
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning.activation_memory import logit_bytes
-from fp8cfg.planning.fsdp_memory import after_backward, root_bytes
+from fp8cfg.planning.fsdp_memory import root_bytes
 from fp8cfg.planning.layout import quantizes_once, stage_parts, summed_at_the_end
 from fp8cfg.planning.linear_memory import LinearBytes
 from fp8cfg.planning.peak_memory import (
@@ -44,7 +44,8 @@ from fp8cfg.planning.peak_memory import (
     persistent,
     step_bytes,
 )
-from fp8cfg.planning.state_shards import until_stored
+from fp8cfg.planning.state_shards import unquantized_gradient_bytes
+from fp8cfg.planning.zero_memory import reduction_bytes
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.tables import size, table
@@ -284,7 +285,8 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
         kept += (gathered := stays.pop("weights"))
         gathered += kinds["accumulation"]
         if not summed_at_the_end(recipe, part):
-            gathered -= until_stored(recipe, part, linears)  # of those that a pass before left
+            # The shards that earlier passes left.
+            gathered -= unquantized_gradient_bytes(recipe, part, linears)
         elif recipe.trainer.strategy.pipeline_model_parallel_size == 1:
             gathered -= (
                 before_step(recipe, part, linears) - kinds["gradients"]
@@ -293,7 +295,7 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
     if COMING in kinds:
         peak += kinds["gradients"] + kinds[COMING]
     step = step_bytes(recipe, part, linears, device, backend)
-    sums = after_backward(recipe, part, linears, device, backend)
+    sums = reduction_bytes(recipe, part, linears, device, backend)
     found = {"after forward": kept, "peak": peak, "gradient sums": sums, "optimizer step": step}
     return {
         **stays,

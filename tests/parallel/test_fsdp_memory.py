@@ -56,7 +56,7 @@ def test_the_plan_is_what_is_measured(words: str, recompute: str) -> None:
 def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     from fp8cfg.planning import plan_report as planned
     from fp8cfg.planning.fit_search import check_memory
-    from fp8cfg.planning.fsdp_memory import ShardedPass
+    from fp8cfg.planning.fsdp_memory import FsdpSchedule
     from fp8cfg.planning.hardware import find_gpu
     from fp8cfg.planning.layout import parts
     from fp8cfg.planning.peak_memory import linears_of, memory, memory_table, widest
@@ -78,18 +78,18 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
     )
     assert "whole: embedding, output, two layers" in memory_table(recipe, "cuda")
     part = widest(recipe, "cuda", 8)
-    sharded = ShardedPass(recipe, "cuda", part, linears_of(recipe, part), "native", 2)
-    assert sharded.back(1) == 2 * root + 2 * 2 * layer + 2 * 128256 * 4096 + 4 * layer, (
+    sharded = FsdpSchedule(recipe, "cuda", part, linears_of(recipe, part), "native", 2)
+    assert sharded.during_backward(1) == 2 * root + 2 * 2 * layer + 2 * 128256 * 4096 + 4 * layer, (
         "weights, the output layer's gradient, what was sent"
     )
-    assert sharded.summing(1) == 2 * root + 2 * layer + 2 * 128256 * 4096 + (2 + 4) * layer
-    assert sharded.summing(32) == (2 + 4) * root
+    assert sharded.during_reduction(1) == 2 * root + 2 * layer + 2 * 128256 * 4096 + (2 + 4) * layer
+    assert sharded.during_reduction(32) == (2 + 4) * root
     if HAS_TORCHAO:
         auto = fp8cfg.compose(["recipe=llama_8b", *CURRENT.split(), FSDP, "model.vocab_size=1024"])
         fp8, high = (planned.make_report(auto, 8, gpu).widest for gpu in (find_gpu("h100"), None))
         linears = linears_of(auto, fp8.part)
         cast, plain = (
-            ShardedPass(auto, "cuda", fp8.part, linears, backend, 2).back(1)
+            FsdpSchedule(auto, "cuda", fp8.part, linears, backend, 2).during_backward(1)
             for backend in ("torchao", "native")
         )
         assert plain - cast == 2 * (layer - 2 * 4096), (

@@ -10,7 +10,7 @@ import pytest
 import fp8cfg
 from fp8cfg.parallel import quantized_allreduce
 from fp8cfg.parallel.process_group import SENT, World
-from fp8cfg.planning import fsdp_memory
+from fp8cfg.planning import zero_memory
 from fp8cfg.planning.communication import Axis, of_step, together
 from fp8cfg.planning.layout import stage_parts
 from fp8cfg.planning.peak_memory import multiplying
@@ -145,7 +145,7 @@ def test_four_bits_are_planned_over_split_matrices() -> None:
 
 
 def test_bytes_on_a_ring() -> None:
-    assert fsdp_memory.MESSAGE == quantized_allreduce.MESSAGE
+    assert zero_memory.MESSAGE == quantized_allreduce.MESSAGE
     axis = Axis("data", 4)
     every = [
         *axis.all_reduce("gradients", 400, 2),

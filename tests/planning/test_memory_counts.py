@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import fp8cfg
-from fp8cfg.planning import fsdp_memory, peak_memory
+from fp8cfg.planning import peak_memory, zero_memory
 from fp8cfg.planning.fit_search import check_memory
 from fp8cfg.planning.fsdp_memory import gather_line
 from fp8cfg.planning.layout import parts, stage_layers, whole
@@ -189,7 +189,7 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
 
     assert (
         peak_memory.PIECES == {"cpu": codecs.CHUNK, "cuda": codecs.GPU_CHUNK}
-        and fsdp_memory.WAITING == gradients.WAITING
+        and zero_memory.WAITING == gradients.WAITING
     )
     recipe = small(
         "precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", "opt_level=O2"
@@ -216,8 +216,8 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
         (p.in_features * p.out_features for p in linears_of(few, whole(few))), reverse=True
     )
     assert (
-        memory(few, "cuda", whole(few))["accumulation"] == 4 * sum(largest[: fsdp_memory.TOGETHER])
-        and fsdp_memory.TOGETHER == adam_step.TOGETHER
+        memory(few, "cuda", whole(few))["accumulation"] == 4 * sum(largest[: zero_memory.TOGETHER])
+        and zero_memory.TOGETHER == adam_step.TOGETHER
     )
     assert not [
         "accumulation"

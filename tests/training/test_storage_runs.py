@@ -15,7 +15,7 @@ from fp8cfg.checkpoint import job_state
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.low_bit.adam import LowBitTraining
 from fp8cfg.planning import remarks
-from fp8cfg.planning.linear_memory import CODEC
+from fp8cfg.planning.gemm_memory import ELEMENT_BYTES
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import StepResult
@@ -62,7 +62,7 @@ def test_stored_bytes_are_those_of_the_chart(row: str) -> None:
         ("moments", ["exp_avg", "exp_avg_sq"]),
     ):
         planned = sum(
-            n * CODEC[job.prepared.columns[name][column]]
+            n * ELEMENT_BYTES[job.prepared.columns[name][column]]
             for name, n in shapes.items()
             for column in names
         )

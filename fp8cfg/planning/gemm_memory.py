@@ -1,0 +1,283 @@
+"""Memory of one FP8 GEMM: bytes of its operands, and temporaries while it quantizes and multiplies.
+
+A layer quantizes the operands of fprop, dgrad and wgrad, multiplies them and writes the output.
+Three cases differ:
+
+    hardware     operands are FP8 (FP4), kernels quantize without temporaries, the GEMM writes the
+                 output directly
+    emulation    operands hold FP8 values in a wider dtype, the carrier. The product is float32.
+    torchao      backward quantizes again, with kernels of torchao
+
+The counts follow numerics/quantize.py, numerics/formats.py, numerics/gemm.py and
+numerics/kernels/launch.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.schema.fp8 import FP8, per_row, power_2_scales, transforms, weights_2d
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.scalings import SCALINGS, Tile
+from fp8cfg.schema.storage import SCALED
+
+# Bytes per element in each storage dtype, with its share of a block's scale. The one scale of a
+# per-tensor dtype is added by `stored_bytes`.
+ELEMENT_BYTES: dict[str, float] = {
+    "none": 0,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp16_scaled": 2,
+    "fp8": 1,
+    "fp8_pow2": 1,
+    "fp8_block": 1 + 4 / 128,
+    "fp8_expand": 1 + 8 / 128,  # scale and power of each block (numerics/codecs.py)
+}
+# Elements that share a scale in fp8_block and fp8_expand (numerics/codecs.py).
+STORAGE_BLOCK = 128
+
+
+@cache
+def stored_bytes(dtype: str, elements: int) -> int:
+    """Returns the bytes of a tensor in a storage dtype, with its float32 scales."""
+    data_bytes = int(ELEMENT_BYTES[dtype]) * elements
+    bytes_per_block = int(ELEMENT_BYTES[dtype] % 1 * STORAGE_BLOCK)
+    if bytes_per_block:
+        blocks = -(-elements // STORAGE_BLOCK)  # the last block may be partial
+        return data_bytes + bytes_per_block * blocks
+    if dtype in SCALED and elements:
+        return data_bytes + 4
+    return data_bytes
+
+
+# Bytes per element of operands and FP8 weights.
+
+
+def emulates_gemms(recipe: Recipe, device: str) -> bool:
+    """Whether GEMMs multiply FP8 values in a wider dtype. `device` is "cpu" or "cuda"."""
+    return device == "cpu" or recipe.fp8.emulate
+
+
+def operand_bytes(recipe: Recipe, device: str) -> float:
+    """Returns bytes per element of a quantized activation, or of a weight quantized for one pass.
+
+    On hardware the share of a block's scale is included. Scales of tensors and rows are left out.
+    """
+    scaling = SCALINGS[recipe.fp8.scaling]
+    if emulates_gemms(recipe, device):
+        # The carrier of a bf16 recipe is bf16, if it holds an FP8 value times its scale exactly.
+        is_exact = scaling.exact_in_bfloat16(power_2_scales(recipe.fp8))
+        if recipe.precision.compute == "bf16" and is_exact:
+            return ELEMENT_BYTES["bf16"]
+        return ELEMENT_BYTES["fp32"]
+    if not scaling.two_levels:
+        return ELEMENT_BYTES["fp8"] + scaling.scale_share(_tile(recipe.fp8))
+    if not _packs_all_operands(recipe.fp8):
+        # Without the kernel a 4-bit value takes a byte and its block scale stays float32.
+        return ELEMENT_BYTES["fp8"] + ELEMENT_BYTES["fp32"] / scaling.block
+    return ELEMENT_BYTES["fp8"] / 2 + scaling.scale_share(_tile(recipe.fp8))
+
+
+def quantizes_twice(recipe: Recipe) -> bool:
+    """Whether activations and gradients are quantized once for each GEMM that reads them.
+
+    Two GEMMs contract a tensor along different dimensions. Scales of rows and blocks lie along
+    the contracted dimension, so that each GEMM needs its own quantized tensor.
+    """
+    return _tile(recipe.fp8) is not None
+
+
+def weight_needs_two_copies(recipe: Recipe) -> bool:
+    """Whether fprop and dgrad read a weight with different scales. Square tiles serve both."""
+    tile = _tile(recipe.fp8, is_weight=True)
+    return tile is not None and tile[0] != tile[1]
+
+
+def fp8_weight_extra_bytes(recipe: Recipe) -> float:
+    """Returns bytes per element that an FP8 primary weight takes in addition to its data byte."""
+    tile = _tile(recipe.fp8, is_weight=True)
+    scale_bytes = SCALINGS[recipe.fp8.scaling].scale_share(tile)
+    if weight_needs_two_copies(recipe):
+        return 1 + 2 * scale_bytes  # a second copy, quantized along columns for dgrad
+    return scale_bytes
+
+
+def decoded_weight_bytes(recipe: Recipe, device: str) -> float:
+    """Returns bytes per element that a GEMM adds to an FP8 primary weight while it reads it."""
+    if emulates_gemms(recipe, device):
+        return operand_bytes(recipe, device)
+    return 0
+
+
+def _tile(fp8: FP8, is_weight: bool = False) -> Tile | None:
+    """Returns the tile of one scale, as fprop reads an activation or a weight."""
+    square = is_weight and weights_2d(fp8)
+    return SCALINGS[fp8.scaling].tile(1, fp8.granularity, square=square)
+
+
+def _packs_all_operands(fp8: FP8) -> bool:
+    """Whether the NVFP4 kernel quantizes every operand (numerics/quantize.py).
+
+    It supports wgrad activations with a Hadamard transform and weights with square tiles only.
+    """
+    return transforms(fp8) and weights_2d(fp8)
+
+
+# Temporaries of quantizing and multiplying.
+
+
+def gemm_peak_bytes(
+    recipe: Recipe,
+    device: str,
+    output_bytes: float,
+    output_elements: float,
+    operand_elements: float,
+) -> float:
+    """Returns the most bytes that an FP8 GEMM allocates until its output exists.
+
+    Args:
+        recipe: The recipe.
+        device: "cpu" or "cuda".
+        output_bytes: Bytes per element of the output.
+        output_elements: Elements of the output.
+        operand_elements: Elements of both operands together.
+    """
+    if not emulates_gemms(recipe, device):
+        return output_bytes * output_elements
+    scaling = SCALINGS[recipe.fp8.scaling]
+    copy_bytes = 0.0
+    if device == "cpu" and operand_bytes(recipe, device) < 4:
+        copy_bytes = 4 * operand_elements  # a CPU widens 2-byte operands to float32 first
+    has_scaled_operands = scaling.block and not scaling.two_levels
+    if per_row(recipe.fp8):
+        after_product = 12.0  # float32 sums, times row scales, times column scales
+    elif has_scaled_operands:
+        after_product = 4 + (output_bytes if output_bytes < 4 else 0)  # float32 sums and the cast
+    else:
+        after_product = 8  # float32 sums, times the scale
+    return max(copy_bytes + 4 * output_elements, after_product * output_elements)
+
+
+def has_quantize_kernel(recipe: Recipe, device: str) -> bool:
+    """Whether Triton kernels quantize, without temporaries (numerics/kernels/launch.py)."""
+    is_supported = _packs_all_operands(recipe.fp8) or not SCALINGS[recipe.fp8.scaling].two_levels
+    return device == "cuda" and not emulates_gemms(recipe, device) and is_supported
+
+
+def quantize_peak_bytes(recipe: Recipe, device: str, elements: float, is_gradient: bool) -> float:
+    """Returns the most bytes that quantizing a matrix allocates, the result included."""
+    transform_bytes = 0.0
+    if is_gradient and transforms(recipe.fp8):
+        # The Hadamard transform writes a matrix. It reads a copy laid out along the other dimension.
+        transform_bytes = ELEMENT_BYTES[recipe.precision.compute] * elements
+    if has_quantize_kernel(recipe, device):
+        # The kernel writes the result and its transpose.
+        return 2 * transform_bytes + 2 * operand_bytes(recipe, device) * elements
+    rounding_bytes = _rounding_bytes(recipe, is_gradient) * elements
+    return max(2 * transform_bytes, transform_bytes + rounding_bytes)
+
+
+def _rounding_bytes(recipe: Recipe, is_gradient: bool) -> float:
+    """Returns the most bytes per element while PyTorch operators round (numerics/formats.py)."""
+    scaling = SCALINGS[recipe.fp8.scaling]
+    tile = _tile(recipe.fp8)
+    kept = 0.0
+    if tile and recipe.precision.compute != "fp32":
+        kept += 4  # the float32 input of a tiled scaling
+    if tile and 0 not in tile:
+        kept += 2 * 4 / (tile[0] * tile[1])  # two float32 scales per tile
+    if scaling.two_levels:
+        # Four bits: scaled, clamped, exponent, step, number of steps, product, product clamped.
+        random_bytes = 4 if is_gradient and recipe.fp8.stochastic_rounding else 0
+        return kept + 7 * 4 + random_bytes
+    return kept + 4 + 4 + 1  # scaled, clamped, FP8
+
+
+# torchao.
+
+# Bytes per element of torchao's FP8 tensors: one scale per tensor or row, or per block of 32.
+FLOAT8_BYTES = 1.0
+MX_BYTES = 1 + 1 / 32
+
+
+def requantizing_backward_bytes(
+    recipe: Recipe,
+    device: str,
+    linear: PlannedLinear,
+    grad_output_elements: float,
+    weight_elements: float,
+    input_elements: float,
+) -> float:
+    """Returns the most bytes that backward of a torchao layer allocates.
+
+    torchao keeps no quantized tensors. dgrad quantizes grad_output and weight, then wgrad
+    quantizes grad_output and input. Kept activations and grad_output itself are not counted.
+    """
+    compute_bytes = ELEMENT_BYTES[recipe.precision.compute]
+    is_mx = SCALINGS[recipe.fp8.scaling].torchao == "mx"
+    fp8_bytes = MX_BYTES if is_mx else FLOAT8_BYTES
+    quantize_bytes = _torchao_quantize_bytes(recipe, device)
+
+    def gemm_bytes(a_elements: float, b_elements: float, output_elements: float) -> float:
+        if emulates_gemms(recipe, device):
+            return _torchao_emulated_bytes(
+                compute_bytes, is_mx, a_elements, b_elements, output_elements
+            )
+        # Float8 GEMMs copy both operands into the layout of cuBLAS.
+        copies = 0 if is_mx else a_elements + b_elements
+        return copies + compute_bytes * output_elements
+
+    _, dgrad, wgrad = linear.gemms
+    moments: list[float] = []
+    existing = 0.0
+    if dgrad:
+        operands = fp8_bytes * (grad_output_elements + weight_elements)
+        product = gemm_bytes(grad_output_elements, weight_elements, input_elements)
+        moments.append(quantize_bytes * grad_output_elements)
+        moments.append(fp8_bytes * grad_output_elements + quantize_bytes * weight_elements)
+        moments.append(operands + product)
+        existing = operands
+    existing += compute_bytes * input_elements  # grad_input
+    if wgrad:
+        operands = fp8_bytes * (grad_output_elements + input_elements)
+        product = gemm_bytes(grad_output_elements, input_elements, weight_elements)
+        quantized_gradient = fp8_bytes * grad_output_elements
+        moments.append(existing + quantize_bytes * grad_output_elements)
+        moments.append(existing + quantized_gradient + quantize_bytes * input_elements)
+        moments.append(existing + operands + product)
+    moments.append(existing + compute_bytes * weight_elements)  # grad_weight
+    return max(moments)
+
+
+def _torchao_quantize_bytes(recipe: Recipe, device: str) -> float:
+    """Returns bytes per element while torchao quantizes, the FP8 element included."""
+    if SCALINGS[recipe.fp8.scaling].torchao != "mx":
+        return 4 + 4 + FLOAT8_BYTES  # scaled and clamped in float32
+    if not emulates_gemms(recipe, device):
+        return MX_BYTES  # one kernel
+    # PyTorch operators: quotients, a transposed copy, and amaxes of each block of 32.
+    matrices = 14 if ELEMENT_BYTES[recipe.precision.compute] == 2 else 12
+    return matrices + 13 / 32
+
+
+def _torchao_emulated_bytes(
+    compute_bytes: float, is_mx: bool, a: float, b: float, output: float
+) -> float:
+    """Returns the most bytes of an emulated torchao GEMM with `a`, `b` and `output` elements."""
+    if is_mx:
+        # Operands are decoded to the compute dtype, each through a transposed copy.
+        return max(
+            2 * compute_bytes * a,
+            compute_bytes * a + 2 * compute_bytes * b,
+            compute_bytes * (a + b + output),
+        )
+    # Operands are copied as FP8 into the layout of cuBLAS, then decoded and scaled in float32.
+    float32_bytes = max(
+        8 * a,
+        4 * a + 8 * b,
+        4 * (a + b + output),
+        (4 + compute_bytes) * output,
+    )
+    return a + b + float32_bytes

@@ -1,0 +1,159 @@
+"""Memory of gradient sums after the last backward pass: ZeRO, data parallelism and tied embeddings.
+
+Without FSDP2 the ranks sum gradients in messages of at most MESSAGE elements once the last backward
+pass has ended. With zero1 and zero2 the owner of each tensor sends the updated weight after the
+optimizer's step. Both need buffers, which take the place of activations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from fp8cfg.backends import registry
+from fp8cfg.backends.gemm_plan import PlannedLinear
+from fp8cfg.planning.gemm_memory import ELEMENT_BYTES
+from fp8cfg.planning.layout import Part, local_shapes, microbatches, shard_degree
+from fp8cfg.planning.state_shards import (
+    fsdp_group,
+    parameter_columns,
+    quantized_gradients,
+    shard_rows,
+    trained_shapes,
+    zero_owners,
+)
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.rules_layout import by_fsdp2
+from fp8cfg.schema.storage import PER_TENSOR, SCALED
+
+# The most elements of a message (parallel/quantized_allreduce.py).
+MESSAGE = 32 * 1024 * 1024
+
+# The most elements and tensors of float32 gradients that wait to be quantized together (optim).
+WAITING = 1 << 26
+TOGETHER = 4
+
+
+def reduction_bytes(
+    recipe: Recipe, part: Part, linears: list[PlannedLinear], device: str, backend: str
+) -> int:
+    """Returns the most bytes that summing gradients or sending updated weights takes."""
+    tied = _tied_embedding_bytes(recipe, part, backend)
+    if part.shards == 1 or by_fsdp2(recipe, part.state, part.shards, backend):
+        return tied
+    shapes = trained_shapes(recipe, part)
+    shard = part.shard
+    columns = parameter_columns(part.state, linears, shapes)
+    owners: dict[str, int] = {}
+    if shard != "none":
+        owners, _ = zero_owners(recipe, part, linears)
+    quantizes_first = quantizes_before_reduction(recipe, part, linears)
+
+    # Gradients that are sent in the same dtype share messages.
+    widest = 0
+    for dtype in {column["comm"] for column in columns.values()}:
+        sizes: dict[str, int] = {}
+        cast_elements = 0
+        for name, shape in shapes.items():
+            if columns[name]["comm"] != dtype:
+                continue
+            sizes[name] = prod(shape)
+            gradient_dtype = columns[name]["weight_grad"]
+            is_quantized_later = gradient_dtype in SCALED and not quantizes_first
+            if gradient_dtype != dtype or is_quantized_later:
+                cast_elements += sizes[name]
+        reduced_owners = owners if shard == "zero2" else {}
+        widest = max(widest, _message_bytes(part, dtype, sizes, cast_elements, reduced_owners))
+
+    weights: dict[str, int] = {}
+    for name in owners:
+        weights[name] = int(prod(shapes[name]) * ELEMENT_BYTES[columns[name]["weight"]])
+    # An owner's own message and one from each rank.
+    weight_message = min(_largest_load(weights, owners), MESSAGE // part.shards)
+    return max(tied, widest, (1 + part.shards) * weight_message)
+
+
+def _message_bytes(
+    part: Part,
+    dtype: str,
+    sizes: Mapping[str, int],
+    cast_elements: int,
+    owners: Mapping[str, int],
+) -> int:
+    """Returns the bytes of summing gradients that are sent in one dtype.
+
+    Args:
+        part: The layers and shards of the rank.
+        dtype: Storage dtype of the messages.
+        sizes: Elements of each gradient by parameter.
+        cast_elements: Elements that are cast to `dtype` before.
+        owners: Owner of each gradient under zero2. Otherwise empty, and each rank sums a shard.
+    """
+    element_bytes = ELEMENT_BYTES[dtype]
+    total = sum(sizes.values())
+    message = min(MESSAGE, total)
+    if dtype not in SCALED and not owners:
+        return int(element_bytes * (message + min(message, cast_elements)))  # plain all-reduce
+    own = _largest_load(sizes, owners) if owners else -(-total // part.shards)
+    received = min(part.shards * own, MESSAGE)
+    # Float32: the sums, and a received gradient before and after it is scaled.
+    decoded = 2 * min(own, max(sizes.values()))
+    return int(element_bytes * (cast_elements + message + received) + 4 * (own + decoded))
+
+
+def _tied_embedding_bytes(recipe: Recipe, part: Part, backend: str) -> int:
+    """Returns bytes of the tied embedding's gradient that the other pipeline stage sends."""
+    stages = recipe.trainer.strategy.pipeline_model_parallel_size
+    if stages == 1 or not recipe.model.share_embeddings_and_output_weights:
+        return 0
+    if not (part.embedding or part.output):
+        return 0
+    rows, width = local_shapes(recipe, part)["embedding.weight"]
+    if by_fsdp2(recipe, part.state, part.shards, backend):
+        return shard_rows(rows, shard_degree(recipe, part)) * width * 4  # float32 shards
+    return int(rows * width * ELEMENT_BYTES[part.state.other["weight_grad"]])
+
+
+def _largest_load(sizes: Mapping[str, int], owners: Mapping[str, int]) -> int:
+    """Returns the largest sum of sizes of one owner; 0 if there are none."""
+    loads = Counter[int]()
+    for name, size in sizes.items():
+        loads[owners[name]] += size
+    return max(loads.values(), default=0)
+
+
+def quantizes_before_reduction(
+    recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]
+) -> bool:
+    """Whether gradients are stored quantized before ranks sum them (parallel/gradient_sync.py)."""
+    columns = parameter_columns(part.state, linears, trained_shapes(recipe, part))
+    for column in columns.values():
+        if column["weight_grad"] in SCALED and column["comm"] != column["weight_grad"]:
+            return False
+    return True
+
+
+def waiting_gradient_bytes(
+    recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], backend: str
+) -> int:
+    """Returns float32 bytes of gradients that wait until several are quantized together.
+
+    This concerns dtypes with one scale per tensor: one kernel for several amaxes on a GPU, one
+    collective for a layer's amaxes with tensor-parallel ranks.
+    """
+    has_own_state = registry.capabilities(backend).own_state
+    if has_own_state or recipe.storage.accumulate == "stored":
+        return 0
+    if part.state.linear["weight_grad"] not in PER_TENSOR:
+        return 0
+    if microbatches(recipe, part) > 1:
+        return 0  # they are summed in float32 anyway
+    if part.tensor == 1:
+        largest = sorted((linear.weights for linear in linears), reverse=True)
+        return 4 * min(WAITING, sum(largest[:TOGETHER]))
+    shapes = trained_shapes(recipe, part)
+    layers = Counter[str]()
+    for name in quantized_gradients(recipe, part, linears):
+        layers[fsdp_group(name)] += 4 * prod(shapes[name])
+    return max(layers.values(), default=0)
