@@ -5,7 +5,7 @@ Training defaults are NeMo's for full fine-tuning: learning rate 5e-6 with a war
 
 from __future__ import annotations
 
-from fp8cfg.schema.hugging_face import shaped
+from fp8cfg.schema.hugging_face import with_pretrained_shape
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.recipe_registry import recipe
@@ -31,4 +31,4 @@ def of_folder(folder: str) -> Recipe:
     """As `recipe=from_hf model.path=FOLDER`. Raises ConfigError for a folder that is none, or a model that a recipe cannot say."""
     made = from_hf()
     made.model.path = folder
-    return shaped(made)
+    return with_pretrained_shape(made)

@@ -29,7 +29,7 @@ from fp8cfg.numerics.amax_update import fp8_layers, reset_state
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.parallel import fsdp
 from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
-from fp8cfg.schema import hugging_face
+from fp8cfg.schema import hub, hugging_face
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hugging_face import Family, family_of_weights
 from fp8cfg.schema.recipe import Recipe
@@ -261,7 +261,7 @@ def first_weights(
     return partial(
         _read,
         config,
-        hugging_face.local_folder(weights, "model.weights", hugging_face.HUB_WEIGHTS),
+        hub.local_folder(weights, "model.weights", hub.HUB_WEIGHTS),
         weights,
         hf_layout(family),
     )
@@ -287,7 +287,7 @@ def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
     if named is None:
         return drawn
     family = family_of_weights(recipe.model)
-    folder = hugging_face.local_folder(named, "model.weights", hugging_face.HUB_WEIGHTS)
+    folder = hub.local_folder(named, "model.weights", hub.HUB_WEIGHTS)
     with _as_config_error(named):
         one = hf_checkpoint.reader(config, folder, hf_layout(family))
 
@@ -332,8 +332,8 @@ def adapters(recipe: Recipe) -> Adapters | None:
     node, config, found = recipe.lora, transformer_config(recipe), adapted_projections(recipe)
     first = None
     if node.weights:
-        family = hugging_face.of_model(recipe.model)
-        folder = hugging_face.local_folder(node.weights, "lora.weights", hugging_face.HUB_WEIGHTS)
+        family = hugging_face.family_of_model(recipe.model)
+        folder = hub.local_folder(node.weights, "lora.weights", hub.HUB_WEIGHTS)
         try:
             first = lora.read(folder, found, family.names, node.rank, node.alpha)
         except ValueError as e:

@@ -34,7 +34,7 @@ from fp8cfg.optim.mixed_precision import MixedPrecisionOptimizer
 from fp8cfg.parallel.pipeline import EMBEDDING, is_on_other_stage
 from fp8cfg.parallel.process_group import World, data_parallel_world, pipeline_world, stage_world
 from fp8cfg.parallel.sharded_state import low_precision_names, to_unsharded_form
-from fp8cfg.schema import hugging_face
+from fp8cfg.schema import hub
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.fp8 import own_scales
 from fp8cfg.schema.recipe import Recipe
@@ -70,9 +70,7 @@ def reference(recipe: Recipe) -> dict[str, Any] | None:
     return {
         "weights": folder,
         "sha256": (
-            digest(hugging_face.local_folder(folder, "model.weights", hugging_face.HUB_WEIGHTS))
-            if folder
-            else None
+            digest(hub.local_folder(folder, "model.weights", hub.HUB_WEIGHTS)) if folder else None
         ),
     }
 

@@ -20,7 +20,7 @@ from fp8cfg.data import DataError
 from fp8cfg.data.corpus import prepare
 from fp8cfg.data.tokenizer import Tokenizer, load_tokenizer, padded_vocabulary
 from fp8cfg.schema.errors import ConfigError, NotWritable, printable, refuse_if
-from fp8cfg.schema.hugging_face import tokenizer_path
+from fp8cfg.schema.hub import tokenizer_path
 from fp8cfg.schema.keys import short
 from fp8cfg.schema.recipe import Recipe
 

@@ -24,7 +24,7 @@ from fp8cfg.models.config import projections
 from fp8cfg.planning import training_data
 from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
 from fp8cfg.report import recipe_export
-from fp8cfg.schema import hugging_face
+from fp8cfg.schema import hub, hugging_face
 from fp8cfg.schema.errors import ConfigError, NotWritable, nearest, printable, refuse_if
 from fp8cfg.schema.hugging_face import Family
 from fp8cfg.schema.recipe import Recipe
@@ -236,7 +236,7 @@ def run_hf(arguments: Arguments) -> int:
 
     found = RunWeights(Path(arguments.plain[1]), print)
     _refuse_unless_merged(found, arguments)
-    family = hugging_face.of_model(found.recipe.model)
+    family = hugging_face.family_of_model(found.recipe.model)
     dtype = asked or found.recipe.precision.compute
     try:
         with new_folder(out) as made:
@@ -266,7 +266,7 @@ _TOKENIZER_FILES = (
 
 def _copy_tokenizer(recipe: Recipe, out: Path) -> None:
     """Copies the run's tokenizer, chat template and generation config, so that AutoTokenizer loads the folder."""
-    name = hugging_face.tokenizer_path(hugging_face.chosen_tokenizer(recipe))
+    name = hub.tokenizer_path(hub.chosen_tokenizer(recipe))
     if name:
         tokenizer = Path(name)
         folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
@@ -275,7 +275,7 @@ def _copy_tokenizer(recipe: Recipe, out: Path) -> None:
             shutil.copyfile(tokenizer, out / "tokenizer.json")
     pretrained = recipe.model.path or recipe.model.weights
     if pretrained:
-        folder = hugging_face.local_folder(pretrained, "model.path", hugging_face.HUB_WEIGHTS)
+        folder = hub.local_folder(pretrained, "model.path", hub.HUB_WEIGHTS)
         _copy(folder, ("generation_config.json",), out)
 
 
@@ -351,12 +351,12 @@ def run_peft(arguments: Arguments) -> int:
             f" {run_folder} OUT"
         )
     family, every = (
-        hugging_face.of_model(found.recipe.model),
+        hugging_face.family_of_model(found.recipe.model),
         projections(transformer_config(found.recipe)),
     )
     base, revision = found.recipe.model.weights, None
-    if base and base.startswith(hugging_face.PREFIX):
-        base, revision = hugging_face.split(base)
+    if base and base.startswith(hub.PREFIX):
+        base, revision = hub.split_hub_id(base)
     try:
         with new_folder(out) as made:
             adapters = {module: found.adapter(module) for module in found.adapted}

@@ -22,7 +22,8 @@ from fp8cfg.composition.recipe_yaml import full_names, nested, settings
 from fp8cfg.schema import foreign_names, presets, recipe_registry
 from fp8cfg.schema.data import Data
 from fp8cfg.schema.errors import ConfigError, nearest, refuse_if, suggest
-from fp8cfg.schema.hugging_face import FROM_HF, PREFIX
+from fp8cfg.schema.hub import PREFIX
+from fp8cfg.schema.hugging_face import FROM_HF
 from fp8cfg.schema.keys import PLUGIN, full
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.precision import Precision

@@ -49,7 +49,7 @@ from fp8cfg.composition.recipe_yaml import (
 )
 from fp8cfg.schema import foreign_files, recipe_registry
 from fp8cfg.schema.errors import ConfigError, refuse_if
-from fp8cfg.schema.hugging_face import CONFIG_FILE, FROM_HF, shaped
+from fp8cfg.schema.hugging_face import CONFIG_FILE, FROM_HF, with_pretrained_shape
 from fp8cfg.schema.keys import full
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.recipe import Recipe
@@ -166,7 +166,7 @@ def _checkpoint_layer(recipe: Recipe, folder: str) -> Layer:
     recipe_values = flat(recipe)
     recipe.model.path = folder
     values: dict[str, Any] = {}
-    for key, value in flat(shaped(recipe)).items():
+    for key, value in flat(with_pretrained_shape(recipe)).items():
         if value != recipe_values[key] and key != "model.path":  # the user sets the path
             values[key] = value
     return Layer(Source.CHECKPOINT, Location(f"{folder}/{CONFIG_FILE}"), values)

@@ -26,7 +26,7 @@ from fp8cfg.planning.hardware import count_gpus, free_memory
 from fp8cfg.planning.layout import placed
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema.errors import ConfigError, refuse_if
-from fp8cfg.schema.hugging_face import PREFIX, chosen_tokenizer
+from fp8cfg.schema.hub import PREFIX, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules import missing_data
 from fp8cfg.schema.violation import Violation

@@ -9,7 +9,7 @@ from typing import Any
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema.data import SHIPPED, Data
-from fp8cfg.schema.hugging_face import BYTES, TOKENIZER, chosen_tokenizer
+from fp8cfg.schema.hub import BYTES, TOKENIZER, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import amount
 

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def refuses_recipe_keys(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function refuse a keyword argument that is a key of a recipe.
+    """Makes a function reject a keyword argument that is a key of a recipe.
 
     Args:
         instead: What to do, with {key} for the key.
@@ -27,7 +27,9 @@ def refuses_recipe_keys(instead: str) -> Callable[[Callable[P, R]], Callable[P, 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
-                key = "" if name in known else _key(name)
+                if name in known:
+                    continue
+                key = _key_by_last_part(name)
                 if key:
                     raise ConfigError(
                         f"{function.__name__}: has no argument {name}; {instead.format(key=key)}"
@@ -39,8 +41,8 @@ def refuses_recipe_keys(instead: str) -> Callable[[Callable[P, R]], Callable[P, 
     return decorate
 
 
-def _key(name: str) -> str:
-    """The key of a recipe whose last part is `name`; empty if none is, or several are."""
+def _key_by_last_part(name: str) -> str:
+    """Returns the key of a recipe whose last part is `name`. Empty unless there is exactly one."""
     keys = [key for key in short_keys() if key.rpartition(".")[2] == name]
     if f"trainer.{name}" in keys:
         return f"trainer.{name}"

@@ -1,6 +1,6 @@
-"""Precision presets: functions, most of them named as in NeMo and Megatron-Bridge, that read the files under `conf/precision/`.
+"""Precision presets: functions that return the files under `conf/precision/` as typed objects.
 
-Values and names stand in those files and nowhere else; a function returns one as a typed object.
+The files have all values and names. Most functions are named as in NeMo and Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -19,70 +19,89 @@ _HEADER = re.compile(r"^# Python: (.+)$", re.MULTILINE)
 
 
 def functions(folder: Path) -> dict[str, str]:
-    """The preset functions that the files of `folder` name, each in a line `# Python: NAME, NAME`: function -> file, without its
-    ending. Raises ConfigError where two files have one."""
-    found: dict[str, str] = {}
+    """Returns the preset functions of the files in `folder`, from their lines `# Python: NAME, NAME`.
+
+    Returns:
+        The file, without its ending, by the name of the function.
+
+    Raises:
+        ConfigError: Two files have the same name.
+    """
+    files: dict[str, str] = {}
     for file in sorted(folder.glob("*.yaml")):
         header = _HEADER.search(file.read_text(encoding="utf-8"))
-        for name in header[1].split(", ") if header else ():
-            if other := found.get(name):
-                raise ConfigError(f"{file}: {name} is the name of {other}.yaml already")
-            found[name] = file.stem
-    return found
+        if header is None:
+            continue
+        for name in header[1].split(", "):
+            if name in files:
+                raise ConfigError(f"{file}: {name} is the name of {files[name]}.yaml already")
+            files[name] = file.stem
+    return files
 
 
 FUNCTIONS = functions(CONF / "precision")
-"""Preset function -> file under conf/precision/; of a file with several the first is the one that an export writes."""
+"""Files under conf/precision/ by preset function. An export writes the first function of a file."""
 
 
 class PresetFunction(Protocol):
-    """A precision preset: returns its file's values as a fresh Precision, with those of `changes` replaced, nested keys by
-    mappings, as in `bf16_with_fp8_mixed(fp8={"margin": 1})`. Raises ConfigError as assignment does.
+    """A precision preset. It returns a new Precision with the values of its file.
+
+    `changes` replace keys, and mappings change nested keys:
+    `bf16_with_fp8_mixed(fp8={"margin": 1})`. Raises ConfigError as an assignment.
     """
 
     def __call__(self, **changes: Any) -> Precision: ...
 
 
 def choices() -> list[str]:
-    """The short names of the shipped presets, sorted."""
-    return sorted(p.stem for p in (CONF / "precision").glob("*.yaml"))
+    """Returns the short names of the shipped presets, sorted."""
+    return sorted(file.stem for file in (CONF / "precision").glob("*.yaml"))
 
 
 def stem(name: str) -> str:
-    """The file under conf/precision/ that a preset function, or NeMo's hyphenated spelling of one, names; `name` itself else."""
-    spelled = name.replace("-", "_").lower()
-    return FUNCTIONS.get(spelled, spelled)
+    """Returns the file under conf/precision/ for a preset function or NeMo's hyphenated spelling.
+
+    Returns any other name in lower case with underscores.
+    """
+    normalized = name.replace("-", "_").lower()
+    return FUNCTIONS.get(normalized, normalized)
 
 
 def precision_preset(name: str) -> Precision:
-    """The preset `name` as a fresh object: a file's short name, a function's name, or NeMo's hyphenated spelling.
+    """Returns a new object of a preset.
 
-    Raises ConfigError with the nearest name where there is none.
+    Args:
+        name: The name of its file or its function, or NeMo's hyphenated spelling.
+
+    Raises:
+        ConfigError: It is unknown. The message has the nearest name.
     """
     known = choices()
     if stem(name) not in known:
         ours = foreign_names.meant("precision", name)
-        near = (
-            f"; did you mean {ours!r}?"
-            if ours
-            else suggest(name, [*known, *FUNCTIONS]) or "; fp8cfg list precision has them"
-        )
-        raise ConfigError(f"precision={name}: no such precision preset{near}")
+        if ours:
+            hint = f"; did you mean {ours!r}?"
+        else:
+            hint = suggest(name, [*known, *FUNCTIONS]) or "; fp8cfg list precision has them"
+        raise ConfigError(f"precision={name}: no such precision preset{hint}")
     preset = Precision(**read_yaml(CONF / "precision" / f"{stem(name)}.yaml"))
     record(preset.fp8, type(preset.fp8).model_fields)
     return preset
 
 
 def built_config(value: Any) -> Any:
-    """Builds a Fiddle Config of a preset, such as `fdl.Config(fp8cfg.bf16_with_fp8_mixed)`; returns other values as they are."""
+    """Builds a Fiddle Config of a preset, such as `fdl.Config(fp8cfg.bf16_with_fp8_mixed)`.
+
+    Returns other values as they are.
+    """
     if "fiddle" not in type(value).__module__.split("."):
         return value
-    import fiddle as fdl  # inside: few recipes need it
+    import fiddle as fdl  # slow to import, and few recipes need it
 
     return fdl.build(value)
 
 
-def _function(name: str, stem: str) -> PresetFunction:
+def _preset_function(name: str, stem: str) -> PresetFunction:
     def preset(**changes: Any) -> Precision:
         return precision_preset(stem).merged(changes)
 
@@ -95,6 +114,6 @@ def _function(name: str, stem: str) -> PresetFunction:
 
 
 PRESETS: dict[str, PresetFunction] = {
-    name: _function(name, stem) for name, stem in FUNCTIONS.items()
+    name: _preset_function(name, stem) for name, stem in FUNCTIONS.items()
 }
-"""Preset functions by name; each is importable from fp8cfg."""
+"""Preset functions by name. Each can be imported from fp8cfg."""

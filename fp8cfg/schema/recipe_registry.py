@@ -1,8 +1,9 @@
-"""Recipe registry: shipped recipe functions, and those of installed packages under the entry point group `fp8cfg.recipes`.
+"""Recipe registry: shipped recipe functions, and recipes of installed packages.
 
-Tasks say what a recipe is trained for: pretrain, sft (all weights are fine-tuned) and lora, files under `conf/task/`. Their values
-are NeMo's for large models. A recipe keeps its value if that is a smaller one of SIZES, so that fine-tuning a tiny recipe takes a
-minute too, and data that it names.
+Packages register recipes under the entry point group `fp8cfg.recipes`. Tasks are files under
+`conf/task/` that say what a recipe is trained for: pretrain, sft (fine-tuning of all weights) and
+lora. Their values are NeMo's for large models. A recipe keeps a smaller value of the keys in SIZES,
+so that fine-tuning a tiny recipe takes a minute, and it keeps the data that it names.
 """
 
 from __future__ import annotations
@@ -25,10 +26,20 @@ _RECIPES: dict[str, RecipeFunction] = {}
 
 
 class RecipeFunction(Protocol):
-    """A recipe function: returns a fresh Recipe, with what its arguments say on top. `dir` is log.dir, `num_nodes` and
-    `num_gpus_per_node` are the machines of the trainer; `precision` is a preset's name, a Precision or a mapping; `task` is
-    pretrain, sft or lora, whose values the others go before; `parts` are other keys of a recipe: data, optim, model, lora, trainer,
-    checkpoint, log, each a node or a mapping, which merges. Raises ConfigError as assignment does.
+    """A recipe function. It returns a new Recipe with its arguments applied.
+
+    Args:
+        name: Name of the recipe.
+        dir: log.dir.
+        num_nodes: trainer.num_nodes.
+        num_gpus_per_node: trainer.devices.
+        precision: Name of a preset, a Precision or a mapping.
+        task: pretrain, sft or lora. All other arguments win over the values of the task.
+        parts: Other keys of a recipe: data, optim, model, lora, trainer, checkpoint, log. Each is
+            a node, or a mapping that merges.
+
+    Raises:
+        ConfigError: As an assignment.
     """
 
     __name__: str
@@ -54,56 +65,64 @@ _ARGUMENTS = {
     "num_gpus_per_node": "trainer.devices",
     "precision": "precision",
 }
-"""Keys of the arguments that NeMo's recipe functions have too; None leaves one as it is."""
+"""Keys of the arguments that NeMo's recipe functions have too. None does not change the key."""
 
 
 def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
-    """Register the recipe function `fn` under its own name, so that `recipe=NAME` finds it. What is returned takes the arguments of
-    a RecipeFunction, and those of `fn`, which go before them."""
+    """Registers a recipe function under its own name, so that `recipe=NAME` finds it.
+
+    Returns:
+        A function with the arguments of `fn`, followed by those of a RecipeFunction.
+    """
     expect(
         "recipe",
         fn,
         Callable,  # type: ignore[arg-type]
         "a function that gives a Recipe; those of fp8cfg.recipes are called",
     )
-    own = {
-        name: p
-        for name, p in inspect.signature(fn).parameters.items()
-        if p.kind is not p.VAR_KEYWORD
-    }
+    own_parameters = {}
+    for name, parameter in inspect.signature(fn).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            own_parameters[name] = parameter
 
     @functools.wraps(fn)
-    def make(*args: Any, **given: Any) -> Recipe:
-        made, problems = (
-            fn(*args, **{name: given.pop(name) for name in own if name in given}),
-            list[str](),
-        )
-        if "task" not in own and (task := given.pop("task", None)) is not None:
-            apply_task(made, task)
-        for name, value in given.items():
-            if value is None and name in _ARGUMENTS:
-                continue
-            *path, leaf = _ARGUMENTS.get(name, name).split(".")
-            try:
-                setattr(
-                    functools.reduce(getattr, path, made),
-                    leaf,
-                    fspath(value) if name == "dir" else value,
-                )
-            except ConfigError as e:
-                problems += e.problems
-        refuse_if(problems)
-        return made
+    def make_recipe(*args: Any, **arguments: Any) -> Recipe:
+        own_arguments = {}
+        for name in own_parameters:
+            if name in arguments:
+                own_arguments[name] = arguments.pop(name)
+        new = fn(*args, **own_arguments)
+        task = None if "task" in own_parameters else arguments.pop("task", None)
+        if task is not None:
+            apply_task(new, task)
+        _assign_arguments(new, arguments)
+        return new
 
-    more = [
-        p
-        for p in inspect.signature(RecipeFunction.__call__).parameters.values()
-        if p.name not in ("self", *own)
-    ]
-    signature = inspect.Signature([*own.values(), *more], return_annotation=Recipe)
-    make.__signature__ = signature  # type: ignore[attr-defined]
-    _register(make)
-    return make
+    common_parameters = []
+    for parameter in inspect.signature(RecipeFunction.__call__).parameters.values():
+        if parameter.name not in ("self", *own_parameters):
+            common_parameters.append(parameter)
+    signature = inspect.Signature(
+        [*own_parameters.values(), *common_parameters], return_annotation=Recipe
+    )
+    make_recipe.__signature__ = signature  # type: ignore[attr-defined]
+    _register(make_recipe)
+    return make_recipe
+
+
+def _assign_arguments(new: Recipe, arguments: Mapping[str, Any]) -> None:
+    """Assigns the arguments of a recipe function. Raises ConfigError with all problems."""
+    problems: list[str] = []
+    for name, value in arguments.items():
+        if value is None and name in _ARGUMENTS:
+            continue
+        *path, leaf = _ARGUMENTS.get(name, name).split(".")
+        node = functools.reduce(getattr, path, new)
+        try:
+            setattr(node, leaf, fspath(value) if name == "dir" else value)
+        except ConfigError as error:
+            problems += error.problems
+    refuse_if(problems)
 
 
 def _register(fn: RecipeFunction) -> None:
@@ -111,23 +130,29 @@ def _register(fn: RecipeFunction) -> None:
     if not NAME.fullmatch(name):
         raise ConfigError(f"recipe {name}: a recipe's name is letters, digits and '_'")
     other = _RECIPES.get(name)
-    if other is not None and (other.__module__, other.__qualname__) != (
-        fn.__module__,
-        fn.__qualname__,
-    ):
-        raise ConfigError(
-            f"recipe {name}: registered twice, by {other.__module__} and by {fn.__module__}"
-        )
+    if other is not None:
+        # A module that is imported again, as in a notebook, replaces its own recipes.
+        is_same = (other.__module__, other.__qualname__) == (fn.__module__, fn.__qualname__)
+        if not is_same:
+            raise ConfigError(
+                f"recipe {name}: registered twice, by {other.__module__} and by {fn.__module__}"
+            )
     _RECIPES[name] = fn
 
 
 def of_package(package: str) -> list[str]:
-    """The names of the recipes that the modules of `package` have registered so far."""
+    """Returns the names of the recipes that modules of `package` have registered so far."""
     return [name for name, fn in _RECIPES.items() if fn.__module__.startswith(f"{package}.")]
 
 
+def recipes() -> dict[str, RecipeFunction]:
+    """Returns all registered recipe functions by name."""
+    _import_recipes()
+    return dict(_RECIPES)
+
+
 @functools.cache
-def _load() -> None:
+def _import_recipes() -> None:
     package = importlib.import_module("fp8cfg.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -135,17 +160,11 @@ def _load() -> None:
         packages.load(point)
 
 
-def recipes() -> dict[str, RecipeFunction]:
-    """Every registered recipe function by name."""
-    _load()
-    return dict(_RECIPES)
-
-
 def named(name: str) -> Recipe:
-    """The recipe `name`, freshly built. Raises ConfigError with the nearest name where there is none."""
+    """Returns a new recipe `name`. Raises ConfigError, with the nearest name, if it is unknown."""
     known = recipes()
     if name not in known:
-        raise ConfigError(f"recipe={name}: no such recipe" + suggest(name, known))
+        raise ConfigError(f"recipe={name}: no such recipe{suggest(name, known)}")
     return known[name]()
 
 
@@ -162,15 +181,15 @@ FINE_TUNING = ("sft", "lora")
 
 
 def keeps_recipe_value(key: str, task_value: Any, recipe_value: Any) -> bool:
-    """Whether `key` keeps the recipe's value under a task that sets `task_value`."""
+    """Returns whether `key` keeps the recipe's value under a task that sets `task_value`."""
     if key in SIZES:
         return bool(0 < recipe_value < task_value)
     return key == "data.name" and recipe_value not in SHIPPED
 
 
 def apply_task(recipe: Recipe, name: str) -> None:
-    """Assigns the values of the task `name` to `recipe`. Raises ConfigError with the nearest name if there is no such task."""
-    tasks = sorted(p.stem for p in (CONF / "task").glob("*.yaml"))
+    """Assigns the values of the task `name` to `recipe`. Raises ConfigError if it is unknown."""
+    tasks = sorted(file.stem for file in (CONF / "task").glob("*.yaml"))
     if name not in tasks:
         hint = suggest(str(name), tasks) or f"; there are {', '.join(tasks)}"
         raise ConfigError(f"task={name}: no such task{hint}")

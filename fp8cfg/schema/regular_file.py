@@ -1,4 +1,4 @@
-"""Opening a file of the user's that may turn out to be something else. Loads no YAML."""
+"""Opens files of the user that may turn out to be something else. Loads no YAML."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from fp8cfg.schema.errors import ConfigError
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The file `path`, to read. Raises OSError, and ConfigError, without waiting, for a folder, and for a pipe or a device."""
+    """Opens a file to read.
+
+    Raises:
+        OSError: It cannot be opened.
+        ConfigError: It is a folder, a pipe or a device.
+    """
+    # Without O_NONBLOCK opening a pipe would wait for a writer. Windows has no such flag.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise ConfigError(
-            f"{path}: is {'a folder' if stat.S_ISDIR(mode) else 'no file'}; expected a file"
-        )
-    return open(descriptor, "rb")
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    kind = "a folder" if stat.S_ISDIR(mode) else "no file"
+    raise ConfigError(f"{path}: is {kind}; expected a file")

@@ -1,4 +1,4 @@
-"""Text tables and byte sizes: aligned columns, readable at 80 columns, in a pipe and under grep."""
+"""Text tables and sizes: aligned columns that read well at 80 columns, in a pipe and under grep."""
 
 from __future__ import annotations
 
@@ -7,48 +7,62 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 80
-"""Columns of whatever a person reads."""
+"""Columns of all output for people."""
+_MIN_WRAP = 20
+"""Columns that the last column needs so that wrapping it makes sense."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Aligned text; columns whose index is in `right` are flush right. The last column is not padded. Beyond WIDTH its words go
-    on in lines below it, or, where it is flush right, all columns stand closer."""
-    every = [list(header), *[list(r) for r in rows]]
-    widths = [max(len(r[i]) for r in every) for i in range(len(header))]
-    numbers = len(header) - 1 in right
-    gap = "  " if fits(header, rows) or not numbers else " "
-    last = sum(widths[:-1]) + len(gap) * len(widths[:-1])
+    """Returns a text table.
+
+    A text in the last column continues on more lines if the table is wider than WIDTH. If the last
+    column has numbers, the columns move closer together instead.
+
+    Args:
+        header: The header of each column.
+        rows: The cells of each row.
+        right: Indices of the right-aligned columns.
+    """
+    all_rows = [header, *rows]
+    widths = [max(len(row[index]) for row in all_rows) for index in range(len(header))]
+    ends_in_numbers = len(header) - 1 in right
+    gap = "  " if fits(header, rows) or not ends_in_numbers else " "
+    last_start = sum(widths[:-1]) + len(gap) * len(widths[:-1])
     lines = []
-    for row in every:
-        cells = [
-            c.rjust(w) if i in right else c.ljust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
+    for row in all_rows:
+        cells = []
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.rjust(width) if index in right else cell.ljust(width))
         line = gap.join(cells).rstrip()
-        room = not numbers and len(row[-1]) > WIDTH - last >= 20
-        longest = max(map(len, row[-1].split()), default=0)
-        lines.append(
-            wrapped(row[-1], line[:last], " " * min(last, max(0, WIDTH - longest)))
-            if room
-            else line
-        )
+        text, room = row[-1], WIDTH - last_start
+        if not ends_in_numbers and len(text) > room >= _MIN_WRAP:
+            longest_word = max((len(word) for word in text.split()), default=0)
+            indent = min(last_start, max(0, WIDTH - longest_word))
+            line = wrapped(text, line[:last_start], " " * indent)
+        lines.append(line)
     return "\n".join(lines)
 
 
 def fits(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
-    """Whether the table is at most WIDTH wide as it is."""
-    return sum(max(map(len, column)) + 2 for column in zip(header, *rows, strict=True)) - 2 <= WIDTH
+    """Returns whether the table is at most WIDTH wide without wrapping."""
+    columns = zip(header, *rows, strict=True)
+    return sum(max(len(cell) for cell in column) + 2 for column in columns) - 2 <= WIDTH
 
 
 class _Wrapper(textwrap.TextWrapper):
-    """Breaks after commas too: a list in a word of the command line has no spaces."""
+    """Breaks lines after commas too: a list in an override has no spaces."""
 
     wordsep_simple_re = re.compile(r"(\s+)|(?<=,)(?=\S)")
 
 
 def wrapped(text: str, first: str = "", more: str = "") -> str:
-    """`text` in lines of at most WIDTH, the first of which begins with `first` and the others with `more`. A path, or another
-    word without a place to break, stays whole."""
+    """Wraps `text` at WIDTH. A word without a place to break, such as a path, stays on one line.
+
+    Args:
+        text: The text.
+        first: What the first line begins with.
+        more: What all other lines begin with.
+    """
     return _Wrapper(
         WIDTH,
         initial_indent=first,
@@ -59,7 +73,7 @@ def wrapped(text: str, first: str = "", more: str = "") -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for a person: 512 B, 1.5 GiB."""
+    """Formats bytes: 512 B, 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -68,7 +82,7 @@ def size(count: float) -> str:
 
 
 def amount(count: int) -> str:
-    """A count for a person: 3.3M, 8.03B."""
+    """Formats a count: 3.3M, 8.03B."""
     for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= factor:
             return f"{count / factor:.2f}{unit}"
@@ -76,7 +90,7 @@ def amount(count: int) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """`text` in at most `width` characters, whole words and "..." where it is longer."""
+    """Shortens `text` to `width` characters, at the end of a word and with "..."."""
     if len(text) <= width:
         return text
     return text[: width - 3].rpartition(" ")[0].rstrip(" ,;:(") + "..."

@@ -27,7 +27,7 @@ from fp8cfg.parallel.mesh import batch_share
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning import training_data
 from fp8cfg.schema.errors import ConfigError, refuse_if
-from fp8cfg.schema.hugging_face import BYTES, PREFIX, chosen_tokenizer, tokenizer_path
+from fp8cfg.schema.hub import BYTES, PREFIX, chosen_tokenizer, tokenizer_path
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules import missing_data
 from fp8cfg.schema.tables import amount

@@ -19,7 +19,7 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.data import SHIPPED
 from fp8cfg.schema.data_kinds import kind_at
 from fp8cfg.schema.errors import ConfigError
-from fp8cfg.schema.hugging_face import BYTES, chosen_tokenizer
+from fp8cfg.schema.hub import BYTES, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import all_samples, named_tokenizer, run_data
 from fp8cfg.training.step import on_device, pipeline, targets_here

@@ -35,7 +35,7 @@ from fp8cfg.planning.job_plan import make_plan
 from fp8cfg.planning.layer_plan import plan_layers, transformer_config
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable
-from fp8cfg.schema.hugging_face import chosen_tokenizer
+from fp8cfg.schema.hub import chosen_tokenizer
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS

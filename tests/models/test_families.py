@@ -59,7 +59,7 @@ def _error(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("name", TINY)
 def test_round_trip_changes_no_bit(name: str) -> None:
     model = shaped(name)
-    family, config = hugging_face.of_model(model), config_of(model)
+    family, config = hugging_face.family_of_model(model), config_of(model)
     state = theirs(family, model).bfloat16().state_dict()
     back = to_hf(from_hf(state, config, layout_of(family)), config, layout_of(family))
     assert not back.keys() - state.keys() and state.keys() - back.keys() <= {"lm_head.weight"}
@@ -85,7 +85,7 @@ def test_counts_equal_transformers_and_the_published_ones(name: str) -> None:
     """Of one layer transformers' model is counted on the meta device, and all that is outside of layers; layers are alike."""
     model = recipes()[name]().model
     total = parameter_counts(config_of(model))["total"]
-    family = hugging_face.of_model(model)
+    family = hugging_face.family_of_model(model)
     counts = []
     for layers in (1, 2):
         said = family.write(model.model_copy(update={"num_layers": layers}))
@@ -107,7 +107,7 @@ def test_what_no_family_says_is_refused_by_its_key() -> None:
         ConfigError,
         match=r"no model of transformers computes this one: .*model.activation=squared_relu",
     ):
-        hugging_face.of_model(
+        hugging_face.family_of_model(
             shaped("llama_tiny").model_copy(update={"activation": "squared_relu"})
         )
 
@@ -146,7 +146,7 @@ def test_a_config_that_a_recipe_cannot_say_is_refused(config: dict[str, Any], me
         "num_attention_heads": 4,
     }
     with pytest.raises(ConfigError) as e:
-        hugging_face.of_config(config).read({**shape, **config})
+        hugging_face.family_of_config(config).read({**shape, **config})
     assert message in str(e.value)
 
 
@@ -157,7 +157,7 @@ def test_a_config_that_a_recipe_cannot_say_is_refused(config: dict[str, Any], me
 def test_a_config_without_keys_has_transformers_defaults(kind: str) -> None:
     """Published config.json files leave defaults out."""
     family, small = (
-        hugging_face.registered()[kind],
+        hugging_face.registered_families()[kind],
         {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
     )
     full = {

@@ -77,7 +77,9 @@ def whole(run: Path) -> dict[str, Tensor]:
         adapter.merge_into(weight)
         held[f"{name}.weight"] = weight
     theirs = hf_checkpoint.to_hf(
-        held, transformer_config(found.recipe), hf_layout(hugging_face.of_model(found.recipe.model))
+        held,
+        transformer_config(found.recipe),
+        hf_layout(hugging_face.family_of_model(found.recipe.model)),
     )
     return {name: t.bfloat16().contiguous() for name, t in theirs.items()}
 

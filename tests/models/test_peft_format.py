@@ -88,7 +88,7 @@ def written(job: fp8cfg.Job, folder: Path, base: Path) -> Path:
         folder,
         adapters,
         projections(job.model.config),
-        hugging_face.of_model(job.recipe.model).names,
+        hugging_face.family_of_model(job.recipe.model).names,
         node.rank,
         node.alpha,
         node.dropout,
@@ -120,7 +120,7 @@ def test_logits_and_gradients_are_pefts(
         for name, p in model.named_parameters()
         if p.grad is not None
     }
-    names = hugging_face.of_model(job.recipe.model).names
+    names = hugging_face.family_of_model(job.recipe.model).names
     found = {
         f"base_model.model.{lora.their_module(lora.Projection(at, name, 0, 0), names)}.{part}.weight": p.grad
         for at, _, adapter in adapted(job.model)
@@ -203,7 +203,7 @@ def test_merged_weights_are_base_and_adapters_together(
             )
             for (projection, low), part in zip(adapter.items(), parts, strict=True):
                 want = part + 3.0 * (low.lora_B.float() @ low.lora_A.float())
-                theirs = f"{lora.their_module(lora.Projection(name, projection, 0, 0), hugging_face.of_model(found.recipe.model).names)}.weight"
+                theirs = f"{lora.their_module(lora.Projection(name, projection, 0, 0), hugging_face.family_of_model(found.recipe.model).names)}.weight"
                 have = load_file(tmp_path / "out" / "model.safetensors")[theirs]
                 if not form:
                     want = want.to(have.dtype)

@@ -129,7 +129,7 @@ def test_adapters_there_and_back(fp8: str, tmp_path: Path) -> None:
 
 def found_of(run: Path) -> tuple[Any, Layout]:
     recipe = trained_model.load(run, print).recipe
-    family = hugging_face.of_model(recipe.model)
+    family = hugging_face.family_of_model(recipe.model)
     return transformer_config(recipe), Layout(
         family.names, family.conv1d, family.model.layernorm_zero_centered_gamma
     )

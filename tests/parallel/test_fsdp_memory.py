@@ -17,7 +17,7 @@ from fp8cfg.models import hf_checkpoint, hf_export
 from fp8cfg.models.weight_init import BLOCK
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.planning.layer_plan import transformer_config
-from fp8cfg.schema.hugging_face import of_model
+from fp8cfg.schema.hugging_face import family_of_model
 from fp8cfg.training import memory_measurement
 from tests.support.fsdp_runs import CURRENT, FSDP, HAS_TORCHAO, PLAIN, TORCHAO, WHOLE, job_of
 from tests.support.small import small
@@ -167,7 +167,7 @@ def test_a_rank_makes_its_parts_alone(words: str, tmp_path: Path) -> None:
     if words == "weights":
         drawn, family = (
             job_of("precision=fp32 trainer.seed=7", WHOLE, wide),
-            of_model(small().model),
+            family_of_model(small().model),
         )
         hf_export.write(
             tmp_path,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.schema import hugging_face
+from fp8cfg.schema import hub
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training.data import named_tokenizer
 
@@ -130,12 +130,12 @@ def served(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
-    hugging_face._downloaded.cache_clear()
+    hub._download.cache_clear()
     yield asked
     server.shutdown()
     server.server_close()
     thread.join()
-    hugging_face._downloaded.cache_clear()
+    hub._download.cache_clear()
 
 
 def test_an_id_gives_the_shape_the_weights_and_the_tokenizer(
@@ -191,5 +191,5 @@ def test_without_the_hub_what_was_downloaded_serves(
             fp8cfg.compose(words)
     first = fp8cfg.compose(words)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    hugging_face._downloaded.cache_clear()
+    hub._download.cache_clear()
     assert fp8cfg.compose(words) == first

@@ -83,7 +83,7 @@ def theirs(family: hugging_face.Family, model: Model) -> Any:
 
 def build(name: str, dtype: torch.dtype) -> tuple[Any, Transformer, TransformerConfig, Layout]:
     model = shaped(name)
-    family, config = hugging_face.of_model(model), config_of(model)
+    family, config = hugging_face.family_of_model(model), config_of(model)
     layout, their = layout_of(family), theirs(family, model)
     ours = Transformer(config)
     ours.load_state_dict(from_hf(their.state_dict(), config, layout))

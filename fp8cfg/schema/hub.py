@@ -1,0 +1,116 @@
+"""Checkpoints and tokenizers by folder or by their id on the Hugging Face hub, hf://OWNER/NAME."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from fp8cfg.schema.data import SHIPPED
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.recipe import Recipe
+
+PREFIX = "hf://"
+BYTES = "bytes"
+"""The value of data.tokenizer for the tokenizer of bytes."""
+CONFIG = ("config.json",)
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+HUB_WEIGHTS = ("*.safetensors", "*.json", *TOKENIZER)
+_OTHER_FORMATS = ("*/*", "consolidated*")
+"""The same weights in other formats, in folders or under names of their own. Not downloaded."""
+
+
+def split_hub_id(name: str) -> tuple[str, str | None]:
+    """Returns the repository and the revision of hf://OWNER/NAME@REVISION. The latter may be None."""
+    repository, _, revision = name.removeprefix(PREFIX).partition("@")
+    return repository, revision or None
+
+
+def local_folder(name: str, key: str, files: tuple[str, ...]) -> Path:
+    """Returns the folder of a checkpoint on this machine, and downloads it if it is on the hub.
+
+    Args:
+        name: A path, or an id of the hub.
+        key: The key that has this value, for errors.
+        files: Patterns of the files to download.
+
+    Raises:
+        ConfigError: The hub does not have the repository, or cannot be reached.
+    """
+    if not name.startswith(PREFIX):
+        return Path(name).expanduser()
+    try:
+        return _download(*split_hub_id(name), files)
+    except ImportError:
+        raise ConfigError(
+            f"{key}={name}: needs the package huggingface_hub; pip install 'fp8cfg[hf]'"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}={name}: {_reason(error, name)}") from None
+
+
+def pinned(name: str, folder: Path) -> str:
+    """Adds the commit to an id of the hub. A path stays as it is.
+
+    Args:
+        name: A path, or an id of the hub.
+        folder: The folder of its download, whose name is the commit.
+    """
+    if not name.startswith(PREFIX):
+        return name
+    repository, _ = split_hub_id(name)
+    return f"{PREFIX}{repository}@{folder.name}"
+
+
+@cache
+def _download(repository: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(
+        repository,
+        revision=revision,
+        allow_patterns=list(files),
+        ignore_patterns=list(_OTHER_FORMATS),
+    )
+    return Path(folder)
+
+
+def _reason(error: Exception, name: str) -> str:
+    """Returns why huggingface_hub could not download `name`, in one line."""
+    from huggingface_hub import errors
+
+    repository, revision = split_hub_id(name)
+    if isinstance(error, errors.HFValidationError) or "/" not in repository:
+        return "is no id of the hub; write hf://OWNER/NAME"
+    if isinstance(error, errors.GatedRepoError):
+        return "is gated; ask for access on its page, and set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "the hub has no such repository, or none for this token (HF_TOKEN)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repository} has no revision {revision}"
+    why = str(error.__cause__ or error).partition("\n")[0]
+    return f"could not be downloaded, and is not in the cache ({why})"
+
+
+def chosen_tokenizer(recipe: Recipe) -> str | None:
+    """Returns the tokenizer of a recipe, a path or an id of the hub. None is the tokenizer of bytes.
+
+    Without data.tokenizer a pretrained model brings its own, next to model.path or model.weights.
+    Shipped corpora are trained on bytes, and token files have their tokens already.
+    """
+    data, model = recipe.data, recipe.model
+    if data.tokenizer == BYTES:
+        return None
+    if data.tokenizer:
+        return data.tokenizer
+    if data.name in (*SHIPPED, "tokens"):
+        return None
+    return model.path or model.weights
+
+
+def tokenizer_path(name: str | None) -> str | None:
+    """Returns data.tokenizer as a path on this machine, None for bytes. Raises as `local_folder`."""
+    if name == BYTES:
+        return None
+    if name and name.startswith(PREFIX):
+        return str(local_folder(name, "data.tokenizer", TOKENIZER))
+    return name
