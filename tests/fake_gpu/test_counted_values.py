@@ -121,7 +121,7 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
                 *sides,
                 *() if square else (None, None),
                 torch.empty(()),
-                seen=seen,
+                record=seen,
                 counts=counts,
             )
         elif "MX" in kind:
@@ -140,7 +140,7 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
                 across[0],
                 scales[1],
                 mx=32,
-                seen=seen,
+                record=seen,
                 counts=counts,
             )
         elif "rows" in kind or "columns" in kind:
@@ -148,7 +148,7 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
                 *(along if "columns" not in kind else (None, None)),
                 *(across if "alone" not in kind or "columns" in kind else (None, None)),
             )
-            triton_row_kernel.cast_rows(t, E4M3.max, False, *wanted, seen=seen, counts=counts)
+            triton_row_kernel.cast_rows(t, E4M3.max, False, *wanted, record=seen, counts=counts)
         else:
             down = 128 if square else 1
             one, other = (
@@ -157,7 +157,16 @@ def test_of_tiles_once_for_both_dimensions(kind: str) -> None:
             )
             first = (None, None) if "across" in kind else (along[0], one)
             blocks.cast_blocks(
-                t, 1e38, E4M3.max, False, square, *first, across[0], other, seen=seen, counts=counts
+                t,
+                1e38,
+                E4M3.max,
+                False,
+                square,
+                *first,
+                across[0],
+                other,
+                record=seen,
+                counts=counts,
             )
         nan_wins = (
             "four" in kind and t.isnan().any()

@@ -46,7 +46,7 @@ def test_mx_along_both_dimensions(shape: tuple[int, int], square: bool) -> None:
         x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
         made = torch.empty(r, c), filled(r, c), torch.empty(c, r), filled(c, r)
         blocks.cast_blocks(
-            x, 0.0, E4M3.max, False, square, *made, mx=32, seen=(seen := torch.zeros(()))
+            x, 0.0, E4M3.max, False, square, *made, mx=32, record=(seen := torch.zeros(()))
         )
         assert seen == (torch.inf if name == "inf" else 0), name
         for tile, data, scales, v in (
@@ -98,12 +98,14 @@ def test_rows_and_columns(shape: tuple[int, int], power_2: bool) -> None:
         fmt = (E4M3, E5M2)[i % 2]
         x = t if name == "tiny" else t.to((torch.bfloat16, torch.float32, torch.float16)[i % 3])
         made = torch.empty(r, c), torch.empty(r, 1), torch.empty(c, r), torch.empty(c, 1)
-        triton_row_kernel.cast_rows(x, fmt.max, power_2, *made, seen=(seen := torch.zeros(())))
+        triton_row_kernel.cast_rows(x, fmt.max, power_2, *made, record=(seen := torch.zeros(())))
         assert seen == (torch.inf if name == "inf" else 0), name
         check_tiles(made, x, ((1, 0), (0, 1)), scaling, fmt, name)
         alone = torch.empty(r, c), torch.empty(r, 1), torch.empty(c, r), torch.empty(c, 1)
         triton_row_kernel.cast_rows(x, fmt.max, power_2, *alone[:2], None, None)
-        triton_row_kernel.cast_rows(x, fmt.max, power_2, None, None, *alone[2:], seen=seen.zero_())
+        triton_row_kernel.cast_rows(
+            x, fmt.max, power_2, None, None, *alone[2:], record=seen.zero_()
+        )
         assert seen == (torch.inf if name == "inf" else 0), name
         stored = torch.empty(r, c), torch.empty(1, c)
         triton_row_kernel.cast_rows(x, fmt.max, power_2, None, None, *stored, transpose=False)
@@ -159,7 +161,7 @@ def test_blocks_along_both_dimensions(shape: tuple[int, int], square: bool, powe
         )
         highest = torch.finfo(x.dtype).max
         blocks.cast_blocks(
-            x, highest, fmt.max, power_2, square, *made, seen=(seen := torch.zeros(()))
+            x, highest, fmt.max, power_2, square, *made, record=(seen := torch.zeros(()))
         )
         assert seen == (torch.inf if name == "inf" else 0), name
         check_tiles(made, x, tiles, scaling, fmt, name)

@@ -138,7 +138,7 @@ def compiled() -> dict[str, Any]:
                 scales,
                 transposed,
                 other,
-                seen=seen,
+                record=seen,
                 counts=counts,
             )
             if not square:
@@ -155,7 +155,7 @@ def compiled() -> dict[str, Any]:
                         torch.empty_like(data),
                         across,
                         transpose=False,
-                        seen=seen,
+                        record=seen,
                         counts=counts,
                     )
                 )
@@ -184,7 +184,7 @@ def compiled() -> dict[str, Any]:
                 transposed,
                 other,
                 mx=32,
-                seen=seen,
+                record=seen,
                 counts=counts,
             )
         room = [
@@ -212,11 +212,16 @@ def compiled() -> dict[str, Any]:
             ("16x16 stored", [held[0], torch.empty_like(held[3][:, :32]), None, None]),
         ):
             found[f"{FOUR_BITS} {name} {kind}"] = blocks.cast_nvfp4(
-                t, *into, torch.empty((), device="cuda"), seen=seen, counts=counts, transpose=False
+                t,
+                *into,
+                torch.empty((), device="cuda"),
+                record=seen,
+                counts=counts,
+                transpose=False,
             )
         one, other = (torch.empty(n, 1, device="cuda") for n in (256, 512))
         found[f"cast_rows rows and columns {kind}"] = rows.cast_rows(
-            t, E4M3.max, True, data, one, transposed, other, seen=seen, counts=counts
+            t, E4M3.max, True, data, one, transposed, other, record=seen, counts=counts
         )
         for axis, n in ((1, 256), (0, 512)):  # of all tensor-parallel ranks
             amaxes, which = torch.empty(n, device="cuda"), "amaxes" if axis else "amaxes_t"
@@ -228,7 +233,7 @@ def compiled() -> dict[str, Any]:
                 one,
                 transposed,
                 other,
-                seen=seen,
+                record=seen,
                 counts=counts,
                 **{which: amaxes},
             )
@@ -249,11 +254,11 @@ def compiled() -> dict[str, Any]:
             other,
             mx=32,
             transpose=False,
-            seen=seen,
+            record=seen,
             counts=counts,
         )
         found[f"cast_rows stored {kind}"] = rows.cast_rows(
-            t, E4M3.max, True, data, one, again, across, transpose=False, seen=seen, counts=counts
+            t, E4M3.max, True, data, one, again, across, transpose=False, record=seen, counts=counts
         )
     return found
 

@@ -76,7 +76,7 @@ def cast_rows(
     data_t: Tensor | None,
     scale_inv_t: Tensor | None,
     transpose: bool = True,
-    seen: Tensor | None = None,
+    record: Tensor | None = None,
     amaxes: Tensor | None = None,
     amaxes_t: Tensor | None = None,
     counts: Tensor | None = None,
@@ -89,7 +89,7 @@ def cast_rows(
             made = cast(v * scale.unsqueeze(axis), FORMAT_BY_DTYPE[q.dtype])
             q.copy_(made.t() if axis == 0 and transpose else made)
             to.copy_(scale.reciprocal().view(to.shape))
-    _infinite(t, seen, counts)
+    _infinite(t, record, counts)
 
 
 def cast_blocks(
@@ -104,7 +104,7 @@ def cast_blocks(
     scale_inv_t: Tensor | None,
     mx: int = 0,
     transpose: bool = True,
-    seen: Tensor | None = None,
+    record: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> None:
     width, scaling = (
@@ -120,7 +120,7 @@ def cast_blocks(
                 across,
                 transpose,
             )
-    _infinite(t, seen, counts)
+    _infinite(t, record, counts)
 
 
 def cast_nvfp4(
@@ -132,7 +132,7 @@ def cast_nvfp4(
     global_scale_inv: Tensor,
     random: tuple[Tensor, Tensor] | None = None,
     lane: int = 0,
-    seen: Tensor | None = None,
+    record: Tensor | None = None,
     transpose: bool = True,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
@@ -151,8 +151,8 @@ def cast_nvfp4(
                 to.copy_(scales)
             else:
                 _store(made, q, to, across, transpose)
-    if seen is not None:
-        record_amax(seen, now)
+    if record is not None:
+        record_amax(record, now)
     _infinite(t, None, None if now.isnan() else counts)
 
 
@@ -200,9 +200,9 @@ def _scale(amax: Tensor, target: float, power_2: bool) -> Tensor:
     return floor_to_power_of_2(scale) if power_2 else scale
 
 
-def _infinite(t: Tensor, seen: Tensor | None, counts: Tensor | None) -> None:
+def _infinite(t: Tensor, record: Tensor | None, counts: Tensor | None) -> None:
     infinite = t.isinf().sum()
-    if seen is not None and infinite:
-        seen.fill_(torch.inf)
+    if record is not None and infinite:
+        record.fill_(torch.inf)
     if counts is not None:
         counts[1] += infinite

@@ -1,8 +1,13 @@
-"""Triton kernel of quantization by blocks, one launch and one read for both dimensions: a scale for 128 elements along either, or
-for 128x128; for 32 or 32x32 with powers of two (MX); for 16 or 16x16 under one of the tensor, in four bits (NVFP4).
+"""Triton kernel for scales of tiles, in one launch and one read for both dimensions.
 
-Rules and rounding are those of tensor.py, by the same functions. Scales are stored where products read
-them: by the strides of their tensor, or in the tiles of the tensor cores (gemm.py).
+    block scaling   a scale for 128 elements along either dimension, or for 128 x 128
+    MXFP8           32 or 32 x 32, powers of two
+    NVFP4           16 or 16 x 16 below a global scale, four bits
+
+A program has a square of WIDTH x WIDTH elements, which holds whole tiles of all algorithms in both
+directions. The formulas are those of scaling.py and formats.py, as in tensor.py. Scales are stored
+where GEMMs read them: by the strides of their tensor, or in the order of the tensor cores
+(`gemm.swizzle_scales`).
 """
 
 from __future__ import annotations
@@ -27,25 +32,28 @@ from fp8cfg.numerics.kernels.tensor import (
 )
 
 NEAREST = tl.constexpr(12582912.0)
-"""1.5 * 2^23: what is added and taken off again is rounded to a whole number, ties to even."""
+"""1.5 * 2^23. Adding and subtracting it rounds a float32 to a whole number, ties to even."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _first_level(parts, count, PARTS: tl.constexpr):
-    """The amax of a tensor, NaN where it has a NaN, and the scale of it all: `global_scale_from_amax`."""
-    of = tl.arange(0, PARTS)
-    bits = tl.load(parts + of, mask=of < count, other=0.0).to(tl.int32, bitcast=True)
+def _global_scale(parts, count, PARTS: tl.constexpr):
+    """Returns the amax of a tensor, NaN if it has one, and `scaling.global_scale_from_amax`."""
+    part = tl.arange(0, PARTS)
+    # As integers, the bits of magnitudes are in the same order, and NaN is above all of them.
+    bits = tl.load(parts + part, mask=part < count, other=0.0).to(tl.int32, bitcast=True)
     amax = tl.max(bits, 0).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(2688.0, amax)
+    scale = tl.div_rn(2688.0, amax)  # 448 * 6
     scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
     return amax, tl.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
 @triton.jit
-def _e4m3(amax, whole):
-    """The scale that elements are multiplied by, and the byte of E4M3 that decodes them under `whole`: `_two_levels`."""
-    v = amax * (whole * 0.16666666666666666)
+def _nvfp4_scales(amax, global_scale):
+    """`scaling.nvfp4_scales`: the encode scale, and the E4M3 byte of the decode scale."""
+    v = amax * (global_scale * 0.16666666666666666)
     v = tl.where(v > 448.0, 448.0, v)
+    # Rounds to E4M3 by integer arithmetic: to 3 mantissa bits, ties to even, with the exponent bias
+    # of 7 instead of 127. Below 2^-6 E4M3 is subnormal and has steps of 2^-9.
     bits = v.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     code = tl.where(v < 0.015625, ((v * 512.0 + NEAREST) - NEAREST).to(tl.int32), normal)
@@ -54,30 +62,31 @@ def _e4m3(amax, whole):
         code.to(tl.float32) * 0.001953125,
         ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True),
     )
-    encode = tl.div_rn(1.0, decode * tl.div_rn(1.0, whole))
+    encode = tl.div_rn(1.0, decode * tl.div_rn(1.0, global_scale))
     encode = tl.where(encode > 3.4028234663852886e38, 3.4028234663852886e38, encode)
     return tl.where(v != v, float("nan"), encode), tl.where(v != v, 0x7F, code).to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mixed(x, by: tl.constexpr):
+def _xor_shifted(x, by: tl.constexpr):
     return x ^ ((x >> by) & (0xFFFFFFFF >> by))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _uniform(key, draw, index, LANE: tl.constexpr):
-    """Numbers in [0, 1) of the elements `index`, int32: `Random.uniform`. Constants are the signed ones of 32 bits."""
+    """`RandomStream.uniform`: numbers in [0, 1) for the elements `index`, int32."""
+    # The constants of formats.py as signed 32-bit numbers.
     count = tl.load(draw)
     first = tl.load(key) ^ (count * -1640531527)
     second = tl.load(key + 1) ^ (count * -2048144789)
-    x = _mixed(index ^ (first + LANE * -1640531527), 16) * 0x7FEB352D
-    x = _mixed(x + second, 15) * -2073254261
-    return ((_mixed(x, 16) >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+    x = _xor_shifted(index ^ (first + LANE * -1640531527), 16) * 0x7FEB352D
+    x = _xor_shifted(x + second, 15) * -2073254261
+    return ((_xor_shifted(x, 16) >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _e2m1(v, key, draw, index, RANDOM: tl.constexpr, LANE: tl.constexpr):
-    """Codes of float32 `v`, which lies within -6 and 6: `round_in_steps`. Of NaN it is some number."""
+def _e2m1_codes(v, key, draw, index, RANDOM: tl.constexpr, LANE: tl.constexpr):
+    """`formats.round_in_steps`: the codes of float32 `v` in [-6, 6]. NaN becomes any number."""
     exponent = ((v.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
     exponent = tl.where(exponent < 0, 0, tl.where(exponent > 2, 2, exponent))
     steps = v * ((128 - exponent) << 23).to(tl.float32, bitcast=True)  # of 2^(exponent - 1)
@@ -86,14 +95,14 @@ def _e2m1(v, key, draw, index, RANDOM: tl.constexpr, LANE: tl.constexpr):
         negative = steps < 0
     else:
         steps = (steps + NEAREST) - NEAREST
-        negative = v.to(tl.int32, bitcast=True) < 0  # also of what became zero
+        negative = v.to(tl.int32, bitcast=True) < 0  # the sign bit: keeps -0
     code = tl.abs(steps).to(tl.int32) + 2 * exponent
     return (tl.where(code > 7, 7, code) & 7) | tl.where(negative, 8, 0)
 
 
 @triton.jit
-def _e4m3_of_e2m1(code, v):
-    """The bytes of E4M3 that are the numbers of E2M1 codes, and NaN where `v`, which they stand for, is NaN."""
+def _e2m1_as_e4m3(code, v):
+    """Returns the E4M3 bytes of the values of E2M1 codes. NaN if `v`, the value before, is NaN."""
     magnitude = code & 7
     byte = tl.where(magnitude > 1, magnitude * 4 + 0x30, magnitude * 0x30) | ((code & 8) << 4)
     return tl.where(v != v, 0x7F, byte)
@@ -101,10 +110,10 @@ def _e4m3_of_e2m1(code, v):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_packed(to, code, i, j, rows, columns, WIDTH: tl.constexpr):
-    """The codes of the tile (i, j) of a matrix, two to a byte, of which the first has the low bits; rows of whole 16 bytes."""
+    """Stores the codes of the square (i, j), two to a byte. The first of two has the low bits."""
     low, high = tl.split(tl.reshape(code, [WIDTH, WIDTH // 2, 2]))
     row, byte = i * WIDTH + tl.arange(0, WIDTH), j * (WIDTH // 2) + tl.arange(0, WIDTH // 2)
-    width = tl.cdiv(columns, 32) * 16
+    width = tl.cdiv(columns, 32) * 16  # bytes of a row, padded to whole 16 bytes
     inside = (row < rows)[:, None] & (byte < width)[None, :]
     tl.store(
         to + row[:, None].to(tl.int64) * width + byte[None, :],
@@ -114,48 +123,55 @@ def _store_packed(to, code, i, j, rows, columns, WIDTH: tl.constexpr):
 
 
 WIDTH = 128
-"""Rows and columns of a program's tile, and elements that share a scale under block scaling."""
-FOUR = 16
+"""Rows and columns of a program's square, and elements that share a scale under block scaling."""
+NVFP4_TILE = 16
 """Elements that share a scale under NVFP4."""
 WARPS = 16
-"""Warps of a program: each of their threads then has up to 128 registers, and an SM 16 warps or more at once, where 8 warps of more
-registers, some 200, would be alone on it."""
+"""Warps of a program. Each thread then has up to 128 registers, and an SM runs 16 warps or more at
+once.
+8 warps would need about 200 registers a thread, and an SM would run only these 8."""
 
 
 @triton.jit
-def _e8m0(amax, broken, reciprocal):
-    """The scale that elements are multiplied by, a power of two, NaN where a block is `broken`, and the byte of its inverse."""
+def _mxfp8_scales(amax, broken, reciprocal):
+    """`scaling.mxfp8_scales`: the encode scale, and the E8M0 byte of the decode scale.
+
+    `broken` is above 0 for tiles with NaN. `reciprocal` is that of the format's maximum.
+    """
     v = amax * reciprocal
     bits = v.to(tl.int32, bitcast=True)
     byte, mantissa = bits >> 23, bits & 0x7FFFFF
     byte += ((mantissa > 0) & (byte < 254) & ((byte > 0) | (mantissa > 0x400000))).to(tl.int32)
     byte = tl.where(v == float("inf"), 254, byte)
-    least = (byte * 0 + 0x400000).to(
-        tl.float32, bitcast=True
-    )  # 2^-127, which Triton takes for a float64 where it is written out
+    # 2^-127 by its bits: as a literal Triton takes it for a float64.
+    least = (byte * 0 + 0x400000).to(tl.float32, bitcast=True)
     encode = tl.where(byte == 254, least, ((254 - byte) << 23).to(tl.float32, bitcast=True))
     encode = tl.where(byte == 0, 1.0, encode)
     return tl.where(broken > 0, float("nan"), encode), tl.where(broken > 0, 255, byte).to(tl.uint8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scales(amax, broken, whole, target, highest, POWER_2: tl.constexpr, BLOCK: tl.constexpr):
-    """The scale that elements are multiplied by, and what is stored of it. Under MX `highest` is the reciprocal of the format's
-    maximum."""
+def _tile_scales(
+    amax, broken, global_scale, target, highest, POWER_2: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`scaling.tile_scales_from_amaxes`: the encode scale, and what is stored of the decode scale.
+
+    BLOCK selects the algorithm. Under MXFP8 `highest` is the reciprocal of the format's maximum.
+    """
     if BLOCK == 16:
-        return _e4m3(amax, whole)
+        return _nvfp4_scales(amax, global_scale)
     elif BLOCK == 32:
-        return _e8m0(amax, broken, highest)
+        return _mxfp8_scales(amax, broken, highest)
     else:
         scale = _compute_scale(amax, target, highest, POWER_2)
         return scale, tl.div_rn(1.0, scale)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _square(a, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest of each block of BLOCK x BLOCK."""
-    parts: tl.constexpr = WIDTH // BLOCK
-    return tl.max(tl.max(tl.reshape(a, [parts, BLOCK, parts, BLOCK]), 3), 1)
+def _max_of_squares(a, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the maximum of each BLOCK x BLOCK of a square, [WIDTH / BLOCK, WIDTH / BLOCK]."""
+    n: tl.constexpr = WIDTH // BLOCK
+    return tl.max(tl.max(tl.reshape(a, [n, BLOCK, n, BLOCK]), 3), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -173,16 +189,20 @@ def _store_scales(
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The scales of blocks of HIGH x WIDE of the tile (i, j), by strides; swizzled they are bytes for each of WIDTH rows."""
+    """Stores the scales of tiles of HIGH x WIDE of the square (i, j), by strides or swizzled."""
     row = i * (WIDTH // HIGH) + tl.arange(0, WIDTH // HIGH)
     column = j * (WIDTH // WIDE) + tl.arange(0, WIDTH // WIDE)
     inside = (row < tl.cdiv(rows, HIGH))[:, None] & (column < tl.cdiv(columns, WIDE))[None, :]
     if SWIZZLED:
+        # Blocks of 128 rows x 4 scales are 512 bytes each (`gemm.swizzle_scales`). In a block the
+        # rows r, r + 32, r + 64 and r + 96 are neighbors.
         tiles = tl.cdiv(columns, 4 * WIDE)
         r, tile = tl.arange(0, WIDTH), (i * tiles + column // 4).to(tl.int64)
         place = (r % 32 * 16 + r // 32 * 4)[:, None] + (tile * 512 + column % 4)[None, :]
         scale = tl.where(inside, scale, 0)
         if HIGH > 1:
+            # The hardware knows only tiles of one row. A square repeats its scale for each of its
+            # rows.
             scale = tl.reshape(
                 tl.broadcast_to(scale[:, None, :], [WIDTH // HIGH, HIGH, WIDTH // WIDE]),
                 [WIDTH, WIDTH // WIDE],
@@ -204,7 +224,7 @@ def _cast_blocks(
     scale_inv,
     data_t,
     scale_inv_t,
-    seen,
+    record,
     counts,
     parts,
     global_scale_inv,
@@ -234,40 +254,49 @@ def _cast_blocks(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Quantizes a square of WIDTH x WIDTH with tiles along rows (ALONG) and columns (ACROSS).
+
+    The square is read once and reshaped for each direction: [WIDTH, n, BLOCK] has the tiles along
+    rows in its last dimension, [n, BLOCK, WIDTH] those along columns in its middle one.
+    """
     n: tl.constexpr = WIDTH // BLOCK
-    four: tl.constexpr = BLOCK == 16
+    is_nvfp4: tl.constexpr = BLOCK == 16
     high: tl.constexpr = BLOCK if SQUARE else 1
-    across = tl.cdiv(columns, WIDTH)
-    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    squares_across = tl.cdiv(columns, WIDTH)
+    i, j = tl.program_id(0) // squares_across, tl.program_id(0) % squares_across
     row, column = i * WIDTH + tl.arange(0, WIDTH), j * WIDTH + tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     inside_t = (column < columns)[:, None] & (row < rows)[None, :]
-    at = row[:, None].to(tl.int64) * columns + column[None, :]
-    at_t = column[:, None].to(tl.int64) * rows + row[None, :]
-    v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
+    offsets = row[:, None].to(tl.int64) * columns + column[None, :]
+    offsets_t = column[:, None].to(tl.int64) * rows + row[None, :]
+    v = tl.load(t + offsets, mask=inside, other=0.0).to(tl.float32)
     a = tl.abs(v)
     a = tl.where(a >= 0, a, 0.0)
-    odd = (v != v).to(tl.int32)
-    whole = 1.0
-    if four:
-        amax, whole = _first_level(parts, count, PARTS)
+    is_nan = (v != v).to(tl.int32)
+
+    # The amax of the tensor (NVFP4) or of this square, and what is recorded of it.
+    global_scale = 1.0
+    if is_nvfp4:
+        amax, global_scale = _global_scale(parts, count, PARTS)
         if tl.program_id(0) == 0:
-            tl.store(global_scale_inv, tl.div_rn(1.0, whole))
+            tl.store(global_scale_inv, tl.div_rn(1.0, global_scale))
             if RECORD:
                 tl.atomic_max(
-                    seen, amax.to(tl.int32, bitcast=True), mask=amax == amax, sem="relaxed"
+                    record, amax.to(tl.int32, bitcast=True), mask=amax == amax, sem="relaxed"
                 )
     elif RECORD or COUNT:
         amax = tl.max(tl.max(a, 1), 0)
         if RECORD:
-            _record_infinite(seen, amax)
+            _record_infinite(record, amax)
     if COUNT:
         _count_infinite(counts, v, amax)
+
+    # Scale and saturate: square tiles serve both directions.
     if SQUARE:
-        scale, inverse = _scales(
-            _square(a, WIDTH, BLOCK),
-            _square(odd, WIDTH, BLOCK),
-            whole,
+        scale, inverse = _tile_scales(
+            _max_of_squares(a, WIDTH, BLOCK),
+            _max_of_squares(is_nan, WIDTH, BLOCK),
+            global_scale,
             target,
             highest,
             POWER_2,
@@ -281,46 +310,53 @@ def _cast_blocks(
         )
         inverse_t = tl.trans(inverse)
     elif ALONG:
-        of, broken = (
-            tl.max(tl.reshape(a, [WIDTH, n, BLOCK]), 2),
-            tl.max(tl.reshape(odd, [WIDTH, n, BLOCK]), 2),
+        tile_amax = tl.max(tl.reshape(a, [WIDTH, n, BLOCK]), 2)
+        has_nan = tl.max(tl.reshape(is_nan, [WIDTH, n, BLOCK]), 2)
+        scale, inverse = _tile_scales(
+            tile_amax, has_nan, global_scale, target, highest, POWER_2, BLOCK
         )
-        scale, inverse = _scales(of, broken, whole, target, highest, POWER_2, BLOCK)
         q = _saturate(
             tl.reshape(tl.reshape(v, [WIDTH, n, BLOCK]) * scale[:, :, None], [WIDTH, WIDTH]),
             LARGEST,
         )
-    if four:
+    if is_nvfp4:
         index = row[:, None] * (tl.cdiv(columns, BLOCK) * BLOCK) + column[None, :]
-        code = tl.where(inside, _e2m1(q, key, draw, index, RANDOM, LANE), 0)
-        q = code if TRANSPOSE else _e4m3_of_e2m1(code, q)
+        code = tl.where(inside, _e2m1_codes(q, key, draw, index, RANDOM, LANE), 0)
+        # GEMMs read packed codes. Stored weights (without TRANSPOSE) are E4M3 bytes.
+        q = code if TRANSPOSE else _e2m1_as_e4m3(code, q)
     if ALONG:
-        if four and TRANSPOSE:
+        if is_nvfp4 and TRANSPOSE:
             _store_packed(data, q, i, j, rows, columns, WIDTH)
         else:
-            tl.store(data + at, q.to(data.dtype.element_ty), mask=inside)
+            tl.store(data + offsets, q.to(data.dtype.element_ty), mask=inside)
         _store_scales(
             scale_inv, inverse, i, j, rows, columns, by_row, by_column, SWIZZLED, WIDTH, high, BLOCK
         )
     if ACROSS:
         if not SQUARE:
-            of, broken = (
-                tl.max(tl.reshape(a, [n, BLOCK, WIDTH]), 1),
-                tl.max(tl.reshape(odd, [n, BLOCK, WIDTH]), 1),
+            tile_amax = tl.max(tl.reshape(a, [n, BLOCK, WIDTH]), 1)
+            has_nan = tl.max(tl.reshape(is_nan, [n, BLOCK, WIDTH]), 1)
+            scale, inverse = _tile_scales(
+                tile_amax, has_nan, global_scale, target, highest, POWER_2, BLOCK
             )
-            scale, inverse = _scales(of, broken, whole, target, highest, POWER_2, BLOCK)
             q = _saturate(
                 tl.reshape(tl.reshape(v, [n, BLOCK, WIDTH]) * scale[:, None, :], [WIDTH, WIDTH]),
                 LARGEST,
             )
             inverse_t = tl.trans(inverse)
-            if four:
-                q = _e4m3_of_e2m1(_e2m1(q, key, draw, index, RANDOM, LANE), q)
-        if four and TRANSPOSE:
+            if is_nvfp4:
+                q = _e2m1_as_e4m3(_e2m1_codes(q, key, draw, index, RANDOM, LANE), q)
+        if is_nvfp4 and TRANSPOSE:
             _store_packed(data_t, tl.trans(q), j, i, columns, rows, WIDTH)
         else:
             _store_columnwise(
-                data_t, q.to(data_t.dtype.element_ty), at, inside, at_t, inside_t, TRANSPOSE
+                data_t,
+                q.to(data_t.dtype.element_ty),
+                offsets,
+                inside,
+                offsets_t,
+                inside_t,
+                TRANSPOSE,
             )
         _store_scales(
             scale_inv_t,
@@ -351,29 +387,47 @@ def cast_blocks(
     scale_inv_t: Tensor | None,
     mx: int = 0,
     transpose: bool = True,
-    seen: Tensor | None = None,
+    record: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Any:
-    """Quantize the contiguous matrix `t` [R, C] with a scale for 1x128 elements, or 128x128 where it is `square`: into `data` and
-    `scale_inv`, of any strides, and its transpose into `data_t` and `scale_inv_t`; either pair may be None. `highest` is the scale
-    where that would be infinite, `largest` the format's maximum. With `mx` scales are for so many elements, powers of two as MX
-    has them, of `largest` alone, and bytes of E8M0; swizzled where they are flat. Without `transpose` the second pair is laid out
-    as `t` is, with scales for 128x1. `seen`, float32 [], becomes infinite where `t` has an infinite element, and these are added to
-    `counts`, if they are given. `data` in float32 receives the scaled values. Returns the compiled kernel.
+    """Quantizes a matrix under block scaling or MXFP8.
+
+    Args:
+        t: Contiguous [R, C].
+        highest: The scale instead of infinity. Not read under MXFP8.
+        largest: The largest value of the format.
+        power_2: Whether to round scales down to powers of two. Not read under MXFP8.
+        square: Whether a scale covers 128 x 128 (32 x 32) elements instead of 1 x 128 (1 x 32).
+        data: [R, C], written. In float32 it receives the scaled values. None leaves this direction
+            out.
+        scale_inv: Its inverse scales, of any strides, written. Under MXFP8 bytes of E8M0, swizzled
+            if they are flat.
+        data_t: The transpose [C, R] with its own scales, written. None leaves this direction out.
+        scale_inv_t: Its inverse scales, written.
+        mx: Elements that share a scale under MXFP8. 0 is block scaling.
+        transpose: Whether `data_t` is transposed. Otherwise it is [R, C], with scales of 128 x 1.
+        record: float32 []. Becomes infinite if `t` has an infinite element.
+        counts: Infinite elements are added to its second element.
+
+    Returns:
+        The compiled kernel.
     """
-    (rows, columns), along, across = t.shape, data is not None, data_t is not None
-    targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
-    swizzled = (targets[1] if along else targets[3]).dim() == 1
-    strides = (
-        [0] * 4
-        if swizzled
-        else [*targets[1].stride(), *targets[3].stride()[:: 1 if transpose else -1]]
-    )
-    tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
-    return _cast_blocks[(tiles,)](
+    rows, columns = t.shape
+    has_along = data is not None
+    # A kernel has no optional pointers. `t` stands in for None.
+    targets = [t if x is None else x for x in (data, scale_inv, data_t, scale_inv_t)]
+    swizzled = (targets[1] if has_along else targets[3]).dim() == 1
+    strides = [0, 0, 0, 0]
+    if not swizzled:
+        # The kernel computes the scales of the transpose. Without `transpose` they are stored
+        # transposed.
+        order_t = 1 if transpose else -1
+        strides = [*targets[1].stride(), *targets[3].stride()[::order_t]]
+    squares = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
+    return _cast_blocks[(squares,)](
         t,
         *targets,
-        (t if seen is None else seen.view(torch.int32)),
+        t if record is None else record.view(torch.int32),
         t if counts is None else counts,
         t,
         t,
@@ -388,10 +442,10 @@ def cast_blocks(
         largest,
         power_2,
         square,
-        along,
-        across,
+        has_along,
+        data_t is not None,
         transpose,
-        seen is not None,
+        record is not None,
         counts is not None,
         swizzled,
         False,
@@ -399,7 +453,8 @@ def cast_blocks(
         PARTS,
         WIDTH,
         mx or WIDTH,
-        num_warps=8 if mx and not square else WARPS,  # 1x32 takes more registers, and would spill
+        # With 16 warps 1 x 32 needs more registers than a thread has, and would spill.
+        num_warps=8 if mx and not square else WARPS,
         enable_fp_fusion=False,
     )
 
@@ -414,32 +469,56 @@ def cast_nvfp4(
     global_scale_inv: Tensor,
     random: tuple[Tensor, Tensor] | None = None,
     lane: int = 0,
-    seen: Tensor | None = None,
+    record: Tensor | None = None,
     transpose: bool = True,
     amax: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Any:
-    """Quantize the contiguous matrix `t` [R, C] to E2M1, with a scale for 1x16 elements, or for 16x16 where its transpose is
-    wanted, and one of the tensor: into bytes `data` and `scale_inv`, its transpose into `data_t` and `scale_inv_t`, all as hardware
-    reads them (gemm.py), and `global_scale_inv`, float32 []. Without `transpose` they are as a weight is stored, all row-major
-    and a byte an element, E4M3: one matrix with scales for 16x16, or one with scales for 1x16 and one for 16x1. `random`, the key
-    and the count of draws, and `lane` are those of stochastic rounding. The amax is folded into the running maximum `seen`, float32
-    [], and infinite elements are added to `counts`, if these are given; where `t` is a part of the tensor, its `amax` is
-    given, []. Returns the compiled kernel."""
-    (rows, columns), both = t.shape, data_t is not None
-    parts, count = amax, 1
-    if parts is None:
-        parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), num_parts(t)
+    """Quantizes a matrix to E2M1, with a scale for 16 elements and a global one.
+
+    With `transpose` the layouts are those of the hardware (gemm.py): packed codes and swizzled
+    scales. Tiles are 16 x 16 if there is a `data_t`, and 1 x 16 otherwise. Without `transpose` they
+    are those of a stored weight: row-major E4M3 bytes. Tiles are 16 x 16 without a `data_t`, and
+    otherwise 1 x 16 in `data` and 16 x 1 in `data_t`.
+
+    Args:
+        t: Contiguous [R, C].
+        data: Bytes of the matrix, written.
+        scale_inv: Bytes of its inverse scales, written.
+        data_t: Bytes of the other direction, written.
+        scale_inv_t: Bytes of its inverse scales, written.
+        global_scale_inv: float32 [], written.
+        random: Key and number of draws of stochastic rounding. None rounds to nearest.
+        lane: The lane of stochastic rounding.
+        record: Running maximum, float32 [], that the amax is folded into.
+        transpose: See above.
+        amax: Amax of the whole tensor, float32 [], if `t` is a shard of it.
+        counts: Infinite elements are added to its second element.
+
+    Returns:
+        The compiled kernel.
+    """
+    rows, columns = t.shape
+    has_data_t = data_t is not None
+    if amax is None:
+        parts = torch.empty(PARTS, dtype=torch.float32, device=t.device)
+        count = num_parts(t)
         compute_part_amaxes(t, parts, keep_nan=True)
-    targets = [
-        t if x is None else x.view(torch.uint8) for x in (data, scale_inv, data_t, scale_inv_t)
-    ]
-    strides = [0] * 4 if transpose else [*targets[1].stride(), *targets[3].stride()[::-1]]
-    tiles = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
-    return _cast_blocks[(tiles,)](
+    else:
+        parts = amax
+        count = 1
+    # A kernel has no optional pointers. `t` stands in for None.
+    targets = []
+    for x in (data, scale_inv, data_t, scale_inv_t):
+        targets.append(t if x is None else x.view(torch.uint8))
+    strides = [0, 0, 0, 0]
+    if not transpose:
+        strides = [*targets[1].stride(), *targets[3].stride()[::-1]]
+    squares = triton.cdiv(rows, WIDTH) * triton.cdiv(columns, WIDTH)
+    return _cast_blocks[(squares,)](
         t,
         *targets,
-        t if seen is None else seen.view(torch.int32),
+        t if record is None else record.view(torch.int32),
         t if counts is None else counts,
         parts,
         global_scale_inv,
@@ -452,18 +531,18 @@ def cast_nvfp4(
         0.0,
         6.0,
         False,
-        both == transpose,
+        has_data_t == transpose,
         True,
-        both,
+        has_data_t,
         transpose,
-        seen is not None,
+        record is not None,
         counts is not None,
         transpose,
         random is not None,
         lane,
         PARTS,
         WIDTH,
-        FOUR,
+        NVFP4_TILE,
         num_warps=WARPS,
         enable_fp_fusion=False,
     )

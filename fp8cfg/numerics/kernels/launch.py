@@ -1,10 +1,12 @@
-"""Fused quantization on a GPU: a tensor with one scale is read once under delayed scaling, and comes row-major and transposed.
+"""Fused quantization on a GPU: a tensor with one scale is read once under delayed scaling, and
+comes row-major and transposed.
 
-In plain torch operations a quantized tensor takes some twenty launches, and each transposed copy another. The operator is one to a
-compiler too; what it computes is that of `choose_tensor_scale` and `quantize`, of which it is a part where the hardware multiplies FP8.
-Weights that are stored in float8 are written by the same kernels (store.py).
-torchao's kernels have no delayed scales and no transposed copy in the same read, and Transformer Engine's come with its modules
-(backend=te): neither is called from here.
+In plain torch operations a quantized tensor takes some twenty launches, and each transposed copy
+another. The operator is one to a compiler too; what it computes is that of `choose_tensor_scale`
+and `quantize`, of which it is a part where the hardware multiplies FP8. Weights that are stored in
+float8 are written by the same kernels (store.py). torchao's kernels have no delayed scales and no
+transposed copy in the same read, and Transformer Engine's come with its modules (backend=te):
+neither is called from here.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ def quantize_tensor_fused(
     both: bool,
     parts: AmaxGroup | None = None,
 ) -> Operand:
-    """`t` [R, C], of any float dtype, as an operand that contracts its last dimension, and with `both` its first one too, as
-    `Operand.columnwise`. The scale is that of `choose_tensor_scale`, and where `record` says so the amax goes into `history`.
+    """`t` [R, C], of any float dtype, as an operand that contracts its last dimension, and with
+    `both` its first one too, as `Operand.columnwise`. The scale is that of `choose_tensor_scale`,
+    and where `record` says so the amax goes into `history`.
     """
     fmt, t = scaling.format_of(role), t.contiguous()
     how = scale_inputs(t, role, scaling, scales, parts)
@@ -60,8 +63,9 @@ def quantize_tensor_fused(
 def scale_inputs(
     t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, parts: AmaxGroup | None
 ) -> tuple[Tensor | None, float, bool]:
-    """Of what a kernel makes the one scale of the contiguous matrix `t`: the amax, [1], where others have parts of the tensor, or
-    none, [0], of scales that begin with 1; what the amax is brought to, and whether the scale is cut to a power of two.
+    """Of what a kernel makes the one scale of the contiguous matrix `t`: the amax, [1], where
+    others have parts of the tensor, or none, [0], of scales that begin with 1; what the amax is
+    brought to, and whether the scale is cut to a power of two.
     """
     fmt = scaling.format_of(role)
     target, amax = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max, None
@@ -73,7 +77,8 @@ def scale_inputs(
 
 
 def can_fuse_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | None) -> bool:
-    """Whether `quantize_tiles_fused` can quantize `t`, into float8 and no wider `carrier`: with a float32 scale for a row, 128
+    """Whether `quantize_tiles_fused` can quantize `t`, into float8 and no wider `carrier`: with a
+    float32 scale for a row, 128
     elements or their square, or an E8M0 one for 32 or their square."""
     made = {"float32": 0 in tile or max(tile) == BLOCK_WIDTH, "e8m0": max(tile) == MX_BLOCK}.get(
         scaling.layout.scale, False
@@ -90,8 +95,9 @@ def quantize_tiles_fused(
     history: Tensor | None,
     parts: AmaxGroup | None = None,
 ) -> Operand:
-    """`quantize_tiles` of `t` [R, C] for a product that contracts its dimension `axis`, with the other one in the same read where
-    `both` are contracted, as `Operand.columnwise`. An infinite amax goes into `history`, if it is given. Of rows or columns of which
+    """`quantize_tiles` of `t` [R, C] for a product that contracts its dimension `axis`, with the
+    other one in the same read where `both` are contracted, as `Operand.columnwise`. An infinite
+    amax goes into `history`, if it is given. Of rows or columns of which
     others have `parts` the scales are those of the whole."""
     fmt, tile, t = scaling.format_of(role), scaling.tile(role, 1), t.contiguous()
     assert tile is not None, "there are scales of tiles"
@@ -124,7 +130,8 @@ def quantize_tiles_fused(
 def reduce_tile_amaxes(
     t: Tensor, role: int, scaling: Scaling, axis: int, parts: AmaxGroup | None
 ) -> Tensor | None:
-    """The amaxes of whole rows of the contiguous matrix `t` [R, C], [R], or for products that contract its first dimension those of
+    """The amaxes of whole rows of the contiguous matrix `t` [R, C], [R], or for products that
+    contract its first dimension those of
     whole columns, [C], where others have `parts` of these; else None."""
     group = None if parts is None else parts.group_of(role, scaling.tile(role, axis))
     return (
@@ -148,11 +155,13 @@ def quantize_blocks(
     amaxes: Tensor | None,
     amaxes_t: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The contiguous matrix `t` [R, C] in float8 `dtype` with a scale for 1 x `width` elements, or their square, and its inverse
-    scales; then the same of its transpose [C, R]. What `rows` or `columns` do not ask for is empty. The `width` is 128 under block
-    scaling, 32 under MX, whose scales are powers of two by its own rule, and 0 for a scale for each row. Scales are laid out as
-    products read them: float32, of 1 x 128 down the rows first, and under MX bytes of E8M0, swizzled (gemm.py,
-    gemm.py). Where `t` has an infinite element `history[0, role]` becomes infinite, if it is given. The amaxes of rows
+    """The contiguous matrix `t` [R, C] in float8 `dtype` with a scale for 1 x `width` elements, or
+    their square, and its inverse scales; then the same of its transpose [C, R]. What `rows` or
+    `columns` do not ask for is empty. The `width` is 128 under block scaling, 32 under MX, whose
+    scales are powers of two by its own rule, and 0 for a scale for each row. Scales are laid out as
+    products read them: float32, of 1 x 128 down the rows first, and under MX bytes of E8M0,
+    swizzled (gemm.py, gemm.py). Where `t` has an infinite element `history[0, role]` becomes
+    infinite, if it is given. The amaxes of rows
     are `amaxes` [R], and those of columns `amaxes_t` [C], where they are given."""
     made = _empty_blocks(t, width, dtype, square, rows, columns)
     data, scale_inv, data_t, scale_inv_t = (x if x.numel() else None for x in made)
@@ -273,7 +282,8 @@ def _empty_blocks(
 def compute_amax_if_unset(
     t: Tensor, scales: Tensor | None, role: int, keep_nan: bool = False
 ) -> Tensor:
-    """`compute_amax` the contiguous matrix `t`, [1], or with `keep_nan` that of `compute_amax_or_nan`; 0 under delayed scaling where
+    """`compute_amax` the contiguous matrix `t`, [1], or with `keep_nan` that of
+    `compute_amax_or_nan`; 0 under delayed scaling where
     `scales[role]` is set, and `t` is not read."""
     from fp8cfg.numerics.kernels import tensor
 
@@ -301,8 +311,9 @@ def quantize_tensor(
     dtype: torch.dtype,
     both: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The contiguous matrix `t` [R, C] in float8 `dtype`, transposed [C, R] where `both`, else empty, and its inverse scale, [].
-    Its amax is folded into row 0 of `history`, if it is given. A scale of this moment is made of `amax`, [1], where it is given; it
+    """The contiguous matrix `t` [R, C] in float8 `dtype`, transposed [C, R] where `both`, else
+    empty, and its inverse scale, []. Its amax is folded into row 0 of `history`, if it is given. A
+    scale of this moment is made of `amax`, [1], where it is given; it
     is 1 of none, [0]."""
     from fp8cfg.numerics.kernels import tensor
 
@@ -373,8 +384,9 @@ def quantize_nvfp4_fused(
     role: int,
     amax: Tensor | None = None,
 ) -> Operand:
-    """The matrix `t` [R, C], of any float dtype, as an operand that contracts its last dimension, packed, with scales of 1x16; of
-    16x16 where they are `square`, and then with its other operand. The amax, by default that of `t`, float32 [], goes into
+    """The matrix `t` [R, C], of any float dtype, as an operand that contracts its last dimension,
+    packed, with scales of 1x16; of 16x16 where they are `square`, and then with its other operand.
+    The amax, by default that of `t`, float32 [], goes into
     `history`, if it is given."""
     tile = (NVFP4_BLOCK, NVFP4_BLOCK) if square else (1, NVFP4_BLOCK)
     random = (draw.key, draw.draw, draw.lane) if draw else (None, None, 0)
@@ -399,9 +411,11 @@ def quantize_four_bits(
     role: int,
     amax: Tensor | None,
 ) -> Made:
-    """The contiguous matrix `t` [R, C] in E2M1, two to a byte, C completed with zeros to whole 16 bytes, and its inverse scales,
-    E4M3, swizzled; where they are `square` the same of its transpose, else empty; and the inverse scale of the tensor, float32 [].
-    Rounded stochastically where there is a `key`. The amax, `amax` [] where others have parts of the tensor, is folded into
+    """The contiguous matrix `t` [R, C] in E2M1, two to a byte, C completed with zeros to whole 16
+    bytes, and its inverse scales, E4M3, swizzled; where they are `square` the same of its
+    transpose, else empty; and the inverse scale of the tensor, float32 []. Rounded stochastically
+    where there is a `key`. The amax, `amax` [] where others have parts of the tensor, is folded
+    into
     `history[0, role]`, if it is given."""
     from fp8cfg.numerics.kernels import blocks
 

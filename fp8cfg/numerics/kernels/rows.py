@@ -1,7 +1,9 @@
-"""Triton kernel of quantization by rows and columns: the scale of each from its amax, the cast, and the transpose, in one launch.
+"""Triton kernel for a scale of each row and of each column: amaxes, cast and transpose in one
+launch.
 
-A program has some rows, or some columns, to itself and reads them twice, for their amaxes and for the cast: rows out of the cache.
-Rules and rounding are those of tensor.py, by the same functions.
+A program has a strip of rows, or a strip of columns, to itself. It reads the strip twice: first for
+the amaxes, then for the cast. The second read of rows comes from the cache. The formulas are those
+of tensor.py.
 """
 
 from __future__ import annotations
@@ -24,30 +26,32 @@ from fp8cfg.numerics.kernels.tensor import (
 
 FLT_MAX = 3.4028234663852886e38
 STRIP, LONG = 16, 256
-"""Rows of a program, and columns that it reads at once."""
+"""Rows of a program, and columns that it reads at a time."""
 STRIP_T, LONG_T = 32, 128
-"""Columns of a program, and rows that it reads at once."""
+"""Columns of a program, and rows that it reads at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _amaxes_of_rows(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.constexpr):
-    """The amaxes of some rows, from the `first` on."""
+def _row_amaxes(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.constexpr):
+    """Returns the amaxes of STRIP rows from `first` on."""
     row = first + tl.arange(0, STRIP)
-    at = row[:, None].to(tl.int64) * columns
+    row_offsets = row[:, None].to(tl.int64) * columns
     largest = tl.zeros([STRIP, LONG], tl.float32)
-    start = first * 0
+    start = first * 0  # a tensor: the type of a loop variable must not change
     while start < columns:
         column = start + tl.arange(0, LONG)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        a = tl.abs(tl.load(t + at + column[None, :], mask=inside, other=0.0).to(tl.float32))
-        largest = tl.where(a > largest, a, largest)  # no NaN is greater
+        a = tl.abs(
+            tl.load(t + row_offsets + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        )
+        largest = tl.where(a > largest, a, largest)  # false for NaN, which is skipped
         start += LONG
     return tl.max(largest, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _amaxes_of_columns(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.constexpr):
-    """The amaxes of some columns, from the `first` on."""
+def _column_amaxes(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.constexpr):
+    """Returns the amaxes of STRIP columns from `first` on."""
     column = first + tl.arange(0, STRIP)
     largest = tl.zeros([LONG, STRIP], tl.float32)
     start = first * 0
@@ -65,11 +69,11 @@ def _amaxes_of_columns(t, first, rows, columns, STRIP: tl.constexpr, LONG: tl.co
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _strip_of_rows(
+def _cast_row_strip(
     t,
     data,
     scale_inv,
-    seen,
+    record,
     counts,
     amaxes,
     first,
@@ -85,25 +89,26 @@ def _strip_of_rows(
     STRIP: tl.constexpr,
     LONG: tl.constexpr,
 ):
+    """Quantizes STRIP rows from `first` on."""
     row = first + tl.arange(0, STRIP)
-    at = row[:, None].to(tl.int64) * columns
-    amax = (
-        tl.load(amaxes + row, mask=row < rows, other=0.0)
-        if KNOWN
-        else _amaxes_of_rows(t, first, rows, columns, STRIP, LONG)
-    )
+    row_offsets = row[:, None].to(tl.int64) * columns
+    if KNOWN:
+        amax = tl.load(amaxes + row, mask=row < rows, other=0.0)
+    else:
+        amax = _row_amaxes(t, first, rows, columns, STRIP, LONG)
     if RECORD:
-        _record_infinite(seen, tl.max(amax, 0))
-    scale, most = _compute_scale(amax, target, highest, POWER_2), tl.max(amax, 0)
+        _record_infinite(record, tl.max(amax, 0))
+    scale = _compute_scale(amax, target, highest, POWER_2)
+    most = tl.max(amax, 0)
     start = first * 0
     while start < columns:
         column = start + tl.arange(0, LONG)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        v = tl.load(t + at + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(t + row_offsets + column[None, :], mask=inside, other=0.0).to(tl.float32)
         if COUNT:
             _count_infinite(counts, v, most)
         tl.store(
-            data + at + column[None, :],
+            data + row_offsets + column[None, :],
             _saturate(v * scale[:, None], LARGEST).to(data.dtype.element_ty),
             mask=inside,
         )
@@ -112,11 +117,11 @@ def _strip_of_rows(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _strip_of_columns(
+def _cast_column_strip(
     t,
     data_t,
     scale_inv_t,
-    seen,
+    record,
     counts,
     amaxes,
     first,
@@ -133,20 +138,22 @@ def _strip_of_columns(
     STRIP: tl.constexpr,
     LONG: tl.constexpr,
 ):
+    """Quantizes STRIP columns from `first` on."""
     column = first + tl.arange(0, STRIP)
     if KNOWN:
         amax = tl.load(amaxes + column, mask=column < columns, other=0.0)
     else:
-        amax = _amaxes_of_columns(t, first, rows, columns, STRIP, LONG)
+        amax = _column_amaxes(t, first, rows, columns, STRIP, LONG)
     if RECORD:
-        _record_infinite(seen, tl.max(amax, 0))
-    scale, most = _compute_scale(amax, target, highest, POWER_2), tl.max(amax, 0)
+        _record_infinite(record, tl.max(amax, 0))
+    scale = _compute_scale(amax, target, highest, POWER_2)
+    most = tl.max(amax, 0)
     start = first * 0
     while start < rows:
         row = start + tl.arange(0, LONG)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        at = row[:, None].to(tl.int64) * columns + column[None, :]
-        v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
+        offsets = row[:, None].to(tl.int64) * columns + column[None, :]
+        v = tl.load(t + offsets, mask=inside, other=0.0).to(tl.float32)
         if COUNT:
             _count_infinite(counts, v, most)
         q = _saturate(v * scale[None, :], LARGEST).to(data_t.dtype.element_ty)
@@ -154,7 +161,7 @@ def _strip_of_columns(
         _store_columnwise(
             data_t,
             q,
-            at,
+            offsets,
             inside,
             column[:, None].to(tl.int64) * rows + row[None, :],
             inside_t,
@@ -171,7 +178,7 @@ def _cast_rows(
     scale_inv,
     data_t,
     scale_inv_t,
-    seen,
+    record,
     counts,
     amaxes,
     amaxes_t,
@@ -181,8 +188,8 @@ def _cast_rows(
     highest,
     LARGEST: tl.constexpr,
     POWER_2: tl.constexpr,
-    ALONG: tl.constexpr,
-    ACROSS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
     RECORD: tl.constexpr,
     COUNT: tl.constexpr,
     TRANSPOSE: tl.constexpr,
@@ -193,15 +200,17 @@ def _cast_rows(
     STRIP_T: tl.constexpr,
     LONG_T: tl.constexpr,
 ):
+    """Quantizes a strip of columns in the first programs, and a strip of rows in the others."""
     program = tl.program_id(0)
-    across = tl.cdiv(columns, STRIP_T) if ACROSS else 0
-    if program < across:  # the fewer and the longer ones begin first
+    # Column strips are fewer and take longer, so they start first.
+    column_strips = tl.cdiv(columns, STRIP_T) if HAS_COLUMNS else 0
+    if program < column_strips:
         first = program * STRIP_T
-        _strip_of_columns(
+        _cast_column_strip(
             t,
             data_t,
             scale_inv_t,
-            seen,
+            record,
             counts,
             amaxes_t,
             first,
@@ -211,20 +220,20 @@ def _cast_rows(
             highest,
             LARGEST,
             POWER_2,
-            RECORD and not ALONG,
-            COUNT and not ALONG,
+            RECORD and not HAS_ROWS,  # the row strips do it
+            COUNT and not HAS_ROWS,
             TRANSPOSE,
             KNOWN_T,
             STRIP_T,
             LONG_T,
         )
-    elif ALONG:
-        first = (program - across) * STRIP
-        _strip_of_rows(
+    elif HAS_ROWS:
+        first = (program - column_strips) * STRIP
+        _cast_row_strip(
             t,
             data,
             scale_inv,
-            seen,
+            record,
             counts,
             amaxes,
             first,
@@ -252,23 +261,40 @@ def cast_rows(
     data_t: Tensor | None,
     scale_inv_t: Tensor | None,
     transpose: bool = True,
-    seen: Tensor | None = None,
+    record: Tensor | None = None,
     amaxes: Tensor | None = None,
     amaxes_t: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Any:
-    """Quantize the contiguous matrix `t` [R, C] with a scale for each row into `data` and `scale_inv` [R, 1], and with one for each
-    column, transposed, into `data_t` [C, R] and `scale_inv_t` [C, 1]; without `transpose` they are [R, C] and [1, C]. Either pair
-    may be None. `largest` is the format's maximum. The amaxes of rows and of columns are read from `amaxes` [R] and `amaxes_t` [C],
-    where they are given. `seen`, float32 [], becomes infinite where an amax is, and infinite elements are added to `counts`, if
-    these are given. `data` in float32 receives the scaled values. Returns the compiled kernel."""
-    (rows, columns), along, across = t.shape, data is not None, data_t is not None
-    targets = [x if x is not None else t for x in (data, scale_inv, data_t, scale_inv_t)]
-    programs = along * triton.cdiv(rows, STRIP) + across * triton.cdiv(columns, STRIP_T)
+    """Quantizes a matrix with a scale for each row, and for each column. Either may be left out.
+
+    Args:
+        t: Contiguous [R, C].
+        largest: The largest value of the format.
+        power_2: Whether to round scales down to powers of two.
+        data: [R, C] with scales of rows, written. In float32 it receives the scaled values.
+        scale_inv: Inverse scales of rows, float32 [R, 1], written.
+        data_t: [C, R] with scales of columns, written. [R, C] without `transpose`.
+        scale_inv_t: Inverse scales of columns, float32 [C, 1], written. [1, C] without `transpose`.
+        transpose: Whether `data_t` is transposed.
+        record: float32 []. Becomes infinite if `t` has an infinite element.
+        amaxes: Amaxes of rows if they are known, float32 [R].
+        amaxes_t: Amaxes of columns if they are known, float32 [C].
+        counts: Infinite elements are added to its second element.
+
+    Returns:
+        The compiled kernel.
+    """
+    rows, columns = t.shape
+    has_rows = data is not None
+    has_columns = data_t is not None
+    # A kernel has no optional pointers. `t` stands in for None.
+    targets = [t if x is None else x for x in (data, scale_inv, data_t, scale_inv_t)]
+    programs = has_rows * triton.cdiv(rows, STRIP) + has_columns * triton.cdiv(columns, STRIP_T)
     return _cast_rows[(programs,)](
         t,
         *targets,
-        (t if seen is None else seen.view(torch.int32)),
+        t if record is None else record.view(torch.int32),
         t if counts is None else counts,
         t if amaxes is None else amaxes,
         t if amaxes_t is None else amaxes_t,
@@ -278,9 +304,9 @@ def cast_rows(
         FLT_MAX,
         largest,
         power_2,
-        along,
-        across,
-        seen is not None,
+        has_rows,
+        has_columns,
+        record is not None,
         counts is not None,
         transpose,
         amaxes is not None,

@@ -40,7 +40,8 @@ LEAST = (8, 9)
 
 
 def compute_amaxes(tensors: Sequence[Tensor], keep_nan: bool = False) -> Tensor:
-    """`amax_of` each of some tensors on one device, or with `keep_nan` `amax_or_nan`, [tensors]; on a GPU each is read in one
+    """`amax_of` each of some tensors on one device, or with `keep_nan` `amax_or_nan`, [tensors]; on
+    a GPU each is read in one
     launch."""
     if not HAS_TRITON or not tensors[0].is_cuda:
         return torch.stack(
@@ -68,8 +69,9 @@ def store_and_record(
     parts: AmaxGroup | None,
     held: FP8Weight | None = None,
 ) -> FP8Weight:
-    """`store` of a matrix [out, in], whose amax is recorded in `history`, and its overflow counted. One scale for all of it is that
-    of this moment. Kernels write into the tensors that are `held`, where they can, and give these back.
+    """`store` of a matrix [out, in], whose amax is recorded in `history`, and its overflow counted.
+    One scale for all of it is that of this moment. Kernels write into the tensors that are `held`,
+    where they can, and give these back.
     """
     held = held if held is not None and _writable(held, master) else None
     if four := store_nvfp4_fused(master, scaling, history, held, parts):
@@ -109,7 +111,8 @@ def store_and_record(
 def store_scaled(
     t: Tensor, scaling: Scaling, scale: Tensor, record: Tensor | None = None
 ) -> FP8Weight:
-    """`store` of some rows of a matrix with its one scale [], which is not 0. Kernels count its overflow, and plain operations do
+    """`store` of some rows of a matrix with its one scale [], which is not 0. Kernels count its
+    overflow, and plain operations do
     where there is a `record`, [], of its amax."""
     if not can_fuse_store(t) or not can_fuse_tensor(t, scaling, None):
         if record is not None:
@@ -128,9 +131,11 @@ def store_tiles_fused(
     held: FP8Weight | None = None,
     parts: AmaxGroup | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """The matrix `t` [R, C] and its inverse scales, as `FP8Weight` has them, for products that contract each of its dimensions
-    `axes`, in one read; empty where there is no kernel that can. They are in the tensors that are `held`, if these are given. An
-    infinite amax goes into `history`, if it is given. Scales of rows or columns of which others have `parts` are those of the
+    """The matrix `t` [R, C] and its inverse scales, as `FP8Weight` has them, for products that
+    contract each of its dimensions `axes`, in one read; empty where there is no kernel that can.
+    They are in the tensors that are `held`, if these are given. An infinite amax goes into
+    `history`, if it is given. Scales of rows or columns of which others have `parts` are those of
+    the
     whole."""
     fmt, tile = scaling.forward, scaling.tile(WEIGHT, 1)
     if (
@@ -172,8 +177,9 @@ def store_nvfp4_fused(
     parts: AmaxGroup | None = None,
     amax: Tensor | None = None,
 ) -> FP8Weight | None:
-    """`store` of the matrix `t` under NVFP4, in the tensors that are `held`, if these are given, with its amax into `history`; of
-    some rows of a matrix with the `amax` [] of it all. None under other scalings, and where there is no kernel that can.
+    """`store` of the matrix `t` under NVFP4, in the tensors that are `held`, if these are given,
+    with its amax into `history`; of some rows of a matrix with the `amax` [] of it all. None under
+    other scalings, and where there is no kernel that can.
     """
     if not scaling.layout.two_levels or not can_fuse_store(t) or not t.numel():
         return None
@@ -238,8 +244,9 @@ def store_blocks(
     amaxes: Tensor | None,
     amaxes_t: Tensor | None,
 ) -> None:
-    """The contiguous matrix `t` [R, C], a weight, into float8 `data` [R, C] with scales for 1 x `width` elements, or their square,
-    and into `dgrad` [R, C] with scales for `width` x 1, or either alone. The `width` is that of `quantize_blocks`. Scales are
+    """The contiguous matrix `t` [R, C], a weight, into float8 `data` [R, C] with scales for 1 x
+    `width` elements, or their square, and into `dgrad` [R, C] with scales for `width` x 1, or
+    either alone. The `width` is that of `quantize_blocks`. Scales are
     row-major, float32 or bytes of E8M0."""
     cast_tiles(
         t,
@@ -273,8 +280,9 @@ def store_four_bits(
     history: Tensor | None,
     amax: Tensor | None,
 ) -> None:
-    """The contiguous matrix `t` [R, C], a weight, in E2M1 into E4M3 `data` [R, C], with E4M3 scales for 16x16 elements, or, where
-    there is a `dgrad` [R, C], for 1x16 and there for 16x1; row-major. The `amax` is that of `t` where none is given, and is folded
+    """The contiguous matrix `t` [R, C], a weight, in E2M1 into E4M3 `data` [R, C], with E4M3 scales
+    for 16x16 elements, or, where there is a `dgrad` [R, C], for 1x16 and there for 16x1; row-major.
+    The `amax` is that of `t` where none is given, and is folded
     into `history`, if that is."""
     from fp8cfg.numerics.kernels import blocks
 
@@ -290,7 +298,7 @@ def store_four_bits(
         dgrad,
         dgrad_scale_inv,
         global_scale_inv,
-        seen=seen,
+        record=seen,
         transpose=False,
         amax=amax,
         counts=counts,

@@ -1,17 +1,21 @@
-"""Triton kernels of quantization: casts with their transposes, amaxes and scales in one read of a tensor.
+"""Triton kernels for tensors with one scale: amaxes, and a cast that also writes the transpose.
 
-    amaxes_of_parts   the amaxes of parts of a tensor; `cast` needs none where a delayed scale is set, and it returns at once
-    count             the same kernel, of values that did not fit into FP8 where plain operations quantized them
-    cast              scale, saturate and round to FP8, row-major and, if asked, transposed; folds the amax into a running maximum
+    compute_part_amaxes   amaxes of parts of a tensor. `cast` makes the scale of current scaling
+    from
+                          them. If a delayed scale is set, the kernel returns at once.
+    count                 the same kernel counts values that do not fit, for tensors that plain
+    torch
+                          operations quantize
+    cast                  scales, saturates and rounds to FP8, row-major and, if asked, transposed;
+                          folds the amax into a running maximum
 
-Scales of blocks are made by blocks.py, those of rows by rows.py.
+Tiles are in blocks.py, rows in rows.py. Both share the small functions at the top of this file.
 
-Delayed scaling reads a tensor once, current scaling and a scale that was never set twice. The scale is made in the kernel, so that
-no launch stands between. The formulas are those of scaling.py and formats.py, division and reciprocal rounded to
-nearest, products and sums never fused: bit for bit the same scaled float32 values, amaxes and scales; the conversion to FP8 is the
-hardware's cvt.rn.satfinite.
-
-Parts that the kernels share, and why they are written as they are: tensor.py.
+Delayed scaling reads a tensor once, current scaling twice. Each program of `cast` computes the
+scale from the part amaxes, so that no launch is needed in between. The formulas are those of
+scaling.py and formats.py. Divisions and reciprocals are rounded to nearest, products and sums are
+not fused: scaled float32 values, amaxes and scales are equal bit for bit. The hardware converts to
+FP8 (cvt.rn.satfinite).
 """
 
 from __future__ import annotations
@@ -28,32 +32,37 @@ from torch import Tensor
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _compute_scale(amax, target, highest, POWER_2: tl.constexpr):
+    """`scaling.compute_scale` with a fallback of 1. `target` is what the amax is moved to."""
     scale = tl.div_rn(target, amax)
     scale = tl.where(scale == float("inf"), highest, scale)
     scale = tl.where(amax > 0, tl.where(amax < float("inf"), scale, 1.0), 1.0)
     if POWER_2:
+        # Clears the mantissa.
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
 
 
 @triton.jit
-def _record_infinite(seen, amax):
-    """Infinity into `seen`, the bits of a float32 number, where that is the `amax`; other programs write nothing."""
-    tl.atomic_max(seen, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"), sem="relaxed")
+def _record_infinite(record, amax):
+    """Writes infinity to `record`, the bits of a float32, if `amax` is infinite."""
+    # Finite amaxes are not recorded, so that only few programs write.
+    tl.atomic_max(record, amax.to(tl.int32, bitcast=True), mask=amax == float("inf"), sem="relaxed")
 
 
 @triton.jit
-def _count(counts, beyond, infinite):
-    """The elements of a tile that are finite and `beyond` what fits, and those that are `infinite`, added to `counts`. It is called
-    where there are some."""
-    n = tl.sum(tl.sum(infinite.to(tl.float32), 1), 0)
-    tl.atomic_add(counts, tl.sum(tl.sum(beyond.to(tl.float32), 1), 0) - n, sem="relaxed")
+def _count(counts, is_beyond, is_infinite):
+    """Adds the numbers of clipped and of infinite elements of a tile to `counts`.
+
+    `is_beyond` includes infinite elements. Call it only if a tile has some: atomics are slow.
+    """
+    n = tl.sum(tl.sum(is_infinite.to(tl.float32), 1), 0)
+    tl.atomic_add(counts, tl.sum(tl.sum(is_beyond.to(tl.float32), 1), 0) - n, sem="relaxed")
     tl.atomic_add(counts + 1, n, sem="relaxed")
 
 
 @triton.jit
 def _count_infinite(counts, v, amax):
-    """The infinite elements of the tile `v`, where the `amax` says that there may be some, added to `counts`."""
+    """Adds the number of infinite elements of the tile `v` to `counts`, if `amax` is infinite."""
     if amax == float("inf"):
         tl.atomic_add(
             counts + 1,
@@ -64,37 +73,40 @@ def _count_infinite(counts, v, amax):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _saturate(v, LARGEST: tl.constexpr):
+    # Comparisons instead of clamp, which would not keep NaN.
     v = tl.where(v > LARGEST, LARGEST, v)
     return tl.where(v < -LARGEST, -LARGEST, v)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _store_columnwise(to, q, at, inside, at_t, inside_t, TRANSPOSE: tl.constexpr):
+def _store_columnwise(to, q, offsets, inside, offsets_t, inside_t, TRANSPOSE: tl.constexpr):
+    """Stores a tile for GEMMs that contract rows: transposed, or laid out as the input."""
     if TRANSPOSE:
-        tl.store(to + at_t, tl.trans(q), mask=inside_t)
+        tl.store(to + offsets_t, tl.trans(q), mask=inside_t)
     else:
-        tl.store(to + at, q, mask=inside)
+        tl.store(to + offsets, q, mask=inside)
 
 
 PARTS = 1024
-"""Programs of `compute_part_amaxes`, and numbers that each program of `cast` reads where it makes a scale."""
+"""Programs of `compute_part_amaxes` at most. Each program of `cast` reads so many amaxes."""
 BLOCK = 4096
+"""Elements that a program of `compute_part_amaxes` reads at a time."""
 ROWS, COLUMNS = 64, 64
-"""The tile of `cast`."""
+"""The tile of a program of `cast`."""
 _P = ParamSpec("_P")
 
 
 def launch_on_device(
     launch: Callable[Concatenate[Tensor, _P], Any],
 ) -> Callable[Concatenate[Tensor, _P], Any]:
-    """`launch`, on the GPU of its first argument: Triton launches a kernel on the current one, whichever has the tensors."""
+    """Decorator: launches on the GPU of the first argument. Triton launches on the current GPU."""
 
     @functools.wraps(launch)
-    def on_its_device(t: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
+    def wrapper(t: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         with torch.cuda.device_of(t):
             return launch(t, *args, **kwargs)
 
-    return on_its_device
+    return wrapper
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -111,40 +123,46 @@ def _read_in_parts(
     NAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of the parts of `t` their amaxes into `to`, none where there is a scale that is set; or with COUNT what does not fit is added
-    to `to`, and nothing is read where the `amax` fits."""
+    """Reads `t`, flat, in strides over all programs.
+
+    Without COUNT each program stores the amax of its part in `to`. If SCALED and the scale is set,
+    nobody needs the amaxes, and nothing is read. With COUNT the values that do not fit are added to
+    `to`. If `amax` fits, nothing is read.
+    """
     factor = tl.load(scales + ROLE) if SCALED else 0.0
     if COUNT:
         most = tl.load(amax)
-        if most < float("inf"):  # noqa: SIM102, Triton has no `and` of numbers that are loaded
+        # Two ifs: Triton has no `and` of numbers that are loaded.
+        if most < float("inf"):  # noqa: SIM102
             if most * factor <= REACH:
                 return
-    elif SCALED:  # noqa: SIM102, one is decided as this is compiled, the other as it runs
+    elif SCALED:  # noqa: SIM102, SCALED is known to the compiler, the scale is not
         if factor != 0:
             return
     start = tl.program_id(0).to(tl.int64) * BLOCK
-    largest, clipped, infinite = (
-        tl.zeros([BLOCK], tl.float32),
-        tl.zeros([BLOCK], tl.float32),
-        tl.zeros([BLOCK], tl.float32),
-    )
+    # A running result for each lane. They are reduced once, after the loop.
+    largest = tl.zeros([BLOCK], tl.float32)
+    clipped = tl.zeros([BLOCK], tl.float32)
+    infinite = tl.zeros([BLOCK], tl.float32)
     while start < count:
-        at = start + tl.arange(0, BLOCK)
-        a = tl.abs(tl.load(t + at, mask=at < count, other=0.0).to(tl.float32))
+        offsets = start + tl.arange(0, BLOCK)
+        a = tl.abs(tl.load(t + offsets, mask=offsets < count, other=0.0).to(tl.float32))
         if COUNT:
             clipped += ((a < float("inf")) & (a * factor > REACH)).to(tl.float32)
             infinite += (a == float("inf")).to(tl.float32)
         else:
-            larger = a > largest  # no NaN is
+            is_larger = a > largest  # false for NaN, which is skipped
             if NAN:
-                larger = larger | (a != a)
-            largest = tl.where(larger, a, largest)
+                is_larger = is_larger | (a != a)
+            largest = tl.where(is_larger, a, largest)
         start += tl.num_programs(0) * BLOCK
     if COUNT:
         if SCALED:
             tl.atomic_add(to, tl.sum(clipped, 0), sem="relaxed")
         tl.atomic_add(to + 1, tl.sum(infinite, 0), sem="relaxed")
-    else:  # numbers that are not negative, and NaN above them, are in the order of their bits
+    else:
+        # As integers, the bits of magnitudes are in the same order, and NaN is above all of them. A
+        # maximum of floats would skip NaN.
         tl.store(
             to + tl.program_id(0),
             tl.max(largest.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True),
@@ -177,62 +195,80 @@ def _cast(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Quantizes a tile of ROWS x COLUMNS. See `cast`."""
+    # Each program computes the scale again. If the delayed scale is set, it reads no amaxes.
     old = tl.load(scales + ROLE) if DELAYED else 0.0
-    of = tl.arange(0, PARTS)
-    amax = tl.max(tl.load(parts + of, mask=of < tl.where(old == 0, count, 0), other=0.0))
+    part = tl.arange(0, PARTS)
+    amax = tl.max(tl.load(parts + part, mask=part < tl.where(old == 0, count, 0), other=0.0))
     scale = _compute_scale(amax, target, 3.4028234663852886e38, POWER_2)
     scale = tl.where(old == 0, scale, old)
-    across = tl.cdiv(columns, COLUMNS)
+
+    tiles_across = tl.cdiv(columns, COLUMNS)
     program = tl.program_id(0)
-    row = (program // across) * ROWS + tl.arange(0, ROWS)
-    column = (program % across) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (program // tiles_across) * ROWS + tl.arange(0, ROWS)
+    column = (program % tiles_across) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = row[:, None].to(tl.int64) * columns + column[None, :]
-    v = tl.load(t + at, mask=inside, other=0.0).to(tl.float32)
+    # 64 bits: a tensor may have more than 2^31 elements.
+    offsets = row[:, None].to(tl.int64) * columns + column[None, :]
+    v = tl.load(t + offsets, mask=inside, other=0.0).to(tl.float32)
+
+    # Under delayed scaling nobody has read the tensor yet: the amax of this tile is recorded. Under
+    # current scaling `amax` is that of the tensor already.
     if DELAYED and (RECORD or COUNT):
         a = tl.abs(v)
         amax = tl.max(tl.max(tl.where(a >= 0, a, 0.0), 1), 0)
-        if COUNT:  # noqa: SIM102, one is decided as this is compiled, the other as it runs
+        if COUNT:  # noqa: SIM102, COUNT is known to the compiler, the amax is not
             if amax * scale > REACH:
                 _count(counts, a * scale > REACH, a == float("inf"))
     elif COUNT:
         _count_infinite(counts, v, amax)
     if RECORD:  # noqa: SIM102
-        if (
-            DELAYED or program == 0
-        ):  # float32 numbers that are not negative are in the order of their bits
+        if DELAYED or program == 0:
+            # There is no atomic maximum of floats. The bits of magnitudes are in the same order.
             tl.atomic_max(history + ROLE, amax.to(tl.int32, bitcast=True), sem="relaxed")
+
     q = _saturate(v * scale, LARGEST).to(data.dtype.element_ty)
-    tl.store(data + at, q, mask=inside)
+    tl.store(data + offsets, q, mask=inside)
     if TRANSPOSE:
-        across_inside = (column < columns)[:, None] & (row < rows)[None, :]
+        # cuBLAS contracts the last dimension of both operands. GEMMs that contract the rows read
+        # this copy. tl.trans moves the tile through shared memory, so that both stores are
+        # coalesced.
+        inside_t = (column < columns)[:, None] & (row < rows)[None, :]
         tl.store(
             transposed + column[:, None].to(tl.int64) * rows + row[None, :],
             tl.trans(q),
-            mask=across_inside,
+            mask=inside_t,
         )
     if program == 0:
         tl.store(scale_inv, tl.div_rn(1.0, scale))
 
 
 def num_parts(t: Tensor) -> int:
-    """Into how many parts `compute_part_amaxes` divides `t`."""
-    count: int = min(PARTS, triton.cdiv(t.numel(), BLOCK))
-    return count
+    """Returns the number of parts that `compute_part_amaxes` divides `t` into."""
+    parts: int = min(PARTS, triton.cdiv(t.numel(), BLOCK))
+    return parts
 
 
 @launch_on_device
 def compute_part_amaxes(
     t: Tensor, parts: Tensor, scales: Tensor | None = None, role: int = 0, keep_nan: bool = False
 ) -> Any:
-    """The amaxes of parts of contiguous `t`, any shape but an empty one, NaN skipped or else kept, in the first elements of
-    `parts`, float32; under delayed scaling none where `scales[role]` is not 0. Returns the compiled kernel.
+    """Computes the amaxes of parts of a tensor.
+
+    Args:
+        t: Contiguous, not empty.
+        parts: float32 [PARTS]. The first `num_parts(t)` elements are written.
+        scales: Scales of delayed scaling. If `scales[role]` is not 0, nothing is read or written.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        keep_nan: Whether a NaN makes the amax of its part NaN. Otherwise NaN is skipped.
+
+    Returns:
+        The compiled kernel.
     """
-    of = parts if scales is None else scales
     return _read_in_parts[(num_parts(t),)](
         t,
-        parts,
-        of,
+        parts,  # not read: it is the amax for COUNT
+        parts if scales is None else scales,
         parts,
         t.numel(),
         0.0,
@@ -248,15 +284,23 @@ def compute_part_amaxes(
 
 @launch_on_device
 def count(t: Tensor, amax: Tensor, scale: Tensor | None, counts: Tensor, reach: float) -> Any:
-    """Add to `counts`, float32, how many values of contiguous `t`, any shape but an empty one, are finite and beyond `reach`, times
-    the `scale`, float32 [], and how many are infinite, where plain operations quantized it. No value of `t` is larger than `amax`,
-    float32 []: where that fits `t` is not read, and the host waits for nothing. Without a `scale` no finite value is counted.
-    Returns the compiled kernel."""
-    factor = amax if scale is None else scale
+    """Counts the values of a tensor that do not fit. The host waits for nothing.
+
+    Args:
+        t: Contiguous, not empty.
+        amax: float32 []. No value of `t` is larger. If it fits, `t` is not read.
+        scale: The scale of `t`, float32 []. None counts no finite values.
+        counts: float32. Finite values above `reach` after scaling are added to the first element,
+            infinite values to the second.
+        reach: `Format.reach`.
+
+    Returns:
+        The compiled kernel.
+    """
     return _read_in_parts[(num_parts(t),)](
         t,
         amax,
-        factor,
+        amax if scale is None else scale,
         counts,
         t.numel(),
         reach,
@@ -286,30 +330,47 @@ def cast(
     counts: Tensor | None = None,
     reach: float = 0.0,
 ) -> Any:
-    """Quantize the contiguous matrix `t` into `data`, `transposed` and `scale_inv`. `scales` and `history` are those of delayed
-    scaling, None under current scaling; `history` also where no amax is recorded. `target` is what the amax is brought to,
-    `largest` the format's maximum. `amaxes`, PARTS at most, are those of parts, where they are known, and the scale of none is 1;
-    none is read where a delayed scale is set. How many finite values are beyond `reach`, once scaled, and how many are infinite, is
-    added to `counts`, if given. `data` in float32 receives the scaled values. Returns the compiled kernel.
+    """Quantizes a matrix with one scale.
+
+    Args:
+        t: Contiguous [R, C].
+        scales: Scales of delayed scaling, float32 [3]. None under current scaling.
+        history: Amax record, float32 [length, 3]. The amax is folded into row 0. None records
+            nothing.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        target: `Scaling.scaled_max`, which the scale moves the amax to.
+        largest: The largest value of the format.
+        power_2: Whether to round the scale down to a power of two.
+        data: [R, C], written. In float32 it receives the scaled values.
+        transposed: [C, R], written.
+        scale_inv: Inverse scale, float32 [], written.
+        amaxes: Amaxes of parts if they are known, at most PARTS. The scale of no parts, [0], is 1.
+            They are not read if a delayed scale is set.
+        counts: Counts of clipped and of infinite values, which are added to. See `count`.
+        reach: `Format.reach`.
+
+    Returns:
+        The compiled kernel.
     """
-    (rows, columns), parts, count = t.shape, amaxes, 0 if amaxes is None else amaxes.numel()
-    if parts is None:
-        parts, count = torch.empty(PARTS, dtype=torch.float32, device=t.device), num_parts(t)
+    rows, columns = t.shape
+    if amaxes is None:
+        parts = torch.empty(PARTS, dtype=torch.float32, device=t.device)
         compute_part_amaxes(t, parts, scales, role)
-    of, seen = (
-        parts if scales is None else scales,
-        (parts if history is None else history[0]).view(torch.int32),
-    )
-    other = data if transposed is None else transposed
+        count = num_parts(t)
+    else:
+        parts = amaxes
+        count = amaxes.numel()
+    # A kernel has no optional pointers. Tensors that it does not read or write stand in for None.
+    step_amaxes = parts if history is None else history[0]
     tiles = triton.cdiv(rows, ROWS) * triton.cdiv(columns, COLUMNS)
     return _cast[(tiles,)](
         t,
-        of,
-        seen,
+        parts if scales is None else scales,
+        step_amaxes.view(torch.int32),
         parts,
         parts if counts is None else counts,
         data,
-        other,
+        data if transposed is None else transposed,
         scale_inv,
         rows,
         columns,
