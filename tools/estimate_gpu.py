@@ -82,7 +82,7 @@ def parts(device: Device, scaling: str) -> str:
 
 
 def transposes(device: Device) -> str:
-    """What it takes to transpose weights that are held in FP8 in each backward pass of the 8B step, and to keep the transposes."""
+    """What it takes to transpose weights that are stored in FP8 in each backward pass of the 8B step, and to keep the transposes."""
     recipe = fp8cfg.compose([*WHOLE, *WORDS["delayed"]])
     passes, whole = (
         recipe.trainer.global_batch_size,

@@ -130,8 +130,7 @@ def against(
         reasons.append(
             Violation(
                 "fp8.keep_transpose_cache=true",
-                f"has no effect, backend={name} decides itself what it"
-                f" keeps of a weight; drop it or write backend={REFERENCE}",
+                f"has no effect, backend={name} decides itself which copies of a weight it keeps; drop it or write backend={REFERENCE}",
             )
         )
     if adapters and not has.adapters:

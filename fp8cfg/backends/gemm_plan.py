@@ -22,7 +22,7 @@ Kinds = tuple[str, str] | tuple[()] | None
 """The kinds of the two operands of a product in FP8. In a plan None is high precision; in what ran it is a product that did not
 run, and HIGH_PRECISION one that ran, in training, in high precision."""
 HIGH_PRECISION: tuple[()] = ()
-OWN_FORWARD = "has a forward of its own"
+OWN_FORWARD = "has its own forward"
 _NAME_IT = (
     "write convert_model(model, recipe, linear=[THEIR_CLASS]) for a subclass of nn.Linear whose"
     " forward only casts input and weight"

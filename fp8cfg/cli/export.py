@@ -178,7 +178,7 @@ def _of(project: str, recipe: Recipe) -> str:
     name = DOORS[project].dialect.name
     if lost and DOORS[project].remarks:
         print(
-            f"note: {len(lost)} of its keys {name} cannot say; they stand in the text as comments",
+            f"note: {len(lost)} of its keys {name} cannot say; they are comments in the text",
             file=sys.stderr,
         )
     for line in () if DOORS[project].remarks else lost:
@@ -224,8 +224,7 @@ def run_hf(arguments: Arguments) -> int:
     fp8, out = arguments.one("--fp8"), Path(arguments.plain[2])
     if fp8 not in (None, "block", "tensor"):
         raise ConfigError(
-            f"--fp8 {fp8}: not an option; write --fp8 block or --fp8 tensor, or leave it out for"
-            " --dtype alone"
+            f"--fp8 {fp8}: not an option; write --fp8 block or --fp8 tensor, or leave it out for plain --dtype"
         )
     asked = arguments.one("--dtype")
     if asked not in (None, *WEIGHT_DTYPES):
@@ -292,7 +291,7 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
         raise ConfigError(f"--merge: has no effect, {named} has no adapters; drop it")
     if found.recipe.lora.enabled and not merge:
         raise ConfigError(
-            f"{named}: its adapters stand beside weights that were not trained; write --merge to"
+            f"{named}: it trained only adapters, its other weights are the base model's; write --merge to"
             f" add them to these, or: fp8cfg export peft {named} OUT"
         )
     tied = found.recipe.model.share_embeddings_and_output_weights

@@ -101,7 +101,7 @@ def count(recipe: Recipe, gpus: int) -> int:
         if refused(recipe, t.num_nodes * t.devices):
             return 1
         raise ConfigError(
-            f"trainer.num_nodes={t.num_nodes}: this process would train alone; start it on each"
+            f"trainer.num_nodes={t.num_nodes}: this process would be the only rank; start it on each"
             " node with torchrun"
         )
     if gpus == 0:

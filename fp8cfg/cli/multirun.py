@@ -248,7 +248,7 @@ def multirun(arguments: Arguments, file: Path | None) -> int:
     """Check every combination, run them, print and write the results. Returns the exit code."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "-m: a sweep starts runs of its own, each on one rank; start it without torchrun"
+            "-m: a sweep starts its own runs, each on one rank; start it without torchrun"
         )
     words, hydra_words = hydra_flags.hydra_split(arguments.words)
     single = [word for word in hydra_words if word.startswith(hydra_flags.RUN_DIR)]

@@ -123,7 +123,7 @@ def _changes(first: RunFolder, before: Recipe, recipe: Recipe, missing: list[str
         and not any(key.startswith("data.") for key in keys)
         and run_data(recipe)[0].sha256 != digest
     ):
-        lines.append("data: the text or tokens to train on are not those of the first run")
+        lines.append("data: the text or tokens to train on differ from the first run's")
     return lines
 
 

@@ -71,7 +71,7 @@ def apply_fp8_autowrap(model: nn.Module, recipe: Any) -> nn.Module:
     refuse_if(strangers(recipe, model))
     refuse_if(_other(converted(model).fp8, recipe.fp8))
     if any(autowraps(hook) for hook in model._forward_pre_hooks.values()):
-        raise ConfigError("apply_fp8_autowrap: this model's forward enters FP8 by itself already")
+        raise ConfigError("apply_fp8_autowrap: this model's forward enters FP8 already")
     forward = partial(
         contextual_fp8_autocast(model.forward, recipe), model
     )  # a method would be unpickled as the class's own
@@ -145,8 +145,7 @@ def _other(built: FP8, asked: FP8) -> list[str]:
     are read anew."""
     late = {"use_autocast_during_eval", "min_coverage", *(preset_keys(asked) & GIVE_WAY)}
     return [
-        f"fp8.{key}={spelled(now)}: the model's layers were converted with {spelled(then)}; convert"
-        " it anew"
+        f"fp8.{key}={spelled(now)}: the model's layers were converted with {spelled(then)}; convert it again"
         for key, then in built
         if key not in late and then != (now := getattr(asked, key))
     ]

@@ -95,7 +95,7 @@ def _said(recipe: Recipe, values: Mapping[str, int], to: str) -> Recipe:
     those = ", ".join(
         f"fp8.{name} {getattr(recipe.fp8, name)} -> {value}" for name, value in changed.items()
     )
-    logging.getLogger("fp8cfg").warning(f"note: {those}: what the preset says gives way to {to}")
+    logging.getLogger("fp8cfg").warning(f"note: {those}: the preset's value is changed to fit {to}")
     recipe = recipe.model_copy(deep=True)
     recipe.fp8 = changed
     return recipe
@@ -129,7 +129,7 @@ def of_no_effect(recipe: Recipe) -> list[str]:
     lines = []
     if every := recipe.log.fp8_stats_every_n_steps:
         lines.append(
-            f"log.fp8_stats_every_n_steps={every}: has no effect on a model of your own; drop it,"
+            f"log.fp8_stats_every_n_steps={every}: has no effect on a custom model; drop it,"
             " and call fp8cfg.collect_statistics(model, run) in your loop"
         )
     if recipe.lora.enabled:
@@ -246,7 +246,7 @@ def convert_model(
     choice = choose(recipe.precision, _hardware(model))
     if registry.capabilities(choice.backend).own_state:
         raise ConfigError(
-            f"backend={choice.backend}: its layers are trained by its own optimizer alone; write"
+            f"backend={choice.backend}: its layers are trained only by its own optimizer; write"
             " backend=native, or use fp8cfg.build(recipe, model=model)"
         )
     holder = nn.Module()
@@ -397,7 +397,7 @@ def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
     recipe = checked(recipe, model)
     if recipe.trainer.compile == "on":
         raise ConfigError(
-            "trainer.compile=on: has no effect on a model of your own; drop it, call"
+            "trainer.compile=on: has no effect on a custom model; drop it, call"
             " job.compile_model() and run job.forward in your loop"
         )
     if _ours(model) or has_fp8_layers(model):
@@ -427,7 +427,7 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
     )
     if fp8_weights(precision):
         raise ConfigError(
-            "fp8.params=true: weights in FP8 alone need an optimizer with masters;"
+            "fp8.params=true: weights stored only in FP8 need an optimizer with master weights;"
             " fp8cfg.build(recipe, model=model) makes one, or write fp8.params=false"
         )
     return fp8

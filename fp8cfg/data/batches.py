@@ -114,8 +114,7 @@ class Batches:
         if inside:
             raise DataError(
                 f"cannot resume: global_batch_size={self.global_batch_size} does not divide the"
-                f" {seen} samples seen; go on with the one of the checkpoint, or with a divisor"
-                " of it"
+                f" {seen} samples seen; use the one of the checkpoint or a divisor of it"
             )
         return step
 

@@ -82,7 +82,7 @@ class TokenFile:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise IndexError("a row of tokens is cut in steps of 1 alone")
+                raise IndexError("a row of tokens is cut only in steps of 1")
             start, stop = self._start + start, self._start + max(start, stop)
             return TokenFile(self.path, self.dtype, self._descriptor, start, stop, self._held)
         positions = np.asarray(index)

@@ -34,7 +34,9 @@ class RunFailed(Fp8cfgError):
     """A run ended with an exit code other than 0, which is this error's."""
 
     def __init__(self, folder: Path, code: int) -> None:
-        super().__init__(f"{folder}: the run ended with exit code {code}; what it wrote says why")
+        super().__init__(
+            f"{folder}: the run ended with exit code {code}; its output has the reason"
+        )
         self.exit_code = code
 
 

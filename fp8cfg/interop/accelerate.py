@@ -56,7 +56,7 @@ def _level(value: Any) -> dict[str, Any]:
     """Raises ValueError for another one; of O3, which Accelerate does not have, with what to write."""
     if str(value).lower() == "o3":
         raise ValueError(
-            "Accelerate has O1 and O2 alone; O3 is here: leave it out there, and add opt_level=O3"
+            "Accelerate has only O1 and O2; O3 is here: leave it out there, and add opt_level=O3"
         )
     return {"opt_level": one_of(value, LEVELS)}
 
@@ -107,7 +107,7 @@ def overridden(ours: Values) -> list[bool]:
 def fp8_format(value: Any) -> dict[str, Any]:
     """HYBRID or E4M3. E5M2 is a choice of Accelerate's that Transformer Engine refuses once the model is prepared."""
     if str(value).strip().lower() == "e5m2":
-        raise ValueError("Transformer Engine trains in HYBRID or E4M3, never in E5M2 alone")
+        raise ValueError("Transformer Engine trains in HYBRID or E4M3, never in plain E5M2")
     return {"fp8.format": one_of(value, FORMATS)}
 
 
@@ -519,7 +519,7 @@ def _refuse(ours: Values) -> list[str]:
     scaling = ours["fp8.scaling"]
     if engine(ours) == "MSAMP" and not delayed(ours):
         return [
-            f"fp8.scaling={scaling}: MS-AMP has delayed scaling alone; drop opt_level, or write"
+            f"fp8.scaling={scaling}: MS-AMP has only delayed scaling; drop opt_level, or write"
             " fp8.scaling=delayed"
         ]
     if runs_fp8(ours) and not SCALINGS[scaling].accelerate:
@@ -542,8 +542,8 @@ WHY = {
     ),
     "fp8.include": "a filter is Python code there (AORecipeKwargs.module_filter_func)",
     "fp8.exclude": "a filter is Python code there (AORecipeKwargs.module_filter_func)",
-    "fp8.granularity": "the file has tensorwise alone; AORecipeKwargs(config=...) has rows",
-    "opt_level": "Accelerate has O1 and O2, of MS-AMP alone",
+    "fp8.granularity": "the file has only tensorwise; AORecipeKwargs(config=...) has rows",
+    "opt_level": "Accelerate has only MS-AMP's O1 and O2",
     "storage.": (
         "Accelerate has no key for it; weights, gradients and moments have the dtype of the"
         " script's model"

@@ -53,7 +53,7 @@ def callback(recipe: Recipe, optimizer: Any) -> Any:
             own = given.get("optimizer")
             if getattr(own, "optimizer", own) is not optimizer:  # Accelerate wraps it
                 raise ConfigError(
-                    "Trainer: trains with an optimizer of its own, not the job's; write "
+                    "Trainer: trains with its own optimizer, not the job's; write "
                     "Trainer(optimizers=(job.optimizer, job.scheduler()), ...)"
                 )
             settle(recipe, args, state.max_steps, clipped=False)

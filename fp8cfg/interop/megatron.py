@@ -241,7 +241,7 @@ UNSAID = {
 }
 WHY = {
     "fp8.interval": "Megatron ignores fp8_interval",
-    "fp8.amax_history_len": "means something there under delayed scaling alone",
+    "fp8.amax_history_len": "has an effect there only under delayed scaling",
     "fp8.override_linear_precision.wgrad": "fp8_wgrad does nothing there but under delayed scaling",
     "fp8.high_precision_at_start": "Megatron refuses first_last_layers_bf16 under delayed scaling",
     "fp8.high_precision_at_end": "Megatron refuses first_last_layers_bf16 under delayed scaling",

@@ -88,7 +88,7 @@ def _prepare(theirs: dict[str, Any]) -> list[str]:
 def _refuse(ours: Values) -> list[str]:
     if ours["fp8.enabled"] and SCALINGS[ours["fp8.scaling"]].torchao != "float8":
         return [
-            f"fp8.scaling={ours['fp8.scaling']}: torchao's Float8Linear has current scaling alone;"
+            f"fp8.scaling={ours['fp8.scaling']}: torchao's Float8Linear has only current scaling;"
             " MXFP8 is another class"
         ]
     return (

@@ -187,7 +187,7 @@ TE = Dialect(
         "storage.": "not of its recipe",
         **dict.fromkeys(
             (f"{_KEPT}fprop", f"{_KEPT}dgrad", f"{_KEPT}wgrad"),
-            "it has backward_override alone, for dgrad and wgrad together, and not under delayed"
+            "it has only backward_override, for dgrad and wgrad together, and not under delayed"
             " scaling",
         ),
     },

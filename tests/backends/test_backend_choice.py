@@ -114,7 +114,7 @@ def test_an_explicit_backend_is_never_another_one(installed: SimpleNamespace) ->
 @pytest.mark.parametrize(
     ("change", "hardware", "line"),
     [
-        ({"fp8": DELAYED}, CPU, "fp8.scaling=delayed: torchao has current and mxfp8 alone"),
+        ({"fp8": DELAYED}, CPU, "fp8.scaling=delayed: torchao has only current and mxfp8"),
         (
             {"compute": "fp16", "fp8": {"scaling": "mxfp8"}},
             CPU,
@@ -123,12 +123,12 @@ def test_an_explicit_backend_is_never_another_one(installed: SimpleNamespace) ->
         (
             {"fp8": {"scaling": "block"}},
             HOPPER,
-            "fp8.scaling=block: torchao has current and mxfp8 alone",
+            "fp8.scaling=block: torchao has only current and mxfp8",
         ),
         (
             {"fp8": CURRENT | {"params": True}},
             CPU,
-            "fp8.params=true: torchao does not multiply weights that are held in FP8",
+            "fp8.params=true: torchao does not multiply weights that are stored in FP8",
         ),
         (
             {"fp8": CURRENT | {"dot_product_attention": True}},

@@ -133,7 +133,7 @@ def test_a_job_converts_them_too() -> None:
 def test_a_class_that_cannot_be_run_is_named() -> None:
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"none of 1 linear layers would run in FP8 \(Strange has a forward of its own\); write convert_model\(model, recipe, linear=\[THEIR_CLASS\]\)",
+        match=r"none of 1 linear layers would run in FP8 \(Strange has its own forward\); write convert_model\(model, recipe, linear=\[THEIR_CLASS\]\)",
     ):
         fp8cfg.convert_model(nn.Sequential(Strange(64, 64)), recipe())
     model = nn.Sequential(Strange(64, 64), ToInput(64, 64))

@@ -115,7 +115,7 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
         (
             {"fp8": {"scaling": "current"}},
             H100,
-            "fp8.scaling=current: MS-AMP has delayed scaling alone; write fp8.scaling=delayed",
+            "fp8.scaling=current: MS-AMP has only delayed scaling; write fp8.scaling=delayed",
         ),
         ({"fp8": {"scaling": "current", "granularity": "row"}}, H100, "fp8.scaling=current: "),
         (
@@ -148,7 +148,7 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
         (
             {"opt_level": "O3"},
             H100,
-            "opt_level=O3: MS-AMP has it through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes; write opt_level=O2, or backend=native opt_level=O3",
+            "opt_level=O3: MS-AMP has it only through DeepSpeed, whose JSON `fp8cfg export deepspeed` writes; write opt_level=O2, or backend=native opt_level=O3",
         ),
         (
             {"storage": {"exp_avg": "fp8"}},
@@ -181,12 +181,12 @@ def test_auto_takes_it_for_a_recipe_that_says_what_it_does_alone(installed: Path
         (
             {},
             CPU,
-            "backend=msamp: MS-AMP runs on CUDA alone, this is a CPU; write backend=native opt_level=O2 storage.weight_grad=fp8_pow2",
+            "backend=msamp: MS-AMP runs only on CUDA, this is a CPU; write backend=native opt_level=O2 storage.weight_grad=fp8_pow2",
         ),
         (
             {},
             Hardware("cuda", (8, 0)),
-            "backend=msamp: this GPU has compute capability 8.0, MS-AMP multiplies in FP8 on an H100 alone; write backend=native opt_level=O2",
+            "backend=msamp: this GPU has compute capability 8.0, MS-AMP multiplies in FP8 only on an H100; write backend=native opt_level=O2",
         ),
     ],
 )

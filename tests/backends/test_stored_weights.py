@@ -232,7 +232,7 @@ def test_a_model_under_a_level_is_pickled(backend: str) -> None:
 def test_torchao_refuses_weights_in_fp8_by_name() -> None:
     with pytest.raises(
         fp8cfg.ConfigError,
-        match="opt_level=O3: torchao does not multiply weights that are held in FP8",
+        match="opt_level=O3: torchao does not multiply weights that are stored in FP8",
     ):
         words = [word.replace("params: false, ", "") for word in TORCHAO]
         fp8cfg.build(small(*words, "opt_level=O3"))

@@ -295,7 +295,7 @@ def test_json(capsys: Out) -> None:
             "validation_path": None,
             "tokenizer": "bytes",
         },
-        "notes": ["fp8.params true -> false: what the preset says gives way to opt_level=O2"],
+        "notes": ["fp8.params true -> false: the preset's value is changed to fit opt_level=O2"],
     }
     code, printed = main(["check", "--json", "precision=bf16_pf8", "nonsense"]), capsys.readouterr()
     assert (code, printed.err) == (2, "")

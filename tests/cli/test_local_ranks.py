@@ -142,7 +142,7 @@ def test_of_several_nodes_the_line_of_each_is_printed(gpus: int, starts: Starts)
         )
     (line,) = e.value.problems
     assert line.startswith(
-        "trainer.num_nodes=2: this process would train alone; start it on each node with torchrun: torchrun --nnodes 2 "
+        "trainer.num_nodes=2: this process would be the only rank; start it on each node with torchrun: torchrun --nnodes 2 "
         f"--nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint {socket.gethostname() if gpus else 'FIRST_NODE'}:29400 "
     )
     first = (

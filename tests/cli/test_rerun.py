@@ -143,7 +143,7 @@ def test_a_run_again(
         "changed: optim.lr: 0.003 -> 0.001",
         "changed: trainer.max_steps: 6 -> 4",
         "changed: variables.NVTE_DEBUG_LEVEL: none -> 1",
-        "changed: data: the text or tokens to train on are not those of the first run",
+        "changed: data: the text or tokens to train on differ from the first run's",
         "compared up to step 4; the first run has 6 steps, this one 4",
     ):
         assert line in out

@@ -256,7 +256,7 @@ def test_several_ranks_are_refused(
     assert main(["-m", "fp8.margin=0,1"]) == 2
     assert (
         capsys.readouterr().err
-        == "error: -m: a sweep starts runs of its own, each on one rank; start it without torchrun\n"
+        == "error: -m: a sweep starts its own runs, each on one rank; start it without torchrun\n"
     )
 
 

@@ -65,61 +65,61 @@ GIVES_WAY = [
     ),
     (
         "precision=bf16_fp8 fp8.enabled=false",
-        "fp8.params true -> false: what the preset says gives way to fp8.enabled=false",
+        "fp8.params true -> false: the preset's value is changed to fit fp8.enabled=false",
     ),
     (
         "precision=bf16_fp8_current fp8.enabled=false",
         "fp8.scaling current -> delayed, fp8.params true -> false, fp8.high_precision_at_start 1 -> 0, fp8.high_precision_at_end 1 -> 0: "
-        "what the preset says gives way to fp8.enabled=false",
+        "the preset's value is changed to fit fp8.enabled=false",
     ),
     (
         "precision=bf16_fp8 fp8.scaling=mxfp8",
-        "fp8.format hybrid -> e4m3: what the preset says gives way to fp8.scaling=mxfp8",
+        "fp8.format hybrid -> e4m3: the preset's value is changed to fit fp8.scaling=mxfp8",
     ),
     (
         "precision=bf16_fp8_current backend=torchao",
-        "fp8.params true -> false: what the preset says gives way to backend=torchao",
+        "fp8.params true -> false: the preset's value is changed to fit backend=torchao",
     ),
     (
         "precision=bf16_fp8 backend=te storage.shard=zero1",
-        "fp8.params true -> false: what the preset says gives way to storage.shard=zero1 and backend=te",
+        "fp8.params true -> false: the preset's value is changed to fit storage.shard=zero1 and backend=te",
     ),
     (
         "precision=bf16_fp8 storage.weight=bf16",
-        "fp8.params true -> false: what the preset says gives way to storage.weight=bf16",
+        "fp8.params true -> false: the preset's value is changed to fit storage.weight=bf16",
     ),
     (
         "precision=bf16_fp8 opt_level=O1",
-        "fp8.params true -> false: what the preset says gives way to opt_level=O1",
+        "fp8.params true -> false: the preset's value is changed to fit opt_level=O1",
     ),
     (
         "precision=bf16_fp8 storage.shard=fsdp storage.gather=bf16",
-        "fp8.params true -> false: what the preset says gives way to storage.gather=bf16",
+        "fp8.params true -> false: the preset's value is changed to fit storage.gather=bf16",
     ),
     (
         "precision=bf16_fp8 opt_level=O2",
-        "fp8.params true -> false: what the preset says gives way to opt_level=O2",
+        "fp8.params true -> false: the preset's value is changed to fit opt_level=O2",
     ),
     (
         "precision=bf16_adamw_fp8 precision.compute=fp32 storage.master_weight=auto",
-        "storage.rounding stochastic -> nearest: what the preset says gives way to precision.compute=fp32 and storage.master_weight=auto",
+        "storage.rounding stochastic -> nearest: the preset's value is changed to fit precision.compute=fp32 and storage.master_weight=auto",
     ),
     (
         NEMOTRON,
-        "fp8.high_precision_at_end 14 -> 3: what the preset says gives way to model.num_layers=4",
+        "fp8.high_precision_at_end 14 -> 3: the preset's value is changed to fit model.num_layers=4",
     ),
     (
         f"{NEMOTRON} model.num_layers=8",
-        "fp8.high_precision_at_end 14 -> 7: what the preset says gives way to model.num_layers=8",
+        "fp8.high_precision_at_end 14 -> 7: the preset's value is changed to fit model.num_layers=8",
     ),
     (
         "precision=fp16 precision.initial_loss_scale=0.5",
-        "precision.min_loss_scale 1 -> 0.5: what the preset says gives way to precision.initial_loss_scale=0.5",
+        "precision.min_loss_scale 1 -> 0.5: the preset's value is changed to fit precision.initial_loss_scale=0.5",
     ),
     # storage, and the optimizer's numbers
     (
         "precision=bf16_fp8_block_deepseek_v3 optim.betas=[0.9,0.999]",
-        "storage.exp_avg_sq bf16 -> fp16_scaled: what the preset says gives way to optim.betas=[0.9, 0.999]",
+        "storage.exp_avg_sq bf16 -> fp16_scaled: the preset's value is changed to fit optim.betas=[0.9, 0.999]",
     ),
     (
         "precision=bf16 storage.exp_avg_sq=bf16 recipe=own",
@@ -132,16 +132,15 @@ GIVES_WAY = [
     ),
     (
         "precision=bf16_adamw_fp8 storage.weight=fp8",
-        "storage.master_weight none -> fp32: what the preset says gives way to storage.weight=fp8",
+        "storage.master_weight none -> fp32: the preset's value is changed to fit storage.weight=fp8",
     ),
     (
         "precision=bf16_adamw_fp8 optim.lr=1e-6 storage.rounding=nearest",
-        "storage.master_weight none -> fp32: what the preset says gives way to optim.lr=1e-06 and storage.rounding=nearest",
+        "storage.master_weight none -> fp32: the preset's value is changed to fit optim.lr=1e-06 and storage.rounding=nearest",
     ),
     (
         "storage.weight=bf16 storage.master_weight=none optim.lr=1e-6 precision=bf16",
-        "storage.rounding nearest -> stochastic: what the preset "
-        "says gives way to optim.lr=1e-06 and storage.weight=bf16 and storage.master_weight=none",
+        "storage.rounding nearest -> stochastic: the preset's value is changed to fit optim.lr=1e-06 and storage.weight=bf16 and storage.master_weight=none",
     ),
     (
         "storage.weight=bf16 storage.master_weight=none storage.rounding=nearest recipe=own",
@@ -151,41 +150,41 @@ GIVES_WAY = [
     (
         "precision=bf16_adamw_fp8 optim.name=sgd",
         "storage.exp_avg fp8_block -> auto, storage.exp_avg_sq fp8_block -> auto, storage.master_weight "
-        "none -> auto, storage.weight_grad bf16 -> auto, storage.rounding stochastic -> nearest: what the preset says gives way to optim.name=sgd",
+        "none -> auto, storage.weight_grad bf16 -> auto, storage.rounding stochastic -> nearest: the preset's value is changed to fit optim.name=sgd",
     ),
     (
         "precision=own storage.comm=fp8",
-        "storage.weight_grad fp8_pow2 -> fp8: what the preset says gives way to storage.comm=fp8",
+        "storage.weight_grad fp8_pow2 -> fp8: the preset's value is changed to fit storage.comm=fp8",
     ),
     (
         "precision=own storage.weight_grad=fp8",
-        "storage.comm fp8_pow2 -> fp8: what the preset says gives way to storage.weight_grad=fp8",
+        "storage.comm fp8_pow2 -> fp8: the preset's value is changed to fit storage.weight_grad=fp8",
     ),
     (
         "precision=own_fp8 fp8.scaling=block",
-        "fp8.dot_product_attention true -> false: what the preset says gives way to fp8.scaling=block",
+        "fp8.dot_product_attention true -> false: the preset's value is changed to fit fp8.scaling=block",
     ),
     (
         "precision=own_fp8 backend=torchao",
-        "fp8.dot_product_attention true -> false: what the preset says gives way to backend=torchao",
+        "fp8.dot_product_attention true -> false: the preset's value is changed to fit backend=torchao",
     ),
     (
         "precision=own_fp8 fp8.override_linear_precision={fprop:true,dgrad:true} fp8.dot_product_attention=false",
-        "fp8.override_linear_precision.wgrad true -> false: what the preset says gives way to fp8.override_linear_precision.dgrad=true and "
+        "fp8.override_linear_precision.wgrad true -> false: the preset's value is changed to fit fp8.override_linear_precision.dgrad=true and "
         "fp8.override_linear_precision.fprop=true",
     ),
     (
         "precision=own_fp8 fp8.scaling=delayed backend=msamp fp8.dot_product_attention=false fp8.reduce_amax=false storage.accumulate=stored "
         "fp8.amax_history_len=16",
-        "fp8.override_linear_precision.wgrad true -> false: what the preset says gives way to backend=msamp",
+        "fp8.override_linear_precision.wgrad true -> false: the preset's value is changed to fit backend=msamp",
     ),
     (
         "precision=own_gather fp8.granularity=row",
-        "storage.gather fp8 -> auto: what the preset says gives way to fp8.granularity=row",
+        "storage.gather fp8 -> auto: the preset's value is changed to fit fp8.granularity=row",
     ),
     (
         "precision=own_gather precision.compute=bf16 fp8.scaling=delayed",
-        "storage.gather fp8 -> auto: what the preset says gives way to fp8.scaling=delayed",
+        "storage.gather fp8 -> auto: the preset's value is changed to fit fp8.scaling=delayed",
     ),
     (
         "optim.warmup_steps=9 trainer.max_steps=10 optim.min_lr=1e-6 optim.lr_decay_style=linear",
@@ -470,13 +469,13 @@ def test_every_given_value_has_its_layer() -> None:
             "bf16_fp8_current",
             "model.num_layers = 2",
             "model.num_layers=2",
-            "fp8.high_precision_at_end 1 -> 0: what the preset says gives way to model.num_layers=2",
+            "fp8.high_precision_at_end 1 -> 0: the preset's value is changed to fit model.num_layers=2",
         ),
         (
             "bf16_fp8",
             "fp8.scaling = 'mxfp8'",
             "fp8.scaling=mxfp8",
-            "fp8.format hybrid -> e4m3: what the preset says gives way to fp8.scaling=mxfp8",
+            "fp8.format hybrid -> e4m3: the preset's value is changed to fit fp8.scaling=mxfp8",
         ),
     ],
 )

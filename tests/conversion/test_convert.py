@@ -40,7 +40,8 @@ def test_a_layer_that_was_compiled_by_itself_stays_and_a_compiled_model_does_not
     model.h[0].up.compile(), model.h[1].compile()
     plan = {p.name: p for p in fp8cfg.convert_model(model, recipe()).plan}
     assert (
-        plan["h.0.up"].reason == "it is compiled by itself; compile it after" and plan["h.1.up"].fp8
+        plan["h.0.up"].reason == "it is compiled already; compile it after the conversion"
+        and plan["h.1.up"].fp8
     )
 
 
@@ -157,11 +158,11 @@ def test_a_recipe_for_few_layers_fits_a_model_of_many() -> None:
         (("fp8.include=['gate']",), "fp8.enabled=true: none of 12 linear layers would run in FP8"),
         (
             ("fp8.dot_product_attention=true",),
-            "fp8.dot_product_attention=true: has no effect on a model of your own",
+            "fp8.dot_product_attention=true: has no effect on a custom model",
         ),
         (
             ("fp8.params=true",),
-            "fp8.params=true: weights in FP8 alone need an optimizer with masters",
+            "fp8.params=true: weights stored only in FP8 need an optimizer with master weights",
         ),
         (
             ("opt_level=O2", "storage.exp_avg=bf16"),

@@ -42,7 +42,7 @@ def assigned(preset: str) -> fp8cfg.Recipe:
     return recipe
 
 
-PARAMS = "note: fp8.params True -> False: what the preset says gives way to parameters that stay as they are"
+PARAMS = "note: fp8.params True -> False: the preset's value is changed to fit parameters that stay as they are"
 
 
 @pytest.mark.parametrize("of", [composed, assigned])
@@ -54,20 +54,20 @@ PARAMS = "note: fp8.params True -> False: what the preset says gives way to para
             "bf16_fp8_current",
             2,
             1,
-            "fp8.high_precision_at_end 1 -> 0: what the preset says gives way to a model of 2 layers",
+            "fp8.high_precision_at_end 1 -> 0: the preset's value is changed to fit a model of 2 layers",
         ),
         (
             "bf16_fp8_current",
             0,
             1,
-            "fp8.high_precision_at_start 1 -> 0, fp8.high_precision_at_end 1 -> 0: what the preset says gives way to a model "
+            "fp8.high_precision_at_start 1 -> 0, fp8.high_precision_at_end 1 -> 0: the preset's value is changed to fit a model "
             "without a list of like layers",
         ),
         (
             "nemotron_3_super_bf16_nvfp4",
             8,
             1,
-            "fp8.high_precision_at_end 14 -> 7: what the preset says gives way to a model of 8 layers",
+            "fp8.high_precision_at_end 14 -> 7: the preset's value is changed to fit a model of 8 layers",
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_layers_at_the_ends_give_way_to_a_small_model(
         ),
         (
             "fp8.params = True",
-            "fp8.params=true: weights in FP8 alone need an optimizer with masters",
+            "fp8.params=true: weights stored only in FP8 need an optimizer with master weights",
         ),
     ],
 )

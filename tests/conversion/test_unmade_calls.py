@@ -157,7 +157,7 @@ def test_a_parametrized_weight_is_an_error(change: Callable[[nn.Module], Any]) -
     [
         (
             "log.fp8_stats_every_n_steps=1",
-            "log.fp8_stats_every_n_steps=1: has no effect on a model of your own",
+            "log.fp8_stats_every_n_steps=1: has no effect on a custom model",
         ),
         ("trainer.compile=on", "trainer.compile=on: has no effect on a model"),
     ],
@@ -168,7 +168,7 @@ def test_keys_of_runs_are_refused_for_a_given_model(words: str, line: str) -> No
         fp8cfg.build(r, model=Block())
     assert str(e.value).startswith(line)
     if "log" in words:
-        with pytest.raises(fp8cfg.ConfigError, match="has no effect on a model of your own"):
+        with pytest.raises(fp8cfg.ConfigError, match="has no effect on a custom model"):
             fp8cfg.convert_model(Block(), r)
 
 

@@ -394,7 +394,7 @@ def test_typos_are_reported_and_values_refused_all_at_once() -> None:
             amax_compute_algo="mxa",
         )
     assert e.value.problems == [
-        "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in E5M2 alone",
+        "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in plain E5M2",
         "fp8_config.margin=x: expected an integer",
         "fp8_config.amax_compute_algo=mxa: not an option; did you mean 'max'?",
         "fp8_config.override_linear_precision=(false, false): expected three of true and false, for fprop, dgrad and wgrad",
@@ -402,7 +402,7 @@ def test_typos_are_reported_and_values_refused_all_at_once() -> None:
     with pytest.raises(ConfigError) as e:  # those of types, of bounds and of names
         imported(fp8_format="E5M2", margin=-4, marginn=4)
     assert e.value.problems == [
-        "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in E5M2 alone",
+        "fp8_config.fp8_format=E5M2: Transformer Engine trains in HYBRID or E4M3, never in plain E5M2",
         "fp8_config.margin=-4: must be at least 0",
         "fp8_config.marginn: no such key of Accelerate; did you mean 'fp8_config.margin'?",
     ]

@@ -104,7 +104,7 @@ def test_accelerate_in_its_file(tmp_path: Path) -> None:
     ).recipe.precision == precision(["precision=bf16_fp8", "fp8.params=false"])
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"fp8_config\.opt_level=O3: Accelerate has O1 and O2 alone; O3 is here: .* add opt_level=O3",
+        match=r"fp8_config\.opt_level=O3: Accelerate has only O1 and O2; O3 is here: .* add opt_level=O3",
     ):
         imported(
             "accelerate",

@@ -239,7 +239,7 @@ def test_a_trainer_with_an_optimizer_of_its_own(tmp_path: Path) -> None:
     )
     with pytest.raises(
         fp8cfg.ConfigError,
-        match="Trainer: trains with an optimizer of its own, not the job's; write ",
+        match="Trainer: trains with its own optimizer, not the job's; write ",
     ):
         run.train()
 

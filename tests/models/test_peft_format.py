@@ -266,7 +266,7 @@ def test_a_resumed_run_wants_the_same_base(
     [
         (
             ["export", "hf", "{run}", "{out}"],
-            "its adapters stand beside weights that were not trained; write --merge to add them to these",
+            "it trained only adapters, its other weights are the base model's; write --merge to add them to these",
         ),
         (["export", "peft", "{run}"], "export peft: needs a run folder and a new folder"),
         (["export", "recipe=llama_tiny", "--merge"], "--merge: of export hf alone"),

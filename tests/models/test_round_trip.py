@@ -91,7 +91,7 @@ def test_there_and_back(trained: tuple[Path, Path, str], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("fp8", FP8)
 def test_adapters_there_and_back(fp8: str, tmp_path: Path) -> None:
-    """LoRA over weights that are held in FP8, merged: what transformers loads is the sum, in BF16, and in FP8 what we read of it."""
+    """LoRA over weights that are stored in FP8, merged: what transformers loads is the sum, in BF16, and in FP8 what we read of it."""
     run_of(tmp_path, "llama", fp8, "task=lora", "lora.rank=4")
     run, before = tmp_path / "run", loaded(tmp_path / "theirs", torch.float32)
     wide, narrow = (

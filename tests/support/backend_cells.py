@@ -189,7 +189,7 @@ def native() -> list[Cell]:
             "native",
             "fp8.dot_product_attention",
             (*CURRENT, "fp8.dot_product_attention=true"),
-            "fp8.dot_product_attention=true: the native backend has it by emulation alone",
+            "fp8.dot_product_attention=true: the native backend has it only by emulation",
             H200,
         ),
         Refused(
@@ -265,7 +265,7 @@ def torchao() -> list[Cell]:
                 "torchao",
                 "fp8.scaling",
                 (*PRESET[s], PLAIN),
-                f"fp8.scaling={s}: torchao has current and mxfp8 alone",
+                f"fp8.scaling={s}: torchao has only current and mxfp8",
             )
             for s in ("delayed", "block", "nvfp4")
         ),
@@ -665,7 +665,7 @@ def msamp() -> list[Cell]:
                 "msamp",
                 "fp8.scaling",
                 (*PRESET[s],),
-                f"fp8.scaling={s}: MS-AMP has delayed scaling alone",
+                f"fp8.scaling={s}: MS-AMP has only delayed scaling",
                 H200,
             )
             for s in PRESET

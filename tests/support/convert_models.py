@@ -92,7 +92,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 REASONS = {
     "gate": "out_features=10 is not a multiple of 16",
-    "own": "Doubled has a forward of its own",
+    "own": "Doubled has its own forward",
     "lm_head": "fp8.output_layer=false",
     "attention.out_proj": "nn.MultiheadAttention multiplies its weight itself",
 }

@@ -235,7 +235,7 @@ def test_an_allowed_change_resumes(start: tuple[str, ...], change: str) -> None:
         (
             ("precision=bf16_mxfp8", ATTENTION),
             "fp8.dot_product_attention=true: the native backend has none under fp8.scaling=mxfp8, where cuDNN "
-            "quantizes the softmax by rules of its own; drop it, or write fp8.scaling=current",
+            "quantizes the softmax by its own rules; drop it, or write fp8.scaling=current",
         ),
         (
             ("precision=bf16_nvfp4", ATTENTION),
@@ -266,7 +266,7 @@ def test_a_gpu_emulates_it_where_asked() -> None:
     precision = small(FP8_RUN, ATTENTION).precision
     with pytest.raises(
         fp8cfg.ConfigError,
-        match=r"fp8\.dot_product_attention=true: the native backend has it by emulation alone",
+        match=r"fp8\.dot_product_attention=true: the native backend has it only by emulation",
     ):
         choose(precision, hopper)
     precision.fp8.emulate = True

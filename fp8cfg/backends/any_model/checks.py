@@ -157,8 +157,7 @@ def warn_of_sums(model: nn.Module) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1 and not _is_summed(model):
         warnings.warn(
-            f"the gradients of this step were not summed over the {ranks} ranks, so that each"
-            " trains a model of its own; call job.sum_gradients() before the optimizer's step",
+            f"the gradients of this step were not summed over the {ranks} ranks, so each trains a different model; call job.sum_gradients() before the optimizer's step",
             RuntimeWarning,
             stacklevel=5,
         )

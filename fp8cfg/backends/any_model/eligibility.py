@@ -198,7 +198,7 @@ def plan_model(
     """
     if fp8.dot_product_attention:
         raise ConfigError(
-            "fp8.dot_product_attention=true: has no effect on a model of your own, whose attention"
+            "fp8.dot_product_attention=true: has no effect on a custom model, whose attention"
             " stays as it is"
         )
     stand_ins = planned_as(model, fp8.enabled)
@@ -315,7 +315,7 @@ def _odd(
     if "forward" in vars(linear):
         return f"{kind.__name__} {OWN_FORWARD}"
     if linear._compiled_call_impl is not None:
-        return "it is compiled by itself; compile it after"
+        return "it is compiled already; compile it after the conversion"
     if isinstance(owner, nn.MultiheadAttention):
         return "nn.MultiheadAttention multiplies its weight itself"
     if isinstance(linear.weight, UninitializedParameter):

@@ -38,7 +38,7 @@ class Casts(NamedTuple):
 
 
 def casts_of(linear: nn.Linear) -> Casts | None:
-    """How `linear`, whose class has a forward of its own, casts; None where it computes something else, or cannot be run."""
+    """How `linear`, whose class has its own forward, casts; None where it computes something else, or cannot be run."""
     if linear.weight.is_meta:
         return None
     with (

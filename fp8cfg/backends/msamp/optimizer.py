@@ -48,8 +48,7 @@ class MSAMPOptimizer(torch.optim.Optimizer):
             p: name for name, p in model.named_parameters() if p.requires_grad
         }
         wrong = [
-            f"{name} is {p.dtype}: MS-AMP never updates it, its own parameters and float32 ones"
-            " alone"
+            f"{name} is {p.dtype}: MS-AMP never updates it, only its own parameters and float32 ones"
             for p, name in self.names.items()
             if not isinstance(p, self._scaling) and p.dtype != torch.float32
         ]

@@ -36,11 +36,14 @@ _KEYS: dict[str, tuple[object, str]] = {
     "interval": (1, "moves scales in every step"),
     "amax_history_len": (16, "keeps the amaxes of 16 steps"),
     "amax_compute_algo": ("max", "takes the largest amax of its history"),
-    "reduce_amax": (False, "takes the amaxes of inputs and their gradients from each rank alone"),
+    "reduce_amax": (
+        False,
+        "takes the amaxes of inputs and their gradients only from each rank itself",
+    ),
     "first_step": ("in_time", "scales in time until its history is full"),
     "dot_product_attention": (False, "leaves attention as it is"),
     "multi_head_attention": (False, "leaves attention as it is"),
-    "emulate": (False, "multiplies on the GPU's FP8 units alone"),
+    "emulate": (False, "multiplies only on the GPU's FP8 units"),
 }
 """Keys of `fp8` with the one value that MS-AMP has, and why."""
 
@@ -107,7 +110,7 @@ def _keys(f: FP8) -> list[Violation]:
         return [
             Violation(
                 f"fp8.scaling={f.scaling}",
-                "MS-AMP has delayed scaling alone; write fp8.scaling=delayed, or backend=native",
+                "MS-AMP has only delayed scaling; write fp8.scaling=delayed, or backend=native",
             )
         ]
     lines = [
@@ -140,7 +143,7 @@ def _keys(f: FP8) -> list[Violation]:
 def _storage(p: Precision) -> list[Violation]:
     """A line for each column that differs from what the level stores."""
     has, s = of_level(p.model_copy(update={"backend": "msamp"})), p.storage
-    export = "through DeepSpeed alone, whose JSON `fp8cfg export deepspeed` writes"
+    export = "only through DeepSpeed, whose JSON `fp8cfg export deepspeed` writes"
     if level(p) == "O3":
         return [
             Violation(
@@ -199,7 +202,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
     if hardware.device != "cuda":
         return [
             Violation(
-                "backend=msamp", f"MS-AMP runs on CUDA alone, this is a CPU; write {instead(p)}"
+                "backend=msamp", f"MS-AMP runs only on CUDA, this is a CPU; write {instead(p)}"
             )
         ]
     if hardware.capability != H100:
@@ -207,8 +210,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
         return [
             Violation(
                 "backend=msamp",
-                f"this GPU has compute capability {has}, MS-AMP multiplies in FP8 on an"
-                f" H100 alone; write {instead(p)}",
+                f"this GPU has compute capability {has}, MS-AMP multiplies in FP8 only on an H100; write {instead(p)}",
             )
         ]
     return []

@@ -30,7 +30,7 @@ def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
             Violation(
                 "fp8.dot_product_attention=true",
                 "the native backend has none under"
-                f" fp8.scaling={f.scaling}, where cuDNN quantizes the softmax by rules of its own; drop"
+                f" fp8.scaling={f.scaling}, where cuDNN quantizes the softmax by its own rules; drop"
                 " it, or write fp8.scaling=current",
             )
         )
@@ -115,7 +115,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
         return [
             Violation(
                 f"fp8.scaling={name}",
-                f"the native backend multiplies it by emulation alone, and"
+                f"the native backend multiplies it only by emulation, and"
                 f" {found(hardware)}; {EMULATE}, or precision={preset}",
             )
         ]
@@ -152,7 +152,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
         return [
             Violation(
                 "fp8.dot_product_attention=true",
-                f"the native backend has it by emulation alone; {EMULATE}, or drop it",
+                f"the native backend has it only by emulation; {EMULATE}, or drop it",
             )
         ]
     return []

@@ -256,7 +256,7 @@ def misfits(model: nn.Module, fp8: FP8) -> list[str]:
     if any(getattr(module, "window", None) for module in model.modules()):
         return [
             "fp8.dot_product_attention=true: not with model.sliding_window under backend=te, whose"
-            " FP8 attention has windows on new GPUs alone; write backend=native"
+            " FP8 attention has windows only on new GPUs; write backend=native"
         ]
     if not torch.cuda.is_available():
         return []
@@ -434,9 +434,9 @@ def obstacle(layer: Any, make: Maker) -> str:
             " either"
         )
     if own_forward(layer):
-        return "it has a forward of its own"
+        return "it has its own forward"
     heard = [name for name, module in layer.named_modules() if name and listened(module)]
-    return f"{heard[0]} has hooks or a forward of its own" if heard else ""
+    return f"{heard[0]} has hooks or its own forward" if heard else ""
 
 
 def _linears(layer: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ tests/gpu/test_te.py is what a GPU has to show.
 
 What differs from native, for whoever compares: Transformer Engine rolls histories and moves scales once for each forward pass
 (native: once for each optimizer step), and counts the amaxes of a step that was skipped. Where te.TransformerLayer takes a whole
-layer, it also chooses the kernel of attention in high precision. Masters of weights that are held in FP8 are our optimizer's,
+layer, it also chooses the kernel of attention in high precision. Masters of weights that are stored in FP8 are our optimizer's,
 float32, written with `quantize_`, as TE's FusedAdam writes its own.
 """
 

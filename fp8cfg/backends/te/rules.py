@@ -126,7 +126,7 @@ def _wanted(fp8: FP8) -> dict[str, _Wanted]:
         ),
         "NVTE_UnfusedDPA_Emulate_FP8": _Wanted(("0",), "fp8.emulate=false"),
         "NVTE_FUSED_ATTN": _Wanted(
-            ("1",), "fp8.dot_product_attention=true, which cuDNN's fused attention alone has"
+            ("1",), "fp8.dot_product_attention=true, which only cuDNN's fused attention has"
         ),
     }
     every = {
@@ -243,7 +243,7 @@ def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
         return [
             Violation(
                 f"fp8.scaling={precision.fp8.scaling}",
-                f"Transformer Engine has {', '.join(HAS)} alone; write backend=native",
+                f"Transformer Engine has only {', '.join(HAS)}; write backend=native",
             )
         ]
     return [*_keys(precision), *_hardware_lacks(precision, hardware)]
@@ -381,7 +381,7 @@ def _keys(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 "fp8.emulate=true",
-                "Transformer Engine multiplies on the GPU's FP8 units alone; write backend=native",
+                "Transformer Engine multiplies only on the GPU's FP8 units; write backend=native",
                 [("fp8.emulate", False)],
                 ["backend"],
             )
@@ -391,7 +391,7 @@ def _keys(p: Precision) -> list[Violation]:
             Violation(
                 f"precision.compute={p.compute}",
                 f"under fp8.scaling={f.scaling} Transformer Engine's"
-                " Hadamard transform takes bf16 alone; write precision=bf16_nvfp4,"
+                " Hadamard transform takes only bf16; write precision=bf16_nvfp4,"
                 " fp8.random_hadamard_transform=false, or backend=native",
             )
         )
@@ -417,7 +417,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
         return [
             Violation(
                 "backend=te",
-                "Transformer Engine runs on CUDA alone, this is a CPU; write backend=native",
+                "Transformer Engine runs only on CUDA, this is a CPU; write backend=native",
             )
         ]
     has = f"this GPU has compute capability {dotted(hardware.capability)}"

@@ -91,7 +91,7 @@ def _not_there(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 f"fp8.scaling={f.scaling}",
-                f"torchao has {those} alone; write backend=native, or precision={preset}",
+                f"torchao has only {those}; write backend=native, or precision={preset}",
             )
         )
     if f.params:
@@ -106,7 +106,7 @@ def _not_there(p: Precision) -> list[Violation]:
         lines.append(
             Violation(
                 said,
-                f"torchao does not multiply weights that are held in FP8; write"
+                f"torchao does not multiply weights that are stored in FP8; write"
                 f" backend=native, or {cure}",
                 [("fp8.params", False)] if said == "fp8.params=true" else [],
                 ["backend"],
@@ -130,7 +130,7 @@ def _mxfp8(p: Precision) -> list[Violation]:
     lines = [
         Violation(
             f"fp8.override_linear_precision.{gemm}=true",
-            "torchao's MXFP8Linear keeps wgrad alone in"
+            "torchao's MXFP8Linear keeps only wgrad in"
             " high precision; write backend=native, or drop it",
             [(f"fp8.override_linear_precision.{gemm}", False)],
             ["backend"],
