@@ -41,7 +41,7 @@ class Source(Enum):
     COMMAND_LINE = "command line"
     LAUNCHER = "launcher"
     ASSIGNED = "assigned"
-    CONFLICT = "gave way"
+    CONFLICT = "changed to fit"
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class Change:
         """Whose value yielded, as the subject of a sentence."""
         if self.rank is Rank.RECIPE and self.old == defaults()[self.key]:
             return "the default"
-        return f"what the {self.rank.name.lower()} says"
+        return f"the {self.rank.name.lower()}'s value"
 
     @property
     def override(self) -> str:
@@ -135,7 +135,7 @@ class ResolvedRecipe:
             text = f"{short(change.key)} {_shown(change.old)} -> {_shown(change.new)}"
             grouped.setdefault((change.subject, change.cause), []).append(text)
         lines = [
-            f"note: {', '.join(texts)}: {subject} gives way to {cause}"
+            f"note: {', '.join(texts)}: {subject} is changed to fit {cause}"
             for (subject, cause), texts in grouped.items()
         ]
         return [*lines, *self.remarks]

@@ -316,7 +316,7 @@ def _where(layer: Layer, key: str) -> str:
     """Where the value of the full `key` comes from, in one line."""
     location = layer.location
     if layer.source is Source.CONFLICT:
-        return f"gave way to {shown(location.text)}"
+        return f"changed to fit {shown(location.text)}"
     if layer.source is Source.COMMAND_LINE:
         return f"command line: {shown(location.text)}"
     if layer.source is Source.RECIPE:

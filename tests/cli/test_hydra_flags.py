@@ -49,7 +49,7 @@ def test_cfg_has_what_gave_way(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr()
     assert (out.out.strip(), out.err) == (
         "5",
-        "note: optim.warmup_steps 20 -> 5: what the recipe says gives way to trainer.max_steps=5\n",
+        "note: optim.warmup_steps 20 -> 5: the recipe's value is changed to fit trainer.max_steps=5\n",
     )
 
 

@@ -413,7 +413,7 @@ def test_what_the_user_did_not_write_gives_way_in_each_job(
     )
     assert [(r.optim.warmup_steps, r.optim.constant_steps) for r in ran] == [(2, 3), (20, 3)]
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")] == [
-        "note: optim.warmup_steps 20 -> 2: what the recipe says gives way to trainer.max_steps=5 and optim.constant_steps=3"
+        "note: optim.warmup_steps 20 -> 2: the recipe's value is changed to fit trainer.max_steps=5 and optim.constant_steps=3"
     ]
 
 

@@ -33,35 +33,35 @@ def problems(words: str) -> list[str]:
 GIVES_WAY = [
     (
         "trainer.max_steps=5",
-        "optim.warmup_steps 20 -> 5: what the recipe says gives way to trainer.max_steps=5",
+        "optim.warmup_steps 20 -> 5: the recipe's value is changed to fit trainer.max_steps=5",
     ),
     (
         "recipe=llama_8b trainer.max_steps=100",
-        "optim.warmup_steps 2000 -> 100: the default gives way to trainer.max_steps=100",
+        "optim.warmup_steps 2000 -> 100: the default is changed to fit trainer.max_steps=100",
     ),
     (
         "trainer.max_steps=50 optim.constant_steps=40",
-        "optim.warmup_steps 20 -> 10: what the recipe says gives way to trainer.max_steps=50 and optim.constant_steps=40",
+        "optim.warmup_steps 20 -> 10: the recipe's value is changed to fit trainer.max_steps=50 and optim.constant_steps=40",
     ),
     (
         "trainer.val_check_interval=0",
-        "trainer.limit_val_batches 4 -> 32: what the recipe says gives way to trainer.val_check_interval=0",
+        "trainer.limit_val_batches 4 -> 32: the recipe's value is changed to fit trainer.val_check_interval=0",
     ),
     (
         "trainer.global_batch_size=8",
-        "trainer.micro_batch_size 16 -> 8: the default gives way to trainer.global_batch_size=8",
+        "trainer.micro_batch_size 16 -> 8: the default is changed to fit trainer.global_batch_size=8",
     ),
     (
         "trainer.global_batch_size=24",
-        "trainer.micro_batch_size 16 -> 12: the default gives way to trainer.global_batch_size=24",
+        "trainer.micro_batch_size 16 -> 12: the default is changed to fit trainer.global_batch_size=24",
     ),
     (
         "trainer.devices=2",
-        "trainer.micro_batch_size 16 -> 8: the default gives way to trainer.devices=2",
+        "trainer.micro_batch_size 16 -> 8: the default is changed to fit trainer.devices=2",
     ),
     (
         "trainer.micro_batch_size=3",
-        "trainer.global_batch_size 16 -> 15: the default gives way to trainer.micro_batch_size=3",
+        "trainer.global_batch_size 16 -> 15: the default is changed to fit trainer.micro_batch_size=3",
     ),
     (
         "precision=bf16_fp8 fp8.enabled=false",
@@ -123,12 +123,12 @@ GIVES_WAY = [
     ),
     (
         "precision=bf16 storage.exp_avg_sq=bf16 recipe=own",
-        "optim.betas [0.9, 0.999] -> [0.9, 0.9961]: what the recipe says gives way to "
+        "optim.betas [0.9, 0.999] -> [0.9, 0.9961]: the recipe's value is changed to fit "
         "storage.exp_avg_sq=bf16",
     ),
     (
         "precision=bf16 storage.exp_avg_sq=fp16 recipe=own",
-        "optim.eps 1e-08 -> 0.000172633: what the recipe says gives way to storage.exp_avg_sq=fp16",
+        "optim.eps 1e-08 -> 0.000172633: the recipe's value is changed to fit storage.exp_avg_sq=fp16",
     ),
     (
         "precision=bf16_adamw_fp8 storage.weight=fp8",
@@ -144,7 +144,7 @@ GIVES_WAY = [
     ),
     (
         "storage.weight=bf16 storage.master_weight=none storage.rounding=nearest recipe=own",
-        "optim.lr 1e-05 -> 6.10352e-05: what the recipe says gives way to storage.rounding=nearest and storage.weight=bf16 and "
+        "optim.lr 1e-05 -> 6.10352e-05: the recipe's value is changed to fit storage.rounding=nearest and storage.weight=bf16 and "
         "storage.master_weight=none",
     ),
     (
@@ -348,7 +348,9 @@ def test_python_is_told_by_the_logger(caplog: pytest.LogCaptureFixture) -> None:
     r = fp8cfg.compose(["trainer.max_steps=5"])
     assert (r.optim.warmup_steps, caplog.messages) == (
         5,
-        ["note: optim.warmup_steps 20 -> 5: what the recipe says gives way to trainer.max_steps=5"],
+        [
+            "note: optim.warmup_steps 20 -> 5: the recipe's value is changed to fit trainer.max_steps=5"
+        ],
     )
     given = llama_tiny()
     assert (
@@ -397,7 +399,7 @@ def test_a_file_is_the_users_where_it_differs_from_the_default(
     assert (
         caplog.messages
         == [
-            "note: optim.warmup_steps 20 -> 5: what the recipe says gives way to trainer.max_steps=5"
+            "note: optim.warmup_steps 20 -> 5: the recipe's value is changed to fit trainer.max_steps=5"
         ]
         * 2
     )
@@ -429,12 +431,12 @@ def test_a_recipe_and_a_preset_of_ones_own_give_way_to_words(tmp_path: Path) -> 
         library,
     )
     assert not found.problems and found.notes == [
-        "note: fp8.granularity row -> tensor: what the recipe says gives way to fp8.scaling=delayed",
-        "note: log.fp8_stats_every_n_steps 20 -> 5: what the recipe says gives way to trainer.max_steps=5",
+        "note: fp8.granularity row -> tensor: the recipe's value is changed to fit fp8.scaling=delayed",
+        "note: log.fp8_stats_every_n_steps 20 -> 5: the recipe's value is changed to fit trainer.max_steps=5",
     ]
     found = composed(["recipe=mine", "precision=bf16"], library)
     assert not found.problems and found.notes == [
-        "note: log.fp8_stats_every_n_steps 20 -> 0: what the recipe says gives way to fp8.enabled=false"
+        "note: log.fp8_stats_every_n_steps 20 -> 0: the recipe's value is changed to fit fp8.enabled=false"
     ]
 
 

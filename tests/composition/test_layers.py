@@ -91,7 +91,7 @@ def _rank(layer: Layer) -> int:
         "recipe file": 1,
         "preset": 1 if layer.chosen_by and layer.chosen_by.file else 2,
         "command line": 3,
-        "gave way": 4,
+        "changed to fit": 4,
     }[layer.source.value]
 
 

@@ -159,7 +159,7 @@ def test_a_parametrized_weight_is_an_error(change: Callable[[nn.Module], Any]) -
             "log.fp8_stats_every_n_steps=1",
             "log.fp8_stats_every_n_steps=1: has no effect on a custom model",
         ),
-        ("trainer.compile=on", "trainer.compile=on: has no effect on a model"),
+        ("trainer.compile=on", "trainer.compile=on: has no effect on a custom model"),
     ],
 )
 def test_keys_of_runs_are_refused_for_a_given_model(words: str, line: str) -> None:

@@ -213,7 +213,7 @@ def test_without_a_file_to_validate_on_nothing_is_validated(
     recipe = fp8cfg.compose([*own, *quiet])
     assert recipe.trainer.val_check_interval == 0
     assert (
-        "trainer.val_check_interval 50 -> 0: what the recipe says gives way to data.streaming=true"
+        "trainer.val_check_interval 50 -> 0: the recipe's value is changed to fit data.streaming=true"
         in caplog.text
     )
     with pytest.raises(
