@@ -1,4 +1,7 @@
-"""Fiddle graph as text, and what will be built of a recipe, with which arguments. Loads no torch, and Fiddle for a graph alone."""
+"""Text of a Fiddle graph, and the parts of a job that a plan leads to.
+
+Imports no torch, and Fiddle only for a graph.
+"""
 
 from __future__ import annotations
 
@@ -11,133 +14,151 @@ from fp8cfg.schema.tables import wrapped
 if TYPE_CHECKING:
     import fiddle as fdl
 
-_OPTIM = {
+_OPTIM_KEYS = {
     "adamw": ("lr", "betas", "eps", "weight_decay"),
     "adam": ("lr", "betas", "eps", "weight_decay"),
     "sgd": ("lr", "momentum", "weight_decay"),
 }
+_LOW_BIT_OPTIMIZERS = {"adamw": "LowBitTrainingAdamW", "adam": "LowBitTrainingAdam"}
+_LOSS_SCALER_KEYS = (
+    "loss_scale",
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+)
 
 CODE_WIDTH = 100
-"""Columns of the code of a graph."""
+"""Columns of generated code."""
 
 
 def planned_parts(plan: Plan) -> dict[str, dict[str, Any]]:
-    """The autocast context, the optimizer, the schedule and the loss scaler of `plan`: each "name" and its arguments."""
-    recipe = plan.recipe
-    p, o, t = recipe.precision, recipe.optim, recipe.trainer
-    reduced = {"reduce_amax": p.fp8.reduce_amax} if p.fp8.enabled else {}
-    parts: dict[str, dict[str, Any]] = {
-        "autocast": {
-            "name": "Job.autocast",
-            "compute": p.compute,
-            "fp8_layers": sum(planned.fp8 for planned in plan.gemms),
-            "product": plan.choice.product,
-        },
-        "optimizer": {
-            **_optimizer(plan),
-            **{k: getattr(o, k) for k in _OPTIM[o.name]},
-            "clip_grad": t.gradient_clip_val,
-            **reduced,
-        },
-        "schedule": {
-            "name": "Schedule",
-            "max_lr": o.lr,
-            "min_lr": o.end_lr,
-            "warmup_steps": o.warmup_steps,
-            "max_steps": t.max_steps,
-            "constant_steps": o.constant_steps,
-            "decay": o.lr_decay_style,
-        },
+    """Describes what a build creates: autocast context, optimizer, schedule, loss scaler.
+
+    Returns:
+        The "name" and the arguments of each part.
+    """
+    precision, optim, trainer = plan.precision, plan.recipe.optim, plan.recipe.trainer
+    parts: dict[str, dict[str, Any]] = {}
+    parts["autocast"] = {
+        "name": "Job.autocast",
+        "compute": precision.compute,
+        "fp8_layers": sum(linear.fp8 for linear in plan.gemms),
+        "product": plan.choice.product,
     }
-    if p.compute == "fp16":
-        scaling = (
-            "loss_scale",
-            "initial_loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-            "hysteresis",
-        )
-        parts["loss scaling"] = {
-            "name": "LossScaler",
-            **{k: v for k in scaling if (v := getattr(p, k)) is not None},
-        }
+    parts["optimizer"] = _optimizer_class(plan)
+    for key in _OPTIM_KEYS[optim.name]:
+        parts["optimizer"][key] = getattr(optim, key)
+    parts["optimizer"]["clip_grad"] = trainer.gradient_clip_val
+    if precision.fp8.enabled:
+        parts["optimizer"]["reduce_amax"] = precision.fp8.reduce_amax
+    parts["schedule"] = {
+        "name": "Schedule",
+        "max_lr": optim.lr,
+        "min_lr": optim.end_lr,
+        "warmup_steps": optim.warmup_steps,
+        "max_steps": trainer.max_steps,
+        "constant_steps": optim.constant_steps,
+        "decay": optim.lr_decay_style,
+    }
+    if precision.compute == "fp16":
+        values = {key: getattr(precision, key) for key in _LOSS_SCALER_KEYS}
+        known = {key: value for key, value in values.items() if value is not None}
+        parts["loss scaling"] = {"name": "LossScaler", **known}
     return parts
 
 
+def _optimizer_class(plan: Plan) -> dict[str, Any]:
+    """The optimizer that building/optimizer.py creates, and the arguments that tell it apart."""
+    recipe = plan.recipe
+    if plan.state.low_bit:
+        name = _LOW_BIT_OPTIMIZERS[recipe.optim.name]
+        return {"name": name, "rounding": recipe.storage.rounding}
+    return {"name": "MixedPrecisionOptimizer", "inner": recipe.optim.name}
+
+
 def tree_text(graph: fdl.Config[Any]) -> str:
-    """Every path of `graph` and its value, one a line (fiddle.printing)."""
+    """Lists every path of the graph with its value, one per line."""
     from fiddle import printing
 
-    lines = printing.as_str_flattened(graph, include_types=False, raw_value_repr=True).splitlines()
-    return "\n".join(wrapped(line, more="    ") for line in lines)
+    flat = printing.as_str_flattened(graph, include_types=False, raw_value_repr=True)
+    return "\n".join(wrapped(line, more="    ") for line in flat.splitlines())
 
 
 def dot_text(graph: fdl.Config[Any]) -> str:
-    """`graph` as text for Graphviz."""
+    """Returns the graph as text for Graphviz."""
     from fiddle import graphviz
 
     return str(graphviz.render(graph, max_str_length=40).source).rstrip()
 
 
 def leaf_values(graph: fdl.Config[Any]) -> dict[str, Any]:
-    """The values of `graph` by their paths."""
+    """Returns the values of the graph by path."""
     from fiddle import printing
 
     return dict(printing.as_dict_flattened(graph))
 
 
 def code_text(graph: fdl.Config[Any]) -> str:
-    """Python that makes `graph` again (fiddle.codegen), a node a block, in lines of at most CODE_WIDTH where a value is not longer
-    itself."""
+    """Returns Python code that creates the graph, one block per node.
+
+    Lines have at most CODE_WIDTH columns, unless a single value is longer.
+    """
     from fiddle.codegen import codegen
 
-    written = codegen.new_codegen(graph, top_level_fixture_name="graph").splitlines()
-    return "\n".join(line for one in written for line in _laid_out(one)) + "\n"
+    # Fiddle's own code has one line for each statement, thousands of columns wide.
+    lines: list[str] = []
+    for line in codegen.new_codegen(graph, top_level_fixture_name="graph").splitlines():
+        lines += _split_line(line)
+    return "\n".join(lines) + "\n"
 
 
-def _laid_out(line: str) -> list[str]:
-    """A line of code, a statement of a name or a return and a value, in several where it is too long."""
+def _split_line(line: str) -> list[str]:
+    """Splits a line of code if it is too long: an assignment to a name, or a return."""
     if len(line) <= CODE_WIDTH:
         return [line]
     text = line.lstrip()
+    indent = line[: len(line) - len(text)]
     value: ast.expr = ast.parse(text).body[0].value  # type: ignore[attr-defined]
-    return _opened(value, line[: len(line) - len(text)], text[: value.col_offset], "")
+    return _split_value(value, indent, text[: value.col_offset], "")
 
 
-def _opened(value: ast.expr, indent: str, before: str, after: str) -> list[str]:
-    """`value` between `before` and `after`: in a line, or where that is too long its nodes each in lines of their own and what is
-    no node in lines that are filled."""
-    whole = f"{indent}{before}{ast.unparse(value)}{after}"
-    if len(whole) <= CODE_WIDTH or not isinstance(value, ast.Call | ast.Tuple | ast.List):
-        return [whole]
+def _split_value(value: ast.expr, indent: str, before: str, after: str) -> list[str]:
+    """Lines of code for a value.
+
+    Args:
+        value: The value.
+        indent: White space at the beginning of each line.
+        before: Code before the value, on its first line.
+        after: Code after the value, on its last line.
+    """
+    single_line = f"{indent}{before}{ast.unparse(value)}{after}"
+    if len(single_line) <= CODE_WIDTH:
+        return [single_line]
     if isinstance(value, ast.Call):
-        first, *more = value.args
-        begin, end = f"{ast.unparse(value.func)}({ast.unparse(first)},", ")"
-        items = [("", a) for a in more] + [(f"{k.arg}=", k.value) for k in value.keywords]
+        function, *arguments = value.args
+        opening, closing = f"{ast.unparse(value.func)}({ast.unparse(function)},", ")"
+        items = [("", argument) for argument in arguments]
+        items += [(f"{keyword.arg}=", keyword.value) for keyword in value.keywords]
+    elif isinstance(value, ast.Tuple):
+        opening, closing = "(", ")"
+        items = [("", element) for element in value.elts]
+    elif isinstance(value, ast.List):
+        opening, closing = "[", "]"
+        items = [("", element) for element in value.elts]
     else:
-        begin, end = "()" if isinstance(value, ast.Tuple) else "[]"
-        items = [("", a) for a in value.elts]
-    lines, room = [f"{indent}{before}{begin}"], False
+        return [single_line]
+    lines = [f"{indent}{before}{opening}"]
+    # Short items fill a line. Each node of the graph begins a line of its own.
+    can_append = False
     for name, item in items:
-        inner = _opened(item, f"{indent}    ", name, ",")
-        node = isinstance(item, ast.Call) and ast.unparse(item.func) == "fdl.Config"
-        if (
-            room
-            and not node
-            and len(inner) == 1
-            and len(lines[-1]) + len(inner[0].strip()) < CODE_WIDTH
-        ):
-            lines[-1] += f" {inner[0].strip()}"
+        item_lines = _split_value(item, f"{indent}    ", name, ",")
+        text = item_lines[0].strip()
+        is_node = isinstance(item, ast.Call) and ast.unparse(item.func) == "fdl.Config"
+        is_short = len(item_lines) == 1 and not is_node
+        if can_append and is_short and len(lines[-1]) + len(text) < CODE_WIDTH:
+            lines[-1] += f" {text}"
         else:
-            lines += inner
-        room = not node and len(inner) == 1
-    return [*lines, f"{indent}{end}{after}"]
-
-
-def _optimizer(plan: Plan) -> dict[str, str]:
-    """What `job_optimizer.optimizer` makes of `plan`."""
-    recipe = plan.recipe
-    if plan.state.low_bit:
-        name = {"adamw": "LowBitTrainingAdamW", "adam": "LowBitTrainingAdam"}[recipe.optim.name]
-        return {"name": name, "rounding": recipe.storage.rounding}
-    return {"name": "MixedPrecisionOptimizer", "inner": recipe.optim.name}
+            lines += item_lines
+        can_append = is_short
+    return [*lines, f"{indent}{closing}{after}"]

@@ -1,4 +1,4 @@
-"""Local hardware: the device of this machine, and the memory that is free on it."""
+"""Hardware: the GPUs that can be planned for, this machine, and published FP8 speedups."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ from fp8cfg.schema.scalings import SCALINGS
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU. `gib` is the memory that CUDA reports: total capacity in torch's out-of-memory messages, the least of those
-    found; CUDA itself takes about half a GiB of it. `bf16` and `fp8` are dense peaks in TFLOP/s with float32 accumulation,
-    `fp8` None where there are no such units."""
+    """One GPU.
+
+    Attributes:
+        name: Its name in `--gpu`.
+        gib: Memory in GiB that CUDA reports: the total capacity in torch's out-of-memory messages,
+            the smallest one that we know of. CUDA itself takes about half a GiB of it.
+        capability: CUDA compute capability.
+        bf16: Dense peak in TFLOP/s with float32 accumulation.
+        fp8: The same for FP8. None without FP8 tensor cores.
+        source: Where the peaks come from.
+    """
 
     name: str
     gib: float
@@ -50,86 +58,106 @@ GPUS = {
         GPU("rtx5090", 31.3, (12, 0), 209, 419, "NVIDIA RTX Blackwell architecture whitepaper"),
     )
 }
-"""Datasheets give most peaks with sparsity; these are half of those."""
+"""Most datasheets give peaks with sparsity. These are half of them."""
 
 
 def find_gpu(name: str, option: str = "--gpu ") -> GPU:
-    """The GPU called `name`, whatever its case. Raises ConfigError with the nearest name; `option` is what named it."""
+    """Returns the GPU called `name`, in any case.
+
+    Raises:
+        ConfigError: There is none, with the nearest name. `option` begins the message.
+    """
     gpu = GPUS.get(name.lower().replace("_", "-"))
-    if gpu is None:
-        begins = [known for known in GPUS if known.startswith(name.lower())]
-        if begins:
-            hint = f"; did you mean {' or '.join(begins)}?"
-        elif near := nearest(name, GPUS, 0.8):
-            hint = f"; did you mean {near!r}?"
-        else:
-            hint = f"; it has {', '.join(GPUS)}"
-        raise ConfigError(f"{option}{name}: no such GPU in the table{hint}")
-    return gpu
+    if gpu is not None:
+        return gpu
+    longer_names = [known for known in GPUS if known.startswith(name.lower())]
+    similar = nearest(name, GPUS, 0.8)
+    if longer_names:
+        hint = f"did you mean {' or '.join(longer_names)}?"
+    elif similar:
+        hint = f"did you mean {similar!r}?"
+    else:
+        hint = f"it has {', '.join(GPUS)}"
+    raise ConfigError(f"{option}{name}: no such GPU in the table; {hint}")
 
 
 def find_hardware(accelerator: str) -> Hardware:
-    """The device that `trainer.accelerator` means here. Raises ConfigError where it is cuda and there is none."""
+    """Returns the device that `trainer.accelerator` selects on this machine.
+
+    Raises:
+        ConfigError: It is cuda, and torch has no CUDA device.
+    """
     import torch
 
-    if accelerator == "cuda" and (why := no_cuda()):
-        raise ConfigError(
-            f"trainer.accelerator=cuda: torch has no CUDA device here ({why}); write cpu or auto"
-        )
+    if accelerator == "cuda":
+        problem = no_cuda()
+        if problem:
+            raise ConfigError(
+                f"trainer.accelerator=cuda: torch has no CUDA device here ({problem}); write cpu"
+                " or auto"
+            )
     if accelerator == "cpu" or not torch.cuda.is_available():
         return Hardware("cpu")
-    major, minor = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability()
     version = [int(part) for part in (torch.version.cuda or "0.0").split(".")]
-    return Hardware("cuda", (major, minor), (version[0], version[1]), cudnn=_cudnn())
+    return Hardware("cuda", capability, (version[0], version[1]), cudnn=_cudnn_version())
 
 
-def _cudnn() -> tuple[int, int, int] | None:
-    """The version of cuDNN, which since 9 is a number as 91900; None where torch refuses the one that it finds."""
+def _cudnn_version() -> tuple[int, int, int] | None:
+    """The version of cuDNN 9 and later, which torch returns as a number such as 91900."""
     from torch.backends import cudnn
 
+    number = None
+    # torch raises if the cuDNN that it finds is older than the one that it was built with.
     with suppress(RuntimeError):
-        if (number := cudnn.version()) and number >= 90000:
-            return number // 10000, number // 100 % 100, number % 100
-    return None
+        number = cudnn.version()
+    if number is None or number < 90000:
+        return None
+    return number // 10000, number // 100 % 100, number % 100
 
 
 def no_cuda() -> str:
-    """Why torch has no CUDA device here, in its own words: an old driver, say, or a build without CUDA; empty where it has one."""
+    """Returns torch's reason for having no CUDA device, such as an old driver. Empty if it has."""
     import torch
 
     if torch.cuda.is_available():
         return ""
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as e:
-        return str(e).partition(". ")[0]
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition(". ")[0]
     return "none is visible"
 
 
 def count_gpus() -> int:
-    """GPUs of this machine that CUDA sees."""
+    """Returns the number of GPUs that CUDA sees on this machine."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def free_memory(device: str, ranks: int | None = None) -> int:
-    """Bytes that a run on `device` could take now, on this rank: free on the GPU, or on the machine within its limits. On each of
-    so many `ranks` that are to be started here it is all of a GPU, on which this process makes no context.
+    """Returns the bytes that a run on `device` could take on each rank of this machine.
+
+    Args:
+        device: "cpu" or "cuda".
+        ranks: Number of ranks to start here. Defaults to the ranks that a launcher has started.
     """
     if device == "cuda":
         import torch
 
-        return (
-            torch.cuda.get_device_properties(0).total_memory
-            if ranks
-            else int(torch.cuda.mem_get_info()[0])
-        )
-    share = ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min([_available(), *_cgroup()]) // share
+        if ranks:
+            # A launcher trains nothing itself. mem_get_info would create a CUDA context in it,
+            # which takes memory from the first rank.
+            return torch.cuda.get_device_properties(0).total_memory
+        return int(torch.cuda.mem_get_info()[0])
+    if ranks is None:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limits = [_available_memory(), *_left_of_cgroup_limit()]
+    return min(limits) // ranks
 
 
-def _available() -> int:
+def _available_memory() -> int:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -139,17 +167,18 @@ def _available() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _cgroup() -> list[int]:
-    """What is left of a container's limit (cgroup v2, then v1); empty where there is none."""
+def _left_of_cgroup_limit() -> list[int]:
+    """Bytes left of a container's limit (cgroup v2, then v1). Empty without a limit."""
+    root = Path("/sys/fs/cgroup")
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         try:
-            root = Path("/sys/fs/cgroup")
-            return [max(0, int((root / limit).read_text()) - int((root / used).read_text()))]
+            left = int((root / limit).read_text()) - int((root / used).read_text())
         except (OSError, ValueError):  # no such controller, or "max"
             continue
+        return [max(0, left)]
     return []
 
 
@@ -159,16 +188,13 @@ FILTER = "torchao's _auto_filter_for_recipe (float8_linear_utils.py), made on H1
 HIDDEN, MLP, TOKENS = 4096, 16384, 15872
 """Sizes at which Transformer Engine's GEMMs were measured: a 5B model, 31 sequences of 512
 (nvidia.github.io/TransformerEngine/features/low_precision_training/speedups.html)."""
-_COLUMNS = (
-    "linear_qkv",
-    "linear_fc1",
-    "output_layer",
-)  # split by rows of the weight over tensor-parallel ranks
+_COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "output_layer")
+"""Layers whose output features tensor parallelism splits. It splits the input of the others."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published gain: `times` the speed of BF16, of `what`, on `where`, under one scaling."""
+    """A published speedup over BF16 under one scaling."""
 
     scaling: str
     times: float
@@ -178,7 +204,7 @@ class Published:
 
     @property
     def blackwell(self) -> bool:
-        """Whether it is of the generation after Hopper."""
+        """Whether it was measured on Blackwell rather than Hopper."""
         return self.where.startswith("B")
 
 
@@ -199,52 +225,62 @@ PUBLISHED = [
 
 
 def published_gains(recipe: Recipe, capability: tuple[int, int] | None) -> list[Published]:
-    """The gains under the recipe's scaling: of the GPU's generation where it is known and there are some, else all."""
-    found = [p for p in PUBLISHED if p.scaling == recipe.fp8.scaling] if recipe.fp8.enabled else []
-    same = [p for p in found if capability is None or p.blackwell == (capability >= (10, 0))]
-    return same or found
+    """Returns the published speedups of the recipe's scaling.
+
+    Args:
+        recipe: The recipe.
+        capability: Compute capability. Only speedups of its generation are returned, if any.
+    """
+    if not recipe.fp8.enabled:
+        return []
+    gains = [gain for gain in PUBLISHED if gain.scaling == recipe.fp8.scaling]
+    if capability is None:
+        return gains
+    is_blackwell = capability >= (10, 0)
+    same_generation = [gain for gain in gains if gain.blackwell == is_blackwell]
+    return same_generation or gains
 
 
 def compare_sizes(recipe: Recipe, part: Part) -> str:
-    """How the recipe's GEMMs compare with those of the published figures."""
-    m = recipe.model
-    mine = (
-        m.hidden_size,
-        m.ffn_hidden_size,
-        recipe.trainer.micro_batch_size * m.seq_length // part.context,
-    )
-    shown = f"hidden {mine[0]}, MLP {mine[1]}, {mine[2]} tokens"
-    smaller = mine[0] * mine[1] < HIDDEN * MLP or mine[2] * 2 < TOKENS or part.tensor > 1
+    """Returns a line that compares the recipe's GEMMs with the published ones."""
+    hidden, mlp = recipe.model.hidden_size, recipe.model.ffn_hidden_size
+    tokens = recipe.trainer.micro_batch_size * recipe.model.seq_length // part.context
     split = f", each matrix over {part.tensor} GPUs" if part.tensor > 1 else ""
-    than = f"than hidden {HIDDEN}, MLP {MLP}, {TOKENS} tokens of those GEMMs"
-    return f"{shown}{split}: " + (
-        f"smaller {than}, expect less" if smaller else f"no smaller {than}"
-    )
+    sizes = f"hidden {hidden}, MLP {mlp}, {tokens} tokens{split}"
+    published_sizes = f"than hidden {HIDDEN}, MLP {MLP}, {TOKENS} tokens of those GEMMs"
+    # The number of tokens varies freely: half of the published ones still fill the GPU.
+    is_smaller = hidden * mlp < HIDDEN * MLP or tokens * 2 < TOKENS or part.tensor > 1
+    if is_smaller:
+        return f"{sizes}: smaller {published_sizes}, expect less"
+    return f"{sizes}: no smaller {published_sizes}"
 
 
 def too_small_layers(
     recipe: Recipe, linears: Sequence[PlannedLinear], part: Part
 ) -> dict[str, tuple[int, int]]:
-    """Layers in FP8 that torchao's filter leaves in BF16, since small products lose: name -> (in, out) on one rank.
+    """Returns the FP8 layers that torchao's filter would leave in BF16, where small GEMMs lose.
 
-    Its per-tensor thresholds are for delayed and current scaling, its row-wise ones for the others.
+    Returns:
+        The in and out features on one rank, by layer name.
     """
-    found = {}
-    for p in linears:
-        leaf, split = p.name.rpartition(".")[2], part.tensor
-        k, n = (
-            (p.in_features, p.out_features // split)
-            if leaf in _COLUMNS
-            else (p.in_features // split, p.out_features)
-        )
-        per_tensor = not SCALINGS[recipe.fp8.scaling].block
-        small = (
-            (k <= 4096 and n <= 1024)
-            if per_tensor
-            else (n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048))
-        )
-        if p.fp8 and small:
-            found[
-                f"layers.*.{p.name.split('.', 2)[2]}" if p.name.startswith("layers.") else p.name
-            ] = (k, n)
-    return found
+    # torchao has one filter for tensor scaling and another one for rowwise scaling. We use the
+    # first one for delayed and current scaling, and the second one for all finer scales.
+    is_per_tensor = not SCALINGS[recipe.fp8.scaling].block
+    small_layers = {}
+    for linear in linears:
+        inputs, outputs = linear.in_features, linear.out_features
+        if linear.name.rpartition(".")[2] in _COLUMN_PARALLEL:
+            outputs //= part.tensor
+        else:
+            inputs //= part.tensor
+        if is_per_tensor:
+            is_small = inputs <= 4096 and outputs <= 1024
+        else:
+            is_small = outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
+        if not linear.fp8 or not is_small:
+            continue
+        name = linear.name
+        if name.startswith("layers."):
+            name = f"layers.*.{name.split('.', 2)[2]}"
+        small_layers[name] = (inputs, outputs)
+    return small_layers

@@ -1,4 +1,4 @@
-"""Layer plan: the Transformer that a recipe describes, and what each of its linear layers is to do. No torch."""
+"""Layer plan: the Transformer of a recipe, and the formats of the GEMMs of its layers. No torch."""
 
 from __future__ import annotations
 
@@ -30,104 +30,135 @@ from fp8cfg.schema.model import Model
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.violation import Violation
 
-_SAME = tuple(
-    f.name
-    for f in dataclasses.fields(TransformerConfig)
-    if f.name in Model.model_fields and f.name != "rope_scaling"
+_SHARED_KEYS = tuple(
+    field.name
+    for field in dataclasses.fields(TransformerConfig)
+    if field.name in Model.model_fields and field.name != "rope_scaling"
 )
-"""Keys of the model node that the model room calls the same."""
+"""Keys of the `model` node that TransformerConfig has under the same name."""
 
 
 def transformer_config(recipe: Recipe) -> TransformerConfig:
-    """The model's shape as the model room takes it."""
-    m, r = recipe.model, recipe.model.rope_scaling
-    scaling = RopeScaling(
-        r.factor, r.low_freq_factor, r.high_freq_factor, r.original_max_position, r.rope_type
-    )
+    """Returns the model's shape in the form that `fp8cfg.models` takes."""
+    model, rope = recipe.model, recipe.model.rope_scaling
+    scaling = None
+    if rope.factor != 1.0:
+        scaling = RopeScaling(
+            rope.factor,
+            rope.low_freq_factor,
+            rope.high_freq_factor,
+            rope.original_max_position,
+            rope.rope_type,
+        )
     return TransformerConfig(
-        **{name: getattr(m, name) for name in _SAME},
-        head_dim=m.head_dim,
-        rope_scaling=scaling if r.factor != 1.0 else None,
-        tie_embeddings=m.share_embeddings_and_output_weights,
-        init_std=m.init_method_std,
+        **{key: getattr(model, key) for key in _SHARED_KEYS},
+        head_dim=model.head_dim,
+        rope_scaling=scaling,
+        tie_embeddings=model.share_embeddings_and_output_weights,
+        init_std=model.init_method_std,
     )
 
 
 def plan_layers(recipe: Recipe, backend: str | None = None) -> list[PlannedLinear]:
-    """What each linear layer of `recipe` is meant to do under `backend`, by default the one it names, or native. Raises
-    ConfigError where a layer pattern matches nothing; norms are left out by those backends that have some, which auto may take.
+    """Plans the GEMMs of each linear layer, in the order of the forward pass.
+
+    Args:
+        recipe: The recipe.
+        backend: The backend of the FP8 layers. Defaults to the recipe's, or native.
+
+    Raises:
+        ConfigError: A pattern of fp8.include, fp8.exclude or lora.targets matches nothing.
     """
-    name, norms = planned_with(recipe, backend)
+    name, norms = backend_and_norms(recipe, backend)
     misfit = registry.rules(name).misfit
     shapes = linear_layers(transformer_config(recipe))
-    found = plan_linears(shapes, recipe.fp8, layers(recipe.model.num_layers), misfit, norms=norms)
-    return (
-        _frozen(found, {p.module for p in adapted_projections(recipe)})
-        if recipe.lora.enabled
-        else found
-    )
+    numbering = layers(recipe.model.num_layers)
+    linears = plan_linears(shapes, recipe.fp8, numbering, misfit, norms=norms)
+    if not recipe.lora.enabled:
+        return linears
+    with_adapters = {projection.module for projection in adapted_projections(recipe)}
+    return _without_frozen_gemms(linears, with_adapters)
 
 
-def planned_with(recipe: Recipe, backend: str | None = None) -> tuple[str, Collection[str]]:
-    """The backend of a plan, and the norms that patterns of fp8.exclude may name."""
-    name = backend or (recipe.backend if registry.exists(recipe.backend) else registry.REFERENCE)
-    any_of = [name] if backend or recipe.backend != "auto" else registry.preference()
-    has_norms = recipe.fp8.exclude and any(registry.capabilities(each).norms for each in any_of)
-    return name, norm_names(transformer_config(recipe)) if has_norms else ()
+def backend_and_norms(recipe: Recipe, backend: str | None = None) -> tuple[str, Collection[str]]:
+    """Returns the backend of a plan, and the norms that patterns of fp8.exclude may name."""
+    name = backend
+    if name is None:
+        name = recipe.backend if registry.exists(recipe.backend) else registry.REFERENCE
+    candidates: Collection[str] = [name]
+    if backend is None and recipe.backend == "auto":
+        candidates = registry.preference()
+    if not recipe.fp8.exclude:
+        return name, ()
+    # Only some backends replace norms. Under auto any of them may be chosen later.
+    if not any(registry.capabilities(candidate).norms for candidate in candidates):
+        return name, ()
+    return name, norm_names(transformer_config(recipe))
 
 
 def attention_plan(recipe: Recipe) -> list[PlannedAttention]:
-    """What the attention of each layer of `recipe` is to do: before the first adapter nothing of its backward pass."""
-    found = plan_attention(recipe.fp8, recipe.model.num_layers)
+    """Plans the GEMMs of each layer's attention.
+
+    With LoRA nothing before the first adapter has a backward pass.
+    """
+    attentions = plan_attention(recipe.fp8, recipe.model.num_layers)
     if not recipe.lora.enabled:
-        return found
-    before = next(
-        iter(adapted_projections(recipe))
-    ).module  # they are in the order of the forward pass
-    number = int(before.split(".")[1]) if before.startswith("layers.") else len(found)
-    first = number if before.endswith("linear_qkv") else number + 1
-    return [
-        (
-            replace(p, gemms=(*p.gemms[:2], *[None] * 4), left_out=ATTENTION_GEMMS[2:])
-            if n < first
-            else p
-        )
-        for n, p in enumerate(found)
-    ]
+        return attentions
+    first_adapter = adapted_projections(recipe)[0].module  # in the order of the forward pass
+    first_layer = len(attentions)
+    if first_adapter.startswith("layers."):
+        first_layer = int(first_adapter.split(".")[1])
+    # An adapter of linear_qkv comes before attention, all others of a layer come after it.
+    first_with_backward = first_layer + (not first_adapter.endswith("linear_qkv"))
+    planned = []
+    for number, attention in enumerate(attentions):
+        if number < first_with_backward:
+            gemms = (*attention.gemms[:2], None, None, None, None)
+            attention = replace(attention, gemms=gemms, left_out=ATTENTION_GEMMS[2:])
+        planned.append(attention)
+    return planned
 
 
 def adapted_projections(recipe: Recipe) -> Sequence[Projection]:
-    """The projections of `recipe` that have adapters; none without lora.enabled. Raises ConfigError for a pattern of lora.targets
-    that matches none."""
+    """Returns the projections that have adapters. Empty without lora.enabled.
+
+    Raises:
+        ConfigError: A pattern of lora.targets matches no projection.
+    """
     if not recipe.lora.enabled:
         return []
     config = transformer_config(recipe)
-    every = projections(config)
-    if wrong := [
-        pattern for pattern in recipe.lora.targets if not any(matches(p, pattern) for p in every)
-    ]:
-        names = sorted({name.rpartition(".")[2] for p in every for name in p.names})
-        there = f"; there are {', '.join(names)}"
-        refuse_if(
-            [
-                Violation(
-                    f"lora.targets={pattern}",
-                    f"matches no linear layer{suggest(pattern, names) or there}",
-                )
-                for pattern in wrong
-            ]
-        )
+    candidates = projections(config)
+    names = sorted({name.rpartition(".")[2] for each in candidates for name in each.names})
+    problems = []
+    for pattern in recipe.lora.targets:
+        if any(matches(projection, pattern) for projection in candidates):
+            continue
+        hint = suggest(pattern, names) or f"; there are {', '.join(names)}"
+        problems.append(Violation(f"lora.targets={pattern}", f"matches no linear layer{hint}"))
+    refuse_if(problems)
     return targeted(config, recipe.lora.targets)
 
 
-def _frozen(plans: Iterable[PlannedLinear], adapters: Collection[str]) -> list[PlannedLinear]:
-    """`plans`, in the order of the forward pass, where weights are frozen; `adapters` names the layers with one. No weight has a
-    gradient, and before the first adapter no input has one."""
-    made, reached = [], False
-    for p in plans:
-        left_out = ("wgrad",) if reached else ("dgrad", "wgrad")
-        made.append(
-            replace(p, gemms=(p.gemms[0], p.gemms[1] if reached else None, None), left_out=left_out)
-        )
-        reached = reached or p.name in adapters
-    return made
+def _without_frozen_gemms(
+    linears: Iterable[PlannedLinear], with_adapters: Collection[str]
+) -> list[PlannedLinear]:
+    """Leaves out the GEMMs that frozen weights do not need.
+
+    No weight has a gradient, and before the first adapter no input has one.
+
+    Args:
+        linears: The linear layers, in the order of the forward pass.
+        with_adapters: Names of the layers with adapters.
+    """
+    planned = []
+    has_input_gradient = False
+    for linear in linears:
+        fprop, dgrad, _ = linear.gemms
+        if has_input_gradient:
+            linear = replace(linear, gemms=(fprop, dgrad, None), left_out=("wgrad",))
+        else:
+            linear = replace(linear, gemms=(fprop, None, None), left_out=("dgrad", "wgrad"))
+        planned.append(linear)
+        has_input_gradient = has_input_gradient or linear.name in with_adapters
+    return planned

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill, wrap
 
 from fp8cfg.planning.gemm_memory import ELEMENT_BYTES
-from fp8cfg.planning.layer_plan import plan_layers, planned_with
+from fp8cfg.planning.layer_plan import backend_and_norms, plan_layers
 from fp8cfg.planning.layout import Part
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.changed_fields import changed
@@ -25,7 +25,7 @@ def unused_patterns(recipe: Recipe) -> list[str]:
     found, lines = {p.name: p for p in plan_layers(recipe)}, []
     for key in ("exclude", "include"):
         patterns = getattr(recipe.fp8, key)
-        norms = planned_with(recipe)[1] if key == "exclude" else ()
+        norms = backend_and_norms(recipe)[1] if key == "exclude" else ()
         for pattern in patterns:
             rest = tuple(other for other in patterns if other != pattern)
             without = recipe.model_copy(deep=True)
