@@ -51,31 +51,31 @@ PACKAGES += [
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL")
 """In the name of an environment variable: its value is neither printed nor kept."""
 INSTALL_VARIABLES = {
-    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "current scaling has scales that are powers of two",
-    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "block scaling has scales that are no powers of two",
-    "NVTE_UNFUSED_FP8_UPDATE": "delayed scaling rolls histories by another rule",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "current scaling uses powers of two as scales",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "block scaling uses scales other than powers of two",
+    "NVTE_UNFUSED_FP8_UPDATE": "delayed scaling rolls amax histories by another rule",
     "NVTE_BACKWARD_OVERRIDE": "dgrad and wgrad run in another precision",
-    "NVTE_DPA_FP8_RECIPE": "attention has another FP8 recipe than the layers",
-    "NVTE_DPA_FP8_FORMAT": "attention has other formats than the layers",
-    "NVTE_FP8_DPA_BWD": "the backward pass of attention is in FP8 or is not",
-    "NVTE_NVFP4_DISABLE_RHT": "nvfp4 without its Hadamard transform",
-    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "nvfp4 rounds gradients to nearest",
-    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "nvfp4 scales weights along rows",
-    "NVTE_FLASH_ATTN": "attention's kernel",
-    "NVTE_FUSED_ATTN": "attention's kernel",
-    "NVTE_UNFUSED_ATTN": "attention's kernel",
+    "NVTE_DPA_FP8_RECIPE": "attention uses another FP8 recipe than the layers",
+    "NVTE_DPA_FP8_FORMAT": "attention uses other formats than the layers",
+    "NVTE_FP8_DPA_BWD": "turns FP8 on or off in the backward pass of attention",
+    "NVTE_NVFP4_DISABLE_RHT": "NVFP4 without its Hadamard transform",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "NVFP4 rounds gradients to nearest",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "NVFP4 scales weights along rows",
+    "NVTE_FLASH_ATTN": "selects the attention kernel",
+    "NVTE_FUSED_ATTN": "selects the attention kernel",
+    "NVTE_UNFUSED_ATTN": "selects the attention kernel",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "attention may differ from run to run",
-    "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "TE unpickles state, which can run code",
-    "NVTE_TORCH_COMPILE": "TE compiles its fusions or does not",
-    "NVTE_DEBUG": "TE's debug features change what runs",
-    "OMP_NUM_THREADS": "the order of sums on a CPU",
-    "MKL_NUM_THREADS": "the order of sums on a CPU",
+    "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "Transformer Engine unpickles state, which can run code",
+    "NVTE_TORCH_COMPILE": "turns compiled fusions of Transformer Engine on or off",
+    "NVTE_DEBUG": "Transformer Engine's debug features change the code that runs",
+    "OMP_NUM_THREADS": "changes the order of sums on a CPU",
+    "MKL_NUM_THREADS": "changes the order of sums on a CPU",
     "CUBLAS_WORKSPACE_CONFIG": "whether cuBLAS is deterministic",
-    "NVIDIA_TF32_OVERRIDE": "float32 products in TF32",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "float32 products in TF32",
-    "CUDA_VISIBLE_DEVICES": "which GPUs there are",
-    "TORCHDYNAMO_DISABLE": "no run is compiled",
-    "TORCH_COMPILE_DISABLE": "no run is compiled",
+    "NVIDIA_TF32_OVERRIDE": "fp32 GEMMs use TF32",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "fp32 GEMMs use TF32",
+    "CUDA_VISIBLE_DEVICES": "limits the visible GPUs",
+    "TORCHDYNAMO_DISABLE": "turns compilation off",
+    "TORCH_COMPILE_DISABLE": "turns compilation off",
 }
 """Environment variables that change results, and how (Transformer Engine's, cuBLAS's and torch's documentation)."""
 
@@ -114,7 +114,7 @@ def can(precision: Precision, backend: str, hardware: Hardware | None) -> str:
     if hardware is None:
         return "torch is not installed"
     if not precision.fp8.enabled:
-        other = "there is no FP8 in it, and torch multiplies whatever the backend is"
+        other = "no FP8 in this preset: torch runs the GEMMs for every backend"
         return "runs" if backend == registry.REFERENCE else other
     if problem := registry.problem(backend):
         return f"backend={backend}: {problem}"

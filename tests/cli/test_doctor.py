@@ -43,7 +43,7 @@ def test_why_not() -> None:
     )
     assert (
         environment.can(fp8cfg.bf16_mixed(), "te", CPU)
-        == "there is no FP8 in it, and torch multiplies whatever the backend is"
+        == "no FP8 in this preset: torch runs the GEMMs for every backend"
     )
     assert environment.can(fp8cfg.bf16_with_fp8_current_scaling_mixed(), "torchao", CPU).startswith(
         "fp8.params=true: torchao"

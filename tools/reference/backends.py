@@ -74,14 +74,16 @@ def support_page() -> str:
     return "\n\n".join(
         [
             "# Backends, scalings and hardware",
-            "As the rules of the backends have it, for bf16 presets; native multiplies blocks on a "
-            "GPU under `fp8.format=e4m3`.",
+            "From the rules of the backends, for BF16 presets. On a GPU, native block scaling needs `fp8.format=e4m3`.",
             support_table(),
-            "ran: trained on a CPU by the tests, FP8 emulated, with the values that FP8 hardware rounds to. not run: the backend takes the recipe on "
-            "that GPU, and it has not been run there. emulation: taken there with `fp8.emulate=true` alone, not run either. `-`: refused with exit "
-            "code 2 and the reason. H100 stands for compute capability 9.0 with CUDA 12.9, B200 for 10.0 with CUDA 13.0.",
-            "Transformer Engine and MS-AMP have no CPU path: their backends are tested on a CPU with the libraries' own Python over stand-ins for "
-            "their compiled parts. torchao's layers train on a CPU as they are. [What each backend does with each key](backends.md).",
+            "| cell | meaning |\n| --- | --- |\n"
+            "| ran | the tests train it on a CPU, with emulated FP8: the same values as FP8 hardware |\n"
+            "| not run | the backend accepts the recipe on this GPU, but it has not been run there |\n"
+            "| emulation | accepted only with `fp8.emulate=true`, and not run |\n"
+            "| `-` | an error with exit code 2 and the reason |",
+            "H100 means compute capability 9.0 with CUDA 12.9, B200 means 10.0 with CUDA 13.0.",
+            "Transformer Engine and MS-AMP don't run on CPUs. Tests use their Python code over stand-ins for the compiled parts. torchao's layers "
+            "train on a CPU. See also [each key by backend](backends.md).",
         ]
     )
 
@@ -92,9 +94,9 @@ def page() -> str:
     return "\n\n".join(
         [
             "# Backends by key",
-            f"What {', '.join(BACKENDS)} do with each key of precision: applied, and where a test reads that back, or refused, "
-            "and with which line. Tests hold every cell; those of Transformer Engine are read from its own objects, those of MS-AMP from a "
-            "stand-in of its public API. `precision=bf16_fp8 backend=NAME` and `fp8cfg check` say the same of one recipe.",
+            f'The effect of each key of precision in {", ".join(BACKENDS)}. "applied" names the place where a test reads the value back. '
+            "\"refused\" has the error. Tests check every cell: Transformer Engine's from its own objects, MS-AMP's from a stand-in of its "
+            "public API. For one recipe, use `fp8cfg check` with `backend=NAME`.",
             markdown(),
         ]
     )

@@ -16,17 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFINES = re.compile(r"^class \w+\(\w*(Error|Checkpoint|Folder)\w*(, \w+)*\):", re.MULTILINE)
 """Modules that define errors."""
 OWN = {
-    "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE": "set by torchrun: which rank this is, of how many; without them there is one",
-    "MASTER_ADDR, MASTER_PORT": "set by torchrun: where the ranks meet; several ranks need both",
-    "FP8CFG_FAILPOINT": "tests alone: the process kills itself at a named point of saving a checkpoint",
+    "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE": "set by torchrun: this rank and the number of ranks; without them there is one rank",
+    "MASTER_ADDR, MASTER_PORT": "set by torchrun: the address where ranks meet; required for several ranks",
+    "FP8CFG_FAILPOINT": "for tests: kills the process at a named point of a save",
 }
-"""Variables that fp8cfg itself reads; no key of a recipe is taken from the environment."""
+"""Variables that fp8cfg reads. No key of a recipe comes from the environment."""
 FIXED = {
     0: ["done"],
     1: ["a bug: a traceback is printed"],
-    2: ["an unknown word, key or file"],
+    2: ["an unknown argument, key or file"],
     5: ["a disk is full"],
-    130: ["interrupted from the keyboard"],
+    130: ["interrupted by Ctrl-C before anything could be saved"],
 }
 """Codes, or cases of one, that no class of errors has."""
 
@@ -43,11 +43,11 @@ def exit_codes() -> str:
     return "\n\n".join(
         [
             "# Exit codes",
-            "What `fp8cfg` ends with. Errors are lines on standard error, each with the key, what is wrong and the nearest "
-            "valid thing, without a traceback.",
+            "An error is one line on standard error: the key and its value, the problem and what to do. There is no traceback, "
+            "except for a bug.",
             table(["code", "when"], rows),
-            "torchrun ends with 1 whatever its ranks ended with; the lines above its own report say what it was. A sweep ends with the "
-            "largest code of its runs, or with 1 if one ended with 1. 75 is EX_TEMPFAIL: a scheduler may requeue the command.",
+            "torchrun always exits with 1 if a rank fails. Look for the error above its own report. A sweep exits with the largest code "
+            "of its runs, or with 1 if one exited with 1. 75 is EX_TEMPFAIL: a scheduler may requeue the command.",
         ]
     )
 
@@ -84,11 +84,11 @@ def environment() -> str:
             "# Environment variables",
             "No value of a recipe is taken from the environment.",
             "## Read by fp8cfg",
-            table(["variable", "what for"], [[code(k), v] for k, v in OWN.items()]),
-            "## Of libraries, and what they change",
-            "`fp8cfg doctor` prints those that are set. A run records every `NVTE_*`, `FP8CFG_*` and "
-            "`TORCH*` variable and `OMP_NUM_THREADS` in `environment.json`, save those whose names sound secret. Under `backend=te` an `NVTE_*` "
-            "variable that contradicts the recipe is refused.",
+            table(["variable", "use"], [[code(k), v] for k, v in OWN.items()]),
+            "## Read by libraries",
+            "These variables change results. `fp8cfg doctor` prints the ones that you have set. A run records every `NVTE_*`, `FP8CFG_*` and "
+            "`TORCH*` variable and `OMP_NUM_THREADS` in `environment.json`, except names that look secret. With `backend=te`, an `NVTE_*` "
+            "variable that contradicts the recipe is an error.",
             table(["variable", "effect"], [[code(k), v] for k, v in VARIABLES.items()]),
         ]
     )
