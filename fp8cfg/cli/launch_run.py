@@ -1,4 +1,9 @@
-"""Launch of a run: what `train`, `resume`, `rerun` and each job of a sweep do with a checked recipe, or with a run folder."""
+"""Launch of a run: what `train`, `resume`, `rerun` and each job of a sweep do with a checked recipe.
+
+start_ranks    starts a rank on each GPU, unless a launcher has started this process
+launch         prints the plan, rejects it or trains: runs.opened_run -> loop.train
+resume         runs.resume_run -> launch
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.building import builder
-from fp8cfg.building.job import Job
 from fp8cfg.checkpoint.resume_rules import goes_on
 from fp8cfg.cli.recipe_arguments import say as say_notes
 from fp8cfg.composition.precedence import ResolvedRecipe
@@ -25,147 +29,172 @@ from fp8cfg.planning.layout import refused, shared_by
 from fp8cfg.planning.violations import violations
 from fp8cfg.report import run_header
 from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
-from fp8cfg.schema.errors import ConfigError, printable, refuse_if
+from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.signals import ranks_meeting, waiting_to_stop
 
 if TYPE_CHECKING:
     from fp8cfg.parallel.process_group import World
     from fp8cfg.training.loop import Loaded
-    from fp8cfg.training.runs import CheckpointChoice
+    from fp8cfg.training.runs import CheckpointChoice, OpenFolder
 
-FIRST = "FIRST_NODE"
-"""Stands for the name of a node that this one does not know."""
-PORT = 29400
-"""Of the rendezvous of several nodes; torchrun's own default."""
+UNKNOWN_NODE = "FIRST_NODE"
+"""Placeholder in a command line for the name of the first node."""
+RENDEZVOUS_PORT = 29400
+"""Port where several nodes meet. The default of torchrun."""
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> bool:
+def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher has started this process: torchrun, or one that sets the same variables."""
     return "RANK" in environment or "WORLD_SIZE" in environment
 
 
-def started(
-    found: ResolvedRecipe,
-    argv: Sequence[str],
-    whole_line: CommandLine,
-    takes: IsResumable | None = None,
+def start_ranks(
+    resolved: ResolvedRecipe, argv: Sequence[str], whole_line: CommandLine, takes: IsResumable | None = None
 ) -> int | None:
-    """The exit code of `fp8cfg ARGV`, which trains `found`, on the ranks that are started here; None where this process is to
-    train: one of a launcher, or the only one. Raises ConfigError for a layout that `found` is refused for, and for several nodes,
-    with the line of each, with lines that run here: of a run that is gone on with those that it `takes`.
+    """Starts the ranks of `fp8cfg ARGV` on the GPUs of this machine, and waits for them.
+
+    Args:
+        resolved: Recipe of the command, and its problems.
+        argv: Arguments of the command.
+        whole_line: Makes a command line from overrides, for suggestions.
+        takes: Whether a run that is resumed may change to a recipe.
+
+    Returns:
+        The exit code; None if this process trains: a launcher has started it, or it is the only
+        rank.
+
+    Raises:
+        ConfigError: The layout is not supported, or needs several nodes. Suggests command lines.
     """
-    recipe = found.recipe
+    recipe = resolved.recipe
     unintended = training_data.unintended_data(recipe)
     if unintended:
         hardware = machine.find_hardware(recipe.trainer.accelerator)
-        refuse_if([*violations(recipe, hardware, written=found.written), *unintended])
-    if found.problems:
-        preflight.check_run(
-            recipe,
-            machine.find_hardware(recipe.trainer.accelerator),
-            whole_line,
-            found.problems,
-            takes=takes,
-        )
-    if launched():
-        return None
-    gpus = machine.count_gpus()
-    try:
-        ranks = count(recipe, gpus)
-    except ConfigError as e:
+        refuse_if([*violations(recipe, hardware, written=resolved.written), *unintended])
+    if resolved.problems:
         hardware = machine.find_hardware(recipe.trainer.accelerator)
-        if gpus:  # of one of the nodes, which are all alike
-            preflight.choose_backend(
-                recipe, hardware, recipe.trainer.num_nodes * recipe.trainer.devices
-            )
-        lines = [f"{e}: {node_line(recipe, argv, gpus)}"]
+        preflight.check_run(recipe, hardware, whole_line, resolved.problems, takes=takes)
+    if is_launched():
+        return None
+    num_gpus = machine.count_gpus()
+    try:
+        num_ranks = count_ranks(recipe, num_gpus)
+    except ConfigError as error:
+        hardware = machine.find_hardware(recipe.trainer.accelerator)
+        if num_gpus:
+            # All nodes have the same GPUs.
+            num_ranks = recipe.trainer.num_nodes * recipe.trainer.devices
+            preflight.choose_backend(recipe, hardware, num_ranks)
+        lines = [f"{error}: {torchrun_line(recipe, argv, num_gpus)}"]
         if takes:
             lines = preflight.append_runs(lines, recipe, hardware, whole_line, takes=takes)
         else:
-            fit = preflight.smoke_run_here(recipe, hardware)
-            lines = append_commands(lines, "here", [whole_line(fit)] if fit else [])
+            smoke_run = preflight.smoke_run_here(recipe, hardware)
+            lines = append_commands(lines, "here", [whole_line(smoke_run)] if smoke_run else [])
         raise ConfigError(lines) from None
-    _say_idle(recipe, gpus, ranks)
-    return start(ranks, argv) if ranks > 1 else None
+    _report_unused_gpus(recipe, num_gpus, num_ranks)
+    if num_ranks == 1:
+        return None
+    return start(num_ranks, argv)
 
 
-def count(recipe: Recipe, gpus: int) -> int:
-    """Ranks to start for `recipe` on a machine with that many GPUs: at most trainer.devices, in whole replicas over which the
-    global batch divides. 1, this process, without GPUs and for a layout that is refused. Raises ConfigError for several nodes, on a
-    login node without GPUs too."""
-    t = recipe.trainer
-    if t.accelerator == "cpu":
+def count_ranks(recipe: Recipe, num_gpus: int) -> int:
+    """Returns the number of ranks to start for `recipe` on a machine with `num_gpus` GPUs.
+
+    At most trainer.devices, in whole model replicas among which the global batch divides. 1, this
+    process, without GPUs and for a layout that is not supported.
+
+    Raises:
+        ConfigError: The recipe needs several nodes. On a login node without GPUs, too.
+    """
+    trainer = recipe.trainer
+    if trainer.accelerator == "cpu":
         return 1
-    if t.num_nodes > 1 and not t.smoke:
-        if refused(recipe, t.num_nodes * t.devices):
+    if trainer.num_nodes > 1 and not trainer.smoke:
+        if refused(recipe, trainer.num_nodes * trainer.devices):
             return 1
         raise ConfigError(
-            f"trainer.num_nodes={t.num_nodes}: this process would be the only rank; start it on each"
-            " node with torchrun"
+            f"trainer.num_nodes={trainer.num_nodes}: this process would be the only rank;"
+            " start it on each node with torchrun"
         )
-    if gpus == 0:
+    if num_gpus == 0:
         return 1
-    most = min(gpus, t.devices)
-    return most if t.smoke else shared_by(recipe, most) or 1
+    most = min(num_gpus, trainer.devices)
+    if trainer.smoke:
+        return most
+    return shared_by(recipe, most) or 1
 
 
-def _say_idle(recipe: Recipe, gpus: int, ranks: int) -> None:
-    """A line where `ranks` are not one on each of these GPUs that the recipe is meant for."""
-    t = recipe.trainer
-    if gpus and ranks != (meant := min(gpus, t.devices)) and not refused(recipe, ranks):
-        split = f" {t.strategy.size} to a replica," if t.strategy.size > 1 else ""
-        print(
-            f"note: {ranks} of {meant} GPUs are used,{split} over which"
-            f" trainer.global_batch_size={t.global_batch_size} divides in microbatches of"
-            f" {t.micro_batch_size}",
-            file=sys.stderr,
-        )
+def _report_unused_gpus(recipe: Recipe, num_gpus: int, num_ranks: int) -> None:
+    """Prints a note if GPUs of trainer.devices have no rank."""
+    trainer = recipe.trainer
+    wanted = min(num_gpus, trainer.devices)
+    if num_gpus == 0 or num_ranks == wanted or refused(recipe, num_ranks):
+        return
+    replica = f" {trainer.strategy.size} to a replica," if trainer.strategy.size > 1 else ""
+    print(
+        f"note: {num_ranks} of {wanted} GPUs are used,{replica} over which"
+        f" trainer.global_batch_size={trainer.global_batch_size} divides in microbatches of"
+        f" {trainer.micro_batch_size}",
+        file=sys.stderr,
+    )
 
 
-def node_line(recipe: Recipe, argv: Sequence[str], gpus: int) -> str:
-    """The torchrun line of `fp8cfg ARGV`, one and the same on each of its nodes. They meet on this host, or, where it has no `gpus`
-    and so is none of them, on the first, whose name the reader has."""
-    t, host = recipe.trainer, socket.gethostname() if gpus else FIRST
-    meeting = [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"{host}:{PORT}",
-        "--rdzv-id",
-        recipe.name,
-    ]
-    ranks = ["--nnodes", str(t.num_nodes), "--nproc-per-node", str(t.devices)]
-    line = shlex.join(["torchrun", *ranks, *meeting, "-m", "fp8cfg", *argv])
+def torchrun_line(recipe: Recipe, argv: Sequence[str], num_gpus: int) -> str:
+    """Returns the torchrun command of `fp8cfg ARGV`, the same on each node.
+
+    The nodes meet on this host. Without GPUs it is none of them: then they meet on the first node,
+    whose name the reader has to insert.
+    """
+    trainer = recipe.trainer
+    host = socket.gethostname() if num_gpus else UNKNOWN_NODE
+    command = ["torchrun", "--nnodes", str(trainer.num_nodes)]
+    command += ["--nproc-per-node", str(trainer.devices)]
+    command += ["--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"{host}:{RENDEZVOUS_PORT}"]
+    command += ["--rdzv-id", recipe.name]
+    line = shlex.join([*command, "-m", "fp8cfg", *argv])
+    if num_gpus:
+        return line
     return (
-        line
-        if gpus
-        else (
-            f"{line}; {FIRST} is the name of one of them, which the scripts of fp8cfg export slurm"
-            " find"
-        )
+        f"{line}; {UNKNOWN_NODE} is the name of one of them, which the scripts of fp8cfg export"
+        " slurm find"
     )
 
 
 def launch(
     recipe: Recipe,
-    folder: Callable[[], RunFolder],
+    open_folder: OpenFolder,
     start_from: Loaded | None,
     whole_line: CommandLine | None = None,
     takes: IsResumable | None = None,
 ) -> int:
-    """Say what `recipe` runs here, refuse it or train it in `folder()`, from the loaded checkpoint `start_from` if given.
-    `whole_line` makes a command line of a fit that a refusal offers, without it its words stand alone; a run that is gone on with
-    is offered what it `takes`."""
+    """Prints what `recipe` runs here, and trains it on this rank.
+
+    Args:
+        recipe: Checked recipe.
+        open_folder: Opens or creates the run folder, on the first rank.
+        start_from: Loaded checkpoint.
+        whole_line: Makes a command line from overrides, for suggestions. None suggests overrides.
+        takes: Whether a run that is resumed may change to a recipe.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The recipe cannot run on this machine.
+    """
     from fp8cfg.training.data import refuse_absent
 
     sharding.refuse_incomplete_launch()
-    say = print if os.environ.get("RANK", "0") == "0" else _nothing
+    say = print if _is_first_rank() else _say_nothing
     say(run_header.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
     try:
         say(run_header.body(recipe, hardware))
-    finally:  # of a backend that does not split its layers so: with lines that run here
+    finally:
+        # Also if the header cannot be made, since this error suggests command lines that run here.
         preflight.check_run(recipe, hardware, whole_line or overrides_only, takes=takes)
     refuse_absent(recipe)
     for line in remarks.remark_lines(recipe, layout.whole(recipe, sharding.ranks())):
@@ -176,8 +205,37 @@ def launch(
 
         with ranks_meeting(sharding.ranks()):
             ranks = stack.enter_context(world(hardware.device, recipe.trainer))
-        _train(builder.build(recipe), folder, start_from, ranks, say)
+        _train(recipe, open_folder, start_from, ranks, say)
     return 0
+
+
+def _train(
+    recipe: Recipe,
+    open_folder: OpenFolder,
+    start_from: Loaded | None,
+    world: World,
+    say: Callable[[str], None],
+) -> None:
+    """Trains `recipe`, and resumes it if it is a smoke run."""
+    from fp8cfg.training.data import run_data
+    from fp8cfg.training.loop import train
+    from fp8cfg.training.runs import opened_run, resume_smoke
+
+    job = builder.build(recipe)
+    # Before the folder is created: a run without data leaves none.
+    data = run_data(job.recipe)
+    with opened_run(open_folder, world, say) as run:
+        result = train(job, run, start_from, world, say, data=data)
+        losses = ""
+        if result.loss is not None:
+            losses += f", training loss {result.loss:.4f}"
+        if result.val_loss is not None:
+            losses += f", validation loss {result.val_loss:.4f}"
+        say(f"done: {result.steps} steps{losses}")
+        if recipe.trainer.smoke and start_from is None:
+            recipe = job.recipe
+            del job, data  # memory for the job that is resumed
+            resume_smoke(recipe, run.path if run else None, result, world, say)
 
 
 def is_run(path: Path) -> bool:
@@ -185,82 +243,45 @@ def is_run(path: Path) -> bool:
     return (path / RECIPE).exists()
 
 
-def go_on(
+def resume(
     path: Path,
-    changed: Callable[[Recipe], Recipe],
+    change: Callable[[Recipe], Recipe],
     whole_line: CommandLine,
     allow: Sequence[str] = (),
-    anew: bool = False,
+    is_restart: bool = False,
     choice: CheckpointChoice | None = None,
 ) -> int:
-    """Go on with the run folder at `path` from its newest checkpoint that verifies, with what `changed` makes of the checkpoint's
-    recipe, or, with `anew`, with the one that it starts with. A change that would not continue the same run is refused unless
-    `allow` has its key. `whole_line` is as of `launch`; `choice` is of the checkpoint. Returns the exit code."""
-    first = os.environ.get("RANK", "0") == "0"
-    say = print if first else _nothing
-    with RunFolder.open(path, lock=first) as folder:
-        from fp8cfg.training import runs  # this loads torch: a folder that is none is said first
+    """Resumes the run in `path`. The arguments are those of `runs.resume_run` and `launch`.
 
-        def attempt(name: str, loaded: Loaded | None) -> int:
-            recipe = runs.continued(folder, name, loaded, changed, allow, say, anew)
+    Returns:
+        The exit code.
+    """
+    say = print if _is_first_rank() else _say_nothing
+    with RunFolder.open(path, lock=_is_first_rank()) as folder:
+        from fp8cfg.training import runs  # loads torch: a path without a run is an error before
 
-            def taken() -> RunFolder:
-                folder.lock()  # which an attempt from a later checkpoint has given back
-                runs.write_recipe(
-                    folder, recipe, loaded
-                )  # what the folder says is what runs from here on
-                if choice:
-                    choice.set_aside(folder, say)
-                return folder
+        def launch_recipe(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> int:
+            def takes(other: Recipe) -> bool:
+                return goes_on(recipe, other, [*allow])
 
-            return launch(
-                recipe, taken, loaded, whole_line, lambda other: goes_on(recipe, other, [*allow])
-            )
+            return launch(recipe, open_folder, loaded, whole_line, takes)
 
-        return runs.from_newest(folder, attempt, say, choice or runs.NEWEST)
+        return runs.resume_run(
+            folder, change, launch_recipe, say, allow, choice or runs.NEWEST, is_restart
+        )
 
 
-def sized(recipe: Recipe) -> Recipe:
-    """`recipe` as it runs on the ranks here: cut, with a line that says how, where trainer.smoke asks for it."""
+def cut_to_ranks(recipe: Recipe) -> Recipe:
+    """Returns `recipe` as it runs on the ranks here: cut, with a note, if trainer.smoke is true."""
     small = smoke.cut_recipe(recipe, sharding.ranks())
-    say_notes(line for line in [smoke.describe_cuts(recipe, small)] if line)
+    note = smoke.describe_cuts(recipe, small)
+    say_notes([note] if note else [])
     return small
 
 
-def _train(
-    job: Job,
-    folder: Callable[[], RunFolder],
-    start_from: Loaded | None,
-    ranks: World,
-    say: Callable[[str], None],
-) -> None:
-    from fp8cfg.training.data import run_data
-    from fp8cfg.training.loop import train
-    from fp8cfg.training.runs import remove_unused
-
-    recipe, data = job.recipe, run_data(job.recipe)
-    run_folder = folder() if ranks.first else None
-    try:
-        result = train(job, run_folder, start_from, ranks, say, data=data)
-        del job, data
-        losses = {"training loss": result.loss, "validation loss": result.val_loss}
-        say(
-            f"done: {result.steps} steps"
-            + "".join(f", {k} {v:.4f}" for k, v in losses.items() if v is not None)
-        )
-        if recipe.trainer.smoke and start_from is None:
-            from fp8cfg.training.runs import resume_smoke as resume
-
-            resume(recipe, run_folder.path if run_folder else None, result, ranks, say)
-    except Exception as error:
-        remove_unused(run_folder, error)
-        raise
-    finally:
-        if run_folder:
-            if run_folder.files.there:
-                say(f"run folder: {printable(str(run_folder.path))}")
-            run_folder.close()
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
-def _nothing(*_: object, **__: object) -> None:
-    """What ranks other than the first print."""
+def _say_nothing(*_: object, **__: object) -> None:
+    """Prints nothing, on all ranks but the first."""

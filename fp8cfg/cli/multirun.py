@@ -209,7 +209,7 @@ def _train(
         found = precedence.composed(words, library, file, sweep=True)
         refuse_if(found.problems)
         say(found.notes)
-        recipe = launch_run.sized(found.recipe)
+        recipe = launch_run.cut_to_ranks(found.recipe)
         return launch_run.launch(recipe, own, None), ""
     except Fp8cfgError as e:
         print(

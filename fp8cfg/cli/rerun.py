@@ -63,10 +63,10 @@ def run(argv: list[str]) -> int:
 
     found, whole_line = settle(arguments.words), whole_lines(arguments, settle, "rerun")
     refuse_if([] if found.layout_alone else found.problems)
-    if (ended := launch_run.started(found, ["rerun", *argv], whole_line)) is not None:
+    if (ended := launch_run.start_ranks(found, ["rerun", *argv], whole_line)) is not None:
         return ended
     say([*found.notes, *idle_folder(arguments.words, arguments.one("--config-dir"))])
-    recipe = launch_run.sized(found.recipe)
+    recipe = launch_run.cut_to_ranks(found.recipe)
     missing = list[str]()
     then = _compared_or(lambda: _losses(first), "losses", missing)
     if os.environ.get("RANK", "0") == "0":

@@ -8,7 +8,6 @@ from pathlib import Path
 from fp8cfg.checkpoint.resume_rules import allowing_nothing, goes_on, refuse_changes
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import split
-from fp8cfg.cli.launch_run import go_on
 from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.run_folder.run_folder import RunFolder
@@ -41,56 +40,61 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Resume the run folder of `argv`. Returns the exit code."""
+    """Resumes the run folder of `argv`. Returns the exit code."""
     from fp8cfg.training import runs
 
     arguments = split(argv, ("--config-dir", "--allow", "--step"), ("--recalibrate-fp8",))
     if len(arguments.plain) != 1:
         raise ConfigError("resume: needs one run folder, as in: fp8cfg resume runs/NAME")
-    path, folder, allow = (
-        Path(arguments.plain[0]),
-        arguments.one("--config-dir"),
-        arguments.options.get("--allow", []),
-    )
+    path = Path(arguments.plain[0])
+    config_dir = arguments.one("--config-dir")
+    allow = arguments.options.get("--allow", [])
     choice = runs.CheckpointChoice(
-        _step(arguments.one("--step")), "--recalibrate-fp8" in arguments.flags
+        _read_step(arguments.one("--step")), "--recalibrate-fp8" in arguments.flags
     )
-    with RunFolder.open(arguments.plain[0], lock=False) as run_folder:
-        before, step = runs.newest_recipe(run_folder, choice)
+    with RunFolder.open(arguments.plain[0], lock=False) as folder:
+        before, step = runs.newest_recipe(folder, choice)
 
-    def settle(words: Sequence[str]) -> ResolvedRecipe:
-        return settled_on_ranks(words, folder, base=before)
+    def resolve(words: Sequence[str]) -> ResolvedRecipe:
+        return settled_on_ranks(words, config_dir, base=before)
 
-    def changed(base: Recipe) -> Recipe:
-        found = settled_on_ranks(arguments.words, folder, base=base)
-        refuse_if(found.problems)
-        say(found.notes)
-        say(idle_folder(arguments.words, folder))
+    def change(base: Recipe) -> Recipe:
+        resolved = settled_on_ranks(arguments.words, config_dir, base=base)
+        refuse_if(resolved.problems)
+        say(resolved.notes)
+        say(idle_folder(arguments.words, config_dir))
         say(
             f"note: --allow {key}: allows nothing, no such key has changed"
-            for key in allowing_nothing(base, found.recipe, allow)
+            for key in allowing_nothing(base, resolved.recipe, allow)
         )
-        return found.recipe
+        return resolved.recipe
 
-    options = [word for key in allow for word in ("--allow", key)]
+    options = []
+    for key in allow:
+        options += ["--allow", key]
     if choice.step is not None:
         options += ["--step", str(choice.step)]
     if choice.recalibrate_fp8:
         options.append("--recalibrate-fp8")
-    whole_line = whole_lines(arguments, settle, "resume", *options)
-    found = settle(arguments.words)
-    refuse_if([] if found.layout_alone else found.problems)
-    causes = {short(c.key): c.cause for c in found.changes}
-    refuse_changes(before, found.recipe, allow, causes, step=step)
-    code = launch_run.started(
-        found, ["resume", *argv], whole_line, lambda other: goes_on(found.recipe, other, allow)
-    )
+    whole_line = whole_lines(arguments, resolve, "resume", *options)
+
+    resolved = resolve(arguments.words)
+    # launch_run.start_ranks reports problems of the layout, with command lines that run here.
+    if not resolved.layout_alone:
+        refuse_if(resolved.problems)
+    causes = {short(each.key): each.cause for each in resolved.changes}
+    refuse_changes(before, resolved.recipe, allow, causes, step=step)
+
+    def takes(other: Recipe) -> bool:
+        return goes_on(resolved.recipe, other, allow)
+
+    code = launch_run.start_ranks(resolved, ["resume", *argv], whole_line, takes)
     if code is not None:
         return code
-    return go_on(path, changed, whole_line, allow, choice=choice)
+    return launch_run.resume(path, change, whole_line, allow, choice=choice)
 
 
-def _step(text: str | None) -> int | None:
+def _read_step(text: str | None) -> int | None:
     if text is None:
         return None
     if not text.isascii() or not text.isdigit():

@@ -10,14 +10,12 @@ from pathlib import Path
 
 from fp8cfg.cli import WORDS, hydra, launch_run
 from fp8cfg.cli.argv import Arguments, is_hydra, split, wrong_words
-from fp8cfg.cli.launch_run import go_on, is_run, launch, sized
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled_on_ranks, whole_lines
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.planning import remarks
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
-from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
@@ -49,64 +47,70 @@ Options:
 
 
 def run(argv: list[str]) -> int:
-    """Train the recipe of `argv`, or what its flags ask for instead. Returns the exit code."""
-    arguments = Arguments(words=[a for a in argv if "=" in a and not a.startswith("-")])
-    try:
-        if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
-            recipe_file(
-                argv[:1], WORDS
-            )  # before the options: those of a verb with a typo are nobody's
-        recipe_file(
-            [arg for before, arg in pairwise(argv) if arg in WORDS and not before.startswith("-")],
-            WORDS,
-        )
-        arguments = split(hydra.spelled_out(argv), hydra.OPTIONS, hydra.FLAGS)
-        asked = hydra.asked(arguments)
-        file = recipe_file(arguments.plain, WORDS)
-    except ConfigError as e:
-        raise ConfigError(list(dict.fromkeys(e.problems + wrong_words(arguments)))) from None
-    if asked == "--multirun":
-        from fp8cfg.cli.multirun import multirun  # Hydra is slow to load
+    """Trains the recipe of `argv`, or does what its flags ask for instead. Returns the exit code."""
+    arguments, file = _read_arguments(argv)
+    flag = hydra.asked(arguments)
+    if flag == "--multirun":
+        from fp8cfg.cli.multirun import multirun  # here: Hydra is slow to load
 
         return multirun(arguments, file)
-    if asked:
+    if flag:
         return hydra.show(arguments, file)
     hydra.refuse_idle(arguments)
 
-    def settle(words: Sequence[str]) -> ResolvedRecipe:
+    def resolve(words: Sequence[str]) -> ResolvedRecipe:
         return settled_on_ranks(words, arguments.one("--config-dir"), file)
 
-    found = settle([word for word in arguments.words if not is_hydra(word)])
-    exactly = hydra.run_dir(arguments, file, found.changes)
-    two = _two_folders(found.recipe, exactly)
-    refuse_if([*found.problems, *two] if two or not found.layout_alone else [])
-    whole_line = whole_lines(arguments, settle)
-    if (code := launch_run.started(found, argv, whole_line)) is not None:
+    resolved = resolve([word for word in arguments.words if not is_hydra(word)])
+    path = hydra.run_dir(arguments, file, resolved.changes)
+    log = resolved.recipe.log
+    conflicts = []
+    if log.folder and path:
+        conflicts = [f"hydra.run.dir={path}: log.folder={log.folder} is the run folder; drop one"]
+    # launch_run.start_ranks reports problems of the layout, with command lines that run here.
+    if conflicts or not resolved.layout_alone:
+        refuse_if([*resolved.problems, *conflicts])
+    whole_line = whole_lines(arguments, resolve)
+    code = launch_run.start_ranks(resolved, argv, whole_line)
+    if code is not None:
         return code
-    say(found.notes)  # which ranks say that were started here
-    recipe, log = sized(found.recipe), found.recipe.log
-    if exactly:
-        say(f"note: {line}" for line in remarks.unused_log_dir(log, "hydra.run.dir", str(exactly)))
+
+    say(resolved.notes)  # here, so that the started ranks print them
+    recipe = launch_run.cut_to_ranks(resolved.recipe)
+    if path:
+        say(f"note: {line}" for line in remarks.unused_log_dir(log, "hydra.run.dir", str(path)))
     if log.folder:
-        exactly = Path(log.folder)
-        if log.resume == "auto" and is_run(exactly):
-            return go_on(exactly, lambda _: recipe, whole_line, anew=True)
-    if exactly and os.environ.get("RANK", "0") == "0":  # which alone makes the folder
-        RunFolder.refuse_taken(exactly)
+        path = Path(log.folder)
+        if log.resume == "auto" and launch_run.is_run(path):
+            return launch_run.resume(path, lambda _: recipe, whole_line, is_restart=True)
+    if path and os.environ.get("RANK", "0") == "0":  # the rank that creates the folder
+        RunFolder.refuse_taken(path)
+    key = "log.dir"
+    if path:
+        key = "log.folder" if log.folder else "hydra.run.dir"
     now = datetime.now()
 
-    def folder() -> RunFolder:
-        key = "log.folder" if log.folder else "hydra.run.dir" if exactly else "log.dir"
-        return RunFolder.create(Path(log.dir), recipe.name, now, to_yaml(recipe), exactly, key=key)
+    def create() -> RunFolder:
+        return RunFolder.create(Path(log.dir), recipe.name, now, to_yaml(recipe), path, key=key)
 
-    return launch(recipe, folder, None, whole_line)
+    return launch_run.launch(recipe, create, None, whole_line)
 
 
-def _two_folders(recipe: Recipe, exactly: Path | None) -> list[str]:
-    """A line where hydra.run.dir names another folder than the recipe."""
-    said = recipe.log.folder
-    return (
-        [f"hydra.run.dir={exactly}: log.folder={said} is the run folder; drop one"]
-        if said and exactly
-        else []
-    )
+def _read_arguments(argv: list[str]) -> tuple[Arguments, Path | None]:
+    """Returns the arguments and the recipe file. Raises ConfigError with all wrong arguments."""
+    # Until the arguments are split, to report wrong overrides next to a wrong option.
+    arguments = Arguments(words=[word for word in argv if "=" in word and not word.startswith("-")])
+    try:
+        # Before the options: those of a mistyped command belong to no command.
+        if argv and argv[0] and argv[0][0] not in "-+~" and "=" not in argv[0]:
+            recipe_file(argv[:1], WORDS)
+        commands = [
+            word for before, word in pairwise(argv) if word in WORDS and not before.startswith("-")
+        ]
+        recipe_file(commands, WORDS)
+        arguments = split(hydra.spelled_out(argv), hydra.OPTIONS, hydra.FLAGS)
+        hydra.asked(arguments)
+        return arguments, recipe_file(arguments.plain, WORDS)
+    except ConfigError as error:
+        problems = error.problems + wrong_words(arguments)
+        raise ConfigError(list(dict.fromkeys(problems))) from None

@@ -1,13 +1,17 @@
-"""Runs in Python: a job is trained into a run folder, and a run folder is gone on with, as the command line does both."""
+"""Runs in run folders: `fit` starts one, `resume` continues one. The commands do the same.
+
+fit, train, sweep, rerun      opened_run -> loop.train
+resume, log.resume=auto       resume_run -> opened_run -> loop.train
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,7 +30,7 @@ from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
 from fp8cfg.schema.keywords import refuses_recipe_keys
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.training.data import RunData, run_data
+from fp8cfg.training.data import run_data
 from fp8cfg.training.loop import Interrupted, Loaded, Result, train
 from fp8cfg.training.metrics import read
 from fp8cfg.training.step_report import Callback
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Say = Callable[[str], None]
+OpenFolder = Callable[[], RunFolder]
+"""Opens or creates a run folder, locked for this process."""
 
 
 @refuses_recipe_keys("set recipe.{key}; fit expects a Job, and fp8cfg.build(recipe) gives one")
@@ -48,13 +54,28 @@ def fit(
     say: Say = print,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train `job` to trainer.max_steps and leave a run folder, with recipe, metrics, coverage and checkpoints, as the command line
-    does: `folder`, by default log.folder, which has no run in it yet unless log.resume goes on with it, or a new one under log.dir.
-    `result.folder` says where. `say` gets each message, a line every log.every_n_steps steps among them, and `callbacks` are called on the first rank alone; `start_from` is a loaded
-    checkpoint to go on from. A RunFolder that is given is written to as it is, and stays open.
+    """Trains `job` to trainer.max_steps, and leaves a run folder as the command line does.
 
-    Raises NotFP8Error where the first step did not run as planned, Interrupted after a signal, with all that is done saved,
-    Diverged, ConfigError for data or batches that do not fit the recipe, CheckpointError, RunFolderError.
+    Args:
+        job: Job of `fp8cfg.build`.
+        folder: Run folder, by default log.folder, or a new one under log.dir. It has no run in it
+            yet, unless log.resume=auto resumes that run. A RunFolder is written to as it is, and
+            stays open.
+        start_from: Loaded checkpoint to start from.
+        world: Ranks of the run, by default those of the process group.
+        say: Prints a message, among them a line every log.every_n_steps steps.
+        callbacks: Called on the first rank.
+
+    Returns:
+        Steps, losses and run folder.
+
+    Raises:
+        NotFP8Error: The first step did not run as planned.
+        Interrupted: A rank received a signal. All finished steps are saved.
+        Diverged: The loss or the gradients are not finite.
+        ConfigError: Data or batches do not fit the recipe.
+        CheckpointError: The last checkpoint could not be written.
+        RunFolderError: The folder cannot be used.
     """
     if not isinstance(job, Job):
         raise ConfigError(
@@ -62,42 +83,53 @@ def fit(
         )
     _check_callbacks(callbacks)
     world = world or current()
-    r, given = job.recipe, job.recipe.log.folder if folder is None else folder
-    exactly = None if given is None or isinstance(given, RunFolder) else _path(given)
+    if isinstance(folder, RunFolder):
+        run = folder if world.first else None
+        result = train(job, run, start_from, world, say, callbacks)
+        return _with_folder(result, run)
+
+    recipe = job.recipe
+    path = None
+    key = "log.dir"
+    if folder is not None:
+        path, key = _to_path(folder), ""
+    elif recipe.log.folder is not None:
+        path, key = _to_path(recipe.log.folder), "log.folder"
     if (
-        exactly
-        and r.log.resume == "auto"
+        path
+        and recipe.log.resume == "auto"
         and start_from is None
-        and world.any(world.first and (exactly / RECIPE).exists())
+        # The first rank decides: on others the folder may not be mounted.
+        and world.any(world.first and (path / RECIPE).exists())
     ):
-        return _gone_on(job, exactly, world, say, callbacks)
-    if not world.first or isinstance(folder, RunFolder):
-        run = folder if isinstance(folder, RunFolder) and world.first else None
-        return _left(train(job, run, start_from, world, say, callbacks), run)
-    if exactly:
-        RunFolder.refuse_taken(exactly)
-    data = run_data(r)
-    key = "log.dir" if not exactly else "log.folder" if folder is None else ""
-    with RunFolder.create(
-        Path(r.log.dir), r.name, datetime.now(), to_yaml(r), exactly, key=key
-    ) as run:
-        return _trained(job, run, start_from, world, say, callbacks, data)
+        return _resume_job(job, path, world, say, callbacks)
+    if path and world.first:
+        RunFolder.refuse_taken(path)
+    # Before the folder is created: a run without data leaves none.
+    data = run_data(recipe)
+
+    def create() -> RunFolder:
+        root = Path(recipe.log.dir)
+        return RunFolder.create(root, recipe.name, datetime.now(), to_yaml(recipe), path, key=key)
+
+    with opened_run(create, world, say) as run:
+        result = train(job, run, start_from, world, say, callbacks, data)
+        return _with_folder(result, run)
 
 
-def _gone_on(
-    job: Job, folder: Path, world: World, say: Say, callbacks: Sequence[Callback]
+def _resume_job(
+    job: Job, path: Path, world: World, say: Say, callbacks: Sequence[Callback]
 ) -> Result:
-    """Train `job` on from the newest checkpoint of the run in `folder`, whose recipe must be one that goes on as this one."""
-    tell = say if world.first else _nothing
-    with RunFolder.open(folder, lock=world.first) as run:
+    """Resumes the run in `path` with a job that was built for a new run."""
+    say_first = say if world.first else _say_nothing
 
-        def go_on(name: str, loaded: Loaded | None) -> Result:
-            recipe = continued(run, name, loaded, lambda _: job.recipe, (), tell, anew=True)
-            if world.first:
-                write_recipe(run, recipe, loaded)
-            return _trained(job, run if world.first else None, loaded, world, say, callbacks)
+    def start(_: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
+        with opened_run(open_folder, world, say) as run:
+            result = train(job, run, loaded, world, say, callbacks)
+            return _with_folder(result, run)
 
-        return from_newest(run, go_on, tell)
+    with RunFolder.open(path, lock=world.first) as run:
+        return resume_run(run, lambda _: job.recipe, start, say_first, is_restart=True)
 
 
 @refuses_recipe_keys("write overrides=['{key}=VALUE']")
@@ -111,122 +143,203 @@ def resume(
     step: int | None = None,
     recalibrate_fp8: bool = False,
 ) -> Result:
-    """Go on with the run in `folder` from its newest checkpoint that verifies, or from the start where it has none. `overrides` are
-    words that change its recipe, such as "trainer.max_steps=200"; one that would not continue the same run is refused unless
-    `allow` has its key. `model` is that of a run of your own model, as it was given to `build`. Otherwise as `fit`.
+    """Resumes the run in `folder` from its newest valid checkpoint, or from the start.
 
-    `step` chooses the checkpoint of that step; later ones are set aside. With `recalibrate_fp8` scales and amax histories that are
-    missing or impossible start anew.
+    Args:
+        folder: Run folder.
+        overrides: Changes of its recipe, such as "trainer.max_steps=200".
+        allow: Keys of changes that would not continue the same run, and are errors otherwise.
+        model: The custom model of the run, as it was given to `build`.
+        say: As of `fit`.
+        callbacks: As of `fit`.
+        step: Step of the checkpoint to resume from. Later checkpoints are renamed.
+        recalibrate_fp8: Restarts FP8 scales and amax histories that are missing or impossible.
+
+    Returns:
+        As `fit`. Raises the same errors.
     """
     _check_callbacks(callbacks)
-    allow = _keys(allow)
+    allowed = _to_keys(allow)
     world = current()
-    tell = say if world.first else _nothing
-    choice = CheckpointChoice(step, recalibrate_fp8)
-    with RunFolder.open(_path(folder), lock=world.first) as run:
+    say_first = say if world.first else _say_nothing
 
-        def go_on(name: str, loaded: Loaded | None) -> Result:
-            recipe = continued(
-                run, name, loaded, lambda before: compose(overrides, base=before), allow, tell
-            )
-            job = build(recipe, model)
-            if world.first:
-                run.lock()
-                write_recipe(run, recipe, loaded)
-                choice.set_aside(run, tell)
-            return _trained(job, run if world.first else None, loaded, world, say, callbacks)
+    def start(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
+        job = build(recipe, model)
+        with opened_run(open_folder, world, say) as run:
+            result = train(job, run, loaded, world, say, callbacks)
+            return _with_folder(result, run)
 
-        return from_newest(run, go_on, tell, choice)
+    with RunFolder.open(_to_path(folder), lock=world.first) as run:
+        return resume_run(
+            run,
+            lambda before: compose(overrides, base=before),
+            start,
+            say_first,
+            allowed,
+            CheckpointChoice(step, recalibrate_fp8),
+        )
+
+
+@contextmanager
+def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunFolder | None]:
+    """Context manager around the training of a run: opens its folder, and prints its path at the end.
+
+    If an error ends the run before its first step, a new folder is removed. Yields None on all
+    ranks but the first.
+    """
+    run = open_folder() if world.first else None
+    try:
+        yield run
+    except Exception as error:
+        # An interrupted run waits to be resumed.
+        if run and not isinstance(error, Interrupted):
+            with suppress(OSError):
+                run.remove_unused()
+        raise
+    finally:
+        if run:
+            if run.files.there:
+                say(f"run folder: {printable(str(run.path))}")
+            run.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# Resume
 
 
 @dataclass(frozen=True)
 class CheckpointChoice:
-    """How a resumed run chooses and reads its checkpoint.
+    """Checkpoint of a resumed run.
 
     Attributes:
-        step: The step of the checkpoint; None is the newest that verifies.
+        step: Step of the checkpoint. None chooses the newest valid one.
         recalibrate_fp8: As of `resume`.
     """
 
     step: int | None = None
     recalibrate_fp8: bool = False
 
-    def of(self, root: RunFiles) -> list[tuple[int, str]]:
-        """Step and folder name of each checkpoint to try. Raises ConfigError if there is none of the step."""
-        every = manifest.steps(root)
+    def find(self, root: RunFiles) -> list[tuple[int, str]]:
+        """Returns step and folder name of each checkpoint to try, newest first.
+
+        Raises:
+            ConfigError: No checkpoint has the chosen step.
+        """
+        checkpoints = manifest.steps(root)
         if self.step is None:
-            return every
-        chosen = [(step, name) for step, name in every if step == self.step]
+            return checkpoints
+        chosen = [(step, name) for step, name in checkpoints if step == self.step]
         if not chosen:
-            steps = ", ".join(dict.fromkeys(str(step) for step, _ in reversed(every))) or "none"
-            raise ConfigError(f"--step {self.step}: no checkpoint of that step; there are: {steps}")
+            steps = dict.fromkeys(str(step) for step, _ in reversed(checkpoints))
+            raise ConfigError(
+                f"--step {self.step}: no checkpoint of that step; there are:"
+                f" {', '.join(steps) or 'none'}"
+            )
         return chosen
 
-    def set_aside(self, run: RunFolder, say: Say) -> None:
-        """Renames checkpoints later than the chosen step: the run writes others in their place."""
+    def rename_later(self, run: RunFolder, say: Say) -> None:
+        """Renames checkpoints later than the chosen step. The run writes others in their place."""
         if self.step is None:
             return
         root = run.files.folder(CHECKPOINTS)
         for step, name in manifest.steps(root):
             if step <= self.step:
                 continue
-            number = next(n for n in count(1) if not root.kind(f"{name}.aside-{n}"))
-            root.rename(name, f"{name}.aside-{number}")
-            say(f"{name} is later than --step {self.step}: renamed to {name}.aside-{number}")
+            for number in itertools.count(1):
+                new_name = f"{name}.aside-{number}"
+                if not root.kind(new_name):
+                    break
+            root.rename(name, new_name)
+            say(f"{name} is later than --step {self.step}: renamed to {new_name}")
 
 
 NEWEST = CheckpointChoice()
 
 
-def from_newest(
+def resume_run(
     run: RunFolder,
-    go_on: Callable[[str, Loaded | None], T],
+    change: Callable[[Recipe], Recipe],
+    start: Callable[[Recipe, Loaded | None, OpenFolder], T],
     say: Say,
+    allow: Sequence[str] = (),
     choice: CheckpointChoice = NEWEST,
+    is_restart: bool = False,
 ) -> T:
-    """What `go_on` makes of the name and the contents of the newest checkpoint that verifies, or of those of `choice`; of "" and
-    None where there is none. It may raise DamagedCheckpoint before the first step: that one is passed over too. Raises
-    NoUsableCheckpoint, ConfigError.
+    """Resumes `run` from its newest valid checkpoint. `fit`, `resume` and the commands call it.
+
+    Args:
+        run: Run folder.
+        change: Returns the recipe to continue with, from the recipe of the checkpoint.
+        start: Trains a recipe from a loaded checkpoint, None if there is none. Its third argument
+            opens the run folder, and writes the recipe to it. If `start` raises DamagedCheckpoint
+            before the first step, the next older checkpoint is tried.
+        say: Prints a message.
+        allow: Keys of changes that would not continue the same run.
+        choice: Checkpoint to start from.
+        is_restart: The recipe is one for a new run (log.resume=auto): log.dir may differ, and
+            trainer.smoke.
+
+    Raises:
+        NoUsableCheckpoint: No checkpoint is valid, or all are missing.
+        ConfigError: A change would not continue the same run.
     """
+
+    def attempt(name: str, loaded: Loaded | None) -> T:
+        recipe = recipe_for_resume(run, name, loaded, change, allow, say, is_restart)
+
+        def open_folder() -> RunFolder:
+            run.lock()  # an attempt from a later checkpoint has released it
+            write_recipe(run, recipe, loaded)
+            choice.rename_later(run, say)
+            return run
+
+        return start(recipe, loaded, open_folder)
+
     run.check_format()
     root = run.files.folder(CHECKPOINTS)
-    found = choice.of(root)
-    size = ranks() if ranks() > 1 else current().size
-    for _, name in found:
+    checkpoints = choice.find(root)
+    num_ranks = ranks() if ranks() > 1 else current().size
+    for _, name in checkpoints:
         try:
-            loaded = open_checkpoint(root, name, size)
+            loaded = open_checkpoint(root, name, num_ranks)
             loaded[0].recalibrate_fp8 = choice.recalibrate_fp8
             job_state.check_saved_state(*loaded)
-            return go_on(name, loaded)
-        except DamagedCheckpoint as e:
-            problem = str(e) if name in str(e) else f"{root.path / name}: {e}"
+            return attempt(name, loaded)
+        except DamagedCheckpoint as error:
+            problem = str(error)
+            if name not in problem:
+                problem = f"{root.path / name}: {problem}"
             say(manifest.passed_over(printable(problem)))
-    if found:
+    if checkpoints:
         raise manifest.none_usable(root)
     _refuse_lost_checkpoints(run)
-    return go_on("", None)
+    return attempt("", None)
 
 
 def _refuse_lost_checkpoints(run: RunFolder) -> None:
     """Raises NoUsableCheckpoint if `run`, which has no checkpoint, trained beyond a step that it must have saved."""
-    every = run.read_recipe().checkpoint.every_n_steps
-    if not every or not run.files.kind(METRICS):
+    recipe = run.read_recipe()
+    interval = recipe.checkpoint.every_n_steps
+    if not interval or not run.files.kind(METRICS):
         return
     steps = [row["step"] for row in read(run.files, METRICS)]
-    done = max((step for step in steps if isinstance(step, int)), default=0)
+    num_done = max((step for step in steps if isinstance(step, int)), default=0)
     # An asynchronous save may be under way up to the next one.
-    is_async = run.read_recipe().checkpoint.async_save
-    if done > (2 * every if is_async else every):
+    last_without = 2 * interval if recipe.checkpoint.async_save else interval
+    if num_done > last_without:
         raise NoUsableCheckpoint(
-            f"{run.path}: has no checkpoint, but metrics.jsonl goes to step {done} and step"
-            f" {every} was saved; put the folders checkpoints/step-* back, or delete metrics.jsonl"
-            " to start over"
+            f"{run.path}: has no checkpoint, but metrics.jsonl goes to step {num_done} and step"
+            f" {interval} was saved; put the folders checkpoints/step-* back, or delete"
+            " metrics.jsonl to start over"
         )
 
 
 def newest_recipe(run: RunFolder, choice: CheckpointChoice = NEWEST) -> tuple[Recipe, int | None]:
-    """The recipe with which `run` would go on, and the step of its checkpoint: of the newest checkpoint whose state verifies,
-    whatever its tensors are, or else of recipe.yaml, without a step; a smoke run's as it was cut, and cut no more."""
+    """Returns the recipe with which `run` would be resumed, and the step of its checkpoint.
+
+    It is the recipe of the newest checkpoint whose state is valid, whatever its tensors are; or
+    recipe.yaml, without a step. A smoke run is resumed with the size to which it was cut.
+    """
     recipe, step = _newest_recipe(run, choice)
     recipe.trainer.smoke = False
     return recipe, step
@@ -235,191 +348,141 @@ def newest_recipe(run: RunFolder, choice: CheckpointChoice = NEWEST) -> tuple[Re
 def _newest_recipe(run: RunFolder, choice: CheckpointChoice) -> tuple[Recipe, int | None]:
     run.check_format()
     root = run.files.folder(CHECKPOINTS)
-    for _, name in choice.of(root):
+    for _, name in choice.find(root):
         try:
-            loaded = open_checkpoint(
-                root, name, num_ranks=2
-            )  # one rank would take the sums of all tensors
+            # With one rank it would compute the checksums of all tensors.
+            loaded = open_checkpoint(root, name, num_ranks=2)
             job_state.check_saved_state(*loaded)
             return Recipe(**loaded[1]["recipe"]), loaded[1]["step"]
-        except DamagedCheckpoint:  # whoever goes on says so
-            continue
+        except DamagedCheckpoint:
+            continue  # resume_run reports it
     return run.read_recipe(), None
 
 
-def continued(
+def recipe_for_resume(
     run: RunFolder,
     name: str,
     loaded: Loaded | None,
-    changed: Callable[[Recipe], Recipe],
+    change: Callable[[Recipe], Recipe],
     allow: Iterable[str],
     say: Say,
-    anew: bool = False,
+    is_restart: bool = False,
 ) -> Recipe:
-    """The recipe with which `run` goes on from the checkpoint `name`: what `changed` makes of that of the checkpoint, or, with
-    `anew`, the one that it starts with, a smoke run's as it was cut. Says what differs; raises ConfigError for a change that would
-    not continue the same run, unless `allow` has its key."""
+    """Returns the recipe with which `run` is resumed from the checkpoint `name`. Prints changes.
+
+    The arguments are those of `resume_run`.
+
+    Raises:
+        ConfigError: A change would not continue the same run, and `allow` lacks its key.
+    """
     written = run.read_recipe()
     _check_metrics(run)
     before = Recipe(**loaded[1]["recipe"]) if loaded else written
-    smoke, before.trainer.smoke = (
-        before.trainer.smoke,
-        False,
-    )  # it has the size to which it was cut, and goes on as any run does
-    recipe = changed(before)
-    before.trainer.smoke = written.trainer.smoke = (
-        smoke or anew
-    ) and recipe.trainer.smoke  # a resume has written False
+    # A smoke run has been cut to its size. It is resumed as any other run.
+    was_smoke = before.trainer.smoke
+    before.trainer.smoke = False
+    recipe = change(before)
+    # A resumed run has written smoke=false, so a restart with smoke=true is no change either.
+    is_smoke = (was_smoke or is_restart) and recipe.trainer.smoke
+    before.trainer.smoke = is_smoke
+    written.trainer.smoke = is_smoke
+
+    step = loaded[1]["step"] if loaded else None
     resume_rules.refuse_changes(
         before,
         recipe,
         list(allow),
-        line=_resume_line(run, loaded, before, recipe) if anew else (),
-        step=loaded[1]["step"] if loaded else None,
+        line=_resume_command(run, step, before, recipe) if is_restart else (),
+        step=step,
     )
-    if not anew:
-        refuse_if([*_elsewhere(run, before, recipe), *_done(loaded, recipe)])
-    say(f"resuming {printable(str(run.path))} from {name or 'the start, it has no checkpoint yet'}")
-    for key in resume_rules.changes(before, written) if loaded else []:
-        say(
-            f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a word to"
-            " change it"
-        )
+    if not is_restart:
+        refuse_if([*_check_folder(run, before, recipe), *_check_max_steps(step, recipe)])
+    origin = name or "the start, it has no checkpoint yet"
+    say(f"resuming {printable(str(run.path))} from {origin}")
+    if loaded:
+        for key in resume_rules.changes(before, written):
+            say(
+                f"{key} in recipe.yaml is not that of the checkpoint, which holds; give it as a"
+                " word to change it"
+            )
     for key in resume_rules.changes(before, recipe):
         say(f"changed: {key}")
     return recipe
 
 
 def _check_metrics(run: RunFolder) -> None:
-    """Raise ConfigError for a metrics.jsonl that cannot be gone on with, before anything is said or built."""
+    """Raises ConfigError for a metrics.jsonl that cannot be read, before anything is built."""
     try:
         if run.files.kind(METRICS):
             read(run.files, METRICS)
-    except ValueError as e:
-        raise ConfigError(str(e)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
-def _resume_line(
-    run: RunFolder, loaded: Loaded | None, before: Recipe, recipe: Recipe
-) -> list[str]:
-    """The words of the command that goes on with `run`, of `before`, as `recipe`."""
-    idle = [
-        "log.dir=",
-        "log.folder=",
-        "log.resume=",
-        *(["trainer.max_steps="] if [*_done(loaded, recipe)] else []),
+def _resume_command(run: RunFolder, step: int | None, before: Recipe, recipe: Recipe) -> list[str]:
+    """Returns the command that resumes `run`, with recipe `before`, as `recipe`."""
+    without_effect = ["log.dir=", "log.folder=", "log.resume="]
+    if _check_max_steps(step, recipe):
+        without_effect.append("trainer.max_steps=")
+    overrides = [
+        override
+        for override in changed_overrides(before, recipe)
+        if not override.startswith(tuple(without_effect))
     ]
-    return [
-        "fp8cfg",
-        "resume",
-        str(run.path),
-        *(word for word in changed_overrides(before, recipe) if not word.startswith(tuple(idle))),
-    ]
+    return ["fp8cfg", "resume", str(run.path), *overrides]
 
 
-def _elsewhere(run: RunFolder, before: Recipe, recipe: Recipe) -> Iterator[str]:
-    """Words that would have a run go on in another folder than its own, which none does."""
+def _check_folder(run: RunFolder, before: Recipe, recipe: Recipe) -> list[str]:
+    """Returns an error for each change of the folder: a run is resumed in its own folder."""
+    problems = []
     for key in ("dir", "folder"):
-        was, now = getattr(before.log, key), getattr(recipe.log, key)
-        if now != was and not (
-            key == "folder" and now and Path(now).resolve() == run.path.resolve()
-        ):
-            yield (
-                f"log.{key}={now}: a run is resumed in its own folder, {run.path}; drop it, or copy"
-                " the folder and resume that"
-            )
-
-
-def _done(loaded: Loaded | None, recipe: Recipe) -> Iterator[str]:
-    """That more steps are done than the run is to have."""
-    done, last = loaded[1]["step"] if loaded else 0, recipe.trainer.max_steps
-    if done > last:
-        yield (
-            f"trainer.max_steps={last}: {done} steps are done; write trainer.max_steps={done} or"
-            " more"
+        value = getattr(recipe.log, key)
+        if value == getattr(before.log, key):
+            continue
+        if key == "folder" and value and Path(value).resolve() == run.path.resolve():
+            continue
+        problems.append(
+            f"log.{key}={value}: a run is resumed in its own folder, {run.path}; drop it, or copy"
+            " the folder and resume that"
         )
+    return problems
+
+
+def _check_max_steps(step: int | None, recipe: Recipe) -> list[str]:
+    """Returns an error if more steps are done than `recipe` has."""
+    num_done = step or 0
+    max_steps = recipe.trainer.max_steps
+    if num_done <= max_steps:
+        return []
+    return [
+        f"trainer.max_steps={max_steps}: {num_done} steps are done; write"
+        f" trainer.max_steps={num_done} or more"
+    ]
 
 
 def write_recipe(run: RunFolder, recipe: Recipe, loaded: Loaded | None) -> None:
-    """Put `recipe` in the place of recipe.yaml, unless the checkpoint `loaded` has all of its steps: none runs with it then. The
-    recipe of the checkpoint stays under another name if it differs, for earlier steps ran with it."""
-    done = loaded[1]["step"] if loaded else 0
-    if done >= recipe.trainer.max_steps:
+    """Writes recipe.yaml of a run that is resumed from the checkpoint `loaded`.
+
+    A recipe that earlier steps ran with is kept under another name. Nothing is written if the
+    checkpoint has all steps already, since none runs with `recipe` then.
+    """
+    num_done = loaded[1]["step"] if loaded else 0
+    if num_done >= recipe.trainer.max_steps:
         return
-    run.forget_recipes(done)
+    run.forget_recipes(num_done)
     before = Recipe(**loaded[1]["recipe"]) if loaded else recipe
     if resume_rules.changes(before, recipe):
-        run.keep_recipe(done, to_yaml(before))
+        run.keep_recipe(num_done, to_yaml(before))
     run.write_recipe(to_yaml(recipe))
 
 
-def _trained(
-    job: Job,
-    run: RunFolder | None,
-    start_from: Loaded | None,
-    world: World,
-    say: Say,
-    callbacks: Sequence[Callback],
-    data: RunData | None = None,
-) -> Result:
-    try:
-        return _left(train(job, run, start_from, world, say, callbacks, data), run)
-    except Exception as error:
-        remove_unused(run, error)
-        raise
-    finally:
-        if run and run.files.there:
-            say(f"run folder: {printable(str(run.path))}")
+# ------------------------------------------------------------------------------------------------
+# Smoke runs
 
+LOSS_TOLERANCE = 1e-3
+"""Relative difference of losses over several ranks or on a GPU, whose sums may have another order.
 
-def remove_unused(run: RunFolder | None, error: Exception) -> None:
-    """Removes the folder of a run that `error` ended before its first step, unless it waits to be resumed."""
-    if run is None or isinstance(error, Interrupted):
-        return
-    with suppress(OSError):
-        run.remove_unused()
-
-
-def _left(result: Result, run: RunFolder | None) -> Result:
-    return replace(result, folder=run.path if run else None)
-
-
-def _path(folder: object) -> Path:
-    """The path that a user gave for a run folder. Raises ConfigError for what is none."""
-    if isinstance(folder, (str, os.PathLike)) and (path := str(folder)) and "\0" not in path:
-        return Path(path)
-    raise ConfigError(f"folder: expected a path, got {folder!r:.40}")
-
-
-def _keys(allow: Iterable[str] | None) -> list[str]:
-    """The keys of `allow`. Raises ConfigError for one text, whose letters are no keys, and for what is no text."""
-    keys = None if isinstance(allow, str) else list(allow or ())
-    if keys is None or not all(isinstance(key, str) for key in keys):
-        raise ConfigError("allow: expected a list of keys, as in allow=['optim.lr']")
-    return keys
-
-
-def _check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raise ConfigError for what a run could not call, before it has trained a step."""
-    if not isinstance(callbacks, Sequence):
-        raise ConfigError(f"callbacks: expected a list, got {type(callbacks).__name__}")
-    for each in callbacks:
-        if isinstance(each, type) or not all(
-            callable(getattr(each, name, None)) for name in ("step", "evaluation", "save")
-        ):
-            call = f"; write {each.__name__}()" if isinstance(each, type) else ""
-            raise ConfigError(
-                "callbacks: expected objects of a class below fp8cfg.Callback, got"
-                f" {each!r:.40}{call}"
-            )
-
-
-def _nothing(_: str) -> None:
-    """What ranks other than the first say."""
-
-
-BOUND = 1e-3
-"""Relative difference of losses over several ranks or on a GPU, whose sums may have another order; on one CPU there is none."""
+On one CPU there is none."""
 
 
 class ResumeDiffers(Fp8cfgError):
@@ -431,39 +494,95 @@ class ResumeDiffers(Fp8cfgError):
 def resume_smoke(
     recipe: Recipe, folder: Path | None, first: Result, world: World, say: Callable[[str], None]
 ) -> None:
-    """Train the last step of `recipe`, a smoke run that ended with `first`, from the checkpoint before it in the run folder, whose
-    path the first rank has. Raises ResumeDiffers where losses are others, and NoUsableCheckpoint.
+    """Trains the last step of a smoke run again, from the checkpoint before it.
+
+    Args:
+        recipe: Recipe of the run, already cut.
+        folder: Run folder, on the first rank.
+        first: Result of the run.
+        world: Ranks of the run.
+        say: Prints a message.
+
+    Raises:
+        ResumeDiffers: The losses differ.
+        NoUsableCheckpoint: The checkpoint is missing.
     """
-    root = RunFolder.reading(Path(world.text(str(folder or "")))).files.folder(CHECKPOINTS)
-    name = next((name for step, name in manifest.steps(root) if step == SAVED_AT), None)
-    if name is None:
+    path = Path(world.text(str(folder or "")))
+    root = RunFolder.reading(path).files.folder(CHECKPOINTS)
+    names = [name for step, name in manifest.steps(root) if step == SAVED_AT]
+    if not names:
         raise manifest.none_usable(root)
-    again = train(
-        build(recipe), None, open_checkpoint(root, name, world.size), world, lambda _: None
-    )
-    exact = world.size == 1 and not _on_gpu()
-    for what, old, new in (
+    name = names[0]
+    loaded = open_checkpoint(root, name, world.size)
+    again = train(build(recipe), None, loaded, world, _say_nothing)
+    is_exact = world.size == 1 and not _has_gpu()
+    for kind, old, new in (
         ("training", first.loss, again.loss),
         ("validation", first.val_loss, again.val_loss),
     ):
-        if (
-            old is not None
-            and new is not None
-            and not (old == new if exact else abs(old - new) <= BOUND * abs(old))
-        ):
+        if old is None or new is None:
+            continue
+        tolerance = 0.0 if is_exact else LOSS_TOLERANCE * abs(old)
+        if not (old == new or abs(old - new) <= tolerance):
             raise ResumeDiffers(
-                f"resume: step {STEPS} from {name} has a {what} loss of {new!r}, and had {old!r}"
+                f"resume: step {STEPS} from {name} has a {kind} loss of {new!r}, and had {old!r}"
                 " before"
             )
-    same = (
-        "the same losses"
-        if (first.loss, first.val_loss) == (again.loss, again.val_loss)
-        else f"losses within {BOUND:g}"
-    )
-    say(f"resume: step {STEPS} from {name} gave {same}")
+    losses = f"losses within {LOSS_TOLERANCE:g}"
+    if (first.loss, first.val_loss) == (again.loss, again.val_loss):
+        losses = "the same losses"
+    say(f"resume: step {STEPS} from {name} gave {losses}")
 
 
-def _on_gpu() -> bool:
+def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+# ------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def _to_path(folder: object) -> Path:
+    """Returns the path of a run folder. Raises ConfigError if `folder` is none."""
+    if isinstance(folder, (str, os.PathLike)):
+        path = str(folder)
+        if path and "\0" not in path:
+            return Path(path)
+    raise ConfigError(f"folder: expected a path, got {folder!r:.40}")
+
+
+def _to_keys(allow: Iterable[str] | None) -> list[str]:
+    """Returns the keys of `allow`. Raises ConfigError unless it is a list of strings."""
+    if not isinstance(allow, str):
+        keys = list(allow or ())
+        if all(isinstance(key, str) for key in keys):
+            return keys
+    # The letters of a single string are no keys.
+    raise ConfigError("allow: expected a list of keys, as in allow=['optim.lr']")
+
+
+def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Raises ConfigError for callbacks that a run could not call, before its first step."""
+    if not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks: expected a list, got {type(callbacks).__name__}")
+    for callback in callbacks:
+        is_class = isinstance(callback, type)
+        has_methods = all(
+            callable(getattr(callback, name, None)) for name in ("step", "evaluation", "save")
+        )
+        if is_class or not has_methods:
+            remedy = f"; write {callback.__name__}()" if isinstance(callback, type) else ""
+            raise ConfigError(
+                "callbacks: expected objects of a class below fp8cfg.Callback, got"
+                f" {callback!r:.40}{remedy}"
+            )
+
+
+def _with_folder(result: Result, run: RunFolder | None) -> Result:
+    return replace(result, folder=run.path if run else None)
+
+
+def _say_nothing(_: str) -> None:
+    """Prints nothing, on all ranks but the first."""

@@ -79,7 +79,7 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
             made.append(run.path)
         return 0
 
-    monkeypatch.setattr("fp8cfg.cli.train.launch", launched)
+    monkeypatch.setattr("fp8cfg.cli.launch_run.launch", launched)
     return made
 
 

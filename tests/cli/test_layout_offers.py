@@ -13,7 +13,7 @@ import pytest
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.backends.choice import BLOCK_CUDA, Hardware
-from fp8cfg.cli import launch_run, train
+from fp8cfg.cli import launch_run
 from fp8cfg.execution import executor as runs
 from fp8cfg.planning import hardware, preflight, smoke
 from fp8cfg.planning.layout import refused
@@ -462,7 +462,7 @@ def test_torchrun_takes_a_layout_of_its_own_ranks(
 ) -> None:
     """Of machines that are alike."""
     trained: list[fp8cfg.Recipe] = []
-    monkeypatch.setattr(train, "launch", lambda recipe, *_: trained.append(recipe) or 0)
+    monkeypatch.setattr(launch_run, "launch", lambda recipe, *_: trained.append(recipe) or 0)
     words = ["recipe=llama_tiny", "trainer.accelerator=cpu", f"{TENSOR}=2"]
     assert main(words) == 2 and "nearest is trainer.devices=2, or" in capsys.readouterr().err
     for key, value in {"WORLD_SIZE": "4", **local}.items():

@@ -96,7 +96,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
 def test_as_many_ranks_as_gpus_and_whole_batches(
     words: tuple[str, ...], gpus: int, ranks: int
 ) -> None:
-    assert launch_run.count(composed(*words), gpus) == ranks
+    assert launch_run.count_ranks(composed(*words), gpus) == ranks
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_of_several_nodes_the_line_of_each_is_printed(gpus: int, starts: Starts)
     argv = [*DATA_PARALLEL, "trainer.num_nodes=2", "name=two_nodes"]
     starts(gpus)
     with pytest.raises(fp8cfg.ConfigError) as e:
-        launch_run.started(
+        launch_run.start_ranks(
             ResolvedRecipe(composed(*argv)), argv, lambda fit: f"fp8cfg {' '.join(fit.words)}"
         )
     (line,) = e.value.problems
@@ -260,9 +260,9 @@ def test_what_they_do_not_have_here_is_refused_with_a_line_that_runs(
 
 def test_a_launcher_is_seen_by_its_variables() -> None:
     assert (
-        not launch_run.launched({})
-        and launch_run.launched({"RANK": "0"})
-        and launch_run.launched({"WORLD_SIZE": "1"})
+        not launch_run.is_launched({})
+        and launch_run.is_launched({"RANK": "0"})
+        and launch_run.is_launched({"WORLD_SIZE": "1"})
     )
 
 

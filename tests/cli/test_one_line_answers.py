@@ -18,7 +18,7 @@ import torch
 import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.building import builder
-from fp8cfg.cli import launch_run, train
+from fp8cfg.cli import launch_run
 from fp8cfg.schema import recipe_registry
 from fp8cfg.schema.errors import ConfigError, report_error
 from tests.support.small import SMALL, small
@@ -47,7 +47,7 @@ def test_no_memory_is_one_line(
     def fails(*_: Any) -> int:
         raise error
 
-    monkeypatch.setattr(train, "launch", fails)
+    monkeypatch.setattr(launch_run, "launch", fails)
     assert main([*SMALL]) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: out of memory") and err.count("\n") == 1 and "frame" not in err
@@ -57,7 +57,7 @@ def test_other_errors_are_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> N
     def fails(*_: Any) -> int:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(train, "launch", fails)
+    monkeypatch.setattr(launch_run, "launch", fails)
     with pytest.raises(RuntimeError, match="shapes"):
         main([*SMALL])
 

@@ -219,7 +219,7 @@ def test_gpus_over_which_nothing_divides_are_offered_as_many_as_a_launch_starts(
     assert line == f"fp8cfg {' '.join(kept)} {offered} {BLANKS}"
     assert main(["plan", *shlex.split(line)[1:], "--gpu", gpu]) == 0
     if gpus < 8:  # of one machine
-        assert launch_run.count(fp8cfg.compose(kept), gpus) == 4
+        assert launch_run.count_ranks(fp8cfg.compose(kept), gpus) == 4
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(
         recipe = fp8cfg.compose(line.split()[1:])
         assert (
             line.endswith(f"trainer.strategy.tensor_model_parallel_size={ranks}")
-            and launch_run.count(recipe, gpus) == ranks
+            and launch_run.count_ranks(recipe, gpus) == ranks
         )
         plan = fp8cfg.plan(recipe, "h100", ranks)
         assert not plan.problems
@@ -314,7 +314,7 @@ def test_a_start_on_fewer_gpus_than_a_replica_offers_what_runs_on_all_of_them(
     recipe = fp8cfg.compose(line.split()[1:])
     assert (
         recipe.trainer.num_nodes == 1
-        and launch_run.count(recipe, 8) == 8
+        and launch_run.count_ranks(recipe, 8) == 8
         and not fp8cfg.plan(recipe, "h200", 8).problems
     )
 
