@@ -50,7 +50,10 @@ def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def start_ranks(
-    resolved: ResolvedRecipe, argv: Sequence[str], whole_line: CommandLine, takes: IsResumable | None = None
+    resolved: ResolvedRecipe,
+    argv: Sequence[str],
+    whole_line: CommandLine,
+    takes: IsResumable | None = None,
 ) -> int | None:
     """Starts the ranks of `fp8cfg ARGV` on the GPUs of this machine, and waits for them.
 
