@@ -259,8 +259,9 @@ def resume(
     Returns:
         The exit code.
     """
-    say = print if _is_first_rank() else _say_nothing
-    with RunFolder.open(path, lock=_is_first_rank()) as folder:
+    is_first = _is_first_rank()
+    say = print if is_first else _say_nothing
+    with RunFolder.open(path, lock=is_first) as folder:
         from fp8cfg.training import runs  # loads torch: a path without a run is an error before
 
         def launch_recipe(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> int:
