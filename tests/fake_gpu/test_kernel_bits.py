@@ -85,14 +85,14 @@ def test_other_random_numbers_are_found(
     normal = torch.randn(130, 140, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(kernel_bits, "matrices", lambda: [("normal", normal)])
     monkeypatch.setitem(kernel_bits.SCALINGS, "nvfp4", {variant: SCALINGS["nvfp4"][variant]})
-    made = kernel_bits.quantize_four_bits_fused
+    made = kernel_bits.quantize_nvfp4_fused
 
     def in_another_lane(
         t: torch.Tensor, square: bool, draw: RandomStream | None, *rest: Any
     ) -> Any:
         return made(t, square, draw and draw._replace(lane=1 - draw.lane), *rest)
 
-    monkeypatch.setattr(kernel_bits, "quantize_four_bits_fused", in_another_lane)
+    monkeypatch.setattr(kernel_bits, "quantize_nvfp4_fused", in_another_lane)
     with pytest.raises(
         ArithmeticError, match=r"^[1-9]\d* of \d+ bytes of data, 0 of \d+ bytes of scales"
     ):

@@ -55,7 +55,7 @@ def products(name: str, device: str = "cuda", proof: bool = True) -> str:
         cases[f"{m} x {k} x {n}"] = FPROP, a, b, x @ w.t(), torch.bfloat16
     found, wrong = [], []
     for case, (slot, one, other, want, out) in cases.items():
-        what = f"{case} {one.kind} x {other.kind}"
+        what = f"{case} {one.format_name} x {other.format_name}"
         try:
             got = gemm(one, other, out, None, slot).float()
             apart = (
