@@ -1,6 +1,12 @@
-"""Quantization of a matrix to an operand: scale, round, and carry.
+"""Quantization of a matrix to an operand of a GEMM, in plain torch operations.
 
-Always from float32: rounding to bfloat16 before FP8 changes 3 in 100 values.
+    quantize                one scale: delayed and current scaling quantize_tiles          a scale
+    for each tile: block scaling, MXFP8, NVFP4, current scaling by row quantize_nvfp4
+    NVFP4: the Hadamard transform, stochastic rounding, the global scale count_out_of_range
+    counts values that were clipped hadamard_transform      the transform of NVFP4
+
+Everything is computed from float32: rounding to bfloat16 before FP8 changes 3 of 100 values. On a
+GPU with FP8 the kernels of kernels/launch.py replace these functions.
 """
 
 from __future__ import annotations
@@ -45,13 +51,15 @@ from fp8cfg.schema.scalings import Tile
 def limit_horizontal_fusion() -> None:
     """Works around a bug in Inductor's code for CPUs.
 
-    Inductor fuses loops that share no data into one C++ kernel ("horizontal fusion"). With MXFP8 it then ends in an assertion
-    (try_loop_split), and quantization written in another way came out as NaN under row and block scaling. Seen with torch 2.13.
-    tools/inductor_fusion.py shows it; this function goes with the first torch for which that script reports equal gradients.
+    Inductor fuses loops that share no data into one C++ kernel ("horizontal fusion"). With MXFP8 it
+    then fails in an assertion (try_loop_split). Quantization that was written in another way
+    returned NaN under row and block scaling. Seen with torch 2.13. tools/inductor_fusion.py
+    reproduces it. Remove this function with the first torch for which that script reports equal
+    gradients.
     """
     config = sys.modules.get("torch._inductor.config")
     if config is None:
-        # Inductor reads it when it is imported, which takes seconds.
+        # Inductor reads the variable when it is imported. Importing it here would take seconds.
         os.environ.setdefault("TORCHINDUCTOR_CPP_MAX_HORIZONTAL_FUSION_SIZE", "1")
     else:
         config.cpp.max_horizontal_fusion_size = 1
@@ -61,8 +69,15 @@ limit_horizontal_fusion()
 
 
 def quantize(t: Tensor, scale: Tensor, fmt: Format, carrier: torch.dtype) -> Operand:
-    """Multiplies the matrix `t`, read as float32, by the scalar `scale` and rounds it to FP8, once. `carrier` is the dtype of
-    the data: `fmt.dtype` for a real product, bfloat16 or float32 for an emulated one."""
+    """Quantizes a matrix with one scale.
+
+    Args:
+        t: The matrix, of any float dtype.
+        scale: float32 [].
+        fmt: The format.
+        carrier: Dtype of the data: `fmt.dtype` for a real GEMM, bfloat16 or float32 for an emulated
+            one.
+    """
     data = round_to_format(t.float() * scale, fmt, carrier)
     return Operand(data, reciprocal(scale), fmt)
 
@@ -73,129 +88,47 @@ def quantize_tiles(
     fmt: Format,
     scaling: Scaling,
     carrier: torch.dtype,
-    whole: Tensor | None = None,
+    global_scale: Tensor | None = None,
     random: RandomStream | None = None,
     record: Tensor | None = None,
     group: str | None = None,
 ) -> Operand:
-    """Quantizes the matrix `t` [R, C] with a scale for each tile. `whole` is nvfp4's scale of the whole tensor. Scales of a
-    carried operand that vary along the contracted dimension are multiplied into its data. With `random` the format rounds
-    stochastically, by numbers that depend on the place of an element in `t` alone, not on strides. The largest amax of
-    all tiles is folded into the running maximum `record`, [], if there is one. Ranks of `group` have the other parts of each tile,
-    a row or a column, if it is given."""
+    """Quantizes a matrix with a scale for each tile.
+
+    Args:
+        t: The matrix [R, C].
+        tile: Rows and columns that share a scale.
+        fmt: The format.
+        scaling: The recipe.
+        carrier: See `quantize`.
+        global_scale: NVFP4's scale of the whole tensor, float32 [].
+        random: The random numbers of stochastic rounding. They depend on the place of an element in
+            `t`, not on strides. None rounds to nearest.
+        record: Running maximum, float32 [], that the largest amax is folded into.
+        group: Name of the process group with the other shards of each tile, which is a row or a
+            column.
+    """
     v = split_tiles(t, tile).float()
-    encode, decode = compute_tile_scales(v, fmt, scaling, whole, t.dtype, record, group)
+    encode, decode = compute_tile_scales(v, fmt, scaling, global_scale, t.dtype, record, group)
     uniform = None
     if random is not None:
         uniform = random.uniform(0, v.numel()).view(v.shape)
     data = round_to_format(v * encode, fmt, carrier, uniform)
-    global_scale_inv = None if whole is None else reciprocal(whole)
-    if carrier != fmt.dtype and scaling.layout.block > 0:
+    global_scale_inv = None if global_scale is None else reciprocal(global_scale)
+
+    is_carried = carrier != fmt.dtype
+    if is_carried and scaling.layout.block:
+        # The scales vary along the contracted dimension, so the GEMM cannot apply them to its
+        # result.
         data = data * decode.to(carrier)
         return Operand(join_tiles(data, t.shape), global_scale_inv, fmt, tile)
+    scale_inv = decode[:, 0, :, 0]
     return Operand(
-        join_tiles(data, t.shape), decode[:, 0, :, 0], fmt, tile, global_scale_inv=global_scale_inv
+        join_tiles(data, t.shape), scale_inv, fmt, tile, global_scale_inv=global_scale_inv
     )
 
 
-def count_out_of_range(
-    t: Tensor, role: int, amax: Tensor, scale: Tensor | None, fmt: Format
-) -> None:
-    """Count what of `t`, any shape and float dtype, does not fit into `fmt` under `scale`, float32 [], or is infinite. No value of
-    `t` is larger than `amax`, float32 [], in which a layer recorded it. Without a `scale` finite values fit. No kernel quantizes
-    `t`, which would count it too."""
-    if t.is_cuda or torch.compiler.is_compiling():
-        count_overflow(t, amax, scale, role, fmt.reach)
-    elif t.device.type == "cpu":
-        _read_again(t, amax, scale, role, fmt.reach)
-
-
-@library.custom_op("fp8cfg::count_overflow", mutates_args=("amax",), tags=NO_CUDA_GRAPH)
-def count_overflow(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, reach: float) -> None:
-    """`count_out_of_range` on a GPU, and to a compiler. The `amax` is not written: that it might be keeps the call in a graph, behind
-    what records the amax, and apart from those of other layers that read `t`."""
-    if not t.is_cuda:
-        _read_again(t, amax, scale, role, reach)
-    elif HAS_TRITON and t.numel():
-        from fp8cfg.numerics.kernels import tensor
-
-        densest_last = sorted(
-            range(t.dim()), key=t.stride, reverse=True
-        )  # elements are counted in any order
-        tensor.count(
-            t.permute(densest_last).contiguous(),
-            amax,
-            scale,
-            overflow_counter(t.device, role),
-            reach,
-        )
-
-
-def _read_again(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, reach: float) -> None:
-    most = amax.item()
-    if most < torch.inf and (scale is None or most * scale.item() <= reach):
-        return
-    a = t.detach().abs()
-    infinite = (a == torch.inf).sum()
-    beyond = infinite if scale is None else (a.float() * scale > reach).sum()
-    overflow_counter(t.device, role)[:2] += torch.stack([beyond - infinite, infinite])
-
-
-def _matrix() -> Tensor:
-    h = torch.ones(1, 1, dtype=torch.float32)
-    while len(h) < 16:  # Sylvester's construction
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return torch.tensor(SIGNS, dtype=torch.float32)[:, None] * h / 4
-
-
-SIGNS = (
-    1,
-    1,
-    1,
-    -1,
-    1,
-    -1,
-    -1,
-    -1,
-    -1,
-    -1,
-    -1,
-    1,
-    -1,
-    1,
-    -1,
-    -1,
-)  # Transformer Engine's, get_wgrad_sign_vector
-NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
-HADAMARD_MATRIX = _matrix()
-
-
-def _matrix_on(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """MATRIX on `device`, without a copy that the host waits for: compiled code pins no memory, and keeps none of another call."""
-    if device.type != "cuda":
-        return HADAMARD_MATRIX.to(device, dtype)
-    if torch.compiler.is_compiling():
-        return build_hadamard_matrix(device).to(dtype)
-    apart = (
-        _get_current_dispatch_mode_stack()
-    )  # whose tensors may be fake, or whose operations counted
-    return sent(HADAMARD_MATRIX.to(dtype), device) if apart else _copied(device, dtype)
-
-
-@functools.cache
-def _copied(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """MATRIX on `device`, copied once a process."""
-    with torch.inference_mode(False):
-        return sent(HADAMARD_MATRIX.to(dtype), device)
-
-
-def build_hadamard_matrix(device: torch.device) -> Tensor:
-    """MATRIX, computed on `device`: of Sylvester's matrix the sign in row i and column j is the parity of the bits of i & j."""
-    n = torch.arange(16, device=device)
-    bits = n[:, None] & n
-    bits = bits ^ (bits >> 2)
-    bits = (bits ^ (bits >> 1) ^ (NEGATIVE >> n)[:, None]) & 1
-    return (1 - 2 * bits) * 0.25
+# --- NVFP4
 
 
 def quantize_nvfp4(
@@ -206,47 +139,62 @@ def quantize_nvfp4(
     carrier: torch.dtype | None,
     random: tuple[Tensor, Tensor] | None = None,
     history: Tensor | None = None,
-    parts: AmaxGroup | None = None,
+    amax_group: AmaxGroup | None = None,
     both: bool = False,
 ) -> Operand:
-    """The matrix `t` [R, C] for a product over its dimension `axis`, in the orientation of `t`; R completed to a multiple of 16
-    by zeros where the transform is applied. `random`, the key and the count of a layer's draws, is what a gradient is rounded by.
-    Without a carrier hardware multiplies it (gemm.py): the data are a byte each, or packed where a kernel made them. The
-    amax is folded into `history[0, role]`, if it is given.
+    """Quantizes a matrix under NVFP4.
 
-    Where `t` is one of the `parts` of a tensor its first scale is that of the whole. If `both` dimensions will be contracted, one
-    collective has the amaxes for both, and what contracts the first one comes too, as `Operand.columnwise`.
+    Args:
+        t: The matrix [R, C], or this rank's shard of it.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        axis: The dimension that the GEMM contracts.
+        scaling: The recipe.
+        carrier: Dtype of the data of an emulated GEMM. None is a real GEMM.
+        random: Key and number of draws of the layer, for stochastic rounding of gradients.
+        history: Amax record. The amax is folded into `history[0, role]`.
+        amax_group: Ranks with the other shards. The global scale is that of the whole tensor.
+        both: Whether GEMMs contract both dimensions.
+
+    Returns:
+        The operand in the orientation of `t`. With the Hadamard transform R is padded to a multiple
+        of 16 with zeros. If ranks share the tensor and `both` is set, one collective reduces the
+        amaxes of both dimensions, and the operand of the first dimension comes as
+        `Operand.columnwise`.
     """
-    group = None if parts is None else parts.group_of(role)
-    axes = (0, 1) if group and both and axis == 1 and scaling.directional(role) else (axis,)
-    forms = [hadamard_transform(t.t()) if scaling.uses_hadamard(role, one) else t for one in axes]
+    group = None if amax_group is None else amax_group.group_of(role)
+    shares_collective = bool(group) and both and axis == 1 and scaling.directional(role)
+    # The transformed matrix comes first, so that its memory is free before the other is quantized.
+    axes = (0, 1) if shares_collective else (axis,)
+    matrices = []
+    for contracted in axes:
+        is_transformed = scaling.uses_hadamard(role, contracted)
+        matrices.append(hadamard_transform(t.t()) if is_transformed else t)
+
     amaxes: list[Tensor | None] = [None] * len(axes)
     if group is not None:
-        own = [_amax(form, carrier) for form in (forms if scaling.uses_hadamard(role, 0) else [t])]
-        amaxes = [*all_reduce_max_or_nan(torch.stack(own), group).unbind()] * (
-            len(axes) // len(own)
-        )
-    made = []
-    for one, amax in zip(
-        axes, amaxes, strict=True
-    ):  # the transformed form first, which is then let go
-        made.append(
-            _quantized(
-                forms.pop(0),
-                role,
-                one,
-                scaling,
-                carrier,
-                random,
-                history if one == axis else None,
-                amax,
+        # Without a transform both dimensions have the same amax.
+        sources = matrices if scaling.uses_hadamard(role, 0) else [t]
+        local = torch.stack([_amax_or_nan(source, carrier) for source in sources])
+        reduced = all_reduce_max_or_nan(local, group).unbind()
+        amaxes = [*reduced] * (len(axes) // len(sources))
+
+    operands = []
+    for contracted, amax in zip(axes, amaxes, strict=True):
+        # A tensor that is quantized along both dimensions is recorded once.
+        record = history if contracted == axis else None
+        operands.append(
+            _quantize_nvfp4_matrix(
+                matrices.pop(0), role, contracted, scaling, carrier, random, record, amax
             )
         )
-    return made[0] if len(axes) == 1 else made[1]._replace(columnwise=made[0].t())
+    if len(operands) == 1:
+        return operands[0]
+    columnwise, rowwise = operands
+    return rowwise._replace(columnwise=columnwise.t())
 
 
-def _quantized(
-    form: Tensor,
+def _quantize_nvfp4_matrix(
+    matrix: Tensor,
     role: int,
     axis: int,
     scaling: Scaling,
@@ -255,46 +203,155 @@ def _quantized(
     history: Tensor | None,
     amax: Tensor | None,
 ) -> Operand:
-    """The matrix that a product over dimension `axis` reads, transformed or not, with a first scale of `amax`, float32 [], where
-    that is given, and of its own else."""
-    draw = (
-        RandomStream(*random, lane=axis) if random and scaling.rounds_stochastically(role) else None
-    )
-    mixes = scaling.uses_hadamard(role, axis)
-    tile = (1, 16) if mixes else scaling.tile(role, axis)
+    """Quantizes the matrix that a GEMM reads, transformed or not.
+
+    `amax`, float32 [], is that of the whole tensor, or None to compute it.
+    """
+    fmt = scaling.format_of(role)
+    stream = None
+    if random is not None and scaling.rounds_stochastically(role):
+        stream = RandomStream(*random, lane=axis)
+    is_transformed = scaling.uses_hadamard(role, axis)
+    # The transform has moved the contracted dimension to the end.
+    tile = (1, 16) if is_transformed else scaling.tile(role, axis)
     assert tile is not None
-    if can_fuse_nvfp4(form, carrier) and tile[1] == 16:
-        made = quantize_nvfp4_fused(form, tile[0] == 16, draw, history, role, amax)
+    if can_fuse_nvfp4(matrix, carrier) and tile[1] == 16:
+        is_square = tile[0] == 16
+        operand = quantize_nvfp4_fused(matrix, is_square, stream, history, role, amax)
     else:
-        amax = compute_amax_or_nan(form) if amax is None else amax
+        if amax is None:
+            amax = compute_amax_or_nan(matrix)
         if history is not None:
             record_amax(history[0, role], amax)
-            count_out_of_range(form, role, history[0, role], None, scaling.format_of(role))
-        made = quantize_tiles(
-            form,
-            tile,
-            scaling.format_of(role),
-            scaling,
-            carrier or E2M1.dtype,
-            global_scale_from_amax(amax),
-            draw,
+            count_out_of_range(matrix, role, history[0, role], None, fmt)
+        global_scale = global_scale_from_amax(amax)
+        operand = quantize_tiles(
+            matrix, tile, fmt, scaling, carrier or E2M1.dtype, global_scale, stream
         )
-    return made.t() if mixes else made
+    return operand.t() if is_transformed else operand
 
 
-def _amax(form: Tensor, carrier: torch.dtype | None) -> Tensor:
-    """`compute_amax_or_nan`, by a kernel where one quantizes."""
-    fuses = can_fuse_nvfp4(form, carrier)
-    amax: Tensor = (
-        compute_amax_if_unset(form.contiguous(), None, 0, keep_nan=True)[0]
-        if fuses
-        else compute_amax_or_nan(form)
-    )
-    return amax
+def _amax_or_nan(t: Tensor, carrier: torch.dtype | None) -> Tensor:
+    """`compute_amax_or_nan`, by a kernel if one quantizes `t`."""
+    if not can_fuse_nvfp4(t, carrier):
+        return compute_amax_or_nan(t)
+    amax: Tensor = compute_amax_if_unset(t.contiguous(), None, 0, keep_nan=True)
+    return amax[0]
+
+
+# --- overflow counts
+
+
+def count_out_of_range(
+    t: Tensor, role: int, amax: Tensor, scale: Tensor | None, fmt: Format
+) -> None:
+    """Counts the values of a tensor that are clipped or infinite (overflow_counts.py).
+
+    Call it only for tensors that no kernel quantizes: kernels count themselves.
+
+    Args:
+        t: Any shape and float dtype.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        amax: float32 []. No value of `t` is larger.
+        scale: float32 []. None if all finite values fit.
+        fmt: The format.
+    """
+    if t.is_cuda or torch.compiler.is_compiling():
+        count_overflow(t, amax, scale, role, fmt.reach)
+    elif t.device.type == "cpu":
+        _count_on_host(t, amax, scale, role, fmt.reach)
+
+
+# `amax` is not written. A graph keeps an operator that writes something, runs it after what records
+# the amax, and does not merge it with calls of other layers that read `t`.
+@library.custom_op("fp8cfg::count_overflow", mutates_args=("amax",), tags=NO_CUDA_GRAPH)
+def count_overflow(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, reach: float) -> None:
+    """`count_out_of_range` on a GPU, and in compiled code."""
+    if not t.is_cuda:
+        _count_on_host(t, amax, scale, role, reach)
+    elif HAS_TRITON and t.numel():
+        from fp8cfg.numerics.kernels import tensor
+
+        # Elements are counted in any order. In the order of memory no copy is needed.
+        by_stride = sorted(range(t.dim()), key=t.stride, reverse=True)
+        counts = overflow_counter(t.device, role)
+        tensor.count(t.permute(by_stride).contiguous(), amax, scale, counts, reach)
+
+
+def _count_on_host(t: Tensor, amax: Tensor, scale: Tensor | None, role: int, reach: float) -> None:
+    largest = amax.item()
+    if largest < torch.inf and (scale is None or largest * scale.item() <= reach):
+        return  # all values fit: `t` is not read again
+    magnitudes = t.detach().abs()
+    infinite = (magnitudes == torch.inf).sum()
+    beyond = infinite if scale is None else (magnitudes.float() * scale > reach).sum()
+    overflow_counter(t.device, role)[:2] += torch.stack([beyond - infinite, infinite])
+
+
+# --- the Hadamard transform of NVFP4
+
+# fmt: off
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Random signs of the transform, from Transformer Engine's get_wgrad_sign_vector."""
+# fmt: on
+NEGATIVE_SIGNS = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
+"""Bit i is set if sign i is negative."""
+
+
+def _compute_hadamard_matrix() -> Tensor:
+    """Returns diag(SIGNS) H16 / 4, float32 [16, 16], by Sylvester's construction."""
+    h = torch.ones(1, 1, dtype=torch.float32)
+    while len(h) < 16:
+        upper = torch.cat([h, h], 1)
+        lower = torch.cat([h, -h], 1)
+        h = torch.cat([upper, lower])
+    return torch.tensor(SIGNS, dtype=torch.float32)[:, None] * h / 4
+
+
+HADAMARD_MATRIX = _compute_hadamard_matrix()
 
 
 def hadamard_transform(t: Tensor) -> Tensor:
-    """Each 16 neighbours in a row of `t` [R, C] times diag(SIGNS) H16 / 4, in the dtype of `t`; C completed with zeros."""
+    """Multiplies each 16 neighbors in a row of `t` [R, C] by diag(SIGNS) H16 / 4, in the dtype of
+    `t`.
+
+    C is padded to a multiple of 16 with zeros. The transform spreads outliers over 16 elements.
+    Both operands of wgrad are transformed, which cancels in the product.
+    Source: Transformer Engine, common/hadamard_transform.
+    """
     missing = -t.shape[1] % 16
-    t = (F.pad(t, (0, missing)) if missing else t).contiguous()
-    return (t.view(-1, 16) @ _matrix_on(t.device, t.dtype)).view(t.shape)
+    if missing:
+        t = F.pad(t, (0, missing))
+    t = t.contiguous()
+    return (t.view(-1, 16) @ _hadamard_matrix(t.device, t.dtype)).view(t.shape)
+
+
+def _hadamard_matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns HADAMARD_MATRIX on `device`. The host does not wait for the copy."""
+    if device.type != "cuda":
+        return HADAMARD_MATRIX.to(device, dtype)
+    if torch.compiler.is_compiling():
+        # Compiled code pins no memory and keeps no tensor of another call.
+        return build_hadamard_matrix(device).to(dtype)
+    if _get_current_dispatch_mode_stack():
+        # A mode may make fake tensors or count operations. The cache must not hold its tensor.
+        return sent(HADAMARD_MATRIX.to(dtype), device)
+    return _cached_hadamard_matrix(device, dtype)
+
+
+@functools.cache
+def _cached_hadamard_matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor could not be saved for backward
+        return sent(HADAMARD_MATRIX.to(dtype), device)
+
+
+def build_hadamard_matrix(device: torch.device) -> Tensor:
+    """Computes HADAMARD_MATRIX on `device`.
+
+    In Sylvester's matrix the sign in row i and column j is the parity of the bits of i & j.
+    """
+    n = torch.arange(16, device=device)
+    bits = n[:, None] & n
+    bits = bits ^ (bits >> 2)
+    parity = bits ^ (bits >> 1) ^ (NEGATIVE_SIGNS >> n)[:, None]
+    return (1 - 2 * (parity & 1)) * 0.25

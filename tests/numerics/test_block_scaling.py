@@ -280,11 +280,11 @@ def test_the_transform_is_copied_to_a_gpu_once(monkeypatch: pytest.MonkeyPatch) 
     """But not where a mode of torch's sees operations, as in selective checkpoints and FakeTensorMode."""
     sent, gpu = list[torch.dtype](), torch.device("cuda", 0)
     monkeypatch.setattr(quantize, "sent", lambda t, device: sent.append(t.dtype) or t)
-    quantize._copied.cache_clear()
+    quantize._cached_hadamard_matrix.cache_clear()
     for dtype in (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32):
-        assert torch.equal(quantize._matrix_on(gpu, dtype), HADAMARD_MATRIX.to(dtype))
+        assert torch.equal(quantize._hadamard_matrix(gpu, dtype), HADAMARD_MATRIX.to(dtype))
     assert sent == [torch.bfloat16, torch.float32]
     with FlopCounterMode(display=False):
-        quantize._matrix_on(gpu, torch.bfloat16)
+        quantize._hadamard_matrix(gpu, torch.bfloat16)
     assert len(sent) == 3
-    quantize._copied.cache_clear()
+    quantize._cached_hadamard_matrix.cache_clear()
