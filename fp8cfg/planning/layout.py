@@ -1,4 +1,9 @@
-"""Parallel layout: the layers, the share of each matrix and the part of the sequence that one rank has under trainer.strategy."""
+"""Parallel layout: the layers, the shard of each matrix and of the sequence that one rank has.
+
+trainer.strategy splits a model replica over tensor-, pipeline- and context-parallel ranks. The
+remaining ranks are data parallel. `Part` describes one rank. All planned memory and traffic is per
+part.
+"""
 
 from __future__ import annotations
 
@@ -16,35 +21,23 @@ from fp8cfg.schema.storage import StateDtypes, resolve_state_dtypes
 from fp8cfg.schema.violation import Violation
 
 
-def quantizes_once(recipe: Recipe, state: StateDtypes, shard: str, microbatches: int) -> bool:
-    """Whether the native backend quantizes a weight once for all passes of a step over so many microbatches, and keeps it until the
-    last. It does where there are several passes, and weights stay for them. `shard` is storage.shard, resolved; under fsdp the
-    weights of a layer are gathered for each pass and let go. Weights in a codec are there to take few bytes, and nothing is kept of
-    them; weights that are stored as products read them are quantized already, and their transpose is kept where
-    fp8.keep_transpose_cache says so, which a single backward pass makes once anyway.
-    """
-    p = recipe.precision
-    stored = state.linear["weight"]
-    several = microbatches > 1 or (recipe.model.recompute_granularity == "full" and stored != "fp8")
-    return p.fp8.enabled and several and shard != "fsdp" and stored in ("fp8", p.compute)
-
-
-def machines(ranks: int) -> tuple[int, int]:
-    """Nodes, and GPUs of each: eight, or as many below that as divide `ranks`."""
-    devices = next(n for n in range(8, 0, -1) if ranks % n == 0)
-    return ranks // devices, devices
-
-
-def placed(recipe: Recipe, nodes: int, devices: int) -> Recipe:
-    """`recipe` on so many nodes with so many GPUs each; its batch stays, whether or not they divide it."""
-    trainer = recipe.trainer.model_copy(update={"num_nodes": nodes, "devices": devices})
-    return recipe.model_copy(update={"trainer": trainer})
-
-
 @dataclass(frozen=True)
 class Part:
-    """One rank's part. `state` are the storage dtypes. `layers` are indices, in so many `chunks`; `tensor` ranks share each matrix, `context` each sequence, `data`
-    hold the same part. `in_flight` microbatches have their activations kept at once, counted in passes through all of `layers`.
+    """What one rank has of the model and of the batch.
+
+    Attributes:
+        name: Name in the plan, such as "first stage".
+        layers: Numbers of its Transformer layers.
+        state: The storage dtypes.
+        embedding: Whether it has the embedding.
+        output: Whether it has the final norm and the output layer.
+        tensor: Ranks that share each matrix.
+        context: Ranks that share each sequence.
+        data: Data-parallel ranks, which have the same part.
+        sequence_parallel: Whether tensor-parallel ranks split the tokens outside of matrices.
+        chunks: Chunks of consecutive layers. Interleaved pipeline stages have several.
+        groups: Replica groups (HSDP). State is sharded inside of a group.
+        in_flight: Microbatches whose activations exist at once, in passes through all `layers`.
     """
 
     name: str
@@ -62,8 +55,7 @@ class Part:
 
     @property
     def shards(self) -> int:
-        """The ranks over which storage.shard splits state, those that have the same parameters: data-parallel and context ranks, of
-        one of `groups` groups."""
+        """Ranks that shard state: those of one group with the same parameters."""
         return self.data * self.context // self.groups
 
     @property
@@ -72,62 +64,132 @@ class Part:
         return self.state.precision.storage.shard
 
 
+# Parts of a recipe.
+
+
 def whole(recipe: Recipe, ranks: int = 1) -> Part:
-    """The part that each of `ranks` ranks has of all layers: of matrices and sequences too, where these are whole replicas."""
-    s = recipe.trainer.strategy
-    tensor, context, pipeline = (
-        s.tensor_model_parallel_size,
-        s.context_parallel_size,
-        s.pipeline_model_parallel_size,
-    )
-    if ranks % s.size:
+    """Returns the part of each rank, with all layers.
+
+    If the ranks do not form whole replicas, sizes that do not divide them count as 1.
+    """
+    strategy = recipe.trainer.strategy
+    tensor = strategy.tensor_model_parallel_size
+    context = strategy.context_parallel_size
+    pipeline = strategy.pipeline_model_parallel_size
+    if ranks % strategy.size:
         pipeline = 1
     if ranks % (tensor * context):
-        tensor, context = 1, 1 if ranks % context else context
+        tensor = 1
+        if ranks % context:
+            context = 1
+    data = ranks // (tensor * context * pipeline)
+    groups = strategy.data_parallel_replicate_size
+    if data % groups:
+        groups = 1
     part = Part(
         "every rank",
         range(recipe.model.num_layers),
         resolve_state_dtypes(recipe.precision),
         tensor=tensor,
         context=context,
-        data=(data := ranks // (tensor * context * pipeline)),
-        sequence_parallel=s.sequence_parallel and tensor > 1,
-        groups=s.data_parallel_replicate_size if data % s.data_parallel_replicate_size == 0 else 1,
+        data=data,
+        sequence_parallel=strategy.sequence_parallel and tensor > 1,
+        groups=groups,
     )
+    # storage.shard=auto depends on the number of shards.
     return replace(part, state=part.state.with_sharding(part.shards))
 
 
 def stage_parts(recipe: Recipe, ranks: int) -> list[Part]:
-    """The part of each pipeline stage on `ranks` ranks; one, of all layers, where there is no pipeline, or they are no whole
-    replicas."""
-    s, t = recipe.trainer.strategy, recipe.trainer
-    stages, chunks, every = s.pipeline_model_parallel_size, s.chunks, whole(recipe, ranks)
-    if stages == 1 or ranks % s.size:
-        return [every]
-    microbatches = max(1, t.global_batch_size // (t.micro_batch_size * every.data))
-    held = stage_layers(recipe.model.num_layers, stages, chunks)
+    """Returns the part of each pipeline stage.
+
+    Returns one part with all layers if there is no pipeline or the ranks do not form whole
+    replicas.
+    """
+    trainer, strategy = recipe.trainer, recipe.trainer.strategy
+    stages, chunks = strategy.pipeline_model_parallel_size, strategy.chunks
+    all_layers = whole(recipe, ranks)
+    if stages == 1 or ranks % strategy.size:
+        return [all_layers]
+    per_pass = trainer.micro_batch_size * all_layers.data
+    count = max(1, trainer.global_batch_size // per_pass)
     names = {0: "first stage", stages - 1: "last stage"}
-    return [
-        replace(
-            every,
-            name=names.get(i, "middle stage"),
+    stage_numbers = stage_layers(recipe.model.num_layers, stages, chunks)
+    parts = []
+    for stage, layers in enumerate(stage_numbers):
+        part = replace(
+            all_layers,
+            name=names.get(stage, "middle stage"),
             layers=layers,
-            embedding=i == 0,
-            output=i == stages - 1,
+            embedding=stage == 0,
+            output=stage == stages - 1,
             chunks=chunks,
-            in_flight=min(microbatches, _in_flight(i, stages, chunks)),
+            in_flight=min(count, _in_flight(stage, stages, chunks)),
         )
-        for i, layers in enumerate(held)
-    ]
+        parts.append(part)
+    return parts
+
+
+def _in_flight(stage: int, stages: int, chunks: int) -> float:
+    """Returns how many passes through a stage have activations at once under 1F1B.
+
+    With several chunks the schedule is interleaved (arXiv 2104.04473; Megatron's schedules.py,
+    num_warmup_microbatches).
+    """
+    if chunks == 1:
+        return stages - stage
+    warmup = (stages - stage - 1) * 2 + (chunks - 1) * stages
+    return (warmup + 1) / chunks
+
+
+def parts_that_differ(recipe: Recipe, ranks: int) -> list[Part]:
+    """Returns the parts of the first, a middle and the last stage, or the one of all ranks."""
+    parts = stage_parts(recipe, ranks)
+    last = len(parts) - 1
+    return [parts[stage] for stage in sorted({0, min(1, last), last})]
+
+
+def parts(recipe: Recipe, world: int) -> list[Part]:
+    """Returns the parts as `parts_that_differ` does, for a number of GPUs that the user named.
+
+    Raises:
+        ConfigError: The GPUs do not form whole replicas, or the batch does not divide over them.
+    """
+    trainer, strategy = recipe.trainer, recipe.trainer.strategy
+    gpus = f"{world} GPU{'s' * (world > 1)}"
+    if world % strategy.size:
+        near = max(1, round(world / strategy.size)) * strategy.size
+        samples = trainer.global_batch_size // trainer.micro_batch_size
+        raise ConfigError(
+            f"{gpus}: not a multiple of tensor x pipeline x context parallel = {strategy.size}; "
+            f"nearest is {near} (--gpus {near}){strategy.smaller(world, samples)}"
+        )
+    refuse_if([f"{gpus}: {line}" for line in uneven_batch(recipe, world)])
+    return parts_that_differ(recipe, world)
 
 
 def shards(recipe: Recipe, ranks: int) -> int:
-    """Of `ranks` ranks those that have the same parameters as one of them, over which storage.shard splits state."""
+    """Returns how many of the ranks shard the state of one part."""
     return whole(recipe, ranks).shards
 
 
+def machines(ranks: int) -> tuple[int, int]:
+    """Returns nodes and GPUs per node: 8, or the largest smaller number that divides the ranks."""
+    devices = next(n for n in range(8, 0, -1) if ranks % n == 0)
+    return ranks // devices, devices
+
+
+def placed(recipe: Recipe, nodes: int, devices: int) -> Recipe:
+    """Returns the recipe for `nodes` with `devices` GPUs each. The batch size stays as it is."""
+    trainer = recipe.trainer.model_copy(update={"num_nodes": nodes, "devices": devices})
+    return recipe.model_copy(update={"trainer": trainer})
+
+
+# Layouts that training does not support.
+
+
 def limits(recipe: Recipe, ranks: int) -> list[Violation]:
-    """A violation for each reason why training has no such parallel layout for what `recipe` stores, sends and multiplies on `ranks`."""
+    """Returns why training has no such layout for what the recipe stores, sends and multiplies."""
     return [
         *layout_limits.limits(recipe, ranks),
         *layout_limits.pipeline_limits(recipe, ranks),
@@ -136,175 +198,177 @@ def limits(recipe: Recipe, ranks: int) -> list[Violation]:
 
 
 def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[Violation]:
-    """A violation for each way in which `recipe` splits a model replica over ranks that training does not have, or not on so many
-    `ranks`; or, of a model that is `given`, not at all."""
-    s = recipe.trainer.strategy
-    pp, tp, cp = (
-        s.pipeline_model_parallel_size,
-        s.tensor_model_parallel_size,
-        s.context_parallel_size,
-    )
-    lines = [] if given else limits(recipe, ranks)
-    keys = {
-        "tensor_model_parallel_size": (tp, "each matrix", "matrices"),
-        "context_parallel_size": (cp, "a sequence", "sequences"),
-        "pipeline_model_parallel_size": (pp, "the layers", "layers"),
-    }
-    for name, (size, what, those) in keys.items():
-        here = f"{ranks} ranks are" if ranks > 1 else "1 rank is"
-        if size > 1 and given:
-            lines.append(
-                Violation(
-                    f"{s.key(name)}={size}",
-                    f"splits the {those} of a recipe's Transformer, not those of"
-                    " a model of your own; write 1",
-                    source="layout",
-                )
-            )
-        elif ranks % size:
-            lines.append(
-                Violation(
-                    f"{s.key(name)}={size}",
-                    f"so many ranks share {what}, and {here} no multiple of it;"
-                    f" start {-(-ranks // size) * size}, or write {gcd(size, ranks)}",
-                    source="layout",
-                )
-            )
-    groups, data = s.data_parallel_replicate_size, ranks // s.size
-    if groups > 1 and given:
-        lines.append(
-            Violation(
-                f"{s.key('data_parallel_replicate_size')}={groups}",
-                "is of FSDP2, which shards a"
-                " recipe's Transformer, not a model of your own; write 1",
-                source="layout",
-            )
-        )
-    elif groups > 1 and not lines and not ranks % s.size and (data % groups or data * cp == groups):
-        lines.append(
-            Violation(
-                f"{s.key('data_parallel_replicate_size')}={groups}",
-                f"{ranks} ranks are no {groups}"
-                f" groups of several ranks each; start {2 * groups * s.size}, or write 1",
-                source="layout",
-            )
-        )
-    if not given and not any(ranks % size for size in (tp, cp, pp)) and ranks % s.size:
-        split = {
-            "tensor_model_parallel_size": tp,
-            "context_parallel_size": cp,
-            "pipeline_model_parallel_size": pp,
-        }
-        (first, size), *others = [(name, n) for name, n in split.items() if n > 1]
-        beside = " and ".join(f"{name}={n}" for name, n in others)
-        lines.append(
-            Violation(
-                f"{s.key(first)}={size}",
-                f"with {beside} a replica is {s.size} ranks, "
-                f"and {ranks} are no multiple of it; start {-(-ranks // s.size) * s.size}",
-                source="layout",
-            )
-        )
-    return lines
+    """Returns why a replica cannot be split over these ranks.
 
-
-def parts(recipe: Recipe, world: int) -> list[Part]:
-    """The parts that differ: first, middle and last pipeline stage, or one where there is no pipeline.
-
-    Raises ConfigError where `world` ranks are no whole number of replicas, or the batch does not divide over them.
+    Args:
+        recipe: The recipe.
+        ranks: Ranks of the run.
+        given: Whether the model is a custom model, which cannot be split.
     """
-    s, t = recipe.trainer.strategy, recipe.trainer
-    many = f"{world} GPU{'s' * (world > 1)}"
-    if world % s.size:
-        near = max(1, round(world / s.size)) * s.size
-        raise ConfigError(
-            f"{many}: not a multiple of tensor x pipeline x context parallel = {s.size}; "
-            f"nearest is {near} (--gpus {near}){s.smaller(world, t.global_batch_size // t.micro_batch_size)}"
-        )
-    refuse_if([f"{many}: {line}" for line in uneven_batch(recipe, world)])
-    return parts_that_differ(recipe, world)
+    if given:
+        return _custom_model_violations(recipe)
+    strategy = recipe.trainer.strategy
+    tensor = strategy.tensor_model_parallel_size
+    context = strategy.context_parallel_size
+    pipeline = strategy.pipeline_model_parallel_size
+    sizes = {
+        "tensor_model_parallel_size": tensor,
+        "context_parallel_size": context,
+        "pipeline_model_parallel_size": pipeline,
+    }
+    violations = limits(recipe, ranks)
+    for name, size in sizes.items():
+        if ranks % size:
+            message = f"needs a multiple of {size} ranks, got {ranks}; launch"
+            message += f" {_next_multiple(ranks, size)} ranks or set it to {gcd(size, ranks)}"
+            violations.append(_violation(f"{strategy.key(name)}={size}", message))
+    replica = strategy.size
+    groups = strategy.data_parallel_replicate_size
+    if groups > 1 and not violations and not ranks % replica:
+        data = ranks // replica
+        # A group of one rank would shard nothing. Context ranks shard state too.
+        if data % groups or data * context == groups:
+            message = f"{ranks} ranks do not form {groups} groups of several ranks each; launch"
+            message += f" {2 * groups * replica} ranks or set it to 1"
+            setting = f"{strategy.key('data_parallel_replicate_size')}={groups}"
+            violations.append(_violation(setting, message))
+    # Each size divides the ranks, but their product does not.
+    if ranks % replica and not any(ranks % size for size in sizes.values()):
+        (first, size), *rest = [(name, size) for name, size in sizes.items() if size > 1]
+        others = " and ".join(f"{name}={other}" for name, other in rest)
+        message = f"with {others} needs a multiple of {replica} ranks, got {ranks};"
+        message += f" launch {_next_multiple(ranks, replica)} ranks"
+        violations.append(_violation(f"{strategy.key(first)}={size}", message))
+    return violations
+
+
+def _custom_model_violations(recipe: Recipe) -> list[Violation]:
+    """Returns a violation for each key that splits a recipe's Transformer."""
+    strategy = recipe.trainer.strategy
+    names = {
+        "tensor_model_parallel_size": "matrices",
+        "context_parallel_size": "sequences",
+        "pipeline_model_parallel_size": "layers",
+    }
+    violations = []
+    for name, what in names.items():
+        size = getattr(strategy, name)
+        if size > 1:
+            message = f"splits {what} of a recipe's Transformer, not of a custom model; set it to 1"
+            violations.append(_violation(f"{strategy.key(name)}={size}", message))
+    groups = strategy.data_parallel_replicate_size
+    if groups > 1:
+        setting = f"{strategy.key('data_parallel_replicate_size')}={groups}"
+        message = "needs FSDP2, which shards a recipe's Transformer, not a custom model;"
+        violations.append(_violation(setting, f"{message} set it to 1"))
+    return violations
+
+
+def _violation(setting: str, message: str) -> Violation:
+    return Violation(setting, message, source="layout")
+
+
+def _next_multiple(ranks: int, size: int) -> int:
+    return -(-ranks // size) * size
 
 
 def uneven_batch(recipe: Recipe, ranks: int) -> list[str]:
-    """The line that refuses a global batch which so many ranks, whole replicas, cannot share."""
-    s, t = recipe.trainer.strategy, recipe.trainer
-    per_step = t.micro_batch_size * (ranks // s.size)
-    if t.global_batch_size % per_step == 0:
+    """Returns a line if whole replicas on these ranks cannot share the global batch."""
+    trainer, strategy = recipe.trainer, recipe.trainer.strategy
+    per_step = trainer.micro_batch_size * (ranks // strategy.size)
+    if trainer.global_batch_size % per_step == 0:
         return []
-    near = max(1, round(t.global_batch_size / per_step)) * per_step
+    near = max(1, round(trainer.global_batch_size / per_step)) * per_step
     return [
-        f"trainer.global_batch_size={t.global_batch_size} is not a multiple of"
+        f"trainer.global_batch_size={trainer.global_batch_size} is not a multiple of"
         f" trainer.micro_batch_size x data-parallel size = {per_step}; nearest is {near}"
     ]
 
 
 def shared_by(recipe: Recipe, most: int) -> int:
-    """The most ranks, `most` or fewer, that train `recipe`: whole replicas, over which its global batch divides; 0 without any."""
-    t, replica = recipe.trainer, recipe.trainer.strategy.size
-    replicas = min(most // replica, t.global_batch_size // t.micro_batch_size)
-    return next(
-        (
-            n * replica
-            for n in range(replicas, 0, -1)
-            if t.global_batch_size % (t.micro_batch_size * n) == 0
-            and not refused(recipe, n * replica)
-        ),
-        0,
-    )
+    """Returns the largest number of ranks, up to `most`, that can train the recipe; 0 if none."""
+    trainer, replica = recipe.trainer, recipe.trainer.strategy.size
+    replicas = min(most // replica, trainer.global_batch_size // trainer.micro_batch_size)
+    for count in range(replicas, 0, -1):
+        divides_batch = trainer.global_batch_size % (trainer.micro_batch_size * count) == 0
+        if divides_batch and not refused(recipe, count * replica):
+            return count * replica
+    return 0
+
+
+# Backward passes and shards of a step.
 
 
 def microbatches(recipe: Recipe, part: Part) -> int:
-    """Backward passes of one step on each rank."""
-    t = recipe.trainer
-    return max(1, t.global_batch_size // (t.micro_batch_size * part.data))
+    """Returns the backward passes of one step on each rank."""
+    trainer = recipe.trainer
+    return max(1, trainer.global_batch_size // (trainer.micro_batch_size * part.data))
 
 
 def summed_at_the_end(recipe: Recipe, part: Part) -> bool:
-    """Whether FSDP2 sums the gradients of several backward passes in the last one, before which all are whole."""
+    """Whether FSDP2 reduces gradients in the last of several backward passes only.
+
+    Until then all gradients are unsharded.
+    """
     return part.shard in ("none", "zero1") and microbatches(recipe, part) > 1
 
 
 def shard_degree(recipe: Recipe, part: Part) -> int:
-    """Shard degree: the ranks over which FSDP2 splits each tensor; 1 under storage.shard=none, which leaves it whole on each."""
+    """Returns the ranks over which FSDP2 splits each tensor."""
     return 1 if part.shard == "none" else part.shards
 
 
 def keeps_weights(recipe: Recipe, part: Part, backend: str) -> bool:
-    """Whether layers of `backend` keep weights that they quantized for all passes of a step."""
-    shard = part.shard
-    return capabilities(backend).weight_workspace and quantizes_once(
-        recipe, part.state, shard, microbatches(recipe, part)
-    )
+    """Whether the backend's layers keep quantized weights for all passes of a step."""
+    if not capabilities(backend).weight_workspace:
+        return False
+    return quantizes_once(recipe, part.state, part.shard, microbatches(recipe, part))
 
 
-def parts_that_differ(recipe: Recipe, ranks: int) -> list[Part]:
-    """The parts of the first, a middle and the last pipeline stage, or the one that all ranks have."""
-    every = stage_parts(recipe, ranks)
-    return [every[i] for i in sorted({0, min(1, len(every) - 1), len(every) - 1})]
+def quantizes_once(recipe: Recipe, state: StateDtypes, shard: str, microbatches: int) -> bool:
+    """Whether the native backend quantizes a weight once for all passes of a step.
+
+    Args:
+        recipe: The recipe.
+        state: The storage dtypes.
+        shard: storage.shard, with auto resolved.
+        microbatches: Backward passes of a step.
+    """
+    precision = recipe.precision
+    if not precision.fp8.enabled or shard == "fsdp":
+        return False  # fsdp gathers a layer's weights for each pass and frees them
+    stored = state.linear["weight"]
+    if stored not in ("fp8", precision.compute):
+        return False  # the weight is in a low-bit dtype to save memory
+    # An FP8 weight is quantized already. Its transpose is cached instead (keep_transpose_cache),
+    # which a single backward pass computes once anyway. Full recomputation repeats fprop.
+    repeats_fprop = recipe.model.recompute_granularity == "full" and stored != "fp8"
+    return microbatches > 1 or repeats_fprop
 
 
-COLUMN, ROW = (
-    ("linear_qkv", "linear_fc1", "embedding", "output_layer"),
-    (
-        "linear_proj",
-        "linear_fc2",
-    ),
-)
-"""Modules whose weights tensor parallelism splits by rows, with their biases, and by columns."""
+# Parameters of a part.
+
+# Modules whose weights tensor parallelism splits by rows, with their biases, and by columns.
+COLUMN = ("linear_qkv", "linear_fc1", "embedding", "output_layer")
+ROW = ("linear_proj", "linear_fc2")
 
 
 def split_dimension(recipe: Recipe, name: str) -> int | None:
-    """The dimension of the parameter `name` that tensor parallelism splits; None of one that every rank has whole."""
+    """Returns the dimension of a parameter that tensor parallelism splits, None if it is copied."""
     layer, _, adapter = name.partition(".lora.")
     if adapter:
-        column = layer.rpartition(".")[2] in COLUMN
-        return int(not column) if name.endswith("lora_B" if column else "lora_A") else None
+        # Of the product B A only the factor at the split side of the weight is split.
+        if layer.rpartition(".")[2] in COLUMN:
+            return 0 if name.endswith("lora_B") else None
+        return 1 if name.endswith("lora_A") else None
     module = name.split(".")[-2]
-    if module in COLUMN or (
-        recipe.model.qk_layernorm == "hidden" and module in ("q_layernorm", "k_layernorm")
-    ):
+    if module in COLUMN:
         return 0
-    return 1 if module in ROW and name.endswith(".weight") else None
+    if module in ("q_layernorm", "k_layernorm") and recipe.model.qk_layernorm == "hidden":
+        return 0  # one norm over all heads
+    if module in ROW and name.endswith(".weight"):
+        return 1
+    return None
 
 
 def local_shapes(
@@ -313,46 +377,46 @@ def local_shapes(
     layers: Sequence[int] | None = None,
     of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter by name that a rank of `part` has before storage.shard splits it, or of so many of its `layers`
-    alone; `of` gives whole shapes, by default those of all weights. A tied output layer on its own pipeline stage holds a copy of the embedding."""
-    here = set(part.layers if layers is None else layers)
-    tied = recipe.model.share_embeddings_and_output_weights and part.output
+    """Returns shapes of the parameters of a part before storage.shard divides them.
 
-    def there(name: str) -> bool:
-        first, _, rest = name.partition(".")
-        if first == "layers":
-            return int(rest.partition(".")[0]) in here
-        return layers is None and (
-            part.embedding or (tied and first == "embedding")
-            if "embedding" in first
-            else part.output
-        )
+    A tied output layer on a pipeline stage of its own has a copy of the embedding.
 
-    def local(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        split = split_dimension(recipe, name) if part.tensor > 1 else None
-        return (
-            shape
-            if split is None
-            else tuple(-(-n // part.tensor) if dim == split else n for dim, n in enumerate(shape))
-        )
-
+    Args:
+        recipe: The recipe.
+        part: The part.
+        layers: Numbers of layers, to return only their parameters. By default all of the part.
+        of: Whole shapes by name. By default of all weights.
+    """
+    numbers = set(part.layers if layers is None else layers)
+    is_tied = recipe.model.share_embeddings_and_output_weights and part.output
     if of is None:
         of = parameter_shapes(transformer_config(recipe))
-    return {name: local(name, shape) for name, shape in of.items() if there(name)}
+    shapes = {}
+    for name, shape in of.items():
+        first, _, rest = name.partition(".")
+        if first == "layers":
+            is_local = int(rest.partition(".")[0]) in numbers
+        elif layers is not None:
+            is_local = False
+        elif "embedding" in first:
+            is_local = part.embedding or (is_tied and first == "embedding")
+        else:
+            is_local = part.output
+        if is_local:
+            shapes[name] = _local_shape(recipe, part, name, shape)
+    return shapes
+
+
+def _local_shape(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    dimension = split_dimension(recipe, name) if part.tensor > 1 else None
+    if dimension is None:
+        return shape
+    local = list(shape)
+    local[dimension] = -(-shape[dimension] // part.tensor)
+    return tuple(local)
 
 
 def vectors(recipe: Recipe, part: Part) -> int:
-    """Elements of one layer's norms and biases on a rank of `part`. What goes with split outputs is split too."""
-    return sum(
-        prod(shape)
-        for shape in local_shapes(recipe, part, part.layers[:1]).values()
-        if len(shape) == 1
-    )
-
-
-def _in_flight(stage: int, stages: int, chunks: int) -> float:
-    """Passes through a stage whose activations are kept at once: 1F1B, interleaved with more than one chunk (arXiv 2104.04473;
-    Megatron's schedules.py, num_warmup_microbatches)."""
-    if chunks == 1:
-        return stages - stage
-    return ((stages - stage - 1) * 2 + (chunks - 1) * stages + 1) / chunks
+    """Returns the elements of one layer's norms and biases on a rank, after tensor parallelism."""
+    shapes = local_shapes(recipe, part, part.layers[:1])
+    return sum(prod(shape) for shape in shapes.values() if len(shape) == 1)

@@ -82,7 +82,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
         and "context_parallel_size=4: " in lines[1]
     )
     assert (
-        "pipeline_model_parallel_size=8: so many ranks share the layers, and 1 rank is no multiple of it; start 8, or write 1"
+        "pipeline_model_parallel_size=8: needs a multiple of 8 ranks, got 1; launch 8 ranks or set it to 1"
         in line
     )
     assert line.endswith(

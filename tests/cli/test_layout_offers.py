@@ -410,7 +410,7 @@ def test_ranks_that_are_launched_are_those_of_the_recipe(
         ),
         (
             f"2 recipe=llama_70b {BYTES} trainer.num_nodes=1",
-            f"{TENSOR}=4: so many ranks share each matrix, and 2 ranks are no multiple of it; start 4, or write 2",
+            f"{TENSOR}=4: needs a multiple of 4 ranks, got 2; launch 4 ranks or set it to 2",
         ),
     ],
 )
@@ -432,7 +432,7 @@ def test_launch_says_what_this_machine_starts(
     [
         (
             f"{CONTEXT}=3",
-            f"{CONTEXT}=3: so many ranks share a sequence, and 2 ranks are no multiple of it; start 3, or write 1",
+            f"{CONTEXT}=3: needs a multiple of 3 ranks, got 2; launch 3 ranks or set it to 1",
         ),
         (
             f"{CONTEXT}=2 model.seq_length=30",

@@ -101,9 +101,9 @@ def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> N
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.build(recipe)
     assert e.value.problems == [
-        f"{CONTEXT}=4: so many ranks share a sequence, and 1 rank is no multiple of it; start 4, or write 1"
+        f"{CONTEXT}=4: needs a multiple of 4 ranks, got 1; launch 4 ranks or set it to 1"
     ]
-    with pytest.raises(fp8cfg.ConfigError, match="not those of a model of your own; write 1"):
+    with pytest.raises(fp8cfg.ConfigError, match="not of a custom model; set it to 1"):
         fp8cfg.fit(fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(64, 64))))
 
 
@@ -138,6 +138,6 @@ def test_three_ranks_are_refused_with_a_line_that_runs_there() -> None:
     )
     assert done.returncode == 2
     assert (
-        f"{CONTEXT}=2: so many ranks share a sequence, and 3 ranks are no multiple of it; start 4, or write 1; runs here: "
+        f"{CONTEXT}=2: needs a multiple of 2 ranks, got 3; launch 4 ranks or set it to 1; runs here: "
         in done.stderr
     )

@@ -277,8 +277,8 @@ def test_ranks_that_are_no_groups_are_refused_with_those_that_are() -> None:
         "storage.shard=fsdp", "trainer.devices=4", "trainer.micro_batch_size=2", f"{GROUPS}=2"
     )
     assert [str(found) for found in refused(recipe, 2)] == [
-        f"{GROUPS}=2: 2 ranks are no 2 groups of several ranks each; start 4, or write 1"
+        f"{GROUPS}=2: 2 ranks do not form 2 groups of several ranks each; launch 4 ranks or set it to 1"
     ]
-    with pytest.raises(fp8cfg.ConfigError, match="no 2 groups of several ranks"):
+    with pytest.raises(fp8cfg.ConfigError, match="do not form 2 groups of several ranks"):
         fp8cfg.build(recipe)
     assert "not a model of your own; write 1" in str(refused(recipe, 4, given=True)[0])

@@ -138,12 +138,12 @@ def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> N
         "trainer.strategy.tensor_model_parallel_size=2",
         "trainer.micro_batch_size=4",
     )
-    both = f"trainer.strategy.tensor_model_parallel_size=2: with {KEY} a replica is 4 ranks, and 6 are no multiple of it; start 8"
+    both = f"trainer.strategy.tensor_model_parallel_size=2: with {KEY} needs a multiple of 4 ranks, got 6; launch 8 ranks"
     assert [str(found) for found in refused(recipe, 6)] == [both]
     alone = small("trainer.devices=2", f"{PIPELINE}=2", "trainer.micro_batch_size=4")
     assert [str(found) for found in refused(alone, 1)] == [
-        f"{PIPELINE}=2: so many ranks share the layers, and 1 rank is no multiple of it; start 2, or write 1"
+        f"{PIPELINE}=2: needs a multiple of 2 ranks, got 1; launch 2 ranks or set it to 1"
     ]
     assert [str(found) for found in refused(alone, 2, given=True)] == [
-        f"{PIPELINE}=2: splits the layers of a recipe's Transformer, not those of a model of your own; write 1"
+        f"{PIPELINE}=2: splits layers of a recipe's Transformer, not of a custom model; set it to 1"
     ]

@@ -98,5 +98,5 @@ def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> N
     with pytest.raises(fp8cfg.ConfigError) as e:
         fp8cfg.build(recipe)
     assert e.value.problems == [
-        f"{TENSOR}=2: so many ranks share each matrix, and 1 rank is no multiple of it; start 2, or write 1"
+        f"{TENSOR}=2: needs a multiple of 2 ranks, got 1; launch 2 ranks or set it to 1"
     ]

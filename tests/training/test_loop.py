@@ -249,7 +249,7 @@ def test_a_parallel_layout_is_refused_by_name_on_any_number_of_ranks() -> None:
     recipe = small("trainer.devices=2", "trainer.strategy.tensor_model_parallel_size=2")
     with pytest.raises(
         fp8cfg.ConfigError,
-        match="tensor_model_parallel_size=2: so many ranks share each matrix, and 1 rank is no",
+        match="tensor_model_parallel_size=2: needs a multiple of 2 ranks, got 1",
     ):
         fp8cfg.build(recipe)
     job = fp8cfg.build(recipe, model=torch.nn.Sequential(torch.nn.Linear(64, 64)))
