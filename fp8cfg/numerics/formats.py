@@ -93,8 +93,8 @@ def round_in_steps(v: Tensor, fmt: Format, uniform: Tensor | None = None) -> Ten
     """
     v = _saturate(v, fmt)
     exponent = torch.frexp(v)[1] - 1
-    step_exponent = exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits
-    step = torch.ldexp(torch.ones_like(v), step_exponent)
+    # Without a name the exponents of the steps are freed here, 4 bytes per element less at the peak.
+    step = torch.ldexp(torch.ones_like(v), exponent.clamp(min=fmt.min_exponent) - fmt.mantissa_bits)
     steps = torch.round(v / step) if uniform is None else torch.floor(v / step + uniform)
     # Saturate again: 3 + 0.99999994 is 4 in float32.
     return _saturate(steps * step, fmt)
