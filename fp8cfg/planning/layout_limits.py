@@ -1,11 +1,12 @@
-"""Limits of tensor parallelism: what of a recipe is not trained with split matrices, a line each with what to write instead.
+"""Limits of parallel layouts: settings of a recipe that training does not support with its layout.
 
-They reject a recipe that is checked, planned or trained, but not one that is exported to a project that can train it.
+Each violation says what to set instead. They reject a recipe that is checked, planned or trained
+here. An exported recipe may have them, because other projects can train it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import gcd
 
@@ -21,207 +22,232 @@ from fp8cfg.schema.storage import SCALED, StateDtypes, level, resolve_state_dtyp
 from fp8cfg.schema.violation import Violation
 
 
+def _violation(setting: str, message: str) -> Violation:
+    return Violation(setting, message, source="layout")
+
+
+# Pipeline parallelism.
+
+
 def pipeline_limits(recipe: Recipe, ranks: int) -> list[Violation]:
-    """A line for each reason why `recipe` is not trained with its pipeline_model_parallel_size on `ranks` ranks."""
-    if recipe.trainer.strategy.pipeline_model_parallel_size == 1:
-        return []
+    """Returns why the recipe cannot be trained with its pipeline stages on these ranks."""
     strategy = recipe.trainer.strategy
-    stages = of_adapters(recipe, strategy.pipeline_model_parallel_size, strategy.chunks)
-    return [*_microbatches(recipe, ranks), *of_precision(recipe), *stages]
+    stages = strategy.pipeline_model_parallel_size
+    if stages == 1:
+        return []
+    return [
+        *_microbatch_violations(recipe, ranks),
+        *of_precision(recipe),
+        *of_adapters(recipe, stages, strategy.chunks),
+    ]
 
 
 def of_precision(recipe: Recipe) -> list[Violation]:
-    """Those lines that are about who multiplies and what is logged, whatever the sizes."""
-    stages, lines = recipe.trainer.strategy.pipeline_model_parallel_size, list[Violation]()
+    """Returns the violations that do not depend on sizes: of the backend and of logging."""
+    stages = recipe.trainer.strategy.pipeline_model_parallel_size
+    violations: list[Violation] = []
     if recipe.fp8.enabled:
-        lines += against_layout(recipe.backend, stages=stages)
-    if every := recipe.log.fp8_stats_every_n_steps:
-        lines.append(
-            Violation(
-                f"log.fp8_stats_every_n_steps={every}",
-                f"one rank measures, and under "
-                f"pipeline_model_parallel_size={stages} none has all layers; write 0",
-                source="layout",
+        violations += against_layout(recipe.backend, stages=stages)
+    interval = recipe.log.fp8_stats_every_n_steps
+    if interval:
+        violations.append(
+            _violation(
+                f"log.fp8_stats_every_n_steps={interval}",
+                f"one rank measures, and under pipeline_model_parallel_size={stages} none has all"
+                " layers; write 0",
             )
         )
-    return lines
+    return violations
 
 
 def of_adapters(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
-    """A line if adapters leave one of so many pipeline stages nothing to train, or the first chunk of layers no gradient to send
-    back."""
+    """Returns a violation if LoRA leaves a stage without gradients.
+
+    Each stage needs parameters to train. Backward starts at the last stage and sends gradients to
+    the first one, which needs an adapter in its first chunk to have a graph.
+    """
     layers = recipe.model.num_layers
     if not recipe.lora.enabled or layers % (stages * chunks):
-        return []  # another line is about sizes
-    modules = [projection.module.split(".") for projection in adapted_projections(recipe)]
-    numbers = {int(module[1]) if module[0] == "layers" else layers - 1 for module in modules}
-    every = stage_chunks(layers, stages, chunks)
-    empty = [stage for stage, own in enumerate(every) if not numbers & {*chain(*own)}]
-    if not numbers & {*every[0][0]}:
-        empty = [0]
-    if not empty:
+        return []  # another rule rejects the sizes
+    adapted = set()
+    for projection in adapted_projections(recipe):
+        module = projection.module.split(".")
+        # The output layer belongs to the stage of the last layer.
+        adapted.add(int(module[1]) if module[0] == "layers" else layers - 1)
+    chunks_by_stage = stage_chunks(layers, stages, chunks)
+    empty = None
+    if not adapted & set(chunks_by_stage[0][0]):
+        empty = 0
+    else:
+        for stage, stage_layers in enumerate(chunks_by_stage):
+            if not adapted & set(chain(*stage_layers)):
+                empty = stage
+                break
+    if empty is None:
         return []
     key = recipe.trainer.strategy.key("pipeline_model_parallel_size")
     return [
-        Violation(
+        _violation(
             "lora.targets",
-            f"no layer of pipeline stage {empty[0]} has an adapter, so that it has nothing"
+            f"no layer of pipeline stage {empty} has an adapter, so that it has nothing"
             f" to train; name layers of each stage, or write {key}=1",
-            source="layout",
         )
     ]
 
 
-def _microbatches(recipe: Recipe, ranks: int) -> Iterator[Violation]:
-    """A pipeline is filled by as many microbatches as it has ranks; interleaved stages take turns over so many at a time."""
-    t, s = recipe.trainer, recipe.trainer.strategy
-    stages, shares = s.pipeline_model_parallel_size, max(1, ranks // s.size)
-    count, left = divmod(t.global_batch_size, t.micro_batch_size * shares)
-    chunks = s.chunks
-    if left or (count >= stages and (chunks == 1 or count % stages == 0)):
+def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
+    """Yields a violation if a step has too few microbatches, or a number that does not fit.
+
+    A pipeline needs as many microbatches as stages. Interleaved stages take turns over groups of
+    that many.
+    """
+    trainer, strategy = recipe.trainer, recipe.trainer.strategy
+    stages, chunks = strategy.pipeline_model_parallel_size, strategy.chunks
+    replicas = max(1, ranks // strategy.size)
+    count, rest = divmod(trainer.global_batch_size, trainer.micro_batch_size * replicas)
+    if rest:
+        return  # another rule rejects the batch
+    is_interleaved = chunks > 1
+    if count < stages:
+        reason = f"so few do not fill {stages} stages"
+    elif is_interleaved and count % stages:
+        reason = f"interleaved stages take a multiple of {stages}"
+    else:
         return
-    why = (
-        f"so few do not fill {stages} stages"
-        if count < stages
-        else f"interleaved stages take a multiple of {stages}"
+    samples = trainer.global_batch_size // replicas  # of a rank
+    fix = f"trainer.global_batch_size={stages * trainer.micro_batch_size * replicas}"
+    for micro in range(min(trainer.micro_batch_size, samples // stages), 0, -1):
+        if samples % micro == 0 and (not is_interleaved or samples // micro % stages == 0):
+            fix = f"trainer.micro_batch_size={micro}"
+            break
+    microbatches = "1 microbatch" if count == 1 else f"{count} microbatches"
+    yield _violation(
+        f"{strategy.key('pipeline_model_parallel_size')}={stages}",
+        f"a step has {microbatches} on each rank, and {reason}; write {fix}",
     )
-    share = t.global_batch_size // shares  # samples of a rank
-    micro = next(
-        (
-            m
-            for m in range(min(t.micro_batch_size, share // stages), 0, -1)
-            if share % m == 0 and (chunks == 1 or share // m % stages == 0)
-        ),
-        None,
-    )
-    cure = (
-        f"trainer.micro_batch_size={micro}"
-        if micro
-        else f"trainer.global_batch_size={stages * t.micro_batch_size * shares}"
-    )
-    many = "1 microbatch" if count == 1 else f"{count} microbatches"
-    yield (
-        Violation(
-            f"{s.key('pipeline_model_parallel_size')}={stages}",
-            f"a step has {many} on each rank, and {why}; write {cure}",
-            source="layout",
-        )
-    )
+
+
+# Tensor parallelism.
 
 
 def limits(recipe: Recipe, ranks: int) -> list[Violation]:
-    """A line for each reason why `recipe` is not trained with its tensor_model_parallel_size on `ranks` ranks."""
+    """Returns why the recipe cannot be trained with its tensor-parallel size."""
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
-    return (
-        []
-        if tensor == 1
-        else [
-            *_sizes(recipe, tensor),
-            *of_state(recipe),
-            *_dropout(recipe, tensor),
-            *_fp8(recipe, tensor),
-        ]
-    )
+    if tensor == 1:
+        return []
+    return [
+        *_size_violations(recipe, tensor),
+        *of_state(recipe),
+        *_dropout_violations(recipe, tensor),
+        *_fp8_violations(recipe, tensor),
+    ]
 
 
-def _dropout(recipe: Recipe, tensor: int) -> Iterator[Violation]:
-    """Tensor-parallel ranks draw the same random numbers, as all of them need for a whole input."""
-    if recipe.lora.enabled and recipe.lora.dropout:
-        yield Violation(
-            f"lora.dropout={recipe.lora.dropout:g}",
-            f"ranks would drop the same channels of each part"
-            f" of an input, and tensor_model_parallel_size={tensor} splits inputs; write 0",
-            source="layout",
-        )
-
-
-def _sizes(recipe: Recipe, tensor: int) -> Iterator[Violation]:
-    m, s = recipe.model, recipe.trainer.strategy
-    key = s.key("tensor_model_parallel_size")
+def _size_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
+    model, strategy = recipe.model, recipe.trainer.strategy
+    key = strategy.key("tensor_model_parallel_size")
     for name in ("num_query_groups", "ffn_hidden_size", "vocab_size"):
-        if (size := getattr(m, name)) % tensor:
-            cure = (
-                f"model.{name}={-(-size // tensor) * tensor}"
-                if name != "num_query_groups"
-                else f"{key}={gcd(size, tensor)}"
-            )
-            yield Violation(
-                f"{key}={tensor}",
-                f"does not divide model.{name}={size}; write {cure}",
-                source="layout",
-            )
-    if s.sequence_parallel and m.seq_length // s.context_parallel_size % tensor:
-        step = tensor * s.context_parallel_size
-        yield (
-            Violation(
-                f"{s.key('sequence_parallel')}=true",
-                f"splits model.seq_length={m.seq_length} over {step}"
-                f" ranks; write model.seq_length={-(-m.seq_length // step) * step}",
-                source="layout",
-            )
+        size = getattr(model, name)
+        if size % tensor:
+            fix = f"model.{name}={-(-size // tensor) * tensor}"
+            if name == "num_query_groups":  # more groups would be another model
+                fix = f"{key}={gcd(size, tensor)}"
+            yield _violation(f"{key}={tensor}", f"does not divide model.{name}={size}; write {fix}")
+    context = strategy.context_parallel_size
+    if strategy.sequence_parallel and model.seq_length // context % tensor:
+        ranks = tensor * context
+        yield _violation(
+            f"{strategy.key('sequence_parallel')}=true",
+            f"splits model.seq_length={model.seq_length} over {ranks} ranks; write"
+            f" model.seq_length={-(-model.seq_length // ranks) * ranks}",
         )
 
 
-_WIDE = {"weight": "auto", "master_weight": "auto", "weight_grad": "auto", "rounding": "nearest"}
-"""Storage keys with which state can be split."""
+def _dropout_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
+    # Tensor-parallel ranks draw the same random numbers, because whole inputs need them.
+    if recipe.lora.enabled and recipe.lora.dropout:
+        yield _violation(
+            f"lora.dropout={recipe.lora.dropout:g}",
+            f"ranks would drop the same channels of each part of an input, and"
+            f" tensor_model_parallel_size={tensor} splits inputs; write 0",
+        )
+
+
+# Storage keys with which state can be split.
+_SPLITTABLE = {
+    "weight": "auto",
+    "master_weight": "auto",
+    "weight_grad": "auto",
+    "rounding": "nearest",
+}
 
 
 def of_state(recipe: Recipe) -> Iterator[Violation]:
-    """Of state in fewer bits that is that of whole matrices, under tensor parallelism. Levels are refused beside any layout
-    (layout_limits.py)."""
-    p, tensor = recipe.precision, recipe.trainer.strategy.tensor_model_parallel_size
-    if tensor == 1 or level(p):
+    """Yields a violation for low-bit state that belongs to whole matrices.
+
+    Levels are rejected with any layout by `state_limits`.
+    """
+    precision = recipe.precision
+    tensor = recipe.trainer.strategy.tensor_model_parallel_size
+    if tensor == 1 or level(precision):
         return
-    state = resolve_state_dtypes(p)
+    state = resolve_state_dtypes(precision)
     if not state.low_bit or state.can_be_split:
         return
-    narrow = [key for key in _WIDE if not _widened(p, but=key).can_be_split]
-    words = " ".join(f"storage.{key}={_WIDE[key]}" for key in narrow)
-    yield Violation(
+    # A key is at fault if the state cannot be split with all other keys changed.
+    at_fault = []
+    for key in _SPLITTABLE:
+        if not _splittable_state(precision, unchanged=key).can_be_split:
+            at_fault.append(key)
+    overrides = " ".join(f"storage.{key}={_SPLITTABLE[key]}" for key in at_fault)
+    yield _violation(
         "storage",
         "state in fewer bits, but for moments and gradients over float32 masters, is that"
-        f" of whole matrices, and tensor_model_parallel_size={tensor} splits them; write {words}",
-        source="layout",
+        f" of whole matrices, and tensor_model_parallel_size={tensor} splits them; write"
+        f" {overrides}",
     )
 
 
-def _widened(precision: Precision, but: str) -> StateDtypes:
-    """The storage dtypes of `precision` with those keys, `but` for one."""
-    wide = {key: value for key, value in _WIDE.items() if key != but}
-    storage = precision.storage.model_copy(update=wide)
+def _splittable_state(precision: Precision, unchanged: str) -> StateDtypes:
+    """Returns the storage dtypes with all splittable values, except of one key."""
+    values = {key: value for key, value in _SPLITTABLE.items() if key != unchanged}
+    storage = precision.storage.model_copy(update=values)
     return resolve_state_dtypes(precision.model_copy(update={"storage": storage}))
 
 
-def _fp8(recipe: Recipe, tensor: int) -> Iterator[Violation]:
-    f, key = recipe.fp8, f"tensor_model_parallel_size={tensor}"
-    if not f.enabled:
+def _fp8_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
+    fp8, key = recipe.fp8, f"tensor_model_parallel_size={tensor}"
+    if not fp8.enabled:
         return
     yield from against_layout(recipe.backend, tensor=tensor)
-    scaling = SCALINGS[f.scaling]
-    if f.dot_product_attention:
-        yield Violation(
+    if fp8.dot_product_attention:
+        yield _violation(
             "fp8.dot_product_attention=true",
             f"attention in FP8 takes all heads, and {key} splits them; write false",
-            source="layout",
         )
-    if every := recipe.log.fp8_stats_every_n_steps:
-        yield Violation(
-            f"log.fp8_stats_every_n_steps={every}",
+    interval = recipe.log.fp8_stats_every_n_steps
+    if interval:
+        yield _violation(
+            f"log.fp8_stats_every_n_steps={interval}",
             f"one rank measures, and under {key} none has whole matrices; write 0",
-            source="layout",
         )
-    if not f.reduce_amax:
-        yield Violation(
+    if not fp8.reduce_amax:
+        yield _violation(
             "fp8.reduce_amax=false",
             f"parts of a matrix share one scale under {key}; write true",
-            source="layout",
         )
-    block = max(scaling.block, ALIGNMENT)
+    yield from _alignment_violations(recipe, tensor)
+
+
+def _alignment_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
+    """Yields a violation for each kind of layer whose shard the FP8 GEMM cannot take."""
     config = transformer_config(recipe)
-    widths = {
-        "linear_qkv": (
-            (config.num_query_groups // tensor) * (config.heads_per_group + 2) * config.head_dim
-        ),
+    # cuBLAS needs multiples of 16 channels. Blocks of scales must not be cut.
+    multiple = max(SCALINGS[recipe.fp8.scaling].block, ALIGNMENT)
+    groups = config.num_query_groups // tensor
+    # Channels of a rank's shard, and the key that changes them.
+    channels = {
+        "linear_qkv": groups * (config.heads_per_group + 2) * config.head_dim,
         "linear_proj": config.query_size // tensor,
         "linear_fc1": config.ffn_hidden_size // tensor,
         "linear_fc2": config.ffn_hidden_size // tensor,
@@ -230,99 +256,105 @@ def _fp8(recipe: Recipe, tensor: int) -> Iterator[Violation]:
     keys = {
         "linear_qkv": "model.kv_channels",
         "linear_proj": "model.kv_channels",
+        "linear_fc1": "model.ffn_hidden_size",
+        "linear_fc2": "model.ffn_hidden_size",
         "output_layer": "model.vocab_size",
     }
-    for name in dict.fromkeys(p.name.rpartition(".")[2] for p in plan_layers(recipe) if p.fp8):
-        if (width := widths[name]) % block:
-            yield (
-                Violation(
-                    f"fp8.scaling={f.scaling}",
-                    f"{key} gives each rank {width} channels of {name}, which"
-                    f" must be a multiple of {block}; write fp8.exclude=[*.{name}], another"
-                    f" {keys.get(name, 'model.ffn_hidden_size')}, or a smaller"
-                    " tensor_model_parallel_size",
-                    source="layout",
-                )
+    fp8_layers = [linear.name for linear in plan_layers(recipe) if linear.fp8]
+    for name in dict.fromkeys(layer.rpartition(".")[2] for layer in fp8_layers):
+        width = channels[name]
+        if width % multiple:
+            yield _violation(
+                f"fp8.scaling={recipe.fp8.scaling}",
+                f"tensor_model_parallel_size={tensor} gives each rank {width} channels of {name},"
+                f" which must be a multiple of {multiple}; write fp8.exclude=[*.{name}], another"
+                f" {keys[name]}, or a smaller tensor_model_parallel_size",
             )
 
 
+# State that supports data parallelism only.
+
+
 def state_limits(recipe: Recipe, ranks: int) -> list[Violation]:
-    """A line for each reason why state of `recipe` does not go with its parallel layout on `ranks` ranks."""
-    s = recipe.trainer.strategy
-    sizes = {
-        name: size
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-        )
-        if (size := getattr(s, name)) > 1
-    }
+    """Returns why state of the recipe does not work with its parallel layout."""
+    strategy = recipe.trainer.strategy
+    sizes = {}
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    ):
+        size = getattr(strategy, name)
+        if size > 1:
+            sizes[name] = size
     if not sizes:
         return []
-    alone = (
-        "with data parallelism alone, not with"
-        f" {', '.join(f'{name}={size}' for name, size in sizes.items())}"
-    )
+    layout = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    condition = f"with data parallelism alone, not with {layout}"
     if level(recipe.precision):
-        return [_level(recipe, alone, [s.key(name) for name in sizes])]
-    owned = (
-        []
-        if [*of_state(recipe)]
-        else _owned(recipe, max(1, ranks // s.size) * s.context_parallel_size, alone)
-    )
-    return [*_sent(recipe, alone), *owned]
+        return [_level_violation(recipe, condition, [strategy.key(name) for name in sizes])]
+    violations = list(_comm_violations(recipe, condition))
+    if not list(of_state(recipe)):
+        shards = max(1, ranks // strategy.size) * strategy.context_parallel_size
+        violations += _owner_violations(recipe, shards, condition)
+    return violations
 
 
-def _level(recipe: Recipe, alone: str, keys: list[str]) -> Violation:
-    p = recipe.precision
-    if capabilities(p.backend).level:
-        plain = "backend=native opt_level=null" if p.opt_level else "backend=native"
-        return Violation(
-            f"backend={p.backend}",
-            f"its level {level(p)} goes {alone}; write {plain}",
-            source="layout",
+def _level_violation(recipe: Recipe, condition: str, keys: Sequence[str]) -> Violation:
+    precision = recipe.precision
+    if capabilities(precision.backend).level:
+        fix = "backend=native"
+        if precision.opt_level:
+            fix += " opt_level=null"
+        return _violation(
+            f"backend={precision.backend}",
+            f"its level {level(precision)} goes {condition}; write {fix}",
         )
-    other = f", or {keys[0]}=1" if len(keys) == 1 and recipe.trainer.strategy.chunks == 1 else ""
-    return Violation(
-        f"opt_level={p.opt_level}",
-        f"goes {alone}; write opt_level=null{other}",
-        source="layout",
-    )
+    fix = "opt_level=null"
+    if len(keys) == 1 and recipe.trainer.strategy.chunks == 1:
+        fix += f", or {keys[0]}=1"
+    return _violation(f"opt_level={precision.opt_level}", f"goes {condition}; write {fix}")
 
 
-def _sent(recipe: Recipe, alone: str) -> Iterator[Violation]:
-    p, storage = recipe.precision, recipe.storage
-    if resolve_state_dtypes(p).linear["comm"] not in SCALED:
+def _comm_violations(recipe: Recipe, condition: str) -> Iterator[Violation]:
+    """Yields a violation for quantized gradient communication."""
+    storage = recipe.storage
+    if resolve_state_dtypes(recipe.precision).linear["comm"] not in SCALED:
         return
-    words = "storage.comm=auto"
+    fix = "storage.comm=auto"
     if storage.accumulate != "wide":
-        words += " storage.accumulate=wide"
-    yield Violation(
+        fix += " storage.accumulate=wide"
+    yield _violation(
         f"storage.comm={storage.comm}",
-        f"gradients sent in FP8 go {alone}; write {words}",
-        source="layout",
+        f"gradients sent in FP8 go {condition}; write {fix}",
     )
 
 
-def _owned(recipe: Recipe, alike: int, alone: str) -> Iterator[Violation]:
-    """Of whole tensors that have owners among the `alike` ranks with the same parameters, where FSDP2 does not shard them, whatever
-    gradients are sent in."""
-    p, backend = recipe.precision.model_copy(deep=True), recipe.precision.backend
-    p.storage.comm = "auto"
-    recipe = recipe.model_copy(update={"precision": p})
-    state = resolve_state_dtypes(p)
-    shard, backends = state.sharding(alike), ordered() if backend == "auto" else [backend]
-    if (
-        alike > 1
-        and shard in ZERO
-        and not any(by_fsdp2(recipe, state, alike, name) for name in backends)
-    ):
-        said = f"storage.shard={p.storage.shard}" + (
-            "" if p.storage.shard == shard else f", which is {shard}"
-        )
-        yield Violation(
-            said,
-            f"tensors of this state have owners, which go {alone}; write storage.shard=none",
-            source="layout",
-        )
+def _owner_violations(recipe: Recipe, shards: int, condition: str) -> Iterator[Violation]:
+    """Yields a violation for state whose whole tensors have owners, because FSDP2 cannot shard it.
+
+    Args:
+        recipe: The recipe.
+        shards: Ranks with the same parameters.
+        condition: When this state works.
+    """
+    if shards == 1:
+        return
+    # Quantized communication has its own violation. Without it FSDP2 may shard the state.
+    precision = recipe.precision.model_copy(deep=True)
+    precision.storage.comm = "auto"
+    recipe = recipe.model_copy(update={"precision": precision})
+    state = resolve_state_dtypes(precision)
+    shard = state.sharding(shards)
+    if shard not in ZERO:
+        return
+    backends = ordered() if precision.backend == "auto" else [precision.backend]
+    if any(by_fsdp2(recipe, state, shards, name) for name in backends):
+        return
+    setting = f"storage.shard={precision.storage.shard}"
+    if precision.storage.shard != shard:
+        setting += f", which is {shard}"
+    yield _violation(
+        setting,
+        f"tensors of this state have owners, which go {condition}; write storage.shard=none",
+    )
