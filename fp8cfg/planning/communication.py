@@ -1,11 +1,13 @@
-"""Communication of a step: the bytes that one rank sends, by axis of the layout and by what they carry.
+"""Communication of a step: the bytes that one rank sends, by axis of the layout and by content.
 
 Totals per axis are within 2 % of what torch hands to the network. Amaxes, scales, losses and norms
-are a few bytes for each tensor or token and are left out.
+are a few bytes per tensor or token and are left out.
 
-Bytes are those that leave a rank on a ring, as training counts them (parallel/traffic.py): of an
-all-reduce over N ranks 2 (N - 1) / N of the data, of an all-gather N - 1 times a rank's shard, of a
-reduce-scatter all shards but one.
+The bytes leave a rank on a ring, as training counts them (parallel/traffic.py). With N ranks:
+
+    all-reduce        2 (N - 1) / N of the data
+    all-gather        N - 1 times a rank's shard
+    reduce-scatter    N - 1 times a rank's shard
 """
 
 from __future__ import annotations
@@ -47,7 +49,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that a rank sends over the ranks of `axis`, in so many `messages`."""
+    """What a rank sends.
+
+    Attributes:
+        axis: Name of the axis of the layout.
+        what: What the messages carry.
+        bytes: Bytes of all messages.
+        messages: Number of messages.
+    """
 
     axis: str
     what: Kind
@@ -55,169 +64,191 @@ class Sent:
     messages: int = 1
 
     def times(self, count: int) -> Sent:
-        """The same, `count` times."""
+        """Returns the same, sent `count` times."""
         return replace(self, bytes=self.bytes * count, messages=self.messages * count)
 
 
 class Axis(NamedTuple):
-    """The `ranks` that take part in a collective, and their name."""
+    """The ranks that take part in a collective, and the name of their axis."""
 
     name: str
     ranks: int
 
     def all_reduce(self, what: Kind, data: float, count: int = 1) -> Iterator[Sent]:
-        """Sums of `data` bytes."""
+        """Yields `count` sums of `data` bytes."""
         yield from self._sent(what, 2 * (self.ranks - 1) * data / self.ranks, count)
 
     def all_gather(self, what: Kind, shard: float, count: int = 1) -> Iterator[Sent]:
-        """Gathers of `shard` bytes from each rank."""
+        """Yields `count` gathers of `shard` bytes from each rank."""
         yield from self._sent(what, (self.ranks - 1) * shard, count)
 
     def reduce_scatter(self, what: Kind, shard: float, count: int = 1) -> Iterator[Sent]:
-        """Sums of which each rank keeps `shard` bytes: as many bytes as an all-gather."""
+        """Yields `count` sums of which each rank keeps `shard` bytes."""
         yield from self.all_gather(what, shard, count)
 
     def send(self, what: Kind, data: float, count: int = 1) -> Iterator[Sent]:
-        """Messages of `data` bytes to other ranks."""
+        """Yields `count` messages of `data` bytes."""
         yield from self._sent(what, data, count)
 
-    def _sent(self, what: Kind, each: float, count: int) -> Iterator[Sent]:
+    def _sent(self, what: Kind, message_bytes: float, count: int) -> Iterator[Sent]:
         if self.ranks > 1 and count:
-            yield Sent(self.name, what, int(each) * count, count)
+            yield Sent(self.name, what, int(message_bytes) * count, count)
 
 
-def of_step(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> list[Sent]:
-    """What a rank of `part` sends in one optimizer step if `backend` provides the FP8 layers.
+def step_traffic(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> list[Sent]:
+    """Returns what a rank sends in one optimizer step.
 
-    `rank` is its number among the ranks with the same parameters, by default one that sends most.
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        backend: Name of the backend of the FP8 layers.
+        rank: Number among the ranks with the same parameters. By default one that sends most.
     """
-    count = microbatches(recipe, part)
+    passes = microbatches(recipe, part)
     linears = linears_of(recipe, part)
-    return together(
-        [
-            *_data_parallel(recipe, part, linears, backend, count, rank),
-            *_tied_embedding(recipe, part, backend),
-            *_adapter_gradients(recipe, part, backend),
-            *(each.times(count) for each in of_pass(recipe, part, recipe.trainer.micro_batch_size)),
-        ]
-    )
+    sent = [
+        *_data_parallel(recipe, part, linears, backend, rank),
+        *_tied_embedding(recipe, part, backend),
+        *_adapter_gradients(recipe, part, backend),
+    ]
+    for each in pass_traffic(recipe, part, recipe.trainer.micro_batch_size):
+        sent.append(each.times(passes))
+    return merge_traffic(sent)
 
 
-def together(every: Iterable[Sent]) -> list[Sent]:
-    """One entry for each axis and what it carries."""
+def merge_traffic(sent: Iterable[Sent]) -> list[Sent]:
+    """Adds up entries with the same axis and content."""
     sums: dict[tuple[str, str], Sent] = {}
-    for each in every:
-        key = each.axis, each.what
-        before = sums.get(key, replace(each, bytes=0, messages=0))
-        messages = before.messages + each.messages
-        sums[key] = replace(each, bytes=before.bytes + each.bytes, messages=messages)
+    for entry in sent:
+        key = entry.axis, entry.what
+        if key in sums:
+            total = sums[key]
+            entry = replace(
+                entry,
+                bytes=total.bytes + entry.bytes,
+                messages=total.messages + entry.messages,
+            )
+        sums[key] = entry
     return list(sums.values())
 
 
-def of_pass(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
-    """What a rank of `part` sends in a forward and a backward pass over so many samples."""
+def pass_traffic(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
+    """Yields what a rank sends in a forward and a backward pass over `samples` sequences."""
     yield from _activations(recipe, part, samples)
     yield from _keys_and_values(recipe, part, samples)
     yield from _stage_outputs(recipe, part, samples)
 
 
-def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
-    """Sums over tensor-parallel ranks.
+# Activations.
 
-    The forward pass sums the outputs of attention, MLP and embedding; the backward pass sums the
-    gradients of their inputs and of the output layer's input. Each is an all-reduce. Under sequence
-    parallelism each is a reduce-scatter and an all-gather of the same size in the other pass. A
-    layer that is recomputed stops before its last sum, which nothing reads. FP8 layers keep a rank's
-    tokens of their gathered input and gather them again for wgrad.
+
+def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
+    """Yields sums over tensor-parallel ranks.
+
+    The forward pass sums the outputs of attention, MLP and embedding. The backward pass sums the
+    gradients of their inputs and of the output layer's input. Each is an all-reduce, or under
+    sequence parallelism a reduce-scatter, with an all-gather of the same size in the other pass.
     """
     axis = Axis("tensor", part.tensor)
-    layers, back = len(part.layers), _backward_passes(recipe, part)
-    again = back.layers if recipe.model.recompute_granularity == "full" else 0
-    stream = _tokens(recipe, part, samples) * recipe.model.hidden_size * _compute(recipe)
-    sums = 2 * layers + part.embedding + back.inputs + again
+    layers, backward = len(part.layers), _backward_passes(recipe, part)
+    # A recomputed layer stops before its last sum, which nothing reads.
+    recomputed = backward.layers if recipe.model.recompute_granularity == "full" else 0
+    compute_bytes = _compute_bytes(recipe)
+    stream = _tokens(recipe, part, samples) * recipe.model.hidden_size * compute_bytes
+    sums = 2 * layers + part.embedding + backward.inputs + recomputed
     if not part.sequence_parallel:
         yield from axis.all_reduce("activations", stream, sums)
         return
-    gathers = 2 * layers + part.output + back.outputs + 2 * again
-    gathers += _gathered_again(recipe, part)
-    yield from axis.all_gather("activations", stream // part.tensor, gathers)
-    yield from axis.reduce_scatter("activations", stream // part.tensor, sums)
-    shard = stream // part.tensor // _compute(recipe) * input_shard_bytes(recipe)
-    linears = linears_of(recipe, part)
-    inputs = sum(keeps_input_shard(recipe, part, linear) for linear in linears)
-    yield from axis.all_gather("activations", shard, inputs)
+    shard = stream // part.tensor
+    gathers = 2 * layers + part.output + backward.outputs + 2 * recomputed
+    gathers += _recomputed_gathers(recipe, part)
+    yield from axis.all_gather("activations", shard, gathers)
+    yield from axis.reduce_scatter("activations", shard, sums)
+    # FP8 layers keep a rank's tokens of their gathered input and gather them again for wgrad.
+    inputs = 0
+    for linear in linears_of(recipe, part):
+        inputs += keeps_input_shard(recipe, part, linear)
+    kept_shard = shard // compute_bytes * input_shard_bytes(recipe)
+    yield from axis.all_gather("activations", kept_shard, inputs)
 
 
 class _BackwardPasses(NamedTuple):
-    """How often a backward pass of a part reaches what it may: with adapters, nothing before the first of them."""
+    """How many modules of a part have gradients. With LoRA none before the first adapter.
+
+    Attributes:
+        layers: Transformer layers.
+        attention: Attention modules.
+        inputs: Inputs of attention, MLP and output layer.
+        outputs: Outputs of attention, MLP and embedding.
+    """
 
     layers: int
     attention: int
     inputs: int
-    """Inputs of attention, MLP and output layer."""
     outputs: int
-    """Outputs of attention, MLP and embedding."""
 
 
 def _backward_passes(recipe: Recipe, part: Part) -> _BackwardPasses:
+    # Linear layers are numbered in the order of the forward pass, four per Transformer layer:
+    # linear_qkv, linear_proj, linear_fc1, linear_fc2, and last the output layer.
     first = _first_trained(recipe)
-    starts = [4 * layer for layer in part.layers]
-    attention = sum(first <= at for at in starts)
-    of_layers = sum((first < at) + (first < at + 2) for at in starts)
-    of_output = int(part.output and first < 4 * recipe.model.num_layers)
-    outputs = sum((first <= at + 1) + (first <= at + 3) for at in starts)
-    of_embedding = int(part.embedding and first < 0)
-    return _BackwardPasses(
-        sum(first <= at + 3 for at in starts),
-        attention,
-        of_layers + of_output,
-        outputs + of_embedding,
-    )
+    layers = attention = inputs = outputs = 0
+    for layer in part.layers:
+        qkv, proj, fc1, fc2 = range(4 * layer, 4 * layer + 4)
+        layers += first <= fc2
+        attention += first <= qkv
+        inputs += (first < qkv) + (first < fc1)
+        outputs += (first <= proj) + (first <= fc2)
+    inputs += part.output and first < 4 * recipe.model.num_layers
+    outputs += part.embedding and first < 0
+    return _BackwardPasses(layers, attention, inputs, outputs)
 
 
 def _first_trained(recipe: Recipe) -> int:
-    """The number of the linear layer with the first adapter, in the order of the forward pass; -1 if all weights are trained."""
+    """Returns the number of the linear layer with the first adapter, -1 without LoRA."""
     if not recipe.lora.enabled:
         return -1
     names = [linear.name for linear in linear_layers(transformer_config(recipe))]
     return names.index(adapted_projections(recipe)[0].module)
 
 
-def _gathered_again(recipe: Recipe, part: Part) -> int:
-    """Inputs of column-parallel layers that selective recomputation does not keep."""
+def _recomputed_gathers(recipe: Recipe, part: Part) -> int:
+    """Counts the gathered inputs that selective recomputation gathers again for wgrad."""
     model = recipe.model
     if model.recompute_granularity != "selective" or model.layernorm_placement == "post":
         return 0
-    names = ("linear_qkv", "linear_fc1")
-    columns = [linear for linear in linears_of(recipe, part) if linear.name.endswith(names)]
-    return sum(
-        "wgrad" not in linear.left_out
-        and not (linear.gemms[2] and not keeps_input(recipe, linear))
-        and not keeps_input_shard(recipe, part, linear)
-        for linear in columns
-    )
+    count = 0
+    for linear in linears_of(recipe, part):
+        if not linear.name.endswith(("linear_qkv", "linear_fc1")) or "wgrad" in linear.left_out:
+            continue
+        keeps_quantized = linear.gemms[2] and not keeps_input(recipe, linear)
+        if not keeps_quantized and not keeps_input_shard(recipe, part, linear):
+            count += 1
+    return count
 
 
 def _keys_and_values(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
-    """In each layer an all-gather over context ranks, another one if it is recomputed, and a
-    reduce-scatter of the gradients. Layers before the first adapter have no gradients."""
+    """Yields gathers of keys and values over context ranks, and the sums of their gradients.
+
+    A recomputed layer gathers again. Layers before the first adapter have no gradients.
+    """
     axis = Axis("context", part.context)
-    back = _backward_passes(recipe, part)
-    again = back.layers if recipe.model.recompute_granularity == "full" else 0
-    groups = recipe.model.num_query_groups // part.tensor
-    channels = 2 * groups * recipe.model.head_dim
-    shard = _tokens(recipe, part, samples) * channels * _compute(recipe)
-    yield from axis.all_gather("keys and values", shard, len(part.layers) + again)
-    yield from axis.reduce_scatter("keys and values", shard, back.attention)
+    backward = _backward_passes(recipe, part)
+    recomputed = backward.layers if recipe.model.recompute_granularity == "full" else 0
+    channels = 2 * (recipe.model.num_query_groups // part.tensor) * recipe.model.head_dim
+    shard = _tokens(recipe, part, samples) * channels * _compute_bytes(recipe)
+    yield from axis.all_gather("keys and values", shard, len(part.layers) + recomputed)
+    yield from axis.reduce_scatter("keys and values", shard, backward.attention)
 
 
 def _stage_outputs(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
-    """For each chunk of layers its output and the gradient of its input, unless it is an end."""
+    """Yields the output of each chunk of layers, and the gradient of each chunk's input."""
     axis = Axis("pipeline", recipe.trainer.strategy.pipeline_model_parallel_size)
     tokens = _tokens(recipe, part, samples)
     if part.sequence_parallel:
         tokens //= part.tensor
-    data = tokens * recipe.model.hidden_size * _compute(recipe)
+    data = tokens * recipe.model.hidden_size * _compute_bytes(recipe)
+    # The first chunk of the model sends no gradient, the last one no output.
     yield from axis.send("stage outputs", data, 2 * part.chunks - part.embedding - part.output)
 
 
@@ -225,103 +256,128 @@ def _tokens(recipe: Recipe, part: Part, samples: int) -> int:
     return samples * recipe.model.seq_length // part.context
 
 
-def _compute(recipe: Recipe) -> int:
+def _compute_bytes(recipe: Recipe) -> int:
     return int(ELEMENT_BYTES[recipe.precision.compute])
 
 
+# Gradients and weights.
+
+
 def _data_parallel(
-    recipe: Recipe,
-    part: Part,
-    linears: list[PlannedLinear],
-    backend: str,
-    passes: int,
-    rank: int | None,
+    recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, rank: int | None
 ) -> Iterator[Sent]:
-    """Gradients and weights over the ranks with the same parameters."""
-    shard = part.shard
+    """Yields gradients and weights over the ranks with the same parameters."""
     if by_fsdp2(recipe, part.state, part.shards, backend):
-        yield from _fully_sharded(recipe, part, linears, backend, passes)
+        yield from _fully_sharded(recipe, part, linears, backend)
         return
     axis = _same_parameters(part)
     shapes = trained_shapes(recipe, part)
     columns = parameter_columns(part.state, linears, shapes)
-    sizes = {
-        name: prod(shape) * ELEMENT_BYTES[columns[name]["comm"]] for name, shape in shapes.items()
-    }
-    if shard in ("none", "zero1"):  # MS-AMP's two hops of FP8 send as much as an all-reduce
-        yield from axis.all_reduce("gradients", sum(sizes.values()))
-    if shard == "none":
+    gradients: dict[str, float] = {}
+    for name, shape in shapes.items():
+        gradients[name] = prod(shape) * ELEMENT_BYTES[columns[name]["comm"]]
+    if part.shard in ("none", "zero1"):
+        # MS-AMP sums FP8 in two hops, which send as much as an all-reduce.
+        yield from axis.all_reduce("gradients", sum(gradients.values()))
+    if part.shard == "none":
         return
-    owner, _ = zero_owners(recipe, part, linears)
-    if shard == "zero2":
-        loads = _loads(sizes, owner, axis.ranks)
+    owners, _ = zero_owners(recipe, part, linears)
+    if part.shard == "zero2":
+        # Each gradient goes to its owner. A rank sends all but its own.
+        loads = _loads(gradients, owners, axis.ranks)
         own = min(loads) if rank is None else loads[rank]
         yield from axis.send("gradients", sum(loads) - own)
-    in_fp8 = {f"{linear.name}.weight" for linear in linears if linear.fp8}
-    if not part.state.fp8_weights:
-        in_fp8 = set()
-    weights = {
-        name: prod(shape)
-        * (ELEMENT_BYTES[columns[name]["weight"]] + _beside(recipe, name in in_fp8))
-        for name, shape in shapes.items()
-    }
-    # Messages are as long as those of the rank with the largest load.
-    yield from axis.all_gather("weights", max(_loads(weights, owner, axis.ranks)))
+    fp8_layers = _fp8_weights(linears) if part.state.fp8_weights else set()
+    weights: dict[str, float] = {}
+    for name, shape in shapes.items():
+        element_bytes = ELEMENT_BYTES[columns[name]["weight"]]
+        if name in fp8_layers:
+            element_bytes += fp8_weight_extra_bytes(recipe)
+        weights[name] = prod(shape) * element_bytes
+    # All messages are as long as the one of the rank with the largest load.
+    yield from axis.all_gather("weights", max(_loads(weights, owners, axis.ranks)))
 
 
 def _fully_sharded(
-    recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, passes: int
+    recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str
 ) -> Iterator[Sent]:
-    """FSDP2 gathers weights a layer at a time, and sums gradients so.
+    """Yields what FSDP2 sends. It gathers weights and reduces gradients a layer at a time.
 
-    The root is embedding, last norm and output layer. Under zero1 weights and gradients are sent
-    once a step. Under zero2 and fsdp gradients are summed in each backward pass. Under fsdp layers
-    are gathered in each forward and backward pass, the root in each forward pass, or once a step in
-    a pipeline. Replica groups (HSDP) sum their shards once a step, or in each pass if the sums are
-    narrower than float32. LoRA gathers frozen weights under fsdp only.
+    The root group is embedding, last norm and output layer.
+
+        zero1    gathers weights and reduces gradients once a step
+        zero2    gathers weights once a step, reduces gradients in each backward pass
+        fsdp     gathers a layer in each forward and backward pass, and the root in each forward
+                 pass, or in a pipeline once a step. Reduces gradients in each backward pass
+
+    Replica groups (HSDP) sum their shards once a step, or in each pass if the sums are narrower
+    than float32. LoRA gathers frozen weights under fsdp only.
     """
-    precision = recipe.precision
-    shard, ranks = part.shard, shard_degree(recipe, part)
-    axis = _same_parameters(part)._replace(ranks=ranks)
-    replicas = Axis("replicate", part.groups)
-    if shard == "none":
-        replicas = _same_parameters(part)
-    comm = ELEMENT_BYTES[part.state.linear["comm"]]
-    sums = passes if shard in ("zero2", "fsdp") else 1
-    in_groups = comm
-    if shard in ("zero1", "zero2"):
-        in_groups = ELEMENT_BYTES[part.state.other["weight_grad"]]
-    once = in_groups == ELEMENT_BYTES["fp32"] and precision.storage.accumulate == "wide"
-    in_pipeline = recipe.trainer.strategy.pipeline_model_parallel_size > 1
-    of_root = 1 if in_pipeline else passes
+    state, shard = part.state, part.shard
+    is_fsdp = shard == "fsdp"
+    passes = microbatches(recipe, part)
+    axis = _same_parameters(part)._replace(ranks=shard_degree(recipe, part))
+    replicas = _same_parameters(part) if shard == "none" else Axis("replicate", part.groups)
 
+    comm_bytes = ELEMENT_BYTES[state.linear["comm"]]
+    replica_bytes = comm_bytes
+    if shard in ("zero1", "zero2"):
+        replica_bytes = ELEMENT_BYTES[state.other["weight_grad"]]
+    reductions = passes if shard in ("zero2", "fsdp") else 1
+    adds_in_float32 = replica_bytes == 4 and recipe.storage.accumulate == "wide"
+    replica_sums = 1 if adds_in_float32 else reductions
+    layer_gathers = root_gathers = 1
+    if is_fsdp:
+        layer_gathers = 2 * passes
+        in_pipeline = recipe.trainer.strategy.pipeline_model_parallel_size > 1
+        root_gathers = 1 if in_pipeline else passes
+
+    weights, gradients = _shard_sizes(recipe, part, linears, backend)
+    for group, weight_bytes in weights.items():
+        gathers = layer_gathers if group else root_gathers  # the root's name is ""
+        yield from axis.all_gather("weights", weight_bytes, gathers)
+        elements = gradients[group]
+        if elements:
+            yield from axis.reduce_scatter("gradients", elements * comm_bytes, reductions)
+            yield from replicas.all_reduce("gradients", elements * replica_bytes, replica_sums)
+
+
+def _shard_sizes(
+    recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str
+) -> tuple[Counter[str], Counter[str]]:
+    """Returns weight bytes and gradient elements of a rank's shard of each FSDP2 group."""
+    state = part.state
+    is_fsdp = part.shard == "fsdp"
     trained = trained_shapes(recipe, part)
-    shapes, fp8 = trained, part.state.fp8_weights
-    if shard == "fsdp":
+    shapes = trained
+    gathers_fp8 = state.fp8_weights
+    if is_fsdp:
         shapes = {**local_shapes(recipe, part), **trained}
-        fp8 = gathered(precision, backend) == "fp8"
-    in_fp8 = {f"{linear.name}.weight" for linear in linears if fp8 and linear.fp8}
-    columns = parameter_columns(part.state, linears, shapes)
+        gathers_fp8 = gathered(recipe.precision, backend) == "fp8"
+    fp8_layers = _fp8_weights(linears) if gathers_fp8 else set()
+    columns = parameter_columns(state, linears, shapes)
     weights, gradients = Counter[str](), Counter[str]()
     for name, shape in shapes.items():
-        elements = shard_elements(part.state, name, shape, ranks)
-        each = ELEMENT_BYTES[
-            part.state.gathered_dtype if shard == "fsdp" else columns[name]["weight"]
-        ]
-        if name in in_fp8:
-            each = ELEMENT_BYTES["fp8"] + _beside(recipe, True)
-        weights[fsdp_group(name)] += int(elements * each)
-        gradients[fsdp_group(name)] += elements if name in trained else 0
-    for layer, size in weights.items():
-        gathers = (2 * passes if layer else of_root) if shard == "fsdp" else 1
-        yield from axis.all_gather("weights", size, gathers)
-        if elements := gradients[layer]:
-            yield from axis.reduce_scatter("gradients", elements * comm, sums)
-            yield from replicas.all_reduce("gradients", elements * in_groups, 1 if once else sums)
+        elements = shard_elements(state, name, shape, shard_degree(recipe, part))
+        if name in fp8_layers:
+            element_bytes = ELEMENT_BYTES["fp8"] + fp8_weight_extra_bytes(recipe)
+        elif is_fsdp:
+            element_bytes = ELEMENT_BYTES[state.gathered_dtype]
+        else:
+            element_bytes = ELEMENT_BYTES[columns[name]["weight"]]
+        weights[fsdp_group(name)] += int(elements * element_bytes)
+        if name in trained:
+            gradients[fsdp_group(name)] += elements
+    return weights, gradients
+
+
+def _fp8_weights(linears: Iterable[PlannedLinear]) -> set[str]:
+    """Returns the names of the weights of FP8 layers."""
+    return {f"{linear.name}.weight" for linear in linears if linear.fp8}
 
 
 def _tied_embedding(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
-    """The gradient of a tied embedding over the two pipeline stages that have it."""
+    """Yields the gradient of a tied embedding, which the first and the last stage sum."""
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     if not recipe.model.share_embeddings_and_output_weights or stages == 1:
         return
@@ -330,42 +386,37 @@ def _tied_embedding(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
     if not part.embedding and not part.output:
         return
     rows, width = local_shapes(recipe, part)["embedding.weight"]
-    each = ELEMENT_BYTES[part.state.other["weight_grad"]]
+    element_bytes = ELEMENT_BYTES[part.state.other["weight_grad"]]
     if by_fsdp2(recipe, part.state, part.shards, backend):
-        each = ELEMENT_BYTES["fp32"]
+        element_bytes = ELEMENT_BYTES["fp32"]
         rows = shard_rows(rows, shard_degree(recipe, part))
-    yield from Axis("pipeline", stages).send("gradients", rows * width * each)
+    yield from Axis("pipeline", stages).send("gradients", rows * width * element_bytes)
 
 
 def _adapter_gradients(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
-    """The gradients of adapter matrices that each tensor-parallel rank has whole, in float32."""
+    """Yields float32 gradients of adapter matrices that each tensor-parallel rank has whole."""
     if not recipe.lora.enabled or part.tensor == 1:
         return
-    ranks = shard_degree(recipe, part) if by_fsdp2(recipe, part.state, part.shards, backend) else 1
-    elements = sum(
-        shard_elements(part.state, name, shape, ranks)
-        for name, shape in trained_shapes(recipe, part).items()
-        if split_dimension(recipe, name) is None
-    )
-    yield from Axis("tensor", part.tensor).all_reduce("gradients", ELEMENT_BYTES["fp32"] * elements)
+    ranks = 1
+    if by_fsdp2(recipe, part.state, part.shards, backend):
+        ranks = shard_degree(recipe, part)
+    elements = 0
+    for name, shape in trained_shapes(recipe, part).items():
+        if split_dimension(recipe, name) is None:
+            elements += shard_elements(part.state, name, shape, ranks)
+    yield from Axis("tensor", part.tensor).all_reduce("gradients", 4 * elements)
 
 
 def _same_parameters(part: Part) -> Axis:
-    """The ranks with the same parameters as `part`, or of these the ranks that split them."""
+    """Returns the ranks with the same parameters, of one replica group."""
     axes = {"data": part.data // part.groups, "context": part.context}
     name = " x ".join(axis for axis, ranks in axes.items() if ranks > 1)
     return Axis(name or "data", part.shards)
 
 
-def _beside(recipe: Recipe, in_fp8: bool) -> float:
-    """Bytes for each element of an FP8 weight beside its byte: scales, and another copy for dgrad
-    if that has other scales."""
-    return fp8_weight_extra_bytes(recipe) if in_fp8 else 0.0
-
-
-def _loads(sizes: dict[str, float], owner: dict[str, int], ranks: int) -> list[float]:
-    """Bytes of the tensors that each rank owns."""
+def _loads(sizes: dict[str, float], owners: dict[str, int], ranks: int) -> list[float]:
+    """Returns the bytes of the tensors that each rank owns."""
     loads = [0.0] * ranks
-    for name, count in sizes.items():
-        loads[owner[name]] += count
+    for name, size in sizes.items():
+        loads[owners[name]] += size
     return loads

@@ -9,7 +9,7 @@ from typing import Any
 from fp8cfg.backends.choice import BLOCK_CUDA, Choice, Hardware, choose
 from fp8cfg.planning import graph_text, job_plan, remarks, smoke, training_data
 from fp8cfg.planning import hardware as speedups
-from fp8cfg.planning.communication import Sent, of_step
+from fp8cfg.planning.communication import Sent, step_traffic
 from fp8cfg.planning.coverage import Coverage, min_coverage_problem
 from fp8cfg.planning.coverage import planned_coverage as planned_coverage
 from fp8cfg.planning.fit_search import (
@@ -441,7 +441,7 @@ def make_report(
             part,
             parameters(recipe, part).total,
             memory(recipe, hardware.device, part, backend),
-            of_step(recipe, part, backend or multiplying(recipe)) if world > 1 else (),
+            step_traffic(recipe, part, backend or multiplying(recipe)) if world > 1 else (),
         )
         for part in layout
     ]

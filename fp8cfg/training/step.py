@@ -41,7 +41,7 @@ from fp8cfg.parallel.gradient_sync import stores_early, sum_gradients
 from fp8cfg.parallel.mesh import batch_share, coordinates
 from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.parallel.process_group import World
-from fp8cfg.planning.communication import of_pass
+from fp8cfg.planning.communication import pass_traffic
 from fp8cfg.planning.layout import quantizes_once, stage_parts
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.training import Strategy
@@ -389,7 +389,7 @@ def count_traffic(job: Job, num_samples: int, world: World) -> None:
         strategy = job.recipe.trainer.strategy
         stage = coordinates(strategy, world.rank, world.size)["pp"]
         part = stage_parts(job.recipe, strategy.size)[stage]
-        job.sent_in_pass[num_samples] = list(of_pass(job.recipe, part, num_samples))
+        job.sent_in_pass[num_samples] = list(pass_traffic(job.recipe, part, num_samples))
     for sent in job.sent_in_pass[num_samples]:
         world.traffic.add(sent.what, sent.bytes, sent.messages)
 

@@ -13,7 +13,7 @@ import fp8cfg
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state
 from fp8cfg.parallel.process_group import World
-from fp8cfg.planning.communication import of_step
+from fp8cfg.planning.communication import step_traffic
 from fp8cfg.planning.layout import stage_parts
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
@@ -81,7 +81,7 @@ def split_run(name: str, world: World, folder: Path) -> dict[str, Any]:
     found += steps(job, world, STEPS - 1, STEPS)
     stage = 0 if job.prepared.pipeline is None else job.prepared.pipeline.rank
     part = stage_parts(job.recipe, 2)[stage]
-    planned = of_step(job.recipe, part, job.choice.backend)
+    planned = step_traffic(job.recipe, part, job.choice.backend)
     return {
         "steps": found,
         "sent": sum(world.traffic.bytes.values()),

@@ -11,7 +11,7 @@ import fp8cfg
 from fp8cfg.parallel import quantized_allreduce
 from fp8cfg.parallel.process_group import SENT, World
 from fp8cfg.planning import zero_memory
-from fp8cfg.planning.communication import Axis, of_step, together
+from fp8cfg.planning.communication import Axis, merge_traffic, step_traffic
 from fp8cfg.planning.layout import stage_parts
 from fp8cfg.planning.peak_memory import multiplying
 from fp8cfg.training.data import run_data
@@ -110,7 +110,7 @@ def test_the_plan_is_what_training_says_that_it_sent(name: str, two: list[dict[s
     for number, rank in enumerate(two):
         parts = stage_parts(recipe, 2)
         kinds: dict[str, int] = {}
-        for one in of_step(
+        for one in step_traffic(
             recipe, parts[number % len(parts)], multiplying(recipe), number % parts[0].shards
         ):
             kinds[one.what] = kinds.get(one.what, 0) + one.bytes
@@ -154,7 +154,7 @@ def test_bytes_on_a_ring() -> None:
     ]
     assert [each.bytes for each in every] == [1200, 300, 300]
     assert not [*Axis("data", 1).all_reduce("gradients", 400)]
-    assert [(each.what, each.bytes, each.messages) for each in together(every)] == [
+    assert [(each.what, each.bytes, each.messages) for each in merge_traffic(every)] == [
         ("gradients", 1500, 3),
         ("weights", 300, 1),
     ]

@@ -197,11 +197,11 @@ def test_an_evaluation_on_several_ranks_ends_a_microbatch_after_the_first_reques
 def test_traffic_of_a_pass_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     job, counted = fp8cfg.build(small()), []
 
-    def of_pass(recipe: Any, part: Any, samples: int) -> Iterator[Sent]:
+    def pass_traffic(recipe: Any, part: Any, samples: int) -> Iterator[Sent]:
         counted.append(samples)
         yield Sent("tensor", "activations", 100 * samples, 1)
 
-    monkeypatch.setattr(training_step, "of_pass", of_pass)
+    monkeypatch.setattr(training_step, "pass_traffic", pass_traffic)
     world = World(0, 2, Traffic())
     for samples in (2, 2, 1, 2):
         training_step.count_traffic(job, samples, world)

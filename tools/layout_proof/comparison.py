@@ -17,7 +17,7 @@ from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel import pipeline_schedule  # noqa: F401 - as is torch's
 from fp8cfg.parallel.fsdp import gathered_weights
 from fp8cfg.parallel.mesh import axis_sizes, coordinates
-from fp8cfg.planning.communication import of_step
+from fp8cfg.planning.communication import step_traffic
 from fp8cfg.planning.layout import Part, stage_parts
 from fp8cfg.planning.peak_memory import linears_of, persistent
 from fp8cfg.planning.plan_report import PlanReport, report_plan
@@ -113,7 +113,7 @@ def _compared(cell: Cell, place: str, rank: int, count: bool) -> Compared:
 def planned_sent(recipe: Recipe, part: Part, backend: str, rank: int) -> dict[str, int]:
     """Bytes by axis that number `rank` of those with the parameters of `part` sends in a step, as planned."""
     sent = Counter[str]()
-    for each in of_step(recipe, part, backend, rank):
+    for each in step_traffic(recipe, part, backend, rank):
         sent[each.axis] += each.bytes
     return dict(sent)
 
