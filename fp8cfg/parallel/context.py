@@ -1,10 +1,13 @@
-"""Context parallelism: each sequence split over the context ranks, whose attention gathers keys and values of all of it.
+"""Context parallelism: each sequence is split over the context ranks.
 
-A sequence of T tokens is cut into 2 x ranks chunks, and rank r has the chunks r and 2 x ranks - 1 - r (zigzag): under a causal
-mask an early chunk has few keys and a late one many, so that every rank computes as much as any other. All but attention is done
-token by token. Attention takes this rank's queries and, by one all-gather a layer, the keys and values of the whole sequence
-(Llama 3, arXiv 2407.21783, section 3.3.2; cp_comm_type="all_gather" of Megatron); its backward pass sums their gradients to the
-ranks that they belong to, by one reduce-scatter. Either carries (ranks - 1) / ranks of keys and values in the compute dtype.
+A sequence of T tokens is cut into 2 * ranks chunks. Rank r has the chunks r and 2 * ranks - 1 - r
+(zigzag). Under a causal mask an early chunk has few keys and a late one has many, so every rank
+computes the same amount.
+
+Everything but attention works token by token. Attention takes this rank's queries, and keys and
+values of full sequences by one all-gather per layer. Its backward pass reduce-scatters their
+gradients. Each of the two carries (ranks - 1) / ranks of keys and values in the compute dtype.
+Source: Llama 3, arXiv 2407.21783, section 3.3.2. In Megatron it is cp_comm_type="all_gather".
 """
 
 from __future__ import annotations
@@ -20,12 +23,56 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8cfg.models.attention import expect_queries
 from fp8cfg.models.config import TransformerConfig
-from fp8cfg.parallel.tensor_collectives import gather
+from fp8cfg.parallel.tensor_collectives import gather_from_sequence_parallel
+
+
+def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes a Transformer compute this rank's part of each sequence, in place.
+
+    The model still takes full sequences. Its loss is the mean over this rank's tokens, and its
+    logits are those of this rank's tokens.
+
+    Args:
+        model: The Transformer.
+        mesh: Its axis `cp` has the ranks that share sequences.
+    """
+    group = mesh.get_group("cp")
+    context = ContextRank(dist.get_rank(group), dist.get_world_size(group), group.group_name)
+    chunk_length = cast(TransformerConfig, model.config).seq_length // (2 * context.size)
+    # For the chunks of all ranks: coverage asks one rank what all of them run.
+    for number in range(2 * context.size):
+        expect_queries(chunk_length, (number + 1) * chunk_length)
+    for layer in model.layers:  # type: ignore[union-attr]
+        attention = layer.self_attention
+        attention.core_attention = ContextParallelAttention(attention.core_attention, context)
+    model.context = context  # type: ignore[assignment]
+    model.register_forward_pre_hook(_split_arguments, with_kwargs=True)
+
+
+def _split_arguments(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook of a Transformer: replaces its arguments by this rank's part of them."""
+    context: ContextRank = model.context  # type: ignore[assignment]
+    arguments = {**dict(zip(("tokens", "targets"), args, strict=False)), **kwargs}
+    tokens = arguments["tokens"]
+    targets = arguments.get("targets")
+    if targets is not None:
+        targets = context.part(targets)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    documents = None
+    return (context.part(tokens), targets, documents, context.part(positions)), {}
 
 
 @dataclass(frozen=True)
 class ContextRank:
-    """One of `size` ranks that share each sequence, in the process group called `group`."""
+    """One of the ranks that share each sequence.
+
+    Attributes:
+        rank: The number of this rank.
+        size: The number of ranks.
+        group: Name of their process group.
+    """
 
     rank: int
     size: int
@@ -33,89 +80,80 @@ class ContextRank:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The numbers of this rank's chunks in the sequence, of 2 x size."""
+        """The numbers of this rank's chunks, out of 2 * size."""
         return self.rank, 2 * self.size - 1 - self.rank
 
-    def part(self, t: Tensor) -> Tensor:
-        """This rank's chunks of whole sequences, [..., T] -> [..., T / size]."""
-        chunks = t.chunk(2 * self.size, dim=-1)
-        return torch.cat([chunks[c] for c in self.chunks], dim=-1)
+    def part(self, tensor: Tensor) -> Tensor:
+        """Returns this rank's chunks of full sequences, [..., T] -> [..., T / size]."""
+        chunks = tensor.chunk(2 * self.size, dim=-1)
+        return torch.cat([chunks[number] for number in self.chunks], dim=-1)
 
-    def whole(self, parts: Tensor) -> Tensor:
-        """The whole sequences of all ranks' parts, [..., T / size, C] -> [..., T, C]. Gradients are summed over the ranks."""
-        every = torch.unflatten(
-            gather(parts.unsqueeze(0), self.group, 0), -2, (2, -1)
-        )  # [ranks, ..., 2, tokens, C]
-        early, late = every.select(-3, 0), every.select(-3, 1)
+    def gather_sequences(self, part: Tensor) -> Tensor:
+        """Returns full sequences, [..., T / size, C] -> [..., T, C]. Sums gradients over the ranks."""
+        gathered = gather_from_sequence_parallel(part.unsqueeze(0), self.group, 0)
+        # [ranks, ..., tokens, C] -> [ranks, ..., 2, tokens / 2, C]
+        chunks = torch.unflatten(gathered, -2, (2, -1))
+        early = chunks.select(-3, 0)
+        late = chunks.select(-3, 1)
+        # Late chunks come in the reverse order of the ranks (zigzag).
         return torch.cat([*early.unbind(), *reversed(late.unbind())], dim=-2)
 
 
 class ContextParallelAttention(nn.Module):
-    """`core`, an attention whose queries may be the last of its keys, over sequences that are split: q [B, heads, T / ranks,
-    head_dim] and k, v [B, G, T / ranks, head_dim] of this rank's chunks, out as q."""
+    """Attention over sequences that are split over context ranks.
 
-    def __init__(self, core: nn.Module, here: ContextRank) -> None:
+    Args:
+        core: An attention whose queries may be the last of its keys.
+        context: This rank's place.
+    """
+
+    def __init__(self, core: nn.Module, context: ContextRank) -> None:
         super().__init__()
-        self.core, self.here = core, here
+        self.core = core
+        self.context = context
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.here.whole(torch.stack((k, v)))
-        attended = []
-        for queries, chunk in zip(q.chunk(2, dim=-2), self.here.chunks, strict=True):
-            seen = self._seen(chunk, q.shape[-2] // 2)
-            attended.append(self.core(queries, keys[..., seen, :], values[..., seen, :]))
-        return torch.cat(attended, dim=-2)
+        """Computes attention of this rank's queries.
+
+        Args:
+            q: [B, heads, T / ranks, head_dim].
+            k: [B, groups, T / ranks, head_dim].
+            v: As k.
+
+        Returns:
+            As q.
+        """
+        # One all-gather for both.
+        keys, values = self.context.gather_sequences(torch.stack((k, v)))
+        chunk_length = q.shape[-2] // 2
+        outputs = []
+        for queries, number in zip(q.chunk(2, dim=-2), self.context.chunks, strict=True):
+            visible = self._visible_keys(number, chunk_length)
+            outputs.append(self.core(queries, keys[..., visible, :], values[..., visible, :]))
+        return torch.cat(outputs, dim=-2)
 
     def lengths(self, length: int) -> list[tuple[int, int]]:
-        """Queries and keys of the calls of `core` that the ranks make of a sequence of `length` tokens, by chunk."""
-        count = 2 * self.here.size
-        chunk = length // count
-        return [
-            (chunk, seen.stop - seen.start)
-            for seen in (self._seen(number, chunk) for number in range(count))
-        ]
+        """Returns the numbers of queries and keys in each call of `core`, on all ranks, by chunk.
 
-    def _seen(self, chunk: int, length: int) -> slice:
-        """The keys that the queries of a chunk of `length` tokens may see."""
+        Args:
+            length: Tokens in a sequence.
+        """
+        num_chunks = 2 * self.context.size
+        chunk_length = length // num_chunks
+        lengths = []
+        for number in range(num_chunks):
+            visible = self._visible_keys(number, chunk_length)
+            lengths.append((chunk_length, visible.stop - visible.start))
+        return lengths
+
+    def _visible_keys(self, chunk: int, length: int) -> slice:
+        """Returns the keys that the queries of a chunk of `length` tokens may see."""
         window = cast("int | None", self.core.window)
-        return slice(
-            0 if window is None else max(0, chunk * length + 1 - window), (chunk + 1) * length
-        )
+        start = 0
+        if window is not None:
+            # The first query of the chunk sees `window` keys, itself included.
+            start = max(0, chunk * length + 1 - window)
+        return slice(start, (chunk + 1) * length)
 
     def extra_repr(self) -> str:
-        return f"rank {self.here.rank} of {self.here.size}"
-
-
-def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let `model`, a Transformer, in place, compute this rank's part of the sequences that it is given whole: its loss is the mean
-    over that part, its logits are those of that part. Ranks with the same batch are the axis cp of `mesh`.
-    """
-    group = mesh.get_group("cp")
-    here = ContextRank(dist.get_rank(group), dist.get_world_size(group), group.group_name)
-    chunk = cast(TransformerConfig, model.config).seq_length // (2 * here.size)
-    for number in range(
-        2 * here.size
-    ):  # also those of other ranks: what all of them run can be asked of one
-        expect_queries(chunk, (number + 1) * chunk)
-    for layer in model.layers:  # type: ignore[union-attr]
-        attention = layer.self_attention
-        attention.core_attention = ContextParallelAttention(attention.core_attention, here)
-    model.context = here  # type: ignore[assignment]
-    model.register_forward_pre_hook(_split_arguments, with_kwargs=True)
-
-
-def _split_arguments(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of Transformer.forward with this rank's part of the tokens, of the targets where there are some, and their
-    positions."""
-    here: ContextRank = model.context  # type: ignore[assignment]
-    given = dict(zip(("tokens", "targets"), args, strict=False)) | dict(kwargs)
-    tokens, targets = given["tokens"], given.get("targets")
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return (
-        here.part(tokens),
-        None if targets is None else here.part(targets),
-        None,
-        here.part(positions),
-    ), {}
+        return f"rank {self.context.rank} of {self.context.size}"

@@ -1,17 +1,20 @@
-"""Tensor parallelism: every matrix of the Transformer split over the tensor-parallel ranks (Megatron-LM, arXiv 1909.08053), which
-compute on the same tokens; and sequence parallelism (arXiv 2205.05198), which splits the tokens between them.
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053) and sequence parallelism (arXiv 2205.05198).
 
-    embedding                    rows: a rank has part of the vocabulary
-    linear_qkv, linear_fc1       rows (column-parallel): whole groups of heads; gate and up projection each by itself
-    attention, activation        of the rank's own heads and channels
-    linear_proj, linear_fc2      columns (row-parallel): outputs are summed over the ranks, biases added once, after the sum
-    output_layer                 rows: logits stay split, and so does the loss (tensor.py)
-    norms, learned positions     whole on every rank
+Tensor-parallel ranks compute on the same tokens and split every matrix of the Transformer:
 
-Between these a rank has all tokens, the same as every other rank, or under sequence parallelism a part of each sequence: sums are
-then a reduce-scatter and inputs an all-gather along the sequence, and what stands between them, norms and the residual stream, is
-computed and kept once. Parameters are plain tensors, this rank's part of each, of which `Transformer.shards` says the rest. Layers
-know of it no more than the group over which amaxes of split tensors are taken.
+    embedding                    rows: each rank has a part of the vocabulary
+    linear_qkv, linear_fc1       column-parallel: rows, by head groups; gate and up projection apart
+    attention, activation        the rank's own heads and channels
+    linear_proj, linear_fc2      row-parallel: columns; outputs are summed, then biases are added
+    output_layer                 rows: logits stay split, and so does the loss
+    norms, learned positions     replicated
+
+Between these pairs of layers each rank has all tokens. Under sequence parallelism it has a part of
+each sequence there: sums become reduce-scatters, inputs are all-gathered along the sequence, and
+each rank computes and keeps norms and residual stream of its tokens only.
+
+Parameters are plain tensors with this rank's part. `Transformer.shards` has their places. Layers
+only know the group over which amaxes of split tensors are reduced.
 """
 
 from __future__ import annotations
@@ -35,13 +38,283 @@ from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8cfg.numerics.token_shard import TokenShard
 from fp8cfg.parallel import tensor_collectives
 from fp8cfg.parallel.mesh import device_mesh
-from fp8cfg.parallel.tensor_collectives import summed, total
+from fp8cfg.parallel.tensor_collectives import all_reduce, all_reduce_both
 from fp8cfg.schema.training import Strategy
+
+COLUMN_PARALLEL_AMAXES = ((WEIGHT, 0), (GRAD_OUTPUT, 1))
+ROW_PARALLEL_AMAXES = ((INPUT, 1), (WEIGHT, 1))
+"""The tensors of a layer that are split, each with its split dimension."""
+
+
+@dataclass(frozen=True)
+class TensorRank:
+    """One of the ranks that share each matrix.
+
+    Attributes:
+        mesh: The mesh, with an axis `tp`.
+        sequence: Whether sequence parallelism is on.
+    """
+
+    mesh: DeviceMesh
+    sequence: bool = False
+
+    @cached_property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.mesh.get_local_rank("tp")
+
+    @cached_property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh["tp"].size()
+
+    @cached_property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group of the ranks."""
+        return self.mesh.get_group("tp")
+
+    @cached_property
+    def group(self) -> str:
+        """The name of the process group."""
+        return cast(str, self.process_group.group_name)
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Returns the input of a column-parallel layer: all tokens."""
+        if self.sequence:
+            return tensor_collectives.gather_from_sequence_parallel(x, self.group)
+        return tensor_collectives.copy_to_tensor_parallel(x, self.group)
+
+    def reduce_output(self, x: Tensor) -> Tensor:
+        """Returns the sum of the outputs of a row-parallel layer, for this rank's tokens."""
+        if self.sequence:
+            return tensor_collectives.reduce_scatter_to_sequence_parallel(x, self.group)
+        return tensor_collectives.reduce_from_tensor_parallel(x, self.group)
+
+    def slice_tokens(self, values: Tensor) -> Tensor:
+        """Returns the values, [..., T], of the tokens that this rank has between layers."""
+        if self.sequence:
+            return values.chunk(self.size, dim=-1)[self.rank]
+        return values
+
+    @property
+    def token_shard(self) -> TokenShard | None:
+        """This rank's tokens in a gathered input, None if every rank has all tokens."""
+        if self.sequence:
+            return TokenShard(self.rank, self.size, self.group)
+        return None
+
+
+def tensor_rank(strategy: Strategy, device: str, mesh: DeviceMesh | None = None) -> TensorRank:
+    """Returns this rank's place. All ranks call it.
+
+    Args:
+        strategy: The layout.
+        device: "cpu" or "cuda".
+        mesh: The device mesh, if there is one already.
+    """
+    return TensorRank(mesh or device_mesh(strategy, device), strategy.sequence_parallel)
+
+
+def split_model(model: Transformer, place: TensorRank) -> None:
+    """Makes a Transformer keep this rank's parts of its parameters, in place.
+
+    It computes what the full model computes. With targets it returns the same loss on every rank,
+    without targets the logits of the full vocabulary.
+
+    The linear layers may be replaced by FP8 layers afterwards. Then call `finish_layers`.
+
+    Args:
+        model: With full parameters, maybe on the meta device.
+        place: This rank's place.
+    """
+    config = model.config
+    for layer in cast("list[TransformerLayer]", list(model.layers)):
+        layer.enter = place.gather_input
+        attention = layer.self_attention
+        _split_column_parallel(attention.linear_qkv, place)
+        _split_row_parallel(attention.linear_proj, place)
+        attention.num_query_groups //= place.size
+        if attention.normed == "hidden":  # norms over all heads together
+            for norm in (attention.q_layernorm, attention.k_layernorm):
+                for name, _ in list(norm.named_parameters()):
+                    _keep_part(norm, name, TensorShard(place.rank, place.size))
+                split_norm(norm, place.size, place.group)
+
+        mlp = layer.mlp
+        # Gate and up projection are two matrices in one.
+        _split_column_parallel(
+            mlp.linear_fc1, place, pieces=config.fc1_size // config.ffn_hidden_size
+        )
+        _split_row_parallel(mlp.linear_fc2, place)
+
+        # The bias is added once, after the sum.
+        attention.register_forward_hook(partial(_reduce_and_add_bias, place, "linear_proj"))
+        attention.linear_proj.adds_bias = False  # type: ignore[assignment]
+        mlp.register_forward_hook(partial(_reduce_and_add_bias, place, "linear_fc2"))
+        mlp.linear_fc2.adds_bias = False  # type: ignore[assignment]
+    _split_vocabulary(model, place)
+    if model.recompute != "full":
+        _keep_token_shards(model, place)
+    model.shards = {
+        name: parameter.shard
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if hasattr(parameter, "shard")
+    }
+    model.tensor_parallel = place
+
+
+def finish_layers(model: Transformer) -> None:
+    """Makes row-parallel layers that stayed nn.Linear leave out their bias, as FP8 layers do."""
+    for layer in cast("list[TransformerLayer]", list(model.layers)):
+        for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+            if type(linear) is nn.Linear and linear.bias is not None:
+                linear.forward = partial(_forward_without_bias, linear)  # type: ignore[method-assign]
+
+
+def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the replicated parameters whose gradients must be summed over tensor-parallel ranks.
+
+    Each rank has used them on its heads or on its tokens only. With adapters, the matrix that is
+    not split is one of them too.
+    """
+    place: TensorRank = model.tensor_parallel  # type: ignore[assignment]
+    shards = cast(dict[str, TensorShard], model.shards)
+    parameters = []
+    for name, parameter in model.named_parameters():
+        if name in shards:
+            continue
+        is_head_norm = name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))
+        if place.sequence or is_head_norm or ".lora." in name:
+            parameters.append(parameter)
+    return parameters
+
+
+def _split_column_parallel(linear: nn.Linear, place: TensorRank, pieces: int = 1) -> None:
+    shard = TensorShard(place.rank, place.size, 0, pieces)
+    _keep_part(linear, "weight", shard)
+    if linear.bias is not None:
+        _keep_part(linear, "bias", shard)
+    linear.out_features //= place.size
+    linear.amax_group = AmaxGroup(COLUMN_PARALLEL_AMAXES, place.group)  # type: ignore[assignment]
+
+
+def _split_row_parallel(linear: nn.Linear, place: TensorRank) -> None:
+    _keep_part(linear, "weight", TensorShard(place.rank, place.size, 1))
+    linear.in_features //= place.size
+    linear.amax_group = AmaxGroup(ROW_PARALLEL_AMAXES, place.group)  # type: ignore[assignment]
+
+
+def _keep_part(module: nn.Module, name: str, shard: TensorShard) -> None:
+    """Replaces a parameter by this rank's part, which carries its place for `Transformer.shards`."""
+    full: nn.Parameter = getattr(module, name)
+    # A clone: a view would keep the memory of the full parameter.
+    data = shard.part(full.detach()).clone()
+    part = nn.Parameter(data, requires_grad=full.requires_grad)
+    part.shard = shard  # type: ignore[attr-defined]
+    setattr(module, name, part)
+
+
+def _keep_token_shards(model: Transformer, place: TensorRank) -> None:
+    """Makes FP8 layers save this rank's tokens of a gathered input for the backward pass.
+
+    Not under full recomputation, whose second forward pass gathers the input just before.
+    """
+    for layer in cast("list[TransformerLayer]", list(model.layers)):
+        layer.self_attention.linear_qkv.token_shard = place.token_shard  # type: ignore[assignment]
+        layer.mlp.linear_fc1.token_shard = place.token_shard  # type: ignore[assignment]
+    model.output_layer.token_shard = place.token_shard  # type: ignore[assignment]
+
+
+def _split_vocabulary(model: Transformer, place: TensorRank) -> None:
+    """Splits embedding, output layer, logits and loss over the vocabulary."""
+    is_tied = model.output_layer.weight is model.embedding.weight
+    _keep_part(model.embedding, "weight", TensorShard(place.rank, place.size, 0))
+    weight: Any = model.embedding.weight
+    first_token = place.rank * len(weight)
+    model.embedding = VocabularyEmbedding.from_weight(weight, first_token)
+    model.embedding.register_forward_hook(lambda _, args, output: place.reduce_output(output))
+    if place.sequence and model.config.learned_positions:
+        model.position_embedding.register_forward_pre_hook(
+            lambda _, args: (place.slice_tokens(args[0]),)
+        )
+    _split_column_parallel(model.output_layer, place)
+    if is_tied:
+        model.output_layer.weight = model.embedding.weight
+    model.output_layer.register_forward_pre_hook(
+        lambda _, args: (place.gather_input(args[0]), *args[1:])
+    )
+    model.vocabulary_part = VocabularyPart(
+        first_token,
+        partial(all_reduce_max, group=place.group),
+        partial(all_reduce, group=place.group),
+    )
+
+    def gather_logits(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if output.dim() == 0:  # the loss
+            return output
+        return tensor_collectives.gather_last_dim(output, place.rank, place.group)
+
+    model.register_forward_hook(gather_logits)
+
+
+def _reduce_and_add_bias(
+    place: TensorRank, linear_name: str, module: nn.Module, args: Any, output: Tensor
+) -> Tensor:
+    """Forward hook of attention and MLP: sums the output of their row-parallel layer."""
+    total = place.reduce_output(output)
+    bias = getattr(module, linear_name).bias
+    if bias is not None:
+        total = total + bias.to(total.dtype)
+    return total
+
+
+def _forward_without_bias(linear: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, linear.weight)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Rows `first` to `first + num_embeddings` of an embedding.
+
+    Other tokens give 0, so the sum over the ranks is the output of the full embedding.
+    """
+
+    first = 0
+
+    @classmethod
+    def from_weight(cls, weight: nn.Parameter, first: int) -> VocabularyEmbedding:
+        """Returns an embedding with the rows of `weight`."""
+        rows, width = weight.shape
+        with torch.device("meta"):  # initializes no weight, which would draw random numbers
+            embedding = cls(rows, width)
+        embedding.weight = weight
+        embedding.first = first
+        return embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows = tokens - self.first
+        is_outside = (rows < 0) | (rows >= self.num_embeddings)
+        output = F.embedding(rows.masked_fill(is_outside, 0), self.weight)
+        return output.masked_fill(is_outside.unsqueeze(-1), 0.0)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, first={self.first}"
+
+
+def split_norm(norm: RMSNorm, ranks: int, group: str) -> None:
+    """Makes `norm` compute over the last dimension of all ranks, in place.
+
+    Args:
+        norm: Its parameters are this rank's part already.
+        ranks: The number of ranks. Their parts are equal.
+        group: Name of the process group.
+    """
+    norm.__class__ = SplitLayerNorm if isinstance(norm, LayerNorm) else SplitRMSNorm
+    norm.group = group  # type: ignore[assignment]
+    norm.ranks = ranks  # type: ignore[assignment]
 
 
 class SplitRMSNorm(RMSNorm):
-    """RMSNorm over the last dimension, of which, as of the weight, each of `ranks` of the process group `group` has an equal
-    part."""
+    """RMSNorm over a dimension that is split over the ranks of a process group."""
 
     group: str
     ranks: int
@@ -51,241 +324,18 @@ class SplitRMSNorm(RMSNorm):
         return (wide * self._inverse_root(wide) * self.gamma).to(x.dtype)
 
     def _mean(self, wide: Tensor) -> Tensor:
-        return total(wide.sum(-1, keepdim=True), self.group) / (wide.shape[-1] * self.ranks)
+        total = all_reduce_both(wide.sum(-1, keepdim=True), self.group)
+        return total / (wide.shape[-1] * self.ranks)
 
     def _inverse_root(self, wide: Tensor) -> Tensor:
         return torch.rsqrt(self._mean(wide.square()) + self.eps)
 
 
 class SplitLayerNorm(SplitRMSNorm, LayerNorm):
-    """LayerNorm in the same way."""
+    """LayerNorm over a dimension that is split over the ranks of a process group."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         centered = wide - self._mean(wide)
-        return (centered * self._inverse_root(centered) * self.gamma + self.bias.float()).to(
-            x.dtype
-        )
-
-
-def split(norm: RMSNorm, ranks: int, group: str) -> None:
-    """Let `norm`, whose parameters are this rank's part already, compute as the whole one, in place."""
-    norm.__class__ = SplitLayerNorm if isinstance(norm, LayerNorm) else SplitRMSNorm
-    norm.group, norm.ranks = group, ranks  # type: ignore[assignment]
-
-
-class VocabularyEmbedding(nn.Embedding):
-    """Rows `first` to `first` + num_embeddings of an embedding; of other tokens the output is 0: the sum over the ranks is that of
-    the whole embedding."""
-
-    first = 0
-
-    @classmethod
-    def of(cls, weight: nn.Parameter, first: int) -> VocabularyEmbedding:
-        """An embedding of these rows, which is not initialized anew."""
-        rows, width = weight.shape
-        with torch.device("meta"):
-            made = cls(rows, width)
-        made.weight, made.first = weight, first
-        return made
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        local = tokens - self.first
-        elsewhere = (local < 0) | (local >= self.num_embeddings)
-        return F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
-            elsewhere.unsqueeze(-1), 0.0
-        )
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, first={self.first}"
-
-
-def vocabulary_part(first: int, group: str) -> VocabularyPart:
-    """The part of the logits from the entry `first` on, of which the ranks of the process group of that name have the others."""
-    return VocabularyPart(first, partial(all_reduce_max, group=group), partial(summed, group=group))
-
-
-COLUMN, ROW = ((WEIGHT, 0), (GRAD_OUTPUT, 1)), ((INPUT, 1), (WEIGHT, 1))
-"""The tensors of a layer that are split, and in which dimension."""
-
-
-@dataclass(frozen=True)
-class TensorRank:
-    """One of the ranks that share each matrix: the axis tp of `mesh`. `sequence` says that they share sequences too."""
-
-    mesh: DeviceMesh
-    sequence: bool = False
-
-    @cached_property
-    def rank(self) -> int:
-        """The number of this rank among those that share matrices."""
-        return self.mesh.get_local_rank("tp")
-
-    @cached_property
-    def size(self) -> int:
-        """How many ranks share each matrix."""
-        return self.mesh["tp"].size()
-
-    @cached_property
-    def process_group(self) -> dist.ProcessGroup:
-        """The process group of those ranks."""
-        return self.mesh.get_group("tp")
-
-    @cached_property
-    def group(self) -> str:
-        """The name of that group."""
-        return cast(str, self.process_group.group_name)
-
-    def enter(self, x: Tensor) -> Tensor:
-        """The input of column-parallel layers: all tokens."""
-        return (
-            tensor_collectives.gather(x, self.group)
-            if self.sequence
-            else tensor_collectives.enter(x, self.group)
-        )
-
-    def leave(self, x: Tensor) -> Tensor:
-        """The output of row-parallel layers: its sum over the ranks, under sequence parallelism of this rank's tokens."""
-        return (
-            tensor_collectives.scatter(x, self.group)
-            if self.sequence
-            else tensor_collectives.leave(x, self.group)
-        )
-
-    def tokens(self, of_sequence: Tensor) -> Tensor:
-        """Of something for each token [..., T] that for this rank's tokens."""
-        return of_sequence.chunk(self.size, dim=-1)[self.rank] if self.sequence else of_sequence
-
-    @property
-    def token_shard(self) -> TokenShard | None:
-        """This rank's tokens of the inputs that `enter` gathers; None if every rank has all tokens."""
-        return TokenShard(self.rank, self.size, self.group) if self.sequence else None
-
-
-def tensor_rank(strategy: Strategy, device: str, mesh: DeviceMesh | None = None) -> TensorRank:
-    """This rank's place in the layout of `strategy`, whose ranks compute on `device`; `mesh` is its device mesh, if there is one.
-    All ranks call it."""
-    return TensorRank(mesh or device_mesh(strategy, device), strategy.sequence_parallel)
-
-
-def split_model(model: Transformer, here: TensorRank) -> None:
-    """Let `model`, whose parameters are whole, on the meta device or not, keep this rank's parts of them and compute as the whole
-    model does, in place. Targets give the loss, the same on every rank; without targets logits are those of the whole vocabulary.
-
-    Its linear layers may be replaced by quantized ones afterwards; `finish_layers` comes after that.
-    """
-    for layer in cast("list[TransformerLayer]", list(model.layers)):
-        attention, mlp = layer.self_attention, layer.mlp
-        layer.enter = here.enter
-        _column(attention.linear_qkv, here)
-        _row(attention.linear_proj, here)
-        attention.num_query_groups //= here.size
-        for norm in (
-            (attention.q_layernorm, attention.k_layernorm) if attention.normed == "hidden" else ()
-        ):
-            for name, _ in list(norm.named_parameters()):
-                _keep(norm, name, TensorShard(here.rank, here.size))
-            split(norm, here.size, here.group)
-        _column(mlp.linear_fc1, here, pieces=model.config.fc1_size // model.config.ffn_hidden_size)
-        _row(mlp.linear_fc2, here)
-        for module, last in ((attention, attention.linear_proj), (mlp, mlp.linear_fc2)):
-            module.register_forward_hook(
-                partial(_sum_output, here, "linear_proj" if module is attention else "linear_fc2")
-            )
-            last.adds_bias = False  # type: ignore[assignment]
-    _vocabulary(model, here)
-    if model.recompute != "full":
-        _keep_tokens(model, here)
-    model.shards = {
-        name: p.shard
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if hasattr(p, "shard")
-    }
-    model.tensor_parallel = here
-
-
-def finish_layers(model: Transformer) -> None:
-    """After layers were replaced: what stayed an nn.Linear and has a bias to be added after the sum leaves it out."""
-    for layer in cast("list[TransformerLayer]", list(model.layers)):
-        for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
-            if type(linear) is nn.Linear and linear.bias is not None:
-                linear.forward = partial(_without_bias, linear)  # type: ignore[method-assign]
-
-
-def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are whole on every rank, and of whose gradients each rank has a share: those that its own heads, or its
-    own tokens, went through; and of an adapter the matrix beside the one that is split."""
-    here: TensorRank = model.tensor_parallel  # type: ignore[assignment]
-    shards = cast(dict[str, TensorShard], model.shards)
-    whole = [(name, p) for name, p in model.named_parameters() if name not in shards]
-    return [
-        p
-        for name, p in whole
-        if here.sequence
-        or ".lora." in name
-        or name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))
-    ]
-
-
-def _column(linear: nn.Linear, here: TensorRank, pieces: int = 1) -> None:
-    shard = TensorShard(here.rank, here.size, 0, pieces)
-    _keep(linear, "weight", shard)
-    if linear.bias is not None:
-        _keep(linear, "bias", shard)
-    linear.out_features //= here.size
-    linear.amax_group = AmaxGroup(COLUMN, here.group)  # type: ignore[assignment]
-
-
-def _keep_tokens(model: Transformer, here: TensorRank) -> None:
-    """Lets FP8 layers keep this rank's tokens of a gathered input for the backward pass.
-
-    Not under full recomputation, whose second forward pass gathers the input just before.
-    """
-    for layer in cast("list[TransformerLayer]", list(model.layers)):
-        layer.self_attention.linear_qkv.token_shard = here.token_shard  # type: ignore[assignment]
-        layer.mlp.linear_fc1.token_shard = here.token_shard  # type: ignore[assignment]
-    model.output_layer.token_shard = here.token_shard  # type: ignore[assignment]
-
-
-def _row(linear: nn.Linear, here: TensorRank) -> None:
-    _keep(linear, "weight", TensorShard(here.rank, here.size, 1))
-    linear.in_features //= here.size
-    linear.amax_group = AmaxGroup(ROW, here.group)  # type: ignore[assignment]
-
-
-def _keep(module: nn.Module, name: str, shard: TensorShard) -> None:
-    """Leave of a parameter this rank's part, with its place until all places are collected."""
-    whole: nn.Parameter = getattr(module, name)
-    part = nn.Parameter(shard.part(whole.detach()).clone(), requires_grad=whole.requires_grad)
-    part.shard = shard  # type: ignore[attr-defined]
-    setattr(module, name, part)
-
-
-def _vocabulary(model: Transformer, here: TensorRank) -> None:
-    tied = model.output_layer.weight is model.embedding.weight
-    _keep(model.embedding, "weight", TensorShard(here.rank, here.size, 0))
-    rows = len(model.embedding.weight)
-    weight: Any = model.embedding.weight
-    model.embedding = VocabularyEmbedding.of(weight, here.rank * rows)
-    model.embedding.register_forward_hook(lambda _, args, out: here.leave(out))
-    if here.sequence and model.config.learned_positions:
-        model.position_embedding.register_forward_pre_hook(lambda _, args: (here.tokens(args[0]),))
-    _column(model.output_layer, here)
-    if tied:
-        model.output_layer.weight = model.embedding.weight
-    model.output_layer.register_forward_pre_hook(lambda _, args: (here.enter(args[0]), *args[1:]))
-    model.vocabulary_part = vocabulary_part(here.rank * rows, here.group)
-    model.register_forward_hook(
-        lambda _, args, out: (
-            out if out.dim() == 0 else tensor_collectives.join(out, here.rank, here.group)
-        )
-    )
-
-
-def _sum_output(here: TensorRank, last: str, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    whole, bias = here.leave(out), getattr(module, last).bias
-    return whole if bias is None else whole + bias.to(whole.dtype)
-
-
-def _without_bias(linear: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, linear.weight)
+        normed = centered * self._inverse_root(centered) * self.gamma + self.bias.float()
+        return normed.to(x.dtype)

@@ -1,13 +1,19 @@
-"""Collectives of tensor parallelism with their gradients, as in Megatron's tensor_parallel/mappings.py.
+"""Collectives of tensor and context parallelism with their gradients.
 
-    enter     copy            backward: sum             the input of a column-parallel layer, whole on every rank
-    leave     sum             backward: copy            the output of a row-parallel layer, a share of the sum on each
-    gather    all-gather      backward: reduce-scatter  the same two under sequence parallelism, where outside of the layers a rank
-    scatter   reduce-scatter  backward: all-gather      has a part of each sequence
-    total     sum             backward: sum             a sum of which every rank goes on with all
-    join      all-gather      backward: own part        parts along the last dimension, of which every rank goes on with all
+    function                             forward          backward
+    copy_to_tensor_parallel              copy             all-reduce
+    reduce_from_tensor_parallel          all-reduce       copy
+    gather_from_sequence_parallel        all-gather       reduce-scatter
+    reduce_scatter_to_sequence_parallel  reduce-scatter   all-gather
+    all_reduce_both                      all-reduce       all-reduce
+    gather_last_dim                      all-gather       slice of this rank
 
-All are in the dtype of the tensor, as Megatron's are: the shares of a sum in bfloat16 are rounded before they are added up.
+The first two enclose a pair of column-parallel and row-parallel layers. The next two do so under
+sequence parallelism, where each rank has a part of each sequence outside of such a pair. Source:
+Megatron-LM, megatron/core/tensor_parallel/mappings.py.
+
+Sums are taken in the dtype of the tensor, as in Megatron: bfloat16 terms are rounded before they
+are added up.
 """
 
 from __future__ import annotations
@@ -23,115 +29,130 @@ from fp8cfg.numerics.token_shard import all_gather
 
 SEQUENCE = 1
 """The dimension of tokens in [B, T, C]."""
-_reduce_scatter = (
+# reduce_scatter_single is new in torch 2.13. Remove the fallback when pyproject.toml requires 2.13.
+_functional_reduce_scatter = (
     getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
-)  # until torch 2.13
+)
 
 
-def summed(t: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks; a new tensor, without a gradient."""
-    return waited(collectives.all_reduce, t.contiguous(), "sum", group=group)
+def copy_to_tensor_parallel(x: Tensor, group: str) -> Tensor:
+    """Returns `x`, the input of a column-parallel layer. Its gradients are summed over the ranks."""
+    return _CopyToTensorParallel.apply(x, group)  # type: ignore[no-any-return]
 
 
-def _gathered(t: Tensor, dim: int, group: Any) -> Tensor:
-    return all_gather(t, group).movedim(0, dim).flatten(dim, dim + 1)
+def reduce_from_tensor_parallel(x: Tensor, group: str) -> Tensor:
+    """Sums `x`, the output of a row-parallel layer. Its gradient is the same on all ranks."""
+    return _ReduceFromTensorParallel.apply(x, group)  # type: ignore[no-any-return]
 
 
-def _scattered(t: Tensor, dim: int, group: Any) -> Tensor:
-    return waited(_reduce_scatter, t.contiguous(), "sum", dim, group=group)
+def gather_from_sequence_parallel(x: Tensor, group: str, dim: int = SEQUENCE) -> Tensor:
+    """Concatenates the parts of all ranks, and reduce-scatters their gradients.
+
+    Args:
+        x: This rank's part, [B, T / ranks, C] by default.
+        group: Name of the process group.
+        dim: Dimension to concatenate along.
+
+    Returns:
+        Full sequences, [B, T, C] by default.
+    """
+    return _GatherFromSequenceParallel.apply(x, dim, group)  # type: ignore[no-any-return]
 
 
-class _Enter(torch.autograd.Function):
+def reduce_scatter_to_sequence_parallel(x: Tensor, group: str) -> Tensor:
+    """Sums `x`, [B, T, C], over the ranks and returns this rank's tokens, [B, T / ranks, C]."""
+    return _ReduceScatterToSequenceParallel.apply(x, group)  # type: ignore[no-any-return]
+
+
+def all_reduce_both(x: Tensor, group: str) -> Tensor:
+    """Sums `x` over the ranks. Each rank computes something else with it, so gradients are summed."""
+    return _AllReduceBoth.apply(x, group)  # type: ignore[no-any-return]
+
+
+def gather_last_dim(x: Tensor, rank: int, group: str) -> Tensor:
+    """Concatenates the parts of all ranks along the last dimension.
+
+    All ranks compute the same with the result, so each takes its slice of the gradient.
+    """
+    return _GatherLastDim.apply(x, rank, group)  # type: ignore[no-any-return]
+
+
+class _CopyToTensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return summed(g, ctx.group), None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad_output, ctx.group), None
 
 
-class _Leave(torch.autograd.Function):
+class _ReduceFromTensorParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return summed(x, group)
+        return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None
 
 
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return summed(g, ctx.group), None
-
-
-class _Gather(torch.autograd.Function):
+class _GatherFromSequenceParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gathered(x, dim, group)
+        ctx.dim = dim
+        ctx.group = group
+        return _all_gather(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered(g, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grad_output, ctx.dim, ctx.group), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatterToSequenceParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        return _scattered(x, SEQUENCE, group)
+        return _reduce_scatter(x, SEQUENCE, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _gathered(g, SEQUENCE, ctx.group), None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad_output, SEQUENCE, ctx.group), None
 
 
-class _Join(torch.autograd.Function):
+class _AllReduceBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad_output, ctx.group), None
+
+
+class _GatherLastDim(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, group: str) -> Tensor:
-        ctx.rank, ctx.size = rank, x.shape[-1]
-        return _gathered(x, x.dim() - 1, group)
+        ctx.rank = rank
+        ctx.size = x.shape[-1]
+        return _all_gather(x, x.dim() - 1, group)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        return g.narrow(-1, ctx.rank * ctx.size, ctx.size), None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return grad_output.narrow(-1, ctx.rank * ctx.size, ctx.size), None, None
 
 
-def enter(x: Tensor, group: str) -> Tensor:
-    """`x` itself; its gradients are summed over the ranks."""
-    return _Enter.apply(x, group)  # type: ignore[no-any-return]
+def all_reduce(tensor: Tensor, group: Any) -> Tensor:
+    """Returns the sum over the ranks, a new tensor without a gradient."""
+    return waited(collectives.all_reduce, tensor.contiguous(), "sum", group=group)
 
 
-def leave(x: Tensor, group: str) -> Tensor:
-    """The sum of `x` over the ranks, whose gradient is the same on each."""
-    return _Leave.apply(x, group)  # type: ignore[no-any-return]
+def _all_gather(tensor: Tensor, dim: int, group: Any) -> Tensor:
+    # The result has a dimension of ranks in front.
+    return all_gather(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
-def total(x: Tensor, group: str) -> Tensor:
-    """The sum of `x` over the ranks, with which each computes something else: gradients are summed too."""
-    return _Total.apply(x, group)  # type: ignore[no-any-return]
-
-
-def gather(x: Tensor, group: str, dim: int = SEQUENCE) -> Tensor:
-    """The ranks' parts one behind the other along `dim`, by default whole sequences, [B, T / ranks, C] -> [B, T, C]; gradients are
-    summed to the ranks they belong to."""
-    return _Gather.apply(x, dim, group)  # type: ignore[no-any-return]
-
-
-def scatter(x: Tensor, group: str) -> Tensor:
-    """This rank's part of the sum over the ranks, [B, T, C] -> [B, T / ranks, C]."""
-    return _Scatter.apply(x, group)  # type: ignore[no-any-return]
-
-
-def join(x: Tensor, rank: int, group: str) -> Tensor:
-    """The ranks' parts one behind the other along the last dimension; what follows is computed alike on every rank."""
-    return _Join.apply(x, rank, group)  # type: ignore[no-any-return]
+def _reduce_scatter(tensor: Tensor, dim: int, group: Any) -> Tensor:
+    return waited(_functional_reduce_scatter, tensor.contiguous(), "sum", dim, group=group)

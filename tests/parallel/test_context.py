@@ -191,7 +191,7 @@ MEASURED = (
 def sent(world: World) -> list[int]:
     """Bytes of keys and values that a step counts, and those that are handed to the collectives."""
     job, handed = job_of("precision=bf16 model.recompute_granularity=full", 2, 2), [0]
-    whole = ContextRank.whole
+    whole = ContextRank.gather_sequences
 
     def counted(here: ContextRank, parts: torch.Tensor) -> torch.Tensor:
         def backward(gradient: torch.Tensor) -> None:
@@ -205,7 +205,7 @@ def sent(world: World) -> list[int]:
 
     SENT.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ContextRank, "whole", counted)
+        patch.setattr(ContextRank, "gather_sequences", counted)
         train_step(job, run_data(job.recipe)[0], 0, world)
     return [SENT.bytes["keys and values"], handed[0]]
 

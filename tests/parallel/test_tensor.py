@@ -361,9 +361,9 @@ def sent(words: str, world: World) -> list[int]:
     SENT.clear()
     with pytest.MonkeyPatch.context() as patch:
         for module, name, share in (
-            (tensor_collectives, "summed", 1),
-            (tensor_collectives, "_gathered", 1),
-            (tensor_collectives, "_scattered", 2),
+            (tensor_collectives, "all_reduce", 1),
+            (tensor_collectives, "_all_gather", 1),
+            (tensor_collectives, "_reduce_scatter", 2),
             (token_shard, "all_gather", 1),
         ):
             patch.setattr(module, name, counting(module, name, share))
