@@ -154,7 +154,7 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
     from fp8cfg.numerics import quantize
     from fp8cfg.numerics import scaling as block_scaling
     from fp8cfg.numerics.kernels import launch
-    from fp8cfg.parallel.tensor import COLUMN, ROW
+    from fp8cfg.parallel.tensor import COLUMN_PARALLEL_AMAXES, ROW_PARALLEL_AMAXES
 
     asked: list[tuple[int, ...]] = []
 
@@ -173,7 +173,9 @@ def test_parts_have_the_scales_that_the_plain_code_gives_them(
         monkeypatch.setattr(module, "all_reduce_max", largest)
     four, parts = (
         kind != "rows",
-        amax_group.AmaxGroup(ROW if role == INPUT else COLUMN, "two ranks"),
+        amax_group.AmaxGroup(
+            ROW_PARALLEL_AMAXES if role == INPUT else COLUMN_PARALLEL_AMAXES, "two ranks"
+        ),
     )
     scaling = (
         Scaling(

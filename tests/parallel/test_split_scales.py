@@ -17,7 +17,7 @@ from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8cfg.parallel.process_group import World
-from fp8cfg.parallel.tensor import COLUMN, ROW
+from fp8cfg.parallel.tensor import COLUMN_PARALLEL_AMAXES, ROW_PARALLEL_AMAXES
 from tests.support.ranks import on_ranks
 
 NVFP4 = Scaling("nvfp4", forward=E2M1, backward=E2M1, weights_2d=True, stochastic=False)
@@ -32,7 +32,7 @@ SCALINGS = {
     "nvfp4 along rows": replace(NVFP4, weights_2d=False),
     "nvfp4 as it is": replace(NVFP4, hadamard=False),
 }
-SPLITS = {"column": COLUMN, "row": ROW}
+SPLITS = {"column": COLUMN_PARALLEL_AMAXES, "row": ROW_PARALLEL_AMAXES}
 PRODUCTS = {INPUT: [FPROP, WGRAD], WEIGHT: [FPROP, DGRAD], GRAD_OUTPUT: [DGRAD, WGRAD]}
 ODD = {"finite": 1.0, "infinite": torch.inf, "not a number": torch.nan}
 """An element of the first rank's part."""
@@ -150,7 +150,10 @@ def test_parts_are_quantized_as_the_whole(name: str, two: list[dict[str, list[st
 
 
 def test_a_tile_within_one_part_is_that_ranks_alone() -> None:
-    column, row = AmaxGroup(COLUMN, "ranks"), AmaxGroup(ROW, "ranks")
+    column, row = (
+        AmaxGroup(COLUMN_PARALLEL_AMAXES, "ranks"),
+        AmaxGroup(ROW_PARALLEL_AMAXES, "ranks"),
+    )
     assert (
         column.group_of(WEIGHT) == row.group_of(WEIGHT) == "ranks"
         and column.group_of(INPUT) is row.group_of(GRAD_OUTPUT) is None
