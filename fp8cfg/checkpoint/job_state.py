@@ -1,10 +1,13 @@
-"""Job state: what a checkpoint of a job contains, and how it is restored."""
+"""State of a job in a checkpoint: what is saved, how it is checked and how it is restored.
+
+`collect_share` returns what this rank writes, `restore` puts a checkpoint into a job. The tensors
+of model and optimizer are in job_tensors.py.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,20 +18,20 @@ from torch import Tensor
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_tensors
 from fp8cfg.checkpoint.job_tensors import (
-    PLAIN,
-    completed,
-    exchange_masters,
-    json_part,
-    of_this_layout,
-    reference,
-    refuse_other,
-    whole_json,
+    CAST_DTYPES,
+    add_frozen_weights,
+    base_of_adapters,
+    convert_masters,
+    gather_optimizer_json,
+    read_group,
+    refuse_other_base,
+    select_optimizer_json,
 )
 from fp8cfg.checkpoint.load import LoadedTensors, Tensors
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.checkpoint.resume_rules import FREE, ORIGIN, changes, matches
 from fp8cfg.checkpoint.save import Share
-from fp8cfg.checkpoint.tensor_layout import to_write
+from fp8cfg.checkpoint.tensor_layout import select_boxes
 from fp8cfg.composition.recipe_yaml import listed
 from fp8cfg.data import Batches
 from fp8cfg.numerics.stored_state import ANEW, is_fp8_state, stored_state_dict
@@ -36,68 +39,8 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
 
-
-def capture() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The states of python's `random`, numpy's global generator, torch on the CPU and on each CUDA device.
-
-    Returns uint8 tensors on the CPU by name, and what belongs to them and is JSON. Generators that somebody made (a
-    torch.Generator, a numpy Generator) are not among them.
-    """
-    version, words, gauss = random.getstate()
-    drawn: dict[str, Any] = np.random.get_state(legacy=False)
-    inner = dict(drawn["state"])
-    tensors = {"python": _bytes(np.array(words, dtype=np.uint32)), "torch": torch.get_rng_state()}
-    if "key" in inner:  # MT19937; the other bit generators have a few integers and no key
-        tensors["numpy"] = _bytes(inner.pop("key"))
-    for device in range(torch.cuda.device_count()):
-        tensors[f"cuda.{device}"] = torch.cuda.get_rng_state(device)
-    state = {"python": {"version": version, "gauss": gauss}, "numpy": {**drawn, "state": inner}}
-    return tensors, state
-
-
-def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[str]:
-    """Put back what capture() returned; the next draws are then the same bit for bit.
-
-    Returns what had no place to go: CUDA devices that this machine lacks, or has and the capture lacks, by name. Raises
-    KeyError, ValueError, TypeError or RuntimeError where the parts do not belong together.
-    """
-    random.setstate(_python(tensors, state))
-    np.random.set_state(_numpy(tensors, state))
-    torch.set_rng_state(tensors["torch"].cpu())
-    there = {name for name in tensors if name.startswith("cuda.")}
-    here = {f"cuda.{device}" for device in range(torch.cuda.device_count())}
-    for name in there & here:
-        torch.cuda.set_rng_state(tensors[name].cpu(), int(name.removeprefix("cuda.")))
-    return sorted(there ^ here)
-
-
-def check(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Raise as restore() would, and change nothing."""
-    random.Random().setstate(_python(tensors, state))
-    np.random.RandomState().set_state(_numpy(tensors, state))
-    torch.Generator().set_state(tensors["torch"].cpu())
-
-
-def _python(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[Any, ...]:
-    python = state["python"]
-    return python["version"], tuple(_words(tensors["python"]).tolist()), python["gauss"]
-
-
-def _numpy(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
-    drawn = {**state["numpy"], "state": dict(state["numpy"]["state"])}
-    if "numpy" in tensors:
-        drawn["state"]["key"] = _words(tensors["numpy"])
-    return drawn
-
-
-def _bytes(words: np.ndarray) -> Tensor:
-    return torch.frombuffer(bytearray(words.astype("<u4").tobytes()), dtype=torch.uint8)
-
-
-def _words(tensor: Tensor) -> np.ndarray:
-    return np.frombuffer(tensor.cpu().numpy().tobytes(), dtype="<u4").astype(np.uint32)
-
-
+RandomState = tuple[dict[str, Tensor], dict[str, Any]]
+"""The result of `capture_rng`."""
 WRONG_CONTENTS = (
     KeyError,
     RuntimeError,
@@ -107,11 +50,159 @@ WRONG_CONTENTS = (
     ArithmeticError,
     IndexError,
 )
-"""What reading a state raises that is not one of ours."""
+"""Errors of torch, numpy and Python for state with wrong contents."""
+
+
+def collect_share(
+    job: Job, batches: Batches, step: int, world: World, rng: RandomState | None = None
+) -> Share:
+    """Returns what this rank writes of a checkpoint. All ranks call it.
+
+    Args:
+        job: The job.
+        batches: Its data.
+        step: Steps done.
+        world: The ranks.
+        rng: The random state to save. None takes the current one.
+    """
+    boxes = select_boxes(job_tensors.collect_boxes(job, world))
+    optimizer = gather_optimizer_json(job)
+    if not world.first:
+        return Share(boxes, {}, {})
+    random_tensors, random_json = rng or capture_rng()
+    state = {
+        "step": step,
+        "data": batches.state(step),
+        "optimizer": optimizer,
+        "rng": random_json,
+        "recipe": listed(job.recipe),
+        "compiled": job.compiled,
+        "backend": job.choice.backend,
+    }
+    base = base_of_adapters(job.recipe)
+    if base:
+        state["base"] = base
+    return Share(boxes, state, random_tensors)
+
+
+def restore(
+    job: Job,
+    tensors: Tensors,
+    state: dict[str, Any],
+    batches: Batches,
+    say: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Puts a checkpoint into a job.
+
+    The following losses equal those of a run without interruption bit for bit, unless FP8 state is
+    recalibrated.
+
+    Args:
+        job: The job. Its recipe may differ in keys that the rules of resuming allow.
+        tensors: Tensors of the checkpoint.
+        state: JSON state of the checkpoint.
+        batches: The data of the job.
+        say: Prints a message about recalibrated layers.
+
+    Returns:
+        Steps done.
+
+    Raises:
+        DamagedCheckpoint: The checkpoint does not fit its own recipe.
+        ConfigError: The checkpoint does not fit the recipe of the job.
+    """
+    check_saved_state(tensors, state)
+    changed_keys = []
+    for key in changes(Recipe(**state["recipe"]), job.recipe):
+        if not matches(key, (*FREE, *ORIGIN)):
+            changed_keys.append(key)
+    refuse_other_base(job.recipe, state.get("base"))
+    try:
+        # Before the first step, or with plain SGD, an optimizer may have no tensors.
+        optimizer = read_group(job, tensors.get("optimizer", {}))
+        comes_from_masters = _restore_model(
+            job, tensors, optimizer, changed_keys, state["step"], say
+        )
+        job.optimizer.load_state(optimizer, select_optimizer_json(job, state["optimizer"]))
+        if comes_from_masters:
+            job.optimizer.write_parameters()
+    except WRONG_CONTENTS as error:
+        if changed_keys or job.foreign:
+            raise ConfigError(
+                f"the checkpoint does not fit this recipe: {one_line(error)}"
+            ) from None
+        raise DamagedCheckpoint(
+            f"step {state['step']}: its contents are not those of its recipe: {one_line(error)}"
+        ) from None
+    restore_rng(tensors["rng"], state["rng"])
+    return batches.resume(state["data"])
+
+
+def _restore_model(
+    job: Job,
+    tensors: Tensors,
+    optimizer: dict[str, Tensor],
+    changed_keys: list[str],
+    step: int,
+    say: Callable[[str], None],
+) -> bool:
+    """Loads the model.
+
+    Args:
+        job: The job.
+        tensors: Tensors of the checkpoint.
+        optimizer: Optimizer state of this rank. Masters move between it and the model if the job
+            stores weights in another way than the checkpoint.
+        changed_keys: Keys that differ from the recipe of the checkpoint.
+        step: Steps done.
+        say: Prints a message about recalibrated layers.
+
+    Returns:
+        Whether weights are stored in another way. The caller must write them from the masters.
+    """
+    saved = read_group(job, tensors["model"]) | read_group(job, tensors.get("fp8", {}))
+    storage_differs = any(matches(key, ["fp8", "storage.weight"]) for key in changed_keys)
+    storage_differs |= convert_masters(job, saved, optimizer, storage_differs)
+    saved = add_frozen_weights(job.recipe, job.model, saved)
+    own = stored_state_dict(job.model)
+    recalibrates = isinstance(tensors, LoadedTensors) and tensors.recalibrate_fp8
+    if storage_differs:
+        # Weights come from the masters. Scales and histories stay if they mean the same.
+        state = dict(own)
+        for name, tensor in saved.items():
+            if name in own:
+                converted = _convert(name, tensor, own[name])
+                if converted is not None:
+                    state[name] = converted
+        saved = state
+    else:
+        scales_are_set = step >= job.recipe.fp8.interval
+        removed: set[str] = set()
+        if recalibrates:
+            removed = recalibrate_fp8(saved, own, scales_are_set, say)
+        expected = {name: tensor for name, tensor in own.items() if name not in removed}
+        check_fp8_state(saved, expected, scales_are_set)
+    job.model.load_state_dict(saved)
+    if recalibrates:
+        # Layers note missing scales, to report them later. recalibrate_fp8 has reported them.
+        for layer in job.model.modules():
+            vars(layer).pop(ANEW, None)
+    return storage_differs
+
+
+def _convert(name: str, saved: Tensor, own: Tensor) -> Tensor | None:
+    """Returns a tensor of a checkpoint in the dtype of the model's `own`, None if that is unlike."""
+    if saved.shape != own.shape and not name.endswith(_HISTORY):
+        return None
+    if saved.dtype == torch.float32 and own.dtype in CAST_DTYPES:
+        return saved.to(own.dtype)
+    if saved.dtype != own.dtype:
+        return None
+    return saved
 
 
 class SavedCursor(BaseModel):
-    """A place in a stream, as data.shards.Cursor has it."""
+    """A place in a stream of documents. See `data.stream.Cursor`."""
 
     epoch: int = Field(ge=0)
     shard: int = Field(ge=0)
@@ -121,7 +212,7 @@ class SavedCursor(BaseModel):
 
 
 class SavedData(BaseModel):
-    """A place in the data, as `Batches.state` gives it; of a stream with its cursor."""
+    """A place in the data. See `Batches.state`."""
 
     seed: int
     seq_length: int
@@ -132,14 +223,14 @@ class SavedData(BaseModel):
 
 
 class SavedBase(BaseModel):
-    """The frozen weights that adapters stand over: their folder and its sha256, both null where they are drawn."""
+    """The frozen weights under adapters. Both fields are null if trainer.seed draws the weights."""
 
     weights: str | None
     sha256: str | None
 
 
 class SavedState(BaseModel):
-    """The JSON state of a checkpoint. What the optimizer and the generators keep is checked where they take it back."""
+    """The JSON state of a checkpoint. `restore` checks optimizer and rng."""
 
     step: int = Field(ge=0)
     data: SavedData
@@ -147,13 +238,17 @@ class SavedState(BaseModel):
     rng: dict[str, Any]
     recipe: dict[str, Any]
     compiled: bool
-    backend: str | None = None  # who multiplied; none in checkpoints of earlier versions
+    backend: str | None = None  # earlier versions did not save it
     base: SavedBase | None = None
 
 
 def check_saved_state(tensors: Tensors, state: dict[str, Any]) -> None:
-    """Raise DamagedCheckpoint where `state`, or a generator's, is not what a save writes: right sums say nothing of contents."""
-    name = "state.json"
+    """Checks the JSON state and the random state. Right sums say nothing about contents.
+
+    Raises:
+        DamagedCheckpoint: No save writes such a state.
+    """
+    file = "state.json"
     try:
         saved = SavedState.model_validate(state, strict=True)
         recipe = Recipe(**state["recipe"])
@@ -163,110 +258,49 @@ def check_saved_state(tensors: Tensors, state: dict[str, Any]) -> None:
             )
         if not 0 <= state["optimizer"].get("steps", 0) <= saved.step:
             raise ValueError(f"optimizer.steps is not one of {saved.step} steps")
-        name = "rng.safetensors"
-        check(tensors["rng"], state["rng"])
-    except ValidationError as e:
-        first = e.errors()[0]
-        raise DamagedCheckpoint(
-            f"{name}: {'.'.join(map(str, first['loc'])) or 'state'}: {first['msg']}"
-        ) from None
-    except WRONG_CONTENTS as e:
-        raise DamagedCheckpoint(f"{name}: {one_line(e)}") from None
+        file = "rng.safetensors"
+        check_rng(tensors["rng"], state["rng"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "state"
+        raise DamagedCheckpoint(f"{file}: {key}: {first['msg']}") from None
+    except WRONG_CONTENTS as error:
+        raise DamagedCheckpoint(f"{file}: {one_line(error)}") from None
 
 
-def another_multiplies(state: dict[str, Any], recipe: Recipe, backend: str) -> str | None:
-    """The line for a run of `state` whose FP8 products another backend made than `backend`, which backend=auto of `recipe` takes
-    here; None where it is the same one, or not known."""
-    before, fp8 = state.get("backend"), state["recipe"]["trainer"]["plugins"]["fp8"]["enabled"]
-    if before in (None, backend) or not fp8 or not recipe.fp8.enabled or recipe.backend != "auto":
+def backend_change(state: dict[str, Any], recipe: Recipe, backend: str) -> str | None:
+    """Returns a note if backend=auto chooses another backend than the checkpoint's, otherwise None.
+
+    Args:
+        state: JSON state of the checkpoint.
+        recipe: The recipe of the resumed run.
+        backend: The backend of the resumed run.
+    """
+    saved_backend = state.get("backend")
+    if saved_backend is None or saved_backend == backend or recipe.backend != "auto":
+        return None
+    had_fp8 = state["recipe"]["trainer"]["plugins"]["fp8"]["enabled"]
+    if not had_fp8 or not recipe.fp8.enabled:
         return None
     return (
-        f"note: backend=auto: {before} multiplied before, and {backend} does here; losses are not"
-        " those of before bit for bit"
+        f"note: backend=auto: {saved_backend} multiplied before, and {backend} does here; losses"
+        " are not those of before bit for bit"
     )
 
 
 def one_line(error: Exception) -> str:
-    """All that `error` says, a long list cut; torch begins a line for each kind of key that is wrong."""
-    text = str(error) if not isinstance(error, KeyError) else f"has no {error}"
+    """Returns the text of an error in one line, at most 300 characters."""
+    text = f"has no {error}" if isinstance(error, KeyError) else str(error)
     line = " ".join(text.split()) or type(error).__name__
-    return line if len(line) <= 300 else f"{line[:297]}..."
+    # load_state_dict lists every wrong key.
+    if len(line) > 300:
+        line = f"{line[:297]}..."
+    return line
 
 
-RandomState = tuple[dict[str, Tensor], dict[str, Any]]
-"""What `capture` returns."""
-
-
-def share(
-    job: Job, batches: Batches, step: int, world: World, rng: RandomState | None = None
-) -> Share:
-    """What this rank writes of a checkpoint after `step` optimizer steps. All ranks call it.
-
-    Args:
-        job: The job.
-        batches: Its data.
-        step: Optimizer steps done.
-        world: The ranks.
-        rng: The random state to save; None is the current one.
-    """
-    boxes, optimizer = to_write(job_tensors.boxes(job, world)), whole_json(job)
-    if not world.first:
-        return Share(boxes, {}, {})
-    random, random_json = rng or capture()
-    state = {
-        "step": step,
-        "data": batches.state(step),
-        "optimizer": optimizer,
-        "rng": random_json,
-        "recipe": listed(job.recipe),
-        "compiled": job.compiled,
-        "backend": job.choice.backend,
-    }
-    if base := reference(job.recipe):
-        state["base"] = base
-    return Share(boxes, state, random)
-
-
-def restore(
-    job: Job,
-    tensors: Tensors,
-    state: dict[str, Any],
-    batches: Batches,
-    say: Callable[[str], None] = lambda _: None,
-) -> int:
-    """Put a checkpoint into `job`; returns the number of steps done. The losses that follow are those of the run without the
-    interruption, bit for bit, unless FP8 state is recalibrated, which `say` is told. Raises DamagedCheckpoint, and ConfigError where the recipe is another and the tensors do not fit it.
-    """
-    check_saved_state(tensors, state)
-    changed = [
-        k
-        for k in changes(Recipe(**state["recipe"]), job.recipe)
-        if not matches(k, (*FREE, *ORIGIN))
-    ]
-    refuse_other(job.recipe, state.get("base"))
-    recalibrates = isinstance(tensors, LoadedTensors) and tensors.recalibrate_fp8
-    try:
-        # None before a step where parameters are their own masters, nor of plain SGD.
-        optimizer = of_this_layout(job, tensors.get("optimizer", {}))
-        otherwise = _restore_model(
-            job,
-            tensors,
-            optimizer,
-            any(matches(k, ["fp8", "storage.weight"]) for k in changed),
-            done=state["step"],
-            recalibrate=partial(recalibrate_fp8, say=say) if recalibrates else None,
-        )
-        job.optimizer.load_state(optimizer, json_part(job, state["optimizer"]))
-        if otherwise:
-            job.optimizer.write_parameters()
-    except WRONG_CONTENTS as e:
-        if changed or job.foreign:
-            raise ConfigError(f"the checkpoint does not fit this recipe: {one_line(e)}") from None
-        raise DamagedCheckpoint(
-            f"step {state['step']}: its contents are not those of its recipe: {one_line(e)}"
-        ) from None
-    restore_rng(tensors["rng"], state["rng"])
-    return batches.resume(state["data"])
+_SCALE = "fp8_scale"
+_HISTORY = "fp8_amax_history"
+_RECALIBRATE_HINT = "; resume with --recalibrate-fp8 to start such scales and histories anew"
 
 
 def check_fp8_state(
@@ -281,32 +315,22 @@ def check_fp8_state(
     """
     missing = [name for name in own if is_fp8_state(name) and name not in saved]
     if missing:
-        fix = _RECALIBRATE if _layer_state(missing[0]) else ""
-        raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more like it{fix}")
+        hint = _RECALIBRATE_HINT if _layer_prefix(missing[0]) else ""
+        raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more like it{hint}")
     for name, tensor in saved.items():
         # Integers and FP8 values have no impossible ones: E8M0 bytes, counts, packed weights.
         if not is_fp8_state(name) or tensor.dtype != torch.float32:
             continue
         if not (tensor >= 0).all():
-            fix = _RECALIBRATE if _layer_state(name) else ""
-            raise ValueError(f"{name} has values that are NaN or negative{fix}")
-        history = saved.get(name.removesuffix("fp8_scale") + "fp8_amax_history")
-        if name.endswith("fp8_scale") and history is not None and scales_are_set:
+            hint = _RECALIBRATE_HINT if _layer_prefix(name) else ""
+            raise ValueError(f"{name} has values that are NaN or negative{hint}")
+        history = saved.get(name.removesuffix(_SCALE) + _HISTORY)
+        if name.endswith(_SCALE) and history is not None and scales_are_set:
             is_unset = (tensor == 0) | tensor.isinf()
             if (is_unset & (history.amax(dim=0) > 0)).any():
                 raise ValueError(
-                    f"{name} is 0 or infinite, and its amax history is not empty{_RECALIBRATE}"
+                    f"{name} is 0 or infinite, and its amax history is not empty{_RECALIBRATE_HINT}"
                 )
-
-
-_RECALIBRATE = "; resume with --recalibrate-fp8 to start such scales and histories anew"
-_SCALE, _HISTORY = "fp8_scale", "fp8_amax_history"
-
-
-def _layer_state(name: str) -> str:
-    """The layer, with a dot behind it, whose scale or amax history `name` is; empty for other FP8 state."""
-    layer, _, last = name.rpartition(".")
-    return f"{layer}." if last in (_SCALE, _HISTORY) else ""
 
 
 def recalibrate_fp8(
@@ -318,68 +342,111 @@ def recalibrate_fp8(
     """Removes, in place, the scales and histories of layers where one is missing or impossible.
 
     A layer that loads a state without them starts anew: its next step scales from the tensors
-    themselves. Arguments are as of `check_fp8_state`. Returns the names that were removed.
+    themselves.
+
+    Args:
+        saved: See `check_fp8_state`.
+        own: See `check_fp8_state`.
+        scales_are_set: See `check_fp8_state`.
+        say: Prints the number of layers.
+
+    Returns:
+        The removed names.
     """
     removed: set[str] = set()
-    layers = {layer for layer in map(_layer_state, own) if layer}
-    count = 0
-    for layer in layers:
-        names = {layer + _SCALE, layer + _HISTORY} & own.keys()
+    num_layers = 0
+    prefixes = {prefix for prefix in map(_layer_prefix, own) if prefix}
+    for prefix in prefixes:
+        names = {prefix + _SCALE, prefix + _HISTORY} & own.keys()
         state = {name: saved[name] for name in names & saved.keys()}
         try:
             check_fp8_state(state, {name: own[name] for name in names}, scales_are_set)
         except ValueError:
-            count += 1
+            num_layers += 1
             removed |= names
     for name in removed:
         saved.pop(name, None)
-    if count:
-        say(f"--recalibrate-fp8: scales and amax histories of {count} layers start anew")
+    if num_layers:
+        say(f"--recalibrate-fp8: scales and amax histories of {num_layers} layers start anew")
     else:
         say("note: --recalibrate-fp8: has no effect, no scale or amax history is missing or wrong")
     return removed
 
 
-def _restore_model(
-    job: Job,
-    tensors: Tensors,
-    optimizer: dict[str, Tensor],
-    otherwise: bool,
-    done: int,
-    recalibrate: Callable[..., set[str]] | None,
-) -> bool:
-    """Load the model, of which `optimizer` may have the masters, or gets them. Where weights are stored `otherwise` they come from
-    the masters, which is returned, and scales and histories are taken where they still mean something.
+def _layer_prefix(name: str) -> str:
+    """Returns the layer of a scale or amax history, with a dot, and "" for other FP8 state."""
+    layer, _, last = name.rpartition(".")
+    return f"{layer}." if last in (_SCALE, _HISTORY) else ""
+
+
+def capture_rng() -> RandomState:
+    """Captures the random state of Python, numpy, torch on the CPU, and each CUDA device.
+
+    Generators that a user has created (torch.Generator, numpy Generator) are not included.
+
+    Returns:
+        uint8 tensors on the CPU by name, and JSON values.
     """
-    saved = of_this_layout(job, tensors["model"]) | of_this_layout(job, tensors.get("fp8", {}))
-    otherwise |= exchange_masters(job, saved, optimizer, otherwise)
-    saved = completed(job.recipe, job.model, saved)
-    own = stored_state_dict(job.model)
-    if not otherwise:
-        scales_are_set = done >= job.recipe.fp8.interval
-        anew = recalibrate(saved, own, scales_are_set) if recalibrate else set()
-        wanted = {name: tensor for name, tensor in own.items() if name not in anew}
-        check_fp8_state(saved, wanted, scales_are_set)
-    if otherwise:
-        saved = {
-            **own,
-            **{
-                k: t
-                for k, v in saved.items()
-                if k in own and (t := _as_stored(k, v, own[k])) is not None
-            },
-        }
-    job.model.load_state_dict(saved)
-    if recalibrate:
-        for layer in job.model.modules():
-            vars(layer).pop(ANEW, None)  # it is said already
-    return otherwise
+    version, words, gauss = random.getstate()
+    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
+    numpy_inner = dict(numpy_state["state"])
+    tensors = {
+        "python": _to_bytes(np.array(words, dtype=np.uint32)),
+        "torch": torch.get_rng_state(),
+    }
+    if "key" in numpy_inner:  # MT19937. Other bit generators have a few integers and no key.
+        tensors["numpy"] = _to_bytes(numpy_inner.pop("key"))
+    for device in range(torch.cuda.device_count()):
+        tensors[f"cuda.{device}"] = torch.cuda.get_rng_state(device)
+    state = {
+        "python": {"version": version, "gauss": gauss},
+        "numpy": {**numpy_state, "state": numpy_inner},
+    }
+    return tensors, state
 
 
-def _as_stored(name: str, saved: Tensor, own: Tensor) -> Tensor | None:
-    """A tensor of a checkpoint as a model has its `own`; None where it means something else there."""
-    if saved.shape != own.shape and not name.endswith("fp8_amax_history"):
-        return None
-    if saved.dtype == torch.float32 and own.dtype in PLAIN:
-        return saved.to(own.dtype)
-    return saved if saved.dtype == own.dtype else None
+def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> list[str]:
+    """Restores the result of `capture_rng`. The next draws are the same bit for bit.
+
+    Returns:
+        Names of CUDA devices that only this machine or only the captured state has.
+
+    Raises:
+        KeyError, ValueError, TypeError or RuntimeError: The parts don't fit together.
+    """
+    random.setstate(_python_state(tensors, state))
+    np.random.set_state(_numpy_state(tensors, state))
+    torch.set_rng_state(tensors["torch"].cpu())
+    saved_devices = {name for name in tensors if name.startswith("cuda.")}
+    own_devices = {f"cuda.{device}" for device in range(torch.cuda.device_count())}
+    for name in saved_devices & own_devices:
+        torch.cuda.set_rng_state(tensors[name].cpu(), int(name.removeprefix("cuda.")))
+    return sorted(saved_devices ^ own_devices)
+
+
+def check_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Raises the errors of `restore_rng` and changes nothing."""
+    random.Random().setstate(_python_state(tensors, state))
+    np.random.RandomState().set_state(_numpy_state(tensors, state))
+    torch.Generator().set_state(tensors["torch"].cpu())
+
+
+def _python_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[Any, ...]:
+    python = state["python"]
+    return python["version"], tuple(_to_words(tensors["python"]).tolist()), python["gauss"]
+
+
+def _numpy_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    numpy_state = {**state["numpy"], "state": dict(state["numpy"]["state"])}
+    if "numpy" in tensors:
+        numpy_state["state"]["key"] = _to_words(tensors["numpy"])
+    return numpy_state
+
+
+# Little-endian on every machine, as tensors in safetensors are.
+def _to_bytes(words: np.ndarray) -> Tensor:
+    return torch.frombuffer(bytearray(words.astype("<u4").tobytes()), dtype=torch.uint8)
+
+
+def _to_words(tensor: Tensor) -> np.ndarray:
+    return np.frombuffer(tensor.cpu().numpy().tobytes(), dtype="<u4").astype(np.uint32)

@@ -1,4 +1,8 @@
-"""Job tensors: those of a model and its optimizer in the form in which they are stored, as this rank keeps them."""
+"""Tensors of a model and its optimizer in their stored form, as this rank has them.
+
+`collect_boxes` lists what this rank has for a checkpoint, `read_group` reads it again. Both leave
+the places of shards in full tensors to `TensorLayout`.
+"""
 
 from __future__ import annotations
 
@@ -39,266 +43,334 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.fp8 import own_scales
 from fp8cfg.schema.recipe import Recipe
 
-
-def left_out(recipe: Recipe, model: nn.Module) -> set[str]:
-    """The names, in the stored form of the state of `model`, of weights that `recipe` freezes, and of their scales."""
-    if not recipe.lora.enabled:
-        return set()
-    frozen = {
-        name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
-    }
-    layers = [name.removesuffix(".weight") for name in frozen if name.endswith(".weight")]
-    return frozen | {f"{name}.{buffer}" for name in layers for buffer in WEIGHT_BUFFERS}
+CAST_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes to which a weight is cast without a scale."""
+RANK_STATE = ("fp8_scale", "fp8_amax_history")
+"""FP8 state that each rank may have for itself. See schema/fp8.py, own_scales."""
 
 
-def completed(recipe: Recipe, model: nn.Module, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`saved`, with what it leaves out as `model`, which is built, has it."""
-    names = left_out(recipe, model)
-    return (
-        {**{k: t for k, t in stored_state_dict(model).items() if k in names}, **saved}
-        if names
-        else saved
-    )
+def collect_boxes(job: Job, world: World) -> Groups:
+    """Returns what this rank has of a checkpoint, including copies that other ranks have too.
 
+    With tensor parallelism all ranks call it. Frozen weights under adapters are left out.
 
-def reference(recipe: Recipe) -> dict[str, Any] | None:
-    """The base of the adapters of `recipe`: the folder of its weights and their sha256, null where they are drawn; None without
-    adapters."""
-    if not recipe.lora.enabled:
-        return None
-    folder = recipe.model.weights
-    return {
-        "weights": folder,
-        "sha256": (
-            digest(hub.local_folder(folder, "model.weights", hub.HUB_WEIGHTS)) if folder else None
-        ),
-    }
-
-
-def refuse_other(recipe: Recipe, base: dict[str, Any] | None) -> None:
-    """Raise ConfigError where the base of `recipe` is not the one that a checkpoint refers to."""
-    if base is None or not recipe.lora.enabled:
-        return
-    if reference(recipe)["sha256"] == base["sha256"]:  # type: ignore[index]
-        return
-    was = (
-        f"those of {base['weights']}, sha256 {base['sha256'][:12]}"
-        if base["sha256"]
-        else "weights that trainer.seed draws"
-    )
-    raise ConfigError(
-        f"model.weights={recipe.model.weights}: the adapters of this run stand over {was}; name a"
-        " folder with these"
-    )
-
-
-def digest(folder: Path) -> str:
-    """The sha256 over the names and contents of the safetensors files of `folder`, once for each state that they are in."""
-    files = sorted(folder.glob("*.safetensors"))
-    return _digest(
-        tuple((str(file), (at := file.stat()).st_size, at.st_mtime_ns) for file in files)
-    )
-
-
-@functools.cache
-def _digest(files: tuple[tuple[str, int, int], ...]) -> str:
-    found = hashlib.sha256()
-    for name, size, _ in files:
-        found.update(f"{Path(name).name} {size}\n".encode())
-        with open(name, "rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
-
-
-def parts(job: Job, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what stands under the names of parameters and buffers of the whole model that of this rank's stage."""
-    here = job.prepared.pipeline
-    return {
-        name: its
-        for name, its in named.items()
-        if here is None or not is_on_other_stage(job.model, here, name)  # type: ignore[arg-type]
-    }
-
-
-def whole_json(job: Job) -> dict[str, Any]:
-    """The JSON state of the optimizer with the parameters of all stages. All ranks call it."""
-    own = job.optimizer.state_json()
-    if job.prepared.pipeline is None:
-        return own
-    every = [
-        json.loads(text) for text in pipeline_world(job.prepared).texts(json.dumps(own["state"]))
-    ]
-    return {
-        **own,
-        "state": {name: entry for state in reversed(every) for name, entry in state.items()},
-    }
-
-
-def json_part(job: Job, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the JSON state of a whole optimizer that of this rank's."""
-    if job.prepared.pipeline is None or "state" not in state:
-        return state
-    return {**state, "state": parts(job, state["state"])}
-
-
-PLAIN = (torch.bfloat16, torch.float16)
-"""Dtypes that a weight is cast to."""
-
-
-def exchange_masters(
-    job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor], otherwise: bool
-) -> bool:
-    """Let what this rank keeps of a checkpoint, in place, have float32 values where `job` has them: in `model` where a parameter is
-    its own master, else in `optimizer`; and in both beside plain weights, where these are stored `otherwise` in the checkpoint.
-    Masters of other ranks are left. Whether any master comes from a weight, which is to be made from it.
+    Returns:
+        Boxes of the groups model, optimizer and fp8.
     """
-    own, first, made = job.optimizer.state_tensors(), dict[Tensor, str](), False
-    for name, p in job.model.named_parameters(remove_duplicate=False):
-        key = f"{first.setdefault(p, name)}.master"
-        master, weight = optimizer.get(key), model.get(name)
-        cast = weight is not None and weight.dtype != p.dtype and p.dtype in PLAIN
-        if master is not None and key not in own:
-            model[name] = master
-            for buffer in WEIGHT_BUFFERS:
-                model.pop(f"{name.rpartition('.')[0]}.{buffer}", None)
-        elif master is None and key in own and weight is not None and weight.dtype == torch.float32:
-            optimizer[key], made = weight, True
-        elif otherwise and cast and master is not None and master.dtype == torch.float32:
-            model[name] = master
-    for key in [key for key in optimizer if key.endswith(".master") and key not in own]:
-        del optimizer[key]
-    return made
+    layout = TensorLayout(job)
+    excluded = frozen_weight_names(job.recipe, job.model)
+    # FSDP2's Parameters tell how they are sharded. Other tensors must be plain.
+    state = stored_state_dict(job.model, keep_vars=bool(layout.fsdp_parameters))
+    state = {name: tensor for name, tensor in state.items() if name not in excluded}
+    state, masters = to_unsharded_form(job.prepared, state)
 
+    rank_state = {}
+    if own_scales(job.recipe.fp8) and world.size > 1:
+        prefix = _rank_prefix(stage_world(job.prepared).rank)
+        for name in list(state):
+            if name.rpartition(".")[2] in RANK_STATE:
+                rank_state[prefix + name] = state.pop(name)
 
-def weight_bytes(job: Job) -> int:
-    """Bytes of the weights, in all shards, that a checkpoint has beside their masters; with their scales."""
-    named, count = dict(job.model.named_parameters()), 0
-    for name in set(low_precision_names(job.prepared).values()):
-        shape, column = named[name].shape, job.prepared.columns[name]["weight"]
-        layer: Any = job.model.get_submodule(name.rpartition(".")[0])
-        if column in DTYPES:
-            count += prod(shape) * DTYPES[column].itemsize
-        elif (codec := layer.shard_codec) is not None:
-            count += prod(shape) * codec.format.dtype.itemsize + FLOAT32
-        else:
-            count += stored_bytes(layer.scaling, *shape)
-    return count
-
-
-OWN = ("fp8_scale", "fp8_amax_history")
-"""FP8 state of which ranks may have their own (config/fp8.py, own_scales)."""
-
-
-def boxes(job: Job, world: World) -> Groups:
-    """What this rank has of the model, but for frozen weights under adapters, of its FP8 state and of the optimizer. With tensor
-    parallelism all ranks call it."""
-    layout, names = TensorLayout(job), left_out(job.recipe, job.model)
-    # FSDP2's parameters say how they are split; others are to be plain.
-    stored = {
-        k: t
-        for k, t in stored_state_dict(job.model, keep_vars=bool(layout.split)).items()
-        if k not in names
+    model = _boxes_of_tensors(layout, state)
+    # Under ZeRO without FSDP2 only this rank has the state of its parameters.
+    optimizer = _boxes_of_tensors(
+        layout,
+        {**masters, **job.optimizer.state_tensors()},
+        has_no_copies=bool(job.prepared.owner),
+    )
+    groups = {
+        "model": [box for box in model if not is_fp8_state(box.name)],
+        "optimizer": optimizer,
+        "fp8": [box for box in model if is_fp8_state(box.name)]
+        + _boxes_of_tensors(layout, rank_state, has_no_copies=True),
     }
-    stored, masters = to_unsharded_form(job.prepared, stored)
-    each, mine = (
-        own_scales(job.recipe.fp8) and world.size > 1,
-        _of_rank(stage_world(job.prepared).rank),
-    )
-    own = {mine + k: stored.pop(k) for k in list(stored) if each and k.rpartition(".")[2] in OWN}
-    model = _boxes(layout, stored)
-    optimizer = _boxes(
-        layout, {**masters, **job.optimizer.state_tensors()}, alone=bool(job.prepared.owner)
-    )
-    fp8 = [box for box in model if is_fp8_state(box.name)] + _boxes(layout, own, alone=True)
-    weights = [box for box in model if not is_fp8_state(box.name)]
-    groups = {"model": weights, "optimizer": optimizer, "fp8": fp8}
     pipeline = job.prepared.pipeline
-    model_config: Any = job.model.config if pipeline is not None else None
-    if pipeline is not None and pipeline.is_first and model_config.tie_embeddings:
+    config: Any = job.model.config if pipeline is not None else None
+    if pipeline is not None and pipeline.is_first and config.tie_embeddings:
         # The last stage has the same embedding, as its output layer, and saves it by both names.
-        for group, group_boxes in groups.items():
-            groups[group] = [box for box in group_boxes if not is_embedding(box.name)]
+        for group, boxes in groups.items():
+            groups[group] = [box for box in boxes if not _is_embedding(box.name)]
     return groups
 
 
-def is_embedding(name: str) -> bool:
-    """Whether a tensor is the embedding, or optimizer state of it."""
-    return name == EMBEDDING or name.startswith(f"{EMBEDDING}.")
-
-
-def of_this_layout(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of a group of a checkpoint what this rank keeps, as it keeps it; of other tensors nothing is read."""
-    layout = TensorLayout(job)
-    elsewhere = tuple(
-        f"{name}." for name, rank in job.prepared.owner.items() if rank != layout.sharing.rank
-    )
-    found = {}
-    mine = _of_this_rank(saved, stage_world(job.prepared).rank)
-    for name, kept in parts(job, mine).items():
-        if not name.startswith(elsewhere):
-            if isinstance(saved, StoredGroup):
-                found[name] = layout.part(name, saved.shape(kept), partial(saved.read, kept))
-            else:
-                found[name] = layout.part(
-                    name, tuple(saved[kept].shape), partial(_cut, saved[kept])
-                )
-    return found
-
-
-def _boxes(layout: TensorLayout, named: Mapping[str, Tensor], alone: bool = False) -> Boxes:
+def _boxes_of_tensors(
+    layout: TensorLayout, tensors: Mapping[str, Tensor], has_no_copies: bool = False
+) -> Boxes:
     """Returns the boxes of tensors by name. Several names of one tensor make one box."""
+    local_tensors = {name: layout.local(tensor) for name, tensor in tensors.items()}
     boxes = []
-    for name, *also in names_by_tensor({name: layout.local(t) for name, t in named.items()}):
-        for box in layout.boxes(name, named[name], alone):
+    for name, *also in names_by_tensor(local_tensors):
+        for box in layout.boxes(name, tensors[name], has_no_copies):
             boxes.append(replace(box, also=tuple(also)))
     return boxes
 
 
-def checkpoint_bytes(job: Job, world: World) -> int:
-    """Bytes of the tensors of a checkpoint, at least; before the first step too, when moments are not there yet. All ranks call
-    it."""
-    parts = (
-        1 if job.prepared.tensor_parallel is None else job.prepared.tensor_parallel.size
-    )  # vectors are few
-    names = left_out(job.recipe, job.model)
-    model = {
-        id(t): t for k, t in stored_state_dict(job.model, keep_vars=True).items() if k not in names
-    }
-    state = sum(map(_bytes, job.optimizer.state_tensors().values())) + weight_bytes(job)
-    if isinstance(job.optimizer, MixedPrecisionOptimizer) and not job.optimizer.inner.state:
-        optim = job.recipe.optim
-        state += sum(map(_bytes, job.optimizer.masters.values())) * (
-            2 if optim.name != "sgd" else int(optim.momentum > 0)
-        )
-    if job.prepared.owner:  # each rank has the state of its own parameters
-        state = int(
-            data_parallel_world(job.prepared)
-            .sum(torch.tensor(float(state), dtype=torch.float64, device=job.device))
-            .item()
-        )
-    here = torch.tensor(
-        float(sum(map(_bytes, model.values())) + state), dtype=torch.float64, device=job.device
-    )
-    return parts * int(pipeline_world(job.prepared).sum(here).item())
+def _is_embedding(name: str) -> bool:
+    """Returns whether a tensor is the embedding or optimizer state of it."""
+    return name == EMBEDDING or name.startswith(f"{EMBEDDING}.")
 
 
-def _bytes(t: Tensor) -> int:
-    """Bytes of all parts of a split tensor; of one that is stored in FP8 and says otherwise, those of the FP8 numbers."""
-    split = hasattr(t, "to_local")
-    return t.numel() * (1 if is_traceable_wrapper_subclass(t) and not split else t.element_size())
+def read_group(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Reads what this rank has of one group of a checkpoint. Reads nothing else.
+
+    Args:
+        job: The job.
+        saved: The group. Tensors are read when they are asked for.
+
+    Returns:
+        This rank's part of each tensor, by its name in the job.
+    """
+    layout = TensorLayout(job)
+    other_owners = []
+    for name, rank in job.prepared.owner.items():
+        if rank != layout.sharing.rank:
+            other_owners.append(f"{name}.")
+    saved_names = _select_rank_state(saved, stage_world(job.prepared).rank)
+    tensors = {}
+    for name, saved_name in select_stage(job, saved_names).items():
+        if name.startswith(tuple(other_owners)):
+            continue
+        if isinstance(saved, StoredGroup):
+            shape = saved.shape(saved_name)
+            read = partial(saved.read, saved_name)
+        else:
+            shape = tuple(saved[saved_name].shape)
+            read = partial(_cut, saved[saved_name])
+        tensors[name] = layout.part(name, shape, read)
+    return tensors
 
 
-def _of_rank(rank: int) -> str:
+def _cut(tensor: Tensor, start: Offsets, size: Offsets) -> Tensor:
+    return tensor[slices(start, size)]
+
+
+def _rank_prefix(rank: int) -> str:
+    """Returns the prefix of FP8 state that belongs to a rank. The first rank's has none."""
     return f"rank{rank}:" if rank else ""
 
 
-def _of_this_rank(saved: Mapping[str, Tensor], rank: int) -> dict[str, str]:
-    """Names of tensors, and those under which a checkpoint has them: of FP8 state the first rank's, and in its place that of `rank`
-    of those with the same layers, where it was saved."""
-    mine = f"rank{rank}:"
-    found = {name: name for name in saved if ":" not in name}
-    return found | {name.removeprefix(mine): name for name in saved if name.startswith(mine)}
+def _select_rank_state(saved: Mapping[str, Tensor], rank: int) -> dict[str, str]:
+    """Returns the names of tensors for `rank`, each with its name in the checkpoint.
+
+    FP8 state of the rank itself replaces the first rank's, if it was saved.
+    """
+    names = {name: name for name in saved if ":" not in name}
+    prefix = f"rank{rank}:"
+    for name in saved:
+        if name.startswith(prefix):
+            names[name.removeprefix(prefix)] = name
+    return names
 
 
-def _cut(t: Tensor, start: Offsets, size: Offsets) -> Tensor:
-    return t[slices(start, size)]
+def select_stage(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of this rank's pipeline stage, by names of the full model."""
+    pipeline = job.prepared.pipeline
+    if pipeline is None:
+        return dict(values)
+    model: Any = job.model
+    return {
+        name: value
+        for name, value in values.items()
+        if not is_on_other_stage(model, pipeline, name)
+    }
+
+
+def gather_optimizer_json(job: Job) -> dict[str, Any]:
+    """Returns the JSON state of the optimizer for all pipeline stages. All ranks call it."""
+    own = job.optimizer.state_json()
+    if job.prepared.pipeline is None:
+        return own
+    texts = pipeline_world(job.prepared).texts(json.dumps(own["state"]))
+    state = {}
+    # In reverse, so that the first stage's entry of a tied embedding stays.
+    for text in reversed(texts):
+        state.update(json.loads(text))
+    return {**own, "state": state}
+
+
+def select_optimizer_json(job: Job, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of an optimizer's JSON state that belongs to this pipeline stage."""
+    if job.prepared.pipeline is None or "state" not in state:
+        return state
+    return {**state, "state": select_stage(job, state["state"])}
+
+
+def convert_masters(
+    job: Job, model: dict[str, Tensor], optimizer: dict[str, Tensor], storage_differs: bool
+) -> bool:
+    """Moves float32 weights of a checkpoint to where the job has them, in place.
+
+    A parameter may be its own master, or the optimizer has a master next to a weight in fewer bits.
+    Masters of other ranks are removed.
+
+    Args:
+        job: The job.
+        model: Tensors of the model in the checkpoint, this rank's part.
+        optimizer: Tensors of the optimizer in the checkpoint, this rank's part.
+        storage_differs: Whether the checkpoint stores weights in another way.
+
+    Returns:
+        Whether a master came from the model. Its weight must be written from the master.
+    """
+    own = job.optimizer.state_tensors()
+    first_names: dict[Tensor, str] = {}
+    has_new_master = False
+    for name, parameter in job.model.named_parameters(remove_duplicate=False):
+        # The optimizer has a tied weight by its first name only.
+        key = f"{first_names.setdefault(parameter, name)}.master"
+        master = optimizer.get(key)
+        weight = model.get(name)
+        if master is not None and key not in own:
+            # The parameter becomes its own master and needs no scales.
+            model[name] = master
+            module_name = name.rpartition(".")[0]
+            for buffer in WEIGHT_BUFFERS:
+                model.pop(f"{module_name}.{buffer}", None)
+            continue
+        if weight is None:
+            continue
+        if master is None:
+            if key in own and weight.dtype == torch.float32:
+                optimizer[key] = weight
+                has_new_master = True
+            continue
+        is_cast = weight.dtype != parameter.dtype and parameter.dtype in CAST_DTYPES
+        if storage_differs and is_cast and master.dtype == torch.float32:
+            model[name] = master
+    for key in list(optimizer):
+        if key.endswith(".master") and key not in own:
+            del optimizer[key]
+    return has_new_master
+
+
+def frozen_weight_names(recipe: Recipe, model: nn.Module) -> set[str]:
+    """Returns the names of weights under adapters, and of their scales. A checkpoint lacks them."""
+    if not recipe.lora.enabled:
+        return set()
+    names = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            continue
+        names.add(name)
+        if name.endswith(".weight"):
+            module_name = name.removesuffix(".weight")
+            names |= {f"{module_name}.{buffer}" for buffer in WEIGHT_BUFFERS}
+    return names
+
+
+def add_frozen_weights(
+    recipe: Recipe, model: nn.Module, saved: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns `saved` with the frozen weights that `model` was built with."""
+    names = frozen_weight_names(recipe, model)
+    if not names:
+        return saved
+    frozen = {name: t for name, t in stored_state_dict(model).items() if name in names}
+    return {**frozen, **saved}
+
+
+def base_of_adapters(recipe: Recipe) -> dict[str, Any] | None:
+    """Returns the folder and sha256 of the weights under adapters, None without adapters.
+
+    The sha256 is None if trainer.seed draws the weights.
+    """
+    if not recipe.lora.enabled:
+        return None
+    weights = recipe.model.weights
+    digest = None
+    if weights:
+        folder = hub.local_folder(weights, "model.weights", hub.HUB_WEIGHTS)
+        digest = hash_weights(folder)
+    return {"weights": weights, "sha256": digest}
+
+
+def refuse_other_base(recipe: Recipe, base: dict[str, Any] | None) -> None:
+    """Raises ConfigError if a checkpoint's adapters were trained over other weights."""
+    if base is None:
+        return
+    own = base_of_adapters(recipe)
+    if own is None or own["sha256"] == base["sha256"]:
+        return
+    saved = "weights that trainer.seed draws"
+    if base["sha256"]:
+        saved = f"those of {base['weights']}, sha256 {base['sha256'][:12]}"
+    raise ConfigError(
+        f"model.weights={recipe.model.weights}: the adapters of this run stand over {saved}; name a"
+        " folder with these"
+    )
+
+
+def hash_weights(folder: Path) -> str:
+    """Returns the sha256 of the names and contents of the safetensors files in a folder."""
+    files = []
+    for file in sorted(folder.glob("*.safetensors")):
+        status = file.stat()
+        files.append((str(file), status.st_size, status.st_mtime_ns))
+    return _hash_files(tuple(files))
+
+
+@functools.cache  # Weights have gigabytes. Size and time tell whether a file has changed.
+def _hash_files(files: tuple[tuple[str, int, int], ...]) -> str:
+    total = hashlib.sha256()
+    for name, size, _ in files:
+        total.update(f"{Path(name).name} {size}\n".encode())
+        with open(name, "rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def checkpoint_bytes(job: Job, world: World) -> int:
+    """Returns the least bytes of the tensors in a checkpoint. All ranks call it.
+
+    Counts moments before the first step too, when they don't exist yet.
+    """
+    excluded = frozen_weight_names(job.recipe, job.model)
+    model = {}
+    for name, tensor in stored_state_dict(job.model, keep_vars=True).items():
+        if name not in excluded:
+            model[id(tensor)] = tensor  # a tied weight has two names
+    model_bytes = sum(map(_count_bytes, model.values()))
+    optimizer = job.optimizer
+    state_bytes = sum(map(_count_bytes, optimizer.state_tensors().values()))
+    state_bytes += _weight_bytes(job)
+    if isinstance(optimizer, MixedPrecisionOptimizer) and not optimizer.inner.state:
+        num_moments = 2
+        if job.recipe.optim.name == "sgd":
+            num_moments = int(job.recipe.optim.momentum > 0)
+        state_bytes += num_moments * sum(map(_count_bytes, optimizer.masters.values()))
+    if job.prepared.owner:  # each rank has the state of its own parameters
+        total = torch.tensor(float(state_bytes), dtype=torch.float64, device=job.device)
+        state_bytes = int(data_parallel_world(job.prepared).sum(total).item())
+    stage_bytes = torch.tensor(
+        float(model_bytes + state_bytes), dtype=torch.float64, device=job.device
+    )
+    all_bytes = int(pipeline_world(job.prepared).sum(stage_bytes).item())
+    # Counts replicated vectors too often, but they are small.
+    tensor_ranks = 1 if job.prepared.tensor_parallel is None else job.prepared.tensor_parallel.size
+    return tensor_ranks * all_bytes
+
+
+def _weight_bytes(job: Job) -> int:
+    """Returns the bytes of weights and scales that a checkpoint has next to FSDP2's masters."""
+    parameters = dict(job.model.named_parameters())
+    total = 0
+    for name in set(low_precision_names(job.prepared).values()):
+        shape = parameters[name].shape
+        column = job.prepared.columns[name]["weight"]
+        layer: Any = job.model.get_submodule(name.rpartition(".")[0])
+        if column in DTYPES:
+            total += prod(shape) * DTYPES[column].itemsize
+        elif layer.shard_codec is not None:
+            total += prod(shape) * layer.shard_codec.format.dtype.itemsize + FLOAT32
+        else:
+            total += stored_bytes(layer.scaling, *shape)
+    return total
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor, of all shards together."""
+    # An FP8 weight claims the compute dtype and stores one byte per element. A DTensor is a wrapper
+    # subclass too, but its dtype is the real one.
+    is_fp8_weight = is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "to_local")
+    element_size = 1 if is_fp8_weight else tensor.element_size()
+    return tensor.numel() * element_size

@@ -1,4 +1,8 @@
-"""The saves of a run: when one is due, what is not saved, and what a failed one ends."""
+"""The saves of a run: when one is due, what must not be saved, and what happens if one fails.
+
+`Saver.save` collects what this rank writes (job_state.py) and checks it. Then it writes it with the
+other ranks (save.py), at once or from a thread (checkpoint.async_save).
+"""
 
 from __future__ import annotations
 
@@ -37,121 +41,43 @@ from fp8cfg.run_folder.run_folder import (
 from fp8cfg.schema.errors import Fp8cfgError
 
 
-@dataclass(frozen=True)
-class Written:
-    """How a save of step `done`, after so many optimizer `steps`, ended: on the first rank its folder, or why there is none;
-    `remark` is what did not go as planned and does not matter to the run."""
-
-    done: int
-    steps: int
-    folder: Path | None = None
-    problem: CheckpointError | None = None
-    remark: str = ""
-
-
-class BackgroundWrite:
-    """Runs `write` in a thread, which does not keep the process from ending."""
-
-    def __init__(self, write: Callable[[], Written]) -> None:
-        self._write, self._written, self._error = write, list[Written](), list[BaseException]()
-        self._thread = threading.Thread(target=self._run, name="fp8cfg checkpoint", daemon=True)
-        self._thread.start()
-
-    @property
-    def over(self) -> bool:
-        """Whether the thread has ended."""
-        return not self._thread.is_alive()
-
-    def result(self) -> Written:
-        """What `write` returned, once it has; what it raised is raised here."""
-        self._thread.join()
-        if self._error:
-            raise self._error[0]
-        return self._written[0]
-
-    def _run(self) -> None:
-        try:
-            self._written.append(self._write())
-        except BaseException as e:
-            self._error.append(e)
-
-
-ALIGNMENT = 64
-"""Bytes; of which copies begin at multiples."""
-
-
-class HostCopies:
-    """Memory for copies of the tensors of one save at a time. `say` is told where it cannot be pinned."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._copied: torch.cuda.Event | None = None
-
-    def of(self, groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
-        """The same boxes with copies of their tensors, which later steps do not change, over those of the call before. They are
-        there after `wait`."""
-        tensors = {
-            id(box.tensor): box.tensor.detach() for boxes in groups.values() for box in boxes
-        }
-        begin, total = dict[int, int](), 0
-        for key, t in tensors.items():
-            begin[key], total = total, total + -(-t.nbytes // ALIGNMENT) * ALIGNMENT
-        on_gpu = any(t.is_cuda for t in tensors.values())
-        if len(self._memory) < total:
-            self._memory = torch.empty(
-                0, dtype=torch.uint8, device="cpu"
-            )  # first, or both were there
-            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu")
-            if on_gpu:
-                self._pin()
-        copies = {
-            key: (
-                self._memory[begin[key] : begin[key] + t.nbytes]
-                .view(t.dtype)
-                .view(t.shape)
-                .copy_(t, non_blocking=True)
-            )
-            for key, t in tensors.items()
-        }
-        if on_gpu:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        return {
-            group: [replace(box, tensor=copies[id(box.tensor)]) for box in boxes]
-            for group, boxes in groups.items()
-        }
-
-    def wait(self) -> None:
-        """Until the copies are made."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def _pin(self) -> None:
-        """Pin the memory, as DCP's stager does: torch's own allocator of pinned memory would take the next power of two."""
-        start = self._memory.data_ptr()
-        try:
-            pin_memory(start, len(self._memory))
-        except RuntimeError as error:
-            self._say(
-                "the memory that saves are copied to is not pinned, and copies take longer:"
-                f" {error}"
-            )
-        else:
-            weakref.finalize(
-                self._memory, unpin_memory, start
-            ).atexit = False  # CUDA may be gone by then
-
-
 class Diverged(Fp8cfgError):
     """Gradients, weights, a loss or logits are not finite. Checkpoints are intact. Exit code 7."""
 
     exit_code = 7
 
 
+@dataclass(frozen=True)
+class SaveResult:
+    """The result of a save.
+
+    Attributes:
+        step: The step in the name of the checkpoint.
+        optimizer_steps: Steps of the optimizer, which skipped steps don't count in.
+        folder: The checkpoint. Only the first rank has it.
+        problem: Why there is no checkpoint.
+        remark: A problem that does not matter to the run.
+    """
+
+    step: int
+    optimizer_steps: int
+    folder: Path | None = None
+    problem: CheckpointError | None = None
+    remark: str = ""
+
+
 class Saver:
-    """Writes the checkpoints of `job` to `run`, which the first rank alone has; all ranks make the same calls. `say` gets what did
-    not go as planned, `saved` there the step and the folder of each that is whole. As a context manager it waits for the last.
+    """Writes the checkpoints of a job. All ranks make the same calls.
+
+    As a context manager it waits for the last save.
+
+    Args:
+        job: The job.
+        run: The run folder. Only the first rank has it.
+        world: All ranks.
+        batches: The data of the job.
+        say: Prints a message.
+        saved: Called on the first rank with the step and the folder of each checkpoint.
     """
 
     def __init__(
@@ -163,41 +89,47 @@ class Saver:
         say: Callable[[str], None],
         saved: Callable[[int, Path], None],
     ) -> None:
-        self.job, self.run, self.world, self.batches, self.say, self.saved = (
-            job,
-            run,
-            world,
-            batches,
-            say,
-            saved,
-        )
-        self._saves = world.any(run is not None)
-        self._saved_at = self._steps_saved = -1
+        self.job = job
+        self.run = run
+        self.world = world
+        self.batches = batches
+        self.say = say
+        self.saved = saved
+        self._has_folder = world.any(run is not None)
+        self._saved_step = -1
+        self._saved_optimizer_steps = -1
         self._saved_when = time.monotonic()
         self._root: RunFiles | None = None
         self._running: BackgroundWrite | None = None
         self._copies = HostCopies(say)
-        # The thread that writes beside steps has a group of its own, on the CPU: collectives of one group have one order.
-        self._apart = job.recipe.checkpoint.async_save and self._saves
-        self._writers = (
-            replace(world, limits=None, group=_group(job))
-            if self._apart and world.size > 1
-            else world
-        )
+        self._is_async = job.recipe.checkpoint.async_save and self._has_folder
+        self._async_world = world
+        if self._is_async and world.size > 1:
+            # The thread needs a group of its own: ranks must start the collectives of one group in
+            # the same order, and the train step would come in between. It is on the CPU, so that
+            # the thread does not touch the GPU.
+            self._async_world = replace(world, limits=None, group=_create_async_group(job))
 
     def check_room(self) -> None:
-        """Raise RunFolderNotWritable where the disk has no space for one checkpoint: better before the first step than after."""
-        need, problem = job_tensors.checkpoint_bytes(self.job, self.world) + save.RESERVE, ""
-        if self.run and (free := self.run.files.free()) < need:
-            problem = (
-                f"{self.run.path}: not enough space for one checkpoint: needs {need} bytes, {free}"
-                " are free"
-            )
+        """Checks before the first step that the disk has space for one checkpoint.
+
+        Raises:
+            RunFolderNotWritable: It has not. All ranks raise it.
+        """
+        needed = job_tensors.checkpoint_bytes(self.job, self.world) + save.RESERVE
+        problem = ""
+        if self.run:
+            free = self.run.files.free()
+            if free < needed:
+                problem = (
+                    f"{self.run.path}: not enough space for one checkpoint: needs {needed} bytes,"
+                    f" {free} are free"
+                )
         if self.world.any(bool(problem)):
             raise RunFolderNotWritable(problem or "the first rank has no space for one checkpoint")
 
     def is_due(self) -> bool:
-        """Whether checkpoint.every_minutes asks for a save now. The clock of the first rank decides."""
+        """Returns whether checkpoint.every_minutes asks for a save now. The first rank decides."""
         minutes = self.job.recipe.checkpoint.every_minutes
         if not minutes or self.run is None:
             return False
@@ -210,39 +142,59 @@ class Saver:
         last: bool = False,
         rng: job_state.RandomState | None = None,
     ) -> bool:
-        """Save step `done`, and return whether there was anything to save. Where that fails the older checkpoints stay and the next call tries again; CheckpointError where this
-        is the `last`. Raises Diverged for weights that are not finite, and RunFolderDeleted.
+        """Saves a checkpoint. Waits for the previous save first.
 
-        While steps are `skipping` no older checkpoint is removed, since it may be the one to go back to; and none is written
-        where nothing has changed since the one before, but the last. Under checkpoint.async_save a thread writes, from copies in
-        the host's memory, all but the last; a save waits for the one before, and `settle` says how it ended. `rng` is the random
-        state to save, where it is not the current one.
+        If a save fails, older checkpoints stay and the next call tries again. With
+        checkpoint.async_save a thread writes copies in host memory, and `settle` reports the
+        result. The last save is never in a thread.
+
+        Args:
+            done: Steps done.
+            skipping: Whether steps are skipped now. Then no older checkpoint is removed, because
+                the run may have to go back to it. Nothing is written if no step has changed the
+                weights since the previous save.
+            last: Whether it is the last save of the run.
+            rng: The random state to save. None takes the current one.
+
+        Returns:
+            Whether there was anything to save.
+
+        Raises:
+            CheckpointError: The last save failed.
+            Diverged: Weights are not finite.
+            RunFolderDeleted: The run folder is gone.
         """
         self.settle(wait=True)
         self._saved_when = time.monotonic()
-        if not self._saves or done == self._saved_at:
+        if not self._has_folder or done == self._saved_step:
             return False
-        steps = self.job.optimizer.steps
-        if skipping and steps == self._steps_saved and not last:
+        optimizer_steps = self.job.optimizer.steps
+        if skipping and not last and optimizer_steps == self._saved_optimizer_steps:
             return False
-        share = job_state.share(self.job, self.batches, done, self.world, rng)
+        share = job_state.collect_share(self.job, self.batches, done, self.world, rng)
         keep = None if skipping else self.job.recipe.checkpoint.keep
-        if problem := self._ready(share, done):
-            self._settled(Written(done, steps, problem=problem), last)
-        elif self._apart and not last:
-            share = replace(share, boxes=self._copies.of(share.boxes))
-            self._running = BackgroundWrite(
-                partial(self._write, Written(done, steps), share, keep, self._writers)
-            )
+        result = SaveResult(done, optimizer_steps)
+        problem = self._prepare_folder(share, done)
+        if problem:
+            self._report(replace(result, problem=problem), last)
+        elif self._is_async and not last:
+            share = replace(share, boxes=self._copies.copy(share.boxes))
+            write = partial(self._write, result, share, keep, self._async_world)
+            self._running = BackgroundWrite(write)
         else:
-            self._settled(self._write(Written(done, steps), share, keep, self.world), last)
+            self._report(self._write(result, share, keep, self.world), last)
         return True
 
     def settle(self, wait: bool = False) -> None:
-        """Say how the save that a thread was writing ended, if it has, or once it has. What is not a CheckpointError is raised."""
-        if self._running and (wait or self._running.over):
-            running, self._running = self._running, None
-            self._settled(running.result(), last=False)
+        """Reports the result of a save in a thread, if it has ended.
+
+        Args:
+            wait: Whether to wait for its end.
+        """
+        running = self._running
+        if running and (wait or running.has_ended):
+            self._running = None
+            self._report(running.result(), last=False)
 
     def __enter__(self) -> Saver:
         return self
@@ -253,106 +205,231 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for the save under way; not where this rank or another is lost, which would then not end."""
+        """Waits for the save in a thread."""
+        # After another error a rank may be lost, and the save would wait for it forever.
         if error is None or isinstance(error, Fp8cfgError):
             self.settle(wait=True)
-            if self._writers is not self.world:
-                dist.destroy_process_group(self._writers.group)
+            if self._async_world is not self.world:
+                dist.destroy_process_group(self._async_world.group)
 
-    def _settled(self, written: Written, last: bool) -> None:
-        if written.remark:
-            self.say(written.remark)
-        if written.problem:
-            if last:
-                raise written.problem
-            self.say(f"{written.problem}; older checkpoints stay, and the next save tries again")
-            return
-        self._saved_at, self._steps_saved = written.done, written.steps
-        if written.folder:
-            self.saved(written.done, written.folder)
+    def _prepare_folder(self, share: Share, step: int) -> CheckpointError | None:
+        """Checks the weights and prepares the folder of checkpoints. All ranks call it.
 
-    def _ready(self, share: Share, done: int) -> CheckpointError | None:
-        """Why there is nowhere to write, on every rank, or None. Raises Diverged for weights that are not finite, and
-        RunFolderDeleted, on the first rank, and CheckpointError on the others."""
-        problem: Fp8cfgError | None = _not_finite(share, done, self.world, self.run)
+        Returns:
+            A problem after which the run continues, on all ranks.
+
+        Raises:
+            Diverged: Weights are not finite, on all ranks.
+            RunFolderDeleted: On the first rank. The others raise CheckpointError.
+        """
+        problem: Fp8cfgError | None = _find_nonfinite(share, step, self.world, self.run)
         try:
             if self.run and not problem:
                 self.run.check_there()
                 self._root = self.run.files.folder(CHECKPOINTS, make=True)
-                # A power cut must not leave a checkpoint whose steps the metrics do not have.
+                # After a power cut no checkpoint must have steps that the metrics lack.
                 for name in (METRICS, FP8_STATS):
                     self.run.files.sync_file(name)
                 self.run.files.sync()
-        except OSError as e:
-            problem = CheckpointError(
-                f"cannot save step {done} in {self.run.checkpoints if self.run else ''}: {e}"
-            )
-        except Fp8cfgError as e:
-            problem = e
+        except OSError as error:
+            path = self.run.checkpoints if self.run else ""
+            problem = CheckpointError(f"cannot save step {step} in {path}: {error}")
+        except Fp8cfgError as error:
+            problem = error
         if not self.world.any(problem is not None):
             return None
-        ends = self.world.any(problem is not None and not isinstance(problem, CheckpointError))
-        there = problem or CheckpointError(f"the first rank could not save step {done}")
-        if ends or not isinstance(there, CheckpointError):
-            raise there
-        return there
+        is_fatal = problem is not None and not isinstance(problem, CheckpointError)
+        is_fatal = self.world.any(is_fatal)
+        if problem is None:
+            problem = CheckpointError(f"the first rank could not save step {step}")
+        if is_fatal or not isinstance(problem, CheckpointError):
+            raise problem
+        return problem
 
-    def _write(self, of: Written, share: Share, keep: int | None, world: World) -> Written:
-        """`of`, with how its save ended."""
+    def _write(
+        self, result: SaveResult, share: Share, keep: int | None, world: World
+    ) -> SaveResult:
+        """Writes the checkpoint. Returns the completed `result`. May run in the thread."""
         self._copies.wait()
         try:
-            folder = save.write_checkpoint(self._root, of.done, share, keep, world)
-        except OldCheckpointStays as e:
-            return replace(of, remark=str(e))
-        except CheckpointError as e:
-            return replace(of, problem=e)
-        return replace(of, folder=folder)
+            folder = save.write_checkpoint(self._root, result.step, share, keep, world)
+        except OldCheckpointStays as error:
+            return replace(result, remark=str(error))
+        except CheckpointError as error:
+            return replace(result, problem=error)
+        return replace(result, folder=folder)
+
+    def _report(self, result: SaveResult, last: bool) -> None:
+        if result.remark:
+            self.say(result.remark)
+        if result.problem:
+            if last:
+                raise result.problem
+            self.say(f"{result.problem}; older checkpoints stay, and the next save tries again")
+            return
+        self._saved_step = result.step
+        self._saved_optimizer_steps = result.optimizer_steps
+        if result.folder:
+            self.saved(result.step, result.folder)
 
 
-def _group(job: Job) -> dist.ProcessGroup | None:
-    """A process group of all ranks on the CPU, whose limit is that of saves; all of them call it."""
-    limit = timedelta(seconds=job.recipe.trainer.timeout.start)
+class BackgroundWrite:
+    """Runs `write` in a daemon thread, which does not keep the process from ending."""
+
+    def __init__(self, write: Callable[[], SaveResult]) -> None:
+        self._write = write
+        self._result: SaveResult | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fp8cfg checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def result(self) -> SaveResult:
+        """Waits for the result of `write`. Raises its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None, "the thread has ended without an error"
+        return self._result
+
+    def _run(self) -> None:
+        try:
+            self._result = self._write()
+        except BaseException as error:
+            self._error = error
+
+
+def _create_async_group(job: Job) -> dist.ProcessGroup | None:
+    """Creates a CPU group of all ranks with the timeout of saves. All ranks call it."""
+    timeout = timedelta(seconds=job.recipe.trainer.timeout.start)
     group: dist.ProcessGroup | None = dist.new_group(
-        backend="gloo", timeout=limit, group_desc=APART
+        backend="gloo", timeout=timeout, group_desc=APART
     )
     return group
 
 
-def _not_finite(share: Share, done: int, world: World, run: RunFolder | None) -> Diverged | None:
-    """Why `share` and those of the others are not to be saved: a checkpoint of weights that are not finite, or
-    whose masters are not, would take the place of a good one."""
-    weights = share.boxes["model"] + [
-        box for box in share.boxes["optimizer"] if ".master" in box.name
-    ]
-    bad = [
-        box.name for box in weights if box.tensor.is_floating_point() and not _finite(box.tensor)
-    ]
-    found = [
-        json.loads(text)
-        for text in world.texts(json.dumps([sum(not any(box.offsets) for box in weights), bad]))
-    ]
-    names = dict.fromkeys(name for _, bad in found for name in bad)
+ALIGNMENT = 64
+"""Bytes. Each copy starts at a multiple, as views of any dtype need."""
+
+
+class HostCopies:
+    """Host memory for the copies of the tensors of one save, reused by the next save.
+
+    Args:
+        say: Prints a message if the memory cannot be pinned.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copied: torch.cuda.Event | None = None
+
+    def copy(self, groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
+        """Copies the tensors of boxes, over the copies of the previous call.
+
+        Waits for nothing: the copies are complete after `wait`. Later steps of the job don't
+        change them.
+        """
+        tensors = {}
+        for boxes in groups.values():
+            for box in boxes:
+                tensors[id(box.tensor)] = box.tensor.detach()
+        starts = {}
+        total = 0
+        for key, tensor in tensors.items():
+            starts[key] = total
+            total += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT  # rounded up
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        if len(self._memory) < total:
+            # Frees the old memory before it allocates the new one.
+            self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._memory = torch.empty(total, dtype=torch.uint8, device="cpu")
+            if on_gpu:
+                self._pin_memory()
+        copies = {}
+        for key, tensor in tensors.items():
+            memory = self._memory[starts[key] : starts[key] + tensor.nbytes]
+            copy = memory.view(tensor.dtype).view(tensor.shape)
+            copies[key] = copy.copy_(tensor, non_blocking=True)
+        if on_gpu:
+            # On the compute stream, after the copies: the thread waits for it.
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return {
+            group: [replace(box, tensor=copies[id(box.tensor)]) for box in boxes]
+            for group, boxes in groups.items()
+        }
+
+    def wait(self) -> None:
+        """Waits until the copies are complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _pin_memory(self) -> None:
+        """Pins the memory in place, as DCP's stager does.
+
+        torch's allocator of pinned memory would round up to the next power of two.
+        """
+        start = self._memory.data_ptr()
+        try:
+            pin_memory(start, len(self._memory))
+        except RuntimeError as error:
+            self._say(
+                "the memory that saves are copied to is not pinned, and copies take longer:"
+                f" {error}"
+            )
+            return
+        finalizer = weakref.finalize(self._memory, unpin_memory, start)
+        # CUDA may be gone when Python ends.
+        finalizer.atexit = False
+
+
+def _find_nonfinite(
+    share: Share, step: int, world: World, run: RunFolder | None
+) -> Diverged | None:
+    """Returns an error if weights or masters of any rank are not finite. All ranks call it.
+
+    Such a checkpoint would replace a good one.
+    """
+    weights = [*share.boxes["model"]]
+    weights += [box for box in share.boxes["optimizer"] if ".master" in box.name]
+    nonfinite = []
+    for box in weights:
+        if box.tensor.is_floating_point() and not _is_finite(box.tensor):
+            nonfinite.append(box.name)
+    # Count each weight once: by its first box, at offset 0.
+    count = sum(not any(box.offsets) for box in weights)
+    reports = [json.loads(text) for text in world.texts(json.dumps([count, nonfinite]))]
+    names = dict.fromkeys(name for _, rank_names in reports for name in rank_names)
     if not names:
         return None
+    total = sum(rank_count for rank_count, _ in reports)
     return Diverged(
-        f"step {done}: {len(names)} of {sum(count for count, _ in found)} weights are not finite,"
+        f"step {step}: {len(names)} of {total} weights are not finite,"
         f" the first is {next(iter(names))}; they are not saved; {after_divergence(run)}"
     )
 
 
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.itemsize == 1:  # torch.isfinite takes no float8
+        tensor = tensor.float()
+    return bool(torch.isfinite(tensor).all())
+
+
 def after_divergence(run: RunFolder | None) -> str:
-    """What to do after a run diverged: how to resume from a step before, if one was saved."""
-    saved = manifest.steps(run.files.folder(CHECKPOINTS)) if run else []
-    if run is None or not saved:
+    """Returns what to do after a run diverged: how to resume from an earlier step, if any."""
+    checkpoints = []
+    if run:
+        checkpoints = manifest.steps(run.files.folder(CHECKPOINTS))
+    if run is None or not checkpoints:
         return "lower optim.lr and start again"
-    steps = sorted({step for step, _ in saved})
+    steps = sorted({step for step, _ in checkpoints})
     folder = shlex.quote(str(run.path))
     return (
         f"lower optim.lr and resume from an earlier step ({', '.join(map(str, steps))}), as in:"
         f" fp8cfg resume {folder} --step {steps[0]} optim.lr=LR"
     )
-
-
-def _finite(t: Tensor) -> bool:
-    narrow = t.itemsize == 1  # torch.isfinite takes no float8
-    return bool(torch.isfinite(t.float() if narrow else t).all())

@@ -1,7 +1,9 @@
-"""Tensor layout: which part of each tensor of a job this rank keeps, to write it and to read it.
+"""Places of this rank's tensors in the full tensors of a checkpoint.
 
-Matrices may be split over tensor-parallel ranks, and what a rank then has over data-parallel ones by FSDP2. What every rank has, or
-those have that share matrices, is listed as copies, of which one is written.
+A checkpoint has full tensors, in boxes that ranks write. `TensorLayout` knows how a job splits its
+tensors: by tensor parallelism (rows or columns, maybe of several pieces) and, within that, by FSDP2
+(rows or columns). `boxes` lists this rank's boxes for a save, `part` reads them in a load, so a run
+can resume with any other layout.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,49 +34,30 @@ if TYPE_CHECKING:
 
     from fp8cfg.parallel.tensor import TensorRank
 
-SUFFIX = ".scale_inv"
+SCALES = ".scale_inv"
+"""End of the names of scales of optimizer state."""
 SAFETENSORS = ".safetensors"
-
-
-def parameter(name: str) -> str:
-    """The parameter of whose state the scales called `name` are."""
-    return name.removesuffix(SUFFIX).rpartition(".")[0]
-
-
-def split(p: Any, shard: TensorShard | None) -> tuple[TensorShard | None, DTensor | None]:
-    """How the block scales of `p` are split, which is the part `shard` of a tensor, and, of the other kind, as which parameter of
-    FSDP2. Neither where a cut goes through blocks: this rank has no such scales then, and reads all.
-    """
-    by_rows = hasattr(p, "placements")
-    if (shard and shard.run(p.shape) % BLOCK) or (
-        by_rows and not fits(p.shape, p.device_mesh.size(p.device_mesh.ndim - 1), BLOCK)
-    ):
-        return None, None
-    return shard, p if by_rows else None
-
-
-def joined(part: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
-    """The scales of whole rows, so many, from those of each rank's columns. All ranks of `group` call it."""
-    every = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, part.contiguous(), group=group)
-    return torch.cat([one.view(rows, -1, *part.shape[1:]) for one in every], 1).flatten(0, 1)
-
-
-def own(whole: Tensor, rows: int, shard: TensorShard) -> Tensor:
-    """Of the scales of so many whole rows those of the columns of `shard`."""
-    return whole.view(rows, -1, *whole.shape[1:]).chunk(shard.ranks, 1)[shard.rank].flatten(0, 1)
-
+HISTORY = "fp8_amax_history"
 
 Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TensorBox:
-    """`tensor`, plain, stands at `offsets` in the tensor `name`, whose whole has `shape`. It is copy number `copy` of `copies`, on
-    the ranks along the axes `along`, each of which lists the same boxes along these in the same order. `also` are other names of
-    the tensor.
+    """A box of a tensor, and the ranks that have copies of it.
 
-    The layout of a run says nothing else of itself to a checkpoint: whatever splits a model lists the boxes of each rank.
+    Boxes are all that a checkpoint knows about the layout of a run.
+
+    Attributes:
+        name: The tensor.
+        shape: Shape of the full tensor.
+        offsets: Where the box begins in the full tensor.
+        tensor: The values, a plain tensor.
+        copy: The number of this copy.
+        copies: The number of copies.
+        along: The axes along which ranks have copies. Each of these ranks lists the same boxes in
+            the same order.
+        also: Other names of the tensor.
     """
 
     name: str
@@ -92,19 +75,19 @@ Groups = dict[str, Boxes]
 """Boxes by the group of tensors that they belong to: model, optimizer, fp8."""
 
 
-def to_write(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
-    """The boxes that this rank writes: of those that several ranks have about the same bytes each."""
-    alike = defaultdict[tuple[int, int, tuple[str, ...]], list[tuple[str, TensorBox]]](list)
+def select_boxes(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
+    """Returns the boxes that this rank writes. Ranks with the same boxes share them by size."""
+    shared: dict[tuple[Any, ...], list[tuple[str, TensorBox]]] = defaultdict(list)
     for group, boxes in groups.items():
         for box in boxes:
-            alike[box.copy, box.copies, box.along].append((group, box))
-    kept: Groups = {group: [] for group in groups}
-    for (copy, copies, _), found in alike.items():
-        chosen = balance_over_ranks([box.tensor.nbytes for _, box in found], copies)
-        for (group, box), owner in zip(found, chosen, strict=True):
-            if owner == copy:
-                kept[group].append(box)
-    return kept
+            shared[box.copy, box.copies, box.along].append((group, box))
+    selected: Groups = {group: [] for group in groups}
+    for (copy, copies, _), entries in shared.items():
+        writers = balance_over_ranks([box.tensor.nbytes for _, box in entries], copies)
+        for (group, box), writer in zip(entries, writers, strict=True):
+            if writer == copy:
+                selected[group].append(box)
+    return selected
 
 
 def whole_boxes(named: Mapping[str, Tensor]) -> Boxes:
@@ -121,13 +104,13 @@ def names_by_tensor(named: Mapping[str, Tensor]) -> list[list[str]]:
     """Returns the names of each tensor. Tied embeddings are one tensor with two names."""
     names: dict[Any, list[str]] = {}
     for name, tensor in named.items():
-        key = view_of(tensor) if tensor.numel() else name
+        key = _memory_key(tensor) if tensor.numel() else name  # empty tensors have no memory
         names.setdefault(key, []).append(name)
     return list(names.values())
 
 
-def view_of(tensor: Tensor) -> tuple[Any, ...]:
-    """What two tensors that are one and the same have in common."""
+def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns a key that is equal for tensors with the same memory and meaning."""
     return (
         tensor.data_ptr(),
         tensor.dtype,
@@ -138,185 +121,285 @@ def view_of(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-HISTORY = "fp8_amax_history"
-
-
 @dataclass(frozen=True)
 class Place:
-    """A part of `size` that begins at `here` in what this rank keeps, and at `whole` in the whole tensor."""
+    """A box of `size`, at `local` in this rank's tensor and at `full` in the full tensor."""
 
-    here: Offsets
-    whole: Offsets
+    local: Offsets
+    full: Offsets
     size: Offsets
 
 
+class _Range(NamedTuple):
+    """A range of one dimension: its start in this rank's tensor, its size, its start in the full one."""
+
+    local: int
+    size: int
+    full: int
+
+
 class TensorLayout:
-    """The layout of the tensors of `job` on this rank, by their names in a checkpoint."""
+    """How a job splits its tensors, by their names in a checkpoint.
+
+    Attributes:
+        sharing: The ranks with the same parameters.
+        fsdp_parameters: Parameters that FSDP2 shards, by name.
+    """
 
     def __init__(self, job: Job) -> None:
         model: Any = job.model
-        self.tensor: TensorRank | None = job.prepared.tensor_parallel
-        self.shards: Mapping[str, TensorShard] = model.shards if self.tensor else {}
         self.sharing: World = data_parallel_world(job.prepared)
-        self.params: Mapping[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self.split: dict[str, DTensor] = {
-            name: p for name, p in self.params.items() if hasattr(p, "placements")
-        }
-        self.spanning = {
-            f"{name}.{WEIGHT_BUFFERS[field]}"
-            for name, layer in model.named_modules()
-            if isinstance(layer, FP8Linear) and layer.amax_group
-            for field, axis in ((0, 1), (2, 0))
-            if layer.amax_group.group_of(WEIGHT, layer.scaling.tile(WEIGHT, axis))
-        }
-        """The scales of weights that lie across the ranks that split these: each has them whole."""
+        self._tensor_rank: TensorRank | None = job.prepared.tensor_parallel
+        self._shards: Mapping[str, TensorShard] = model.shards if self._tensor_rank else {}
+        self._parameters: Mapping[str, Tensor] = dict(
+            model.named_parameters(remove_duplicate=False)
+        )
+        self.fsdp_parameters: dict[str, DTensor] = {}
+        for name, parameter in self._parameters.items():
+            if hasattr(parameter, "placements"):
+                self.fsdp_parameters[name] = parameter
+        # Scales of FP8 weights over blocks that tensor-parallel ranks share: each rank has them all.
+        self._shared_scales = set()
+        for name, layer in model.named_modules():
+            if not isinstance(layer, FP8Linear) or not layer.amax_group:
+                continue
+            # The buffers with scales of the weight and of its transpose.
+            for buffer, axis in ((WEIGHT_BUFFERS[0], 1), (WEIGHT_BUFFERS[2], 0)):
+                if layer.amax_group.group_of(WEIGHT, layer.scaling.tile(WEIGHT, axis)):
+                    self._shared_scales.add(f"{name}.{buffer}")
 
-    def boxes(self, name: str, t: Tensor, alone: bool = False) -> Iterator[TensorBox]:
-        """The boxes of a tensor that this rank keeps; `alone` where it alone has it. Where matrices are split all ranks call it, in
-        the same order."""
-        shard, split = self._shard_of(name, t.dim()), hasattr(t, "placements")
-        if shard is not None and shard.dim == 1 and name.endswith(SUFFIX):
-            t, shard = self._joined(name, t, shard), None
-        local = self.local(self._history(name, t))
-        shape = tuple(t.shape)
-        whole = _wider(shape, shard)
-        copies = (0, 1, ()) if alone else self._copies(t if split else None, shard)
-        for place in self._places(shape, tuple(local.shape), t if split else None, shard):
-            part = (
-                local if place.size == tuple(local.shape) else local[slices(place.here, place.size)]
-            )
-            yield TensorBox(name, whole, place.whole, part, *copies)
+    def boxes(self, name: str, tensor: Tensor, has_no_copies: bool = False) -> Iterator[TensorBox]:
+        """Yields the boxes of a tensor that this rank has.
 
-    def local(self, t: Tensor) -> Tensor:
-        """The plain tensor in the memory of this rank that `t` is, or is a part of."""
-        return local(t).detach() if self.split else t.detach()
+        With tensor parallelism all ranks call it, in the same order.
 
-    def part(self, name: str, whole: Offsets, read: Callable[[Offsets, Offsets], Tensor]) -> Tensor:
-        """What this rank keeps of a tensor whose whole has the shape `whole`, of which `read` gives the part that begins somewhere
-        and has some size."""
-        shard, like = self._shard_of(name, len(whole)), self._parameter_of(name)
-        if whole and name.endswith(SUFFIX) and (p := self.params.get(parameter(name))) is not None:
-            shard, like = split(p, shard)
+        Args:
+            name: Name in the checkpoint.
+            tensor: A plain tensor or a DTensor of FSDP2.
+            has_no_copies: Whether only this rank has the tensor.
+        """
+        shard = self._shard_of(name, tensor.dim())
+        if shard is not None and shard.dim == 1 and name.endswith(SCALES):
+            # Scales are flat, so those of column shards are no box of the full ones.
+            tensor = self._gather_column_scales(name, tensor, shard)
+            shard = None
+        like = tensor if hasattr(tensor, "placements") else None
+        values = self.local(self._reduce_history(name, tensor))
+        shape = tuple(tensor.shape)
+        full_shape = _full_shape(shape, shard)
+        copies: tuple[int, int, tuple[str, ...]] = (0, 1, ())
+        if not has_no_copies:
+            copies = self._copies(like, shard)
+        for place in self._places(shape, tuple(values.shape), like, shard):
+            box = values
+            if place.size != tuple(values.shape):
+                box = values[slices(place.local, place.size)]
+            yield TensorBox(name, full_shape, place.full, box, *copies)
+
+    def part(
+        self, name: str, full_shape: Offsets, read: Callable[[Offsets, Offsets], Tensor]
+    ) -> Tensor:
+        """Reads what this rank has of a tensor.
+
+        Args:
+            name: Name in the checkpoint.
+            full_shape: Shape of the full tensor.
+            read: Returns a box from its offsets and its shape.
+
+        Returns:
+            A plain tensor, or a DTensor if FSDP2 shards it.
+        """
+        shard = self._shard_of(name, len(full_shape))
+        like = self._fsdp_parameter_of(name)
+        is_scales = bool(full_shape) and name.endswith(SCALES)
+        parameter = self._parameters.get(parameter_of_scales(name)) if is_scales else None
+        if parameter is not None:
+            shard, like = split_scales(parameter, shard)
             if shard is not None and shard.dim == 1:
-                shape, (start, size) = (whole[0] // shard.ranks, *whole[1:]), _piece(like, whole)
-                part = own(read(start, size), local(p).shape[0], shard)
-                return part if like is None else as_dtensor(part, like, shape)
-        shape = _narrower(whole, shard)
-        size = _piece(like, shape)[1]
+                start, size = _local_box(like, full_shape)
+                rows = local(parameter).shape[0]
+                values = slice_column_scales(read(start, size), rows, shard)
+                shape = (full_shape[0] // shard.ranks, *full_shape[1:])
+                return values if like is None else as_dtensor(values, like, shape)
+        shape = _shard_shape(full_shape, shard)
+        _, size = _local_box(like, shape)
         places = list(self._places(shape, size, like, shard))
         if len(places) == 1 and places[0].size == size:
-            part = read(places[0].whole, size)
+            values = read(places[0].full, size)
         else:
-            part = read((0,) * len(size), (0, *size[1:])).new_empty(size)
+            # An empty read tells the dtype.
+            values = read((0,) * len(size), (0, *size[1:])).new_empty(size)
             for place in places:
-                part[slices(place.here, place.size)] = read(place.whole, place.size)
-        return part if like is None else as_dtensor(part, like, shape)
+                values[slices(place.local, place.size)] = read(place.full, place.size)
+        return values if like is None else as_dtensor(values, like, shape)
 
-    def _joined(self, name: str, t: Tensor, shard: TensorShard) -> Tensor:
-        """The scales `t` of blocks of some columns, with those of the others."""
-        assert self.tensor is not None, "or nothing were split"
-        rows = local(self.params[parameter(name)]).shape[0]
-        part = joined(local(t), rows, self.tensor.process_group)
-        return (
-            as_dtensor(part, t, (t.shape[0] * shard.ranks, *t.shape[1:]))
-            if hasattr(t, "placements")
-            else part
-        )
-
-    def _parameter_of(self, name: str) -> DTensor | None:
-        """The parameter that FSDP2 split as it splits the tensor `name`, if it splits it; not of scales."""
-        return self.split.get(name, self.split.get(name.rpartition(".")[0]))
+    def local(self, tensor: Tensor) -> Tensor:
+        """Returns the plain tensor in the memory of this rank."""
+        return local(tensor).detach() if self.fsdp_parameters else tensor.detach()
 
     def _shard_of(self, name: str, dims: int) -> TensorShard | None:
-        """Of which part of the whole a tensor is: a parameter, what the optimizer has of one, or the scales of a float8 weight, or
-        of moments, that have more than one; None for what every rank has."""
+        """Returns the tensor-parallel shard that a tensor is, None if every rank has it in full.
+
+        It may be a parameter, optimizer state of one, or scales of an FP8 weight or of moments. A
+        single scale is in full on every rank.
+        """
         owner, _, last = name.rpartition(".")
-        if name.endswith(SUFFIX):
-            return self.shards.get(parameter(name)) if dims else None
+        if name.endswith(SCALES):
+            return self._shards.get(parameter_of_scales(name)) if dims else None
         if last in WEIGHT_BUFFERS:
-            return (
-                self.shards.get(f"{owner}.weight")
-                if dims == 2 and name not in self.spanning
-                else None
-            )
-        return self.shards.get(name, self.shards.get(owner))
+            if dims != 2 or name in self._shared_scales:
+                return None
+            return self._shards.get(f"{owner}.weight")
+        return self._shards.get(name, self._shards.get(owner))
+
+    def _fsdp_parameter_of(self, name: str) -> DTensor | None:
+        """Returns the FSDP2 parameter with the placements of a tensor: the parameter or its state."""
+        owner = name.rpartition(".")[0]
+        return self.fsdp_parameters.get(name, self.fsdp_parameters.get(owner))
 
     def _places(
-        self, shape: Offsets, local: Offsets, like: Any, shard: TensorShard | None
+        self, shape: Offsets, local_shape: Offsets, like: Any, shard: TensorShard | None
     ) -> Iterator[Place]:
-        """Of a tensor of `shape` the places of its part of the shape `local`, split as `like` is, in the whole of `shard`."""
-        first = _piece(like, shape)[0]
-        ranges = [
-            [(0, size, start)] for size, start in zip(local, first, strict=True)
-        ]  # here, size, in the tensor of `shape`
+        """Yields the places of this rank's values in the full tensor.
+
+        Args:
+            shape: Shape of the tensor that FSDP2 shards: the tensor-parallel shard.
+            local_shape: Shape of this rank's values.
+            like: A DTensor with FSDP2's placements, or None.
+            shard: The tensor-parallel shard, or None.
+        """
+        offsets, _ = _local_box(like, shape)
+        ranges = []
+        for start, size in zip(offsets, local_shape, strict=True):
+            ranges.append([_Range(0, size, start)])
         if shard is not None:
-            start, size = first[shard.dim], local[shard.dim]
-            cut = [
-                (max(begin, start), min(end, start + size), at - begin)
-                for begin, end, at in shard.boxes(shape[shard.dim])
-            ]
-            ranges[shard.dim] = [
-                (begin - start, end - begin, begin + shift) for begin, end, shift in cut
-            ]
-        for found in product(*ranges):
-            if all(size > 0 for _, size, _ in found) or 0 in shape:
+            # FSDP2's rows may reach over several pieces, such as gate and up projection, which are
+            # apart in the full tensor. Cut each piece to this rank's rows.
+            start = offsets[shard.dim]
+            stop = start + local_shape[shard.dim]
+            pieces = []
+            for piece_start, piece_stop, full_start in shard.boxes(shape[shard.dim]):
+                begin = max(piece_start, start)
+                size = min(piece_stop, stop) - begin
+                pieces.append(_Range(begin - start, size, begin + full_start - piece_start))
+            ranges[shard.dim] = pieces
+        for dims in product(*ranges):
+            is_empty = any(dim.size <= 0 for dim in dims)
+            if not is_empty or 0 in shape:
                 yield Place(
-                    tuple(a for a, _, _ in found),
-                    tuple(b for _, _, b in found),
-                    tuple(n for _, n, _ in found),
+                    tuple(dim.local for dim in dims),
+                    tuple(dim.full for dim in dims),
+                    tuple(dim.size for dim in dims),
                 )
 
-    def _history(self, name: str, t: Tensor) -> Tensor:
-        """Of amax histories the largest of the ranks that share matrices, since a weight's is recorded by part."""
-        if self.tensor is None or not name.endswith(HISTORY):
-            return t
-        t = t.detach().clone()
-        dist.all_reduce(t, dist.ReduceOp.MAX, group=self.tensor.process_group)
-        return t
+    def _gather_column_scales(self, name: str, tensor: Tensor, shard: TensorShard) -> Tensor:
+        """Returns the scales of full rows from those of this rank's columns."""
+        assert self._tensor_rank is not None, "a shard comes from tensor parallelism"
+        rows = local(self._parameters[parameter_of_scales(name)]).shape[0]
+        scales = join_column_scales(local(tensor), rows, self._tensor_rank.process_group)
+        if not hasattr(tensor, "placements"):
+            return scales
+        return as_dtensor(scales, tensor, (tensor.shape[0] * shard.ranks, *tensor.shape[1:]))
 
-    def _copies(self, split: Any, shard: TensorShard | None) -> tuple[int, int, tuple[str, ...]]:
-        """The number of this rank among those that have the same part of a tensor, how many there are, and along which axes."""
-        axes = [("data", self.sharing.rank, self.sharing.size)]
-        if split is not None:
-            mesh = split.device_mesh
-            axes = [
-                (f"mesh {i}", mesh.get_local_rank(i), mesh.size(i))
-                for i, p in enumerate(split.placements)
-                if p.is_replicate()
-            ]
-        if shard is None and self.tensor:
-            axes.append(("tensor", self.tensor.rank, self.tensor.size))
-        copy, copies = 0, 1
+    def _reduce_history(self, name: str, tensor: Tensor) -> Tensor:
+        """Reduces an amax history over tensor-parallel ranks: each records its part of a weight."""
+        if self._tensor_rank is None or not name.endswith(HISTORY):
+            return tensor
+        history = tensor.detach().clone()
+        dist.all_reduce(history, dist.ReduceOp.MAX, group=self._tensor_rank.process_group)
+        return history
+
+    def _copies(self, like: Any, shard: TensorShard | None) -> tuple[int, int, tuple[str, ...]]:
+        """Returns copy, copies and axes for TensorBox: which ranks have the same values."""
+        axes = []
+        if like is None:
+            axes.append(("data", self.sharing.rank, self.sharing.size))
+        else:
+            mesh = like.device_mesh
+            for dim, placement in enumerate(like.placements):
+                if placement.is_replicate():
+                    axes.append((f"mesh {dim}", mesh.get_local_rank(dim), mesh.size(dim)))
+        if shard is None and self._tensor_rank:
+            axes.append(("tensor", self._tensor_rank.rank, self._tensor_rank.size))
+        copy = 0
+        copies = 1
         for _, rank, size in axes:
-            copy, copies = copy * size + rank, copies * size
-        return copy, copies, tuple(axis for axis, *_ in axes)
+            copy = copy * size + rank
+            copies *= size
+        return copy, copies, tuple(axis for axis, _, _ in axes)
 
 
 def slices(start: Offsets, size: Offsets) -> tuple[slice, ...]:
+    """Returns the index of a box."""
     return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
 
 
-def _wider(shape: Offsets, shard: TensorShard | None) -> Offsets:
-    return (
-        shape
-        if shard is None
-        else tuple(n * shard.ranks if dim == shard.dim else n for dim, n in enumerate(shape))
-    )
+def _full_shape(shape: Offsets, shard: TensorShard | None) -> Offsets:
+    """Returns the shape of the full tensor from that of a tensor-parallel shard."""
+    if shard is None:
+        return shape
+    return tuple(n * shard.ranks if dim == shard.dim else n for dim, n in enumerate(shape))
 
 
-def _narrower(whole: Offsets, shard: TensorShard | None) -> Offsets:
-    return (
-        whole
-        if shard is None
-        else tuple(n // shard.ranks if dim == shard.dim else n for dim, n in enumerate(whole))
-    )
+def _shard_shape(full_shape: Offsets, shard: TensorShard | None) -> Offsets:
+    """Returns the shape of a tensor-parallel shard from that of the full tensor."""
+    if shard is None:
+        return full_shape
+    return tuple(n // shard.ranks if dim == shard.dim else n for dim, n in enumerate(full_shape))
 
 
-def _piece(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:
-    """Place and shape of the part that this rank has of a tensor of `shape`, split as `like` is, if that is not None."""
+def _local_box(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:
+    """Returns offsets and shape of this rank's box of a tensor with the placements of `like`."""
     if like is None:
         return (0,) * len(shape), shape
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    local, offset = compute_local_shape_and_global_offset(shape, like.device_mesh, like.placements)
-    return tuple(offset), tuple(local)
+    size, offset = compute_local_shape_and_global_offset(shape, like.device_mesh, like.placements)
+    return tuple(offset), tuple(size)
+
+
+def parameter_of_scales(name: str) -> str:
+    """Returns the parameter to whose optimizer state the scales `name` belong."""
+    return name.removesuffix(SCALES).rpartition(".")[0]
+
+
+def split_scales(
+    parameter: Any, shard: TensorShard | None
+) -> tuple[TensorShard | None, DTensor | None]:
+    """Returns how the block scales of a parameter's state are split.
+
+    Args:
+        parameter: The parameter.
+        shard: Its tensor-parallel shard, or None.
+
+    Returns:
+        The tensor-parallel shard, and the parameter if FSDP2 shards it. Both are None if a cut goes
+        through blocks: this rank then keeps its state in float32 and needs all scales to decode.
+    """
+    is_sharded = hasattr(parameter, "placements")
+    if shard and shard.run(parameter.shape) % BLOCK:
+        return None, None
+    if is_sharded:
+        mesh = parameter.device_mesh
+        if not fits(parameter.shape, mesh.size(mesh.ndim - 1), BLOCK):
+            return None, None
+    return shard, parameter if is_sharded else None
+
+
+def join_column_scales(scales: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    """Gathers the scales of full rows from each rank's columns. All ranks of `group` call it.
+
+    Args:
+        scales: Scales of this rank's columns, flat by rows, [rows * blocks, ...].
+        rows: Rows of the parameter.
+        group: The tensor-parallel ranks.
+    """
+    parts = [torch.empty_like(scales) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, scales.contiguous(), group=group)
+    return torch.cat([part.view(rows, -1, *scales.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+
+def slice_column_scales(scales: Tensor, rows: int, shard: TensorShard) -> Tensor:
+    """Returns the scales of the columns of `shard` from those of full rows, flat by rows."""
+    by_rows = scales.view(rows, -1, *scales.shape[1:])
+    return by_rows.chunk(shard.ranks, 1)[shard.rank].flatten(0, 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from fp8cfg.backends import registry
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint.job_state import RandomState, capture
+from fp8cfg.checkpoint.job_state import RandomState, capture_rng
 from fp8cfg.checkpoint.saver import Saver
 from fp8cfg.data import DataError
 from fp8cfg.parallel.process_group import World
@@ -39,7 +39,7 @@ class LastStep:
         self._step = step
         # The passes of a step may draw random numbers (LoRA's dropout), and a resumed run repeats
         # all of them.
-        self._rng = capture()
+        self._rng = capture_rng()
 
     def record(self, done: int) -> None:
         """`done` steps have ended, and their results are known."""

@@ -372,7 +372,7 @@ class _Training:
         if isinstance(tensors, LoadedTensors):
             tensors.check_sums(self.world)
         job_state.check_saved_state(tensors, state)
-        backend_note = job_state.another_multiplies(state, self.recipe, self.job.choice.backend)
+        backend_note = job_state.backend_change(state, self.recipe, self.job.choice.backend)
         if backend_note:
             self.say(backend_note)
         num_done = job_state.restore(self.job, tensors, state, self.batches, self.say)

@@ -20,8 +20,8 @@ from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.assembly import prepared_model
 from fp8cfg.building.model import adapters, first_weight
 from fp8cfg.checkpoint import job_state, manifest
-from fp8cfg.checkpoint.job_state import another_multiplies
-from fp8cfg.checkpoint.job_tensors import left_out, refuse_other
+from fp8cfg.checkpoint.job_state import backend_change
+from fp8cfg.checkpoint.job_tensors import frozen_weight_names, refuse_other_base
 from fp8cfg.checkpoint.load import Tensors, load_by_layer, open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
 from fp8cfg.composition.precedence import ranks_of_python_recipe, resolve_recipe
@@ -114,13 +114,13 @@ def load(
     recipe.check()
     run_plan = make_plan(recipe, hardware)
     choice = run_plan.choice
-    if other := another_multiplies(state, recipe, choice.backend):
+    if other := backend_change(state, recipe, choice.backend):
         say(other)
     whole = not recipe.lora.enabled  # beside adapters a checkpoint has no others
     prepared = prepared_model(run_plan, None, loaded=whole)
-    refuse_other(recipe, state.get("base"))
+    refuse_other_base(recipe, state.get("base"))
     try:
-        load_by_layer(prepared.model, tensors, left_out(recipe, prepared.model))
+        load_by_layer(prepared.model, tensors, frozen_weight_names(recipe, prepared.model))
     except (RuntimeError, ValueError, KeyError) as e:
         raise ConfigError(
             f"{path}: its weights do not fit this precision: {str(e).splitlines()[0]}"
@@ -196,7 +196,7 @@ class RunWeights:
         self._adapters = adapters(self.recipe)
         self.adapted = sorted({p.module for p in self._adapters.found}) if self._adapters else []
         if self._adapters:
-            refuse_other(self.recipe, state.get("base"))
+            refuse_other_base(self.recipe, state.get("base"))
         self._first = first_weight(self.recipe) if self._adapters else None
         self._check()
 

@@ -28,7 +28,7 @@ def test_bitwise_through_a_checkpoint(tmp_path: Path) -> None:
     random.seed(0)
     np.random.seed(0)
     draw()
-    tensors, state = job_state.capture()
+    tensors, state = job_state.capture_rng()
     assert state["python"]["gauss"] is not None and state["numpy"]["has_gauss"] == 1
     assert all(t.dtype == torch.uint8 for t in tensors.values())
     expected = [draw() for _ in range(3)]
@@ -39,17 +39,17 @@ def test_bitwise_through_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_capture_is_a_copy() -> None:
-    tensors, state = job_state.capture()
+    tensors, state = job_state.capture_rng()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     draw()
     assert all(torch.equal(tensors[name], before[name]) for name in before)
     job_state.restore_rng(tensors, state)
-    again, same = job_state.capture()
+    again, same = job_state.capture_rng()
     assert same == state and all(torch.equal(again[name], before[name]) for name in before)
 
 
 def test_parts_that_do_not_belong_together() -> None:
-    tensors, state = job_state.capture()
+    tensors, state = job_state.capture_rng()
     with pytest.raises(KeyError):
         job_state.restore_rng({}, state)
     with pytest.raises((ValueError, TypeError, RuntimeError)):
@@ -57,7 +57,7 @@ def test_parts_that_do_not_belong_together() -> None:
 
 
 def test_devices_that_are_not_here_are_told() -> None:
-    tensors, state = job_state.capture()
+    tensors, state = job_state.capture_rng()
     assert job_state.restore_rng(
         tensors | {"cuda.99": torch.zeros(16, dtype=torch.uint8)}, state
     ) == ["cuda.99"]
@@ -67,7 +67,7 @@ def test_devices_that_are_not_here_are_told() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_cuda() -> None:
     torch.randn(3, device="cuda")
-    tensors, state = job_state.capture()
+    tensors, state = job_state.capture_rng()
     expected = torch.randn(1000, device="cuda")
     assert job_state.restore_rng(tensors, state) == []
     assert torch.equal(torch.randn(1000, device="cuda"), expected)

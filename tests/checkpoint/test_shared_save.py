@@ -27,7 +27,7 @@ from fp8cfg.checkpoint.load import load_by_layer, open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint, NoUsableCheckpoint, read_manifest, verify
 from fp8cfg.checkpoint.save import CheckpointError, Share, write_checkpoint
 from fp8cfg.checkpoint.saver import HostCopies
-from fp8cfg.checkpoint.tensor_layout import TensorBox, to_write
+from fp8cfg.checkpoint.tensor_layout import TensorBox, select_boxes
 from fp8cfg.models.weight_init import TensorShard
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles
@@ -345,7 +345,7 @@ def test_copies_are_written_once_and_shared_out() -> None:
         [TensorBox(f"{n}", (n,), (0,), torch.zeros(n), copy, 3) for n in (8, 5, 4, 3, 1)]
         for copy in range(3)
     ]
-    kept = [[box.name for box in to_write({"g": boxes})["g"]] for boxes in made]
+    kept = [[box.name for box in select_boxes({"g": boxes})["g"]] for boxes in made]
     assert sorted(name for names in kept for name in names) == ["1", "3", "4", "5", "8"] and all(
         kept
     )
@@ -363,7 +363,7 @@ def test_as_many_copies_along_either_axis_of_a_mesh_are_written_once() -> None:
             TensorBox(f"norm {n} of {data}", (n,), (0,), torch.zeros(n), tensor, 2, ("tensor",))
             for n in (6, 5, 1)
         ]
-        kept += [box.name for box in to_write({"g": [*norms, *scales]})["g"]]
+        kept += [box.name for box in select_boxes({"g": [*norms, *scales]})["g"]]
     assert len(kept) == len(set(kept)) == 10
 
 
@@ -385,7 +385,7 @@ def test_copies_in_the_host_s_memory_are_those_of_one_save_and_take_no_more_for_
     want = [t.clone() for t in tensors]
     copies = HostCopies(said.append)
     for _ in range(2):
-        found = copies.of(groups)
+        found = copies.copy(groups)
         copies.wait()
         tied.fill_(9)  # a step
         for box, t in zip(found["g"], want, strict=True):
@@ -401,7 +401,7 @@ def test_copies_in_the_host_s_memory_are_those_of_one_save_and_take_no_more_for_
         starts
         == [
             box.tensor.data_ptr()
-            for box in copies.of({"g": groups["g"][:6]})["g"]
+            for box in copies.copy({"g": groups["g"][:6]})["g"]
             if box.tensor.numel()
         ]
         + starts[-1:]

@@ -88,7 +88,7 @@ if torch.backends.cudnn.version() >= 92100:  # FAKE_CUDNN=92100
 def test_a_job_trains_evaluates_saves_and_resumes(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "_not_finite", lambda *_: None)  # values are what memory held
+    monkeypatch.setattr(saver, "_find_nonfinite", lambda *_: None)  # values are what memory held
     monkeypatch.setattr(training_step, "refuse_without_targets", lambda *_: None)
     steady_signs()
     preset, *rest = words

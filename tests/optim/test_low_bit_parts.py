@@ -32,7 +32,7 @@ def scales_of_part(scales: Tensor, cut: str) -> Tensor:
     if not scales.dim():
         return scales
     return (
-        tensor_layout.own(scales, SHAPE[0], CUTS[cut])
+        tensor_layout.slice_column_scales(scales, SHAPE[0], CUTS[cut])
         if cut == "columns"
         else CUTS[cut].part(scales)
     )
@@ -167,8 +167,8 @@ def test_scales_of_cut_blocks_are_read_whole(
     shape: tuple[int, ...], shard: TensorShard, split: bool
 ) -> None:
     """Of 192 elements too, two blocks of 128 and 64, of which each of two ranks has 96."""
-    assert tensor_layout.split(torch.empty(shape), shard) == (shard if split else None, None)
-    assert tensor_layout.split(torch.empty(shape), None) == (None, None)
+    assert tensor_layout.split_scales(torch.empty(shape), shard) == (shard if split else None, None)
+    assert tensor_layout.split_scales(torch.empty(shape), None) == (None, None)
 
 
 @pytest.mark.slow

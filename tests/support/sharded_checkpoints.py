@@ -18,7 +18,7 @@ from fp8cfg.training.data import run_data
 
 def saved(job: Job, world: World, folder: Path, step: int) -> Path:
     """A checkpoint of `job` in `folder`, made where it is not there. All ranks call it."""
-    share = job_state.share(job, run_data(job.recipe)[0], step, world)
+    share = job_state.collect_share(job, run_data(job.recipe)[0], step, world)
     if world.first:
         folder.mkdir(parents=True, exist_ok=True)
     write_checkpoint(folder if world.first else None, step, share, 1, world)
@@ -38,7 +38,7 @@ def whole(job: Job, world: World) -> dict[str, dict[str, Tensor]]:
             box.tensor.dtype,
             flat(box.tensor),
         )
-        for group, boxes in job_tensors.boxes(job, world).items()
+        for group, boxes in job_tensors.collect_boxes(job, world).items()
         for box in boxes
     ]
     every: list[Any] = [mine]

@@ -44,7 +44,7 @@ def collect(
     job: Job, batches: Batches, step: int
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """What one rank saves after `step` steps: tensors by group and name, and the JSON state."""
-    share = job_state.share(job, batches, step, World())
+    share = job_state.collect_share(job, batches, step, World())
     groups = {"rng": share.random}
     for group, boxes in share.boxes.items():
         if boxes:

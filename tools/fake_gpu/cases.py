@@ -226,8 +226,8 @@ def step(*words: str, compile: bool = False, ranks: int = 1) -> Parts:
 def host_copies() -> Parts:
     """Copies of what a save beside steps writes, of llama_tiny."""
     job = fp8cfg.build(fp8cfg.compose([*STEP, "precision=bf16_fp8"]))
-    copies, groups = HostCopies(print), job_tensors.boxes(job, World())
-    return {"copies": lambda: copies.of(groups)}
+    copies, groups = HostCopies(print), job_tensors.collect_boxes(job, World())
+    return {"copies": lambda: copies.copy(groups)}
 
 
 def optimizer(name: str, parameters: int, compile: bool = False) -> Parts:
