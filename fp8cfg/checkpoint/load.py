@@ -20,7 +20,7 @@ from fp8cfg.checkpoint.manifest import (
     Manifest,
     NoUsableCheckpoint,
     check_sums,
-    sum_of,
+    sha256_of,
     verify_step,
 )
 from fp8cfg.checkpoint.tensor_layout import SAFETENSORS, Offsets, slices
@@ -390,7 +390,7 @@ def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
         return
     source = ["the start", None]
     if state is not None:
-        source = [f"step {state['step']}", sum_of(json.dumps(state, sort_keys=True).encode())]
+        source = [f"step {state['step']}", sha256_of(json.dumps(state, sort_keys=True).encode())]
     sources = [json.loads(text) for text in world.texts(json.dumps(source))]
     for rank, other in enumerate(sources):
         if other != sources[0]:

@@ -1,8 +1,10 @@
-"""Checkpoint manifest (MANIFEST.json): the files of a checkpoint, with the length and sha256 of each.
+"""Checkpoint manifest (MANIFEST.json): the files of a checkpoint with length and sha256.
 
-safetensors, torch.save and DCP all load a file with one flipped byte without a word; this is what notices. The manifest is
-written last, so a folder that has one was complete. It is read as untrusted input: of bounded size, typed field by field,
-and a name in it is opened only if it is a plain path of a regular file found inside the folder.
+safetensors, torch.save and DCP load a file with a flipped byte without an error. The manifest
+detects it. It is written last, so a folder with a manifest is complete.
+
+It is read as untrusted input: its size is bounded, each field is checked, and a file is opened only
+if its name is a plain path of a regular file inside the folder.
 """
 
 from __future__ import annotations
@@ -24,42 +26,28 @@ from typing import Any
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
 from fp8cfg.schema.errors import Fp8cfgError
 
-
-def failpoint(name: str) -> None:
-    """For tests only: kill this process where FP8CFG_FAILPOINT=`name` or `name:n` says, at the n-th time it gets here; or send it
-    another signal, as `name:n:SIGTERM` says, and go on.
-
-    Points of a save: shard (after each file), manifest (before it), rename (before), renamed (after), delete (an old
-    checkpoint is renamed away and not yet removed).
-    """
-    wanted, nth, number = [*os.environ.get("FP8CFG_FAILPOINT", "").split(":"), "", ""][:3]
-    if name == wanted:
-        _reached[name] += 1
-        if _reached[name] == int(nth or 1):
-            os.kill(os.getpid(), signal.Signals[number or "SIGKILL"])
-
-
-_reached: Counter[str] = Counter()
-
 SCHEMA = 2
 """Format of a checkpoint: its files, their headers and the manifest."""
 MANIFEST = "MANIFEST.json"
 MAX_BYTES = 1 << 26
-"""Some 300,000 files."""
+"""Enough for about 300,000 files."""
 MAX_NAME = 255
-# No part may begin with a dot: this rules out "..", absolute paths and anything a terminal or a log would misread.
+# No part starts with a dot. This excludes "..", absolute paths and names that a terminal or a log
+# would show as something else.
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+# "step-00000123", or "step-00000123.2" for a second save of the step, which leaves the first as is.
+FOLDER = re.compile(r"step-([0-9]{8,})(?:\.([0-9]+))?")
 
 
 class NoUsableCheckpoint(Fp8cfgError):
-    """Checkpoints were looked for and none can be used. Exit code 4."""
+    """There are no valid checkpoints. Exit code 4."""
 
     exit_code = 4
 
 
 class DamagedCheckpoint(NoUsableCheckpoint):
-    """A checkpoint is not what its manifest says; the message names the file and what is wrong with it."""
+    """A checkpoint does not match its manifest. The message names the file and the problem."""
 
 
 class OtherCheckpointFormat(NoUsableCheckpoint):
@@ -68,7 +56,7 @@ class OtherCheckpointFormat(NoUsableCheckpoint):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: its length in bytes and its sha256 in lower-case hex."""
+    """A file: its length in bytes and its sha256 in lower-case hex."""
 
     size: int
     sha256: str
@@ -76,7 +64,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What MANIFEST.json says: optimizer step, number of ranks, files by relative path, time of writing (ISO 8601, UTC)."""
+    """The contents of MANIFEST.json.
+
+    Attributes:
+        step: Optimizer steps done.
+        world_size: The ranks that wrote the files.
+        files: Files by relative path.
+        created: Time of writing, ISO 8601, UTC.
+    """
 
     step: int
     world_size: int
@@ -146,43 +141,55 @@ def read_manifest(folder: Path | RunFiles) -> Manifest:
 
 
 def verify(folder: Path | RunFiles, sums: Callable[[str], bool] = lambda name: True) -> Manifest:
-    """Compare every file of `folder` with its manifest, which is returned: names, then sizes, then sha256 (some 1.3 GB/s on one
-    core) of those that `sums` takes by their names.
+    """Compares the files of `folder` with its manifest: names, then sizes, then sha256.
 
-    Raises DamagedCheckpoint, whose message names the first file that differs and how, and as `read_manifest` does.
+    Args:
+        folder: The folder of the checkpoint.
+        sums: Whether to compare the sha256 of a file, by its name. One core takes 1.3 GB/s.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DamagedCheckpoint: The message names the first file that differs, and how.
+        OtherCheckpointFormat: The manifest has another format version.
     """
     manifest = read_manifest(folder)
     path = folder.path if isinstance(folder, RunFiles) else folder
     try:
         files = RunFiles.at(folder)
-        _check_sizes(files, manifest, _walk(files)[0])
+        names, _ = _walk(files)
+        _check_sizes(files, manifest, names)
     except (OSError, StrangeFile) as error:
         raise _damaged(path, MANIFEST, _reason(error)) from error
     check_sums(files, manifest, [name for name in manifest.files if sums(name)])
     return manifest
 
 
-def sum_of(data: bytes) -> str:
-    """The sha256 of `data`, as a manifest has it."""
+def sha256_of(data: bytes) -> str:
+    """Returns the sha256 of `data` in the form of a manifest."""
     return hashlib.sha256(data).hexdigest()
 
 
 def check_sums(folder: RunFiles, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare the sha256 of the files `names` with that of the manifest. Raises DamagedCheckpoint."""
+    """Compares the sha256 of the files `names` with the manifest. Raises DamagedCheckpoint."""
     for name in names:
         try:
             with folder.open(name) as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != manifest.files[name].sha256:
-                    raise _damaged(folder.path, name, "its sha256 is not the one in the manifest")
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
         except (OSError, StrangeFile) as error:
             raise _damaged(folder.path, name, _reason(error)) from error
+        if digest != manifest.files[name].sha256:
+            raise _damaged(folder.path, name, "its sha256 is not the one in the manifest")
 
 
-def _check_sizes(files: RunFiles, manifest: Manifest, found: set[str]) -> None:
-    for name in sorted(manifest.files.keys() ^ found):
-        raise _damaged(
-            files.path, name, "missing" if name in manifest.files else "not listed in the manifest"
-        )
+def _check_sizes(files: RunFiles, manifest: Manifest, names: set[str]) -> None:
+    """Compares names and sizes of files with the manifest. Raises DamagedCheckpoint."""
+    differing = sorted(manifest.files.keys() ^ names)
+    if differing:
+        name = differing[0]
+        problem = "missing" if name in manifest.files else "not listed in the manifest"
+        raise _damaged(files.path, name, problem)
     for name, entry in manifest.files.items():
         try:
             size = files.size(name)
@@ -193,13 +200,22 @@ def _check_sizes(files: RunFiles, manifest: Manifest, found: set[str]) -> None:
 
 
 def _walk(files: RunFiles) -> tuple[set[str], list[str]]:
-    """Relative paths of all files but the manifest, and of all folders below. Links and devices are refused."""
-    found: set[str] = set()
+    """Lists the files and folders of a checkpoint.
+
+    Returns:
+        Relative paths of all files except the manifest, and of all folders inside.
+
+    Raises:
+        DamagedCheckpoint: There is a link, a device or a name that is too long.
+    """
+    paths: set[str] = set()
     folders = [""]
-    for above in folders:  # grows as it is walked: a deep tree must not end in a RecursionError
-        inside = files.folder(above) if above else files
-        for entry in inside.names():
-            name, kind = f"{above}/{entry}" if above else entry, inside.kind(entry)
+    # The list grows in the loop. A recursion would fail for a deep tree.
+    for parent in folders:
+        folder = files.folder(parent) if parent else files
+        for entry in folder.names():
+            name = f"{parent}/{entry}" if parent else entry
+            kind = folder.kind(entry)
             if len(name) > MAX_NAME:
                 raise _damaged(files.path, name[:80], "not a plain path inside the folder")
             if kind == "folder":
@@ -209,21 +225,20 @@ def _walk(files: RunFiles) -> tuple[set[str], list[str]]:
                     files.path, name, "neither a regular file nor a folder (a link or a device)"
                 )
             elif name != MANIFEST:
-                found.add(name)
-    return found, folders[1:]
+                paths.add(name)
+    return paths, folders[1:]
 
 
 def _problem(raw: Any) -> str | None:
-    """What is wrong with the fields of a parsed manifest, or None."""
+    """Returns a problem with the fields of a parsed manifest, or None."""
     if not isinstance(raw, dict):
         return "not a JSON object"
     if raw.get("schema") != SCHEMA:
         return f"its schema must be {SCHEMA}"
-    if (
-        not _is_int(raw.get("step"), 0)
-        or not _is_int(raw.get("world_size"), 1)
-        or not isinstance(raw.get("created"), str)
-    ):
+    has_step = _is_int(raw.get("step"), 0)
+    has_world_size = _is_int(raw.get("world_size"), 1)
+    has_created = isinstance(raw.get("created"), str)
+    if not (has_step and has_world_size and has_created):
         return "step, world_size or created is missing or of the wrong type"
     files = raw.get("files")
     if not isinstance(files, dict) or not files or not all(map(_is_entry, files.values())):
@@ -232,16 +247,15 @@ def _problem(raw: Any) -> str | None:
 
 
 def _is_entry(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and _is_int(value.get("size"), 0)
-        and isinstance(value.get("sha256"), str)
-        and SHA256.fullmatch(value["sha256"]) is not None
-    )
+    if not isinstance(value, dict) or not _is_int(value.get("size"), 0):
+        return False
+    digest = value.get("sha256")
+    return isinstance(digest, str) and SHA256.fullmatch(digest) is not None
 
 
-def _is_int(value: Any, least: int) -> bool:
-    return type(value) is int and value >= least  # type(): a bool is an int to isinstance
+def _is_int(value: Any, minimum: int) -> bool:
+    # isinstance would accept a bool.
+    return type(value) is int and value >= minimum
 
 
 def _check_name(folder: Path, name: str) -> None:
@@ -252,38 +266,31 @@ def _check_name(folder: Path, name: str) -> None:
 def _reason(error: OSError | StrangeFile) -> str:
     if isinstance(error, StrangeFile):
         return "not a regular file"
-    return (
-        "missing"
-        if isinstance(error, FileNotFoundError)
-        else f"cannot be read ({error.strerror or error})"
-    )
+    if isinstance(error, FileNotFoundError):
+        return "missing"
+    return f"cannot be read ({error.strerror or error})"
 
 
-def _damaged(folder: Path, name: str, what: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(
-        f"{folder}: {name}: {what}" if name.isprintable() else f"{folder}: {name!r}: {what}"
-    )
+def _damaged(folder: Path, name: str, problem: str) -> DamagedCheckpoint:
+    # A name from a folder may have control characters.
+    shown = name if name.isprintable() else repr(name)
+    return DamagedCheckpoint(f"{folder}: {shown}: {problem}")
 
 
-# "step-00000123", or "step-00000123.2" for a second save of the same step, which must not touch the first.
-FOLDER = re.compile(r"step-([0-9]{8,})(?:\.([0-9]+))?")
-
-
-def steps(root: RunFiles) -> list[tuple[int, str]]:
-    """Step and folder name of each checkpoint under `root`, whole or not, by falling step, the later save first where a step was
-    saved twice."""
+def list_steps(root: RunFiles) -> list[tuple[int, str]]:
+    """Returns step and folder name of each checkpoint, valid or not, the newest first."""
     return [(step, name) for step, _, name in _newest_first(root)]
 
 
-def passed_over(problem: object) -> str:
-    """The line for a checkpoint that is not used."""
+def skip_message(problem: object) -> str:
+    """Returns the message for a checkpoint that is skipped."""
     return f"checkpoint passed over: {problem}"
 
 
-def none_usable(root: RunFiles) -> NoUsableCheckpoint:
-    """The error where there are checkpoints under `root` and none of them can be used."""
+def no_usable_checkpoint(root: RunFiles) -> NoUsableCheckpoint:
+    """Returns the error for a folder in which no checkpoint is valid."""
     return NoUsableCheckpoint(
-        f"none of the {len(steps(root))} checkpoints in {root.path} can be used"
+        f"none of the {len(list_steps(root))} checkpoints in {root.path} can be used"
     )
 
 
@@ -311,12 +318,13 @@ def verify_step(
     return manifest
 
 
-def free_name(root: RunFiles, step: int) -> str:
-    """The name of a new checkpoint of `step`."""
-    attempt = (
-        max((attempt for other, attempt, _ in _newest_first(root) if other == step), default=0) + 1
-    )
-    return f"step-{step:08d}" + (f".{attempt}" if attempt > 1 else "")
+def new_folder_name(root: RunFiles, step: int) -> str:
+    """Returns the folder name of a new checkpoint of `step`."""
+    attempts = [attempt for other, attempt, _ in _newest_first(root) if other == step]
+    name = f"step-{step:08d}"
+    if attempts:
+        name += f".{max(attempts) + 1}"
+    return name
 
 
 def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
@@ -331,17 +339,17 @@ def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
     Raises:
         OSError: A checkpoint could not be removed.
     """
-    candidates = [(step, name) for step, name in steps(root) if root.kind(name) == "folder"]
+    candidates = [(step, name) for step, name in list_steps(root) if root.kind(name) == "folder"]
     kept = {step for step, name in candidates if name == new}
     for step, name in candidates:
         if name == new:
             continue
         if step in kept or len(kept) >= keep:
-            # Renamed first, so that a kill half-way leaves rubbish to collect and not a damaged checkpoint.
-            gone = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
-            root.rename(name, gone)
+            # Renamed first: if the process is killed here, no damaged checkpoint stays.
+            trash = f"{name}.tmp-{uuid.uuid4().hex[:12]}"
+            root.rename(name, trash)
             failpoint("delete")
-            root.remove(gone)
+            root.remove(trash)
             continue
         with suppress(NoUsableCheckpoint):
             verify_step(root, name, lambda _: sums)
@@ -349,14 +357,30 @@ def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
 
 
 def _newest_first(root: RunFiles) -> list[tuple[int, int, str]]:
-    """Step, attempt and name of each checkpoint, by falling step."""
-    found = [(name, FOLDER.fullmatch(name)) for name in root.names()]
-    return sorted(
-        (
-            (int(m[1]), int(m[2] or 1), name)
-            for name, m in found
-            # A link is listed too: it is then passed over with a reason, not overlooked.
-            if m and root.kind(name) in ("folder", "strange")
-        ),
-        reverse=True,
-    )
+    """Returns step, attempt and name of each checkpoint, the newest first."""
+    checkpoints = []
+    for name in root.names():
+        match = FOLDER.fullmatch(name)
+        # A link is listed too, so that it is skipped with a message.
+        if match and root.kind(name) in ("folder", "strange"):
+            checkpoints.append((int(match[1]), int(match[2] or 1), name))
+    return sorted(checkpoints, reverse=True)
+
+
+_failpoint_counts: Counter[str] = Counter()
+
+
+def failpoint(name: str) -> None:
+    """Kills this process at a point of a save. For tests only.
+
+    FP8CFG_FAILPOINT=name or name:n kills it when it gets here for the n-th time. name:n:SIGTERM
+    sends another signal. The points are shard (after each file), manifest (before it is written),
+    rename (before), renamed (after) and delete (an old checkpoint is renamed and not yet removed).
+    """
+    fields = os.environ.get("FP8CFG_FAILPOINT", "").split(":")
+    if name != fields[0]:
+        return
+    _failpoint_counts[name] += 1
+    count = int(fields[1]) if len(fields) > 1 and fields[1] else 1
+    if _failpoint_counts[name] == count:
+        os.kill(os.getpid(), signal.Signals[fields[2] if len(fields) > 2 else "SIGKILL"])

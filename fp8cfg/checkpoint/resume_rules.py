@@ -1,4 +1,4 @@
-"""Resume rules: which keys of a recipe may differ from those of the run that is resumed, and which only where that is allowed."""
+"""Which keys of a recipe may differ when a run is resumed, and which only with --allow."""
 
 from __future__ import annotations
 
@@ -42,10 +42,9 @@ FREE = (
     "fp8.use_autocast_during_eval",
     "model.recompute_granularity",
 )
-"""Keys that may differ on resume without being allowed, though they be of a node that may not: how long, where, how fast. Each
-change is printed."""
+"""Keys that may differ without --allow: how long, where, how fast. They win over FIXED."""
 ORIGIN = ("model.path", "model.weights", "lora.weights")
-"""Keys that say where the first weights came from: a resumed run has others, and does without."""
+"""Keys that say where the first weights came from. A resumed run has its own weights."""
 FIXED = (
     "model.*",
     "lora.enabled",
@@ -66,8 +65,9 @@ FIXED = (
     "trainer.global_batch_size",
     "trainer.smoke",
 )
-"""Keys that a checkpoint cannot change at all: its tensors, or its place in the data, would not fit. Files that were moved are
-known again by their digests."""
+"""Keys that --allow cannot change: the tensors or the place in the data would not fit.
+
+The path of data may differ. Its files are recognized by their digests."""
 STATE = (
     "storage.*",
     "opt_level",
@@ -81,12 +81,13 @@ STATE = (
     "fp8.high_precision_at_start",
     "fp8.high_precision_at_end",
 )
-"""Keys that it cannot change either where the optimizer would keep other state: see `_kept`."""
+"""Keys that are fixed if they change the state in a checkpoint. See `_saved_dtypes`."""
 
 
 def changes(saved: Recipe, wanted: Recipe) -> list[str]:
-    """The keys, by their short names, that differ between two recipes."""
-    return [short(k) for k, v in _flat(wanted).items() if v != _flat(saved)[k]]
+    """Returns the keys, by their short names, that differ between two recipes."""
+    saved_values = _flatten(saved)
+    return [short(key) for key, value in _flatten(wanted).items() if value != saved_values[key]]
 
 
 def refuse_changes(
@@ -97,54 +98,73 @@ def refuse_changes(
     line: Sequence[str] = (),
     step: int | None = None,
 ) -> None:
-    """Raise ConfigError for each change that a resumed run may not make, or not without being allowed; with its cause where a value
-    gave way to it, by the short name of its key. `line` are the words of a command that makes the change where it is allowed, for
-    one that has no --allow. `saved` is the recipe of the checkpoint of `step`, or of a run that has none."""
-    whose = "this run" if step is None else f"the checkpoint of step {step}"
-    old, new = _flat(saved), _flat(wanted)
+    """Checks that a run can resume with another recipe.
+
+    Args:
+        saved: The recipe of the checkpoint, or of a run without one.
+        wanted: The recipe of the resumed run.
+        allow: Keys to change although resume rejects them by default.
+        causes: For keys that changed because of another key: the other key and its value.
+        line: Words of a command that makes the change, for a command without --allow.
+        step: Step of the checkpoint, None without one.
+
+    Raises:
+        ConfigError: With one line for each rejected change and each unknown key in `allow`.
+    """
+    source = "this run" if step is None else f"the checkpoint of step {step}"
+    saved_values = {short(key): value for key, value in _flatten(saved).items()}
+    wanted_values = {short(key): value for key, value in _flatten(wanted).items()}
     allow = [short(full(key)) for key in allow]
-    lines = [
-        foreign_names.unknown(a, short_keys())
-        for a in allow
-        if not any(matches(k, [a]) for k in short_keys())
-    ]
-    state = STATE if _kept(saved) != _kept(wanted) else ()
+    lines = []
+    for key in allow:
+        if not any(matches(known, [key]) for known in short_keys()):
+            lines.append(foreign_names.unknown(key, short_keys()))
+
+    state = STATE if _saved_dtypes(saved) != _saved_dtypes(wanted) else ()
     fixed = (*FIXED, *state)
-    refused = [
-        key
-        for key in changes(saved, wanted)
-        if key not in ORIGIN
-        and not (matches(key, FREE) and not matches(key, state))
-        and not (matches(key, allow) and not matches(key, fixed))
-    ]
-    allowed = [word for key in refused if not matches(key, fixed) for word in ("--allow", key)]
-    for key in refused:
-        was, now = (spelled(flat[next(k for k in flat if short(k) == key)]) for flat in (old, new))
-        resumed = (
-            f"write {shlex.join([*line, *allowed])}" if line else f"resume it with --allow {key}"
-        )
-        cure = "start a new run" if matches(key, fixed) else resumed
-        if cause := (causes or {}).get(key):
+    rejected = []
+    for key in changes(saved, wanted):
+        is_free = key in ORIGIN or (matches(key, FREE) and not matches(key, state))
+        is_allowed = matches(key, allow) and not matches(key, fixed)
+        if not is_free and not is_allowed:
+            rejected.append(key)
+    allow_words = []
+    for key in rejected:
+        if not matches(key, fixed):
+            allow_words += ["--allow", key]
+    for key in rejected:
+        saved_value = spelled(saved_values[key])
+        wanted_value = spelled(wanted_values[key])
+        if matches(key, fixed):
+            fix = "start a new run"
+        elif line:
+            fix = f"write {shlex.join([*line, *allow_words])}"
+        else:
+            fix = f"resume it with --allow {key}"
+        cause = (causes or {}).get(key)
+        if cause:
             lines.append(
-                f"{cause}: {key}={was}, which {whose} has, would change to {now} with it; {cure}"
+                f"{cause}: {key}={saved_value}, which {source} has, would change to"
+                f" {wanted_value} with it; {fix}"
             )
         else:
-            lines.append(f"{key}={now}: {whose} has {was}; {cure}")
+            lines.append(f"{key}={wanted_value}: {source} has {saved_value}; {fix}")
     if lines:
         raise ConfigError(lines)
 
 
-def allowing_nothing(saved: Recipe, wanted: Recipe, allow: list[str]) -> list[str]:
-    """Those of `allow` that have no key that differs."""
-    return [
-        key
-        for key in allow
-        if not any(matches(k, [short(full(key))]) for k in changes(saved, wanted))
-    ]
+def unused_allows(saved: Recipe, wanted: Recipe, allow: list[str]) -> list[str]:
+    """Returns the keys of `allow` that match no changed key."""
+    changed = changes(saved, wanted)
+    unused = []
+    for key in allow:
+        if not any(matches(changed_key, [short(full(key))]) for changed_key in changed):
+            unused.append(key)
+    return unused
 
 
-def goes_on(saved: Recipe, wanted: Recipe, allow: list[str]) -> bool:
-    """Whether a run of `saved` goes on as `wanted`."""
+def can_resume(saved: Recipe, wanted: Recipe, allow: list[str]) -> bool:
+    """Returns whether `refuse_changes` accepts the recipe."""
     try:
         refuse_changes(saved, wanted, allow)
     except ConfigError:
@@ -152,9 +172,10 @@ def goes_on(saved: Recipe, wanted: Recipe, allow: list[str]) -> bool:
     return True
 
 
-def _kept(recipe: Recipe) -> dict[str, Any]:
-    """What a checkpoint has of the weight of each linear layer and, under an empty name, of all other parameters: float32 values,
-    in a master or the weight itself, or the columns of both; and those of moments that the low-bit optimizer keeps.
+def _saved_dtypes(recipe: Recipe) -> dict[str, Any]:
+    """Returns what a checkpoint has of each linear layer and, by the name "", of the rest.
+
+    Two recipes with equal results can load each other's checkpoints.
     """
     precision = recipe.precision
     tied = {"output_layer"} if recipe.model.share_embeddings_and_output_weights else set()
@@ -163,36 +184,33 @@ def _kept(recipe: Recipe) -> dict[str, Any]:
     for linear in plan_layers(recipe):
         columns[linear.name] = dtypes.of_parameter(linear.name not in tied, linear.fp8)
     columns[""] = dtypes.other
-    narrow, made = (
-        dtypes.low_bit,
-        (
-            "fp32",
-            "fp8",
-            precision.compute,
-        ),
-    )  # from masters, if not float32
+    # Weights in these dtypes can be made from float32 masters.
+    from_masters = ("fp32", "fp8", precision.compute)
 
-    def state(c: Columns) -> list[str | bool]:
-        exact = "fp32" in (c["master_weight"], c["weight"]) and c["weight"] in made
-        return [
-            narrow,
-            "" if exact else c["weight"],
-            "fp32" if exact else c["master_weight"],
-            c["exp_avg"],
-            c["exp_avg_sq"],
-        ]
+    def saved_state(column: Columns) -> list[str | bool]:
+        weight = column["weight"]
+        master = column["master_weight"]
+        # With float32 values, in a master or in the weight itself, the rest can be made from them.
+        if "fp32" in (master, weight) and weight in from_masters:
+            weight, master = "", "fp32"
+        # Low-bit moments have another layout than those of torch's optimizers.
+        return [dtypes.low_bit, weight, master, column["exp_avg"], column["exp_avg_sq"]]
 
-    return {name: state(c) for name, c in columns.items()}
+    return {name: saved_state(column) for name, column in columns.items()}
 
 
-def matches(key: str, patterns: tuple[str, ...] | list[str]) -> bool:
-    """Whether one of `patterns`, globs or names of nodes, has the key."""
-    return any(fnmatchcase(key, p) or key.startswith(p + ".") for p in patterns)
+def matches(key: str, patterns: Sequence[str]) -> bool:
+    """Returns whether a pattern, a glob or the name of a node, has the key."""
+    return any(fnmatchcase(key, pattern) or key.startswith(f"{pattern}.") for pattern in patterns)
 
 
-def _flat(node: Node, at: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _flatten(node: Node, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of a node and of all nodes below it, by full key."""
+    values: dict[str, Any] = {}
     for name in type(node).model_fields:
         value = getattr(node, name)
-        out |= _flat(value, f"{at}{name}.") if isinstance(value, Node) else {at + name: value}
-    return out
+        if isinstance(value, Node):
+            values |= _flatten(value, f"{prefix}{name}.")
+        else:
+            values[prefix + name] = value
+    return values

@@ -55,9 +55,9 @@ from fp8cfg.checkpoint.manifest import (
     DamagedCheckpoint,
     FileEntry,
     failpoint,
-    free_name,
+    new_folder_name,
     remove_old,
-    sum_of,
+    sha256_of,
     write_manifest,
 )
 from fp8cfg.checkpoint.tensor_layout import SAFETENSORS, Boxes, Groups, TensorBox, whole_boxes
@@ -263,11 +263,11 @@ class CheckpointWriter:
         # written is readable, and that the boxes of all ranks make whole tensors.
         read_index(TensorFiles(folder), entries)
         folder.replace(STATE, self._state)
-        entries[STATE] = FileEntry(len(self._state), sum_of(self._state))
+        entries[STATE] = FileEntry(len(self._state), sha256_of(self._state))
         failpoint("manifest")
         write_manifest(folder, self._step, self._world.size, entries)
         failpoint("rename")
-        name = free_name(self.root_files, self._step)
+        name = new_folder_name(self.root_files, self._step)
         self.root_files.rename(self._staged, name)
         return name
 

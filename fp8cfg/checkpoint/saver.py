@@ -424,7 +424,7 @@ def after_divergence(run: RunFolder | None) -> str:
     """Returns what to do after a run diverged: how to resume from an earlier step, if any."""
     checkpoints = []
     if run:
-        checkpoints = manifest.steps(run.files.folder(CHECKPOINTS))
+        checkpoints = manifest.list_steps(run.files.folder(CHECKPOINTS))
     if run is None or not checkpoints:
         return "lower optim.lr and start again"
     steps = sorted({step for step, _ in checkpoints})

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.building import builder
-from fp8cfg.checkpoint.resume_rules import goes_on
+from fp8cfg.checkpoint.resume_rules import can_resume
 from fp8cfg.cli.recipe_arguments import say as say_notes
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.execution.executor import start
@@ -266,7 +266,7 @@ def resume(
 
         def launch_recipe(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> int:
             def takes(other: Recipe) -> bool:
-                return goes_on(recipe, other, [*allow])
+                return can_resume(recipe, other, [*allow])
 
             return launch(recipe, open_folder, loaded, whole_line, takes)
 

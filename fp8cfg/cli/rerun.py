@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fp8cfg.checkpoint.manifest import steps
+from fp8cfg.checkpoint.manifest import list_steps
 from fp8cfg.checkpoint.resume_rules import changes, matches
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import split
@@ -158,7 +158,7 @@ def _data_digest(first: RunFolder) -> str:
     from fp8cfg.checkpoint.load import STATE
 
     root = first.files.folder(CHECKPOINTS) if first.files.kind(CHECKPOINTS) == "folder" else None
-    states = [name for _, name in steps(root) if root.folder(name).kind(STATE)] if root else []
+    states = [name for _, name in list_steps(root) if root.folder(name).kind(STATE)] if root else []
     if not root or not states:
         raise ConfigError("the first run has no checkpoint")
     data = read_object(root.folder(states[0]), STATE).get("data")

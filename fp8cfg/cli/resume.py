@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fp8cfg.checkpoint.resume_rules import allowing_nothing, goes_on, refuse_changes
+from fp8cfg.checkpoint.resume_rules import can_resume, refuse_changes, unused_allows
 from fp8cfg.cli import launch_run
 from fp8cfg.cli.argv import split
 from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
         say(idle_folder(arguments.words, config_dir))
         say(
             f"note: --allow {key}: allows nothing, no such key has changed"
-            for key in allowing_nothing(base, resolved.recipe, allow)
+            for key in unused_allows(base, resolved.recipe, allow)
         )
         return resolved.recipe
 
@@ -86,7 +86,7 @@ def run(argv: list[str]) -> int:
     refuse_changes(before, resolved.recipe, allow, causes, step=step)
 
     def takes(other: Recipe) -> bool:
-        return goes_on(resolved.recipe, other, allow)
+        return can_resume(resolved.recipe, other, allow)
 
     code = launch_run.start_ranks(resolved, ["resume", *argv], whole_line, takes)
     if code is not None:

@@ -420,7 +420,7 @@ class _Training:
     def _report_gaps(self) -> None:
         """Prints which finished steps metrics.jsonl lacks."""
         # A run that starts from the checkpoint of another run has no lines of its steps.
-        if self.run and manifest.steps(self.run.files.folder(CHECKPOINTS)):
+        if self.run and manifest.list_steps(self.run.files.folder(CHECKPOINTS)):
             gaps = self.logs.holes()
             if gaps:
                 self.say(gaps)

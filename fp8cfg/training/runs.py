@@ -225,7 +225,7 @@ class CheckpointChoice:
         Raises:
             ConfigError: No checkpoint has the chosen step.
         """
-        checkpoints = manifest.steps(root)
+        checkpoints = manifest.list_steps(root)
         if self.step is None:
             return checkpoints
         chosen = [(step, name) for step, name in checkpoints if step == self.step]
@@ -242,7 +242,7 @@ class CheckpointChoice:
         if self.step is None:
             return
         root = run.files.folder(CHECKPOINTS)
-        for step, name in manifest.steps(root):
+        for step, name in manifest.list_steps(root):
             if step <= self.step:
                 continue
             for number in itertools.count(1):
@@ -309,9 +309,9 @@ def resume_run(
             problem = str(error)
             if name not in problem:
                 problem = f"{root.path / name}: {problem}"
-            say(manifest.passed_over(printable(problem)))
+            say(manifest.skip_message(printable(problem)))
     if checkpoints:
-        raise manifest.none_usable(root)
+        raise manifest.no_usable_checkpoint(root)
     _refuse_lost_checkpoints(run)
     return attempt("", None)
 
@@ -509,9 +509,9 @@ def resume_smoke(
     """
     path = Path(world.text(str(folder or "")))
     root = RunFolder.reading(path).files.folder(CHECKPOINTS)
-    names = [name for step, name in manifest.steps(root) if step == SAVED_AT]
+    names = [name for step, name in manifest.list_steps(root) if step == SAVED_AT]
     if not names:
-        raise manifest.none_usable(root)
+        raise manifest.no_usable_checkpoint(root)
     name = names[0]
     loaded = open_checkpoint(root, name, world.size)
     again = train(build(recipe), None, loaded, world, _say_nothing)

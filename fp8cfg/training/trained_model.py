@@ -52,7 +52,7 @@ def newest(
     with RunFolder.open(path, lock=False) as folder:
         folder.check_format()
         root = folder.files.folder(CHECKPOINTS)
-        there = manifest.steps(root)
+        there = manifest.list_steps(root)
         if there and step is not None and step not in {saved for saved, _ in there}:
             steps = ", ".join(str(saved) for saved in sorted({saved for saved, _ in there}))
             raise ConfigError(f"{folder.path}: has no checkpoint of step {step}; there are {steps}")
@@ -64,9 +64,9 @@ def newest(
                 job_state.check_saved_state(*loaded)
                 return loaded
             except DamagedCheckpoint as e:
-                say(manifest.passed_over(printable(str(e))))
+                say(manifest.skip_message(printable(str(e))))
         if there:
-            raise manifest.none_usable(root)
+            raise manifest.no_usable_checkpoint(root)
         raise ConfigError(f"{folder.path}: has no checkpoint yet")
 
 

@@ -17,9 +17,9 @@ from fp8cfg.checkpoint.manifest import (
     DamagedCheckpoint,
     FileEntry,
     Manifest,
-    none_usable,
-    passed_over,
-    steps,
+    list_steps,
+    no_usable_checkpoint,
+    skip_message,
     verify_step,
     write_manifest,
 )
@@ -57,14 +57,14 @@ def newest(root: Path, log: Callable[[str], None]) -> Path | None:
     if not root.is_dir():
         return None
     files = RunFiles.at(root)
-    for _, name in steps(files):
+    for _, name in list_steps(files):
         try:
             verify_step(files, name)
             return root / name
         except DamagedCheckpoint as error:
-            log(passed_over(error))
-    if steps(files):
-        raise none_usable(files)
+            log(skip_message(error))
+    if list_steps(files):
+        raise no_usable_checkpoint(files)
     return None
 
 
