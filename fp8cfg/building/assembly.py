@@ -7,58 +7,33 @@ from collections.abc import Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8cfg.backends.any_model.conversion_state import mark, refuse_ddp
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
 from fp8cfg.building import model as job_parts
-from fp8cfg.building import optimizer as job_optimizer
-from fp8cfg.building.job import Job, JobAutocast
 from fp8cfg.building.model import adapters, first_weights, zeros
-from fp8cfg.conversion import convert
 from fp8cfg.models.transformer import Transformer
-from fp8cfg.optim import LossScaler, Schedule
 from fp8cfg.parallel.context import split_sequences
 from fp8cfg.parallel.fsdp import start_single_rank_group
 from fp8cfg.parallel.mesh import SAME_SAMPLES, connect, device_mesh, fsdp_mesh
 from fp8cfg.parallel.pipeline import PipelineRank, keep_stage
 from fp8cfg.parallel.process_group import world_along
 from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
-from fp8cfg.planning.job_plan import Plan, cut_if_smoke, plan_on_this_machine
+from fp8cfg.planning.job_plan import Plan
 from fp8cfg.planning.layer_plan import transformer_config
 from fp8cfg.schema.hugging_face import family_of_weights
-from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.training import Strategy
 
 
-def assemble(recipe: Recipe, model: nn.Module | None) -> Job:
-    """The Job of `recipe` on this machine, around `model` if one is given. Raises ConfigError as `builder.build`."""
-    if model is not None:
-        recipe, model = convert.to_build(recipe, model)
-    recipe = cut_if_smoke(recipe, model)
-    plan = plan_on_this_machine(recipe, model)
-    made = _put_together(plan, model)
-    mark(
-        made.model,
-        recipe.fp8,
-        planned_here(plan.gemms, made.model),
-        plan.choice,
-        own_optimizer=True,
-        torch_autocast=made.autocast.torch_dtype,
-    )
-    refuse_ddp(made.model)
-    return made
-
-
-def prepared_model(plan: Plan, model: nn.Module | None, loaded: bool = False) -> PreparedModel:
+def prepared_model(plan: Plan, loaded: bool = False) -> PreparedModel:
     """The model of `plan`, or the given `model`, with its layers as planned and its first weights; with none, and no float32
     originals, where it is `loaded` next.
     """
     recipe, choice, device = plan.recipe, plan.choice, plan.hardware.device
     seed = recipe.trainer.seed
-    if model is not None:
+    if plan.custom_model is not None:
         return job_parts.prepared_model(
-            job_parts.given(model, device), plan.state, plan.gemms, choice, seed
+            job_parts.given(plan.custom_model, device), plan.state, plan.gemms, choice, seed
         )
     config, m = transformer_config(recipe), recipe.model
     fill = (
@@ -127,48 +102,3 @@ def planned_here(plans: Sequence[PlannedLinear], model: nn.Module) -> list[Plann
     """Of `plans` those of layers that `model` has, which may be a pipeline stage."""
     there = {name for name, _ in model.named_modules()}
     return [planned for planned in plans if planned.name in there]
-
-
-def _put_together(plan: Plan, model: nn.Module | None) -> Job:
-    """The parts, each once: the optimizer holds the parameters of this model, and the job its loss scaler."""
-    recipe, p = plan.recipe, plan.precision
-    o, t = recipe.optim, recipe.trainer
-    prepared = prepared_model(plan, model)
-    scaler = (
-        LossScaler(
-            loss_scale=p.loss_scale,
-            initial_loss_scale=p.initial_loss_scale,
-            min_loss_scale=p.min_loss_scale,
-            loss_scale_window=p.loss_scale_window,
-            hysteresis=p.hysteresis,
-        )
-        if p.compute == "fp16"
-        else None
-    )
-    optimizer = job_optimizer.optimizer(
-        prepared, p, o, t.gradient_clip_val, plan.choice, scaler, t.seed
-    )
-    return Job(
-        recipe,
-        prepared,
-        optimizer,
-        schedule_of(recipe),
-        JobAutocast(prepared, plan.choice, p, custom_model=model is not None),
-        plan.gemms,
-        plan.choice,
-        scaler,
-        foreign=model is not None,
-    )
-
-
-def schedule_of(recipe: Recipe) -> Schedule:
-    """The learning-rate schedule of `recipe`."""
-    o = recipe.optim
-    return Schedule(
-        max_lr=o.lr,
-        min_lr=o.end_lr,
-        warmup_steps=o.warmup_steps,
-        max_steps=recipe.trainer.max_steps,
-        constant_steps=o.constant_steps,
-        decay=o.lr_decay_style,
-    )

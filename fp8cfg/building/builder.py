@@ -1,9 +1,14 @@
-"""Builder: a recipe is lowered to a Fiddle graph, without torch, and the graph is built into a Job once everything is checked."""
+"""`fp8cfg.lower` and `fp8cfg.build`.
+
+    recipe -> check, cut or fit -> graph -> Job
+
+`lower` stops at the graph and loads no torch. `build` builds it on this machine.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp8cfg.backends.choice import Choice, Hardware
 from fp8cfg.building.job import Job
@@ -29,63 +34,68 @@ def lower(
     model: nn.Module | None = None,
     choice: Choice | None = None,
 ) -> fdl.Config[Job]:
-    """The Fiddle graph of `recipe`, a tree of graph_nodes in which every key that acts is one leaf; with `model` as `given` where
-    there is one. What is changed in the graph is what `fdl.build` makes a job of, and what its recipe says; the recipe that was
-    lowered does not change. Loads no torch.
+    """Lowers `recipe` to its Fiddle graph, without loading torch.
 
-    Raises ConfigError for what the recipe's rules refuse, and `hardware`, by default a CPU, or whoever multiplies there: `choice`,
-    by default whoever can.
+    Every key with an effect is one leaf. An edit of the graph changes what `fdl.build` builds and
+    the job's recipe. It does not change `recipe`.
+
+    Args:
+        recipe: What to build.
+        hardware: Where it must run. Defaults to a CPU.
+        model: A custom model to convert, in place of the recipe's Transformer.
+        choice: The backend, if the caller has chosen it.
+
+    Raises:
+        ConfigError: The recipe breaks rules, or no backend runs it on `hardware`.
     """
-    graph_nodes = nodes()
-
-    recipe = checked_recipe(recipe)
-    small = cut_if_smoke(recipe, model)
-    make_plan(small, hardware or Hardware("cpu"), model, choice)
-    if model is None and small.model.weights:
-        family_of_weights(small.model)
-    return graph_nodes.graph(job, recipe, model)
+    graph = import_graph()
+    recipe, model = _fit(recipe, model)
+    make_plan(recipe, hardware or Hardware("cpu"), model, choice)
+    if model is None and recipe.model.weights:
+        family_of_weights(recipe.model)
+    return graph.make_graph(recipe, model)
 
 
-def nodes() -> ModuleType:
-    """The module graph_nodes. Raises ConfigError where Fiddle, which it is made of, cannot be imported."""
+@refuses_recipe_keys("set recipe.{key}")
+def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
+    """Builds a job on this machine. Later changes of `recipe` do not reach the job.
+
+    Args:
+        recipe: What to build.
+        model: A custom model to convert, in place of the recipe's Transformer. It is converted in
+            place and moved to the device, and `recipe.model` has no effect. Its parameters become
+            float32, then get the storage dtypes of the recipe. Parameters outside of linear layers
+            that storage leaves in float32 get the compute dtype over float32 masters. An nn.Linear
+            is put into an nn.Sequential, since a root cannot be replaced in place.
+
+    Raises:
+        ConfigError: The recipe does not run here or does not fit into memory. Raised before any
+            memory is allocated.
+    """
+    graph = import_graph()
+    recipe, model = _fit(recipe, model)
+    job = graph.construct(graph.make_graph(recipe, model))
+    assert isinstance(job, Job)
+    return job
+
+
+def _fit(recipe: Recipe, model: nn.Module | None) -> tuple[Recipe, nn.Module | None]:
+    """Checks the recipe. Cuts a smoke run, or fits the recipe to a custom model."""
+    if model is None:
+        return cut_if_smoke(checked_recipe(recipe)), None
+    from fp8cfg.conversion import convert  # loads torch
+
+    recipe, model = convert.to_build(recipe, model)
+    return cut_if_smoke(recipe, model), model
+
+
+def import_graph() -> ModuleType:
+    """Imports building.graph. Raises ConfigError if Fiddle cannot be imported."""
     if sys.flags.optimize > 1:
         raise ConfigError(
             "PYTHONOPTIMIZE=2 (python -OO): Fiddle needs the docstrings that it drops; unset it, or"
             " set it to 1"
         )
-    from fp8cfg.building import graph as graph_nodes
+    from fp8cfg.building import graph
 
-    return graph_nodes
-
-
-@refuses_recipe_keys("set recipe.{key}")
-def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
-    """The Job of `recipe` on this machine. Raises ConfigError, before any memory is taken, for a recipe that cannot run here,
-    one that does not fit into memory among them.
-
-    The recipe is copied: later changes to it do not reach the job. With `model` the job is around that one, converted in place
-    and moved to the device, and the recipe's `model` node has no effect. Its parameters become float32 and then what the
-    recipe's storage says; what it would leave in float32 beside linear layers has the compute dtype, over float32 masters. An
-    nn.Linear is put into an nn.Sequential, for a root cannot be replaced in place.
-    """
-    graph_nodes = nodes()
-
-    if model is None:
-        recipe = checked_recipe(recipe)
-        cut_if_smoke(recipe)
-    else:
-        from fp8cfg.conversion import convert
-
-        recipe, model = convert.to_build(recipe, model)
-    built = graph_nodes.built(graph_nodes.graph(job, recipe, model))
-    assert isinstance(built, Job)
-    return built
-
-
-def job(**parts: Any) -> Job:
-    """The Job of `parts`, what the nodes of a graph build, on this machine: the graph's target. Raises ConfigError as `build`."""
-    graph_nodes = nodes()
-    from fp8cfg.building.assembly import assemble  # it loads torch
-
-    model = parts.pop("given", None)
-    return assemble(graph_nodes.recipe_of(parts), model)
+    return graph

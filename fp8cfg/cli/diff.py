@@ -100,9 +100,8 @@ def _halves(argv: list[str]) -> tuple[Arguments, Arguments, set[str]]:
 
 def _leaves(side: _Side) -> dict[str, Any]:
     """The leaves of the graph of a recipe, which no machine is asked about: other words may run on another one."""
-    return graph_text.leaf_values(
-        builder.nodes().graph(builder.job, job_plan.checked_recipe(side.recipe))
-    )
+    graph = builder.import_graph()
+    return graph_text.leaf_values(graph.make_graph(job_plan.checked_recipe(side.recipe)))
 
 
 def _side(half: Arguments, config_dir: str | None) -> _Side:

@@ -53,6 +53,8 @@ class Plan:
     """The three GEMMs of each linear layer, with the formats of their operands."""
     attention: Sequence[PlannedAttention]
     """The GEMMs of each layer's attention. Empty for a custom model."""
+    custom_model: nn.Module | None = None
+    """The model to convert, in place of the recipe's Transformer."""
 
     @property
     def state(self) -> StateDtypes:
@@ -126,7 +128,7 @@ def make_plan(
     if model is not None:
         choice = choice or _choose_backend(recipe, hardware, layout, None)
         gemms = _plan_custom_model(recipe, model, choice)
-        return Plan(recipe, hardware, choice, layout, gemms, attention=())
+        return Plan(recipe, hardware, choice, layout, gemms, attention=(), custom_model=model)
     try:
         choice = choice or _choose_backend(recipe, hardware, layout, recipe.trainer.strategy)
         gemms = layer_plan.plan_layers(recipe, choice.backend)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from fp8cfg.backends import registry
-from fp8cfg.building.assembly import schedule_of
-from fp8cfg.building.job import Job
+from fp8cfg.building.job import Job, make_schedule
 from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.load import LoadedTensors, Tensors, refuse_unlike
 from fp8cfg.checkpoint.saver import Diverged, Saver, after_divergence
@@ -385,7 +384,7 @@ class _Training:
     def _report_lr_change(self, before: Recipe, num_done: int) -> None:
         """Prints if the next step has another learning rate than in the recipe `before`."""
         steps = self.job.optimizer.steps  # skipped ones do not count
-        old_lr = schedule_of(before).lr_at(steps)
+        old_lr = make_schedule(before).lr_at(steps)
         lr = self.job.schedule.lr_at(steps)
         if old_lr == lr or num_done >= self.max_steps:
             return

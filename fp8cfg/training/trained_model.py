@@ -117,7 +117,7 @@ def load(
     if other := backend_change(state, recipe, choice.backend):
         say(other)
     whole = not recipe.lora.enabled  # beside adapters a checkpoint has no others
-    prepared = prepared_model(run_plan, None, loaded=whole)
+    prepared = prepared_model(run_plan, loaded=whole)
     refuse_other_base(recipe, state.get("base"))
     try:
         load_by_layer(prepared.model, tensors, frozen_weight_names(recipe, prepared.model))
@@ -150,7 +150,7 @@ def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunM
     recipe.check()
     hardware = find_hardware(recipe.trainer.accelerator)
     run_plan = make_plan(recipe, hardware)
-    prepared = prepared_model(run_plan, None, loaded=True)
+    prepared = prepared_model(run_plan, loaded=True)
     prepared.model.load_state_dict(found.model.state_dict())
     return replace(
         found,

@@ -1,8 +1,10 @@
-"""Fiddle graph of a recipe: every key that acts once, values alone, and what is changed in it is what the job's recipe says."""
+"""Fiddle graph of a recipe: every key with an effect is one leaf, and an edit changes the job and its recipe, or is rejected."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,35 +12,53 @@ from typing import Any
 import fiddle as fdl
 import pytest
 import torch
-from fiddle import diffing, printing, selectors, tagging
+from fiddle import diffing, selectors, tagging
 from fiddle.codegen import codegen
 from fiddle.experimental import serialization, yaml_serialization
 
 import fp8cfg
 from fp8cfg.building import graph as graph_nodes
-from fp8cfg.building.graph import Part
 from fp8cfg.building.graph_tags import FP8Layers, OptimizerState
-from fp8cfg.composition.recipe_yaml import flat, is_node
+from fp8cfg.composition.recipe_yaml import is_node
 from fp8cfg.planning import graph_text
 from fp8cfg.recipes import llama_8b
-from fp8cfg.schema.keys import full, short
+from fp8cfg.schema.keys import full
 from fp8cfg.schema.presets import choices
 from fp8cfg.schema.recipe import fields
-from tests.support.small import small
+from fp8cfg.schema.training import Optim
+from tests.support.small import small, steps
 
 FP8 = "precision=bf16_fp8"
 
 
-def changed(make: Any, *words: str) -> Any:
-    return fp8cfg.lower(fp8cfg.compose(list(words), base=make()))
-
-
 def lines(graph: Any) -> list[str]:
-    return printing.as_str_flattened(graph, include_types=False, raw_value_repr=True).splitlines()
+    return graph_text.tree_text(graph).splitlines()
 
 
-def parts(cls: type[Part] = graph_nodes.Root) -> list[type[Part]]:
-    return [cls, *(below for node in cls.nodes.values() for below in parts(node))]
+def set_path(graph: Any, path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        graph = getattr(graph, parent)
+    setattr(graph, name, value)
+
+
+def train(job: fp8cfg.Job) -> list[Any]:
+    """Losses, parameters and state of a job after two steps, each tensor as its bytes."""
+    losses = [step.loss for step in steps(job, 2)]
+    state = [losses, dict(job.model.named_parameters()), job.state_dict()]
+    scaler = job.loss_scaler.state() if job.loss_scaler else None
+    return as_bytes([state, job.optimizer.state_dict(), scaler])
+
+
+def as_bytes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach().contiguous().reshape(-1)
+        return (value.dtype, value.shape, tensor.view(torch.uint8).numpy().tobytes())
+    if isinstance(value, dict):
+        return {name: as_bytes(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_bytes(item) for item in value]
+    return value
 
 
 def module(code: str, folder: Path) -> ModuleType:
@@ -63,34 +83,52 @@ def graph(recipe: fp8cfg.Recipe) -> Any:
     return fp8cfg.lower(recipe)
 
 
-def test_every_key_of_the_schema_is_a_leaf_of_one_node() -> None:
-    keys = [key for part in parts() for key in part.keys.values()]
-    assert sorted(keys) == sorted(key for key in fields() if not is_node(key))
-    assert set(parts()) == {graph_nodes.Root, *Part.__subclasses__()}
+def test_every_leaf_is_a_key_and_every_key_a_name_of_a_node(graph: Any) -> None:
+    leaves = {
+        path.removeprefix("recipe."): value for path, value in graph_text.leaf_values(graph).items()
+    }
+    values = {path for path, value in leaves.items() if not isinstance(value, graph_text.Reference)}
+    keys = {key for key in fields() if not is_node(key)}
+    assert values == keys - graph_nodes.unused_keys(small_8b()) and values < keys
+    for key in keys - values:
+        set_path(fp8cfg.lower(small_8b()), f"recipe.{key}", None)
 
 
-def test_as_str_flattened_prints_each_acting_key_once_in_a_hundred_lines(graph: Any) -> None:
+def small_8b() -> fp8cfg.Recipe:
+    return fp8cfg.compose([FP8], base=llama_8b())
+
+
+def test_the_tree_prints_each_leaf_and_each_shared_node_once(graph: Any) -> None:
     shown = lines(graph)
-    assert len(shown) <= 100 and max(map(len, shown)) <= 100
+    assert len(shown) <= 120 and max(map(len, shown)) <= 100
     assert len({line.partition(" = ")[0] for line in shown}) == len(shown)
-    assert "precision.fp8.linear.scaling.margin = 0" in shown and "schedule.lr = 0.0003" in shown
-    idle = (
-        ".granularity",
-        "stochastic_rounding",
-        "hysteresis",
-        "momentum",
-    )  # of other scalings, of fp16, of SGD
-    assert not [line for line in shown if line.partition(" = ")[0].endswith(idle)]
-    assert not [
-        line
-        for line in lines(fp8cfg.lower(llama_8b()))
-        if ".scaling" in line.replace("rope_scaling", "")
-    ], "no FP8"
+    assert "recipe.trainer.plugins.fp8.margin = 0" in shown and "recipe.optim.lr = 0.0003" in shown
+    assert [line for line in shown if " -> " in line] == [
+        "plan.recipe -> recipe",
+        "model.plan -> plan",
+        "model.config -> recipe.model",
+        "loss_scaler.plan -> plan",
+        "loss_scaler.precision -> recipe.trainer.plugins",
+        "optimizer.plan -> plan",
+        "optimizer.model -> model",
+        "optimizer.loss_scaler -> loss_scaler",
+        "optimizer.config -> recipe.optim",
+        "schedule.plan -> plan",
+        "schedule.config -> recipe.optim",
+        "autocast.plan -> plan",
+        "autocast.model -> model",
+        "autocast.fp8 -> recipe.trainer.plugins.fp8",
+    ]
+    # Of other scalings, of fp16, of SGD.
+    unused = (".granularity", "stochastic_rounding", "hysteresis", "momentum")
+    assert not [line for line in shown if line.partition(" = ")[0].endswith(unused)]
+    without_fp8 = lines(fp8cfg.lower(llama_8b()))
+    assert not [line for line in without_fp8 if "fp8.scaling" in line]
 
 
 def test_leaves_are_plain_values(graph: Any) -> None:
-    for value in printing.as_dict_flattened(graph).values():
-        assert value is None or type(value) in (str, int, float, bool, tuple), value
+    for value in graph_text.leaf_values(graph).values():
+        assert value is None or isinstance(value, str | int | float | bool | tuple), value
 
 
 @pytest.mark.parametrize("preset", choices())
@@ -99,20 +137,61 @@ def test_every_preset_comes_back_from_its_graph_and_from_json(preset: str) -> No
     graph = fp8cfg.lower(
         recipe, choice=None if recipe.backend == "auto" else _named(recipe.backend)
     )
-    text = serialization.dump_json(graph)
-    assert serialization.load_json(text) == graph
-    built = graph_nodes.built(serialization.load_json(text).precision)
-    assert {short(k): v for k, v in built.settings.items()}.items() <= {
-        short(k): v for k, v in flat(recipe).items()
-    }.items()
-    parts = {name: graph_nodes.built(node) for name, node in graph.__arguments__.items()}
-    assert graph_nodes.recipe_of(parts) == recipe
+    reloaded = serialization.load_json(serialization.dump_json(graph))
+    assert reloaded == graph and reloaded.optimizer.model is reloaded.model
+    assert graph_nodes.construct(reloaded.recipe) == recipe
+    graph_nodes.construct(reloaded.recipe).check()
 
 
 def _named(backend: str) -> Any:
     from fp8cfg.backends.choice import Choice
 
     return Choice(backend, "scaled_mm", "asked for")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(FP8,), ("precision=fp16_fp8",), (FP8, "opt_level=O2"), (FP8, "lora.enabled=true")],
+)
+def test_a_graph_builds_the_job_that_is_wired_by_hand_bit_for_bit(words: tuple[str, ...]) -> None:
+    recipe = small(*words)
+    job = fdl.build(serialization.load_json(serialization.dump_json(fp8cfg.lower(recipe))))
+    assert job.recipe == recipe
+    assert train(job) == train(wired_by_hand(recipe))
+
+
+def wired_by_hand(recipe: fp8cfg.Recipe) -> fp8cfg.Job:
+    """The job of `recipe`, without a graph."""
+    from fp8cfg.building import graph, optimizer
+    from fp8cfg.building.assembly import prepared_model
+    from fp8cfg.building.job import JobAutocast, make_schedule
+    from fp8cfg.planning.job_plan import plan_on_this_machine
+
+    plan = plan_on_this_machine(recipe)
+    model = prepared_model(plan)
+    scaler = graph.build_loss_scaler(plan, recipe.precision)
+    clip, seed = recipe.trainer.gradient_clip_val, recipe.trainer.seed
+    adam = optimizer.optimizer(model, plan.precision, recipe.optim, clip, plan.choice, scaler, seed)
+    autocast = JobAutocast(model, plan.choice, plan.precision, custom_model=False)
+    return graph.build_job(recipe, plan, model, scaler, adam, make_schedule(recipe), autocast)
+
+
+def test_a_build_makes_one_plan_and_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8cfg.building import assembly
+
+    calls = []
+    for module, name in ((graph_nodes, "plan_on_this_machine"), (assembly, "prepared_model")):
+        function = getattr(module, name)
+
+        def count(*args: Any, function: Any = function, name: str = name) -> Any:
+            calls.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(module, name, count)
+    job = fdl.build(fp8cfg.lower(small(FP8)))
+    assert calls == ["plan_on_this_machine", "prepared_model"]
+    parameters = {id(parameter) for parameter in job.model.parameters()}
+    assert {id(p) for group in job.optimizer.param_groups for p in group["params"]} == parameters
 
 
 def test_yaml_of_fiddle_is_written(graph: Any) -> None:
@@ -146,28 +225,24 @@ def test_the_diff_against_mxfp8_is_what_differs(graph: Any) -> None:
     other = llama_8b()
     other.precision = "bf16_mxfp8"
     other_graph = fp8cfg.lower(other)
-    changes = diffing.build_diff(graph, other_graph).changes
-    paths = {".".join(attr.name for attr in change.target) for change in changes}
+    names = {change.target[-1].name for change in diffing.build_diff(graph, other_graph).changes}
     mine, theirs = graph_text.leaf_values(graph), graph_text.leaf_values(other_graph)
-    assert paths == {
-        path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path)
-    }
-    assert len(paths) == 9 and "precision.fp8.linear.scaling.scaling" in paths
+    paths = {path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path)}
+    assert names == {path.rpartition(".")[2] for path in paths}
+    assert len(paths) == 9 and "recipe.trainer.plugins.fp8.scaling" in paths
 
 
 def test_the_code_of_a_graph_is_read_as_blocks_of_nodes(graph: Any) -> None:
-    """A node that does not fit into a line is a block of its own, indented under the node that has it."""
+    """A node that does not fit into a line is a block of its own, indented under its parent."""
     written = graph_text.code_text(graph).splitlines()
-    assert len(written) < 100 and max(map(len, written)) <= 100
-    assert "        schedule=fdl.Config(graph_nodes.Schedule," in written
+    assert len(written) < 120 and max(map(len, written)) <= 100
+    assert "    optim = graph_nodes.GraphNode(training.Optim," in written
     assert (
-        "            lr=0.0003, lr_decay_style='cosine', warmup_steps=2000, constant_steps=0,"
+        "        name='adamw', lr=0.0003, betas=(0.9, 0.95), eps=1e-05, weight_decay=0.1,"
         in written
     )
-    nodes = sum(line.count("fdl.Config(") for line in written)
-    assert nodes == len(parts()) - 1 and all(line.count("fdl.Config(") <= 1 for line in written), (
-        "no loss scaler under bf16, the job's own"
-    )
+    nodes = [line.count("GraphNode(") for line in written]
+    assert sum(nodes) == 15 + 7 and max(nodes) == 1, "settings and builders"
 
 
 def test_code_of_long_values_makes_the_graph_again() -> None:
@@ -194,74 +269,159 @@ def test_code_of_long_values_makes_the_graph_again() -> None:
 def test_lower_copies() -> None:
     recipe = small(FP8)
     graph = fp8cfg.lower(recipe)
-    graph.precision.fp8.linear.scaling.margin = 3
-    graph.model.num_layers = 1
+    graph.autocast.fp8.margin = 3
+    graph.model.config.num_layers = 1
     assert recipe == small(FP8)
 
 
-def test_what_is_edited_is_what_the_job_and_its_recipe_have() -> None:
-    graph = fp8cfg.lower(small(FP8))
-    graph.schedule.lr = 0.5
-    graph.precision.fp8.linear.scaling.margin = 3
+@pytest.mark.parametrize(
+    ("words", "path", "value", "word"),
+    [
+        ((FP8,), "optimizer.config.lr", 1e-4, "optim.lr=1e-4"),
+        ((FP8,), "schedule.config.warmup_steps", 0, "optim.warmup_steps=0"),
+        ((FP8,), "model.config.num_layers", 1, "model.num_layers=1"),
+        ((FP8,), "autocast.fp8.margin", 3, "fp8.margin=3"),
+        (("precision=bf16",), "recipe.trainer.seed", 5, "trainer.seed=5"),
+        (("precision=bf16",), "loss_scaler.precision.compute", "fp16", "precision.compute=fp16"),
+    ],
+)
+def test_an_edit_builds_the_job_of_the_changed_recipe(
+    words: tuple[str, ...], path: str, value: Any, word: str
+) -> None:
+    graph = fp8cfg.lower(small(*words))
+    set_path(graph, path, value)
     job = fdl.build(graph)
-    assert isinstance(job, fp8cfg.Job) and job.schedule.lr_at(2) == 0.5
-    assert job.recipe == fp8cfg.compose(["optim.lr=0.5", "fp8.margin=3"], base=small(FP8))
-    from fp8cfg.numerics import fp8_linears
+    recipe = fp8cfg.compose([word], base=small(*words))
+    assert job.recipe == recipe
+    assert train(job) == train(fp8cfg.build(recipe))
 
-    assert {layer.scaling.margin for layer in fp8_linears(job.model)} == {3}
+
+def set_optim_alone(graph: Any) -> None:
+    graph.optimizer.config = fdl.Config(Optim, lr=1e-4)
+
+
+def add_second_model(graph: Any) -> None:
+    config = graph.model.config
+    graph.optimizer.model = fdl.Config(graph_nodes.build_model, plan=graph.plan, config=config)
+
+
+def add_second_plan(graph: Any) -> None:
+    graph.schedule.plan = fdl.Config(graph_nodes.build_plan, recipe=fdl.Config(small, "optim.lr=1"))
+    graph.schedule.config = (
+        graph.schedule.plan.recipe.optim if False else fdl.Config(lambda: small("optim.lr=1").optim)
+    )
+
+
+def add_second_loss_scaler(graph: Any) -> None:
+    precision = graph.recipe.trainer.plugins
+    precision.compute = "fp16"
+    graph.loss_scaler = fdl.Config(
+        graph_nodes.build_loss_scaler, plan=graph.plan, precision=precision
+    )
+
+
+def ask_for_a_smoke_run(graph: Any) -> None:
+    graph.recipe.trainer.smoke = True
+
+
+def set_a_model_with_other_layers(graph: Any) -> None:
+    graph.plan.custom_model = fdl.Config(custom_blocks)
+
+
+def custom_blocks() -> torch.nn.Module:
+    blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64)) for _ in range(5)]
+    return torch.nn.Sequential(torch.nn.ModuleList(blocks))
+
+
+@pytest.mark.parametrize(
+    ("edit", "line"),
+    [
+        (set_optim_alone, r"graph\.optimizer\.config: another Optim than graph\.recipe has; edit"),
+        (add_second_model, r"graph\.optimizer\.model: another model than graph\.model; share one"),
+        (add_second_plan, r"graph\.schedule\.plan: another plan than graph\.plan; share one node"),
+        (add_second_loss_scaler, r"graph\.optimizer\.loss_scaler: another one than graph\.loss_sc"),
+        (ask_for_a_smoke_run, r"=.*: a smoke run on these ranks has .*; set graph\.recipe\."),
+        (
+            set_a_model_with_other_layers,
+            r"model\.num_layers=2: the custom model has 5; set graph\.recipe\.model\.num_layers, or",
+        ),
+    ],
+)
+def test_an_edit_of_the_wiring_is_rejected(edit: Callable[[Any], None], line: str) -> None:
+    graph = fp8cfg.lower(small(FP8))
+    edit(graph)
+    with pytest.raises(fp8cfg.ConfigError) as error:
+        fdl.build(graph)
+    assert len(error.value.problems) == 1
+    assert re.search(line, error.value.problems[0])
 
 
 @pytest.mark.parametrize(
     ("path", "value", "line"),
     [
+        ("optimizer.config.lr", -1.0, r"optim\.lr=-1\.0: must be more than 0"),
+        ("optimizer.config.lr", "abc", r"optim\.lr=abc: expected a number, got str"),
         (
-            "schedule.max_lr",
-            0.5,
-            r"Schedule\.max_lr: no such leaf of the graph; Schedule has lr \(optim\.lr\), min_lr",
-        ),
-        (
-            "schedule.margin",
-            3,
-            r"Schedule\.margin: no such leaf of the graph; fp8\.margin is Scaling\.margin",
-        ),
-        (
-            "precision.fp8.linear.scaling.margn",
-            3,
-            r"Scaling\.margn: no such leaf of the graph; did you mean 'margin'\?",
-        ),
-        ("schedule.lr", -1.0, r"optim\.lr=-1\.0: must be more than 0"),
-        (
-            "precision.fp8.linear.scaling.granularity",
+            "autocast.fp8.granularity",
             "row",
             r"fp8\.granularity=row: has no effect under fp8\.scaling=delayed",
         ),
-        (
-            "optimizer",
-            fdl.Config(torch.nn.Linear, 2, 2),
-            r"optimizer=Linear: needs a node graph_nodes\.Optimizer, which has name \(optim\.name\)",
-        ),
-        ("model.num_layers", 0, r"model\.num_layers=0: must be at least 1"),
+        ("model.config.num_layers", 0, r"model\.num_layers=0: must be at least 1"),
     ],
 )
-def test_what_no_key_says_is_refused(path: str, value: Any, line: str) -> None:
+def test_an_edit_that_breaks_a_rule_is_rejected(path: str, value: Any, line: str) -> None:
     graph = fp8cfg.lower(small(FP8))
-    *above, leaf = path.split(".")
-    node = graph
-    for name in above:
-        node = getattr(node, name)
-    setattr(node, leaf, value)
-    with pytest.raises(fp8cfg.ConfigError, match=line) as e:
+    set_path(graph, path, value)
+    with pytest.raises(fp8cfg.ConfigError, match=line) as error:
         fdl.build(graph)
-    assert len(e.value.problems) == 1
+    assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        (
+            "schedule.lr",
+            "graph.schedule.lr: no such name in the graph; write graph.recipe.optim.lr",
+        ),
+        (
+            "schedule.max_lr",
+            "graph.schedule.max_lr: no such name in the graph; it has plan, config",
+        ),
+        (
+            "precision.fp8.linear.scaling.margin",
+            "graph.precision: no such name in the graph; write graph.recipe.trainer.plugins",
+        ),
+        (
+            "autocast.margin",
+            "graph.autocast.margin: no such name in the graph; write"
+            " graph.recipe.trainer.plugins.fp8.margin",
+        ),
+        (
+            "recipe.fp8.margin",
+            "recipe.fp8: no such node of the graph; write graph.recipe.trainer.plugins.fp8",
+        ),
+        ("autocast.fp8.margn", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
+        (
+            "layout.devices",
+            "graph.layout: no such name in the graph; write graph.recipe.trainer.strategy",
+        ),
+        ("given", "graph.given: no such name in the graph; write graph.plan.custom_model"),
+    ],
+)
+def test_a_wrong_name_is_rejected_with_the_path_of_that_name(path: str, line: str) -> None:
+    with pytest.raises(AttributeError) as error:
+        set_path(fp8cfg.lower(small(FP8)), path, 1)
+    assert isinstance(error.value, fp8cfg.ConfigError) and str(error.value) == line
 
 
 def test_selections_and_tags_set_a_value_on_all_of_a_kind() -> None:
     graph = fp8cfg.lower(small("precision=bf16_fp8", "fp8.params=false"))
     assert tagging.list_tags(graph) == {FP8Layers, OptimizerState}
     fdl.set_tagged(graph, tag=OptimizerState, value="bf16")
-    selectors.select(graph, graph_nodes.Scaling).set(margin=2, amax_history_len=8)
+    selectors.select(graph, fp8cfg.FP8).set(margin=2, amax_history_len=8)
     selectors.select(graph, tag=FP8Layers).replace(True)
-    graph.precision.fp8.attention.multi_head_attention = False
+    graph.autocast.fp8.multi_head_attention = False
     recipe = fdl.build(graph).recipe
     assert (recipe.storage.master_weight, recipe.storage.exp_avg, recipe.storage.exp_avg_sq) == (
         "bf16",
@@ -319,8 +479,8 @@ def test_build_works_inside_another_build() -> None:
     assert job.recipe == small(FP8)
 
 
-def test_a_model_of_ones_own_is_a_leaf_or_a_node() -> None:
+def test_a_custom_model_is_a_leaf_or_a_node() -> None:
     graph = fp8cfg.lower(small(FP8))
-    graph.given = fdl.Config(torch.nn.Linear, 32, 32)
+    graph.plan.custom_model = fdl.Config(torch.nn.Linear, 32, 32)
     job = fdl.build(graph)
     assert job.foreign and [p.in_features for p in job.plan] == [32]

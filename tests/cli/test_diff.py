@@ -44,16 +44,16 @@ def test_two_graphs(capsys: Out) -> None:
     assert (
         said(capsys, "diff", *words).partition("\n\n")[2]
         == """\
-leaf                                            A        B
-precision.fp8.linear.scaling.scaling            delayed  mxfp8
-precision.fp8.linear.scaling.format             hybrid   e4m3
-precision.fp8.linear.scaling.margin             0        -
-precision.fp8.linear.scaling.interval           1        -
-precision.fp8.linear.scaling.amax_history_len   1024     -
-precision.fp8.linear.scaling.amax_compute_algo  max      -
-precision.fp8.linear.scaling.first_step         auto     -
-autocast.reduce_amax                            true     -
-autocast.tp_only_amax_red                       false    -
+leaf                                          A        B
+recipe.trainer.plugins.fp8.scaling            delayed  mxfp8
+recipe.trainer.plugins.fp8.format             hybrid   e4m3
+recipe.trainer.plugins.fp8.margin             0        -
+recipe.trainer.plugins.fp8.interval           1        -
+recipe.trainer.plugins.fp8.amax_history_len   1024     -
+recipe.trainer.plugins.fp8.amax_compute_algo  max      -
+recipe.trainer.plugins.fp8.reduce_amax        true     -
+recipe.trainer.plugins.fp8.tp_only_amax_red   false    -
+recipe.trainer.plugins.fp8.first_step         auto     -
 """
     )
     one = json.loads(
@@ -70,7 +70,7 @@ autocast.tp_only_amax_red                       false    -
             "--json",
         )
     )
-    assert one["leaves"] == {"precision.fp8.linear.scaling.margin": [0, 1]}
+    assert one["leaves"] == {"recipe.trainer.plugins.fp8.margin": [0, 1]}
     assert said(capsys, "diff", "--tree", "--") == "no difference\n"
     assert refused(capsys, "diff", "fp8.margin=1", "--", "--tree") == [
         "fp8.margin=1: has no effect, precision.compute=bf16 runs no FP8; write precision=bf16_fp8 or fp8.enabled=true"

@@ -249,4 +249,4 @@ def test_python_without_docstrings_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         ConfigError, match=r"^PYTHONOPTIMIZE=2 \(python -OO\): Fiddle needs the docstrings"
     ):
-        builder.nodes()
+        builder.import_graph()

@@ -356,17 +356,22 @@ def test_the_graph_as_paths_for_graphviz_and_as_code(capsys: pytest.CaptureFixtu
     words = ("precision=fp16_fp8", "fp8.margin=1")
     tree = plan(capsys, *words, "--tree").splitlines()
     for line in (
-        "precision.compute = 'fp16'",
-        "precision.fp8.linear.scaling.margin = 1",
-        "precision.fp8.linear.wgrad = False",
-        "precision.backend = 'auto'",
+        "recipe.trainer.plugins.compute = 'fp16'",
+        "recipe.trainer.plugins.fp8.margin = 1",
+        "recipe.trainer.plugins.fp8.override_linear_precision.wgrad = False",
+        "recipe.trainer.plugins.backend = 'auto'",
         "recipe.name = 'llama_tiny'",
-        "optimizer.name = 'adamw'",
-        "loss_scaler.hysteresis = 2",
+        "recipe.optim.name = 'adamw'",
+        "recipe.trainer.plugins.hysteresis = 2",
+        "autocast.fp8 -> recipe.trainer.plugins.fp8",
     ):
         assert line in tree
     dot = plan(capsys, *words, "--dot")
-    assert dot.startswith("graph {") and dot.rstrip().endswith("}") and dot.count("LossScaler") == 1
+    assert (
+        dot.startswith("graph {")
+        and dot.rstrip().endswith("}")
+        and dot.count("build_loss_scaler") == 1
+    )
     code = plan(capsys, *words, "--code")
     made: dict[str, Any] = {}
     exec(code, made)

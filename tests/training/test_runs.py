@@ -176,8 +176,8 @@ def test_what_was_edited_in_a_graph_is_in_the_run_folder_and_runs_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph = fp8cfg.lower(small("trainer.max_steps=2", "optim.warmup_steps=1", "precision=bf16_fp8"))
-    graph.precision.fp8.linear.scaling.margin = 2
-    graph.log.dir = str(tmp_path / "again")
+    graph.autocast.fp8.margin = 2
+    graph.recipe.log.dir = str(tmp_path / "again")
     result = fp8cfg.fit(fdl.build(graph), tmp_path / "run", say=lambda _: None)
     assert result.folder and RunFolder.open(result.folder).read_recipe().fp8.margin == 2
     assert main(["rerun", str(tmp_path / "run")]) == 0

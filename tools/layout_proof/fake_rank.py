@@ -33,6 +33,7 @@ from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import codecs
 from fp8cfg.parallel import quantized_allreduce
 from fp8cfg.parallel.process_group import SENT, current
+from fp8cfg.planning import job_plan
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.step import train_step
 from tools.layout_proof.shape_cache import ShapeCache
@@ -107,7 +108,7 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
         for target, name, instead in (
             (Transformer, "to_empty", without_memory),
             (assembly, "first_weights", lambda *_: lambda model: None),
-            (assembly, "free_memory", lambda device: MUCH),
+            (job_plan, "free_memory", lambda device: MUCH),
             (checks, "check", lambda model: False),
             (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
             (import_module("torch.optim.adam"), "_device_dtype_check_for_fused", lambda *_: None),
