@@ -40,10 +40,10 @@ from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import full, short, shown
 from fp8cfg.schema.model import Model
 from fp8cfg.schema.node import Node
-from fp8cfg.schema.value_errors import unknown_key
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.recipe import Recipe, differences, fields, short_keys
 from fp8cfg.schema.training import Optim
+from fp8cfg.schema.value_errors import unknown_key
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,9 +96,15 @@ class GraphNode(fdl.Config):  # type: ignore[misc]
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, fdl.Config):
             return NotImplemented
-        return leaf_values(self) == leaf_values(other)
+        return leaf_values(self) == leaf_values(other) and _targets(self) == _targets(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _targets(graph: fdl.Config[Any]) -> list[Any]:
+    """Returns the classes and functions of all nodes, in order."""
+    nodes = daglish.iterate(graph, memoized=True)
+    return [fdl.get_callable(node) for node, _ in nodes if isinstance(node, fdl.Buildable)]
 
 
 # Fiddle's YAML knows Config, and not its subclasses.

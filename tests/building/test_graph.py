@@ -266,6 +266,18 @@ def test_code_of_long_values_makes_the_graph_again() -> None:
     )
 
 
+def test_graphs_differ_in_a_leaf_a_reference_or_a_function() -> None:
+    graph = fp8cfg.lower(small(FP8))
+    for edit in (set_optim_alone, add_second_model):
+        other = fp8cfg.lower(small(FP8))
+        assert graph == other
+        edit(other)
+        assert graph != other
+    autocast = fdl.ordered_arguments(graph.autocast)
+    same_arguments = fdl.Config(lambda plan, model, fp8: None, **autocast)
+    assert same_arguments != graph.autocast
+
+
 def test_lower_copies() -> None:
     recipe = small(FP8)
     graph = fp8cfg.lower(recipe)
