@@ -319,9 +319,7 @@ def add_second_model(graph: Any) -> None:
 
 def add_second_plan(graph: Any) -> None:
     graph.schedule.plan = fdl.Config(graph_nodes.build_plan, recipe=fdl.Config(small, "optim.lr=1"))
-    graph.schedule.config = (
-        graph.schedule.plan.recipe.optim if False else fdl.Config(lambda: small("optim.lr=1").optim)
-    )
+    graph.schedule.config = fdl.Config(lambda: small("optim.lr=1").optim)
 
 
 def add_second_loss_scaler(graph: Any) -> None:
