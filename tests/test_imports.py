@@ -43,14 +43,6 @@ MAY_IMPORT = {
 
 CIRCLES = {
     frozenset(
-        {
-            "numerics.fp8_attention",
-            "numerics.fp8_linear",
-            "numerics.state_dict_conversion",
-            "numerics.weight_workspace",
-        }
-    ): "types: loading a state dict completes the layers that call it",
-    frozenset(
         {"schema.recipe", "schema.rules", "schema.rules_layout", "schema.rules_precision"}
     ): "types: Recipe.check() runs the rules, and the rules are typed by Recipe",
 }

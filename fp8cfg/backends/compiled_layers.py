@@ -59,7 +59,7 @@ def weights_ready(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
             (t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.float32
         )
         for linear in fp8_linears(module):
-            linear.quantize_kept(dtype)
+            linear.quantize_weight(dtype)
         return compiled(*args, **kwargs)
 
     return forward

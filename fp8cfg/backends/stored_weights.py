@@ -17,7 +17,7 @@ from fp8cfg.backends.any_model.module_swap import linear_with, replaced
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.numerics import FP8Linear, Region, Scaling, fp8_linears, weight_storage
 from fp8cfg.numerics.codecs import get_codec
-from fp8cfg.numerics.fsdp_weights import refresh_shards
+from fp8cfg.numerics.fsdp_weights import refresh_shards, shard_in_fp8
 from fp8cfg.numerics.weight_storage import HeldWeight, NarrowWeight
 from fp8cfg.schema.storage import SCALED, Columns, StateDtypes
 
@@ -102,7 +102,7 @@ def shard_in_codec(
                     layer, Scaling(kind="current"), region, high_precision=(True, True, True)
                 )
                 replaced(model, planned.name, layer)
-            layer.shard_in_fp8(get_codec(named["weight"]))
+            shard_in_fp8(layer, get_codec(named["weight"]))
     model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))
 
 

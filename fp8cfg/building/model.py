@@ -188,7 +188,9 @@ def _fully_sharded(
     if whole and not in_fp8 and state.linear["weight"] != state.gathered_dtype:
         stored_weights.shard_in_codec(model, state, plan, columns, region)
     for layer in fp8_linears(model):
-        layer.weight_grad_dtype, layer.gathered_once = gradient, whole
+        layer.weight_grad_dtype = gradient
+        if layer.fsdp_shard is not None:
+            layer.fsdp_shard.gathered_once = whole
     if state.gathered_dtype != precision.compute:
         stored_weights.hold(model, state, plan, columns, region)
         stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])

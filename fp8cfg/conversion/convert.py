@@ -268,7 +268,7 @@ def convert_model(
     conversion_state.watch(whole)
     checks.watch(whole)
     for layer in fp8_linears(whole):
-        layer.in_loop = True
+        layer.weight_cache.in_loop = True
     return Conversion(holder.model, plan, choice, fp8)
 
 

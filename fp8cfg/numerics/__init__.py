@@ -39,8 +39,8 @@ from fp8cfg.numerics.scaling import (
     compute_scale,
     roll_amax_history,
 )
-from fp8cfg.numerics.state_dict_conversion import high_precision_state_dict
 from fp8cfg.numerics.stored_state import (
+    high_precision_state_dict,
     in_stored_form,
     persistent,
     say_scales_anew,

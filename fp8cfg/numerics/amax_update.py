@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.async_copies import HostCopy
 from fp8cfg.numerics.fp8_attention import ROLES, FP8Attention
-from fp8cfg.numerics.fp8_linear import CONTRACTED, FP8Linear
+from fp8cfg.numerics.fp8_linear import FP8Linear
+from fp8cfg.numerics.linear_operands import CONTRACTED
 from fp8cfg.numerics.scaling import (
     FLT_MAX,
     GRAD_OUTPUT,
@@ -384,4 +385,4 @@ def _has_fp8_weight(layer: FP8Layer) -> bool:
     """Whether the weight's amax is recorded when the weight is written, and stays until then."""
     if not isinstance(layer, FP8Linear):
         return False
-    return layer.fp8_params or (layer.sharded and not layer.shard_codec)
+    return layer.fp8_params or (layer.fsdp_shard is not None and layer.fsdp_shard.codec is None)

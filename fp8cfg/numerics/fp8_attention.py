@@ -39,8 +39,13 @@ from fp8cfg.numerics.scaling import (
     compute_scale,
     floor_to_power_of_2,
 )
-from fp8cfg.numerics.state_dict_conversion import complete_delayed
-from fp8cfg.numerics.stored_state import AMAX, amax_record, in_stored_form, persistent
+from fp8cfg.numerics.stored_state import (
+    AMAX,
+    amax_record,
+    complete_delayed,
+    in_stored_form,
+    persistent,
+)
 
 QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
 ROLES = (INPUT, INPUT, INPUT, GRAD_OUTPUT, GRAD_OUTPUT, GRAD_OUTPUT)

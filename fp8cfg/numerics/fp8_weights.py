@@ -1,30 +1,54 @@
-"""FP8 parameters: weights stored in float8 only, quantized from a float32 master and read back as GEMM operands.
+"""FP8 weights: the forms in which a layer stores its weight.
 
-One float8 matrix serves fprop and dgrad where both read the same scales: one scale a tensor, or square tiles. Scales along
-rows cannot be read along columns; then a second matrix is kept for dgrad, as Transformer Engine's MXFP8 tensors do, which
-takes as many bytes as bfloat16 would. Scales are stored in their own size: E8M0 in a byte, nvfp4's E4M3 as float8.
+`FP8Weight` and `CodecWeight` are the two storage forms besides a high-precision Parameter. Both have
+`values(dtype)`, and an FP8 weight is a GEMM operand as it is stored.
+
+One float8 matrix serves fprop and dgrad if both read the same scales: one scale per tensor, or square
+tiles. TileScales along rows cannot be read along columns. Such a scaling stores a second matrix for dgrad,
+as Transformer Engine's MXFP8 tensors do: as many bytes as bfloat16.
+
+Two tensor subclasses let a stored weight be a Parameter. `Codes` rejects arithmetic, because its numbers
+mean nothing without their scale. `GatheredWeight` is the result of an FP8 all-gather by FSDP2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fp8cfg.numerics.amax import AmaxGroup, join_tiles, split_tiles
-from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import cast, reciprocal
 from fp8cfg.numerics.gemm import Operand, convert_dtype
 from fp8cfg.numerics.quantize import quantize_tiles
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, compute_global_scale, encode_e8m0
 from fp8cfg.schema.scalings import SCALINGS, Tile
 
+if TYPE_CHECKING:
+    # A codec is passed in; FP8 layers run without this module.
+    from fp8cfg.numerics.codecs import Codec
+
+WEIGHT_BUFFERS = (
+    "fp8_weight_scale_inv",
+    "fp8_weight_dgrad",
+    "fp8_weight_dgrad_scale_inv",
+    "fp8_weight_global_scale_inv",
+)
+"""A layer's buffers for an FP8 weight, in the order of the fields of `FP8Weight` after `data`."""
+
 
 class FP8Weight(NamedTuple):
-    """A float8 weight [out, in] with its inverse scales, a second pair of data and inverse scales for dgrad where dgrad needs
-    other scales, and nvfp4's scale of the whole tensor.
+    """A float8 weight with its inverse scales: weight = data * scale_inv.
+
+    Attributes:
+        data: float8 [out, in], the operand of fprop.
+        scale_inv: Inverse scales: float32 [] or one per tile, packed by `pack`.
+        dgrad: float8 [out, in], the operand of dgrad if it needs other scales.
+        dgrad_scale_inv: Inverse scales of `dgrad`.
+        global_scale_inv: float32 [], NVFP4's scale of the whole tensor.
     """
 
     data: Tensor
@@ -33,14 +57,95 @@ class FP8Weight(NamedTuple):
     dgrad_scale_inv: Tensor | None = None
     global_scale_inv: Tensor | None = None
 
+    def operand(self, dim: int, scaling: Scaling, carrier: torch.dtype | None) -> Operand:
+        """Returns the operand of a GEMM that contracts dimension `dim`, as [out, in].
 
-WEIGHT_BUFFERS = (
-    "fp8_weight_scale_inv",
-    "fp8_weight_dgrad",
-    "fp8_weight_dgrad_scale_inv",
-    "fp8_weight_global_scale_inv",
-)
-"""A layer's buffers beside its float8 weight, in the order of the fields of `FP8Weight`."""
+        Args:
+            dim: 1 for fprop, 0 for dgrad.
+            scaling: The scaling that quantized the weight.
+            carrier: Dtype of the values for an emulated GEMM, None for a float8 GEMM.
+        """
+        tile = scaling.tile(WEIGHT, dim)
+        data, scale_inv = self.data, self.scale_inv
+        if dim == 0 and self.dgrad is not None and self.dgrad_scale_inv is not None:
+            data, scale_inv = self.dgrad, self.dgrad_scale_inv
+        if tile is None:
+            if carrier is not None:
+                data = data.to(carrier)
+            return Operand(data, scale_inv, scaling.forward)
+        if carrier is None:
+            # The hardware reads E8M0 scales as bytes.
+            if scale_inv.dtype != torch.uint8:
+                scale_inv = unpack(scale_inv)
+            return Operand(
+                data, scale_inv, scaling.forward, tile, global_scale_inv=self.global_scale_inv
+            )
+        scale_inv = unpack(scale_inv)
+        if not scaling.layout.block:
+            data = data.to(carrier)
+            return Operand(
+                data, scale_inv, scaling.forward, tile, global_scale_inv=self.global_scale_inv
+            )
+        # TileScales that vary along the contracted dimension are multiplied into the values.
+        tiles = split_tiles(data.to(carrier), tile) * scale_inv.to(carrier)[:, None, :, None]
+        return Operand(join_tiles(tiles, data.shape), self.global_scale_inv, scaling.forward, tile)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Dequantizes to [out, in] in `dtype`. Rounds once; float32 is scaled in place."""
+        scale_inv = unpack(self.scale_inv)
+        if self.global_scale_inv is not None:
+            scale_inv = scale_inv * self.global_scale_inv
+        data = self.data.float()
+        if scale_inv.dim() < 2:
+            return data.mul_(scale_inv).to(dtype)
+        tile = _tile(data.shape, scale_inv.shape)
+        tiles = split_tiles(data.contiguous(), tile).mul_(scale_inv[:, None, :, None])
+        return join_tiles(tiles, data.shape).to(dtype)
+
+
+class CodecWeight(NamedTuple):
+    """A weight [out, in] in a storage codec. GEMMs read it decoded, and quantize it for FP8.
+
+    Attributes:
+        data: The stored values, [out, in].
+        scale_inv: float32 [], what `data` is multiplied by. None for a codec without a scale.
+        codec: The codec.
+    """
+
+    data: Tensor
+    scale_inv: Tensor | None
+    codec: Codec
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors as the codec takes them."""
+        if self.scale_inv is None:
+            return (self.data,)
+        return self.data, self.scale_inv
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Decodes to [out, in] in `dtype`."""
+        return convert_dtype(self.codec.decode(self.tensors), dtype)
+
+
+WeightStorage = FP8Weight | CodecWeight
+"""The form of a weight that is not a high-precision Parameter."""
+
+
+def weight_storage(tensors: Sequence[Tensor | None], codec: Codec | None) -> WeightStorage:
+    """Returns the storage form of a weight and its scales.
+
+    Args:
+        tensors: The fields of `FP8Weight`, or the weight and the scale, if any, of a codec.
+        codec: The codec, None for a float8 weight.
+    """
+    data, *scales = tensors
+    assert data is not None
+    if codec is not None:
+        return CodecWeight(data, scales[0] if scales else None, codec)
+    scale_inv, *second = scales
+    assert scale_inv is not None, "a float8 weight has a scale"
+    return FP8Weight(data, scale_inv, *second)
 
 
 def store(
@@ -50,108 +155,83 @@ def store(
     record: Tensor | None = None,
     parts: AmaxGroup | None = None,
 ) -> FP8Weight:
-    """Quantizes `master` [out, in]; `scale` is the scalar scale where one scale serves the whole tensor. Where there are more the
-    amax is folded into the running maximum `record`, [], if there is one, and scales of what others have `parts` of are those of
-    the whole."""
+    """Quantizes a high-precision weight to the FP8 weight that GEMMs read.
+
+    Args:
+        master: Weight [out, in] of any float dtype.
+        scaling: The scaling.
+        scale: float32 [], the scale of a scaling with one scale per tensor. None for tiles.
+        record: float32 [], a running maximum that receives the amax of tiles, if any.
+        parts: The ranks that have other parts of the weight. They share the scales.
+    """
     fmt = scaling.forward
     if scale is not None:
         return FP8Weight(cast(master.float() * scale, fmt), reciprocal(scale))
-    whole = (
-        compute_global_scale(master, group=parts and parts.group_of(WEIGHT))
-        if scaling.layout.two_levels
-        else None
-    )
+    global_scale, global_scale_inv = None, None
+    if scaling.layout.two_levels:
+        global_scale = compute_global_scale(master, group=parts and parts.group_of(WEIGHT))
+        global_scale_inv = reciprocal(global_scale)
 
-    def along(axis: int) -> tuple[Tensor, Tensor]:
-        tile = scaling.tile(WEIGHT, axis)
-        assert tile is not None, "one scale for the tensor is given"
+    def quantize_along(dim: int) -> tuple[Tensor, Tensor]:
+        tile = scaling.tile(WEIGHT, dim)
+        assert tile is not None, "a scaling with one scale per tensor passes it"
         group = parts and parts.group_of(WEIGHT, tile)
-        q = quantize_tiles(master, tile, fmt, scaling, fmt.dtype, whole, record=record, group=group)
-        assert q.scale_inv is not None
-        return q.data, pack(q.scale_inv, scaling)
-
-    data, scale_inv = along(1)
-    dgrad, dgrad_scale_inv = along(0) if scaling.directional(WEIGHT) else (None, None)
-    return FP8Weight(
-        data, scale_inv, dgrad, dgrad_scale_inv, None if whole is None else reciprocal(whole)
-    )
-
-
-def stored_operand(
-    stored: FP8Weight, axis: int, scaling: Scaling, carrier: torch.dtype | None
-) -> Operand:
-    """The weight [out, in] as the operand of a product that contracts its dimension `axis`. `carrier` None keeps float8."""
-    fmt, tile = scaling.forward, scaling.tile(WEIGHT, axis)
-    data, scale_inv = stored.data, stored.scale_inv
-    if axis == 0 and stored.dgrad is not None and stored.dgrad_scale_inv is not None:
-        data, scale_inv = stored.dgrad, stored.dgrad_scale_inv
-    if tile is None:
-        return Operand(data if carrier is None else data.to(carrier), scale_inv, fmt)
-    decode = scale_inv if carrier is None and scale_inv.dtype == torch.uint8 else unpack(scale_inv)
-    if carrier is None or not scaling.layout.block:
-        return Operand(
-            data if carrier is None else data.to(carrier),
-            decode,
-            fmt,
-            tile,
-            global_scale_inv=stored.global_scale_inv,
+        operand = quantize_tiles(
+            master, tile, fmt, scaling, fmt.dtype, global_scale, record=record, group=group
         )
-    v = split_tiles(data.to(carrier), tile) * decode.to(carrier)[:, None, :, None]
-    return Operand(join_tiles(v, data.shape), stored.global_scale_inv, fmt, tile)
+        assert operand.scale_inv is not None
+        return operand.data, pack(operand.scale_inv, scaling)
+
+    data, scale_inv = quantize_along(1)
+    dgrad, dgrad_scale_inv = None, None
+    if scaling.directional(WEIGHT):
+        dgrad, dgrad_scale_inv = quantize_along(0)
+    return FP8Weight(data, scale_inv, dgrad, dgrad_scale_inv, global_scale_inv)
 
 
-def dequantize(stored: FP8Weight, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [out, in] in `dtype`, rounded once; float32 values are scaled in place."""
-    decode, shape = unpack(stored.scale_inv), stored.data.shape
-    if stored.global_scale_inv is not None:
-        decode = decode * stored.global_scale_inv
-    data = stored.data.float()
-    if decode.dim() < 2:
-        return data.mul_(decode).to(dtype)
-    tiles = split_tiles(data.contiguous(), _tile(shape, decode.shape)).mul_(
-        decode[:, None, :, None]
-    )
-    return join_tiles(tiles, shape).to(dtype)
-
-
-def pack(decode: Tensor, scaling: Scaling) -> Tensor:
-    """Float32 scales in the dtype in which the scaling stores them: E8M0 bytes, E4M3, or float32."""
-    return _PACKED[scaling.layout.scale](decode)
-
-
-_PACKED: dict[str, Callable[[Tensor], Tensor]] = {
-    "float32": lambda decode: decode,
-    "e4m3": lambda decode: decode.to(torch.float8_e4m3fn),
-    "e8m0": encode_e8m0,
-}
-_SIZES = sorted({1, *(scaling.block for scaling in SCALINGS.values() if scaling.block)})
+def pack(scale_inv: Tensor, scaling: Scaling) -> Tensor:
+    """Casts float32 inverse scales to their stored dtype: E8M0 as bytes, E4M3, or float32."""
+    if scaling.layout.scale == "e8m0":
+        return encode_e8m0(scale_inv)
+    if scaling.layout.scale == "e4m3":
+        return scale_inv.to(torch.float8_e4m3fn)
+    return scale_inv
 
 
 def unpack(scale_inv: Tensor) -> Tensor:
-    """The inverse of `pack`."""
-    if scale_inv.dtype == torch.uint8 and not torch.compiler.is_compiling():
+    """Casts packed inverse scales to float32."""
+    if scale_inv.dtype != torch.uint8:
+        return scale_inv.float()
+    if not torch.compiler.is_compiling():
         return scale_inv.view(torch.float8_e8m0fnu).float()
-    if scale_inv.dtype == torch.uint8:  # operations that a compiler makes part of another kernel
-        powers = torch.where(scale_inv == 0, 2.0**-127, (scale_inv.int() << 23).view(torch.float32))
-        return torch.where(scale_inv == 255, torch.nan, powers)
-    return scale_inv.float()
+    # Written out, so that a compiler can_fuse_tensor it with the kernel that uses the scales.
+    powers = torch.where(scale_inv == 0, 2.0**-127, (scale_inv.int() << 23).view(torch.float32))
+    return torch.where(scale_inv == 255, torch.nan, powers)
 
 
-def _tile(shape: torch.Size, scales: torch.Size) -> Tile:
-    """The tile size for which a matrix of `shape` has as many tiles as `scales` has elements. No two sizes in use give the same
-    number, unless that is one.
+_TILE_SIZES = sorted({1, *(scaling.block for scaling in SCALINGS.values() if scaling.block)})
+
+
+def _tile(shape: torch.Size, grid: torch.Size) -> Tile:
+    """Returns the tile of a matrix of `shape` with `grid` scales.
+
+    No two tile sizes in use give the same number of tiles, unless that number is 1.
     """
+    return _tile_size(shape[0], grid[0]), _tile_size(shape[1], grid[1])
 
-    def size(n: int, count: int) -> int:
-        return next((k for k in _SIZES if -(-n // k) == count), 0)
 
-    return size(shape[0], scales[0]), size(shape[1], scales[1])
+def _tile_size(length: int, count: int) -> int:
+    for size in _TILE_SIZES:
+        if -(-length // size) == count:
+            return size
+    return 0
 
 
 INSTEAD = (
     "fp8cfg.averaged(job) averages the masters, and fp8cfg.convert_back(model) gives plain weights"
 )
-_SUMS = (
+"""What to do instead of arithmetic on stored weights, for error messages."""
+_OPERATIONS = (
     "add",
     "radd",
     "sub",
@@ -181,185 +261,156 @@ _SUMS = (
     "half",
     "bfloat16",
 )
-_ARITHMETIC = frozenset(
-    form.format(name)
-    for name in _SUMS
-    for form in ("{}", "{}_", "__{}__", "__i{}__", "_foreach_{}", "_foreach_{}_")
-)
-"""Names of torch's functions that read codes as numbers."""
-_TENSOR: Any = Tensor  # to mypy its descriptors are what they give
-_OF_PARAMETER = (
-    *(
-        function
-        for attribute in (_TENSOR.grad, _TENSOR.requires_grad, _TENSOR.grad_dtype)
-        for function in (attribute.__get__, attribute.__set__)
-    ),
-    _TENSOR._version.__get__,
-    Tensor.requires_grad_,
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-)
-"""What a weight that is read answers as its Parameter does."""
+_FORMS = ("{}", "{}_", "__{}__", "__i{}__", "_foreach_{}", "_foreach_{}_")
+_ARITHMETIC = frozenset(form.format(name) for name in _OPERATIONS for form in _FORMS)
+"""Names of torch's functions that would read codes as numbers."""
 
 
 class Codes(Tensor):
-    """The stored values of a weight whose scale stands elsewhere: RuntimeError for arithmetic and casts, which would not
-    see the scale. What is made of them by `detach`, `clone` and the like are codes too."""
+    """The stored values of a weight whose scale is in another tensor.
+
+    Arithmetic and casts raise RuntimeError, because they would ignore the scale. Results of
+    `detach`, `clone` and the like are codes too.
+    """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (
-            func.__name__ in _ARITHMETIC
-        ):  # by name: compiled code reads this too, and torch's operators swallow a TypeError
-            raise RuntimeError(_refusal(func.__name__))
-        made = super().__torch_function__(func, types, args, kwargs or {})
-        if func.__name__ == "to" and made.dtype != args[0].dtype:
-            raise RuntimeError(_refusal(f"to({made.dtype})"))
-        return made
+        # By name, because compiled code reads this too. Not a TypeError: torch's operators
+        # swallow it.
+        if func.__name__ in _ARITHMETIC:
+            raise RuntimeError(_scale_ignored(func.__name__))
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func.__name__ == "to" and result.dtype != args[0].dtype:
+            raise RuntimeError(_scale_ignored(f"to({result.dtype})"))
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = made = _codes(
-            plain(self).clone(), self.requires_grad, isinstance(self, nn.Parameter)
-        )
-        return made
+        is_parameter = isinstance(self, nn.Parameter)
+        copied = _as_codes(plain(self).clone(), self.requires_grad, is_parameter)
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _codes, (plain(self), self.requires_grad, isinstance(self, nn.Parameter))
-
-
-class DecodedWeight(Tensor):
-    """A stored weight as it reads: the values in the dtype that they stand for. A write to it, or to a view of it, would be lost
-    and is a RuntimeError; gradients, their hooks and `requires_grad` are those of its Parameter."""
-
-    parameter: Tensor | None
-    _is_param: bool
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        first = args[0] if args else (kwargs or {}).get("tensor")  # torch.nn.init gives it by name
-        read = first if isinstance(first, cls) else None
-        with torch._C.DisableTorchFunctionSubclass():
-            if read is not None and read.parameter is not None and func in _OF_PARAMETER:
-                made = func(read.parameter, *args[1:], **(kwargs or {}))
-                return read if func is Tensor.requires_grad_ else made
-            if _writes(func, first, kwargs or {}, cls):
-                raise RuntimeError(
-                    f"{func.__name__}: this weight is stored in FP8 or in a codec, and reads as a"
-                    f" copy; a write to it would be lost: load_state_dict stores one, {INSTEAD}"
-                )
-            made = func(*args, **(kwargs or {}))
-            return made if read is None else _aliases(made, read)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.detach().as_subclass(Tensor).clone()
-
-
-def _writes(func: Any, first: Any, kwargs: dict[str, Any], cls: type) -> bool:
-    """Whether a call of `func` would write to a DecodedWeight."""
-    name = func.__name__
-    inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    inplace = (
-        inplace
-        or name in ("__setitem__", "__set__")
-        or (name.startswith("__i") and name in _ARITHMETIC)
-    )
-    targets = [kwargs.get("out"), first if inplace else None]
-    return any(
-        isinstance(t, cls)
-        for target in targets
-        for t in (target if isinstance(target, list | tuple) else [target])
-    )
-
-
-def _aliases(made: Any, read: DecodedWeight) -> Any:
-    """`made` of `read`, marked like it where they share memory."""
-    if isinstance(made, tuple | list) and type(made) in (tuple, list):
-        return type(made)(_aliases(one, read) for one in made)
-    if type(made) is not Tensor or made.device.type == "meta":
-        return made
-    if made.untyped_storage().data_ptr() != read.untyped_storage().data_ptr():
-        return made
-    return _marked(made, None)
-
-
-def _marked(values: Tensor, parameter: Tensor | None) -> DecodedWeight:
-    read = values.as_subclass(DecodedWeight)
-    read.parameter = parameter
-    if parameter is not None:
-        # what torch asks for in `isinstance(weight, nn.Parameter)`, and get_parameter() with it
-        read._is_param = True
-    return read
-
-
-class _Decode(torch.autograd.Function):
-    """Codes to values; the gradient of the values goes to `receiver`."""
-
-    @staticmethod
-    def forward(ctx: Any, receiver: Tensor, *rest: Any) -> Tensor:
-        *stored, codec, dtype = rest
-        return convert_dtype(decoded(stored, codec, torch.float32 if codec else dtype), dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, *(None,) * 7
-
-
-def decoded(stored: Sequence[Tensor | None], codec: Codec | None, dtype: torch.dtype) -> Tensor:
-    """The values of `stored`, the fields of `fp8_weights.FP8Weight`: a float8 weight, or the first one or two in `codec`."""
-    if codec is None:
-        data, scale_inv, *others = stored
-        assert data is not None and scale_inv is not None, "a float8 weight has a scale"
-        return dequantize(FP8Weight(data, scale_inv, *others), dtype)
-    return codec.decode(tuple(t for t in stored[:2] if t is not None)).to(dtype)
-
-
-def decode(
-    receiver: Tensor, stored: Sequence[Tensor | None], codec: Codec | None, dtype: torch.dtype
-) -> Tensor:
-    """As `decoded`, with a gradient for `receiver`."""
-    return _Decode.apply(receiver, *stored, codec, dtype)  # type: ignore[no-any-return]
-
-
-def as_read(values: Tensor, parameter: nn.Parameter) -> Tensor:
-    """`values`, decoded from `parameter`, for code that is not ours. Compiled code gets them as they are. With a gradient they
-    are no leaf, so that a module which would take them for its own Parameter refuses."""
-    return values if torch.compiler.is_compiling() else _marked(values, parameter)
-
-
-def is_arithmetic(name: str) -> bool:
-    """Whether torch's function of that name reads codes as numbers."""
-    return name in _ARITHMETIC
-
-
-def as_saved(values: Tensor) -> Tensor:
-    """`values`, decoded, for code that would write to them in vain: a write is a RuntimeError."""
-    return _marked(values, None)
+        return _as_codes, (plain(self), self.requires_grad, isinstance(self, nn.Parameter))
 
 
 def codes(data: Tensor, requires_grad: bool) -> nn.Parameter:
-    """A Parameter of codes whose scale stands elsewhere."""
+    """Returns a Parameter of codes whose scale is in another tensor."""
     return nn.Parameter(data.as_subclass(Codes), requires_grad)
 
 
-def _refusal(what: str) -> str:
+def plain(tensor: Tensor) -> Tensor:
+    """Detaches `tensor` and returns an ordinary Tensor: codes as their layer reads them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
+def is_arithmetic(name: str) -> bool:
+    """Tells whether torch's function `name` reads codes as numbers."""
+    return name in _ARITHMETIC
+
+
+def _as_codes(data: Tensor, requires_grad: bool, is_parameter: bool) -> Tensor:
+    if is_parameter:
+        return codes(data, requires_grad)
+    return data.as_subclass(Codes)
+
+
+def _scale_ignored(operation: str) -> str:
     return (
-        f"{what}: this weight is stored in FP8 or in a codec, its numbers mean nothing without"
+        f"{operation}: this weight is stored in FP8 or in a codec, its numbers mean nothing without"
         f" their scale; {INSTEAD}"
     )
 
 
-def _codes(data: Tensor, requires_grad: bool, parameter: bool) -> Tensor:
-    return codes(data, requires_grad) if parameter else data.as_subclass(Codes)
+_ALIASES = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.view.default,
+}
+"""Operations whose result is the same gathered weight."""
 
 
-def plain(t: Tensor) -> Tensor:
-    """`t` without gradient, as an ordinary tensor: codes as their own layer reads them."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return t.detach()
+class GatheredWeight(Tensor):
+    """A weight [out, in] after an all-gather by FSDP2 in FP8 or in a codec (fsdp_weights.py).
+
+    Other code reads its values, in the dtype of its gradient: compiled code casts a gradient to the
+    dtype of its tensor (torch 2.13).
+    """
+
+    _data: Tensor
+    _scale_inv: Tensor
+    _dgrad: Tensor | None
+    _dgrad_scale_inv: Tensor | None
+    _global_scale_inv: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, stored: FP8Weight, dtype: torch.dtype, codec: Codec | None = None
+    ) -> GatheredWeight:
+        data = stored.data
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            dtype=dtype,
+            layout=data.layout,
+            device=data.device,
+        )
+
+    def __init__(self, stored: FP8Weight, dtype: torch.dtype, codec: Codec | None = None) -> None:
+        self.codec = codec
+        self.set_tensors(stored)
+
+    def set_tensors(self, stored: FP8Weight) -> None:
+        """Replaces the tensors. FSDP2 reuses the object in its next all-gather."""
+        self._data = stored.data
+        self._scale_inv = stored.scale_inv
+        self._dgrad = stored.dgrad
+        self._dgrad_scale_inv = stored.dgrad_scale_inv
+        self._global_scale_inv = stored.global_scale_inv
+
+    @property
+    def tensors(self) -> FP8Weight:
+        """The gathered tensors. Under a codec only the first two are used."""
+        return FP8Weight(
+            self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv
+        )
+
+    def weight_storage(self, codec: Codec | None) -> WeightStorage:
+        """Returns the weight as GEMMs read it; `codec` is that of the layer's shards."""
+        # The layer passes the codec: Dynamo reads only tensors from a tensor subclass.
+        if codec is None:
+            return self.tensors
+        return CodecWeight(self._data, self._scale_inv, codec)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GatheredWeight({self._data}, {self._scale_inv})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, Codec | None]]:
+        fields = self.tensors._asdict()
+        names = [f"_{name}" for name, tensor in fields.items() if tensor is not None]
+        return names, (self.dtype, self.codec)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], metadata: Any, size: Any, stride: Any
+    ) -> GatheredWeight:
+        fields = {name.removeprefix("_"): tensor for name, tensor in inner.items()}
+        return GatheredWeight(FP8Weight(**fields), *metadata)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ALIASES:
+            return cls(args[0].tensors, args[0].dtype, args[0].codec)
+
+        def decode_weight(weight: GatheredWeight) -> Tensor:
+            return weight.weight_storage(weight.codec).values(weight.dtype)
+
+        args, kwargs = tree_map_only(GatheredWeight, decode_weight, (args, kwargs or {}))
+        return func(*args, **kwargs)

@@ -1,15 +1,18 @@
-"""FP8 all-gather of weights: a float32 shard that FSDP2 gathers quantized, and the weight that products read once it is gathered.
+"""FP8 all-gather of weights: FSDP2 gathers a float32 shard quantized, and GEMMs read the result.
 
-    after a step    the amaxes of each weight that no rank has alone, a MAX over its shards, in one collective for all layers
-    pre-gather      this rank's rows are quantized, once a step, and sent as bytes, padded where ranks have uneven shards
-    post-gather     the bytes are the weight [out, in], with its scales
+    after a step    `refresh_shards` computes scales: the amaxes of all weights are reduced (MAX) over
+                    their shards, in one all-reduce for all layers
+    pre-gather      this rank's rows are quantized, once per step, and sent as bytes. Uneven shards are
+                    padded
+    post-gather     the bytes become a GatheredWeight [out, in] with its scales (fp8_weights.py)
 
-The numbers are those of a layer that holds its weight in float8 (fp8_weights.py), to the bit (fsdp_weights.py). Where dgrad reads
-another matrix than fprop both are gathered, as many bytes as bfloat16 would be. A weight may be gathered in a codec instead
-(`storage.weight`), which each pass decodes, before it quantizes it for FP8 products.
+The values equal those of a layer that stores its weight in FP8, bit for bit. If dgrad reads another
+matrix than fprop, both are gathered: as many bytes as bfloat16. A weight may be gathered in a codec
+instead (`storage.weight`); each pass decodes it and quantizes it for FP8 GEMMs.
 
-FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py); torchao's
-WeightWithDynamicFloat8CastTensor is the like of it for its own layers.
+FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather`
+(torch/distributed/fsdp/_fully_shard/_fsdp_param.py). torchao's WeightWithDynamicFloat8CastTensor does the
+same for its layers.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from fp8cfg.numerics.amax import (
 )
 from fp8cfg.numerics.codecs import Codec
 from fp8cfg.numerics.formats import cast
-from fp8cfg.numerics.fp8_weights import FP8Weight, decoded, pack
+from fp8cfg.numerics.fp8_linear import FP8Linear
+from fp8cfg.numerics.fp8_weights import FP8Weight, GatheredWeight, pack
 from fp8cfg.numerics.kernels.store import (
     compute_amaxes,
     store_nvfp4_fused,
@@ -53,19 +57,125 @@ from fp8cfg.numerics.stored_state import amax_record
 from fp8cfg.schema.scalings import SCALE_BYTES, Tile
 
 FIELDS = {1: ("data", "scale_inv"), 0: ("dgrad", "dgrad_scale_inv")}
-"""The fields of `FP8Weight` of the matrix that a product reads which contracts a weight's dimension 1, or 0."""
-
+"""Fields of `FP8Weight` by the dimension that a GEMM contracts: 1 for fprop, 0 for dgrad."""
 FLOAT32 = 4
+"""Bytes of a float32."""
 
 
-def first_row(rows: int, ranks: int, rank: int) -> int:
-    """The row of a whole tensor that the shard of `rank` begins with, as FSDP2 cuts so many rows over `ranks`."""
-    return min(rank * -(-rows // ranks), rows)
+def shard_in_fp8(layer: FP8Linear, codec: Codec | None = None) -> None:
+    """Lets FSDP2 gather the weight of `layer` in FP8, or in `codec`. Call it before fully_shard."""
+    weight = layer.parameter
+    shard = WeightShard(weight.detach())
+    layer._parameters["weight"] = nn.Parameter(shard, requires_grad=weight.requires_grad)
+    layer.fsdp_shard = FSDPShard(layer.scaling, codec)
+
+
+@torch.no_grad()
+def refresh_shards(layers: Iterable[FP8Linear]) -> None:
+    """Computes the scales of all weights that FSDP2 gathers in FP8 or in a codec.
+
+    One all-reduce covers all weights, and a second one tensor-parallel parts. All ranks call it after
+    each optimizer step, once `update_scales` has moved delayed scales, and after each load.
+
+    Args:
+        layers: FP8 layers. All have the same scaling and codec. Others than sharded ones are ignored.
+    """
+    sharded = []
+    for layer in layers:
+        if layer.fsdp_shard is not None:
+            sharded.append((layer, layer.fsdp_shard))
+    if not sharded:
+        return
+    first_layer: Any = sharded[0][0]
+    first_shard = sharded[0][1]
+    mesh = first_layer.parameter.device_mesh
+    mesh_dim = mesh.ndim - 1  # with HSDP the first dimension replicates
+    for layer, shard in sharded:
+        group = layer.amax_group
+        has_part_of_rows = group is not None and group.group_of(WEIGHT, (1, 0)) is not None
+        shard.place = ShardPlace(
+            layer.out_features, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), has_part_of_rows
+        )
+        shard.scales = ShardScales()
+        shard.quantized = None
+    codec = first_shard.codec
+    if codec is not None and not codec.per_tensor:
+        return
+    amaxes = shard_amaxes(
+        [_local_shard(layer) for layer, _ in sharded],
+        first_shard.scaling,
+        [shard.place for _, shard in sharded],
+        keep_nan=codec is not None,
+    )
+    counts = [amax.numel() for of_layer in amaxes for amax in of_layer]
+    if not counts:
+        return  # each rank has whole tiles
+    flat = torch.cat([amax.flatten() for of_layer in amaxes for amax in of_layer])
+    # As integers, as in `all_reduce_max_or_nan`: a maximum of floats may drop NaN.
+    group = mesh.get_group(mesh_dim)
+    dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, group=group)
+    if codec is not None:
+        for (_, shard), scale_inv in zip(sharded, codec.scale_inv(flat).unbind(), strict=True):
+            shard.scales = ShardScales(scale_inv)
+        return
+    flat = _reduce_over_tensor_ranks(sharded, flat, counts)
+    if first_shard.scaling.tile(WEIGHT, 1) is None:
+        _set_tensor_scales(sharded, flat)
+    else:
+        _set_tile_scales(sharded, torch.split(flat, counts))
+
+
+class FSDPShard:
+    """This rank's shard of one weight that FSDP2 gathers in FP8 or in a codec.
+
+    Attributes:
+        scaling: How the gathered weight is scaled.
+        codec: The codec in which it is gathered, None for FP8.
+        place: Rows of this rank, set by `refresh_shards`.
+        scales: TileScales that all ranks know, set by `refresh_shards`.
+        quantized: The quantized shard of this step, if it is gathered several times per step.
+        gathered_once: Whether it is gathered once per step.
+    """
+
+    place: ShardPlace
+    scales: ShardScales
+
+    def __init__(self, scaling: Scaling, codec: Codec | None) -> None:
+        # A codec scales whole tensors, as current scaling does.
+        self.scaling = scaling if codec is None else Scaling(kind="current")
+        self.codec = codec
+        self.quantized: FP8Weight | None = None
+        self.gathered_once = False
+
+    def quantize(self, shard: Tensor, history: Tensor) -> FP8Weight:
+        """Quantizes this rank's rows, once per step.
+
+        Args:
+            shard: float32 [rows, in].
+            history: The amax record of the layer.
+        """
+        if self.codec is not None:
+            # Not cached: it is gathered once per step.
+            scale_inv = self.scales.scale
+            data = self.codec.encode(shard, None, scale_inv)[0]
+            if scale_inv is None:
+                scale_inv = torch.ones((), dtype=torch.float32, device=data.device)
+            return FP8Weight(data, scale_inv)
+        quantized = self.quantized
+        if quantized is None:
+            quantized = quantized_shard(shard, self.scaling, self.place, self.scales, history)
+        self.quantized = None if self.gathered_once else quantized
+        return quantized
 
 
 class ShardPlace(NamedTuple):
-    """A shard of a weight of `rows` rows: that of number `rank` of `ranks`, which have as many rows each, but for the last ones.
-    With `part_of_rows` it has some columns alone of a weight that tensor parallelism splits by columns.
+    """Place of a shard in a weight, as FSDP2 splits it. Only the last shards have fewer rows.
+
+    Attributes:
+        rows: Rows of the weight.
+        ranks: Number of shards.
+        rank: Number of this shard.
+        part_of_rows: Whether tensor parallelism has split the rows too.
     """
 
     rows: int
@@ -75,22 +185,33 @@ class ShardPlace(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The row of the weight that the shard begins with."""
+        """The first row of the shard."""
         return first_row(self.rows, self.ranks, self.rank)
 
     def cuts(self, tile: Tile) -> bool:
-        """Whether ranks have parts of one tile, or unlike numbers of rows: FSDP2 then takes nothing but tensors of the padded
-        shard's size (torch 2.13), and scales are none."""
-        return (
-            tile[0] == 0
-            or (self.part_of_rows and tile[1] == 0)
-            or self.rows % (tile[0] * self.ranks) != 0
-        )
+        """Tells whether ranks share tiles or have different numbers of rows.
+
+        FSDP2 (torch 2.13) gathers only tensors of the padded shard's size. TileScales of tiles have
+        another size, so then all ranks compute all scales from reduced amaxes.
+        """
+        if tile[0] == 0 or (self.part_of_rows and tile[1] == 0):
+            return True
+        return self.rows % (tile[0] * self.ranks) != 0
+
+
+def first_row(rows: int, ranks: int, rank: int) -> int:
+    """Returns the first row of a shard of `rows` rows over `ranks` ranks, as FSDP2 splits them."""
+    return min(rank * -(-rows // ranks), rows)
 
 
 class ShardScales(NamedTuple):
-    """What all ranks know of the scales of a weight: the one `scale` of all of it, or nvfp4's first level, `whole`, with the `amax`
-    [] that it is made of, and, by the dimension that a product contracts, the scales [R / r, C / c] of tiles that are cut.
+    """TileScales of a weight that all ranks know before the all-gather.
+
+    Attributes:
+        scale: float32 [], the scale of the whole weight; of a codec, the inverse scale.
+        amax: float32 [], the amax of the whole weight under NVFP4.
+        whole: float32 [], NVFP4's scale of the whole weight.
+        tiles: TileScales [R / r, C / c] of tiles that ranks share, by the contracted dimension.
     """
 
     scale: Tensor | None = None
@@ -100,83 +221,97 @@ class ShardScales(NamedTuple):
 
 
 def axes(scaling: Scaling) -> tuple[int, ...]:
-    """The dimensions of a weight for whose contraction there is a matrix."""
+    """Returns the contracted dimensions for which a weight is quantized."""
     return (1, 0) if scaling.directional(WEIGHT) else (1,)
 
 
 def _tiles(scaling: Scaling) -> Iterator[tuple[int, Tile]]:
-    for axis in axes(scaling):
-        if (tile := scaling.tile(WEIGHT, axis)) is not None:
-            yield axis, tile
+    """Yields each contracted dimension with its tile; nothing for one scale per tensor."""
+    for dim in axes(scaling):
+        tile = scaling.tile(WEIGHT, dim)
+        if tile is not None:
+            yield dim, tile
 
 
 def split_fields(scaling: Scaling, place: ShardPlace) -> dict[str, int]:
-    """The fields of the stored weight of which each rank has rows of its own, with the rows of all of them together."""
-    found = {FIELDS[axis][0]: place.rows for axis in axes(scaling)}
-    return found | {
-        FIELDS[axis][1]: place.rows // tile[0]
-        for axis, tile in _tiles(scaling)
-        if not place.cuts(tile)
-    }
+    """Returns the fields of `FP8Weight` that are gathered, with their rows over all ranks."""
+    fields = {}
+    for dim in axes(scaling):
+        data, _ = FIELDS[dim]
+        fields[data] = place.rows
+    for dim, tile in _tiles(scaling):
+        if not place.cuts(tile):
+            _, scale_inv = FIELDS[dim]
+            fields[scale_inv] = place.rows // tile[0]
+    return fields
 
 
-def _of_amaxes(scaling: Scaling, place: ShardPlace) -> list[Tile | None]:
-    """Of each of what `shard_amaxes` gives the tile, None the whole weight."""
-    one: list[Tile | None] = (
-        [None] if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels else []
-    )
-    return one + [tile for _, tile in _tiles(scaling) if place.cuts(tile)]
+def _amax_tiles(scaling: Scaling, place: ShardPlace) -> list[Tile | None]:
+    """Returns the tile of each result of `shard_amaxes`, None for the whole weight."""
+    tiles: list[Tile | None] = []
+    if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels:
+        tiles.append(None)
+    for _, tile in _tiles(scaling):
+        if place.cuts(tile):
+            tiles.append(tile)
+    return tiles
 
 
 def amax_shapes(scaling: Scaling, place: ShardPlace, columns: int) -> list[tuple[int, ...]]:
-    """The shapes of what `shard_amaxes` gives."""
-    return [
-        _grid((place.rows, columns), tile) if tile else () for tile in _of_amaxes(scaling, place)
-    ]
+    """Returns the shapes of the results of `shard_amaxes`."""
+    shapes: list[tuple[int, ...]] = []
+    for tile in _amax_tiles(scaling, place):
+        shapes.append(() if tile is None else _grid((place.rows, columns), tile))
+    return shapes
 
 
 def span_tensor_ranks(scaling: Scaling, place: ShardPlace, parts: AmaxGroup | None) -> list[bool]:
-    """Of each of what `shard_amaxes` gives whether tensor-parallel ranks have other `parts` of the same tiles."""
-    return [
-        parts is not None and parts.group_of(WEIGHT, tile) is not None
-        for tile in _of_amaxes(scaling, place)
-    ]
+    """Tells for each result of `shard_amaxes` whether tensor-parallel ranks share its tiles."""
+    flags = []
+    for tile in _amax_tiles(scaling, place):
+        flags.append(parts is not None and parts.group_of(WEIGHT, tile) is not None)
+    return flags
 
 
 def shard_amaxes(
     shards: Sequence[Tensor], scaling: Scaling, places: Sequence[ShardPlace], keep_nan: bool = False
 ) -> list[list[Tensor]]:
-    """Of each shard [rows, in], each of a weight of its own, the amaxes whose maximum over the shards of that weight scales are
-    made of; 0 where it has nothing. That of a whole shard is NaN where it has one, with `keep_nan` and for nvfp4's first level.
+    """Computes the amaxes of shards. Their maximum over the shards of a weight sets its scales.
+
+    Args:
+        shards: One shard [rows, in] of each weight.
+        scaling: The scaling of all weights.
+        places: The places of the shards.
+        keep_nan: Whether the amax of a whole shard is NaN if the shard has one. Always under NVFP4.
+
+    Returns:
+        For each shard the amax [] of all of it, if the scaling needs it, and the amaxes
+        [R / r, C / c] of all tiles of the weight that ranks share, 0 for tiles outside the shard.
     """
-    one = scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels
-    wholes = (
-        [[amax] for amax in compute_amaxes(shards, keep_nan or scaling.layout.two_levels).unbind()]
-        if one
-        else [[] for _ in shards]
-    )
-    return [
-        whole
-        + [_amaxes(shard, tile, scaling, place) for _, tile in _tiles(scaling) if place.cuts(tile)]
-        for whole, shard, place in zip(wholes, shards, places, strict=True)
-    ]
+    amaxes: list[list[Tensor]] = [[] for _ in shards]
+    if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels:
+        keep_nan = keep_nan or scaling.layout.two_levels
+        for of_shard, amax in zip(amaxes, compute_amaxes(shards, keep_nan).unbind(), strict=True):
+            of_shard.append(amax)
+    for of_shard, shard, place in zip(amaxes, shards, places, strict=True):
+        for _, tile in _tiles(scaling):
+            if place.cuts(tile):
+                of_shard.append(_tile_amaxes(shard, tile, scaling, place))
+    return amaxes
 
 
 def shard_scales(amaxes: list[Tensor], scaling: Scaling, place: ShardPlace) -> ShardScales:
-    """The scales of the amaxes that `shard_amaxes` gave, once they are those of the whole weight; not the one of a whole tensor."""
-    left = iter(amaxes)
-    amax = next(left) if scaling.layout.two_levels else None
-    whole = None if amax is None else global_scale_from_amax(amax)
-    return ShardScales(
-        None,
-        amax,
-        whole,
-        {
-            axis: tile_scales_from_amaxes(next(left), scaling.forward, scaling, whole)
-            for axis, tile in _tiles(scaling)
-            if place.cuts(tile)
-        },
-    )
+    """Computes scales of tiles from the results of `shard_amaxes`, reduced over all shards."""
+    remaining = iter(amaxes)
+    amax, whole = None, None
+    if scaling.layout.two_levels:
+        amax = next(remaining)
+        whole = global_scale_from_amax(amax)
+    tiles = {}
+    for dim, tile in _tiles(scaling):
+        if place.cuts(tile):
+            tiles[dim] = tile_scales_from_amaxes(next(remaining), scaling.forward, scaling, whole)
+    return ShardScales(None, amax, whole, tiles)
 
 
 def quantized_shard(
@@ -186,81 +321,177 @@ def quantized_shard(
     known: ShardScales,
     history: Tensor | None = None,
 ) -> FP8Weight:
-    """The shard [rows, in] in float8, with the scales of its tiles, and of those that are cut with all of the weight's. An infinite
-    amax of the others goes into row 0 of `history`, which has that of the cut ones, and the overflow is counted, if it is given.
+    """Quantizes a shard as its rows of the whole weight would be.
+
+    Args:
+        shard: float32 [rows, in].
+        scaling: The scaling.
+        place: The place of the shard.
+        known: TileScales from `refresh_shards`. Other tiles are scaled from the shard alone.
+        history: Amax record [L, 3]. Row 0 receives infinite amaxes, and overflow is counted. The
+            amaxes of shared tiles are in it already.
     """
-    fmt, record = scaling.forward, None if history is None else history[0, WEIGHT]
+    fmt = scaling.forward
+    record = None if history is None else history[0, WEIGHT]
     if known.scale is not None:
         return store_scaled(shard, scaling, known.scale, record)
-    if not known.tiles and (four := store_nvfp4_fused(shard, scaling, history, amax=known.amax)):
-        return four
-    made = store_tiles_fused(
-        shard, scaling, [axis for axis, _ in _tiles(scaling) if axis not in known.tiles], history
-    )
+    if not known.tiles:
+        four_bits = store_nvfp4_fused(shard, scaling, history, amax=known.amax)
+        if four_bits is not None:
+            return four_bits
+    dims = [dim for dim, _ in _tiles(scaling) if dim not in known.tiles]
+    fused = store_tiles_fused(shard, scaling, dims, history)
     fields: dict[str, Tensor] = {}
-    for axis, tile in _tiles(scaling):
-        if axis in made:
-            fields |= dict(zip(FIELDS[axis], made[axis], strict=True))
-            continue
-        if (cut := known.tiles.get(axis)) is not None:
-            data, decode = (
-                cast(shard.float() * _of_rows(cut.encode, shard, tile, place), fmt),
-                cut.decode,
-            )
-        elif len(shard):
-            q = quantize_tiles(shard, tile, fmt, scaling, fmt.dtype, known.whole, record=record)
-            assert q.scale_inv is not None
-            data, decode = q.data, q.scale_inv
+    for dim, tile in _tiles(scaling):
+        if dim in fused:
+            data, scale_inv = fused[dim]
         else:
-            columns = _grid((1, shard.shape[1]), tile)[1]
-            data, decode = (
-                shard.to(fmt.dtype),
-                torch.zeros(0, columns, dtype=torch.float32, device=shard.device),
-            )
-        fields |= dict(zip(FIELDS[axis], (data, pack(decode, scaling)), strict=True))
-    if record is not None and not made:
+            data, scale_inv = _quantize_rows(shard, dim, tile, scaling, place, known, record)
+            scale_inv = pack(scale_inv, scaling)
+        data_field, scale_field = FIELDS[dim]
+        fields[data_field] = data
+        fields[scale_field] = scale_inv
+    if record is not None and not fused:
         count_out_of_range(shard, WEIGHT, record, None, fmt)
-    return FP8Weight(
-        **fields, global_scale_inv=None if known.whole is None else known.whole.reciprocal()
-    )
+    global_scale_inv = None if known.whole is None else known.whole.reciprocal()
+    return FP8Weight(**fields, global_scale_inv=global_scale_inv)
+
+
+def _quantize_rows(
+    shard: Tensor,
+    dim: int,
+    tile: Tile,
+    scaling: Scaling,
+    place: ShardPlace,
+    known: ShardScales,
+    record: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns float8 data and float32 inverse scales for a GEMM that contracts `dim`."""
+    fmt = scaling.forward
+    shared = known.tiles.get(dim)
+    if shared is not None:
+        scale = _scale_of_elements(shared.encode, shard, tile, place)
+        return cast(shard.float() * scale, fmt), shared.decode
+    if not len(shard):  # fewer rows than ranks
+        columns = _grid((1, shard.shape[1]), tile)[1]
+        scale_inv = torch.zeros(0, columns, dtype=torch.float32, device=shard.device)
+        return shard.to(fmt.dtype), scale_inv
+    operand = quantize_tiles(shard, tile, fmt, scaling, fmt.dtype, known.whole, record=record)
+    assert operand.scale_inv is not None
+    return operand.data, operand.scale_inv
 
 
 def stored_bytes(scaling: Scaling, rows: int, columns: int) -> int:
-    """Bytes of a stored weight [rows, columns] and its scales."""
-    grids = [_grid((rows, columns), tile) for _, tile in _tiles(scaling)]
-    scales = SCALE_BYTES[scaling.layout.scale] * sum(r * c for r, c in grids) if grids else FLOAT32
-    return len(axes(scaling)) * rows * columns + scales + FLOAT32 * scaling.layout.two_levels
+    """Returns the bytes of an FP8 weight [rows, columns] and its scales."""
+    tiles = list(_tiles(scaling))
+    scale_bytes = 0 if tiles else FLOAT32
+    for _, tile in tiles:
+        tile_rows, tile_columns = _grid((rows, columns), tile)
+        scale_bytes += SCALE_BYTES[scaling.layout.scale] * tile_rows * tile_columns
+    if scaling.layout.two_levels:
+        scale_bytes += FLOAT32
+    return len(axes(scaling)) * rows * columns + scale_bytes
 
 
 def _grid(shape: tuple[int, int], tile: Tile) -> tuple[int, int]:
-    """The tiles of a matrix of `shape`."""
-    r, c = tile_shape(shape, tile)
-    return -(-shape[0] // r), -(-shape[1] // c)
+    """Returns the numbers of tiles along the rows and columns of a matrix."""
+    tile_rows, tile_columns = tile_shape(shape, tile)
+    return -(-shape[0] // tile_rows), -(-shape[1] // tile_columns)
 
 
-def _amaxes(shard: Tensor, tile: Tile, scaling: Scaling, place: ShardPlace) -> Tensor:
-    """The amaxes [R / r, C / c] of all tiles of the weight, of which the shard has parts."""
-    found = torch.zeros(
-        _grid((place.rows, shard.shape[1]), tile), dtype=torch.float32, device=shard.device
-    )
-    if len(shard):
-        before = place.first % tile[0] if tile[0] else 0
-        v = split_tiles(F.pad(shard, (0, 0, before, 0)) if before else shard, tile)
-        first = place.first // tile[0] if tile[0] else 0
-        found[first : first + len(v)] = compute_tile_amax(
-            v, keep_nan=scaling.layout.scale != "float32"
-        )[:, 0, :, 0]
-    return found
-
-
-def _of_rows(scales: Tensor, shard: Tensor, tile: Tile, place: ShardPlace) -> Tensor:
-    """Of the scales [R / r, C / c] of a weight those of the elements of the shard."""
-    _, c = tile_shape(tuple(shard.shape), tile)
+def _tile_amaxes(shard: Tensor, tile: Tile, scaling: Scaling, place: ShardPlace) -> Tensor:
+    """Returns the amaxes [R / r, C / c] of all tiles of the weight, 0 outside the shard."""
+    grid = _grid((place.rows, shard.shape[1]), tile)
+    amaxes = torch.zeros(grid, dtype=torch.float32, device=shard.device)
+    if not len(shard):
+        return amaxes
+    first_tile, padding = 0, 0
     if tile[0]:
-        scales = scales[
-            torch.arange(place.first, place.first + len(shard), device=shard.device) // tile[0]
-        ]
-    return scales.repeat_interleave(c, 1)[:, : shard.shape[1]]
+        first_tile, padding = divmod(place.first, tile[0])
+    if padding:
+        # The first tile begins in the shard of the rank before.
+        shard = F.pad(shard, (0, 0, padding, 0))
+    tiles = split_tiles(shard, tile)
+    amax = compute_tile_amax(tiles, keep_nan=scaling.layout.scale != "float32")
+    amaxes[first_tile : first_tile + len(tiles)] = amax[:, 0, :, 0]
+    return amaxes
+
+
+def _scale_of_elements(scales: Tensor, shard: Tensor, tile: Tile, place: ShardPlace) -> Tensor:
+    """Expands the scales [R / r, C / c] of a weight to the elements of a shard."""
+    _, tile_columns = tile_shape(tuple(shard.shape), tile)
+    if tile[0]:
+        rows = torch.arange(place.first, place.first + len(shard), device=shard.device)
+        scales = scales[rows // tile[0]]
+    return scales.repeat_interleave(tile_columns, 1)[:, : shard.shape[1]]
+
+
+def _local_shard(layer: Any) -> Tensor:
+    """Returns the float32 rows [rows, in] of this rank."""
+    shard: Tensor = layer.parameter.to_local()._tensor
+    return shard
+
+
+def _reduce_over_tensor_ranks(
+    sharded: list[tuple[FP8Linear, FSDPShard]], flat: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """Reduces amaxes of tiles that tensor-parallel ranks share.
+
+    Args:
+        sharded: The layers.
+        flat: The results of `shard_amaxes` of all layers, concatenated.
+        counts: Their numbers of elements.
+    """
+    spans = []
+    for layer, shard in sharded:
+        spans += span_tensor_ranks(layer.scaling, shard.place, layer.amax_group)
+    if not any(spans):
+        return flat
+    pieces = list(torch.split(flat, list(counts)))
+    shared = [index for index, span in enumerate(spans) if span]
+    amax_group = sharded[0][0].amax_group
+    assert amax_group is not None, "tensor parallelism splits all layers over the same ranks"
+    reduced = all_reduce_max_or_nan(
+        torch.cat([pieces[index] for index in shared]), amax_group.group
+    )
+    reduced_pieces = torch.split(reduced, [counts[index] for index in shared])
+    for index, piece in zip(shared, reduced_pieces, strict=True):
+        pieces[index] = piece
+    return torch.cat(pieces)
+
+
+def _set_tensor_scales(sharded: list[tuple[FP8Linear, FSDPShard]], amaxes: Tensor) -> None:
+    """Records the amaxes [layers] and sets one scale per weight. Launches few kernels."""
+    layers = [layer for layer, _ in sharded]
+    scaling = layers[0].scaling
+    records = [amax_record(layer)[0, WEIGHT] for layer in layers]
+    torch._foreach_maximum_(records, list(amaxes.unbind()))
+    delayed_scales = None
+    if scaling.layout.history:
+        # A frozen weight is quantized once, with its first scale, also after a load.
+        first_scale = amaxes.new_full((), scaling.first_step == "te")
+        scales = []
+        for layer in layers:
+            assert layer.fp8_scale is not None
+            is_trained = layer.parameter.requires_grad
+            scales.append(layer.fp8_scale[WEIGHT] if is_trained else first_scale)
+        delayed_scales = torch.stack(scales)
+    weight_scales = scales_from_amaxes(amaxes, WEIGHT, scaling, delayed_scales)
+    for (_, shard), scale in zip(sharded, weight_scales.unbind(), strict=True):
+        shard.scales = ShardScales(scale)
+
+
+def _set_tile_scales(sharded: list[tuple[FP8Linear, FSDPShard]], amaxes: Sequence[Tensor]) -> None:
+    """Records the reduced results of `shard_amaxes` and sets scales of tiles that ranks share."""
+    remaining = iter(amaxes)
+    for layer, shard in sharded:
+        shapes = amax_shapes(layer.scaling, shard.place, layer.in_features)
+        of_layer = [next(remaining).view(shape) for shape in shapes]
+        shard.scales = shard_scales(of_layer, layer.scaling, shard.place)
+        record = amax_record(layer)[0, WEIGHT]
+        for amax in of_layer:
+            # Tiles with NaN do not count.
+            record_amax(record, torch.where(amax >= 0, amax, 0).amax())
 
 
 _aten = torch.ops.aten
@@ -277,12 +508,11 @@ _KEEP = {
     _aten.split.Tensor,
     _aten.clone.default,
 }
-"""What FSDP2 does to a shard as it pads, moves and copies it; the result is a shard as well."""
-_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.view.default}
+"""Operations with which FSDP2 pads, moves and copies a shard. The result is a shard too."""
 
 
 class WeightShard(Tensor):
-    """A float32 shard [rows, in] of a layer's weight, which is its own master."""
+    """A float32 shard [rows, in] of a layer's weight. It is its own master weight."""
 
     _tensor: Tensor
 
@@ -318,235 +548,71 @@ class WeightShard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = func(
-            *tree_map_only(WeightShard, lambda t: t._tensor, args),
-            **tree_map_only(WeightShard, lambda t: t._tensor, kwargs or {}),
+        plain_args, plain_kwargs = tree_map_only(
+            WeightShard, lambda shard: shard._tensor, (args, kwargs or {})
         )
+        result = func(*plain_args, **plain_kwargs)
         if func is _aten.copy_.default:
             return args[0]
-        return tree_map_only(Tensor, WeightShard, made) if func in _KEEP else made
+        if func in _KEEP:
+            return tree_map_only(Tensor, WeightShard, result)
+        return result
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: FP8Linear, mp_policy: Any
     ) -> Any:
-        stored: FP8Weight = module.quantized_shard(self._tensor)
-        split = split_fields(module.shard_scaling, module.shard_place)
-        if (
-            mesh.size() == 1
-            # torch takes nothing but the first from one rank, which has the whole of the others. Seen
-            # with 2.13
-        ):
-            split = dict([*split.items()][:1])
-        sent = {name: getattr(stored, name) for name in split}
-        of = stored, split, module.weight_grad_dtype, module.shard_codec
-        return tuple(_padded(t, -(-split[name] // mesh.size())) for name, t in sent.items()), of
+        """Returns the tensors to gather, and what `fsdp_post_all_gather` needs."""
+        shard = module.fsdp_shard
+        assert shard is not None
+        quantized = shard.quantize(self._tensor, amax_record(module))
+        fields = split_fields(shard.scaling, shard.place)
+        if mesh.size() == 1:
+            # With one rank torch 2.13 takes one tensor only. The rank has the others already.
+            fields = {"data": fields["data"]}
+        gathered = []
+        for name, rows in fields.items():
+            padded_rows = -(-rows // mesh.size())
+            gathered.append(_padded_bytes(getattr(quantized, name), padded_rows))
+        metadata = (quantized, fields, module.weight_grad_dtype, shard.codec)
+        return tuple(gathered), metadata
 
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        stored, split, dtype, codec = metadata
-        whole = stored._replace(
-            **{
-                name: output.view(getattr(stored, name).dtype)[:rows]
-                for output, (name, rows) in zip(outputs, split.items(), strict=True)
-            }
-        )
+        """Returns the gathered weight and the tensors whose memory FSDP2 manages."""
+        quantized, fields, dtype, codec = metadata
+        gathered = {}
+        for output, (name, rows) in zip(outputs, fields.items(), strict=True):
+            shard = getattr(quantized, name)
+            gathered[name] = output.view(shard.dtype)[:rows]
+        weight = quantized._replace(**gathered)
         if out is not None:
-            out._hold(whole)
+            out.set_tensors(weight)
             return None
-        return GatheredWeight(whole, dtype, codec), outputs
+        return GatheredWeight(weight, dtype, codec), outputs
 
 
-def _padded(t: Tensor, rows: int) -> Tensor:
-    """The matrix `t` with as many `rows`, its float8 numbers as bytes."""
-    t = t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-    return F.pad(t, (0, 0, 0, rows - len(t))) if len(t) < rows else t
-
-
-class GatheredWeight(Tensor):
-    """A weight [out, in] that was gathered in float8, with its inverse scales, or in `codec`. To other code it is its values in the
-    dtype of its gradient: compiled code hands a gradient over in the dtype of what it is of (torch 2.13).
-    """
-
-    _data: Tensor
-    _scale_inv: Tensor
-    _dgrad: Tensor | None
-    _dgrad_scale_inv: Tensor | None
-    _global_scale_inv: Tensor | None
-
-    @staticmethod
-    def __new__(
-        cls, stored: FP8Weight, dtype: torch.dtype, codec: Codec | None = None
-    ) -> GatheredWeight:
-        data = stored.data
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.size(),
-            strides=data.stride(),
-            dtype=dtype,
-            layout=data.layout,
-            device=data.device,
-        )
-
-    def __init__(self, stored: FP8Weight, dtype: torch.dtype, codec: Codec | None = None) -> None:
-        self.codec = codec
-        self._hold(stored)
-
-    def _hold(self, stored: FP8Weight) -> None:
-        self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv = (
-            stored
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"GatheredWeight({self._data}, {self._scale_inv})"
-
-    @property
-    def stored(self) -> FP8Weight:
-        """The float8 weight as products read it."""
-        return FP8Weight(
-            self._data, self._scale_inv, self._dgrad, self._dgrad_scale_inv, self._global_scale_inv
-        )
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, Codec | None]]:
-        return [f"_{name}" for name, t in self.stored._asdict().items() if t is not None], (
-            self.dtype,
-            self.codec,
-        )
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], of: Any, size: Any, stride: Any
-    ) -> GatheredWeight:
-        return GatheredWeight(
-            FP8Weight(**{name.removeprefix("_"): t for name, t in inner.items()}), *of
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func in _ALIASES:
-            return cls(args[0].stored, args[0].dtype, args[0].codec)
-        wide = tree_map_only(
-            GatheredWeight, lambda t: decoded(t.stored, t.codec, t.dtype), (args, kwargs or {})
-        )
-        return func(*wide[0], **wide[1])
+def _padded_bytes(matrix: Tensor, rows: int) -> Tensor:
+    """Pads a matrix to `rows` rows. Float8 becomes bytes: process groups do not know it."""
+    if matrix.dtype.itemsize == 1:
+        matrix = matrix.view(torch.uint8)
+    if len(matrix) < rows:
+        matrix = F.pad(matrix, (0, 0, 0, rows - len(matrix)))
+    return matrix
 
 
 @torch.no_grad()
-def whole_master(p: Any) -> Tensor:
-    """The whole float32 weight of which `p`, a DTensor, has a shard. All ranks that have one call it."""
-    from torch.distributed.tensor import DTensor  # inside: it takes a second to load
+def whole_master(parameter: Any) -> Tensor:
+    """Gathers the float32 weight [out, in] of a DTensor. All ranks with a shard call it."""
+    from torch.distributed.tensor import DTensor  # takes a second to load
 
-    shard = p.to_local()
+    shard = parameter.to_local()
     plain = DTensor.from_local(
         getattr(shard, "_tensor", shard),
-        p.device_mesh,
-        p.placements,
+        parameter.device_mesh,
+        parameter.placements,
         run_check=False,
-        shape=p.shape,
-        stride=p.stride(),
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
     return plain.full_tensor()
-
-
-@torch.no_grad()
-def refresh_shards(layers: Iterable[Any]) -> None:
-    """New scales of all weights of `layers`, FP8Linears, that are gathered in FP8, or all in one codec, from their amaxes over all
-    shards: one all-reduce for all, and another one over the ranks that split matrices. Every rank calls it after a step that has
-    written them, once `update_scales` has moved delayed scales, and after a load."""
-    those = [layer for layer in layers if layer.sharded]
-    if not those:
-        return
-    mesh = those[0].parameter.device_mesh
-    axis = mesh.ndim - 1  # which has the shards
-    for layer in those:
-        columns = (
-            layer.amax_group is not None and layer.amax_group.group_of(WEIGHT, (1, 0)) is not None
-        )
-        layer.shard_place = ShardPlace(
-            layer.out_features, mesh.size(axis), mesh.get_local_rank(axis), part_of_rows=columns
-        )
-        layer.shard_scales, layer.shard_quantized = ShardScales(), None
-    shards = [layer.parameter.to_local()._tensor for layer in those]
-    if (codec := those[0].shard_codec) and not codec.per_tensor:
-        return
-    found = shard_amaxes(
-        shards,
-        those[0].shard_scaling,
-        [layer.shard_place for layer in those],
-        keep_nan=codec is not None,
-    )
-    if not any(found):
-        return
-    flat = torch.cat([amax.flatten() for each in found for amax in each])
-    dist.all_reduce(
-        flat.view(torch.int32), dist.ReduceOp.MAX, group=mesh.get_group(axis)
-    )  # by their bits, as largest_or_nan
-    if codec:
-        for layer, scale_inv in zip(those, codec.scale_inv(flat).unbind(), strict=True):
-            layer.shard_scales = ShardScales(scale_inv)
-        return
-    counts = [amax.numel() for each in found for amax in each]
-    flat = _over_parts(those, flat, counts)
-    if those[0].scaling.tile(WEIGHT, 1) is None:
-        _set_scales(those, flat)
-        return
-    left = iter(torch.split(flat, counts))
-    for layer in those:
-        amaxes = [
-            next(left).view(shape)
-            for shape in amax_shapes(layer.scaling, layer.shard_place, layer.in_features)
-        ]
-        layer.shard_scales = shard_scales(amaxes, layer.scaling, layer.shard_place)
-        for amax in amaxes:
-            record_amax(
-                amax_record(layer)[0, WEIGHT], torch.where(amax >= 0, amax, 0).amax()
-            )  # but for tiles that have NaN
-
-
-def _over_parts(layers: list[Any], flat: Tensor, counts: Sequence[int]) -> Tensor:
-    """The amaxes `flat` of the weights of `layers`, so many of each tile or tensor: those of which tensor-parallel ranks have other
-    parts, over these."""
-    flags = [
-        flag
-        for layer in layers
-        for flag in span_tensor_ranks(layer.scaling, layer.shard_place, layer.amax_group)
-    ]
-    if not any(flags):
-        return flat
-    pieces = torch.split(flat, [*counts])
-    shared = [amax for amax, flag in zip(pieces, flags, strict=True) if flag]
-    whole = all_reduce_max_or_nan(
-        torch.cat(shared), layers[0].amax_group.group
-    )  # all of them are split over the same ranks
-    left = iter(torch.split(whole, [len(amax) for amax in shared]))
-    return torch.cat(
-        [next(left) if flag else amax for amax, flag in zip(pieces, flags, strict=True)]
-    )
-
-
-def _set_scales(layers: list[Any], amaxes: Tensor) -> None:
-    """The one scale of each of these weights, of the amaxes [layers], which are recorded; in few launches for all."""
-    scaling, there = layers[0].scaling, None
-    torch._foreach_maximum_(
-        [amax_record(layer)[0, WEIGHT] for layer in layers], list(amaxes.unbind())
-    )
-    if scaling.layout.history:
-        # A frozen weight is quantized once: by its first scale after a load too.
-        first = amaxes.new_full((), scaling.first_step == "te")
-        there = torch.stack(
-            [
-                layer.fp8_scale[WEIGHT] if layer.parameter.requires_grad else first
-                for layer in layers
-            ]
-        )
-    for layer, scale in zip(
-        layers, scales_from_amaxes(amaxes, WEIGHT, scaling, there).unbind(), strict=True
-    ):
-        layer.shard_scales = ShardScales(scale)
-
-
-def shard_parameter(weight: nn.Parameter) -> nn.Parameter:
-    """`weight` as a Parameter that FSDP2 gathers in FP8."""
-    return nn.Parameter(WeightShard(weight.detach()), requires_grad=weight.requires_grad)

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from fp8cfg.numerics.amax import compute_amax, split_tiles
 from fp8cfg.numerics.formats import Format, RandomStream, round_to_format
-from fp8cfg.numerics.fp8_linear import CONTRACTED, FP8Linear
-from fp8cfg.numerics.fp8_weights import decoded
-from fp8cfg.numerics.fsdp_weights import GatheredWeight, whole_master
+from fp8cfg.numerics.fp8_linear import FP8Linear
+from fp8cfg.numerics.fp8_weights import GatheredWeight
+from fp8cfg.numerics.fsdp_weights import whole_master
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
+from fp8cfg.numerics.linear_operands import CONTRACTED
 from fp8cfg.numerics.overflow_counts import pause_overflow_counts
 from fp8cfg.numerics.quantize import hadamard_transform
 from fp8cfg.numerics.scaling import (
@@ -34,8 +35,7 @@ from fp8cfg.numerics.scaling import (
     compute_global_scale,
     compute_tile_scales,
 )
-from fp8cfg.numerics.state_dict_conversion import ROUNDING_COUNT
-from fp8cfg.numerics.stored_state import AMAX, BACKWARD_AMAX, RAN
+from fp8cfg.numerics.stored_state import AMAX, BACKWARD_AMAX, RAN, ROUNDING_COUNT
 
 TENSORS = {INPUT: "input", WEIGHT: "weight", GRAD_OUTPUT: "grad_output"}
 """Names of the tensors of a linear layer."""
@@ -184,7 +184,7 @@ class _Probe:
             return layer.dequantized_weight(torch.float32)
         if isinstance(weight, GatheredWeight):
             if weight.codec:
-                return decoded(weight.stored, weight.codec, torch.float32)
+                return weight.weight_storage(weight.codec).values(torch.float32)
             return whole_master(self.shards[layer]) if layer in self.shards else None
         if layer.fp8_params and isinstance(weight, nn.Parameter):
             return self.masters.get(weight)

@@ -1,11 +1,16 @@
-"""Stored form of a model's state: the bytes that training goes on from, where `state_dict()` gives weights that anyone can use.
+"""State of FP8 layers: their amax records, and the two forms of their state dict.
 
-    state_dict()            the plain model's keys alone; a weight that is stored in FP8, or in a codec with a scale, dequantized
-    stored_state_dict()     those weights as they are stored, and FP8 state: scales, amax histories, counts of random draws
-    fp8_state_dict()        what of the stored form is not in the other
+    state_dict()            keys of the plain model; stored weights are decoded
+    stored_state_dict()     weights as stored, and FP8 state: scales, amax histories, random draws
+    fp8_state_dict()        the entries of the second form that the first one lacks
 
-`load_state_dict` of a model takes the first two. A load without FP8 state is a load of new weights, and scales start anew: the
-next step says so, once. A weight that is dequantized for `state_dict()` is a new tensor: a write to it does not reach the layer.
+`load_state_dict` of a model takes the first two. A load without FP8 state is a load of new weights:
+scales start anew, and the next step warns once. A decoded weight in `state_dict()` is a new tensor; a
+write to it does not reach the layer.
+
+In the stored form a layer under delayed scaling adds `fp8_scale` [3] and `fp8_amax_history` [length, 3],
+float32, with the columns input, weight, grad_output. A stored weight adds its scales (fp8_weights.py).
+A float8 weight of another scaling is dequantized and quantized again.
 """
 
 from __future__ import annotations
@@ -14,70 +19,127 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.fp8_weights import as_saved
+from fp8cfg.numerics.formats import FORMAT_BY_DTYPE
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight, plain
 
-_stored: ContextVar[bool] = ContextVar("stored_form", default=False)
+AMAX = "fp8_amax"
+"""float32 [1, 3], attention [1, 6]: the amax record of a layer without a history.
+
+It exists for infinite amaxes. Kernels that scale tiles write no finite ones.
+"""
+BACKWARD_AMAX = "fp8_backward_amax"
+"""float32 [1, 3]: the amax record of backward passes."""
+RAN = ("ran_forward", "ran_backward")
+"""int32 [3] each: which GEMMs ran in forward and in backward passes (gemm.py)."""
+ROUNDING_COUNT = "fp8_rounding_count"
+"""int32 []: the number of backward passes that drew random numbers for rounding."""
 ANEW = "fp8_scales_anew"
-"""Attribute of a layer that has lost its scales and amax history to a load without them."""
+"""Attribute of a layer that was loaded without scales and amax history."""
+BUFFERS = ("fp8_scale", "fp8_amax_history", *WEIGHT_BUFFERS)
+"""Buffers of the stored form, without the count of random draws."""
+
+_stored_form: ContextVar[bool] = ContextVar("stored_form", default=False)
 
 
-class StoredWeight(nn.Module):
-    """Base class of a layer whose `state_dict()` gives its weight dequantized. That of a copy refuses writes: classes of averages
-    (timm's ModelEma) copy a model and then write into `state_dict()` of the copy, which for such a weight would do nothing.
+class FP8Layer(Protocol):
+    """A layer with FP8 state, linear or attention."""
+
+    fp8_scale: Tensor | None
+    fp8_amax_history: Tensor | None
+    fp8_amax: Tensor | None
+
+    def fresh_state(self) -> dict[str, Tensor]: ...
+
+
+class FP8LinearLayer(FP8Layer, Protocol):
+    """A linear layer with FP8 state."""
+
+    fp8_backward_amax: Tensor
+
+    @property
+    def parameter(self) -> nn.Parameter: ...
+
+
+def amax_record(layer: FP8Layer) -> Tensor:
+    """Returns the buffer whose row 0 has the largest amaxes since the last update.
+
+    Under delayed scaling it is the amax history.
     """
+    record = layer.fp8_amax if layer.fp8_amax_history is None else layer.fp8_amax_history
+    assert record is not None, "a layer has one of the two"
+    return record
 
-    copied = False
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.copied = True
+@torch.no_grad()
+def fold_backward(layers: Iterable[FP8LinearLayer]) -> None:
+    """Folds the amaxes of backward passes into the amax records. Launches few kernels."""
+    records = []
+    backward_amaxes = []
+    for layer in layers:
+        records.append(amax_record(layer)[0])
+        backward_amaxes.append(layer.fp8_backward_amax[0])
+    if records:
+        torch._foreach_maximum_(records, backward_amaxes)
 
-    def saved(self, weight: Tensor) -> Tensor:
-        """`weight`, dequantized, as an entry of `state_dict()`."""
-        return as_saved(weight) if self.copied else weight
+
+@torch.no_grad()
+def forget_backward(layers: Iterable[FP8LinearLayer]) -> None:
+    """Zeros the amax records of backward passes."""
+    backward_amaxes = [layer.fp8_backward_amax for layer in layers]
+    if backward_amaxes:
+        torch._foreach_zero_(backward_amaxes)
 
 
 def in_stored_form() -> bool:
-    """Whether the `state_dict()` under way is to give the stored form."""
-    return _stored.get()
+    """Tells whether the current `state_dict()` call returns the stored form."""
+    return _stored_form.get()
 
 
 def stored_state_dict(model: nn.Module, keep_vars: bool = False) -> dict[str, Tensor]:
-    """The stored form of the state of `model`, no copies; `keep_vars` as in torch. What a checkpoint of a run has."""
-    token = _stored.set(True)
+    """Returns the stored form of the model's state, without copies.
+
+    Checkpoints of runs contain this form. `keep_vars` has torch's meaning.
+    """
+    token = _stored_form.set(True)
     try:
         return model.state_dict(keep_vars=keep_vars)
     finally:
-        _stored.reset(token)
+        _stored_form.reset(token)
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """What of the stored form `model.state_dict()` does not give, copies: entries whose last part begins with `fp8_`, and the codes
-    of the weights beside them."""
+    """Returns copies of the entries that `model.state_dict()` lacks.
+
+    These are entries whose last part begins with `fp8_`, and the codes of scaled weights.
+    """
     stored = stored_state_dict(model)
-    coded = {
-        f"{name.rpartition('.')[0]}.weight".lstrip(".")
-        for name in stored
-        if is_fp8_state(name, "fp8_weight")
-    }
-    return {
-        name: t.detach().clone()
-        for name, t in stored.items()
-        if is_fp8_state(name) or name in coded
-    }
+    names = set()
+    for name in stored:
+        if is_fp8_state(name):
+            names.add(name)
+        if is_fp8_state(name, "fp8_weight"):
+            module = name.rpartition(".")[0]
+            names.add(f"{module}.weight".lstrip("."))
+    return {name: stored[name].detach().clone() for name in stored if name in names}
 
 
 def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put the result of `fp8_state_dict` into a model of the same conversion: load weights first. An amax history of another length
-    is truncated or padded. Raises ValueError, before anything is changed, for missing and unexpected names.
+    """Loads the result of `fp8_state_dict` into a model with the same conversion.
+
+    Load the weights first. An amax history of another length is truncated or padded.
+
+    Raises:
+        ValueError: Names are missing or unexpected. Nothing is changed.
     """
-    own = fp8_state_dict(model).keys()
-    for problem, names in (("missing", own - state.keys()), ("unexpected", state.keys() - own)):
+    expected = fp8_state_dict(model).keys()
+    missing = expected - state.keys()
+    unexpected = state.keys() - expected
+    for problem, names in (("missing", missing), ("unexpected", unexpected)):
         if names:
             raise ValueError(
                 f"FP8 state: {len(names)} entries {problem}, among them {min(names)}; it is of"
@@ -87,25 +149,27 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def is_fp8_state(name: str, prefix: str = "fp8_") -> bool:
-    """Whether an entry of the stored form is FP8 state and no parameter: its last part begins with `prefix`."""
+    """Tells whether an entry of the stored form is FP8 state: its last part has the prefix."""
     return name.rpartition(".")[2].startswith(prefix)
 
 
 @contextmanager
 def persistent(layer: nn.Module, names: Iterable[str], on: bool = True) -> Iterator[None]:
-    """Let the buffers `names` of `layer`, which are in no state dict, be in the one that is made or loaded inside."""
-    left_out = layer._non_persistent_buffers_set
+    """Includes non-persistent buffers in the state dict that is saved or loaded inside."""
+    excluded = layer._non_persistent_buffers_set
     if on:
-        layer._non_persistent_buffers_set = left_out - set(names)
+        layer._non_persistent_buffers_set = excluded - set(names)
     try:
         yield
     finally:
-        layer._non_persistent_buffers_set = left_out
+        layer._non_persistent_buffers_set = excluded
 
 
 def say_scales_anew(layers: Iterable[nn.Module]) -> None:
-    """Warn, once, where weights were loaded into `layers` without the FP8 state of before."""
-    if [layer for layer in layers if vars(layer).pop(ANEW, False)]:
+    """Warns once if weights were loaded into `layers` without their FP8 state."""
+    # All flags are cleared, so that the next step does not warn again.
+    flags = [vars(layer).pop(ANEW, False) for layer in layers]
+    if any(flags):
         warnings.warn(
             "weights were loaded without FP8 state, and scales and amax histories started anew;"
             " fp8.state_dict() and job.state_dict() give it, load_state_dict() of the same takes it"
@@ -115,87 +179,124 @@ def say_scales_anew(layers: Iterable[nn.Module]) -> None:
         )
 
 
-RAN = ("ran_forward", "ran_backward")
-"""int32 [3] each: the records of products (numerics/gemm.py)."""
-BACKWARD_AMAX = "fp8_backward_amax"
-"""float32 [1, 3]: the running maxima of a backward pass, as row 0 of the amax record has them."""
-AMAX = "fp8_amax"
-"""float32 [1, 3], of attention [1, 6]: the amax record of a layer without a history, which is there for infinite amaxes. Finite
-ones are not all in it: kernels that scale tiles write infinity alone."""
+def high_precision_state_dict(
+    state: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Converts the stored form of an FP8 model to the state dict of the model without FP8.
+
+    Args:
+        state: The stored form.
+        dtype: Dtype of dequantized weights.
+
+    Returns:
+        `state` without scales and histories. Tensors other than float8 weights are not copied.
+    """
+    converted = {}
+    for name, tensor in state.items():
+        prefix, dot, leaf = name.rpartition(".")
+        if leaf in BUFFERS or leaf == ROUNDING_COUNT:
+            continue
+        stored = None
+        if leaf == "weight":
+            stored = _stored_weight(state, prefix + dot)
+        converted[name] = tensor if stored is None else stored.values(dtype)
+    return converted
 
 
-class PassRecords(nn.Module):
-    """Base class of a linear layer that records its passes."""
-
-    ran_forward: Tensor
-    ran_backward: Tensor
-    fp8_amax_history: Tensor | None
-    fp8_amax: Tensor | None
-    fp8_backward_amax: Tensor
-
-    def record_passes(self, history: bool, device: torch.device) -> None:
-        """Register the buffers; `history` where there is one, whose row 0 is the amax record."""
-        for name in RAN:
-            self.register_buffer(
-                name, torch.zeros(3, dtype=torch.int32, device=device), persistent=False
-            )
-        self.register_buffer(
-            AMAX,
-            None if history else torch.zeros(1, 3, dtype=torch.float32, device=device),
-            persistent=False,
+def _stored_weight(state: Mapping[str, Tensor], prefix: str) -> FP8Weight | None:
+    """Returns the weight of a layer if it is stored in float8 or with a scale."""
+    weight = state.get(prefix + "weight")
+    scale_inv, *second = (state.get(prefix + name) for name in WEIGHT_BUFFERS)
+    if weight is None or (scale_inv is None and weight.dtype not in FORMAT_BY_DTYPE):
+        return None
+    if scale_inv is None:
+        raise RuntimeError(
+            f"{prefix}weight is {weight.dtype} and means nothing without"
+            f" {prefix}{WEIGHT_BUFFERS[0]}"
         )
-        self.register_buffer(
-            BACKWARD_AMAX, torch.zeros(1, 3, dtype=torch.float32, device=device), persistent=False
-        )
-
-    @property
-    def gemms_ran(self) -> Tensor:
-        """int32 [3] for fprop, dgrad and wgrad: what each product last multiplied, see `gemm.decode`. A new tensor."""
-        return self.ran_forward + self.ran_backward
-
-    def clear_gemms_ran(self) -> None:
-        """Forget which products ran."""
-        for name in RAN:
-            getattr(self, name).zero_()
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        if in_stored_form():
-            fold_backward([self])
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        if prefix + "fp8_amax_history" in state_dict:
-            forget_backward([self])
+    return FP8Weight(weight, scale_inv, *second)
 
 
-class Recorded(Protocol):
-    """A layer with an amax record."""
+def prepare_load(layer: FP8LinearLayer, state: dict[str, Tensor], prefix: str) -> Tensor | None:
+    """Completes `state`, in place, with the entries that a linear layer expects.
 
-    fp8_amax_history: Tensor | None
-    fp8_amax: Tensor | None
+    Returns:
+        A high-precision weight that the layer quantizes after everything else is loaded, or None.
+    """
+    weight = state.get(prefix + "weight")
+    fp8_names = [prefix + name for name in (*BUFFERS, ROUNDING_COUNT)]
+    if weight is None and not any(name in state for name in fp8_names):
+        return None  # nn.Module reports the missing weight
+    complete_delayed(layer, state, prefix)
+    count = getattr(layer, ROUNDING_COUNT)
+    if count is None:
+        state.pop(prefix + ROUNDING_COUNT, None)
+    elif prefix + ROUNDING_COUNT not in state:
+        state[prefix + ROUNDING_COUNT] = torch.zeros_like(count)
+        vars(layer)[ANEW] = True
+    if weight is None or weight.shape != layer.parameter.shape:
+        return None
+
+    buffers = {}
+    for name in WEIGHT_BUFFERS:
+        buffer = getattr(layer, name)
+        if buffer is not None:
+            buffers[prefix + name] = buffer
+    saved = {}
+    for name in WEIGHT_BUFFERS:
+        if state.get(prefix + name) is not None:
+            saved[prefix + name] = state[prefix + name]
+    if weight.dtype == layer.parameter.dtype and _forms(saved) == _forms(buffers):
+        return None  # stored as the layer stores it
+
+    # The weight is in high precision or of another scaling.
+    stored = _stored_weight(state, prefix)
+    for name in WEIGHT_BUFFERS:
+        state.pop(prefix + name, None)
+    if not buffers:
+        if stored is not None:
+            state[prefix + "weight"] = stored.values(layer.parameter.dtype)
+        return None
+    # The load copies the layer's tensors to themselves; then the layer quantizes the weight.
+    state[prefix + "weight"] = plain(layer.parameter)
+    state.update(buffers)
+    return weight if stored is None else stored.values(torch.float32)
 
 
-def amax_record(layer: Recorded) -> Tensor:
-    """The buffer whose row 0 has the running maximum of each tensor since the last update: the history under delayed scaling."""
-    record = layer.fp8_amax if layer.fp8_amax_history is None else layer.fp8_amax_history
-    assert record is not None, "a layer has one of the two"
-    return record
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
-@torch.no_grad()
-def fold_backward(layers: Iterable[PassRecords]) -> None:
-    """Fold the amaxes of backward passes into the amax records of `layers`, which then have all; in few launches."""
-    pairs = [(amax_record(layer)[0], layer.fp8_backward_amax[0]) for layer in layers]
-    if pairs:
-        rows, seen = zip(*pairs, strict=True)
-        torch._foreach_maximum_(rows, seen)
+def complete_delayed(layer: FP8Layer, state: dict[str, Tensor], prefix: str) -> None:
+    """Gives `state`, in place, the scales and the amax history that `layer` expects.
+
+    Missing ones are fresh, unexpected ones are removed. A history of another length is truncated or
+    padded.
+    """
+    scale = prefix + "fp8_scale"
+    history = prefix + "fp8_amax_history"
+    vars(layer).pop(ANEW, None)
+    if layer.fp8_scale is None or layer.fp8_amax_history is None:
+        state.pop(scale, None)
+        state.pop(history, None)
+    elif scale not in state:
+        for name, tensor in layer.fresh_state().items():
+            state[prefix + name] = tensor
+        vars(layer)[ANEW] = True
+    elif history in state and state[history].shape[1:] == layer.fp8_amax_history.shape[1:]:
+        state[history] = fit_history(state[history], layer.fp8_amax_history)
 
 
-@torch.no_grad()
-def forget_backward(layers: Iterable[PassRecords]) -> None:
-    """Begin anew with the amaxes of backward passes."""
-    if seen := [layer.fp8_backward_amax for layer in layers]:
-        torch._foreach_zero_(seen)
+def fit_history(saved: Tensor, like: Tensor) -> Tensor:
+    """Truncates or pads an amax history [L, columns] to the length of `like`.
+
+    Row 0 stays the running maximum, and the newest past steps stay last.
+    """
+    if len(saved) == len(like):
+        return saved
+    num_past_steps = min(len(saved), len(like)) - 1
+    history = torch.zeros_like(like)
+    history[0] = saved[0]
+    if num_past_steps:
+        history[-num_past_steps:] = saved[-num_past_steps:]
+    return history

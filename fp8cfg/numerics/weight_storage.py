@@ -1,79 +1,109 @@
-"""Quantized weight of a linear layer: stored in float8 as products read it, or in a codec of low-bit state; written from a float32
-master, and read back."""
+"""The weight of a layer that stores it in FP8 or in a codec, and reads it in a wider dtype.
+
+    layer.parameter       the Parameter as stored, which optimizers and checkpoints see
+    layer.weight          its values [out, in] in `read_as`, decoded on each access
+    layer.weight_storage  the form that GEMMs read (fp8_weights.py), None for a plain Parameter
+    layer.set_weight      writes a float32 master
+
+`NarrowWeight` is the base class of FP8Linear. `hold` gives a layer of a library the same properties. Both
+hand a wide gradient to the narrow Parameter, never cast stored tensors, and convert state dicts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fp8cfg.numerics.amax import AmaxGroup
-from fp8cfg.numerics.async_copies import HostCopy
-from fp8cfg.numerics.codecs import Codec, EncodedTensor
 from fp8cfg.numerics.fp8_weights import (
+    INSTEAD,
     WEIGHT_BUFFERS,
+    CodecWeight,
     FP8Weight,
-    as_read,
+    WeightStorage,
     codes,
-    decode,
-    decoded,
+    is_arithmetic,
     plain,
 )
-from fp8cfg.numerics.kernels.store import store_and_record
-from fp8cfg.numerics.scaling import Scaling
-from fp8cfg.numerics.stored_state import StoredWeight, amax_record, in_stored_form, persistent
+from fp8cfg.numerics.stored_state import in_stored_form, persistent
 from fp8cfg.schema.errors import ConfigError
 
-SCALE_INV = "fp8_weight_scale_inv"
-"""The buffer of a layer's weight that is stored in float8, or in a codec with a scale: what its codes are multiplied by."""
+if TYPE_CHECKING:
+    from fp8cfg.numerics.codecs import Codec
 
-_RECOMPUTED = (
+SCALE_INV = WEIGHT_BUFFERS[0]
+"""The buffer that multiplies stored values: of a float8 weight, or of a codec with a scale."""
+_PARAMETRIZED = (
     "pruning, weight norm and other parametrizations cannot change a converted layer; apply them before"
     " the conversion, and the layer stays in high precision"
 )
 
 
+class StoredWeight(nn.Module):
+    """Base class of a layer whose `state_dict()` has decoded weights.
+
+    The state dict of a copy rejects writes. Averaging classes such as timm's ModelEma copy a model
+    and write into the copy's `state_dict()`, which would change nothing.
+    """
+
+    copied = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.copied = True
+
+    def saved(self, weight: Tensor) -> Tensor:
+        """Returns the entry of `state_dict()` for a decoded weight."""
+        return as_saved(weight) if self.copied else weight
+
+
 class NarrowWeight(StoredWeight):
-    """Base class of a layer whose weight, while `held`, is stored in float8 or in a codec and stands for one in `read_as`. `kept`
-    names the buffers that the stored form of its state has; no buffer is ever cast.
+    """Base class of a layer whose weight may be stored in FP8 or in a codec.
+
+    Attributes:
+        kept: Buffers in the stored form of the layer's state. They are never cast.
+        codec: The codec of the weight, None for FP8 and high precision.
+        read_as: Dtype of the weight that the stored one represents.
+        weight_grad_dtype: Dtype in which the gradient of a stored weight accumulates.
     """
 
     kept: ClassVar[tuple[str, ...]]
+    codec: Codec | None
     read_as: torch.dtype
     weight_grad_dtype: torch.dtype
     _gradient_of_weight: Tensor
     _detached: Tensor
 
     @property
-    def held(self) -> bool:
-        """Whether the weight has to be decoded before it is multiplied."""
-        raise NotImplementedError
-
-    @property
     def parameter(self) -> nn.Parameter:
         """The weight as it is stored."""
         parameter = self._parameters.get("weight")
-        if parameter is None:  # a parametrization of torch.nn.utils has taken it
-            raise ConfigError(f"{type(self).__name__}.weight: {_RECOMPUTED}")
+        if parameter is None:  # a parametrization of torch.nn.utils has replaced it
+            raise ConfigError(f"{type(self).__name__}.weight: {_PARAMETRIZED}")
         return parameter
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Rejects the parameters that pruning, weight norm and spectral norm compute a weight from."""
+        """Rejects the parameters of pruning, weight norm and spectral norm."""
         if name.startswith("weight_"):
-            raise ConfigError(f"{type(self).__name__}.{name}: {_RECOMPUTED}")
+            raise ConfigError(f"{type(self).__name__}.{name}: {_PARAMETRIZED}")
         super().register_parameter(name, param)
 
     @property
+    def held(self) -> bool:
+        """Whether the weight is stored in FP8 or in a codec, and decoded before use."""
+        return self.codec is not None or self.scaled
+
+    @property
     def scaled(self) -> bool:
-        """Whether what is stored means nothing without a scale."""
+        """Whether the stored values mean nothing without their scale."""
         return self._buffers.get(SCALE_INV) is not None
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in] as it reads; decoded anew, and not to be written to, where it is `scaled`."""
+        """The weight [out, in] as other code reads it: decoded if it has a scale, and read-only."""
         if self._parameters.get("weight") is None:
             raise AttributeError(f"{type(self).__name__} has no weight yet")
         if not self.scaled:
@@ -81,56 +111,95 @@ class NarrowWeight(StoredWeight):
         with torch.enable_grad():
             return as_read(self.decoded_weight(), self.parameter)
 
+    @property
+    def weight_storage(self) -> WeightStorage | None:
+        """The stored weight as GEMMs read it, without gradient; None in high precision."""
+        if not self.held:
+            return None
+        return self._storage_of(plain(self.parameter))
+
+    def _storage_of(self, data: Tensor) -> WeightStorage:
+        scale_inv = self._buffers[SCALE_INV]
+        if self.codec is not None:
+            return CodecWeight(data, scale_inv, self.codec)
+        assert scale_inv is not None, "a float8 weight has a scale"
+        return FP8Weight(data, scale_inv, *(self._buffers[name] for name in WEIGHT_BUFFERS[1:]))
+
+    @property
+    def in_codec(self) -> tuple[Tensor, ...]:
+        """The tensors of a weight in a codec: data, and the scale if the codec has one."""
+        storage = self.weight_storage
+        assert isinstance(storage, CodecWeight)
+        return storage.tensors
+
     def decoded_weight(self) -> Tensor:
-        """The weight [out, in] in `read_as`, with a gradient for its Parameter."""
-        raise NotImplementedError
+        """Decodes to [out, in] in `read_as`, with a gradient for the Parameter."""
+        receiver, storage = self.receiver_and_storage()
+        return decode(receiver, storage, self.read_as)
+
+    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
+        """Decodes to [out, in] in `dtype`, without gradient if the weight is stored."""
+        storage = self.weight_storage
+        return self.parameter.to(dtype) if storage is None else storage.values(dtype)
 
     def float32_weight(self) -> Tensor:
-        """The weight [out, in] as it is stored, decoded, without gradient."""
-        raise NotImplementedError
+        """Decodes to [out, in] in float32."""
+        return self.dequantized_weight(torch.float32)
 
-    def _store(self, data: Tensor, requires_grad: bool) -> None:
-        """Make `data` the stored weight; buffers are registered before."""
-        self._parameters["weight"] = (
-            codes(data, requires_grad) if self.scaled else nn.Parameter(data, requires_grad)
-        )
+    def set_weight(self, master: Tensor) -> None:
+        """Encodes `master`, float32 [out, in], into the stored weight."""
+        assert self.codec is not None
+        self.codec.store(master, self.in_codec)
 
     def set_weight_grad_dtype(self, dtype: torch.dtype) -> None:
-        """Compute and accumulate the gradient of a weight that is held in float8 or in a codec in `dtype`. That of any other
-        weight is computed in the weight's own dtype, and accumulates in its `grad_dtype`."""
+        """Sets the dtype in which the gradient of a stored weight is computed and accumulated.
+
+        A high-precision weight has a gradient of its own dtype, accumulated in its `grad_dtype`.
+        """
         if self.held:
             self.weight_grad_dtype = dtype
             self._prepare_gradient()
 
-    def receiver_and_stored(self) -> tuple[Tensor, Tensor]:
-        """The tensor that receives the gradient of a low-bit weight from autograd, and the stored values without gradient."""
+    def _set_parameter(self, data: Tensor, requires_grad: bool) -> None:
+        """Makes `data` the stored weight. Its buffers are registered first."""
+        if self.scaled:
+            self._parameters["weight"] = codes(data, requires_grad)
+        else:
+            self._parameters["weight"] = nn.Parameter(data, requires_grad)
+
+    def receiver_and_storage(self) -> tuple[Tensor, WeightStorage]:
+        """Returns the tensor to which autograd gives the gradient, and the stored weight."""
         weight = self.parameter
-        if torch.compiler.is_compiling() and self._stands_in:
-            if weight.requires_grad:
-                return self._gradient_of_weight, self._detached
-            return (
-                self._detached.new_zeros((), dtype=self.weight_grad_dtype).expand(weight.shape),
-                self._detached,
-            )
-        return weight, plain(weight)
+        if not torch.compiler.is_compiling() or not self._needs_receiver:
+            return weight, self._storage_of(plain(weight))
+        storage = self._storage_of(self._detached)
+        if weight.requires_grad:
+            return self._gradient_of_weight, storage
+        receiver = self._detached.new_zeros((), dtype=self.weight_grad_dtype)
+        return receiver.expand(weight.shape), storage
 
     @property
-    def _stands_in(self) -> bool:
-        """Whether compiled code gets other tensors in the place of the Parameter: of a dtype that is not its gradient's, or codes,
-        whose class AOTAutograd does not take."""
+    def _needs_receiver(self) -> bool:
+        """Whether compiled code must not see the Parameter.
+
+        AOTAutograd (torch 2.13) casts a gradient to the dtype of its tensor and rejects the class
+        of codes.
+        """
         return self.scaled or self.parameter.dtype.itemsize < self.weight_grad_dtype.itemsize
 
     def _prepare_gradient(self) -> None:
-        """Lets a weight that is stored in fewer bits have a wide gradient. Eager autograd only has to be told the dtype. Compiled
-        code ignores it and rounds the gradient to the dtype of the weight in between, so there a stand-in of the same shape, of
-        one element, receives the gradient and hands it over. Seen with torch 2.13; can go with the first torch whose AOTAutograd
-        respects the dtype.
+        """Lets a narrow Parameter have a wide gradient.
+
+        Eager autograd needs only `grad_dtype`. Compiled code ignores it and rounds the gradient to
+        the dtype of the weight (torch 2.13, until AOTAutograd respects the dtype). There a receiver of
+        the weight's shape, with one element in memory, takes the gradient and hands it over.
         """
         if not self.held:
             return
         weight = self.parameter
-        # made here: what compiled code detaches itself gets a gradient of nothing, and hooks run
-        if self._stands_in:
+        # Detached here: if compiled code detaches it, the Parameter gets an empty gradient, and
+        # its hooks run.
+        if self._needs_receiver:
             self._detached = plain(weight)
         if not weight.requires_grad:
             return
@@ -138,19 +207,16 @@ class NarrowWeight(StoredWeight):
             weight.grad_dtype = self.weight_grad_dtype
         if weight.dtype == self.weight_grad_dtype and not self.scaled:
             return
-        receiver = (
-            torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device)
-            .expand(weight.shape)
-            .requires_grad_()
-        )
+        element = torch.zeros((), dtype=self.weight_grad_dtype, device=weight.device)
+        receiver = element.expand(weight.shape).requires_grad_()
 
         def hand_over(receiver: Tensor) -> None:
             assert receiver.grad is not None, "the hook runs after accumulation"
-            new, receiver.grad = receiver.grad.to(weight.grad_dtype), None
-            weight.grad = new if weight.grad is None else weight.grad.add_(new)
-            for hook in (
-                weight._post_accumulate_grad_hooks or {}
-            ).values():  # which autograd would have called
+            gradient = receiver.grad.to(weight.grad_dtype)
+            receiver.grad = None
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            # Autograd would have called the hooks of the Parameter.
+            for hook in (weight._post_accumulate_grad_hooks or {}).values():
                 hook(weight)
 
         receiver.register_post_accumulate_grad_hook(hand_over)
@@ -162,28 +228,28 @@ class NarrowWeight(StoredWeight):
 
     def __getstate__(self) -> dict[str, Any]:
         self._remember_grad_dtype()
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_gradient_of_weight", "_detached")
-        }
+        state = dict(self.__dict__)
+        state.pop("_gradient_of_weight", None)
+        state.pop("_detached", None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._prepare_gradient()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves the stored tensors between devices and never casts them."""
+        """Moves stored tensors between devices, but never casts them."""
         self._remember_grad_dtype()
-        fixed = set(map(id, self._buffers.values()))
+        uncast = {id(buffer) for buffer in self._buffers.values()}
         if self.held:
-            fixed |= {id(self.parameter), id(self.parameter.grad)}
+            uncast |= {id(self.parameter), id(self.parameter.grad)}
 
-        def move(t: Tensor) -> Tensor:
-            if id(t) not in fixed:
-                return fn(t)
-            new = fn(plain(t))
-            return new if new.dtype == t.dtype else plain(t).to(new.device)
+        def move(tensor: Tensor) -> Tensor:
+            if id(tensor) not in uncast:
+                return fn(tensor)
+            tensor = plain(tensor)
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         super()._apply(move, recurse)
         self._prepare_gradient()
@@ -203,15 +269,14 @@ class NarrowWeight(StoredWeight):
         self._remember_grad_dtype()
         with persistent(self, [name for name in self.kept if prefix + name in state_dict]):
             super()._load_from_state_dict(state_dict, prefix, *rest)
-        if (
-            self.scaled and type(self.parameter) is nn.Parameter
-        ):  # load_state_dict(assign=True) brings a new Parameter
-            self._store(self.parameter.data, self.parameter.requires_grad)
+        # load_state_dict(assign=True) replaces codes by an ordinary Parameter.
+        if self.scaled and type(self.parameter) is nn.Parameter:
+            self._set_parameter(self.parameter.data, self.parameter.requires_grad)
         self._prepare_gradient()
 
 
 class HeldWeight(NarrowWeight):
-    """The properties and methods that `hold` adds to a layer's class."""
+    """A layer of a library whose weight is in a codec, see `hold`."""
 
     kept = (SCALE_INV,)
     held = True
@@ -219,78 +284,61 @@ class HeldWeight(NarrowWeight):
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in] in the dtype of products, decoded anew and not to be written to; while it is split by FSDP2, which
-        asks for it by this name, the Parameter."""
+        """The decoded weight [out, in], read-only. While FSDP2 shards it, the Parameter.
+
+        FSDP2 reads its parameters by this name.
+        """
         if hasattr(self.parameter, "placements"):
             return self.parameter
         with torch.enable_grad():
             return as_read(self.decoded_weight(), self.parameter)
 
-    def decoded_weight(self) -> Tensor:
-        receiver, data = self.receiver_and_stored()
-        return decode(
-            receiver, (data, getattr(self, SCALE_INV), None, None, None), self.codec, self.read_as
-        )
-
-    def float32_weight(self) -> Tensor:
-        return self.codec.decode(self.in_codec)
-
-    @property
-    def in_codec(self) -> EncodedTensor:
-        """The tensors that hold the weight."""
-        data, scale_inv = plain(self.parameter), getattr(self, SCALE_INV)
-        return (data,) if scale_inv is None else (data, scale_inv)
-
-    def set_weight(self, master: Tensor) -> None:
-        """Encode `master` [out, in], float32, into the weight."""
-        self.codec.store(master, self.in_codec)
-
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-        """Weights that are not in the codec are encoded."""
-        weight, like = state.get(prefix + "weight"), self.in_codec
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        """Encodes a weight that is not in the codec yet."""
+        weight = state_dict.get(prefix + "weight")
+        tensors = self.in_codec
+        has_scale = prefix + SCALE_INV in state_dict
         if (
             weight is not None
-            and weight.shape == like[0].shape
-            and (prefix + SCALE_INV in state) != (len(like) == 2)
+            and weight.shape == self.parameter.shape
+            and has_scale != (len(tensors) == 2)
         ):
-            state[prefix + "weight"], *scale = self.codec.encode(weight.float())
-            if scale:
-                state[prefix + SCALE_INV] = scale[0]
-        super()._load_from_state_dict(state, prefix, *rest)
+            state_dict[prefix + "weight"], *scales = self.codec.encode(weight.float())
+            if scales:
+                state_dict[prefix + SCALE_INV] = scales[0]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _blank, (type(self).__bases__[1],), self.__getstate__()
-
-
-@cache
-def _class(base: type[nn.Module]) -> type[HeldWeight]:
-    return type(base.__name__, (HeldWeight, base), {})
-
-
-def _blank(base: type[nn.Module]) -> HeldWeight:
-    """An empty layer of that class, for copying and unpickling."""
-    cls = _class(base)  # type: ignore[arg-type]  # mypy: Module has no hash of its class
-    return cls.__new__(cls)
+        # Pickle does not find a class that is created at run time.
+        return _empty_layer, (type(self).__bases__[1],), self.__getstate__()
 
 
 def hold(layer: nn.Module, codec: Codec, dtype: torch.dtype) -> None:
-    """Let `layer`, which reads its `weight` [out, in] as `dtype`, hold it in `codec`, in place: a new Parameter, unless it is in
-    that dtype and needs no scale."""
-    old = layer.weight
-    assert isinstance(old, nn.Parameter), "no layer twice"
+    """Stores the weight of a library's layer in a codec, in place.
+
+    Args:
+        layer: A layer with a `weight` [out, in] that it reads in `dtype`.
+        codec: The codec. The layer gets a new Parameter, unless the weight has the codec's dtype
+            already and needs no scale.
+        dtype: Dtype in which the layer reads its weight.
+    """
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter), "the layer is not converted twice"
     layer.register_buffer(SCALE_INV, None, persistent=False)
-    layer.__class__ = type(_blank(type(layer)))
+    layer.__class__ = type(_empty_layer(type(layer)))
     assert isinstance(layer, HeldWeight)
-    layer.codec, layer.read_as, layer.weight_grad_dtype = codec, dtype, old.dtype
-    if codec.scaling != "none" or old.dtype != codec.format.dtype:
-        data, *scale = codec.encode(old.detach().float())
-        layer._buffers[SCALE_INV] = scale[0] if scale else None
-        layer._store(data, old.requires_grad)
+    layer.codec = codec
+    layer.read_as = dtype
+    layer.weight_grad_dtype = weight.dtype
+    if codec.scaling != "none" or weight.dtype != codec.format.dtype:
+        data, *scales = codec.encode(weight.detach().float())
+        layer._buffers[SCALE_INV] = scales[0] if scales else None
+        layer._set_parameter(data, weight.requires_grad)
     layer._prepare_gradient()
 
 
 def unhold(layer: HeldWeight, weight: nn.Parameter) -> None:
-    """Let `layer` be what it was before `hold`, in place, with that Parameter for its weight."""
+    """Undoes `hold`, in place. `weight` becomes the Parameter of the layer."""
     for name in ("codec", "read_as", "weight_grad_dtype", "_gradient_of_weight", "_detached"):
         vars(layer).pop(name, None)
     del layer._buffers[SCALE_INV]
@@ -299,123 +347,140 @@ def unhold(layer: HeldWeight, weight: nn.Parameter) -> None:
     layer._parameters["weight"] = weight
 
 
+@cache
+def _class_with_codec(base: type[nn.Module]) -> type[HeldWeight]:
+    return type(base.__name__, (HeldWeight, base), {})
+
+
+def _empty_layer(base: type[nn.Module]) -> HeldWeight:
+    """Returns an empty layer of a subclass of `base`, for copies and unpickling."""
+    cls = _class_with_codec(base)  # type: ignore[arg-type]  # mypy: Module has no hash of its class
+    return cls.__new__(cls)
+
+
 def operand(layer: nn.Module) -> Tensor:
-    """The weight [out, in] that a library's `layer` multiplies: decoded where it is stored in a codec."""
+    """Returns the weight [out, in] that a library's `layer` multiplies, decoded from a codec."""
     if isinstance(layer, HeldWeight):
         return layer.decoded_weight()
     weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight
 
 
-class QuantizedWeight(NarrowWeight):
-    """Base class of a linear layer whose weight may be stored in float8, or in `codec`."""
+def decode(receiver: Tensor, storage: WeightStorage, dtype: torch.dtype) -> Tensor:
+    """Decodes a stored weight to [out, in] in `dtype`; `receiver` receives its gradient."""
+    return _Decode.apply(receiver, storage, dtype)  # type: ignore[no-any-return]
 
-    scaling: Scaling
-    product: Literal["emulate", "scaled_mm"]
-    codec: Codec | None
-    fp8_scale: Tensor | None
-    fp8_amax_history: Tensor | None
-    fp8_amax: Tensor | None
-    fp8_weight_scale_inv: Tensor | None
 
-    amax_group: AmaxGroup | None = None
-    scales_set: tuple[int, ...] = ()
-    """The roles whose delayed scales are known to be set."""
-    scales_read: HostCopy | None = None
-    """The scales on their way to the host, where those of more roles may be set by now."""
+class _Decode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, receiver: Tensor, storage: WeightStorage, dtype: torch.dtype) -> Tensor:
+        return storage.values(dtype)
 
-    @property
-    def parts(self) -> AmaxGroup | None:
-        """The amax group of the tensors whose scales are made of their amaxes in each pass: under delayed scaling until they are
-        known to be set."""
-        return self.amax_group and self.amax_group.exclude(self.scales_set)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None
 
-    def note_set(self, roles: tuple[int, ...]) -> None:
-        """The delayed scales of these roles are set, of others they may not be."""
-        if (
-            roles != self.scales_set
-        ):  # nothing that compiled code is guarded by is written for nothing
-            self.scales_set = roles
 
-    def forget_scales_set(self) -> None:
-        """Delayed scales are other ones from now on, which may not be set."""
-        self.scales_read = None
-        self.note_set(())
+def as_read(values: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Marks decoded `values` as the weight of `parameter`, for code outside this package.
 
-    def hold(self, codec: Codec, read_as: torch.dtype) -> None:
-        """Hold the weight in `codec` from now on, for one in `read_as`: a new Parameter, unless it is in that dtype and needs no
-        scale."""
-        self.codec, self.read_as, old = codec, read_as, self.parameter
-        if codec.scaling != "none" or old.dtype != codec.format.dtype:
-            data, *scale_inv = codec.encode(old.detach().float())
-            for buffer in scale_inv:
-                self.register_buffer(SCALE_INV, buffer, persistent=False)
-            self._store(data, old.requires_grad)
-        self._prepare_gradient()
+    Compiled code gets plain tensors. With a gradient the values are not a leaf, so a module that
+    would register them as its own Parameter raises an error.
+    """
+    if torch.compiler.is_compiling():
+        return values
+    return _mark(values, parameter)
 
-    @torch.no_grad()
-    def set_weight(self, master: Tensor) -> None:
-        """Quantizes `master` [out, in], float32, into the float8 weight: under delayed scaling with the scale of this moment,
-        recording the amax. Call it after `update_scales`; then steps equal those of a layer that quantizes its
-        high-precision weight in each forward pass, bit for bit. A weight in a codec is encoded. Raises TypeError where it is
-        neither."""
-        if self.codec:
-            self.codec.store(master, self.in_codec)
-            return
-        if not self.fp8_params:
-            raise TypeError(
-                "set_weight writes float8 weights; this layer has a high-precision one: assign"
-                " to it"
-            )
-        held = self._held_tensors()
-        for target, new in zip(held, self._stored(master, held), strict=True):
-            if target is not None and new is not None and new is not target:
-                target.copy_(new)
 
-    def _stored(self, master: Tensor, held: Sequence[Tensor | None] = ()) -> FP8Weight:
-        """The weight in float8, in the tensors that are `held` where a kernel has written there."""
-        into = FP8Weight(*held) if held else None  # type: ignore[arg-type]
-        return store_and_record(
-            master, self.scaling, self.fp8_scale, amax_record(self), self.parts, into
-        )
+def as_saved(values: Tensor) -> Tensor:
+    """Marks decoded `values` so that a write, which would be lost, raises RuntimeError."""
+    return _mark(values, None)
 
-    @property
-    def fp8_params(self) -> bool:
-        """Whether the weight is stored in float8 only, in the form in which products read it."""
-        return self.codec is None and self.fp8_weight_scale_inv is not None
 
-    @property
-    def held(self) -> bool:
-        """Whether the weight is stored in float8 or in a codec, and has to be decoded before it is multiplied."""
-        return self.codec is not None or self.fp8_params
+_TENSOR: Any = Tensor  # mypy takes its descriptors for the values that they return
+_PARAMETER_FUNCTIONS = (
+    _TENSOR.grad.__get__,
+    _TENSOR.grad.__set__,
+    _TENSOR.requires_grad.__get__,
+    _TENSOR.requires_grad.__set__,
+    _TENSOR.grad_dtype.__get__,
+    _TENSOR.grad_dtype.__set__,
+    _TENSOR._version.__get__,
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+)
+"""Functions that a decoded weight forwards to its Parameter."""
 
-    @property
-    def in_codec(self) -> EncodedTensor:
-        """The tensors that store a weight in a codec."""
-        scale_inv = self.fp8_weight_scale_inv
-        data = plain(self.parameter)
-        return (data,) if scale_inv is None else (data, scale_inv)
 
-    def _held_tensors(self) -> list[Tensor | None]:
-        """The fields of `FP8Weight`; a weight in a codec has the first two at most."""
-        return [plain(self.parameter), *(getattr(self, name) for name in WEIGHT_BUFFERS)]
+class DecodedWeight(Tensor):
+    """The values of a stored weight, as other code reads them.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in super().__getstate__().items() if name != "scales_read"
-        }
+    A write to it, or to a view of it, would be lost and raises RuntimeError. Gradients, their hooks
+    and `requires_grad` are those of the Parameter.
+    """
 
-    def decoded_weight(self) -> Tensor:
-        receiver, data = self.receiver_and_stored()
-        return decode(receiver, (data, *self._held_tensors()[1:]), self.codec, self.read_as)
+    parameter: Tensor | None
+    _is_param: bool
 
-    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
-        """The dequantized weight [out, in] in `dtype`."""
-        return (
-            decoded(self._held_tensors(), self.codec, dtype)
-            if self.held
-            else self.parameter.to(dtype)
-        )
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # torch.nn.init passes the tensor by name.
+        first = args[0] if args else kwargs.get("tensor")
+        weight = first if isinstance(first, cls) else None
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter = None if weight is None else weight.parameter
+            if parameter is not None and func in _PARAMETER_FUNCTIONS:
+                result = func(parameter, *args[1:], **kwargs)
+                return weight if func is Tensor.requires_grad_ else result
+            if _writes(func, first, kwargs):
+                raise RuntimeError(
+                    f"{func.__name__}: this weight is stored in FP8 or in a codec, and reads as a"
+                    f" copy; a write to it would be lost: load_state_dict stores one, {INSTEAD}"
+                )
+            result = func(*args, **kwargs)
+            return result if weight is None else _mark_views(result, weight)
 
-    def float32_weight(self) -> Tensor:
-        return self.dequantized_weight(torch.float32)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.detach().as_subclass(Tensor).clone()
+
+
+def _mark(values: Tensor, parameter: Tensor | None) -> DecodedWeight:
+    weight = values.as_subclass(DecodedWeight)
+    weight.parameter = parameter
+    if parameter is not None:
+        # `isinstance(weight, nn.Parameter)` and get_parameter() look for this attribute.
+        weight._is_param = True
+    return weight
+
+
+def _mark_views(result: Any, weight: DecodedWeight) -> Any:
+    """Marks the tensors in `result` that share memory with `weight`."""
+    if type(result) in (tuple, list):
+        return type(result)(_mark_views(item, weight) for item in result)
+    if type(result) is not Tensor or result.device.type == "meta":
+        return result
+    if result.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+        return result
+    return _mark(result, None)
+
+
+def _writes(func: Any, first: Any, kwargs: dict[str, Any]) -> bool:
+    """Tells whether a call of `func` would write to a DecodedWeight."""
+    name = func.__name__
+    is_method = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    is_operator = name.startswith("__i") and is_arithmetic(name)
+    targets = [kwargs.get("out")]
+    if is_method or is_operator or name in ("__setitem__", "__set__"):
+        targets.append(first)
+    for target in targets:
+        tensors = target if isinstance(target, list | tuple) else [target]
+        if any(isinstance(tensor, DecodedWeight) for tensor in tensors):
+            return True
+    return False

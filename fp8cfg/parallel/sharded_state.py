@@ -18,7 +18,7 @@ from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.numerics.formats import StridedStart
 from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS, FP8Weight
 from fp8cfg.numerics.fsdp_weights import split_fields
-from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.numerics.stored_state import amax_record, stored_state_dict
 from fp8cfg.optim.low_bit.adam import LowBitTraining
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.gradient_sync import tensor_world
@@ -127,9 +127,9 @@ def to_unsharded_form(
         else:
             module_name = first_name.rpartition(".")[0]
             layer: Any = prepared.model.get_submodule(module_name)
-            data, *buffers = layer.quantized_shard(local(master))
+            data, *buffers = layer.fsdp_shard.quantize(local(master), amax_record(layer))
             # Which buffers have shards as the weight does. Every rank has the others in full.
-            sharded_fields = split_fields(layer.shard_scaling, layer.shard_place)
+            sharded_fields = split_fields(layer.fsdp_shard.scaling, layer.fsdp_shard.place)
             fields = FP8Weight._fields[1:]
             for field, buffer, tensor in zip(fields, WEIGHT_BUFFERS, buffers, strict=True):
                 if tensor is None:

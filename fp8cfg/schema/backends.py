@@ -65,7 +65,7 @@ class Capabilities:
     keeps_cast: bool = False
     """Whether its layers keep a weight that a forward pass cast or decoded until the backward pass, recomputed or not."""
     weight_workspace: bool = False
-    """Whether its layers keep weights that they quantized for the other passes of a step (config/weight_workspace.py)."""
+    """Whether its layers keep weights that they quantized for the other passes of a step (numerics/linear_operands.py)."""
     adapters: bool = False
     """Whether its layers take LoRA's adapters, over weights that are frozen."""
     norms: bool = False

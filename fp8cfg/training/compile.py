@@ -92,7 +92,10 @@ def _pass(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, 
         for name, before in buffers.items():
             job.model.get_buffer(name).copy_(before)
     for layer in fp8_linears(job.model):
-        layer.shard_quantized = None  # the next pass quantizes it again, and records its amax
+        if layer.fsdp_shard is not None:
+            layer.fsdp_shard.quantized = (
+                None  # the next pass quantizes it again, and records its amax
+            )
     return loss, gradients
 
 

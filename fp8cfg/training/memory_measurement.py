@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from fp8cfg.building.builder import build
 from fp8cfg.building.job import Job
 from fp8cfg.numerics import fp8_linears
-from fp8cfg.numerics.weight_workspace import weights_kept
+from fp8cfg.numerics.linear_operands import cached_weights
 from fp8cfg.optim.low_bit.adam import LowBitTraining
 from fp8cfg.parallel.gradient_sync import stored_grads, sum_gradients
 from fp8cfg.parallel.process_group import current
@@ -153,14 +153,14 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     gathered = _gathered(
         job
     )  # before quantized weights are kept of them, which are of one gathering
-    with weights_kept(
+    with cached_weights(
         job.model, quantizes_once(recipe, job.prepared.state, job.prepared.shard, passes)
     ):
         one_pass(last=passes == 1)
         if whole or single:
             job.optimizer.zero_grad()
         kept = stored(job)
-        quantized = sum(layer.kept_bytes for layer in fp8_linears(job.model))
+        quantized = sum(layer.weight_cache.num_bytes for layer in fp8_linears(job.model))
         known = [*batch, *(t for tensors in kept.values() for t in tensors)]
         storing = nullcontext() if between or here is not None else job.optimizer.storing()
         with LiveBytes(known, [*gradients(job), *_partial_sums(job)], gathered) as live, storing:

@@ -34,7 +34,7 @@ from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.job import Job
 from fp8cfg.data import IGNORED, Batches
 from fp8cfg.numerics.async_copies import HostCopy
-from fp8cfg.numerics.weight_workspace import weights_kept
+from fp8cfg.numerics.linear_operands import cached_weights
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.optim.loss_scale import loss_factors
 from fp8cfg.parallel.gradient_sync import stores_early, sum_gradients
@@ -365,7 +365,7 @@ def quantized_weight_cache(job: Job, num_microbatches: int) -> AbstractContextMa
     """Lets the first microbatch of a step quantize the weights for all of them."""
     prepared = job.prepared
     is_cached = quantizes_once(job.recipe, prepared.state, prepared.shard, num_microbatches)
-    return weights_kept(job.model, is_cached)
+    return cached_weights(job.model, is_cached)
 
 
 def gradient_storage(job: Job, is_last: bool) -> AbstractContextManager[None]:

@@ -28,7 +28,7 @@ from fp8cfg.composition.precedence import ranks_of_python_recipe, resolve_recipe
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.models.lora import Adapter
 from fp8cfg.numerics.codecs import Codec, get_codec
-from fp8cfg.numerics.fp8_weights import decoded
+from fp8cfg.numerics.fp8_weights import weight_storage
 from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.planning.hardware import find_hardware
 from fp8cfg.planning.job_plan import make_plan
@@ -211,7 +211,7 @@ class RunWeights:
         assert weight is not None, "scales have codes"
         scale = beside[0] if beside and weight.dtype == torch.float8_e4m3fn else None
         if beside:
-            weight = decoded((weight, *beside), self._codec(), torch.float32)
+            weight = weight_storage((weight, *beside), self._codec()).values(torch.float32)
         if module not in self.adapted:
             return weight, scale if scale is not None and scale.numel() == 1 else None
         weight = weight.float()

@@ -14,7 +14,6 @@ from torch import nn
 
 import fp8cfg
 from fp8cfg.backends.te.state import as_native
-from fp8cfg.numerics.fp8_weights import dequantize
 from fp8cfg.numerics.scaling import Scaling
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.training import trained_model
@@ -363,4 +362,4 @@ def test_padded_scales_of_blocks_multiply_as_its_own_do(
         is_2D_scaled=square,
     )
     ours = as_native(codes, scale_inv, None, Scaling(kind="block", weights_2d=square))
-    assert torch.equal(dequantize(ours, torch.float32), theirs.dequantize(dtype=torch.float32))
+    assert torch.equal(ours.values(torch.float32), theirs.dequantize(dtype=torch.float32))

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.numerics.state_dict_conversion import high_precision_state_dict
-from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.numerics.stored_state import high_precision_state_dict, stored_state_dict
 from fp8cfg.training.data import run_data
 from tests.conversion.test_state_dict import llama
 from tests.support.small import small, steps

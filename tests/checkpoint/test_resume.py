@@ -15,8 +15,7 @@ from fp8cfg.__main__ import main
 from fp8cfg.checkpoint import job_state, resume_rules
 from fp8cfg.checkpoint.load import Tensors
 from fp8cfg.numerics import fp8_linears
-from fp8cfg.numerics.state_dict_conversion import fit_history
-from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.numerics.stored_state import fit_history, stored_state_dict
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
 from tests.support import whole_checkpoints

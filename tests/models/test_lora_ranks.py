@@ -56,12 +56,12 @@ def run(
     job = fp8cfg.build(small(*WORDS, *words, f"storage.shard={shard}"))
     batches, _ = run_data(job.recipe)
     losses, fsdp2 = [train_step(job, batches, 0, world).wait().loss], job.prepared.fsdp2
-    quantized = [layer.shard_quantized for layer in fp8_linears(job.model) if layer.sharded]
+    quantized = [layer.fsdp_shard.quantized for layer in fp8_linears(job.model) if layer.fsdp_shard]
     losses.append(train_step(job, batches, 1, world).wait().loss)
     stays = [
-        layer.shard_quantized is before
+        layer.fsdp_shard.quantized is before
         for layer, before in zip(
-            (layer for layer in fp8_linears(job.model) if layer.sharded), quantized, strict=True
+            (layer for layer in fp8_linears(job.model) if layer.fsdp_shard), quantized, strict=True
         )
     ]
     kept = sum(t.numel() for t in trained(job).values())

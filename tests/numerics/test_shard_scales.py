@@ -24,6 +24,7 @@ from fp8cfg.numerics.fsdp_weights import (
     quantized_shard,
     refresh_shards,
     shard_amaxes,
+    shard_in_fp8,
     shard_scales,
     split_fields,
     stored_bytes,
@@ -31,6 +32,7 @@ from fp8cfg.numerics.fsdp_weights import (
 from fp8cfg.numerics.kernels.store import store_and_record
 from fp8cfg.numerics.overflow_counts import take_step_counts
 from fp8cfg.numerics.scaling import WEIGHT, choose_tensor_scale
+from fp8cfg.numerics.stored_state import amax_record
 from fp8cfg.parallel.process_group import World
 from tools.gradient_sums.threaded_ranks import on_threads
 
@@ -128,12 +130,12 @@ def quantized_parts(world: World, weight: Tensor) -> dict[str, list[Tensor]]:
         linear = nn.Linear(weight.shape[1] // 2, len(weight), bias=False)
         linear.amax_group = AmaxGroup(((WEIGHT, 1),), mesh.get_group("tp").group_name)  # type: ignore[assignment]
         layer = FP8Linear.from_linear(linear, SCALINGS[name], Region(active=True))
-        layer.shard_in_fp8()
+        shard_in_fp8(layer)
         layer._parameters["weight"] = nn.Parameter(
             DTensor.from_local(WeightShard(shard), mesh["dp"], [Shard(0)], run_check=False)
         )
         refresh_shards([layer])
-        stored = layer.quantized_shard(shard)
+        stored = layer.fsdp_shard.quantize(shard, amax_record(layer))
         found[name] = [t for t in (stored.data, stored.global_scale_inv) if t is not None]
     return found
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8cfg
-from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linear, fp8_linears
+from fp8cfg.numerics import E2M1, E4M3, FP8Linear, Region, Scaling, fp8_linears
+from fp8cfg.numerics.fp8_weights import FP8Weight
+from fp8cfg.numerics.linear_operands import NO_OPERANDS, cached_weights
 from fp8cfg.numerics.stored_state import stored_state_dict
-from fp8cfg.numerics.weight_workspace import weights_kept
 from tests.support.small import small, steps
 
 SCALINGS = [
@@ -29,13 +30,13 @@ KEY = "fp8.keep_transpose_cache"
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The dimensions of stored weights that products were to contract, each time one was read for them."""
     seen: list[int] = []
-    plain = fp8_linear.stored_operand
+    plain = FP8Weight.operand
 
-    def operand(stored: Any, axis: int, *rest: Any) -> Any:
-        seen.append(axis)
-        return plain(stored, axis, *rest)
+    def operand(stored: FP8Weight, dim: int, *rest: Any) -> Any:
+        seen.append(dim)
+        return plain(stored, dim, *rest)
 
-    monkeypatch.setattr(fp8_linear, "stored_operand", operand)
+    monkeypatch.setattr(FP8Weight, "operand", operand)
     return seen
 
 
@@ -43,16 +44,17 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[FP8Linear]:
     """The layers that made what they keep, each time they did."""
     seen: list[FP8Linear] = []
-    plain = FP8Linear.kept_weight
+    plain = FP8Linear._cached_operands
 
-    def kept_weight(self: FP8Linear, *args: Any, **kwargs: Any) -> Any:
-        before = self.quantized_weight
-        found = plain(self, *args, **kwargs)
-        if found is not None and found is not before and not torch.compiler.is_compiling():
+    def cached_operands(self: FP8Linear, *args: Any, **kwargs: Any) -> Any:
+        before = self.weight_cache.operands
+        operands = plain(self, *args, **kwargs)
+        is_new = operands is not NO_OPERANDS and operands is not before
+        if is_new and not torch.compiler.is_compiling():
             seen.append(self)
-        return found
+        return operands
 
-    monkeypatch.setattr(FP8Linear, "kept_weight", kept_weight)
+    monkeypatch.setattr(FP8Linear, "_cached_operands", cached_operands)
     return seen
 
 
@@ -76,17 +78,17 @@ def test_passes_read_one_transpose_and_compute_what_they_would(
     for keeps in (False, True):
         one, results = layer(scaling, keeps), []
         read.clear()
-        with weights_kept(one):
+        with cached_weights(one):
             for i in range(3):
                 x = inputs(i)
                 y = one(x)
                 y.sum().backward()
                 results += [y, x.grad]
             if keeps:
-                kept = one.quantized_weight
+                kept = one.weight_cache.operands
                 assert kept and kept.fprop is None and kept.dgrad
                 assert kept.dgrad.data.shape == (64, 48) and kept.dgrad.data.is_contiguous()
-        assert one.quantized_weight is None
+        assert one.weight_cache.operands is None
         found.append([t for t in (*results, one.parameter.grad, *one.buffers()) if t is not None])
     assert len(read) == 3 + 1, "of each forward pass, and of the first alone for dgrad"
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -94,7 +96,7 @@ def test_passes_read_one_transpose_and_compute_what_they_would(
 
 def test_a_weight_that_was_written_is_transposed_again() -> None:
     one, other = (layer(Scaling("current"), keeps) for keeps in (True, False))
-    with weights_kept(one):
+    with cached_weights(one):
         for i in range(2):
             x, same = inputs(i), inputs(i)
             one(x).sum().backward(), other(same).sum().backward()
@@ -105,12 +107,12 @@ def test_a_weight_that_was_written_is_transposed_again() -> None:
 
 def test_without_a_gradient_of_the_input_nothing_is_kept() -> None:
     one = layer(Scaling(), keeps=True)
-    with weights_kept(one):
+    with cached_weights(one):
         one(inputs(0).detach()).sum().backward()
-        assert one.quantized_weight is None
+        assert one.weight_cache.operands is None
         with torch.no_grad():
             one(inputs(0))
-        assert one.quantized_weight is None
+        assert one.weight_cache.operands is None
 
 
 RUNS = {
@@ -135,7 +137,7 @@ def ran(
     if compiled:
         job.compile_model()
     done = [*steps(job, count)]
-    assert not any(one.quantized_weight for one in fp8_linears(job.model))
+    assert not any(one.weight_cache.operands for one in fp8_linears(job.model))
     return str(done), stored_state_dict(job.model)  # a norm may be NaN
 
 

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fp8cfg
 from fp8cfg.numerics import E2M1, E4M3, WEIGHT, FP8Linear, Region, Scaling, fp8_linears
-from fp8cfg.numerics.fp8_linear import Plan
+from fp8cfg.numerics.linear_operands import LinearCall, cached_weights
 from fp8cfg.numerics.stored_state import stored_state_dict
-from fp8cfg.numerics.weight_workspace import weights_kept
 from fp8cfg.training import step
 from tests.support.small import small, steps
 
@@ -35,16 +34,14 @@ SCALINGS = [
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights that are quantized, one entry for each product that has scales of its own, in high precision ones left out."""
     seen: list[Tensor] = []
-    plain = Plan.operand
+    plain = LinearCall._fp8_operand
 
-    def operand(
-        self: Plan, t: Tensor, role: int, state: Any, high_precision: bool, axis: int, both: bool
-    ) -> Any:
-        if role == WEIGHT and not high_precision:
-            seen.append(t)
-        return plain(self, t, role, state, high_precision, axis, both)
+    def operand(self: LinearCall, source: Tensor, role: int, *rest: Any) -> Any:
+        if role == WEIGHT:
+            seen.append(source)
+        return plain(self, source, role, *rest)
 
-    monkeypatch.setattr(Plan, "operand", operand)
+    monkeypatch.setattr(LinearCall, "_fp8_operand", operand)
     return seen
 
 
@@ -70,7 +67,7 @@ def test_passes_that_share_a_weight_compute_what_each_would(
         one.seed_rounding(1)
         quantized.clear()
         results = []
-        with weights_kept(one, on):
+        with cached_weights(one, on):
             for i in range(3):
                 x = inputs(i)
                 y = one(x)
@@ -81,14 +78,14 @@ def test_passes_that_share_a_weight_compute_what_each_would(
     (plain, every), (kept, once) = found
     assert every == 3 * once > 0
     assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
-    assert not one.keeps_weight and one.quantized_weight is None
+    assert not one.weight_cache.enabled and one.weight_cache.operands is None
 
 
 def test_a_weight_that_was_written_or_is_another_one_is_quantized_again(
     quantized: list[Tensor],
 ) -> None:
     one = layer(Scaling("current"))
-    with weights_kept(one):
+    with cached_weights(one):
         one(inputs(0))
         with torch.no_grad():
             one.weight.mul_(2)
@@ -107,10 +104,10 @@ def test_a_kept_weight_is_of_its_precision_and_of_passes_that_record_alone(
 ) -> None:
     one = layer(Scaling())
     plain = copy.deepcopy(one)
-    with weights_kept(one):
+    with cached_weights(one):
         with torch.no_grad():
             one(inputs(0)), plain(inputs(0))
-        assert one.quantized_weight is None, "an evaluation records no amax, and keeps nothing"
+        assert one.weight_cache.operands is None, "an evaluation records no amax, and keeps nothing"
         one(inputs(0)), plain(inputs(0))
         with one.region.entered(active=False):
             assert torch.equal(
@@ -126,7 +123,7 @@ def test_under_a_selective_checkpoint_nothing_is_kept() -> None:
     found = []
     for on in (False, True):
         one = layer(Scaling("current"))
-        with weights_kept(one, on):
+        with cached_weights(one, on):
             for i in range(2):
                 context = lambda: create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor])  # noqa: E731
                 checkpoint(one, inputs(i), use_reentrant=False, context_fn=context).sum().backward()
@@ -150,11 +147,11 @@ def test_a_run_has_the_bits_of_one_that_quantizes_in_each_pass(
     found = []
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(step, "weights_kept", lambda *_: nullcontext())
+            monkeypatch.setattr(step, "cached_weights", lambda *_: nullcontext())
         job = fp8cfg.build(small(*words.split(), "optim.warmup_steps=0"))
         quantized.clear()
         done = list(steps(job, 3))
-        assert not any(layer.keeps_weight for layer in fp8_linears(job.model))
+        assert not any(layer.weight_cache.enabled for layer in fp8_linears(job.model))
         found.append((done, stored_state_dict(job.model), len(quantized)))
     (kept, state, once), (plain, other, every) = found
     assert str(kept) == str(plain)  # a norm may be NaN
@@ -166,17 +163,17 @@ def test_a_run_has_the_bits_of_one_that_quantizes_in_each_pass(
 
 @pytest.mark.slow
 def test_compiled_code_reads_the_weights_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, fill, filled = [], FP8Linear.quantize_kept, []
+    found, fill, filled = [], FP8Linear.quantize_weight, []
 
     def watched(self: FP8Linear, dtype: torch.dtype) -> None:
-        before = self.quantized_weight
+        before = self.weight_cache.operands
         fill(self, dtype)
-        filled.append(self.quantized_weight is not before)
+        filled.append(self.weight_cache.operands is not before)
 
-    monkeypatch.setattr(FP8Linear, "quantize_kept", watched)
+    monkeypatch.setattr(FP8Linear, "quantize_weight", watched)
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(step, "weights_kept", lambda *_: nullcontext())
+            monkeypatch.setattr(step, "cached_weights", lambda *_: nullcontext())
         job = fp8cfg.build(
             small(
                 "precision=bf16_fp8",
@@ -203,7 +200,7 @@ def loop_losses(
     recipe = fp8cfg.compose([f"precision={preset}", "fp8.params=false", "fp8.output_layer=true"])
     fp8 = fp8cfg.convert_model(model, recipe)
     for one in fp8_linears(model):
-        one.in_loop = keeps
+        one.weight_cache.in_loop = keeps
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=update == "fused")
     losses, counts = [], []
     for number in range(4):
@@ -276,4 +273,4 @@ def test_a_loop_without_microbatches_keeps_nothing() -> None:
             model(inputs(0)).sum().backward()
         fp8.step()
         model.zero_grad()
-    assert [layer.kept_bytes for layer in fp8_linears(model)] == [0]
+    assert [layer.weight_cache.num_bytes for layer in fp8_linears(model)] == [0]

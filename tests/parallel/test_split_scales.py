@@ -1,4 +1,4 @@
-"""Scales across ranks: what two gloo ranks quantize of a split tensor is, bit for bit, their part of the whole tensor quantized by one."""
+"""TileScales across ranks: what two gloo ranks quantize of a split tensor is, bit for bit, their part of the whole tensor quantized by one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fp8cfg.numerics import E2M1, E4M3, Scaling
 from fp8cfg.numerics.amax import AmaxGroup
-from fp8cfg.numerics.fp8_linear import CONTRACTED, Plan, State
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.kernels.store import store_and_record
+from fp8cfg.numerics.linear_operands import CONTRACTED, LinearCall, PassBuffers
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
 from fp8cfg.parallel.process_group import World
 from fp8cfg.parallel.tensor import COLUMN_PARALLEL_AMAXES, ROW_PARALLEL_AMAXES
@@ -38,41 +38,24 @@ ODD = {"finite": 1.0, "infinite": torch.inf, "not a number": torch.nan}
 """An element of the first rank's part."""
 
 
-def state() -> State:
-    empty = torch.zeros(3, dtype=torch.int32)
-    return State(
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
-        torch.zeros(1, 3),
-        torch.zeros(1, 3),
-        None,
-        None,
-        empty,
-        empty,
-    )
+def buffers() -> PassBuffers:
+    return PassBuffers(None, torch.zeros(1, 3), torch.zeros(3, dtype=torch.int32))
 
 
 def quantized(
     t: Tensor, role: int, scaling: Scaling, carrier: torch.dtype | None, parts: AmaxGroup | None
 ) -> dict[int, tuple[Any, ...]]:
     """Data, scales of tiles, and that of the tensor, for each product that reads `t`, contracted dimension last."""
-    plan, at = (
-        Plan(
-            scaling,
-            (False, False, False),
-            carrier,
-            torch.float32,
-            torch.float32,
-            record=True,
-            parts=parts,
-        ),
-        state(),
+    call = LinearCall(
+        scaling,
+        (False, False, False),
+        carrier,
+        torch.float32,
+        torch.float32,
+        record_amax=True,
+        amax_group=parts,
     )
-    made = plan.operands(role, PRODUCTS[role], lambda *how: plan.operand(t, role, at, *how))
+    made = call.operands(t, role, PRODUCTS[role], buffers())
     return {
         slot: (operand.data, operand.scale_inv, operand.global_scale_inv)
         for slot, operand in made.items()

@@ -52,7 +52,7 @@ def kept_tokens(job: Job) -> list[int]:
 
     def recording(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         output: torch.Tensor = forward(ctx, x, *arguments)
-        operand, source = ctx.to_save[0], ctx.to_save[-1]
+        operand, source = ctx.to_save[0], ctx.to_save[-2]
         kept = operand if operand is not None else source
         # Row-parallel layers have all tokens, and a part of the channels.
         if x.shape[-1] == hidden and kept is not None:

@@ -29,7 +29,8 @@ from fp8cfg.backends.protocol import Observed, same
 from fp8cfg.backends.stored_weights import shared_weights
 from fp8cfg.numerics import Region
 from fp8cfg.numerics.fp8_weights import INSTEAD
-from fp8cfg.numerics.stored_state import StoredWeight, in_stored_form
+from fp8cfg.numerics.stored_state import in_stored_form
+from fp8cfg.numerics.weight_storage import StoredWeight
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.precision import Precision

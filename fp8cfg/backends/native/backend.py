@@ -33,7 +33,7 @@ from fp8cfg.numerics import (
 from fp8cfg.numerics.amax_update import FP8Layer, discard_amax, fp8_layers, update_scales
 from fp8cfg.numerics.autocast import enter_regions
 from fp8cfg.numerics.fp8_attention import FP8Attention
-from fp8cfg.numerics.fsdp_weights import refresh_shards
+from fp8cfg.numerics.fsdp_weights import refresh_shards, shard_in_fp8
 from fp8cfg.numerics.stored_state import say_scales_anew
 from fp8cfg.schema.fp8 import FP8, power_2_scales, weights_2d
 from fp8cfg.schema.scalings import SCALINGS
@@ -94,7 +94,7 @@ def convert(
         layer.keeps_transpose = fp8.keep_transpose_cache
         replaced(model, planned.name, layer)
         if fp8_gather and linear.weight not in shared:
-            layer.shard_in_fp8()
+            shard_in_fp8(layer)
     if fp8_gather:
         model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))
     if fp8.dot_product_attention:
@@ -148,7 +148,7 @@ def optimizer(
 
 
 def cache_weights(model: nn.Module, on: bool = True) -> None:
-    """Does nothing: `weights_kept` (numerics/weight_workspace.py) holds the passes of a step, and fp8.params quantizes weights."""
+    """Does nothing: `cached_weights` (numerics/linear_operands.py) holds the passes of a step, and fp8.params quantizes weights."""
 
 
 def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:

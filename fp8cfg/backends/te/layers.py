@@ -29,8 +29,8 @@ from fp8cfg.backends.te.state import (
     quantized_tensors,
     refuse_averages,
 )
-from fp8cfg.numerics.stored_state import ANEW, StoredWeight, in_stored_form
-from fp8cfg.numerics.weight_storage import operand
+from fp8cfg.numerics.stored_state import ANEW, in_stored_form
+from fp8cfg.numerics.weight_storage import StoredWeight, operand
 
 
 class TELinear(StoredWeight):

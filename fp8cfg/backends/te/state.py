@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8cfg.numerics.formats import E2M1, E4M3
 from fp8cfg.numerics.fp8_weights import INSTEAD, FP8Weight, is_arithmetic
 from fp8cfg.numerics.scaling import WEIGHT, Scaling
-from fp8cfg.numerics.state_dict_conversion import fit_history
+from fp8cfg.numerics.stored_state import fit_history
 
 SCALE, HISTORY = "fp8_scale", "fp8_amax_history"
 ROWS_SCALE_INV, ROWS_AMAX = "fp8_weight_rowwise_scale_inv", "fp8_weight_rowwise_amax"
