@@ -1,4 +1,4 @@
-"""Copies of a few numbers between the host and a GPU that nobody waits for: through pinned memory."""
+"""Small copies and collectives that do not make the host wait."""
 
 from __future__ import annotations
 
@@ -12,59 +12,83 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 
-def sent(t: Tensor, device: torch.device) -> Tensor:
-    """The host's `t` on `device`. A copy from pageable memory would wait until the device has done all that was launched before."""
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a host tensor to `device`."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    # A copy from pageable memory would wait for all work that the device has queued.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
-    """A copy of `values` in the host's memory, which is on its way until it is read."""
+    """A copy of device values in host memory, which is in progress until it is read."""
 
-    def __init__(self, values: Tensor, there: torch.cuda.Event | None = None) -> None:
-        self._values, self._there = values, there
+    def __init__(self, values: Tensor, copied: torch.cuda.Event | None = None) -> None:
+        self._values = values
+        self._copied = copied
 
     @classmethod
     def of(cls, values: Tensor) -> HostCopy:
+        """Starts the copy."""
         if values.device.type != "cuda":
             return cls(values.cpu())
-        copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
-            values, non_blocking=True
-        )
-        there = torch.cuda.Event()
-        there.record(torch.cuda.current_stream(values.device))
-        return cls(copied, there)
+        # Only a copy to pinned memory is asynchronous.
+        host_values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host_values.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(values.device))
+        return cls(host_values, copied)
 
     @property
     def at_hand(self) -> bool:
-        """Whether nothing was copied from a device, so that nobody has to wait."""
-        return self._there is None
+        """Whether the values were on the host already, so that reading never waits."""
+        return self._copied is None
 
     def read(self) -> Tensor:
-        """The numbers. It waits where the device has not come so far."""
-        if self._there is not None and not self._there.query():
-            self._there.synchronize()
+        """Returns the values. Waits if the device has not reached the copy."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
         return self._values
 
     def unbind(self) -> list[HostCopy]:
-        """Those of its rows, by themselves."""
-        return [HostCopy(row, self._there) for row in self._values.unbind()]
+        """Returns one copy per row."""
+        return [HostCopy(row, self._copied) for row in self._values.unbind()]
 
 
 _wait: Callable[[Any], Tensor] = collectives.wait_tensor
 
 
+# The report on hung ranks reads the locals `collective` and `group` of the next two functions
+# (parallel/stalled_ranks.py).
 def waited(collective: Callable[..., Any], *args: Any, group: Any) -> Tensor:
-    """What a functional `collective` of torch makes of `args` over `group`, a process group or the name of one."""
-    made = collective(*args, group)
-    # A wrapper that is waited for by itself takes as long as all else.
-    return _wait(made.elem if isinstance(made, collectives.AsyncCollectiveTensor) else made)
+    """Runs a functional collective of torch and returns its result.
+
+    Args:
+        collective: A function of torch.distributed._functional_collectives.
+        args: Its arguments before the group.
+        group: A process group or its name.
+    """
+    result = collective(*args, group)
+    # The wrapper would wait on first use, in a dispatch that takes as long as all the rest.
+    if isinstance(result, collectives.AsyncCollectiveTensor):
+        result = result.elem
+    return _wait(result)
 
 
 def wait(
     work: dist.Work, collective: Callable[..., Any], group: Any, limit: timedelta | None = None
 ) -> None:
-    """Wait for the `work` of a `collective` over `group`, None being all ranks, that has been started; at most `limit`, where it is
-    given, which makes the host wait with NCCL too. Raises RuntimeError after it."""
+    """Waits for a collective that was started.
+
+    Args:
+        work: The started collective.
+        collective: Its function.
+        group: Its process group, None for all ranks.
+        limit: Longest time to wait. With NCCL it makes the host wait too.
+
+    Raises:
+        RuntimeError: The limit has passed.
+    """
     if limit is None:
         work.wait()
     else:

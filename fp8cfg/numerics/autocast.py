@@ -1,4 +1,4 @@
-"""Autocast region: whether the FP8 layers of one model multiply in FP8 now. One object per model, no process-wide switch."""
+"""Autocast region: whether the FP8 layers of one model run in FP8. One object per model, no global switch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 
 
 class HasRegion(Protocol):
-    """A layer that multiplies in FP8 while its region is active."""
+    """A layer that runs in FP8 while its region is active."""
 
     region: Region
 
 
 class Region:
-    """The state of FP8 autocast that all converted layers of one model share; a deep copy of the model has its own.
+    """FP8 autocast state, shared by all converted layers of a model. A deep copy has its own.
 
-    Activation checkpointing runs forward passes again inside the backward pass, after the region is usually left. Such a
-    pass repeats what the last one outside of a backward pass did. A *compiled* layer cannot look: where a compiled block is
-    wrapped in an eager checkpoint, stay inside the region until the backward pass is done. (A checkpoint inside of what is
-    compiled needs nothing.)"""
+    Activation checkpointing runs forward passes again inside the backward pass, usually after the
+    region was left. Such a pass repeats the mode of the last pass outside of a backward pass. A
+    compiled layer cannot do this: if an eager checkpoint wraps a compiled block, stay inside the
+    region until the backward pass is done. A checkpoint inside the compiled block needs nothing.
+    """
 
     def __init__(self, active: bool = False) -> None:
         self.active = active
@@ -29,30 +30,30 @@ class Region:
 
     @contextmanager
     def entered(self, active: bool = True) -> Iterator[None]:
-        """Context manager that turns FP8 on or off for its duration."""
-        before, self.active = self.active, active
+        """Turns FP8 on or off inside the context."""
+        before = self.active
+        self.active = active
         try:
             yield
         finally:
             self.active = before
 
     def applies(self) -> bool:
-        """Whether the forward pass under way multiplies in FP8; each layer asks once per call."""
-        if torch.compiler.is_compiling():  # the compiler guards on the attribute
-            return self.active
-        if (
-            torch._C._current_graph_task_id() == -1
-        ):  # as torch.utils.checkpoint asks whether a backward pass is under way
+        """Tells whether this forward pass runs in FP8. Each layer calls it once per pass."""
+        if torch.compiler.is_compiling():
+            return self.active  # the compiler guards on the attribute
+        # -1 means that no backward pass runs; torch.utils.checkpoint asks the same way.
+        if torch._C._current_graph_task_id() == -1:
             self._last = self.active
         return self._last
 
 
 @contextmanager
 def enter_regions(layers: Iterable[HasRegion], active: bool) -> Iterator[None]:
-    """Turns FP8 on or off in `layers` for the duration of the context.
+    """Turns FP8 on or off in `layers` inside the context.
 
-    All layers of a converted model share one region. A copy of a layer that joined the model later, such as PEFT's
-    `modules_to_save`, has a region of its own, which is entered too.
+    The layers of a converted model share one region. A copy of a layer that joined the model later,
+    such as PEFT's `modules_to_save`, has its own, which is entered too.
     """
     regions = {id(layer.region): layer.region for layer in layers}
     with ExitStack() as stack:

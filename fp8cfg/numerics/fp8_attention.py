@@ -1,20 +1,25 @@
-"""Attention in FP8: causal scaled-dot-product attention with quantized operands, emulated in plain torch.
+"""FP8 attention: causal scaled-dot-product attention with quantized operands, emulated in plain torch.
 
     P  = Q Kᵀ / √D       dS = dO Vᵀ        dQ = dP K / √D
     S  = softmax(P)      dV = Sᵀ dO        dK = dPᵀ Q / √D      (or another scale than 1 / √D)
     O  = S V             dP = S ∘ (dS - rowsum(S ∘ dS))
 
-Quantized are, as where Transformer Engine 2.20 emulates its fused kernels (UnfusedDotProductAttention and FP8EmulationFunc in
-pytorch/attention/dot_product_attention/backends.py): Q, K and V under one scale, S, and O, in the forward format; dO, dP,
-and under one scale dQ, dK and dV, in that of gradients. The softmax and dP are computed in float32, from the S before
-rounding. Where query heads share a key head, each has a dK and a dV of its own, which are summed after rounding.
+The quantized tensors are those of Transformer Engine 2.20 where it emulates its fused kernels
+(UnfusedDotProductAttention and FP8EmulationFunc in
+pytorch/attention/dot_product_attention/backends.py):
 
-Under delayed scaling each of the six has a history; under current scaling each is scaled from itself, S and dP never by a
-power of two. Values are carried on the FP8 grid and quantized from float32, as everywhere in this package; Transformer
+    forward format    Q, K and V under one scale; S; O
+    gradient format   dO; dP; dQ, dK and dV under one scale
+
+The softmax and dP are computed in float32, from S before rounding. If query heads share a key head, each
+has its own dK and dV, which are summed after rounding.
+
+Delayed scaling keeps a history for each of the six. Current scaling scales each from itself; S and dP
+never by a power of two. Values are quantized from float32, as everywhere in this package. Transformer
 Engine's emulation rounds them to the layer's dtype between any two operations, which its kernels do not.
 
-This is an emulation with explicit [T, T] matrices, not a flash kernel. They are made again in the backward pass and not
-kept in between: one layer at a time takes some 12 bytes for each of B x heads x T x T.
+This emulation has explicit [T, T] matrices; it is not a flash kernel. The backward pass computes them
+again instead of saving them: one layer at a time takes some 12 bytes for each of B x heads x T x T.
 """
 
 from __future__ import annotations
@@ -49,134 +54,194 @@ from fp8cfg.numerics.stored_state import (
 
 QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
 ROLES = (INPUT, INPUT, INPUT, GRAD_OUTPUT, GRAD_OUTPUT, GRAD_OUTPUT)
-"""What each column is to `Scaling.format_of`."""
+"""Role of each column in the scaling, which decides its format."""
 STATE = ("fp8_scale", "fp8_amax_history")
 PRODUCTS = ("p", "o", "ds", "dv", "dq", "dk")
-"""The six products by what they make, in the order of the record."""
+"""The six GEMMs by their results, in the order of the record."""
 
 
-class State(NamedTuple):
-    """The buffers that the products read and write; `scales` under delayed scaling, `history` the amax record."""
+class AttentionBuffers(NamedTuple):
+    """Buffers that a pass reads and writes.
+
+    Attributes:
+        scales: float32 [6], the scales of delayed scaling, else None.
+        amax: float32 [rows, 6]; row 0 receives the amaxes of this pass.
+        gemms_ran: int32 [6]; receives what each GEMM multiplied.
+    """
 
     scales: Tensor | None
-    history: Tensor
-    ran: Tensor
+    amax: Tensor
+    gemms_ran: Tensor
 
 
-class Plan(NamedTuple):
-    """What one call does; static, so that a compiler specialises on it."""
+class AttentionCall(NamedTuple):
+    """Configuration of one call. It is static: a compiler specializes on it.
+
+    Attributes:
+        scaling: The scaling.
+        carrier: Dtype that holds FP8 values.
+        output_dtype: Dtype of the output.
+        record_amax: Whether the pass counts for later scales.
+        score_scale: Factor of the scores, usually 1 / √D.
+        window: Tokens that a token attends to, None for all earlier ones.
+    """
 
     scaling: Scaling
     carrier: torch.dtype
-    out: torch.dtype
-    record: bool
+    output_dtype: torch.dtype
+    record_amax: bool
     score_scale: float
     window: int | None
 
-    def scale(self, column: int, state: State, *tensors: Tensor) -> Tensor:
-        """The scale that all `tensors`, which share one column of the state, are quantized with; of what does not fit values are
-        counted."""
-        scale, fmt = self._scale(column, state, *tensors), self.scaling.format_of(ROLES[column])
-        for t in tensors if self.record else ():
-            count_out_of_range(t, ROLES[column], state.history[0, column], scale, fmt)
+    def choose_scale(self, column: int, buffers: AttentionBuffers, *tensors: Tensor) -> Tensor:
+        """Returns the scale, float32 [], of tensors that share a column. Counts their overflow."""
+        scale = self._choose_scale(column, buffers, *tensors)
+        if self.record_amax:
+            role = ROLES[column]
+            fmt = self.scaling.format_of(role)
+            for tensor in tensors:
+                count_out_of_range(tensor, role, buffers.amax[0, column], scale, fmt)
         return scale
 
-    def _scale(self, column: int, state: State, *tensors: Tensor) -> Tensor:
+    def _choose_scale(self, column: int, buffers: AttentionBuffers, *tensors: Tensor) -> Tensor:
         role = ROLES[column]
-        t = tensors[0] if len(tensors) == 1 else torch.stack([compute_amax(t) for t in tensors])
-        if state.scales is None:
-            amax = compute_amax(t)
-            if self.record:
-                record_amax(state.history[0, column], amax)
-            scale = compute_scale(amax, self.scaling.format_of(role).max)
-            return (
-                floor_to_power_of_2(scale)
-                if self.scaling.power_2_scales and column not in (S, DP)
-                else scale
+        # The amax of several tensors is the amax of their amaxes.
+        tensor = tensors[0]
+        if len(tensors) > 1:
+            tensor = torch.stack([compute_amax(tensor) for tensor in tensors])
+        if buffers.scales is not None:
+            # choose_tensor_scale reads column `role` of what it gets.
+            first = column - role
+            return choose_tensor_scale(
+                tensor,
+                role,
+                self.scaling,
+                buffers.scales[first:],
+                buffers.amax[:, first:],
+                self.record_amax,
             )
-        first = column - role  # scale_now finds `role` in what it is given
-        return choose_tensor_scale(
-            t, role, self.scaling, state.scales[first:], state.history[:, first:], self.record
-        )
+        amax = compute_amax(tensor)
+        if self.record_amax:
+            record_amax(buffers.amax[0, column], amax)
+        scale = compute_scale(amax, self.scaling.format_of(role).max)
+        if self.scaling.power_2_scales and column not in (S, DP):
+            scale = floor_to_power_of_2(scale)
+        return scale
 
-    def quantize(self, column: int, t: Tensor, scale: Tensor) -> Operand:
-        """`t` [..., C] as an operand in the format of its column."""
-        made = quantize(
-            t.reshape(-1, t.shape[-1]), scale, self.scaling.format_of(ROLES[column]), self.carrier
-        )
-        return made._replace(data=made.data.view(t.shape))
+    def quantize(self, column: int, tensor: Tensor, scale: Tensor) -> Operand:
+        """Quantizes `tensor` [..., C] to the format of its column."""
+        fmt = self.scaling.format_of(ROLES[column])
+        operand = quantize(tensor.reshape(-1, tensor.shape[-1]), scale, fmt, self.carrier)
+        return operand._replace(data=operand.data.view(tensor.shape))
 
 
-def product(a: Operand, b: Operand, state: State, name: str, factor: float = 1.0) -> Tensor:
-    """a [..., M, K] @ b [..., K, N] x `factor` in float32, recorded in `state.ran` from the operands that it multiplies."""
+def attention_gemm(
+    a: Operand, b: Operand, buffers: AttentionBuffers, name: str, factor: float = 1.0
+) -> Tensor:
+    """Computes a [..., M, K] @ b [..., K, N] * factor in float32 and records its operands."""
     assert a.scale_inv is not None and b.scale_inv is not None
-    state.ran[PRODUCTS.index(name)].fill_(encode_gemm_record(a, b))
+    buffers.gemms_ran[PRODUCTS.index(name)].fill_(encode_gemm_record(a, b))
     return (a.data.float() @ b.data.float()).mul_(a.scale_inv * b.scale_inv * factor)
 
 
-def probabilities(q: Operand, k: Operand, state: State, plan: Plan) -> Tensor:
-    """S before rounding, float32 [..., Tq, Tk]: the softmax over this and earlier tokens, as far back as the window is wide."""
-    p = product(q, _t(k), state, "p", plan.score_scale)
-    hidden = torch.ones(p.shape[-2:], dtype=torch.bool, device=p.device)
-    hidden = hidden.triu(1) if plan.window is None else hidden.triu(1) | hidden.tril(-plan.window)
-    return p.masked_fill_(hidden, -torch.inf).softmax(-1)
+def compute_probabilities(
+    query: Operand, key: Operand, buffers: AttentionBuffers, call: AttentionCall
+) -> Tensor:
+    """Computes S before rounding, float32 [..., Tq, Tk]: the causal softmax inside the window."""
+    scores = attention_gemm(query, _transpose(key), buffers, "p", call.score_scale)
+    ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    is_masked = ones.triu(1)
+    if call.window is not None:
+        is_masked = is_masked | ones.tril(-call.window)
+    return scores.masked_fill_(is_masked, -torch.inf).softmax(-1)
 
 
 class AttentionFunction(torch.autograd.Function):
-    """q [B, G, R, T, D], k and v [B, G, 1, T, D], the fields of State, Plan -> [B, G, R, T, D] of dtype `plan.out`, for G key
-    heads with R query heads each."""
+    """Forward and backward pass for G key heads with R query heads each."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        *buffers, plan = rest
-        state = State(*buffers)
-        scale = plan.scale(QKV, state, q, k, v)
-        qs, ks, vs = (plan.quantize(QKV, t, scale) for t in (q, k, v))
-        p = probabilities(qs, ks, state, plan)
-        scale = plan.scale(
-            S, state, p
-        ).clone()  # the backward pass rounds with this one, whatever becomes of the buffer
-        o = product(plan.quantize(S, p, scale), vs, state, "o")
-        ctx.save_for_backward(qs.data, ks.data, vs.data, qs.scale_inv, scale)
-        ctx.fmt, ctx.state, ctx.plan, ctx.dtypes = qs.fmt, state, plan, (q.dtype, k.dtype, v.dtype)
-        return _values(plan.quantize(OUT, o, plan.scale(OUT, state, o)), plan.out)
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        buffers: AttentionBuffers,
+        call: AttentionCall,
+    ) -> Tensor:
+        """Computes the output [B, G, R, T, D] in `call.output_dtype`.
+
+        Args:
+            ctx: Autograd's context.
+            query: Queries [B, G, R, T, D].
+            key: Keys [B, G, 1, T, D].
+            value: Values [B, G, 1, T, D].
+            buffers: The buffers of the layer.
+            call: The configuration.
+        """
+        qkv_scale = call.choose_scale(QKV, buffers, query, key, value)
+        q = call.quantize(QKV, query, qkv_scale)
+        k = call.quantize(QKV, key, qkv_scale)
+        v = call.quantize(QKV, value, qkv_scale)
+        s = compute_probabilities(q, k, buffers, call)
+        # The backward pass rounds S with this scale, even if the buffer has changed by then.
+        s_scale = call.choose_scale(S, buffers, s).clone()
+        o = attention_gemm(call.quantize(S, s, s_scale), v, buffers, "o")
+        ctx.save_for_backward(q.data, k.data, v.data, q.scale_inv, s_scale)
+        ctx.fmt = q.fmt
+        ctx.buffers = buffers
+        ctx.call = call
+        ctx.dtypes = query.dtype, key.dtype, value.dtype
+        output = call.quantize(OUT, o, call.choose_scale(OUT, buffers, o))
+        return _dequantize(output, call.output_dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        *data, scale_inv, s_scale = ctx.saved_tensors
-        q, k, v = (Operand(t, scale_inv, ctx.fmt) for t in data)
-        plan, state, root = ctx.plan, ctx.state, ctx.plan.score_scale
-        with torch.autocast(g.device.type, enabled=False):
-            do = plan.quantize(DOUT, g, plan.scale(DOUT, state, g))
-            p = probabilities(q, k, state, plan)
-            ds = product(do, _t(v), state, "ds")
-            dv = product(
-                _t(do), plan.quantize(S, p, s_scale), state, "dv"
-            ).mT  # the gradient first, as in wgrad
-            grad = ds.sub_((p * ds).sum(-1, keepdim=True)).mul_(p)
-            dp = plan.quantize(DP, grad, plan.scale(DP, state, grad))
-            dq, dk = product(dp, k, state, "dq", root), product(_t(dp), q, state, "dk", root)
-            scale = plan.scale(DQKV, state, dq, dk, dv)
-            dq, dk, dv = (
-                _values(plan.quantize(DQKV, t, scale), torch.float32) for t in (dq, dk, dv)
-            )
-        grads = dq, dk.sum(2, keepdim=True), dv.sum(2, keepdim=True)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        call, buffers = ctx.call, ctx.buffers
+        q_data, k_data, v_data, qkv_scale_inv, s_scale = ctx.saved_tensors
+        q = Operand(q_data, qkv_scale_inv, ctx.fmt)
+        k = Operand(k_data, qkv_scale_inv, ctx.fmt)
+        v = Operand(v_data, qkv_scale_inv, ctx.fmt)
+        with torch.autocast(grad_output.device.type, enabled=False):
+            do_scale = call.choose_scale(DOUT, buffers, grad_output)
+            do = call.quantize(DOUT, grad_output, do_scale)
+            s = compute_probabilities(q, k, buffers, call)
+            ds = attention_gemm(do, _transpose(v), buffers, "ds")
+            # The gradient comes first, as in wgrad.
+            s_fp8 = call.quantize(S, s, s_scale)
+            dv = attention_gemm(_transpose(do), s_fp8, buffers, "dv").mT
+            # dP = S ∘ (dS - rowsum(S ∘ dS)), in place: [T, T] matrices are large.
+            dp_values = ds.sub_((s * ds).sum(-1, keepdim=True)).mul_(s)
+            dp = call.quantize(DP, dp_values, call.choose_scale(DP, buffers, dp_values))
+            dq = attention_gemm(dp, k, buffers, "dq", call.score_scale)
+            dk = attention_gemm(_transpose(dp), q, buffers, "dk", call.score_scale)
+            scale = call.choose_scale(DQKV, buffers, dq, dk, dv)
+            dq = _dequantize(call.quantize(DQKV, dq, scale), torch.float32)
+            dk = _dequantize(call.quantize(DQKV, dk, scale), torch.float32)
+            dv = _dequantize(call.quantize(DQKV, dv, scale), torch.float32)
+        query_dtype, key_dtype, value_dtype = ctx.dtypes
         return (
-            *(t.to(dtype) for t, dtype in zip(grads, ctx.dtypes, strict=True)),
-            *(None for _ in state),
+            dq.to(query_dtype),
+            dk.sum(2, keepdim=True).to(key_dtype),
+            dv.sum(2, keepdim=True).to(value_dtype),
+            None,
             None,
         )
 
 
 class FP8Attention(nn.Module):
-    """softmax(q kᵀ / √D) v, causal, with products in FP8 while its region is active, and as `plain` computes it otherwise: torch's
-    scaled dot product where nothing is given. `plain` may have a `scale` in the place of 1 / √D and a sliding `window`.
+    """Causal attention with FP8 GEMMs while its region is active.
 
-    q [B, H, T, D] and k, v [B, G, T, D] of any float dtype, H a multiple of G; output [B, H, T, D] in the autocast dtype, else
-    in that of q. `gemms_ran`, int32 [6] in the order of PRODUCTS, holds what each product last multiplied, 0 after a
-    training pass in high precision. Under delayed scaling `fp8_scale` [6] and `fp8_amax_history` [length, 6] work as in FP8Linear,
-    with the columns QKV, S, O, dO, dP, dQKV. A load that lacks them is a load of new weights and forgets them.
+    Otherwise `plain` computes it, by default torch's scaled dot product. The output has the dtype of
+    torch.autocast if that is on, otherwise the dtype of the queries.
+
+    Under delayed scaling `fp8_scale` [6] and `fp8_amax_history` [length, 6] work as in FP8Linear, with
+    the columns QKV, S, O, dO, dP, dQKV. A load without them is a load of new weights and resets them.
+
+    Attributes:
+        gemms_ran: int32 [6] in the order of PRODUCTS: what each GEMM multiplied last, 0 after a
+            training pass in high precision.
+        range_used: float32 [6], amaxes of the last step relative to the range of their scales.
     """
 
     gemms_ran: Tensor
@@ -192,7 +257,18 @@ class FP8Attention(nn.Module):
         device: torch.device | None = None,
         plain: nn.Module | None = None,
     ) -> None:
-        """Raises ValueError for a scaling with more than one scale a tensor, and for a `plain` with a soft cap."""
+        """Creates the layer.
+
+        Args:
+            scaling: Delayed or current scaling with one scale per tensor.
+            region: The autocast region of the model.
+            device: Device of the buffers.
+            plain: The layer that this one replaces. It may have a `scale` other than 1 / √D and a
+                sliding `window`.
+
+        Raises:
+            ValueError: The scaling has several scales per tensor, or `plain` has a soft cap.
+        """
         super().__init__()
         if scaling.tile(INPUT, 1) is not None:
             raise ValueError(
@@ -201,68 +277,85 @@ class FP8Attention(nn.Module):
             )
         if getattr(plain, "softcap", None) is not None:
             raise ValueError("FP8 attention knows no soft cap of its scores")
-        self.scaling, self.region = scaling, region
-        self.scale, self.window = getattr(plain, "scale", None), getattr(plain, "window", None)
-        self._plain = (plain,)  # no module of this one: it has no state
-        self.register_buffer(
-            "gemms_ran",
-            torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device),
-            persistent=False,
-        )
+        self.scaling = scaling
+        self.region = region
+        self.scale = getattr(plain, "scale", None)
+        self.window = getattr(plain, "window", None)
+        # In a tuple, so that it is not a submodule: it has no state.
+        self._plain = (plain,)
+        gemms_ran = torch.zeros(len(PRODUCTS), dtype=torch.int32, device=device)
+        self.register_buffer("gemms_ran", gemms_ran, persistent=False)
         state = self.fresh_state()
         for name in STATE:
             self.register_buffer(name, state.get(name), persistent=False)
+        # Under delayed scaling row 0 of the history is the amax record.
         amax = None if state else torch.zeros(1, len(ROLES), dtype=torch.float32, device=device)
         self.register_buffer(AMAX, amax, persistent=False)
 
     def fresh_state(self) -> dict[str, Tensor]:
-        """See `Scaling.fresh_state`."""
+        """Returns the delayed-scaling state of a new layer, see `Scaling.fresh_state`."""
         return self.scaling.fresh_state(len(ROLES), self.gemms_ran.device)
 
     def clear_gemms_ran(self) -> None:
-        """Forget which products ran."""
+        """Clears the record of GEMMs."""
         self.gemms_ran.zero_()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Computes attention.
+
+        Args:
+            q: Queries [B, H, T, D] of any float dtype.
+            k: Keys [B, G, T, D]. H is a multiple of G.
+            v: Values [B, G, T, D].
+
+        Returns:
+            Output [B, H, T, D].
+        """
         if not self.region.applies():
-            if (
-                self.training and torch.is_grad_enabled()
-            ):  # an evaluation in high precision is not recorded
+            # Evaluations in high precision are not recorded.
+            if self.training and torch.is_grad_enabled():
                 self.gemms_ran.zero_()
-            if self._plain[0] is not None:
-                plain: Tensor = self._plain[0](q, k, v)
-                return plain
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            return self._high_precision(q, k, v)
         device = q.device.type
-        out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
-        carrier = torch.bfloat16 if out == torch.bfloat16 else torch.float32
-        window = self.window if self.window is not None and self.window < q.shape[-2] else None
+        output_dtype = q.dtype
+        if torch.is_autocast_enabled(device):
+            output_dtype = torch.get_autocast_dtype(device)
+        carrier = torch.bfloat16 if output_dtype == torch.bfloat16 else torch.float32
+        window = self.window
+        if window is not None and window >= q.shape[-2]:
+            window = None
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        plan = Plan(self.scaling, carrier, out, torch.is_grad_enabled(), scale, window)
-        state = State(self.fp8_scale, amax_record(self), self.gemms_ran)
-        groups = k.shape[1]
-        grouped = (
-            q.reshape(len(q), groups, q.shape[1] // groups, *q.shape[2:]),
-            k.unsqueeze(2),
-            v.unsqueeze(2),
+        call = AttentionCall(
+            self.scaling, carrier, output_dtype, torch.is_grad_enabled(), scale, window
         )
+        buffers = AttentionBuffers(self.fp8_scale, amax_record(self), self.gemms_ran)
+        num_key_heads = k.shape[1]
+        num_query_heads = q.shape[1] // num_key_heads
+        grouped_q = q.reshape(len(q), num_key_heads, num_query_heads, *q.shape[2:])
         with torch.autocast(device, enabled=False):
-            o: Tensor = AttentionFunction.apply(*grouped, *state, plan)
-        return o.flatten(1, 2)
+            output: Tensor = AttentionFunction.apply(
+                grouped_q, k.unsqueeze(2), v.unsqueeze(2), buffers, call
+            )
+        return output.flatten(1, 2)
+
+    def _high_precision(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        (plain,) = self._plain
+        if plain is not None:
+            output: Tensor = plain(q, k, v)
+            return output
+        has_groups = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=has_groups)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.scaling.kind} {self.scaling.forward.name}/{self.scaling.backward.name}, emulate"
-        )
+        formats = f"{self.scaling.forward.name}/{self.scaling.backward.name}"
+        return f"{self.scaling.kind} {formats}, emulate"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Attention:
-        """Moves the state between devices and never casts it: `model.bfloat16()` must not round scales."""
+        """Moves buffers between devices, but never casts them: `model.bfloat16()` keeps scales."""
 
-        def move(t: Tensor) -> Tensor:
-            new = fn(t)
-            return new if new.dtype == t.dtype else t.to(new.device)
+        def move(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         super()._apply(move, recurse)
         return self
@@ -279,11 +372,11 @@ class FP8Attention(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _t(operand: Operand) -> Operand:
+def _transpose(operand: Operand) -> Operand:
     return operand._replace(data=operand.data.mT)
 
 
-def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """The dequantized values of a tensor in `dtype`, rounded once."""
+def _dequantize(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """Returns the values of an operand in `dtype`, rounded once."""
     assert operand.scale_inv is not None
     return convert_dtype(operand.data.float() * operand.scale_inv, dtype)

@@ -1,8 +1,8 @@
-"""Token shard: the part of a gathered matrix that a rank keeps under sequence parallelism, and the gather that restores the matrix.
+"""Token shard: a rank's tokens of a gathered matrix under sequence parallelism.
 
-A column-parallel layer multiplies the tokens of all tensor-parallel ranks, so each rank has the same input. Keeping all of it until
-the backward pass takes ranks times the memory that is needed. Transformer Engine's layers keep the rank's own tokens and gather them
-again for wgrad, in FP8 (module/layernorm_linear.py, `ln_out_total`).
+The ranks of a column-parallel layer multiply the same gathered input. If each saved it for the backward
+pass, it would take memory for the tokens of all ranks. Each rank saves its tokens instead and gathers them
+again for wgrad, in FP8. Transformer Engine does the same (module/layernorm_linear.py, `ln_out_total`).
 """
 
 from __future__ import annotations
@@ -15,39 +15,43 @@ from torch import Tensor
 
 from fp8cfg.numerics.async_copies import waited
 
-_all_gather = (
-    getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-)  # until torch 2.13
+# torch 2.13 has renamed it.
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
-def all_gather(t: Tensor, group: Any) -> Tensor:
-    """Stacks `t`, any shape, of the ranks of `group`: [ranks, ...], a new tensor without a gradient."""
-    # Along 0: what torch 2.11 does along other dimensions does not compile.
-    gathered = waited(_all_gather, t.contiguous(), 0, group=group)
-    return gathered.view(-1, *t.shape)
+def all_gather(tensor: Tensor, group: Any) -> Tensor:
+    """Stacks `tensor`, of any shape, of all ranks to [ranks, ...], without a gradient."""
+    # Along dimension 0: along others torch 2.11 runs code that does not compile.
+    gathered = waited(_all_gather, tensor.contiguous(), 0, group=group)
+    return gathered.view(-1, *tensor.shape)
 
 
 class TokenShard(NamedTuple):
-    """Place of a rank among the `ranks` of a process group that share the tokens of each sequence.
+    """Place of a rank among ranks that share the tokens of each sequence.
 
-    Static, so that a compiler specialises on it.
+    It is static: a compiler specializes on it.
+
+    Attributes:
+        rank: Number of this rank.
+        ranks: Number of ranks.
+        group: Name of their process group.
     """
 
     rank: int
     ranks: int
     group: str
 
-    def part(self, t: Tensor, samples: int) -> Tensor:
-        """Copies this rank's tokens of `t` [samples x length, channels]."""
-        view = t.unflatten(0, (samples, self.ranks, -1))[:, self.rank]
+    def part(self, matrix: Tensor, samples: int) -> Tensor:
+        """Copies this rank's tokens of a matrix [samples * length, channels]."""
+        view = matrix.unflatten(0, (samples, self.ranks, -1))[:, self.rank]
         # A view of one sample would keep the whole matrix alive.
         tokens: Tensor = view.clone(memory_format=torch.contiguous_format).flatten(0, 1)
         return tokens
 
-    def whole(self, part: Tensor, samples: int) -> Tensor:
-        """Gathers the ranks' parts, each [samples x length / ranks, channels]."""
+    def whole(self, tokens: Tensor, samples: int) -> Tensor:
+        """Gathers all tokens from the ranks' [samples * length / ranks, channels]."""
         # Process groups do not know float8.
-        sent = part.view(torch.uint8) if part.itemsize == 1 else part
+        sent = tokens.view(torch.uint8) if tokens.itemsize == 1 else tokens
         gathered = all_gather(sent.unflatten(0, (samples, -1)), self.group)
-        tokens: Tensor = gathered.movedim(0, 1).flatten(0, 2).view(part.dtype)
-        return tokens
+        matrix: Tensor = gathered.movedim(0, 1).flatten(0, 2).view(tokens.dtype)
+        return matrix
