@@ -360,8 +360,8 @@ def _weight_bytes(job: Job) -> int:
         layer: Any = job.model.get_submodule(name.rpartition(".")[0])
         if column in DTYPES:
             total += prod(shape) * DTYPES[column].itemsize
-        elif layer.shard_codec is not None:
-            total += prod(shape) * layer.shard_codec.format.dtype.itemsize + FLOAT32
+        elif layer.fsdp_shard.codec is not None:
+            total += prod(shape) * layer.fsdp_shard.codec.format.dtype.itemsize + FLOAT32
         else:
             total += stored_bytes(layer.scaling, *shape)
     return total
