@@ -90,7 +90,7 @@ def _checked(
     check_min_coverage(recipe, coverage)
     count = f"{coverage.layers_in_fp8} of {len(coverage.linears)} linear layers"
     fp8 = f", {scalings.title(p.fp8.scaling)} in {count}" if p.fp8.enabled else ""
-    said = remarks.remark_lines(recipe, layout.whole(recipe, t.num_nodes * t.devices))
+    said = remarks.remark_lines(recipe, layout.rank_part(recipe, t.num_nodes * t.devices))
     here = [f"note: {note}" for note in preflight.local_problems(recipe, folder)]
     line = f"{recipe.name}, {p.compute}{fp8}"
     return recipe, line, [*found.notes, *said, *here]

@@ -16,7 +16,7 @@ from fp8cfg.execution.slurm import SBATCH, SlurmExecutor, unknown
 from fp8cfg.planning import hardware as machine
 from fp8cfg.planning import preflight, smoke, training_data
 from fp8cfg.planning.fit_search import CommandLine
-from fp8cfg.planning.layout import placed
+from fp8cfg.planning.layout import place_on_gpus
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import full
 from fp8cfg.schema.recipe import Recipe
@@ -110,7 +110,7 @@ def _other_machines(recipe: Recipe, ranks: int | None, whole_line: CommandLine |
     ]
     if whole_line is None:
         return lines
-    here, hardware = placed(recipe, 1, ranks), machine.find_hardware(t.accelerator)
+    here, hardware = place_on_gpus(recipe, 1, ranks), machine.find_hardware(t.accelerator)
     return preflight.append_runs(lines, here, hardware, whole_line, ranks)
 
 

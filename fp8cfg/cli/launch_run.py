@@ -25,7 +25,7 @@ from fp8cfg.parallel import sharding
 from fp8cfg.planning import hardware as machine
 from fp8cfg.planning import layout, preflight, remarks, smoke, training_data
 from fp8cfg.planning.fit_search import CommandLine, IsResumable, append_commands, overrides_only
-from fp8cfg.planning.layout import refused, shared_by
+from fp8cfg.planning.layout import largest_rank_count, layout_violations
 from fp8cfg.planning.violations import violations
 from fp8cfg.report import run_header
 from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
@@ -115,7 +115,7 @@ def count_ranks(recipe: Recipe, num_gpus: int) -> int:
     if trainer.accelerator == "cpu":
         return 1
     if trainer.num_nodes > 1 and not trainer.smoke:
-        if refused(recipe, trainer.num_nodes * trainer.devices):
+        if layout_violations(recipe, trainer.num_nodes * trainer.devices):
             return 1
         raise ConfigError(
             f"trainer.num_nodes={trainer.num_nodes}: this process would be the only rank;"
@@ -126,14 +126,14 @@ def count_ranks(recipe: Recipe, num_gpus: int) -> int:
     most = min(num_gpus, trainer.devices)
     if trainer.smoke:
         return most
-    return shared_by(recipe, most) or 1
+    return largest_rank_count(recipe, most) or 1
 
 
 def _report_unused_gpus(recipe: Recipe, num_gpus: int, num_ranks: int) -> None:
     """Prints a note if GPUs of trainer.devices have no rank."""
     trainer = recipe.trainer
     wanted = min(num_gpus, trainer.devices)
-    if num_gpus == 0 or num_ranks == wanted or refused(recipe, num_ranks):
+    if num_gpus == 0 or num_ranks == wanted or layout_violations(recipe, num_ranks):
         return
     replica = f" {trainer.strategy.size} to a replica," if trainer.strategy.size > 1 else ""
     print(
@@ -200,7 +200,7 @@ def launch(
         # Also if the header cannot be made, since this error suggests command lines that run here.
         preflight.check_run(recipe, hardware, whole_line or overrides_only, takes=takes)
     refuse_absent(recipe)
-    for line in remarks.remark_lines(recipe, layout.whole(recipe, sharding.ranks())):
+    for line in remarks.remark_lines(recipe, layout.rank_part(recipe, sharding.ranks())):
         say(line, file=sys.stderr)
 
     with waiting_to_stop(), ExitStack() as stack:

@@ -16,7 +16,7 @@ from fp8cfg.planning import graph_text
 from fp8cfg.planning.coverage import check_min_coverage, min_coverage_problem
 from fp8cfg.planning.fit_search import Fit, append_commands
 from fp8cfg.planning.hardware import GPUS, find_gpu
-from fp8cfg.planning.layout import machines, placed
+from fp8cfg.planning.layout import place_on_gpus, split_into_nodes
 from fp8cfg.planning.plan_report import PlanReport, check_accelerator, report_plan
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
     started = ranks or _launched()
     if found.problems and started is not None:
         # A layout for more GPUs than the recipe has, which --gpus or a launcher may name.
-        nodes, devices = machines(started)
+        nodes, devices = split_into_nodes(started)
         found = settle(
             [*arguments.words, f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
         )
@@ -142,7 +142,11 @@ def _launched() -> int | None:
 def _there(recipe: Recipe, ranks: int) -> Recipe:
     """`recipe` on as many machines as so many ranks take."""
     t = recipe.trainer
-    return recipe if ranks == t.num_nodes * t.devices else placed(recipe, *machines(ranks))
+    return (
+        recipe
+        if ranks == t.num_nodes * t.devices
+        else place_on_gpus(recipe, *split_into_nodes(ranks))
+    )
 
 
 def _shown(plan: PlanReport, output: str = "") -> str:

@@ -30,7 +30,7 @@ from fp8cfg.planning.layout import (
     split_dimension,
 )
 from fp8cfg.planning.linear_memory import input_shard_bytes, keeps_input, keeps_input_shard
-from fp8cfg.planning.peak_memory import linears_of
+from fp8cfg.planning.peak_memory import part_linears
 from fp8cfg.planning.state_shards import (
     fsdp_group,
     parameter_columns,
@@ -105,7 +105,7 @@ def step_traffic(recipe: Recipe, part: Part, backend: str, rank: int | None = No
         rank: Number among the ranks with the same parameters. By default one that sends most.
     """
     passes = microbatches(recipe, part)
-    linears = linears_of(recipe, part)
+    linears = part_linears(recipe, part)
     sent = [
         *_data_parallel(recipe, part, linears, backend, rank),
         *_tied_embedding(recipe, part, backend),
@@ -166,7 +166,7 @@ def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
     yield from axis.reduce_scatter("activations", shard, sums)
     # FP8 layers keep a rank's tokens of their gathered input and gather them again for wgrad.
     inputs = 0
-    for linear in linears_of(recipe, part):
+    for linear in part_linears(recipe, part):
         inputs += keeps_input_shard(recipe, part, linear)
     kept_shard = shard // compute_bytes * input_shard_bytes(recipe)
     yield from axis.all_gather("activations", kept_shard, inputs)
@@ -218,7 +218,7 @@ def _recomputed_gathers(recipe: Recipe, part: Part) -> int:
     if model.recompute_granularity != "selective" or model.layernorm_placement == "post":
         return 0
     count = 0
-    for linear in linears_of(recipe, part):
+    for linear in part_linears(recipe, part):
         if not linear.name.endswith(("linear_qkv", "linear_fc1")) or "wgrad" in linear.left_out:
             continue
         keeps_quantized = linear.gemms[2] and not keeps_input(recipe, linear)

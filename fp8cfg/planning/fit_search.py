@@ -27,8 +27,8 @@ from fp8cfg.composition.precedence import resolve_recipe
 from fp8cfg.composition.recipe_yaml import assigned, flat
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning import layout_limits, smoke
-from fp8cfg.planning.layout import machines, placed, refused, uneven_batch
-from fp8cfg.planning.peak_memory import memory, widest
+from fp8cfg.planning.layout import layout_violations, place_on_gpus, split_into_nodes, uneven_batch
+from fp8cfg.planning.peak_memory import plan_memory, widest_part
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import full, short
 from fp8cfg.schema.recipe import Recipe
@@ -88,7 +88,7 @@ class Search:
         # An emulated run on CPUs is not worth twice the machines.
         while best and best.peak > self.free and self.device == "cuda":
             more *= 2
-            fit = self._climb(placed(recipe, *machines(more)), more)
+            fit = self._climb(place_on_gpus(recipe, *split_into_nodes(more)), more)
             if fit is None:
                 break
             if fit.peak < best.peak:
@@ -124,14 +124,14 @@ class Search:
 
     def _peak(self, recipe: Recipe, world: int) -> int | None:
         """Peak in bytes on each of `world` ranks; None if the recipe does not run there."""
-        if refused(recipe, world) or uneven_batch(recipe, world):
+        if layout_violations(recipe, world) or uneven_batch(recipe, world):
             return None
         if self.takes and not self.takes(recipe):
             return None
         try:
             backend = self.backend(recipe, world)
-            part = widest(recipe, self.device, world, backend)
-            return sum(memory(recipe, self.device, part, backend).values())
+            part = widest_part(recipe, self.device, world, backend)
+            return sum(plan_memory(recipe, self.device, part, backend).values())
         except ConfigError:
             return None
 
@@ -145,7 +145,7 @@ def _layouts(recipe: Recipe, world: int) -> Iterator[Strategy]:
     tensor = gcd(strategy.tensor_model_parallel_size, world, heads, model.ffn_hidden_size)
     tensor = gcd(tensor, model.vocab_size)
     pipeline = gcd(strategy.pipeline_model_parallel_size, world // tensor)
-    if layout_limits.of_adapters(recipe, pipeline, strategy.chunks):
+    if layout_limits.adapter_limits(recipe, pipeline, strategy.chunks):
         pipeline = 1
     if strategy.virtual_pipeline_model_parallel_size is None:
         pipeline = gcd(pipeline, model.num_layers)
@@ -222,7 +222,7 @@ def smoke_run(recipe: Recipe, world: int, backend: Backend) -> Fit | None:
         backend(small, world)
     except ConfigError:
         return None
-    return None if refused(small, world) else Fit(marked, (SMOKE,))
+    return None if layout_violations(small, world) else Fit(marked, (SMOKE,))
 
 
 def append_commands(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[str]:
@@ -251,8 +251,8 @@ def memory_problem(
     recipe: Recipe, device: str, free: int, backend: str | None = None, started: int | None = None
 ) -> str:
     """Why `recipe` does not fit into `free` bytes on each rank here, or on `started` ranks."""
-    part = widest(recipe, device, started or ranks(), backend)
-    need = sum(memory(recipe, device, part, backend).values())
+    part = widest_part(recipe, device, started or ranks(), backend)
+    need = sum(plan_memory(recipe, device, part, backend).values())
     if need <= free:
         return ""
     return (

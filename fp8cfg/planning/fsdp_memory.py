@@ -34,8 +34,8 @@ from fp8cfg.planning.layout import (
     Part,
     local_shapes,
     microbatches,
+    reduces_once,
     shard_degree,
-    summed_at_the_end,
     vectors,
 )
 from fp8cfg.planning.state_shards import (
@@ -209,7 +209,7 @@ class FsdpSchedule(BackwardSchedule):
         self.in_pipeline = recipe.trainer.strategy.pipeline_model_parallel_size > 1
         self.shards = shard_degree(recipe, part)
         self.gradient_bytes = gradient_bytes
-        self.reduces_once = summed_at_the_end(recipe, part)
+        self.reduces_once = reduces_once(recipe, part)
         self.fresh_gradient_bytes = 0.0 if self.reduces_once else gradient_bytes
 
         # Bytes per element of the copy that is reduced, and of its sum.

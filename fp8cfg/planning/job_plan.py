@@ -23,7 +23,7 @@ from fp8cfg.parallel import sharding
 from fp8cfg.planning import layer_plan, smoke
 from fp8cfg.planning.fit_search import check_memory
 from fp8cfg.planning.hardware import find_hardware, free_memory
-from fp8cfg.planning.layout import Part, whole
+from fp8cfg.planning.layout import Part, rank_part
 from fp8cfg.planning.preflight import check_layout
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema.changed_fields import changed
@@ -124,7 +124,7 @@ def make_plan(
         world = 1
     elif world is None:
         world = current_ranks()
-    layout = whole(recipe, world)
+    layout = rank_part(recipe, world)
     if model is not None:
         choice = choice or _choose_backend(recipe, hardware, layout, None)
         gemms = _plan_custom_model(recipe, model, choice)

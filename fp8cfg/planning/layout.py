@@ -67,7 +67,7 @@ class Part:
 # Parts of a recipe.
 
 
-def whole(recipe: Recipe, ranks: int = 1) -> Part:
+def rank_part(recipe: Recipe, ranks: int = 1) -> Part:
     """Returns the part of each rank, with all layers.
 
     If the ranks do not form whole replicas, sizes that do not divide them count as 1.
@@ -108,7 +108,7 @@ def stage_parts(recipe: Recipe, ranks: int) -> list[Part]:
     """
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     stages, chunks = strategy.pipeline_model_parallel_size, strategy.chunks
-    all_layers = whole(recipe, ranks)
+    all_layers = rank_part(recipe, ranks)
     if stages == 1 or ranks % strategy.size:
         return [all_layers]
     per_pass = trainer.micro_batch_size * all_layers.data
@@ -142,15 +142,15 @@ def _in_flight(stage: int, stages: int, chunks: int) -> float:
     return (warmup + 1) / chunks
 
 
-def parts_that_differ(recipe: Recipe, ranks: int) -> list[Part]:
+def distinct_parts(recipe: Recipe, ranks: int) -> list[Part]:
     """Returns the parts of the first, a middle and the last stage, or the one of all ranks."""
     parts = stage_parts(recipe, ranks)
     last = len(parts) - 1
     return [parts[stage] for stage in sorted({0, min(1, last), last})]
 
 
-def parts(recipe: Recipe, world: int) -> list[Part]:
-    """Returns the parts as `parts_that_differ` does, for a number of GPUs that the user named.
+def checked_parts(recipe: Recipe, world: int) -> list[Part]:
+    """Returns the parts as `distinct_parts` does, for a number of GPUs that the user named.
 
     Raises:
         ConfigError: The GPUs do not form whole replicas, or the batch does not divide over them.
@@ -165,21 +165,16 @@ def parts(recipe: Recipe, world: int) -> list[Part]:
             f"nearest is {near} (--gpus {near}){strategy.smaller(world, samples)}"
         )
     refuse_if([f"{gpus}: {line}" for line in uneven_batch(recipe, world)])
-    return parts_that_differ(recipe, world)
+    return distinct_parts(recipe, world)
 
 
-def shards(recipe: Recipe, ranks: int) -> int:
-    """Returns how many of the ranks shard the state of one part."""
-    return whole(recipe, ranks).shards
-
-
-def machines(ranks: int) -> tuple[int, int]:
+def split_into_nodes(ranks: int) -> tuple[int, int]:
     """Returns nodes and GPUs per node: 8, or the largest smaller number that divides the ranks."""
     devices = next(n for n in range(8, 0, -1) if ranks % n == 0)
     return ranks // devices, devices
 
 
-def placed(recipe: Recipe, nodes: int, devices: int) -> Recipe:
+def place_on_gpus(recipe: Recipe, nodes: int, devices: int) -> Recipe:
     """Returns the recipe for `nodes` with `devices` GPUs each. The batch size stays as it is."""
     trainer = recipe.trainer.model_copy(update={"num_nodes": nodes, "devices": devices})
     return recipe.model_copy(update={"trainer": trainer})
@@ -188,16 +183,16 @@ def placed(recipe: Recipe, nodes: int, devices: int) -> Recipe:
 # Layouts that training does not support.
 
 
-def limits(recipe: Recipe, ranks: int) -> list[Violation]:
+def limit_violations(recipe: Recipe, ranks: int) -> list[Violation]:
     """Returns why training has no such layout for what the recipe stores, sends and multiplies."""
     return [
-        *layout_limits.limits(recipe, ranks),
+        *layout_limits.tensor_limits(recipe, ranks),
         *layout_limits.pipeline_limits(recipe, ranks),
         *layout_limits.state_limits(recipe, ranks),
     ]
 
 
-def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[Violation]:
+def layout_violations(recipe: Recipe, ranks: int, given: bool = False) -> list[Violation]:
     """Returns why a replica cannot be split over these ranks.
 
     Args:
@@ -216,7 +211,7 @@ def refused(recipe: Recipe, ranks: int, given: bool = False) -> list[Violation]:
         "context_parallel_size": context,
         "pipeline_model_parallel_size": pipeline,
     }
-    violations = limits(recipe, ranks)
+    violations = limit_violations(recipe, ranks)
     for name, size in sizes.items():
         if ranks % size:
             message = f"needs a multiple of {size} ranks, got {ranks}; launch"
@@ -285,13 +280,13 @@ def uneven_batch(recipe: Recipe, ranks: int) -> list[str]:
     ]
 
 
-def shared_by(recipe: Recipe, most: int) -> int:
+def largest_rank_count(recipe: Recipe, most: int) -> int:
     """Returns the largest number of ranks, up to `most`, that can train the recipe; 0 if none."""
     trainer, replica = recipe.trainer, recipe.trainer.strategy.size
     replicas = min(most // replica, trainer.global_batch_size // trainer.micro_batch_size)
     for count in range(replicas, 0, -1):
         divides_batch = trainer.global_batch_size % (trainer.micro_batch_size * count) == 0
-        if divides_batch and not refused(recipe, count * replica):
+        if divides_batch and not layout_violations(recipe, count * replica):
             return count * replica
     return 0
 
@@ -305,7 +300,7 @@ def microbatches(recipe: Recipe, part: Part) -> int:
     return max(1, trainer.global_batch_size // (trainer.micro_batch_size * part.data))
 
 
-def summed_at_the_end(recipe: Recipe, part: Part) -> bool:
+def reduces_once(recipe: Recipe, part: Part) -> bool:
     """Whether FSDP2 reduces gradients in the last of several backward passes only.
 
     Until then all gradients are unsharded.
@@ -318,14 +313,16 @@ def shard_degree(recipe: Recipe, part: Part) -> int:
     return 1 if part.shard == "none" else part.shards
 
 
-def keeps_weights(recipe: Recipe, part: Part, backend: str) -> bool:
+def keeps_quantized_weights(recipe: Recipe, part: Part, backend: str) -> bool:
     """Whether the backend's layers keep quantized weights for all passes of a step."""
     if not capabilities(backend).weight_workspace:
         return False
-    return quantizes_once(recipe, part.state, part.shard, microbatches(recipe, part))
+    return quantizes_weights_once(recipe, part.state, part.shard, microbatches(recipe, part))
 
 
-def quantizes_once(recipe: Recipe, state: StateDtypes, shard: str, microbatches: int) -> bool:
+def quantizes_weights_once(
+    recipe: Recipe, state: StateDtypes, shard: str, microbatches: int
+) -> bool:
     """Whether the native backend quantizes a weight once for all passes of a step.
 
     Args:

@@ -37,12 +37,12 @@ def pipeline_limits(recipe: Recipe, ranks: int) -> list[Violation]:
         return []
     return [
         *_microbatch_violations(recipe, ranks),
-        *of_precision(recipe),
-        *of_adapters(recipe, stages, strategy.chunks),
+        *precision_limits(recipe),
+        *adapter_limits(recipe, stages, strategy.chunks),
     ]
 
 
-def of_precision(recipe: Recipe) -> list[Violation]:
+def precision_limits(recipe: Recipe) -> list[Violation]:
     """Returns the violations that do not depend on sizes: of the backend and of logging."""
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     violations: list[Violation] = []
@@ -60,7 +60,7 @@ def of_precision(recipe: Recipe) -> list[Violation]:
     return violations
 
 
-def of_adapters(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
+def adapter_limits(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
     """Returns a violation if LoRA leaves a stage without gradients.
 
     Each stage needs parameters to train. Backward starts at the last stage and sends gradients to
@@ -130,14 +130,14 @@ def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
 # Tensor parallelism.
 
 
-def limits(recipe: Recipe, ranks: int) -> list[Violation]:
+def tensor_limits(recipe: Recipe, ranks: int) -> list[Violation]:
     """Returns why the recipe cannot be trained with its tensor-parallel size."""
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
     if tensor == 1:
         return []
     return [
         *_size_violations(recipe, tensor),
-        *of_state(recipe),
+        *split_state_limits(recipe),
         *_dropout_violations(recipe, tensor),
         *_fp8_violations(recipe, tensor),
     ]
@@ -182,7 +182,7 @@ _SPLITTABLE = {
 }
 
 
-def of_state(recipe: Recipe) -> Iterator[Violation]:
+def split_state_limits(recipe: Recipe) -> Iterator[Violation]:
     """Yields a violation for low-bit state that belongs to whole matrices.
 
     Levels are rejected with any layout by `state_limits`.
@@ -294,7 +294,7 @@ def state_limits(recipe: Recipe, ranks: int) -> list[Violation]:
     if level(recipe.precision):
         return [_level_violation(recipe, condition, [strategy.key(name) for name in sizes])]
     violations = list(_comm_violations(recipe, condition))
-    if not list(of_state(recipe)):
+    if not list(split_state_limits(recipe)):
         shards = max(1, ranks // strategy.size) * strategy.context_parallel_size
         violations += _owner_violations(recipe, shards, condition)
     return violations

@@ -32,7 +32,7 @@ from fp8cfg.planning.gemm_memory import (
     weight_needs_two_copies,
 )
 from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
-from fp8cfg.planning.layout import Part, keeps_weights, microbatches
+from fp8cfg.planning.layout import Part, keeps_quantized_weights, microbatches
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.storage import SCALED, gathers_params
@@ -130,7 +130,7 @@ class LinearBytes:
         self.logsumexp_bytes = model.num_attention_heads / part.tensor * 4
 
         self.has_fp8_storage = part.state.fp8_weights or gathers_params(recipe.precision, backend)
-        self.keeps_quantized_weights = keeps_weights(recipe, part, backend)
+        self.keeps_quantized_weights = keeps_quantized_weights(recipe, part, backend)
         self.uses_fsdp = part.shard == "fsdp"
         self.adds_to_stored_gradients = (
             storage.accumulate == "stored"

@@ -27,9 +27,9 @@ from fp8cfg.planning.gemm_memory import ELEMENT_BYTES, fp8_weight_extra_bytes
 from fp8cfg.planning.layer_plan import plan_layers, transformer_config
 from fp8cfg.planning.layout import (
     Part,
-    keeps_weights,
+    distinct_parts,
+    keeps_quantized_weights,
     microbatches,
-    parts_that_differ,
     shard_degree,
     vectors,
 )
@@ -83,7 +83,7 @@ class Parameters:
         return Parameters(0, self.adapters) if self.adapters else self
 
 
-def memory(
+def plan_memory(
     recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None
 ) -> dict[str, int]:
     """Returns bytes by kind for one rank.
@@ -93,11 +93,11 @@ def memory(
         device: "cpu" or "cuda".
         part: The layers and shards of the rank. By default of the rank with the most memory, on as
             many ranks as this process group has.
-        backend: Name of the backend of the FP8 layers. By default see `multiplying`.
+        backend: Name of the backend of the FP8 layers. By default see `planned_backend`.
     """
-    backend = backend or multiplying(recipe)
-    part = part or widest(recipe, device, ranks(), backend)
-    linears = linears_of(recipe, part)
+    backend = backend or planned_backend(recipe)
+    part = part or widest_part(recipe, device, ranks(), backend)
+    linears = part_linears(recipe, part)
     is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
     is_fsdp = part.shard == "fsdp"
     # fsdp accumulates shards only, so that unsharded gradients have the compute dtype.
@@ -109,7 +109,7 @@ def memory(
         schedule = FsdpSchedule(recipe, device, part, linears, backend, wgrad_bytes)
     in_passes = activations(recipe, device, part, linears, wgrad_bytes, backend, schedule)
 
-    kinds = persistent(recipe, part, linears, backend)
+    kinds = persistent_memory(recipe, part, linears, backend)
     kinds["FP8 copies"] += in_passes.quantized_weights
     if is_fsdp and gathers_params(recipe.precision, backend):
         # FP8 shards of the float32 masters, one byte per element, which are gathered.
@@ -117,7 +117,7 @@ def memory(
         kinds["FP8 copies"] += fp8_elements // (part.tensor * part.shards)
 
     unquantized = unquantized_gradient_bytes(recipe, part, linears)
-    wider = before_step(recipe, part, linears) - kinds["gradients"]
+    wider = gradient_bytes_before_step(recipe, part, linears) - kinds["gradients"]
     if is_fsdp:
         kinds["gathered"] = in_passes.unsharded
         if unquantized:
@@ -148,24 +148,24 @@ def memory(
         freed += kinds.get("accumulation", 0)
     reduction = reduction_bytes(recipe, part, linears, device, backend)
     kinds["gradient sums"] = max(0, reduction - freed)
-    step = step_bytes(recipe, part, linears, device, backend)
+    step = optimizer_step_bytes(recipe, part, linears, device, backend)
     kinds["optimizer step"] = max(0, step - peak - kinds["gradient sums"])
-    if not is_fsdp2 or (parameters(recipe, part, linears).adapters and not is_fsdp):
+    if not is_fsdp2 or (count_parameters(recipe, part, linears).adapters and not is_fsdp):
         # FSDP2 makes the weights on the meta device and then initializes shards.
-        start = starting(recipe, part, linears)
+        start = initialization_bytes(recipe, part, linears)
         kinds["to start"] = max(0, start - sum(kinds.values()))
     return kinds
 
 
-def widest(recipe: Recipe, device: str, ranks: int, backend: str | None = None) -> Part:
+def widest_part(recipe: Recipe, device: str, ranks: int, backend: str | None = None) -> Part:
     """Returns the part of the rank with the most memory: that of one pipeline stage."""
-    every = parts_that_differ(recipe, ranks)
+    every = distinct_parts(recipe, ranks)
     if len(every) == 1:
         return every[0]
-    return max(every, key=lambda part: sum(memory(recipe, device, part, backend).values()))
+    return max(every, key=lambda part: sum(plan_memory(recipe, device, part, backend).values()))
 
 
-def multiplying(recipe: Recipe) -> str:
+def planned_backend(recipe: Recipe) -> str:
     """Returns the backend that the recipe names.
 
     With backend=auto and no hardware to choose for, it is native, or with storage.gather=fp8 a
@@ -186,7 +186,7 @@ def multiplying(recipe: Recipe) -> str:
 # State.
 
 
-def persistent(
+def persistent_memory(
     recipe: Recipe,
     part: Part,
     linears: list[PlannedLinear],
@@ -201,14 +201,14 @@ def persistent(
         recipe: The recipe.
         part: The layers and shards of the rank.
         linears: Its linear layers.
-        backend: Name of the backend of the FP8 layers. By default see `multiplying`.
+        backend: Name of the backend of the FP8 layers. By default see `planned_backend`.
         rank: Number among the ranks that shard state. By default the rank with the most.
     """
-    backend = backend or multiplying(recipe)
+    backend = backend or planned_backend(recipe)
     precision = recipe.precision
     linear_bytes = ELEMENT_BYTES[remarks.chart_row(recipe, part.state)["weight"]]
     other_bytes = ELEMENT_BYTES[part.state.other["weight"]]
-    counts = parameters(recipe, part, linears)
+    counts = count_parameters(recipe, part, linears)
     weights = counts.linear * linear_bytes + (counts.other + counts.adapters) * other_bytes
     kinds = {"weights": int(weights)}
     kinds.update(state_bytes(recipe, part, linears, backend, rank))  # fsdp: weights too
@@ -232,7 +232,7 @@ def persistent(
     return kinds
 
 
-def parameters(
+def count_parameters(
     recipe: Recipe, part: Part, linears: Sequence[PlannedLinear] | None = None
 ) -> Parameters:
     """Counts the parameters of a rank.
@@ -244,7 +244,7 @@ def parameters(
         part: The layers and shards of the rank.
         linears: Its linear layers, if the caller has them.
     """
-    linears = linears or linears_of(recipe, part)
+    linears = linears or part_linears(recipe, part)
     shapes = parameter_shapes(transformer_config(recipe))
     is_tied = recipe.model.share_embeddings_and_output_weights
     # Under some recipes only FP8 layers are stored as storage.weight says.
@@ -277,7 +277,7 @@ def parameters(
     return Parameters(linear_elements, other_elements, adapters)
 
 
-def linears_of(recipe: Recipe, part: Part) -> list[PlannedLinear]:
+def part_linears(recipe: Recipe, part: Part) -> list[PlannedLinear]:
     """Returns the planned linear layers of a rank: four per layer, then the output layer if any."""
     *layers, output = plan_layers(recipe)
     linears: list[PlannedLinear] = []
@@ -300,13 +300,13 @@ def gradient_bytes(part: Part) -> float:
 # Moments besides the backward pass.
 
 
-def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
+def gradient_bytes_before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Returns bytes of a rank's gradients at the end of the last backward pass.
 
     They are wide if microbatches were added up, or if ranks will sum them in another dtype.
     """
     columns = remarks.chart_row(recipe, part.state)
-    trained = parameters(recipe, part, linears).trained
+    trained = count_parameters(recipe, part, linears).trained
     adds_microbatches = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
     casts_to_send = part.shards > 1 and columns["comm"] != columns["weight_grad"]
     linear_bytes = ELEMENT_BYTES[columns["weight_grad"]]
@@ -316,12 +316,12 @@ def before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) ->
     return int(trained.linear * linear_bytes + trained.other * other_bytes)
 
 
-def starting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
+def initialization_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
     """Returns bytes of the weights at initialization.
 
     They are float32. Frozen weights of linear layers are in the compute dtype from the start.
     """
-    counts = parameters(recipe, part, linears)
+    counts = count_parameters(recipe, part, linears)
     if not counts.adapters:
         return 4 * counts.total
     is_tied = recipe.model.share_embeddings_and_output_weights
@@ -334,7 +334,7 @@ def starting(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> in
     return int(4 * (counts.total - counts.adapters - matrices) + frozen_bytes * matrices)
 
 
-def step_bytes(
+def optimizer_step_bytes(
     recipe: Recipe,
     part: Part,
     linears: list[PlannedLinear],
@@ -346,9 +346,9 @@ def step_bytes(
     Compiled code takes no more than a low-bit optimizer's pieces. The temporaries follow one
     another, so that the largest one counts.
     """
-    backend = backend or multiplying(recipe)
+    backend = backend or planned_backend(recipe)
     precision = recipe.precision
-    counts = parameters(recipe, part, linears)
+    counts = count_parameters(recipe, part, linears)
     is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
     is_low_bit = part.state.low_bit
     history = 0
@@ -372,7 +372,7 @@ def step_bytes(
     # Three float32 temporaries of the histories of input, weight and grad_output.
     rolled_histories = 3 * 3 * 4 * history * len(fp8_sizes)
     amaxes = 0
-    quantizes_after_step = keeps_weights(recipe, part, backend) or (
+    quantizes_after_step = keeps_quantized_weights(recipe, part, backend) or (
         is_fsdp2 and gathers_params(precision, backend)
     )
     if device == "cpu" and history and quantizes_after_step:
@@ -388,14 +388,14 @@ def step_bytes(
 def memory_table(
     recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None
 ) -> str:
-    """Returns a table of `memory`, with bytes per parameter of kinds that grow with parameters.
+    """Returns a table of `plan_memory`, with bytes per parameter of kinds that grow with parameters.
 
-    Arguments as for `memory`. Empty kinds are left out.
+    Arguments as for `plan_memory`. Empty kinds are left out.
     """
-    part = part or widest(recipe, device, ranks(), backend)
-    count = parameters(recipe, part).total
-    kinds = memory(recipe, device, part, backend)
-    notes = _notes(recipe, part, backend or multiplying(recipe))
+    part = part or widest_part(recipe, device, ranks(), backend)
+    count = count_parameters(recipe, part).total
+    kinds = plan_memory(recipe, device, part, backend)
+    notes = _notes(recipe, part, backend or planned_backend(recipe))
     rows = []
     for kind, bytes_ in kinds.items():
         if bytes_:
@@ -453,7 +453,7 @@ def _dtype_notes(recipe: Recipe, part: Part) -> dict[str, str]:
 
 
 def _fp8_copies_note(recipe: Recipe, part: Part, backend: str) -> str:
-    keeps_all_passes = keeps_weights(recipe, part, backend)
+    keeps_all_passes = keeps_quantized_weights(recipe, part, backend)
     if not part.state.fp8_weights:
         passes = "for all passes of a step" if keeps_all_passes else "forward to backward"
         return f"quantized weights, {passes}"

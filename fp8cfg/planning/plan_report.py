@@ -25,15 +25,23 @@ from fp8cfg.planning.fit_search import (
 from fp8cfg.planning.fsdp_memory import gather_line
 from fp8cfg.planning.hardware import GPU, GPUS, find_gpu
 from fp8cfg.planning.layer_plan import plan_layers as plan_layers
-from fp8cfg.planning.layout import Part, machines, parts, placed, refused, shared_by, whole
+from fp8cfg.planning.layout import (
+    Part,
+    checked_parts,
+    largest_rank_count,
+    layout_violations,
+    place_on_gpus,
+    rank_part,
+    split_into_nodes,
+)
 from fp8cfg.planning.peak_memory import (
     COMING,
     NOT_PARAMETERS,
-    linears_of,
-    memory,
+    count_parameters,
     memory_table,
-    multiplying,
-    parameters,
+    part_linears,
+    plan_memory,
+    planned_backend,
 )
 from fp8cfg.planning.reserve import reserve
 from fp8cfg.planning.violations import violations
@@ -118,7 +126,7 @@ def _layout(p: PlanReport) -> str:
         model,
         f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}{groups}",
     ]
-    if refused(p.recipe, p.world):
+    if layout_violations(p.recipe, p.world):
         lines.append("planned for, not run: training in this version has no such layout")
     if len(p.ranks) > 1:
         rows = [
@@ -149,7 +157,7 @@ def _room(p: PlanReport, gpu: GPU) -> str:
     """Whether the widest rank fits `gpu`, and whether it leaves the reserve free."""
     left = gpu.memory - p.widest.total
     name = f"{gpu.name}, {size(gpu.memory)}"
-    if refused(p.recipe, p.world):
+    if layout_violations(p.recipe, p.world):
         name += ", as planned for"
     if left < 0:
         return f"does not fit {name}: {size(-left)} too much"
@@ -308,7 +316,7 @@ class PlanReport:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, each once."""
-        return parameters(self.recipe, whole(self.recipe)).total
+        return count_parameters(self.recipe, rank_part(self.recipe)).total
 
     @property
     def shard(self) -> str:
@@ -342,13 +350,13 @@ class PlanReport:
                 "model": self.recipe.model.model_copy(update={"recompute_granularity": granularity})
             },
         )
-        kinds = memory(other, self.hardware.device, self.widest.part, self.backend)
+        kinds = plan_memory(other, self.hardware.device, self.widest.part, self.backend)
         return kinds["activations"] + kinds["logits"] + kinds["backward"] + kinds.get(COMING, 0)
 
     def too_small(self) -> dict[str, tuple[int, int]]:
         """Layers that are too small to gain: name -> (in, out) on one rank."""
         part = self.widest.part
-        return speedups.too_small_layers(self.recipe, linears_of(self.recipe, part), part)
+        return speedups.too_small_layers(self.recipe, part_linears(self.recipe, part), part)
 
     def data(self) -> dict[str, Any]:
         """All of the plan as plain data, in an order that stays, as `fp8cfg plan --json` prints it."""
@@ -428,7 +436,7 @@ def make_report(
         refusals = e.problems
     try:
         refuse_if(problems_of_layout)
-        layout = parts(recipe, world)
+        layout = checked_parts(recipe, world)
     except ConfigError as e:  # there are no ranks of which to say more
         lines: Sequence[str] = e.problems
         if choice or recipe.backend != "auto":
@@ -439,14 +447,14 @@ def make_report(
     ranks = [
         Rank(
             part,
-            parameters(recipe, part).total,
-            memory(recipe, hardware.device, part, backend),
-            step_traffic(recipe, part, backend or multiplying(recipe)) if world > 1 else (),
+            count_parameters(recipe, part).total,
+            plan_memory(recipe, hardware.device, part, backend),
+            step_traffic(recipe, part, backend or planned_backend(recipe)) if world > 1 else (),
         )
         for part in layout
     ]
     coverage = planned_coverage(recipe, plan_layers(recipe, backend))
-    layout_problems = refused(recipe, world)
+    layout_problems = layout_violations(recipe, world)
     problems: Sequence[str] = []
     if choice:
         problems = [str(line) for line in layout_problems] or _too_large(recipe, ranks, gpu)
@@ -477,7 +485,7 @@ def make_report(
 def _chosen(recipe: Recipe, hardware: Hardware, world: int) -> Choice:
     statistics = recipe.log.fp8_stats_every_n_steps
     return choose(
-        whole(recipe, world).state.precision,
+        rank_part(recipe, world).state.precision,
         hardware,
         statistics=statistics,
         here=hardware.device == "cpu",
@@ -508,9 +516,9 @@ def _instead(
 
     search = Search(hardware.device, free, backend)
     trainer, closest = recipe.trainer, None
-    for ranks in filter(None, dict.fromkeys([world, shared_by(recipe, world)])):
+    for ranks in filter(None, dict.fromkeys([world, largest_rank_count(recipe, world)])):
         is_meant = ranks == trainer.num_nodes * trainer.devices
-        here = recipe if is_meant else placed(recipe, *machines(ranks))
+        here = recipe if is_meant else place_on_gpus(recipe, *split_into_nodes(ranks))
         fit = search.nearest(here, ranks)
         if fit and fit.peak <= free:
             return problems, replace(fit, words=changed_overrides(recipe, fit.recipe))
@@ -552,7 +560,7 @@ def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[Violati
     where these are of its layout alone."""
     every = [recipe]
     if gpus is not None:
-        nodes, devices = machines(gpus)
+        nodes, devices = split_into_nodes(gpus)
         every.append(
             recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}})
         )

@@ -23,7 +23,7 @@ from fp8cfg.planning.fit_search import (
     smoke_run,
 )
 from fp8cfg.planning.hardware import count_gpus, free_memory
-from fp8cfg.planning.layout import placed
+from fp8cfg.planning.layout import place_on_gpus
 from fp8cfg.planning.violations import violations
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.hub import PREFIX, chosen_tokenizer
@@ -35,7 +35,7 @@ from fp8cfg.schema.violation import Violation
 def check_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
     """Raise ConfigError for a parallel layout, which is never changed for the user, that training does not have, or not on so many
     `ranks`, or not of a model that is `given`."""
-    refuse_if(layout.refused(recipe, ranks, given))
+    refuse_if(layout.layout_violations(recipe, ranks, given))
 
 
 def check_run(
@@ -94,10 +94,12 @@ def _problems(
         return [str(violation) for violation in of_layout]
     started = ranks or sharding.ranks()
     lines: Sequence[str | Violation] = (
-        layout.refused(recipe, started) or of_layout or layout.uneven_batch(recipe, started)
+        layout.layout_violations(recipe, started)
+        or of_layout
+        or layout.uneven_batch(recipe, started)
     )
     if lines:
-        lines = layout.refused(recipe, ranks or _ranks(recipe, hardware.device)) or lines
+        lines = layout.layout_violations(recipe, ranks or _ranks(recipe, hardware.device)) or lines
         return [str(line) for line in lines]
     free, backend = (
         free_memory(hardware.device, ranks),
@@ -116,7 +118,7 @@ def _nearest(
         # Without a launcher the recipe is for this machine alone. Its layout might not divide
         # trainer.devices, unless these are a multiple of the ranks.
         devices = recipe.trainer.devices
-        recipe = placed(recipe, 1, here if devices % here else devices)
+        recipe = place_on_gpus(recipe, 1, here if devices % here else devices)
 
     def backend(other: Recipe, world: int) -> str:
         return choose_backend(other, hardware, world).backend
@@ -148,7 +150,7 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
 def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
     """Who multiplies `recipe` on so many ranks of that hardware. Raises ConfigError as `choose` does."""
     return choose(
-        layout.whole(recipe, ranks).state.precision,
+        layout.rank_part(recipe, ranks).state.precision,
         hardware,
         statistics=recipe.log.fp8_stats_every_n_steps,
         adapters=recipe.lora.enabled,

@@ -111,9 +111,9 @@ def _stages(small: Recipe, ranks: int) -> Strategy:
     stages = gcd(
         own.pipeline_model_parallel_size, ranks // gcd(ranks, own.tensor_model_parallel_size, 2), 2
     )
-    if stages == 1 or layout_limits.of_precision(small):
+    if stages == 1 or layout_limits.precision_limits(small):
         return Strategy()
-    if layout_limits.of_adapters(small, stages, min(own.chunks, 2)):
+    if layout_limits.adapter_limits(small, stages, min(own.chunks, 2)):
         return Strategy()
     return Strategy(
         pipeline_model_parallel_size=stages,
@@ -139,7 +139,7 @@ def _run(small: Recipe, ranks: int, pipeline: Strategy, accumulates: bool) -> No
         context_parallel_size=context,
         **staged,
     )
-    if layout_limits.limits(small, ranks):
+    if layout_limits.tensor_limits(small, ranks):
         context = gcd(own.context_parallel_size, ranks // stages)
         t.strategy = Strategy(context_parallel_size=context, **staged)
     if (data := ranks // t.strategy.size) % 4 == 0 and own.data_parallel_replicate_size > 1:

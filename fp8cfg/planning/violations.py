@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from fp8cfg.backends.choice import Hardware, choose
 from fp8cfg.planning.layer_plan import plan_layers
-from fp8cfg.planning.layout import limits, whole
+from fp8cfg.planning.layout import limit_violations, rank_part
 from fp8cfg.schema import rules
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.recipe import Recipe
@@ -59,7 +59,7 @@ def violations(
         found += reasons[0]
     # A smoke run has another layout, which is made to fit.
     if has_valid_layers and not recipe.trainer.smoke:
-        found += limits(recipe, ranks)
+        found += limit_violations(recipe, ranks)
     return list({str(violation): violation for violation in found}.values())
 
 
@@ -77,7 +77,7 @@ def _backend_violations(
 ) -> list[Violation]:
     try:
         choose(
-            whole(recipe, ranks).state.precision,
+            rank_part(recipe, ranks).state.precision,
             hardware,
             statistics=recipe.log.fp8_stats_every_n_steps,
             here=here,

@@ -138,7 +138,7 @@ def body(recipe: Recipe, hardware: Hardware) -> str:
         who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
         backend = "\n".join([who, *passed_over_lines(choice)])
         parts.append(f"{backend}\n{coverage}")
-    gathered = gather_line(recipe, layout.whole(recipe, sharding.ranks()), choice.backend)
+    gathered = gather_line(recipe, layout.rank_part(recipe, sharding.ranks()), choice.backend)
     memory = [memory_table(recipe, hardware.device, backend=choice.backend), gathered]
     parts.append("\n".join(line for line in memory if line))
     parts += [line for line in [_scaled_down(recipe)] if line]
@@ -150,7 +150,7 @@ def _scaled_down(recipe: Recipe) -> str:
     t, here = recipe.trainer, sharding.ranks()
     meant, s = t.num_nodes * t.devices, t.strategy
     gpus = "1 GPU" if meant == 1 else f"{meant} GPUs"
-    if layout.refused(recipe, here) or layout.uneven_batch(recipe, here):
+    if layout.layout_violations(recipe, here) or layout.uneven_batch(recipe, here):
         return (
             f"meant for {gpus} (tensor {s.tensor_model_parallel_size}, pipeline"
             f" {s.pipeline_model_parallel_size}, context {s.context_parallel_size})"

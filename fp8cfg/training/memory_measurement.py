@@ -33,16 +33,16 @@ from fp8cfg.parallel.process_group import current
 from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning.activation_memory import logit_bytes
 from fp8cfg.planning.fsdp_memory import root_bytes
-from fp8cfg.planning.layout import quantizes_once, stage_parts, summed_at_the_end
+from fp8cfg.planning.layout import quantizes_weights_once, reduces_once, stage_parts
 from fp8cfg.planning.linear_memory import LinearBytes
 from fp8cfg.planning.peak_memory import (
     COMING,
-    before_step,
-    linears_of,
-    memory,
-    parameters,
-    persistent,
-    step_bytes,
+    count_parameters,
+    gradient_bytes_before_step,
+    optimizer_step_bytes,
+    part_linears,
+    persistent_memory,
+    plan_memory,
 )
 from fp8cfg.planning.state_shards import unquantized_gradient_bytes
 from fp8cfg.planning.zero_memory import reduction_bytes
@@ -121,7 +121,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     passes = count_microbatches(job, world)
     count = passes if here is not None else 1
     stage = here.rank if here is not None else 0
-    single = COMING in memory(
+    single = COMING in plan_memory(
         recipe, job.device.type, stage_parts(recipe, ranks())[stage], job.choice.backend
     )
     whole = (
@@ -154,7 +154,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
         job
     )  # before quantized weights are kept of them, which are of one gathering
     with cached_weights(
-        job.model, quantizes_once(recipe, job.prepared.state, job.prepared.shard, passes)
+        job.model, quantizes_weights_once(recipe, job.prepared.state, job.prepared.shard, passes)
     ):
         one_pass(last=passes == 1)
         if whole or single:
@@ -271,30 +271,30 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
     """What the plan says of the kinds that `measure` measures, on `device` ("cpu" or "cuda") where `backend` multiplies, for that
     pipeline `stage`."""
     part = stage_parts(recipe, ranks())[stage]
-    kinds = memory(recipe, device, part, backend)
-    linears = linears_of(recipe, part)
-    stays = persistent(recipe, part, linears, backend)
+    kinds = plan_memory(recipe, device, part, backend)
+    linears = part_linears(recipe, part)
+    stays = persistent_memory(recipe, part, linears, backend)
     state = stays.pop("FP8 copies")
     copies = kinds["FP8 copies"] - state
     logits = logit_bytes(LinearBytes(recipe, device, part, 0, backend)).kept if part.output else 0
     kept = kinds["activations"] + copies + logits
     shard, gathered = part.shard, kinds.get("gathered", 0)
     if shard == "fsdp":
-        kept += root_bytes(recipe, part, linears, parameters(recipe, part).total)
+        kept += root_bytes(recipe, part, linears, count_parameters(recipe, part).total)
     elif by_fsdp2(recipe, part.state, part.shards, backend):
         kept += (gathered := stays.pop("weights"))
         gathered += kinds["accumulation"]
-        if not summed_at_the_end(recipe, part):
+        if not reduces_once(recipe, part):
             # The shards that earlier passes left.
             gathered -= unquantized_gradient_bytes(recipe, part, linears)
         elif recipe.trainer.strategy.pipeline_model_parallel_size == 1:
             gathered -= (
-                before_step(recipe, part, linears) - kinds["gradients"]
+                gradient_bytes_before_step(recipe, part, linears) - kinds["gradients"]
             )  # are there before the last pass
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + gathered
     if COMING in kinds:
         peak += kinds["gradients"] + kinds[COMING]
-    step = step_bytes(recipe, part, linears, device, backend)
+    step = optimizer_step_bytes(recipe, part, linears, device, backend)
     sums = reduction_bytes(recipe, part, linears, device, backend)
     found = {"after forward": kept, "peak": peak, "gradient sums": sums, "optimizer step": step}
     return {

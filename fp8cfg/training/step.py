@@ -42,7 +42,7 @@ from fp8cfg.parallel.mesh import batch_share, coordinates
 from fp8cfg.parallel.pipeline import PipelineRank
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.communication import pass_traffic
-from fp8cfg.planning.layout import quantizes_once, stage_parts
+from fp8cfg.planning.layout import quantizes_weights_once, stage_parts
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.training import Strategy
 
@@ -364,7 +364,7 @@ def compute_loss(job: Job, tensors: tuple[Tensor, ...]) -> Tensor:
 def quantized_weight_cache(job: Job, num_microbatches: int) -> AbstractContextManager[None]:
     """Lets the first microbatch of a step quantize the weights for all of them."""
     prepared = job.prepared
-    is_cached = quantizes_once(job.recipe, prepared.state, prepared.shard, num_microbatches)
+    is_cached = quantizes_weights_once(job.recipe, prepared.state, prepared.shard, num_microbatches)
     return cached_weights(job.model, is_cached)
 
 

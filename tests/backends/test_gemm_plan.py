@@ -228,7 +228,7 @@ def test_a_selector_that_selects_nothing_for_fp8_is_refused(
 
 def test_what_fits_is_found_quickly_for_a_deep_model() -> None:
     from fp8cfg.planning.fit_search import check_memory
-    from fp8cfg.planning.peak_memory import memory
+    from fp8cfg.planning.peak_memory import plan_memory
 
     r = fp8cfg.compose(["model.num_layers=3000", "precision=bf16_fp8"])
 
@@ -237,9 +237,9 @@ def test_what_fits_is_found_quickly_for_a_deep_model() -> None:
             check_memory(r, "cpu", free)
         messages.append(str(e.value))
 
-    free = sum(memory(r, "cpu").values()) * 3 // 4
+    free = sum(plan_memory(r, "cpu").values()) * 3 // 4
     messages: list[str] = []
     assert calls(refuse) < 8_000_000
     words = messages[0].split("nearest that fit: ")[1].split(" \u00b7 ")[0].split()
     fit = fp8cfg.compose(words, base=r)
-    assert words and sum(memory(fit, "cpu").values()) <= free
+    assert words and sum(plan_memory(fit, "cpu").values()) <= free

@@ -190,12 +190,12 @@ def test_mxfp8_equals_torchaos_own_layer() -> None:
 @pytest.mark.parametrize(("level", "each"), [("O1", 11), ("O2", 6)])
 def test_a_level_keeps_its_bytes_and_resumes(level: str, each: int) -> None:
     from fp8cfg.checkpoint import job_state
-    from fp8cfg.planning.layout import whole
-    from fp8cfg.planning.peak_memory import parameters
+    from fp8cfg.planning.layout import rank_part
+    from fp8cfg.planning.peak_memory import count_parameters
     from fp8cfg.training.memory_measurement import by_kind
 
     job, losses = ours(words := (*TORCHAO, f"opt_level={level}"))
-    counts = parameters(job.recipe, whole(job.recipe))
+    counts = count_parameters(job.recipe, rank_part(job.recipe))
     held = sum(t.nbytes for tensors in by_kind(job).values() for t in tensors if t.dim())
     assert (
         held == each * counts.linear + (each + 5) * counts.other and job.prove().layers_in_fp8 == 8

@@ -97,7 +97,7 @@ def test_fp8_params_hold_linear_weights_in_eight_bits_alone(scaling: str) -> Non
     )
     for job in (held, kept):
         job.recipe.trainer.micro_batch_size = 8
-        kinds = peak_memory.memory(job.recipe, "cpu")
+        kinds = peak_memory.plan_memory(job.recipe, "cpu")
         assert kinds["weights"] == weight_bytes(job)
         masters = sum(
             t.nbytes for k, t in job.optimizer.state_tensors().items() if k.endswith(".master")
@@ -115,7 +115,7 @@ def test_moments_and_gradients_are_the_planned_bytes() -> None:
     recipe = small("precision=bf16_fp8")
     job = fp8cfg.build(recipe)
     list(steps(job, 1))
-    kinds = peak_memory.memory(recipe, "cpu")
+    kinds = peak_memory.plan_memory(recipe, "cpu")
     moments = sum(t.nbytes for k, t in job.optimizer.state_tensors().items() if "exp_avg" in k)
     assert kinds["moments"] == moments
     assert kinds["gradients"] == sum(p.grad.nbytes for p in job.model.parameters())

@@ -11,7 +11,7 @@ import fp8cfg
 from fp8cfg.__main__ import main
 from fp8cfg.execution import executor as runs
 from fp8cfg.planning import smoke
-from fp8cfg.planning.layout import refused
+from fp8cfg.planning.layout import layout_violations
 
 
 @pytest.mark.parametrize(
@@ -188,4 +188,4 @@ def test_a_smoke_run_of_a_recipe_of_several_machines_takes_one(
     ((*torchrun, ranks, request, _, _),) = ran
     assert (torchrun, ranks) == (["-m", "fp8cfg.execution.executor"], "4")
     small = smoke.cut_recipe(fp8cfg.from_yaml(Path(request)), 4)
-    assert small.trainer.strategy.size == 4 and refused(small, 4) == []
+    assert small.trainer.strategy.size == 4 and layout_violations(small, 4) == []

@@ -16,8 +16,8 @@ from fp8cfg.backends.choice import BLOCK_CUDA, Hardware
 from fp8cfg.cli import launch_run
 from fp8cfg.execution import executor as runs
 from fp8cfg.planning import hardware, preflight, smoke
-from fp8cfg.planning.layout import refused
-from fp8cfg.planning.peak_memory import memory
+from fp8cfg.planning.layout import layout_violations
+from fp8cfg.planning.peak_memory import plan_memory
 from tests.support.small import small_words
 
 TENSOR, PIPELINE = (
@@ -127,7 +127,7 @@ def test_a_start_ends_with_lines_that_run_here(
     assert not list(tmp_path.iterdir())
     assert [words[-1] for words in offered] == [f"{TENSOR}=1", "trainer.smoke=true"]
     for words in offered:
-        assert refused(smoke.cut_recipe(fp8cfg.compose(words), 1), 1) == []
+        assert layout_violations(smoke.cut_recipe(fp8cfg.compose(words), 1), 1) == []
 
 
 def test_a_smoke_run_cuts_a_layout_that_the_gpus_do_not_have() -> None:
@@ -471,7 +471,7 @@ def test_torchrun_takes_a_layout_of_its_own_ranks(
     assert [(r.trainer.num_nodes, r.trainer.devices) for r in trained] == [machines] * len(
         trained
     ) and bool(trained) == bool(machines)
-    assert [refused(r, 4) for r in trained] == [[]] * len(trained)
+    assert [layout_violations(r, 4) for r in trained] == [[]] * len(trained)
     text = f"trainer: {{accelerator: cpu, strategy: {{{TENSOR.removeprefix('trainer.strategy.')}: 2}}}}"
     for read in (lambda: fp8cfg.compose(words), lambda: fp8cfg.from_yaml(text)):
         with (
@@ -558,7 +558,7 @@ def test_what_memory_does_not_allow_trains_as_it_is_offered(
 ) -> None:
     """A run that is resumed with more is offered what its checkpoint takes: no smoke run."""
     words = small_words("precision=bf16_fp8", "trainer.max_steps=2", f"log.dir={tmp_path}")
-    free = sum(memory(fp8cfg.compose(words), "cpu").values()) - 1
+    free = sum(plan_memory(fp8cfg.compose(words), "cpu").values()) - 1
     for module in (preflight, hardware):
         monkeypatch.setattr(module, "free_memory", lambda device, ranks=None: free)
     assert main(words) == 2

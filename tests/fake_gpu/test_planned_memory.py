@@ -20,7 +20,7 @@ from fp8cfg.backends.te.rules import unavailable
 from fp8cfg.data import Batches, Windows
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.parallel.process_group import World
-from fp8cfg.planning.peak_memory import memory
+from fp8cfg.planning.peak_memory import plan_memory
 from fp8cfg.training.step import train_step
 from tools.fake_gpu.recorder import is_fake
 from tools.gpu_rows.proof import without_proof
@@ -109,7 +109,7 @@ def test_the_peak_of_a_step_is_the_planned_one(precision: str, recompute: str) -
     train_step(job, batches, 0, World())
     torch.cuda.reset_peak_memory_stats()
     train_step(job, batches, 1, World())
-    planned = sum(size for kind, size in memory(recipe, "cuda").items() if kind != "to start")
+    planned = sum(size for kind, size in plan_memory(recipe, "cuda").items() if kind != "to start")
     peak = torch.cuda.max_memory_allocated()
     del job
     gc.collect()

@@ -18,7 +18,7 @@ from fp8cfg.models.lora import adapted
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.planning.layer_plan import adapted_projections as planned_adapters
 from fp8cfg.planning.layer_plan import attention_plan
-from fp8cfg.planning.layout import refused
+from fp8cfg.planning.layout import layout_violations
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
 from fp8cfg.training.data import run_data
 from fp8cfg.training.loop import train
@@ -265,8 +265,8 @@ def test_refusals(words: tuple[str, ...], line: str) -> None:
 
 def test_adapters_of_split_matrices_have_no_dropout() -> None:
     split = (*LORA, "trainer.strategy.tensor_model_parallel_size=2", "trainer.devices=2")
-    assert not refused(small(*split, "lora.dropout=0"), 2)
-    (violation,) = refused(small(*split, "lora.dropout=0.1"), 2)
+    assert not layout_violations(small(*split, "lora.dropout=0"), 2)
+    (violation,) = layout_violations(small(*split, "lora.dropout=0.1"), 2)
     line = str(violation)
     assert line.startswith("lora.dropout=0.1: ") and line.endswith("splits inputs; write 0")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp8cfg
-from fp8cfg.planning.layout import refused
+from fp8cfg.planning.layout import layout_violations
 from fp8cfg.planning.smoke import cut_recipe
 from tests.support.ranks import launch
 from tests.support.small import small, small_words
@@ -64,11 +64,11 @@ def test_what_split_sequences_do_not_have_is_refused(words: str, line: str) -> N
 def test_what_data_parallel_ranks_alone_have_is_refused(words: str, line: str) -> None:
     """With words that are taken, by which the search goes too."""
     words = f"trainer.devices=2 trainer.micro_batch_size=2 {CONTEXT}=2 {words}"
-    assert [str(found) for found in refused(small(*words.split()), 2)] == [line]
+    assert [str(found) for found in layout_violations(small(*words.split()), 2)] == [line]
     write = line.partition("; write ")[2].split(", or ")[0].split()
     assert (
-        refused(small(*words.split(), *write), 2)
-        == refused(small(*words.replace(f"{CONTEXT}=2", "").split()), 2)
+        layout_violations(small(*words.split(), *write), 2)
+        == layout_violations(small(*words.replace(f"{CONTEXT}=2", "").split()), 2)
         == []
     )
 
@@ -89,7 +89,7 @@ def test_what_data_parallel_ranks_alone_have_is_refused(words: str, line: str) -
 def test_a_smoke_run_keeps_what_is_stored_and_sent_before_the_layout(words: str, size: int) -> None:
     recipe = fp8cfg.compose([*words.split(), "trainer.smoke=true"])
     small = cut_recipe(recipe, 4)
-    assert small.trainer.strategy.size == size and refused(small, 4) == []
+    assert small.trainer.strategy.size == size and layout_violations(small, 4) == []
     assert (small.precision.opt_level, small.storage) == (
         recipe.precision.opt_level,
         recipe.storage,

@@ -58,15 +58,15 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
     from fp8cfg.planning.fit_search import check_memory
     from fp8cfg.planning.fsdp_memory import FsdpSchedule
     from fp8cfg.planning.hardware import find_gpu
-    from fp8cfg.planning.layout import parts
-    from fp8cfg.planning.peak_memory import linears_of, memory, memory_table, widest
+    from fp8cfg.planning.layout import checked_parts
+    from fp8cfg.planning.peak_memory import memory_table, part_linears, plan_memory, widest_part
 
     recipe = fp8cfg.compose(
         ["recipe=llama_8b", "precision=bf16", FSDP, "trainer.strategy.context_parallel_size=1"]
     )
-    one = memory(recipe, "cuda")
+    one = plan_memory(recipe, "cuda")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    eight = memory(recipe, "cuda")
+    eight = plan_memory(recipe, "cuda")
     assert (
         all(eight[kind] * 8 == one[kind] for kind in ("weights", "gradients", "moments"))
         and eight["masters"] == 0
@@ -77,8 +77,8 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
         "beside logits; one rank gathers nothing ahead"
     )
     assert "whole: embedding, output, two layers" in memory_table(recipe, "cuda")
-    part = widest(recipe, "cuda", 8)
-    sharded = FsdpSchedule(recipe, "cuda", part, linears_of(recipe, part), "native", 2)
+    part = widest_part(recipe, "cuda", 8)
+    sharded = FsdpSchedule(recipe, "cuda", part, part_linears(recipe, part), "native", 2)
     assert sharded.during_backward(1) == 2 * root + 2 * 2 * layer + 2 * 128256 * 4096 + 4 * layer, (
         "weights, the output layer's gradient, what was sent"
     )
@@ -87,7 +87,7 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
     if HAS_TORCHAO:
         auto = fp8cfg.compose(["recipe=llama_8b", *CURRENT.split(), FSDP, "model.vocab_size=1024"])
         fp8, high = (planned.make_report(auto, 8, gpu).widest for gpu in (find_gpu("h100"), None))
-        linears = linears_of(auto, fp8.part)
+        linears = part_linears(auto, fp8.part)
         cast, plain = (
             FsdpSchedule(auto, "cuda", fp8.part, linears, backend, 2).during_backward(1)
             for backend in ("torchao", "native")
@@ -100,9 +100,9 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
             and high.memory["FP8 copies"]
         )
     stages = [
-        memory(large, "cuda", part)
+        plan_memory(large, "cuda", part)
         for large in [fp8cfg.compose(["recipe=llama31_70b", "precision=bf16", FSDP])]
-        for part in parts(large, 64)
+        for part in checked_parts(large, 64)
     ]
     assert (
         all(0 < kinds["gathered"] < 10e9 for kinds in stages)
@@ -117,13 +117,13 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
             "trainer.micro_batch_size=2",
         ]
     )
-    kinds = memory(short, "cuda")
+    kinds = plan_memory(short, "cuda")
     assert sum(kinds.values()) < 4 * (32 * layer + root), (
         "no rank makes the model before it is split"
     )
     split = {
         kind: n
-        for kind, n in memory(
+        for kind, n in plan_memory(
             fp8cfg.compose(["recipe=llama_8b", "precision=bf16", "storage.shard=none"]), "cuda"
         ).items()
         if n

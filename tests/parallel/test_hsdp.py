@@ -13,8 +13,8 @@ import fp8cfg
 from fp8cfg.building.job import Job
 from fp8cfg.parallel.mesh import AXES, axis_sizes, batch_share, coordinates
 from fp8cfg.parallel.process_group import SENT, World
-from fp8cfg.planning.layout import refused, shards, stage_parts
-from fp8cfg.planning.peak_memory import memory
+from fp8cfg.planning.layout import layout_violations, rank_part, stage_parts
+from fp8cfg.planning.peak_memory import plan_memory
 from fp8cfg.schema.training import Strategy
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
@@ -229,15 +229,14 @@ def test_memory_is_that_of_a_group() -> None:
         "trainer.micro_batch_size=2",
         f"{GROUPS}=2",
     )
-    assert shards(recipe, 4) == 2 and refused(recipe, 4) == []
-    from fp8cfg.planning.layout import whole
+    assert rank_part(recipe, 4).shards == 2 and layout_violations(recipe, 4) == []
 
     one = small(
         "precision=bf16", "storage.shard=fsdp", "trainer.devices=4", "trainer.micro_batch_size=2"
     )
     assert (
-        memory(recipe, "cpu", whole(recipe, 4))["moments"]
-        == 2 * memory(one, "cpu", whole(one, 4))["moments"]
+        plan_memory(recipe, "cpu", rank_part(recipe, 4))["moments"]
+        == 2 * plan_memory(one, "cpu", rank_part(one, 4))["moments"]
     )
 
 
@@ -276,9 +275,9 @@ def test_ranks_that_are_no_groups_are_refused_with_those_that_are() -> None:
     recipe = small(
         "storage.shard=fsdp", "trainer.devices=4", "trainer.micro_batch_size=2", f"{GROUPS}=2"
     )
-    assert [str(found) for found in refused(recipe, 2)] == [
+    assert [str(found) for found in layout_violations(recipe, 2)] == [
         f"{GROUPS}=2: 2 ranks do not form 2 groups of several ranks each; launch 4 ranks or set it to 1"
     ]
     with pytest.raises(fp8cfg.ConfigError, match="do not form 2 groups of several ranks"):
         fp8cfg.build(recipe)
-    assert "not a custom model; set it to 1" in str(refused(recipe, 4, given=True)[0])
+    assert "not a custom model; set it to 1" in str(layout_violations(recipe, 4, given=True)[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fp8cfg
-from fp8cfg.planning.layout import refused
+from fp8cfg.planning.layout import layout_violations
 from fp8cfg.schema.training import Strategy
 from tests.support.small import small
 
@@ -54,7 +54,7 @@ def test_what_stages_do_not_have_is_refused(
     words: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    found = refused(small("trainer.devices=2", f"{PIPELINE}=2", *words.split()), 2)
+    found = layout_violations(small("trainer.devices=2", f"{PIPELINE}=2", *words.split()), 2)
     assert line in [str(violation) for violation in found]
 
 
@@ -65,10 +65,10 @@ def test_owners_of_whole_tensors_are_not_had_in_stages() -> None:
         "trainer.micro_batch_size=2",
         f"{PIPELINE}=2",
     )
-    assert [str(found) for found in refused(small("trainer.devices=4", *words), 4)] == [
+    assert [str(found) for found in layout_violations(small("trainer.devices=4", *words), 4)] == [
         f"storage.shard=zero1: tensors of this state have owners, which go {ALONE}; write storage.shard=none"
     ]
-    assert refused(small("trainer.devices=2", *words), 2) == []
+    assert layout_violations(small("trainer.devices=2", *words), 2) == []
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,11 @@ def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> N
         "trainer.micro_batch_size=4",
     )
     both = f"trainer.strategy.tensor_model_parallel_size=2: with {KEY} needs a multiple of 4 ranks, got 6; launch 8 ranks"
-    assert [str(found) for found in refused(recipe, 6)] == [both]
+    assert [str(found) for found in layout_violations(recipe, 6)] == [both]
     alone = small("trainer.devices=2", f"{PIPELINE}=2", "trainer.micro_batch_size=4")
-    assert [str(found) for found in refused(alone, 1)] == [
+    assert [str(found) for found in layout_violations(alone, 1)] == [
         f"{PIPELINE}=2: needs a multiple of 2 ranks, got 1; launch 2 ranks or set it to 1"
     ]
-    assert [str(found) for found in refused(alone, 2, given=True)] == [
+    assert [str(found) for found in layout_violations(alone, 2, given=True)] == [
         f"{PIPELINE}=2: splits layers of a recipe's Transformer, not of a custom model; set it to 1"
     ]

@@ -73,9 +73,9 @@ def test_what_split_matrices_do_not_have_is_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     recipe = small("trainer.devices=2", f"{TENSOR}=2", *words.split())
-    from fp8cfg.planning.layout import refused
+    from fp8cfg.planning.layout import layout_violations
 
-    assert line in [str(found) for found in refused(recipe, 2)]
+    assert line in [str(found) for found in layout_violations(recipe, 2)]
 
 
 def test_other_backends_are_refused() -> None:

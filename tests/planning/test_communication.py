@@ -13,7 +13,7 @@ from fp8cfg.parallel.process_group import SENT, World
 from fp8cfg.planning import zero_memory
 from fp8cfg.planning.communication import Axis, merge_traffic, step_traffic
 from fp8cfg.planning.layout import stage_parts
-from fp8cfg.planning.peak_memory import multiplying
+from fp8cfg.planning.peak_memory import planned_backend
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
 from tests.support.ranks import on_ranks
@@ -111,7 +111,7 @@ def test_the_plan_is_what_training_says_that_it_sent(name: str, two: list[dict[s
         parts = stage_parts(recipe, 2)
         kinds: dict[str, int] = {}
         for one in step_traffic(
-            recipe, parts[number % len(parts)], multiplying(recipe), number % parts[0].shards
+            recipe, parts[number % len(parts)], planned_backend(recipe), number % parts[0].shards
         ):
             kinds[one.what] = kinds.get(one.what, 0) + one.bytes
         message = rank[name]["message"]

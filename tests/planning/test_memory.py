@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import fp8cfg
-from fp8cfg.planning.layout import whole
-from fp8cfg.planning.peak_memory import linears_of, memory, memory_table, persistent
+from fp8cfg.planning.layout import rank_part
+from fp8cfg.planning.peak_memory import memory_table, part_linears, persistent_memory, plan_memory
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.memory_measurement import BOUNDS, LiveBytes, measure
 from tests.support.small import small
@@ -84,7 +84,7 @@ def test_a_transpose_that_is_kept_takes_what_is_planned(words: str) -> None:
         ), kind
     recipe = tiny(*words.split())
     weights = sum(
-        p.in_features * p.out_features for p in linears_of(recipe, whole(recipe)) if p.fp8
+        p.in_features * p.out_features for p in part_linears(recipe, rank_part(recipe)) if p.fp8
     )
     assert kept["after forward"][0] - plain["after forward"][0] == 2 * weights, (
         "bf16 carries values of FP8 that is emulated"
@@ -196,10 +196,10 @@ def test_gradients_of_one_microbatch_come_as_activations_go(words: str) -> None:
     )
     plan, here = measure(one)["peak"]
     assert plan == pytest.approx(here, rel=0.02)
-    single, accumulated = memory(one, "cpu"), memory(several, "cpu")
+    single, accumulated = plan_memory(one, "cpu"), plan_memory(several, "cpu")
     assert single["to come"] < -0.2 * single["gradients"] and "to come" not in accumulated
     assert sum(single.values()) >= sum(
-        persistent(one, whole(one), linears_of(one, whole(one))).values()
+        persistent_memory(one, rank_part(one), part_linears(one, rank_part(one))).values()
     )
 
 

@@ -10,15 +10,15 @@ import fp8cfg
 from fp8cfg.planning import peak_memory, zero_memory
 from fp8cfg.planning.fit_search import check_memory
 from fp8cfg.planning.fsdp_memory import gather_line
-from fp8cfg.planning.layout import parts, stage_layers, whole
+from fp8cfg.planning.layout import checked_parts, rank_part, stage_layers
 from fp8cfg.planning.peak_memory import (
-    linears_of,
-    memory,
+    count_parameters,
     memory_table,
-    multiplying,
-    parameters,
-    persistent,
-    step_bytes,
+    optimizer_step_bytes,
+    part_linears,
+    persistent_memory,
+    plan_memory,
+    planned_backend,
 )
 from fp8cfg.planning.state_shards import state_bytes
 from fp8cfg.schema.recipe import Recipe
@@ -27,7 +27,7 @@ from tests.support.small import small
 
 def test_recomputation_takes_less_and_more_tokens_take_more() -> None:
     def working(*words: str) -> int:
-        kinds = memory(fp8cfg.compose(["precision=bf16_fp8", *words]), "cuda")
+        kinds = plan_memory(fp8cfg.compose(["precision=bf16_fp8", *words]), "cuda")
         return kinds["activations"] + kinds["logits"] + kinds["backward"]
 
     assert working("model.recompute_granularity=full") < working() / 2
@@ -46,10 +46,10 @@ def test_recomputation_takes_less_and_more_tokens_take_more() -> None:
 )
 def test_bytes_of_a_parameter(words: str, each: int) -> None:
     recipe = small(*words.split())
-    part = whole(recipe)
+    part = rank_part(recipe)
     assert (
-        sum(persistent(recipe, part, linears_of(recipe, part)).values())
-        == each * parameters(recipe, part).total
+        sum(persistent_memory(recipe, part, part_linears(recipe, part)).values())
+        == each * count_parameters(recipe, part).total
     )
 
 
@@ -65,8 +65,11 @@ def test_ms_amp_leaves_all_but_linear_layers_in_float32(
     if level != "O3":  # which stores weights in FP8 itself
         words.append("fp8.params=false")
     recipe = small(*words)
-    part = whole(recipe)
-    kinds, count = persistent(recipe, part, linears_of(recipe, part)), parameters(recipe, part)
+    part = rank_part(recipe)
+    kinds, count = (
+        persistent_memory(recipe, part, part_linears(recipe, part)),
+        count_parameters(recipe, part),
+    )
     assert (
         sum(kinds.values()) - kinds["FP8 copies"]
         == linear * count.linear + other * count.other + 4 * scales
@@ -75,10 +78,10 @@ def test_ms_amp_leaves_all_but_linear_layers_in_float32(
 
 def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
     recipe = small("precision=bf16", "model.num_layers=6")
-    one, four = memory(recipe, "cpu"), {}
+    one, four = plan_memory(recipe, "cpu"), {}
     for shard in ("zero1", "zero2"):
         recipe.storage.shard = shard  # type: ignore[assignment]
-        four[shard] = memory(recipe, "cpu", whole(recipe, 4))
+        four[shard] = plan_memory(recipe, "cpu", rank_part(recipe, 4))
     for kinds in four.values():
         assert (
             all(kinds[kind] * 4 == one[kind] for kind in ("masters", "moments", "gradients"))
@@ -88,7 +91,7 @@ def test_zero_splits_optimizer_state_over_data_parallel_ranks() -> None:
         "zero1",
         1,
     )  # two microbatches: gradients add up before they are summed
-    kinds = memory(recipe, "cpu", whole(recipe, 4))
+    kinds = plan_memory(recipe, "cpu", rank_part(recipe, 4))
     assert (
         kinds["gradients"] + kinds["accumulation"]
         == one["gradients"]
@@ -110,11 +113,11 @@ def test_shards_of_all_ranks_are_the_whole_state(shard: str, split: tuple[str, .
         "precision=bf16", *f"storage.shard={shard}".split(), "model.vocab_size=250"
     )  # rows that three ranks do not divide
     part, kept = (
-        whole(recipe, 3),
-        persistent(recipe, whole(recipe), linears_of(recipe, whole(recipe))),
+        rank_part(recipe, 3),
+        persistent_memory(recipe, rank_part(recipe), part_linears(recipe, rank_part(recipe))),
     )
     found = [
-        state_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe), rank)
+        state_bytes(recipe, part, part_linears(recipe, part), planned_backend(recipe), rank)
         for rank in range(3)
     ]
     every = [{kind: one[kind] for kind in split} for one in found]
@@ -127,7 +130,7 @@ def test_shards_of_all_ranks_are_the_whole_state(shard: str, split: tuple[str, .
         > sum(map(kept.__getitem__, split)) / 3
         > sum(min(every, key=lambda one: sum(one.values())).values())
     )
-    assert {kind: memory(recipe, "cpu", part)[kind] for kind in split} == {
+    assert {kind: plan_memory(recipe, "cpu", part)[kind] for kind in split} == {
         kind: most[kind] for kind in split
     }, "a plan is of the rank with most"
 
@@ -151,11 +154,11 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
         *words.split(),
         *(["trainer.micro_batch_size=4"] if ranks == 2 and "micro" not in words else []),
     )
-    part = whole(recipe, ranks)
-    kinds, count = memory(recipe, "cpu", part), parameters(recipe, part)
-    scales = 4 * len(linears_of(recipe, part))
+    part = rank_part(recipe, ranks)
+    kinds, count = plan_memory(recipe, "cpu", part), count_parameters(recipe, part)
+    scales = 4 * len(part_linears(recipe, part))
     own = (
-        state_bytes(recipe, part, linears_of(recipe, part), multiplying(recipe))["gradients"]
+        state_bytes(recipe, part, part_linears(recipe, part), planned_backend(recipe))["gradients"]
         if "zero2" in words
         else 0
     )
@@ -166,7 +169,7 @@ def test_gradients_before_they_are_summed_and_stored(words: str, ranks: int, eac
 
 
 def gathered(recipe: Recipe, backend: str) -> str:
-    return gather_line(recipe, whole(recipe, 2), backend)
+    return gather_line(recipe, rank_part(recipe, 2), backend)
 
 
 def test_a_line_says_in_what_weights_are_gathered() -> None:
@@ -194,8 +197,10 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
     recipe = small(
         "precision=fp32", "model.hidden_size=1024", "model.ffn_hidden_size=4097", "opt_level=O2"
     )
-    part = whole(recipe)
-    assert step_bytes(recipe, part, linears_of(recipe, part), "cpu") == 48 * codecs.CHUNK
+    part = rank_part(recipe)
+    assert (
+        optimizer_step_bytes(recipe, part, part_linears(recipe, part), "cpu") == 48 * codecs.CHUNK
+    )
     alone = fp8cfg.compose(
         [
             "recipe=llama_8b",
@@ -205,24 +210,26 @@ def test_the_plan_knows_the_optimizer_s_pieces() -> None:
             "trainer.global_batch_size=1",
         ]
     )
-    assert memory(alone, "cuda", whole(alone))[
+    assert plan_memory(alone, "cuda", rank_part(alone))[
         "accumulation"
-    ] == 4 * gradients.WAITING and "accumulation" not in memory(alone, "cpu", whole(alone))
+    ] == 4 * gradients.WAITING and "accumulation" not in plan_memory(alone, "cpu", rank_part(alone))
     few, at_once = (
         small("opt_level=O2"),
         ("storage.weight_grad=fp8_block", "storage.accumulate=stored opt_level=O2"),
     )
     largest = sorted(
-        (p.in_features * p.out_features for p in linears_of(few, whole(few))), reverse=True
+        (p.in_features * p.out_features for p in part_linears(few, rank_part(few))), reverse=True
     )
     assert (
-        memory(few, "cuda", whole(few))["accumulation"] == 4 * sum(largest[: zero_memory.TOGETHER])
+        plan_memory(few, "cuda", rank_part(few))["accumulation"]
+        == 4 * sum(largest[: zero_memory.TOGETHER])
         and zero_memory.TOGETHER == adam_step.TOGETHER
     )
     assert not [
         "accumulation"
         for words in at_once
-        if "accumulation" in memory(small(*words.split()), "cuda", whole(small(*words.split())))
+        if "accumulation"
+        in plan_memory(small(*words.split()), "cuda", rank_part(small(*words.split())))
     ]
 
 
@@ -253,39 +260,43 @@ def laid_out(*words: str, tp: int = 1, pp: int = 1) -> Recipe:
 
 def test_stages_and_tensor_ranks_hold_all_parameters_together() -> None:
     recipe = laid_out(tp=2, pp=3)
-    found = parts(recipe, 12)
+    found = checked_parts(recipe, 12)
     assert [(p.name, p.data, p.in_flight) for p in found] == [
         ("first stage", 2, 3),
         ("middle stage", 2, 2),
         ("last stage", 2, 1),
     ]
-    matrices = [parameters(recipe, p).total - 256 * (2 * len(p.layers) + p.output) for p in found]
-    everything = parameters(recipe, whole(recipe)).total - 256 * (2 * 6 + 1)
+    matrices = [
+        count_parameters(recipe, p).total - 256 * (2 * len(p.layers) + p.output) for p in found
+    ]
+    everything = count_parameters(recipe, rank_part(recipe)).total - 256 * (2 * 6 + 1)
     assert sum(matrices) * 2 == everything
     tied = laid_out("model.share_embeddings_and_output_weights=true", pp=2)
-    first, last = parts(tied, 2)
+    first, last = checked_parts(tied, 2)
     assert (
-        parameters(tied, first).total + parameters(tied, last).total
-        == parameters(tied, whole(tied)).total + 272 * 256
+        count_parameters(tied, first).total + count_parameters(tied, last).total
+        == count_parameters(tied, rank_part(tied)).total + 272 * 256
     )
 
 
 def test_a_layout_shares_activations_too() -> None:
-    one = memory(laid_out(), "cuda")
-    first, _, last = (memory(laid_out(pp=3), "cuda", p) for p in parts(laid_out(pp=3), 3))
+    one = plan_memory(laid_out(), "cuda")
+    first, _, last = (
+        plan_memory(laid_out(pp=3), "cuda", p) for p in checked_parts(laid_out(pp=3), 3)
+    )
     assert first["logits"] == 0 and last["logits"] == one["logits"], "logits are the last stage's"
     assert first["activations"] > last["activations"] - one["activations"] / 3, (
         "as many microbatches in flight as stages"
     )
-    halves = replace(whole(laid_out()), tensor=2, sequence_parallel=True)
+    halves = replace(rank_part(laid_out()), tensor=2, sequence_parallel=True)
     m = laid_out().model
     gathered = (
         (6 * 2 + 1) * m.seq_length * m.hidden_size * 2
     )  # inputs of linear_qkv, linear_fc1 and the output layer are all tokens' on each rank
-    assert memory(laid_out(), "cuda", halves)["activations"] * 2 == pytest.approx(
+    assert plan_memory(laid_out(), "cuda", halves)["activations"] * 2 == pytest.approx(
         one["activations"] + gathered, rel=0.01
     )
-    by_sequence = memory(laid_out(), "cuda", replace(whole(laid_out()), context=2))
+    by_sequence = plan_memory(laid_out(), "cuda", replace(rank_part(laid_out()), context=2))
     # Of a token a rank keeps two keys and two values, its own and the other rank's, where one rank keeps the output of the projection,
     # of which the values are a view, and keys; and attention's output twice, by chunks and put together.
     more = 2 * m.head_dim * m.num_query_groups  # bytes
@@ -309,13 +320,13 @@ def test_a_layout_shares_activations_too() -> None:
 )
 def test_a_world_that_does_not_divide(world: int, line: str) -> None:
     with pytest.raises(fp8cfg.ConfigError) as e:
-        parts(laid_out(tp=2, pp=3), world)
+        checked_parts(laid_out(tp=2, pp=3), world)
     assert e.value.problems == [line]
 
 
 def test_a_recipe_that_is_too_large_is_refused_with_what_fits() -> None:
     recipe = small("precision=bf16")
-    need = sum(memory(recipe, "cpu").values())
+    need = sum(plan_memory(recipe, "cpu").values())
     check_memory(recipe, "cpu", need)
     offered = r"model\.recompute_granularity=selective · trainer\.smoke=true"
     with pytest.raises(

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 import fp8cfg
-from fp8cfg.planning.peak_memory import memory, widest
+from fp8cfg.planning.peak_memory import plan_memory, widest_part
 from fp8cfg.schema.presets import precision_preset
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.recipe_registry import recipes
@@ -30,8 +30,8 @@ ONCE = [name for name in LARGE if not name.startswith(("llama_", "qwen25_72b"))]
 def peak(name: str, precision: str) -> int:
     recipe = recipes()[name]()
     recipe.trainer.plugins = precision_preset(precision)
-    part = widest(recipe, "cuda", ranks_of(recipe), "native")
-    return sum(memory(recipe, "cuda", part, "native").values())
+    part = widest_part(recipe, "cuda", ranks_of(recipe), "native")
+    return sum(plan_memory(recipe, "cuda", part, "native").values())
 
 
 @pytest.mark.parametrize("precision", ["bf16_fp8", "bf16_fp8_current"])

@@ -15,7 +15,7 @@ from fp8cfg.cli.argv import Arguments
 from fp8cfg.cli.recipe_arguments import settled, whole_lines
 from fp8cfg.planning import preflight
 from fp8cfg.planning.fit_search import SMOKE, Fit, Search
-from fp8cfg.planning.peak_memory import memory
+from fp8cfg.planning.peak_memory import plan_memory
 from fp8cfg.schema.recipe_registry import recipes
 from fp8cfg.schema.tables import size
 from tests.support.small import small
@@ -373,7 +373,7 @@ def nearest(recipe: fp8cfg.Recipe, free: int, world: int) -> Fit | None:
 def test_a_remedy_that_does_not_lower_the_peak_or_that_is_not_taken_is_skipped() -> None:
     """One rank shards nothing, and a run that is resumed may not take a remedy."""
     recipe = small("precision=bf16")
-    need = sum(memory(recipe, "cpu").values())
+    need = sum(plan_memory(recipe, "cpu").values())
     assert nearest(recipe, need, 1) == Fit(recipe, (), peak=need)
     fit = nearest(recipe, 0, 1)
     micro = "trainer.micro_batch_size=1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8cfg.planning import remarks
-from fp8cfg.planning.layout import whole
+from fp8cfg.planning.layout import rank_part
 from tests.support.small import small
 
 STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored precision=bf16_fp8"
@@ -104,5 +104,5 @@ STORED = "storage.weight_grad=fp8 storage.comm=fp8 storage.accumulate=stored pre
 )
 def test_what_has_no_effect_in_a_run_is_said(words: str, ranks: int, said: str) -> None:
     recipe = small(*words.split())
-    part = whole(recipe, ranks * recipe.trainer.strategy.data_parallel_replicate_size)
+    part = rank_part(recipe, ranks * recipe.trainer.strategy.data_parallel_replicate_size)
     assert remarks.remark_lines(recipe, part) == ([f"note: {said}"] if said else [])

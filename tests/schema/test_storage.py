@@ -8,7 +8,7 @@ import pytest
 
 import fp8cfg
 from fp8cfg.planning import remarks
-from fp8cfg.planning.layout import whole
+from fp8cfg.planning.layout import rank_part
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.storage import (
     COLUMNS,
@@ -338,32 +338,32 @@ def test_a_schedule_that_ends_with_updates_that_are_lost_is_remarked(
     words: str, said: bool
 ) -> None:
     recipe = fp8cfg.compose(["precision=bf16_fp8", "opt_level=O2", "optim.lr=3e-5", *words.split()])
-    found = " ".join(remarks.remark_lines(recipe, whole(recipe)))
+    found = " ".join(remarks.remark_lines(recipe, rank_part(recipe)))
     assert found.startswith("note: optim.min_lr=3e-06: storage.weight=fp16_scaled rounds") == said
 
 
 def test_o3_on_one_rank_is_allowed_with_a_remark() -> None:
     recipe: Any = fp8cfg.compose(["precision=bf16_fp8", "opt_level=O3"])
     assert problems("precision=bf16_fp8 opt_level=O3") == []
-    assert remarks.remark_lines(recipe, whole(recipe)) == [
+    assert remarks.remark_lines(recipe, rank_part(recipe)) == [
         "note: opt_level=O3: on one rank it takes more than O2's 6 B/param; storage.shard=zero1 or zero2 splits its state"
     ]
     recipe.storage.shard = "zero1"
-    assert remarks.remark_lines(recipe, whole(recipe)) == [
+    assert remarks.remark_lines(recipe, rank_part(recipe)) == [
         "note: storage.shard=zero1: splits state over data-parallel ranks; on one there is nothing to split"
     ]
-    assert remarks.remark_lines(recipe, whole(recipe, 2)) == []
+    assert remarks.remark_lines(recipe, rank_part(recipe, 2)) == []
 
 
 def test_transposes_that_are_read_once_are_not_kept() -> None:
     recipe = fp8cfg.compose(
         ["precision=bf16_fp8", "fp8.keep_transpose_cache=true", "trainer.micro_batch_size=8"]
     )
-    assert [bool(remarks.remark_lines(recipe, whole(recipe, ranks))) for ranks in (1, 2)] == [
+    assert [bool(remarks.remark_lines(recipe, rank_part(recipe, ranks))) for ranks in (1, 2)] == [
         False,
         True,
     ]
-    assert remarks.remark_lines(recipe, whole(recipe, 2)) == [
+    assert remarks.remark_lines(recipe, rank_part(recipe, 2)) == [
         "note: fp8.keep_transpose_cache=true: keeps nothing, the one microbatch of a step reads each transpose once"
     ]
 

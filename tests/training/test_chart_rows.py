@@ -19,8 +19,8 @@ from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning import remarks
-from fp8cfg.planning.layout import whole
-from fp8cfg.planning.peak_memory import linears_of, parameters, persistent
+from fp8cfg.planning.layout import rank_part
+from fp8cfg.planning.peak_memory import count_parameters, part_linears, persistent_memory
 from fp8cfg.training import memory_measurement
 from fp8cfg.training.data import run_data
 from fp8cfg.training.step import train_step
@@ -111,8 +111,8 @@ def test_the_rank_that_has_most_holds_the_planned_bytes(
     name: str, ranks: int, folder: Path
 ) -> None:
     recipe = small(*rows(ranks)[name].split(), "model.num_layers=1")
-    part = whole(recipe, ranks)
-    planned = persistent(recipe, part, linears_of(recipe, part))
+    part = rank_part(recipe, ranks)
+    planned = persistent_memory(recipe, part, part_linears(recipe, part))
     held = [found[name][0]["bytes"] for found in on(ranks, folder)]
     kinds = ("weights", "masters", "gradients", "moments")
     most = max(held, key=lambda its: sum(its[kind] for kind in kinds))
@@ -126,11 +126,11 @@ def test_the_rank_that_has_most_holds_the_planned_bytes(
 def test_bytes_of_a_parameter_of_llama_tiny(row: str, ranks: int, most: float) -> None:
     """Embeddings and norms among them."""
     recipe = fp8cfg.compose(["recipe=llama_tiny", *rows(ranks)[row].split()])
-    part = whole(recipe, ranks)
-    kinds = persistent(recipe, part, linears_of(recipe, part))
+    part = rank_part(recipe, ranks)
+    kinds = persistent_memory(recipe, part, part_linears(recipe, part))
     assert (
         sum(kinds[k] for k in ("weights", "masters", "gradients", "moments"))
-        <= most * parameters(recipe, part).total
+        <= most * count_parameters(recipe, part).total
     )
 
 
@@ -145,7 +145,7 @@ def test_numbers_of_ranks_are_positive(text: str) -> None:
 def test_the_plan_names_the_row(name: str) -> None:
     recipe = fp8cfg.compose(["recipe=llama_tiny", *rows(2)[name].split()])
     assert (
-        remarks.chart_text(recipe, whole(recipe))
+        remarks.chart_text(recipe, rank_part(recipe))
         .splitlines()[1]
         .startswith(f"this recipe: {name.partition(',')[0]} ")
     )

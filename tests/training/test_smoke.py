@@ -21,8 +21,8 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.planning import smoke
 from fp8cfg.planning.coverage import planned_coverage
 from fp8cfg.planning.layer_plan import plan_layers
-from fp8cfg.planning.layout import parts_that_differ, refused
-from fp8cfg.planning.peak_memory import memory
+from fp8cfg.planning.layout import distinct_parts, layout_violations
+from fp8cfg.planning.peak_memory import plan_memory
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.storage import resolve_state_dtypes
 from fp8cfg.training.loop import Result
@@ -59,9 +59,10 @@ def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(
     small, eight = cut(*words), cut(*words, ranks=8)
     m, t = small.model, small.trainer
     assert (
-        sum(memory(small, "cpu").values())
+        sum(plan_memory(small, "cpu").values())
         <= LARGEST
-        >= 8 * max(sum(memory(eight, "cpu", part).values()) for part in parts_that_differ(eight, 8))
+        >= 8
+        * max(sum(plan_memory(eight, "cpu", part).values()) for part in distinct_parts(eight, 8))
     )
     assert not any(
         size % 16 for size in (m.hidden_size, m.ffn_hidden_size, m.vocab_size, m.seq_length)
@@ -86,9 +87,9 @@ def test_every_recipe_and_preset_is_planned_in_four_gib_over_all_ranks(
         2 if meant.chunks > 1 and stages > 1 else None
     )
     assert eight.model.num_layers % (stages * kept.chunks) == 0
-    assert kept.sequence_parallel == (meant.sequence_parallel and tensor > 1) and not refused(
-        eight, 8
-    )
+    assert kept.sequence_parallel == (
+        meant.sequence_parallel and tensor > 1
+    ) and not layout_violations(eight, 8)
     assert m.seq_length % (2 * context) == 0
     assert (
         t.global_batch_size % t.micro_batch_size
@@ -109,14 +110,14 @@ def test_a_layout_that_a_precision_does_not_have_is_cut_too(preset: str) -> None
         "trainer.strategy.tensor_model_parallel_size=2",
         ranks=4,
     )
-    assert not refused(small, 4)
+    assert not layout_violations(small, 4)
     state = resolve_state_dtypes(small.precision)
     whole = state.low_bit and not state.can_be_split  # state in fewer bits
     assert small.trainer.strategy.tensor_model_parallel_size == (1 if whole else 2)
 
 
 def test_adapters_stand_beside_whole_matrices() -> None:
-    assert not refused(cut("recipe=llama_405b", "task=lora", ranks=4), 4)
+    assert not layout_violations(cut("recipe=llama_405b", "task=lora", ranks=4), 4)
 
 
 @pytest.mark.parametrize(

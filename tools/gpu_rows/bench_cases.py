@@ -21,7 +21,7 @@ from fp8cfg.planning.coverage import planned_coverage as planned_flops
 from fp8cfg.planning.fit_search import memory_problem
 from fp8cfg.planning.hardware import free_memory
 from fp8cfg.planning.layer_plan import plan_layers, transformer_config
-from fp8cfg.planning.peak_memory import memory
+from fp8cfg.planning.peak_memory import plan_memory
 from tools.gpu_rows import estimate
 from tools.gpu_rows.contenders import Contender, compile_layers, convert
 from tools.gpu_rows.fit_steps import FitSteps
@@ -182,7 +182,7 @@ class ModelCase:
     def _runner(self, job: fp8cfg.Job) -> Runner:
         planned = sum(
             size
-            for kind, size in memory(job.recipe, self.args.device).items()
+            for kind, size in plan_memory(job.recipe, self.args.device).items()
             if kind != "to start"
         )
         taken = OptimizerTime(job.optimizer, self.args.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import fp8cfg
 from fp8cfg.parallel.mesh import axis_sizes
-from fp8cfg.planning.layout import machines
+from fp8cfg.planning.layout import split_into_nodes
 from fp8cfg.schema import recipe_registry
 from fp8cfg.schema.recipe import Recipe
 
@@ -34,7 +34,7 @@ class Cell:
     def compose(self) -> Recipe:
         """The recipe; the fewest microbatches of a step are one, or with a pipeline as many as it has stages. That is also the batch
         that is raised where the layout asks for it."""
-        nodes, devices = machines(self.ranks)
+        nodes, devices = split_into_nodes(self.ranks)
         words = [
             f"recipe={self.recipe}",
             f"precision={self.precision}",

@@ -19,7 +19,7 @@ from fp8cfg.parallel.fsdp import gathered_weights
 from fp8cfg.parallel.mesh import axis_sizes, coordinates
 from fp8cfg.planning.communication import step_traffic
 from fp8cfg.planning.layout import Part, stage_parts
-from fp8cfg.planning.peak_memory import linears_of, persistent
+from fp8cfg.planning.peak_memory import part_linears, persistent_memory
 from fp8cfg.planning.plan_report import PlanReport, report_plan
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.memory_measurement import gradients, stored
@@ -86,10 +86,11 @@ def _compared(cell: Cell, place: str, rank: int, count: bool) -> Compared:
     part = stage_parts(found.recipe, cell.ranks)[
         coordinates(recipe.trainer.strategy, rank, cell.ranks)["pp"]
     ]
-    linears = linears_of(found.recipe, part)
+    linears = part_linears(found.recipe, part)
     shard = _shard(recipe, rank, cell.ranks, part)
     each, widest = (
-        persistent(found.recipe, part, linears, job.choice.backend, one) for one in (shard, None)
+        persistent_memory(found.recipe, part, linears, job.choice.backend, one)
+        for one in (shard, None)
     )
     compared = Compared(
         cell,
