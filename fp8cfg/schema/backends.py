@@ -1,8 +1,8 @@
-"""Backends by name, shipped and from installed packages, and what each has, as plain data that rules and reports ask for.
+"""Backends by name, and their capabilities as plain data. Loads no torch.
 
-A backend is a package with CAPABILITIES, a module or object `rules` (backends/protocol.py: Rules) and one `backend` (Backend). The
-shipped ones are the folders of fp8cfg/backends; those of other packages are entry points of the group `fp8cfg.backends`, by the
-backend's name. Loads no torch.
+A backend is a package with CAPABILITIES, a module or object `rules` and another one `backend`, see
+backends/protocol.py. The shipped backends are folders of fp8cfg/backends. Other packages register
+theirs as entry points of the group `fp8cfg.backends`.
 """
 
 from __future__ import annotations
@@ -20,92 +20,103 @@ from fp8cfg.schema.safe_files import NAME
 
 GROUP = "fp8cfg.backends"
 _PARTS: dict[tuple[str, str], Any] = {}
-"""What was loaded: (backend, `rules` or `backend`) -> the object."""
+"""Loaded objects by backend and by "rules" or "backend"."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend has, besides what its `rules` decide from a recipe and from hardware. The defaults are those of one that
-    multiplies linear layers and does nothing else."""
+    """What a backend supports on any hardware. Its `rules` decide about recipes.
+
+    The defaults describe a backend that only runs the GEMMs of linear layers.
+    """
 
     priority: int = 0
-    """backend=auto tries those above 0, the highest first; one at 0 multiplies where it is named alone."""
+    """backend=auto tries backends above 0, the highest first. 0 is only used by name."""
     own_state: bool = False
-    """Whether it holds the weights of its FP8 layers itself and steps them too: `Backend.optimizer` gives the optimizer, and
-    storage columns concern those layers alone."""
+    """Whether it stores and updates the weights of its FP8 layers itself, with the optimizer of
+    `Backend.optimizer`. Storage columns then apply to these layers only."""
     level: str | None = None
-    """The opt_level that is in force where none is written."""
+    """The opt_level in force if the recipe sets none."""
     level_pow2: bool = False
-    """Whether the FP8 state of its levels is scaled by powers of two: the codec fp8_pow2."""
+    """Whether the FP8 state of its levels has power-of-two scales (fp8_pow2)."""
     adam_weight_decay: str = ""
-    """Why optim.name=adam takes no weight decay where moments are not float32, and what to write; empty where it does."""
+    """Why optim.name=adam supports no weight decay with moments other than float32, and what to
+    write. Empty if it does."""
     compiles: bool = True
-    """Whether torch.compile takes its layers."""
+    """Whether torch.compile can compile its layers."""
     statistics: bool = False
-    """Whether it has log.fp8_stats_every_n_steps."""
+    """Whether it supports log.fp8_stats_every_n_steps."""
     counts_values: bool = False
-    """Whether its layers count the values that FP8 clips, and infinite ones, as they quantize (numerics/overflow_counts.py)."""
+    """Whether its layers count clipped and infinite values (numerics/overflow_counts.py)."""
     moves_scales: bool = False
-    """Whether `Backend.after_step` is what rolls delayed scaling's histories and moves its scales."""
+    """Whether `Backend.after_step` rolls the amax histories and updates the scales."""
     skips_on_device: bool = False
-    """Whether `Backend.after_step` takes `skip`, so that no host has to wait to know whether a step was skipped."""
+    """Whether `Backend.after_step` takes `skip`, so that the host does not wait for the GPU to learn
+    whether a step was skipped."""
     zero_fp8_weights: bool = True
-    """Whether ZeRO can hand round the weights that it holds in FP8."""
+    """Whether ZeRO can broadcast its FP8 weights."""
     fully_shards: bool = False
-    """Whether FSDP2 keeps its layers' weights under storage.shard=zero1 and zero2 too, with the numbers of the unsharded run."""
+    """Whether FSDP2 can store the weights of its layers under storage.shard=zero1 and zero2, with
+    the same results as without sharding."""
     fp8_gather: Literal["", "cast", "params"] = ""
-    """How FSDP2 gathers its weights in FP8, storage.gather=fp8: cast with one scale, as torchao does, or as fp8.params holds them;
-    empty where it cannot."""
+    """How storage.gather=fp8 gathers weights: "cast" with one scale, as torchao does, or as
+    fp8.params stores them ("params"). Empty if it cannot."""
     tensor_parallel: bool = False
-    """Whether its layers compute with parts of matrices that are split over tensor-parallel ranks."""
+    """Whether its layers support tensor parallelism."""
     pipeline_parallel: bool = False
-    """Whether its layers train in the stages of a pipeline, each rank with scales of its own layers alone."""
+    """Whether its layers support pipeline stages, where a rank has only the scales of its layers."""
     requantizes: bool = False
-    """Whether its layers keep input and weight as they came, and quantize both again in the backward pass."""
+    """Whether its layers save input and weight in high precision, and quantize them again in the
+    backward pass."""
     keeps_cast: bool = False
-    """Whether its layers keep a weight that a forward pass cast or decoded until the backward pass, recomputed or not."""
+    """Whether its layers save a weight that the forward pass cast or decoded until the backward
+    pass."""
     weight_workspace: bool = False
-    """Whether its layers keep weights that they quantized for the other passes of a step (numerics/linear_operands.py)."""
+    """Whether its layers cache quantized weights within a step (numerics/linear_operands.py)."""
     adapters: bool = False
-    """Whether its layers take LoRA's adapters, over weights that are frozen."""
+    """Whether its layers support LoRA adapters on frozen weights."""
     norms: bool = False
-    """Whether its norms take the place of the model's, as far as fp8.exclude lets them."""
+    """Whether it replaces norms too, unless fp8.exclude names them."""
     layer_modules: tuple[str, ...] = ()
-    """Modules, or packages of them, whose nn.Modules can multiply in FP8."""
+    """Modules or packages with nn.Modules that can run in FP8."""
     distributions: tuple[str, ...] = ()
-    """Distributions whose versions a run records, besides those that every run does."""
+    """Distributions whose versions a run records in addition to the common ones."""
 
 
 @functools.cache
 def shipped() -> tuple[str, ...]:
-    """The names of the backends of this version, in the order in which they are listed."""
+    """Returns the names of the shipped backends, in the order of reports."""
     return tuple(importlib.import_module(GROUP).SHIPPED)
 
 
 @functools.cache
 def offered() -> dict[str, EntryPoint]:
-    """The backends of installed packages: name -> entry point. One that cannot be a name, or has another's, is left out with a
-    PackageWarning."""
-    found: dict[str, EntryPoint] = {}
+    """Returns the backends of installed packages by name.
+
+    Skips an entry point with an invalid or a taken name, with a PackageWarning.
+    """
+    points: dict[str, EntryPoint] = {}
     for point in packages.offered(GROUP):
         if not NAME.fullmatch(point.name):
             packages.warn(point, "is no name of letters, digits and '_'")
-        elif point.name in ("auto", *shipped(), *found):
+        elif point.name in ("auto", *shipped(), *points):
             packages.warn(point, "has a name that is taken")
         else:
-            found[point.name] = point
-    return found
+            points[point.name] = point
+    return points
 
 
 def names() -> tuple[str, ...]:
-    """The name of every backend, the shipped ones first. No package is loaded."""
+    """Returns the names of all backends, the shipped ones first. Loads no package."""
     return (*shipped(), *offered())
 
 
 @functools.cache
 def package(name: str) -> Any:
-    """The package of backend `name`; None where there is none, or where that of an installed package cannot be loaded, with a
-    PackageWarning."""
+    """Returns the package of a backend.
+
+    Returns None if there is none, or with a PackageWarning if an installed package is broken.
+    """
     if name in shipped():
         return importlib.import_module(f"{GROUP}.{name}")
     if name not in offered():
@@ -121,8 +132,15 @@ def package(name: str) -> Any:
 
 
 def part(name: str, which: str) -> Any:
-    """`rules` or `backend` of the package of backend `name`, imported where it is a module. Raises ConfigError where there is no
-    such backend, and where it is of an installed package and cannot be loaded."""
+    """Returns `rules` or `backend` of a backend, and imports it if it is a module.
+
+    Args:
+        name: The backend.
+        which: "rules" or "backend".
+
+    Raises:
+        ConfigError: The backend is unknown, or an installed package is broken.
+    """
     if name not in names():
         raise ConfigError(f"backend={name}: not in this version; write backend=native")
     found = package(name)
@@ -133,56 +151,65 @@ def part(name: str, which: str) -> Any:
         )
     if (name, which) not in _PARTS:
         try:
-            _PARTS[name, which] = getattr(found, which, None) or importlib.import_module(
-                f"{found.__name__}.{which}"
-            )
-        except Exception as e:
+            loaded_part = getattr(found, which, None)
+            if loaded_part is None:
+                loaded_part = importlib.import_module(f"{found.__name__}.{which}")
+        except Exception as error:
             if name in shipped():
                 raise
             raise ConfigError(
                 f"backend={name}: {packages.described(offered()[name])} has no {which} "
-                f"({packages.reason(e)}); write backend=native"
+                f"({packages.reason(error)}); write backend=native"
             ) from None
+        _PARTS[name, which] = loaded_part
     return _PARTS[name, which]
 
 
 def loaded(name: str) -> bool:
-    """Whether the code of backend `name` was imported."""
-    home = f"{GROUP}.{name}" if name in shipped() else offered()[name].value
-    return (name, "backend") in _PARTS or f"{home}.backend" in sys.modules
+    """Returns whether the code of backend `name` was imported."""
+    if (name, "backend") in _PARTS:
+        return True
+    package_name = f"{GROUP}.{name}" if name in shipped() else offered()[name].value
+    return f"{package_name}.backend" in sys.modules
 
 
 def capabilities(name: str) -> Capabilities:
-    """What backend `name` has. `auto`, and a backend that cannot be loaded, has nothing."""
+    """Returns the capabilities of a backend. `auto` and a broken backend have the defaults."""
     found = package(name)
-    return found.CAPABILITIES if found is not None else Capabilities()
+    if found is None:
+        return Capabilities()
+    declared: Capabilities = found.CAPABILITIES
+    return declared
 
 
 def ordered() -> tuple[str, ...]:
-    """The order in which backend=auto tries backends."""
-    return tuple(
-        sorted(
-            (n for n in names() if capabilities(n).priority > 0),
-            key=lambda n: -capabilities(n).priority,
-        )
-    )
+    """Returns the backends that backend=auto tries, in order."""
+    candidates = [name for name in names() if capabilities(name).priority > 0]
+    return tuple(sorted(candidates, key=lambda name: -capabilities(name).priority))
 
 
 def gathering() -> list[str]:
-    """Those of them whose weights FSDP2 can gather in FP8."""
+    """Returns the backends of `ordered` whose weights FSDP2 can gather in FP8."""
     return [name for name in ordered() if capabilities(name).fp8_gather]
 
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
-"""Compute capabilities."""
+# Compute capabilities
+HOPPER = (9, 0)
+BLACKWELL = (10, 0)
 EMULATE = "write fp8.emulate=true to emulate"
-"""What refusals of a GPU that cannot multiply offer."""
+"""Advice for GPUs without FP8 GEMMs."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that a recipe is to run on: `device` is "cpu" or "cuda", `capability` the compute capability of a CUDA device,
-    `cuda` the CUDA version that torch was built with, `cublaslt` and `cudnn` the versions of these libraries where they are known.
+    """The hardware that runs a recipe.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        capability: The compute capability of a CUDA device.
+        cuda: The CUDA version that torch was built with.
+        cublaslt: The version of cuBLASLt, None if it is unknown.
+        cudnn: The version of cuDNN, None if it is unknown.
     """
 
     device: str
@@ -193,4 +220,7 @@ class Hardware:
 
 
 def dotted(version: tuple[int, ...] | None) -> str:
-    return ".".join(map(str, version)) if version else "unknown"
+    """Returns a version for a message: "12.9", or "unknown"."""
+    if not version:
+        return "unknown"
+    return ".".join(str(number) for number in version)

@@ -1,4 +1,4 @@
-"""Schema node of data: the corpora that are trained on, and a mixture of them."""
+"""The `data` node: training and validation data, and mixtures of corpora."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _PART: dict[str, Any] = {
         "weight": {"type": "number", "exclusiveMinimum": 0},
     },
 }
-"""The schema of a part of a mixture, which `_wrong` checks."""
+"""JSON schema of a part of a mixture. `_part_problems` checks it."""
 
 SHIPPED = ("stdlib", "tiny")
-"""Data that is there without a path."""
+"""Corpora that need no path."""
 
 NO_ADDRESS = "data are files, not an address; download them, and write where they are"
-"""Why there are no data at hf://OWNER/NAME or the like."""
+"""The problem with a path such as hf://OWNER/NAME."""
 
 
 class Data(Node):
-    """What is trained on."""
+    """Training and validation data."""
 
     home: ClassVar[str] = "data"
 
@@ -45,26 +45,26 @@ class Data(Node):
     path: str | None = None
     """Folder, file or pattern (shards/*.jsonl), for tokens a prefix or .idx, for dataset a folder of save_to_disk. Default null."""
     mixture: tuple[dict[str, Any], ...] = Field(default=(), json_schema_extra={"items": _PART})
-    """In place of data.path several, each with its share of the samples: [{path: a, weight: 0.7}, {path: b, weight: 0.3}]. A path
-    that is small for its weight is read several times. Default [] (Megatron's blend)."""
+    """Several paths instead of data.path, each with its share of the samples: [{path: a, weight: 0.7}, {path: b, weight: 0.3}].
+    A path that is small for its weight is repeated. Default [] (Megatron's blend)."""
     text_key: str = Field(default="text", min_length=1)
     """Column of the text in jsonl, csv, parquet and dataset. Default text (Megatron's json-keys)."""
     tokenizer: str | None = None
     """A tokenizer.json, a folder with it, hf://OWNER/NAME, or bytes. For token files, the tokenizer that made them. Default null: the
     tokenizer of model.path or model.weights, or bytes if the recipe has no pretrained model."""
     streaming: bool = False
-    """Read the rows of jsonl, csv or parquet while the run goes on, in their order, and hold none: for what does not fit into memory.
-    Default false (datasets' load_dataset)."""
+    """Read the rows of jsonl, csv or parquet in order during the run, without keeping them, for data that does not fit into
+    memory. Default false (datasets' load_dataset)."""
     eod_mask_loss: bool = False
-    """Take no loss of the first token of a document, which those before it say nothing of. Default false (Megatron)."""
+    """Mask the loss of each document's first token, which nothing before it predicts. Default false (Megatron)."""
     reset_attention_mask: bool = False
-    """Attention stays within a document: no token sees those of documents before it. Default false (Megatron)."""
+    """Attention stays within a document: no token attends to earlier documents. Default false (Megatron)."""
     reset_position_ids: bool = False
-    """Positions begin at 0 with each document of a sequence. Default false (Megatron)."""
+    """Positions restart at 0 at each document of a sequence. Default false (Megatron)."""
     validation_path: str | None = None
-    """What is validated on, of the same kind as data.path, of which nothing is held out then. Default null."""
+    """Validation data, of the same kind as data.path. Nothing is held out of data.path then. Default null."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=0.5)
-    """Share of the corpus, at its end, that is held out, cut at a document where one begins nearby. Default 0.05."""
+    """Share of the corpus that is held out at its end, cut at a document boundary if one is near. Default 0.05."""
 
     @pydantic.field_validator("path", "tokenizer", "validation_path", mode="before")
     @classmethod
@@ -73,43 +73,37 @@ class Data(Node):
 
     @property
     def paths(self) -> dict[str, str]:
-        """What is trained and validated on, by key."""
-        parts = {
-            f"data.mixture[{number}].path": part["path"] for number, part in enumerate(self.mixture)
-        }
-        found = {"data.path": self.path, "data.validation_path": self.validation_path, **parts}
-        return {key: path for key, path in found.items() if path}
+        """The paths of training and validation data by key."""
+        paths = {"data.path": self.path, "data.validation_path": self.validation_path}
+        for number, part in enumerate(self.mixture):
+            paths[f"data.mixture[{number}].path"] = part["path"]
+        return {key: path for key, path in paths.items() if path}
 
     @property
     def resets(self) -> bool:
-        """Whether batches say which document each token is of, which the model then tells apart."""
+        """Whether the model keeps documents apart, so that batches mark the document of each token."""
         return self.reset_attention_mask or self.reset_position_ids
 
     @pydantic.field_validator("mixture", mode="after")
     @classmethod
-    def _weighed(cls, value: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-        lines = [
-            line
-            for number, part in enumerate(value)
-            for line in _wrong(f"data.mixture[{number}]", part)
-        ]
-        if lines:
-            raise ConfigError(lines)
+    def _check_mixture(cls, value: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+        problems: list[str] = []
+        for number, part in enumerate(value):
+            problems += _part_problems(f"data.mixture[{number}]", part)
+        if problems:
+            raise ConfigError(problems)
         return tuple({"path": part["path"], "weight": part["weight"]} for part in value)
 
 
-def _wrong(at: str, part: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a part of a mixture."""
-    for name in [name for name in part if name not in ("path", "weight")]:
-        yield (
-            f"{at}.{name}: no such key; a part has path and weight, as in {{path: a, weight: 0.7}}"
-        )
+def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
+    """Yields the problems of the part `key` of a mixture."""
+    example = "{path: a, weight: 0.7}"
+    for name in part:
+        if name not in ("path", "weight"):
+            yield f"{key}.{name}: no such key; a part has path and weight, as in {example}"
     if not isinstance(part.get("path"), str) or not part["path"]:
-        yield f"{at}.path: needs a path, as in {{path: a, weight: 0.7}}"
-    weight = part.get("weight")
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, (int, float))
-        or not 0 < weight < math.inf
-    ):
-        yield f"{at}.weight={spelled(weight)}: needs a number more than 0"
+        yield f"{key}.path: needs a path, as in {example}"
+    weight: Any = part.get("weight")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 < weight < math.inf:
+        yield f"{key}.weight={spelled(weight)}: needs a number more than 0"

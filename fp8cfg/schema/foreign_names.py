@@ -1,4 +1,7 @@
-"""Key and value names of other projects: never accepted as input, always answered with a "did you mean"."""
+"""Names of other projects: their keys and values are rejected with the name that they have here.
+
+The tables below are data. `unknown` builds the message about a key, `meant` translates a value.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from fp8cfg.schema.errors import nearest
 from fp8cfg.schema.keys import PLUGIN
 from fp8cfg.schema.scalings import SCALINGS
 
-_BELONGS = {
+_KEYS_BY_LAST_NAME = {
     "fp8_margin": "fp8.margin",
     "fp8_interval": "fp8.interval",
     "fp8_format": "fp8.format",
@@ -191,7 +194,7 @@ _BELONGS = {
     "steps_per_print": "log.every_n_steps",
     "partition_activations": "model.recompute_granularity",
 }
-_HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
+_KEYS_BY_FULL_NAME = {
     # sections of torchtitan's and NeMo's files
     "training": "trainer.max_steps and trainer.micro_batch_size and model.seq_length",
     "parallelism": "trainer.strategy and storage.shard",
@@ -255,7 +258,8 @@ _HOMES = {  # whole keys whose fact stands elsewhere, each fact in one place
     "fp8.backend": "backend",
     "fp8.opt_level": "opt_level",
 }
-_NODES = {  # nodes of NeMo's recipes, with whatever is in them
+_NEMO_NODES = {
+    # nodes of NeMo's recipes, with all keys inside them
     "resume": (
         "log.resume=auto with log.folder, or fp8cfg resume FOLDER, in Python fp8cfg.resume(folder)"
     ),
@@ -279,7 +283,8 @@ _NODES = {  # nodes of NeMo's recipes, with whatever is in them
     "walk": "fiddle.selectors on fp8cfg.lower(recipe)",
     "broadcast": "fiddle.selectors on fp8cfg.lower(recipe)",
 }
-_VALUES = {  # of our keys: their word -> ours
+_VALUES = {
+    # our key: their value -> ours, with other keys if one value is not enough
     "fp8.scaling": (
         {word: name for name, scaling in SCALINGS.items() for word in (*scaling.spellings, name)}
         | {
@@ -328,21 +333,21 @@ _DTYPES = {
     "bfloat16": "bf16",
     "float8": "fp8",
 }
-_TYPO = 0.75
-"""How alike two keys are of which one is a typing error of the other."""
-_NO_PART = {"mixed", "true", "precision", "with", "scaling", "training"}
-"""Words in names of precisions that say nothing which a preset's name has."""
-_FP8 = {
+_TYPO_CUTOFF = 0.75
+"""Similarity of a key and its misspelling."""
+_IGNORED_WORDS = {"mixed", "true", "precision", "with", "scaling", "training"}
+"""Words in names of precisions that our presets do not have in theirs."""
+_WORDS_OF_SCALING = {
     "delayed": ["fp8"],
     "current": ["fp8", "current"],
     "block": ["fp8", "block"],
     "mxfp8": ["mxfp8"],
     "nvfp4": ["nvfp4"],
 }
-"""Scaling -> the words for it in a preset's name."""
-_COMPUTE = ("fp32", "bf16", "fp16")
-_STAGES = {"1": "zero1", "2": "zero2", "3": "fsdp"}
-"""DeepSpeed's numbers of ZeRO."""
+"""The words for a scaling in the name of a preset."""
+_COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
+_ZERO_STAGES = {"1": "zero1", "2": "zero2", "3": "fsdp"}
+"""storage.shard by DeepSpeed's numbers of ZeRO stages."""
 DERIVED = {
     "trainer.accumulate_grad_batches": (
         "trainer.global_batch_size / (trainer.micro_batch_size x data-parallel size)"
@@ -359,7 +364,7 @@ DERIVED = {
     "optim.end_lr": "optim.min_lr, or 0.1 x optim.lr where that is null",
     "trainer.strategy.size": "the product of trainer.strategy's parallel sizes",
 }
-"""Keys that follow from others and cannot be set, with what they follow from."""
+"""Keys that cannot be set, because they follow from others, and what they follow from."""
 
 _NO_WANDB = "metrics go to metrics.jsonl, to log.tensorboard=true, and to callbacks of fp8cfg.fit"
 _NO_EPOCHS = "trainer.max_steps counts steps, not epochs"
@@ -407,7 +412,7 @@ ABSENT = {
     ),
     "model.hf": "write recipe=from_hf model.path=FOLDER",
 }
-"""Keys, or their last names, of things that this package doesn't have, with what there is."""
+"""Keys, or their last names, of features that do not exist here, and what to use instead."""
 
 CODE_KEYS = frozenset(
     {
@@ -426,75 +431,128 @@ CODE_KEYS = frozenset(
         "pickle",
     }
 )
-"""Keys by which other frameworks name code to run; none is ever accepted."""
+"""Keys that name code to run in other frameworks. A recipe must never run code."""
 
 
 def meant(key: str, value: object) -> str | None:
-    """Our spelling of another project's `value` for our `key`; None where there is none, or where it is valid as it is."""
-    ours = _STAGES.get(str(value)) if key == "storage.shard" else None
-    ours = ours or _ours(key, value)
-    return None if ours == str(value).lower() else ours
+    """Returns our spelling of another project's `value` for our `key`.
+
+    Returns None if it is unknown, or valid as it is. The result may have other keys after a space.
+    """
+    ours = None
+    if key == "storage.shard":
+        ours = _ZERO_STAGES.get(str(value))
+    ours = ours or _our_value(key, value)
+    if ours == str(value).lower():
+        return None
+    return ours
 
 
-def _ours(key: str, value: object) -> str | None:
-    """What `value` is as one of our `key`, which it may be already."""
+def _our_value(key: str, value: object) -> str | None:
+    """Returns `value` in our spelling, which it may have already."""
     word = str(value).lower()
-    return _VALUES.get(key, {}).get(word) or (_preset(word) if key == "precision" else None)
+    ours = _VALUES.get(key, {}).get(word)
+    if ours is None and key == "precision":
+        return _preset(word)
+    return ours
 
 
 def _preset(name: str) -> str | None:
-    """The preset that the words of `name` come to, in any order: fp8_mixed, bfloat16, bf16_fp8_delayed, fp8_tensorwise."""
-    said = [_DTYPES.get(word, word) for word in re.split("[-_ ]+", name) if word not in _NO_PART]
-    scalings = {
-        _VALUES["fp8.scaling"].get(word, "").partition(" ")[0]
-        for word in said
-        if word not in ("fp8", *_COMPUTE)
-    }
-    compute = [word for word in said if word in _COMPUTE] or ["bf16"]
-    if len(compute) > 1 or len(scalings) > 1 or not scalings <= _FP8.keys() or not said:
+    """Returns the preset for a name whose words stand in any order.
+
+    Examples: fp8_mixed, bfloat16, bf16_fp8_delayed, fp8_tensorwise.
+    """
+    words = [
+        _DTYPES.get(word, word) for word in re.split("[-_ ]+", name) if word not in _IGNORED_WORDS
+    ]
+    compute_dtypes = [word for word in words if word in _COMPUTE_DTYPES]
+    scalings = set()
+    for word in words:
+        if word != "fp8" and word not in _COMPUTE_DTYPES:
+            # "" for a word that is no scaling
+            scalings.add(_VALUES["fp8.scaling"].get(word, "").partition(" ")[0])
+    if not words or len(compute_dtypes) > 1 or len(scalings) > 1:
         return None
-    in_fp8 = _FP8[scalings.pop()] if scalings else ["fp8"] if "fp8" in said else []
-    if in_fp8 and (compute == ["fp32"] or (compute, in_fp8) == (["fp16"], ["nvfp4"])):
+    if not scalings <= _WORDS_OF_SCALING.keys():
         return None
-    return "_".join(compute + in_fp8)
+    compute = compute_dtypes[0] if compute_dtypes else "bf16"
+    fp8_words: list[str] = []
+    if scalings:
+        fp8_words = _WORDS_OF_SCALING[scalings.pop()]
+    elif "fp8" in words:
+        fp8_words = ["fp8"]
+    # There are no presets of these.
+    if fp8_words and compute == "fp32":
+        return None
+    if fp8_words == ["nvfp4"] and compute == "fp16":
+        return None
+    return "_".join([compute, *fp8_words])
 
 
 def home_of(key: str, known: Iterable[str] = ()) -> str | None:
-    """Where the thing that another project calls `key` belongs; None for a name in no table."""
-    home = _HOMES.get(key.lower()) or _BELONGS.get(key.rpartition(".")[2].lower())
-    node = _node(key)
-    if home or not node:
-        return home
-    plain = node.removesuffix(".config") + key[len(node) :]
-    return plain if key != node and plain in known else _NODES[node]
+    """Returns our key for another project's `key`, or None if no table has it.
+
+    Args:
+        key: The key, with dots.
+        known: Our keys. A key inside a node that NeMo nests deeper is looked up among them.
+    """
+    ours = _KEYS_BY_FULL_NAME.get(key.lower())
+    ours = ours or _KEYS_BY_LAST_NAME.get(key.rpartition(".")[2].lower())
+    node = _nemo_node(key)
+    if ours or not node:
+        return ours
+    # NeMo has optim.config.lr for optim.lr.
+    without_config = node.removesuffix(".config") + key.removeprefix(node)
+    if key != node and without_config in known:
+        return without_config
+    return _NEMO_NODES[node]
 
 
 def absence(key: str) -> str | None:
-    """What there is in place of a thing that this package does not have; None for other keys."""
+    """Returns what to use instead of a feature that does not exist here. None for other keys."""
     return ABSENT.get(key.lower()) or ABSENT.get(key.rpartition(".")[2].lower())
 
 
-def _node(key: str) -> str | None:
-    """The node of NeMo's recipes that `key` is, or is in."""
-    return next((node for node in _NODES if f"{key}.".startswith(f"{node}.")), None)
+def _nemo_node(key: str) -> str | None:
+    """Returns the node of NeMo's recipes that `key` is or belongs to."""
+    for node in _NEMO_NODES:
+        if f"{key}.".startswith(f"{node}."):
+            return node
+    return None
 
 
 def unknown_lines(key: str, known: Iterable[str], value: object) -> list[str]:
-    """As `unknown`, with a line for each key in a section of another project's file."""
+    """Returns the messages about an unknown key: as `unknown`, or one for each key inside `value`.
+
+    A section of another project's file has its own name, which nobody looks for here.
+    """
     known = set(known)
-    names = value if isinstance(value, Mapping) else {}
-    is_answered = key.rpartition(".")[2] in CODE_KEYS or key == "hydra" or _node(key)
-    is_answered = is_answered or key in DERIVED or absence(key) or nearest(key, known, _TYPO)
-    if not names or is_answered or not all(isinstance(name, str) for name in names):
+    keys_inside = value if isinstance(value, Mapping) else {}
+    has_own_message = (
+        key.rpartition(".")[2] in CODE_KEYS
+        or key == "hydra"
+        or key in DERIVED
+        or _nemo_node(key)
+        or absence(key)
+        or nearest(key, known, _TYPO_CUTOFF)
+    )
+    has_names = all(isinstance(name, str) for name in keys_inside)
+    if has_own_message or not keys_inside or not has_names:
         return [unknown(key, known, value)]
     lines: list[str] = []
-    for name, inner in names.items():
+    for name, inner in keys_inside.items():
         lines += unknown_lines(f"{key}.{name}", known, inner)
     return lines
 
 
 def unknown(key: str, known: Iterable[str], value: object = None) -> str:
-    """The line for a `key` that does not exist: where the thing belongs, with what `value` is there, or the nearest key."""
+    """Returns the message about a key that does not exist.
+
+    Args:
+        key: The key, with dots.
+        known: The keys that exist, by their short names.
+        value: Its value, which is translated too.
+    """
     leaf = key.rsplit(".", 1)[-1]
     if leaf in CODE_KEYS:
         return (
@@ -508,41 +566,60 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
     if key in DERIVED:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
     known = set(known)
-    known |= {PLUGIN} if "precision" in known else set()
-    home = home_of(key, known)
-    if home:
-        ours = _STAGES.get(str(value)) if leaf in ("stage", "zero_stage") else _ours(home, value)
-        if ours:
-            return f"{key}={value}: no such key; write {home}={ours}"
-        preset = " (precision=bf16_fp8)" if home in ("precision", "trainer.plugins") else ""
-        return f"{key}: no such key; it belongs to {home}{preset}"
+    if "precision" in known:
+        known.add(PLUGIN)
+    ours = home_of(key, known)
+    if ours:
+        return f"{key}{_our_key(leaf, value, ours)}"
     absent = absence(key)
     if absent and key not in known:
         return f"{key}: no such key; {absent}"
-    if key in known:  # what stands inside a node has one name
+    if key in known:  # a dotted name inside a node
         return f"{key}: dotted names are read at the top of a file alone; write a node for each dot"
-    same_leaf = sorted(k for k in known if k.rsplit(".", 1)[-1] == leaf)
+    return f"{key}: no such key{_hint(key, known)}"
+
+
+def _our_key(leaf: str, value: object, ours: str) -> str:
+    """Returns the end of a message about a key whose name here is `ours`."""
+    if leaf in ("stage", "zero_stage"):
+        our_value = _ZERO_STAGES.get(str(value))
+    else:
+        our_value = _our_value(ours, value)
+    if our_value:
+        return f"={value}: no such key; write {ours}={our_value}"
+    preset = " (precision=bf16_fp8)" if ours in ("precision", "trainer.plugins") else ""
+    return f": no such key; it belongs to {ours}{preset}"
+
+
+def _hint(key: str, known: set[str]) -> str:
+    """Returns the end of a message about a key that is in no table: the nearest keys."""
+    leaf = key.rsplit(".", 1)[-1]
     parent = key.removesuffix(leaf)
-    siblings = {k for k in known if (k.startswith(parent) if parent else "." not in k)}
+    same_leaf = sorted(other for other in known if other.rsplit(".", 1)[-1] == leaf)
+    if len(same_leaf) > 1:
+        return f"; did you mean one of {', '.join(same_leaf)}?"
+    if parent:
+        siblings = {other for other in known if other.startswith(parent)}
+    else:
+        siblings = {other for other in known if "." not in other}
+    # From the surest guess to the boldest: the right name in another node, a typo anywhere, a
+    # similar name in the same node, a similar name anywhere.
     near = (
-        (same_leaf[0] if len(same_leaf) == 1 else None)
-        or nearest(key, known, _TYPO)
-        or _near_leaf(leaf, siblings, 0.6)
-        or _near_leaf(leaf, known, 0.7)
+        next(iter(same_leaf), None)
+        or nearest(key, known, _TYPO_CUTOFF)
+        or _nearest_leaf(leaf, siblings, 0.6)
+        or _nearest_leaf(leaf, known, 0.7)
     )
-    if same_leaf and len(same_leaf) > 1:
-        return f"{key}: no such key; did you mean one of {', '.join(same_leaf)}?"
-    has = (
-        ", ".join(sorted(k.removeprefix(parent) for k in siblings))
-        if parent and 0 < len(siblings) <= 16
-        else ""
-    )
-    return f"{key}: no such key" + (
-        f"; did you mean {near!r}?" if near else f"; {parent[:-1]} has {has}" if has else ""
-    )
+    if near:
+        return f"; did you mean {near!r}?"
+    if parent and 0 < len(siblings) <= 16:
+        names = sorted(other.removeprefix(parent) for other in siblings)
+        return f"; {parent[:-1]} has {', '.join(names)}"
+    return ""
 
 
-def _near_leaf(leaf: str, known: set[str], cutoff: float) -> str | None:
-    by_leaf = {k.rsplit(".", 1)[-1]: k for k in sorted(known, reverse=True)}
-    found = nearest(leaf, by_leaf, cutoff)
-    return by_leaf[found] if found else None
+def _nearest_leaf(leaf: str, known: set[str], cutoff: float) -> str | None:
+    """Returns the key whose last part is most similar to `leaf`."""
+    by_leaf = {key.rsplit(".", 1)[-1]: key for key in sorted(known, reverse=True)}
+    match = nearest(leaf, by_leaf, cutoff)
+    return by_leaf[match] if match else None

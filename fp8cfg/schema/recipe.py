@@ -27,117 +27,38 @@ from fp8cfg.schema.value_errors import walk
 _WIDTH = 80
 
 
-class Leaf(NamedTuple):
-    """A key, by its short name, its value and its default."""
-
-    key: str
-    value: Any
-    default: Any
-
-
-class Differences(dict[str, tuple[Any, Any]]):
-    """The keys in which two recipes differ, by their short names, each with both values; printed a line each."""
-
-    def __repr__(self) -> str:
-        return (
-            "\n".join(f"{key}: {shown(a)} -> {shown(b)}" for key, (a, b) in self.items())
-            or "no difference"
-        )
-
-
-def leaves(recipe: Node) -> list[Leaf]:
-    """Every key of `recipe` that is no node."""
-    return [
-        Leaf(short(key), attrgetter(key)(recipe), default)
-        for key, info in walk(type(recipe))
-        if not isinstance(default := info.get_default(call_default_factory=True), Node)
-    ]
-
-
-def differences(a: Node, b: Node) -> Differences:
-    """What differs between `a` and `b`, in the order of the schema."""
-    return Differences(
-        {
-            x.key: (x.value, y.value)
-            for x, y in zip(leaves(a), leaves(b), strict=True)
-            if x.value != y.value
-        }
-    )
-
-
-def text(name: str, recipe: Node) -> str:
-    """The recipe in lines of 80 columns, a paragraph a node: what differs from the defaults, and the rest."""
-    found = [x for x in leaves(recipe) if x.key != "name"]
-    apart, rest = (
-        [x for x in found if x.value != x.default],
-        [x for x in found if x.value == x.default],
-    )
-    return "\n".join([f"Recipe {name}", *_nodes(apart), "at their defaults", *_nodes(rest)])
-
-
-def page(name: str, recipe: Node) -> str:
-    """The recipe as HTML: a table of what differs from the defaults, and the rest to be opened."""
-    found = leaves(recipe)
-    apart = [_row(x.key, x.value, x.default) for x in found if x.value != x.default]
-    rest = [_row(x.key, x.value) for x in found if x.value == x.default]
-    return (
-        f"<b>Recipe {html.escape(name)}</b>"
-        f"<table><tr><th>key</th><th>value</th><th>default</th></tr>{''.join(apart)}</table>"
-        f"<details><summary>at their defaults</summary><table>{''.join(rest)}</table></details>"
-    )
-
-
-def _nodes(found: list[Leaf]) -> Iterator[str]:
-    """A paragraph for each node that has keys in `found`."""
-    by_node: dict[str, list[str]] = {}
-    for node, name, value in ((*x.key.rpartition(".")[::2], x.value) for x in found):
-        by_node.setdefault(node, []).append(f"{name}={shown(value)}")
-    for node, values in by_node.items():
-        head = f"  {node}: " if node else "  "
-        yield textwrap.fill(
-            ", ".join(values),
-            _WIDTH,
-            initial_indent=head,
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-
-
-def _row(*cells: Any) -> str:
-    return f"<tr>{''.join(f'<td>{html.escape(shown(cell))}</td>' for cell in cells)}</tr>"
-
-
 class Recipe(Node):
-    """Everything about one training run. `check()` holds the rules between keys."""
+    """Describes one training run. `check()` validates the rules between keys."""
 
     home: ClassVar[str] = ""
 
     name: str = Field(default="unnamed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions give their own name."""
+    """Names the run folder: letters, digits, '_', '.' and '-'. Default unnamed; recipe functions set their own name."""
     model: Model = Field(default_factory=Model)
     """The model's shape."""
     lora: LoRA = Field(default_factory=LoRA)
     """Adapters over frozen weights."""
     data: Data = Field(default_factory=Data)
-    """What is trained on."""
+    """Training and validation data."""
     optim: Optim = Field(default_factory=Optim)
     """Optimizer and schedule."""
     trainer: Trainer = Field(default_factory=Trainer)
-    """The loop, and in `plugins` the precision."""
+    """The training loop, and the precision in `plugins`."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     """Checkpoints."""
     log: Log = Field(default_factory=Log)
-    """Run folder and printed lines."""
+    """Run folder and log lines."""
 
     @pydantic.field_validator("data", mode="before")
     @classmethod
-    def _source(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
+    def _accept_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return {"name": value}
+        return value
 
     @property
     def task(self) -> str:
-        """What the recipe trains: lora, sft or pretrain. Assigning a name sets the values of that task preset."""
+        """lora, sft or pretrain. Assigning a name sets the values of that task."""
         if self.lora.enabled:
             return "lora"
         return "sft" if self.data.name == "chat" else "pretrain"
@@ -201,33 +122,38 @@ class Recipe(Node):
         self.trainer.plugins.opt_level = value
 
     def __init__(self, /, **values: Any) -> None:
-        short_names = {k: values.pop(k) for k in ALIASES if k in values}
+        # Short names are properties, which pydantic does not assign.
+        by_short_name = {name: values.pop(name) for name in ALIASES if name in values}
         super().__init__(**values)
-        for name, value in short_names.items():
+        for name, value in by_short_name.items():
             setattr(self, name, value)
 
     def __repr__(self) -> str:
-        return text(self.name, self)
+        return _text(self)
 
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        return page(self.name, self)
+        return _html(self)
 
     def diff(self, other: Recipe) -> Differences:
-        """The keys, by their short names, in which `other` differs, each with both values, in the order of the schema. Raises
-        ConfigError for what is no recipe."""
+        """Returns the keys in which `other` differs, with both values, in the order of the schema.
+
+        Raises:
+            ConfigError: `other` is not a recipe.
+        """
         if not isinstance(other, Recipe):
-            of_job = isinstance(getattr(other, "recipe", None), Recipe)
-            cure = "write job.recipe" if of_job else "compose(['recipe=llama_8b']) gives one"
-            raise ConfigError(f"diff: expected a Recipe, got {type(other).__name__}; {cure}")
+            advice = "compose(['recipe=llama_8b']) gives one"
+            if isinstance(getattr(other, "recipe", None), Recipe):
+                advice = "write job.recipe"
+            raise ConfigError(f"diff: expected a Recipe, got {type(other).__name__}; {advice}")
         return differences(self, other)
 
     def check(self) -> None:
-        """Raises ConfigError with every rule between keys that this recipe breaks, one line each.
+        """Raises ConfigError with one line for each rule between keys that this recipe breaks.
 
-        Patterns such as fp8.exclude are compared with layer names in `fp8cfg.plan` and `fp8cfg.build`: the recipe may be for a model
-        of your own, whose layers have other names.
+        It does not compare patterns such as fp8.exclude with layer names. `fp8cfg.plan` and
+        `fp8cfg.build` do, because a custom model has layers of its own.
         """
         from fp8cfg.schema import rules
 
@@ -236,14 +162,107 @@ class Recipe(Node):
 
 @functools.cache
 def fields() -> dict[str, Any]:
-    """Every key of the schema by its full name, nodes included, with its pydantic FieldInfo."""
+    """Returns pydantic's FieldInfo of every key by its full name, nodes included."""
     return dict(walk(Recipe))
 
 
 @functools.cache
 def short_keys() -> frozenset[str]:
-    """Every key of the schema by its short name."""
-    return frozenset(short(k) for k in fields())
+    """Returns the short names of all keys."""
+    return frozenset(short(key) for key in fields())
 
 
+# Messages about unknown keys suggest keys of the whole tree.
 Node.root = Recipe
+
+
+class Leaf(NamedTuple):
+    """A key that is no node.
+
+    Attributes:
+        key: Its short name.
+        value: Its value.
+        default: Its default.
+    """
+
+    key: str
+    value: Any
+    default: Any
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the key has its default value."""
+        return bool(self.value == self.default)
+
+
+class Differences(dict[str, tuple[Any, Any]]):
+    """The keys in which two recipes differ, by short name, with both values. Prints one line each."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no difference"
+        return "\n".join(f"{key}: {shown(a)} -> {shown(b)}" for key, (a, b) in self.items())
+
+
+def leaves(recipe: Node) -> list[Leaf]:
+    """Returns all keys of `recipe` that are no nodes, in the order of the schema."""
+    found = []
+    for key, field in walk(type(recipe)):
+        default = field.get_default(call_default_factory=True)
+        if not isinstance(default, Node):
+            found.append(Leaf(short(key), attrgetter(key)(recipe), default))
+    return found
+
+
+def differences(a: Node, b: Node) -> Differences:
+    """Returns the keys in which `a` and `b` differ, in the order of the schema."""
+    different = Differences()
+    for leaf, other in zip(leaves(a), leaves(b), strict=True):
+        if leaf.value != other.value:
+            different[leaf.key] = (leaf.value, other.value)
+    return different
+
+
+def _text(recipe: Recipe) -> str:
+    """Returns the recipe in lines of 80 columns: the changed keys first, one paragraph a node."""
+    found = [leaf for leaf in leaves(recipe) if leaf.key != "name"]
+    changed = [leaf for leaf in found if not leaf.is_default]
+    rest = [leaf for leaf in found if leaf.is_default]
+    lines = [f"Recipe {recipe.name}", *_paragraphs(changed), "at their defaults"]
+    return "\n".join([*lines, *_paragraphs(rest)])
+
+
+def _paragraphs(found: list[Leaf]) -> Iterator[str]:
+    by_node: dict[str, list[str]] = {}
+    for leaf in found:
+        node, _, name = leaf.key.rpartition(".")
+        by_node.setdefault(node, []).append(f"{name}={shown(leaf.value)}")
+    for node, values in by_node.items():
+        yield textwrap.fill(
+            ", ".join(values),
+            _WIDTH,
+            initial_indent=f"  {node}: " if node else "  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+
+def _html(recipe: Recipe) -> str:
+    """Returns the recipe for a notebook: a table of the changed keys, and the rest folded."""
+    changed, rest = [], []
+    for leaf in leaves(recipe):
+        if leaf.is_default:
+            rest.append(_html_row(leaf.key, leaf.value))
+        else:
+            changed.append(_html_row(leaf.key, leaf.value, leaf.default))
+    return (
+        f"<b>Recipe {html.escape(recipe.name)}</b>"
+        f"<table><tr><th>key</th><th>value</th><th>default</th></tr>{''.join(changed)}</table>"
+        f"<details><summary>at their defaults</summary><table>{''.join(rest)}</table></details>"
+    )
+
+
+def _html_row(*cells: Any) -> str:
+    columns = "".join(f"<td>{html.escape(shown(cell))}</td>" for cell in cells)
+    return f"<tr>{columns}</tr>"

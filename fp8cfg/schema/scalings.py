@@ -1,8 +1,9 @@
-"""Scalings: the one table of where the scales of FP8 tensors come from, and who multiplies with them.
+"""Scalings: the table of how FP8 tensors get their scales.
 
-A scaling is a row of SCALINGS. Rules, planner, memory, coverage, numerics and interop read the row and compare no names, so that
-another scaling is another row: docs/extending/scaling.md. What a library has of a scaling stands in that backend's rules, by its
-name. Plain data that imports nothing, since config, which loads no torch, and numerics, which knows no config, both read it.
+A scaling is a row of SCALINGS. Rules, planning, numerics and interop read the row and never compare
+names, so a new scaling is a new row (docs/extending/scaling.md). The rules of a backend say what its
+library supports. This file imports nothing, because the schema, which loads no torch, and numerics
+both read it.
 """
 
 from __future__ import annotations
@@ -14,29 +15,36 @@ ScalingName = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 Capability = tuple[int, int]
 Tile = tuple[int, int]
 SCALE_BYTES = {"float32": 4, "e8m0": 1, "e4m3": 1}
-"""Dtypes of scales, and their bytes where they are stored."""
+"""Bytes of a stored scale by dtype."""
 
 
 @dataclass(frozen=True)
 class Descriptor:
     """One scaling.
 
-    `block` is how many elements along the contracted dimension share a scale, 0 where all of a tensor do, or of a row under
-    fp8.granularity=row; `scale` the dtype of scales, by which numerics quantizes; `history` whether scales come from the amaxes
-    of past steps, which are state. `power_2_scales` and `weights_2d` are what fp8.use_power_2_scales and
-    fp8.enable_2d_quantization stand for where they are null; scales of rows are powers of two then, as torchao's.
-
-    `element` is the format of operands in forward, and `formats` the values of fp8.format, of which hybrid has E5M2 gradients.
-    `keys` are the keys of `fp8` that mean something under this scaling and not under all, `attention` the switches of FP8
-    attention that it can have.
-
-    `least` is the least CUDA compute capability with which torch multiplies it, None where it is emulated alone, `below` the first
-    that has no such products any more, `cuda` the least version of CUDA, `multiplied` the values of fp8.format that it takes there;
-    `fp8_gather` whether torchao's FP8 all-gather takes it.
-
-    The rest is what others call it, empty where they have none: the recipe class of Transformer Engine, fp8_recipe of Megatron,
-    NeMo and Bridge (fp4_recipe, of four bits), the converter of torchtitan with torchao's class, the engine of Accelerate; and
-    `spellings` that are answered by "did you mean".
+    Attributes:
+        block: Elements along the contracted dimension that share a scale. 0 if the whole tensor
+            shares one, or each row under fp8.granularity=row.
+        scale: Dtype of the scales.
+        history: Whether scales come from the amaxes of past steps, which are state.
+        power_2_scales: fp8.use_power_2_scales if that is null. Scales of rows are powers of two
+            then, as in torchao.
+        weights_2d: fp8.enable_2d_quantization if that is null.
+        element: Format of the operands in the forward pass.
+        formats: Supported values of fp8.format. hybrid has E5M2 gradients.
+        keys: Keys of `fp8` that only this and some other scalings read.
+        attention: Keys of FP8 attention that it supports.
+        least: Lowest CUDA compute capability with GEMMs in torch. None if it is only emulated.
+        below: First compute capability that has no such GEMMs any more.
+        cuda: Lowest version of CUDA with these GEMMs.
+        multiplied: Values of fp8.format that these GEMMs support.
+        fp8_gather: Whether torchao's FP8 all-gather supports it.
+        te: Recipe class of Transformer Engine. This and the next names are empty if the project
+            does not have the scaling.
+        megatron: fp8_recipe of Megatron, NeMo and Bridge, or fp4_recipe.
+        torchao: Converter of torchtitan with torchao's classes.
+        accelerate: Backend of Accelerate.
+        spellings: Other names, which errors translate.
     """
 
     block: int = 0
@@ -61,41 +69,53 @@ class Descriptor:
 
     @property
     def bits(self) -> int:
-        """Bits of an operand's element."""
+        """Bits of an element of an operand."""
         return 4 if self.element == "e2m1" else 8
 
     @property
     def two_levels(self) -> bool:
-        """Whether the tensor has a float32 scale above those of its blocks, which E4M3 ones need: they reach 448 alone."""
+        """Whether a float32 scale of the tensor multiplies the scales of its blocks.
+
+        E4M3 scales need it, because they only reach 448.
+        """
         return self.scale == "e4m3"
 
     def operands(self, fp8_format: str) -> tuple[str, str]:
-        """The formats of forward operands and of gradients under `fp8_format`."""
-        return self.element, (
-            "e5m2" if fp8_format == "hybrid" and fp8_format in self.formats else self.element
-        )
+        """Returns the formats of forward operands and of gradients under fp8.format."""
+        if fp8_format == "hybrid" and fp8_format in self.formats:
+            return self.element, "e5m2"
+        return self.element, self.element
 
     def tile(self, axis: int, granularity: str = "tensor", square: bool = False) -> Tile | None:
-        """Rows and columns of a matrix that share a scale, where the product contracts its dimension `axis`; 0 stands for all.
-        None is one scale for the matrix, whatever is contracted. `square` is a weight under enable_2d_quantization.
+        """Returns the rows and columns of a matrix that share a scale.
+
+        Args:
+            axis: The dimension that the GEMM contracts.
+            granularity: fp8.granularity.
+            square: Whether it is a weight under fp8.enable_2d_quantization.
+
+        Returns:
+            Rows and columns, 0 for all of them. None for one scale of the whole matrix.
         """
+        if self.block and square:
+            return (self.block, self.block)
         if self.block:
-            return (
-                (self.block, self.block)
-                if square
-                else (1, self.block)
-                if axis == 1
-                else (self.block, 1)
-            )
-        return None if granularity == "tensor" else (1, 0) if axis == 1 else (0, 1)
+            return (1, self.block) if axis == 1 else (self.block, 1)
+        if granularity == "tensor":
+            return None
+        return (1, 0) if axis == 1 else (0, 1)
 
     def scale_share(self, tile: Tile | None) -> float:
-        """Bytes of an element's share of the scale of its `tile`; those of whole tensors and rows are left out."""
-        return SCALE_BYTES[self.scale] / (tile[0] * tile[1]) if tile and 0 not in tile else 0
+        """Returns the bytes of scales per element. Scales of whole tensors and rows count as 0."""
+        if tile is None or 0 in tile:
+            return 0
+        return SCALE_BYTES[self.scale] / (tile[0] * tile[1])
 
     def exact_in_bfloat16(self, power_2_scales: bool) -> bool:
-        """Whether an element times its block's scale fits bfloat16's mantissa: powers of two change none, E2M1 times E4M3 has six
-        bits, and a float32 scale has too many. Scales of tensors and rows are multiplied in after the product.
+        """Returns whether an element times the scale of its block is exact in bfloat16.
+
+        Powers of two leave the mantissa as it is, and E2M1 times E4M3 has six bits. A float32 scale
+        has too many. Scales of tensors and rows are applied after the GEMM.
         """
         return not self.block or self.scale != "float32" or power_2_scales
 
@@ -136,7 +156,7 @@ SCALINGS: dict[str, Descriptor] = {
         least=(9, 0),
         below=(10, 0),
         cuda=(12, 9),
-        multiplied=("e4m3",),  # torch 2.15 refuses E5M2 with scales of blocks still
+        multiplied=("e4m3",),  # torch 2.15 still rejects E5M2 with block scales
         te="Float8BlockScaling",
         megatron="blockwise",
         spellings=("blockwise", "subchannel"),
@@ -168,16 +188,17 @@ SCALINGS: dict[str, Descriptor] = {
     ),
 }
 GENERATIONS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
-"""NVIDIA's names of compute capabilities."""
+"""NVIDIA's generations by compute capability."""
 
 
 def needed(capability: Capability) -> str:
-    """A compute capability for a line that refuses a GPU, such as "9.0 (Hopper)"."""
-    return f"{capability[0]}.{capability[1]} ({GENERATIONS[capability]})"
+    """Returns a compute capability for a message, such as "9.0 (Hopper)"."""
+    major, minor = capability
+    return f"{major}.{minor} ({GENERATIONS[capability]})"
 
 
 def title(scaling: str) -> str:
-    """What a scaling makes of the layers, in words: NVFP4 has 4-bit values, which are not FP8."""
+    """Returns the name of a scaling for people. NVFP4 has 4-bit values, which are not FP8."""
     if SCALINGS[scaling].element == "e2m1":
         return scaling.upper()
     return f"FP8 {scaling}"

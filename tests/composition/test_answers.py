@@ -195,7 +195,10 @@ def test_what_the_answers_name_exists() -> None:
     from fp8cfg.schema.recipe import short_keys
 
     ours = {*short_keys(), "recipe", "task", "trainer.plugins"}
-    for home in {*foreign_names._BELONGS.values(), *foreign_names._HOMES.values()}:
+    for home in {
+        *foreign_names._KEYS_BY_LAST_NAME.values(),
+        *foreign_names._KEYS_BY_FULL_NAME.values(),
+    }:
         for part in home.split(" and "):
             verb = part.removeprefix("fp8cfg ").split()[0]
             assert part.partition("=")[0] in ours or (
