@@ -237,9 +237,9 @@ def test_every_key_is_explained_in_80_columns(capsys: Out) -> None:
 
 def test_a_node_lists_its_keys(capsys: Out) -> None:
     lines = said(capsys, "explain", "fp8", "precision=bf16_fp8").splitlines()
-    assert lines[0] == "fp8: How linear layers multiply in FP8; off by default."
-    assert lines[1] == "  enabled                    true     Whether linear layers multiply in FP8"
-    assert "  override_linear_precision  ...      GEMMs kept in high precision in every..." in lines
+    assert lines[0] == "fp8: How linear layers run in FP8; off by default."
+    assert lines[1] == "  enabled                    true     Whether linear layers run in FP8"
+    assert "  override_linear_precision  ...      GEMMs that stay in high precision in..." in lines
     assert len(lines) == 1 + len(fp8cfg.FP8.model_fields)
     assert (
         json.loads(said(capsys, "explain", "storage", "--json"))["values"]["storage.comm"] == "auto"
