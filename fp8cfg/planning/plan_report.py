@@ -1,4 +1,8 @@
-"""Plan of a recipe for GPUs not at hand: which GEMMs run in which format on which backend, and the memory of each rank."""
+"""Report of a plan: GEMM formats, backend, memory and communication of a recipe on any GPUs.
+
+Needs no GPU and loads no torch. `str()` of the report is what `fp8cfg plan` prints, `data()` is what
+`fp8cfg plan --json` prints.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,7 @@ from fp8cfg.backends.choice import BLOCK_CUDA, Choice, Hardware, choose
 from fp8cfg.planning import graph_text, job_plan, remarks, smoke, training_data
 from fp8cfg.planning import hardware as speedups
 from fp8cfg.planning.communication import Sent, step_traffic
-from fp8cfg.planning.coverage import Coverage, min_coverage_problem
-from fp8cfg.planning.coverage import planned_coverage as planned_coverage
+from fp8cfg.planning.coverage import Coverage, min_coverage_problem, planned_coverage
 from fp8cfg.planning.fit_search import (
     CommandLine,
     Fit,
@@ -24,7 +27,7 @@ from fp8cfg.planning.fit_search import (
 )
 from fp8cfg.planning.fsdp_memory import gather_line
 from fp8cfg.planning.hardware import GPU, GPUS, find_gpu
-from fp8cfg.planning.layer_plan import plan_layers as plan_layers
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.layout import (
     Part,
     checked_parts,
@@ -52,212 +55,210 @@ from fp8cfg.schema.tables import amount, size, table, wrapped
 from fp8cfg.schema.violation import Violation
 
 
-def text(p: PlanReport) -> str:
-    """The sections of the plan."""
+def report_text(report: PlanReport) -> str:
+    """Returns the sections of the report."""
     sections = [
-        f"{_runs(p)}\n{_data(p)}",
-        str(p.coverage),
-        remarks.chart_text(p.recipe, p.widest.part),
-        _layout(p),
-        _memory(p),
+        f"{_backend_section(report)}\n{_data_section(report)}",
+        str(report.coverage),
+        remarks.chart_text(report.recipe, report.widest.part),
+        _layout_section(report),
+        _memory_section(report),
     ]
-    if any(rank.sent for rank in p.ranks):
-        sections.append(_sent(p))
-    if p.recipe.fp8.enabled:
-        sections.append(_gains(p))
-    if p.problems:
-        sections.append(_verdict(p))
-    if p.built:
-        sections.append(
-            "will be built\n" + "\n".join(_call(kind, **part) for kind, part in p.built.items())
-        )
+    if any(rank.sent for rank in report.ranks):
+        sections.append(_communication_table(report))
+    if report.recipe.fp8.enabled:
+        sections.append(_speedup_section(report))
+    if report.problems:
+        sections.append(_problem_section(report))
+    if report.built:
+        calls = [_call_text(kind, **part) for kind, part in report.built.items()]
+        sections.append("\n".join(["will be built", *calls]))
     return "\n\n".join(sections)
 
 
-def _runs(p: PlanReport) -> str:
-    where = p.gpu.name if p.gpu else "a CPU (name a GPU: --gpu h100)"
-    if p.choice:
-        lines = [wrapped(f"backend on {where}: {p.choice.backend}, {p.choice.why}", more="  ")]
-        return "\n".join([*lines, *passed_over_lines(p.choice)])
-    return "\n".join(wrapped(f"cannot run on {where}: {line}", more="  ") for line in p.refusals)
+def _backend_section(report: PlanReport) -> str:
+    where = report.gpu.name if report.gpu else "a CPU (name a GPU: --gpu h100)"
+    if report.choice is None:
+        refusals = [f"cannot run on {where}: {line}" for line in report.refusals]
+        return "\n".join(wrapped(line, more="  ") for line in refusals)
+    backend = f"backend on {where}: {report.choice.backend}, {report.choice.why}"
+    return "\n".join([wrapped(backend, more="  "), *passed_over_lines(report.choice)])
 
 
-def _data(p: PlanReport) -> str:
-    """The `data:` line, and the error of a run on data that nobody meant."""
-    lines = [wrapped(training_data.data_line(p.recipe), more="  ")]
-    lines += [
-        wrapped(f"before a run: {line}", more="  ")
-        for line in training_data.unintended_data(p.recipe)
-    ]
-    return "\n".join(lines)
+def _data_section(report: PlanReport) -> str:
+    """The `data:` line, and the error that a run on unintended data raises."""
+    lines = [training_data.data_line(report.recipe)]
+    for problem in training_data.unintended_data(report.recipe):
+        lines.append(f"before a run: {problem}")
+    return "\n".join(wrapped(line, more="  ") for line in lines)
 
 
-def _verdict(p: PlanReport) -> str:
-    lines = [wrapped(f"does not run as it stands: {line}", more="  ") for line in p.problems]
-    if p.offered:
-        more = f"on {p.offered.ranks} GPUs " if p.offered.ranks else ""
-        lines.append(wrapped(f"runs {more}with: {' '.join(p.write)}", more="  "))
-    return "\n".join(lines)
+def _problem_section(report: PlanReport) -> str:
+    lines = [f"does not run as it stands: {problem}" for problem in report.problems]
+    if report.offered:
+        more = f"on {report.offered.ranks} GPUs " if report.offered.ranks else ""
+        lines.append(f"runs {more}with: {' '.join(report.write)}")
+    return "\n".join(wrapped(line, more="  ") for line in lines)
 
 
 def passed_over_lines(choice: Choice) -> list[str]:
-    """A line for each backend that would have gone first on this hardware; none where FP8 is emulated or off."""
-    lines = choice.passed_over if choice.product == "scaled_mm" else ()
-    return [wrapped(f"passed over {line}", "  ", "    ") for line in lines]
+    """Returns a line for each preferred backend that cannot run here.
+
+    Empty if FP8 is emulated or off: then the preference is another one.
+    """
+    if choice.product != "scaled_mm":
+        return []
+    return [wrapped(f"passed over {line}", "  ", "    ") for line in choice.passed_over]
 
 
-def _layout(p: PlanReport) -> str:
-    s = p.recipe.trainer.strategy
-    model = f"model: {amount(p.parameters)} parameters ({p.parameters:,})"
-    if p.world == 1:
+def _layout_section(report: PlanReport) -> str:
+    strategy = report.recipe.trainer.strategy
+    count = report.parameters
+    model = f"model: {amount(count)} parameters ({count:,})"
+    if report.world == 1:
         return f"{model}\nlayout: 1 rank"
-    ways = (
-        ("tensor", s.tensor_model_parallel_size),
-        ("pipeline", s.pipeline_model_parallel_size),
-        ("context", s.context_parallel_size),
-        ("data", p.widest.part.data),
-    )
-    groups = (
-        f", {s.data_parallel_replicate_size} groups with all state each"
-        if s.data_parallel_replicate_size > 1
-        else ""
-    )
-    lines = [
-        model,
-        f"layout: {p.world} ranks = {' x '.join(f'{way} {n}' for way, n in ways)}{groups}",
-    ]
-    if layout_violations(p.recipe, p.world):
+    sizes = {
+        "tensor": strategy.tensor_model_parallel_size,
+        "pipeline": strategy.pipeline_model_parallel_size,
+        "context": strategy.context_parallel_size,
+        "data": report.widest.part.data,
+    }
+    product = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
+    groups = strategy.data_parallel_replicate_size
+    replicas = f", {groups} groups with all state each" if groups > 1 else ""
+    lines = [model, f"layout: {report.world} ranks = {product}{replicas}"]
+    if layout_violations(report.recipe, report.world):
         lines.append("planned for, not run: training in this version has no such layout")
-    if len(p.ranks) > 1:
-        rows = [
-            [r.part.name, str(len(r.part.layers)), amount(r.parameters), size(r.total)]
-            for r in p.ranks
-        ]
+    if len(report.ranks) > 1:
+        rows = []
+        for rank in report.ranks:
+            layers, parameter_count = str(len(rank.part.layers)), amount(rank.parameters)
+            rows.append([rank.part.name, layers, parameter_count, size(rank.total)])
         lines.append(table(["", "layers", "parameters", "memory"], rows, right=(1, 2, 3)))
     return "\n".join(lines)
 
 
-def _memory(p: PlanReport) -> str:
-    lines = [memory_table(p.recipe, p.hardware.device, p.widest.part, p.backend)]
-    lines += _beyond_the_chart(p)
-    if p.backend and (gathered := gather_line(p.recipe, p.widest.part, p.backend)):
-        lines.append(gathered)
-    if len(p.ranks) > 1:
-        lines.append(f"of the {p.widest.part.name}, which takes most")
-    none, selective, full = (
-        size(p.recomputing(granularity)) for granularity in ("none", "selective", "full")
-    )
-    lines.append(f"activations, backward: none {none}, selective {selective}, full {full}")
-    if p.gpu and p.choice:
-        lines.append(_room(p, p.gpu))
+def _memory_section(report: PlanReport) -> str:
+    recipe, part = report.recipe, report.widest.part
+    lines = [memory_table(recipe, report.hardware.device, part, report.backend)]
+    lines += _more_than_chart(report)
+    gathers = gather_line(recipe, part, report.backend) if report.backend else ""
+    if gathers:
+        lines.append(gathers)
+    if len(report.ranks) > 1:
+        lines.append(f"of the {part.name}, which takes most")
+    sizes = [
+        f"{granularity} {size(report.recomputing(granularity))}" for granularity in GRANULARITIES
+    ]
+    lines.append(f"activations, backward: {', '.join(sizes)}")
+    if report.gpu and report.choice:
+        lines.append(_fit_line(report, report.gpu))
     return "\n".join(lines)
 
 
-def _room(p: PlanReport, gpu: GPU) -> str:
-    """Whether the widest rank fits `gpu`, and whether it leaves the reserve free."""
-    left = gpu.memory - p.widest.total
+def _fit_line(report: PlanReport, gpu: GPU) -> str:
+    """Whether the widest rank fits the GPU, and whether the reserve stays free."""
+    left = gpu.memory - report.widest.total
     name = f"{gpu.name}, {size(gpu.memory)}"
-    if layout_violations(p.recipe, p.world):
+    if layout_violations(report.recipe, report.world):
         name += ", as planned for"
     if left < 0:
         return f"does not fit {name}: {size(-left)} too much"
-    if not p.tight:
+    if not report.tight:
         return f"fits {name}: {size(left)} to spare"
     return wrapped(
         f"fits {name}, tight: {size(left)} to spare, and the CUDA context, NCCL's buffers and"
-        f" fragmentation may take {size(p.reserve)}",
+        f" fragmentation may take {size(report.reserve)}",
         more="  ",
     )
 
 
-def _sent(p: PlanReport) -> str:
-    """The table of what the rank sends that sends most."""
-    rank = max(p.ranks, key=lambda rank: rank.sent_bytes)
-    rows = [[f"{each.axis}: {each.what}", size(each.bytes)] for each in rank.sent]
+def _communication_table(report: PlanReport) -> str:
+    """What the rank that sends most sends in a step."""
+    rank = max(report.ranks, key=lambda each: each.sent_bytes)
+    rows = [[f"{sent.axis}: {sent.what}", size(sent.bytes)] for sent in rank.sent]
     rows.append([f"total, {rank.part.name}", size(rank.sent_bytes)])
     return table(["sent by a rank in a step", "size"], rows, right=(1,))
 
 
-def _beyond_the_chart(p: PlanReport) -> list[str]:
-    """Why the lines of memory come to more bytes a parameter than the chart has; nothing where they do not."""
-    rank, shard = p.widest, p.shard
-    kinds = {
-        kind: n / rank.parameters
-        for kind, n in rank.memory.items()
-        if n and kind not in NOT_PARAMETERS
-    }
-    chart_has, together = (
-        remarks.bytes_per_parameter(
-            remarks.chart_row(p.recipe, rank.part.state), shard, rank.part.shards
-        ),
-        sum(kinds.values()),
-    )
-    if together < chart_has + 0.5:
+def _more_than_chart(report: PlanReport) -> list[str]:
+    """Why the memory table has more bytes per parameter than the chart. Empty if it has not."""
+    rank = report.widest
+    per_parameter = {}
+    for kind, count in rank.memory.items():
+        if count and kind not in NOT_PARAMETERS:
+            per_parameter[kind] = count / rank.parameters
+    row = remarks.chart_row(report.recipe, rank.part.state)
+    of_chart = remarks.bytes_per_parameter(row, report.shard, rank.part.shards)
+    total = sum(per_parameter.values())
+    if total < of_chart + 0.5:
         return []
-    more = {
-        kind: n for kind, n in kinds.items() if kind in ("gathered", "FP8 copies", "accumulation")
-    }
-    wider = together - chart_has - sum(more.values())
-    said = [f"{kind} {n:.1f}" for kind, n in more.items()] + [
-        f"other parameters, in wider formats, {wider:.1f}"
-    ] * (wider > 0.05)
-    return [
-        wrapped(
-            f"together {together:.1f} B/param; the chart's {chart_has:.3g} is what a parameter of a"
-            f" linear layer keeps from step to step, and beside that: {', '.join(said)}",
-            more="  ",
-        )
-    ]
+    transient = ("gathered", "FP8 copies", "accumulation")
+    extra = {kind: count for kind, count in per_parameter.items() if kind in transient}
+    reasons = [f"{kind} {count:.1f}" for kind, count in extra.items()]
+    other = total - of_chart - sum(extra.values())
+    if other > 0.05:
+        reasons.append(f"other parameters, in wider formats, {other:.1f}")
+    line = (
+        f"together {total:.1f} B/param; the chart's {of_chart:.3g} is what a parameter of a"
+        f" linear layer keeps from step to step, and beside that: {', '.join(reasons)}"
+    )
+    return [wrapped(line, more="  ")]
 
 
-def _gains(p: PlanReport) -> str:
-    gpu = p.gpu
-    if gpu is None or (p.choice and p.choice.product == "emulate"):
+def _speedup_section(report: PlanReport) -> str:
+    recipe, gpu = report.recipe, report.gpu
+    if gpu is None or (report.choice and report.choice.product == "emulate"):
         return "gains: none, FP8 is emulated here: the same values, no faster than bf16"
     if gpu.fp8 is None:
         return f"gains: none, {gpu.name} has no FP8 units"
-    found = speedups.published_gains(p.recipe, gpu.capability)
     lines = ["published gains of FP8 over BF16, not measured here"]
-    lines += [f"  {g.times:.2f}x  {g.what}, {g.where}\n         {g.source}" for g in found]
-    if not found:
-        lines.append(f"  none at hand for fp8.scaling={p.recipe.fp8.scaling}")
-    lines.append(
-        wrapped(f"sizes here: {speedups.compare_sizes(p.recipe, p.widest.part)}", more="  ")
-    )
-    if SCALINGS[p.recipe.fp8.scaling].bits == 8:  # not of four, whose products have another peak
-        bound = 1 / (1 - p.coverage.share * (1 - gpu.bf16 / gpu.fp8))
+    gains = speedups.published_gains(recipe, gpu.capability)
+    for gain in gains:
+        lines.append(f"  {gain.times:.2f}x  {gain.what}, {gain.where}\n         {gain.source}")
+    if not gains:
+        lines.append(f"  none at hand for fp8.scaling={recipe.fp8.scaling}")
+    sizes = speedups.compare_sizes(recipe, report.widest.part)
+    lines.append(wrapped(f"sizes here: {sizes}", more="  "))
+    if SCALINGS[recipe.fp8.scaling].bits == 8:  # the table has no peaks of FP4
+        # Amdahl: the share of FLOPs that is in FP8 takes bf16 / fp8 of its time.
+        bound = 1 / (1 - report.coverage.share * (1 - gpu.bf16 / gpu.fp8))
         lines.append(f"all matrix products at the peaks of {gpu.name}: at most {bound:.2f}x")
-    small = ", ".join(f"{name} {k} -> {n}" for name, (k, n) in p.too_small().items())
-    lines += [wrapped(f"too small to win: {small or 'none'}", more="  "), f"  by {speedups.FILTER}"]
+    small = [
+        f"{name} {inputs} -> {outputs}" for name, (inputs, outputs) in report.too_small().items()
+    ]
+    lines.append(wrapped(f"too small to win: {', '.join(small) or 'none'}", more="  "))
+    lines.append(f"  by {speedups.FILTER}")
     return "\n".join(lines)
 
 
-def _call(kind: str, name: str, **arguments: Any) -> str:
-    values = ", ".join(f"{k}={_value(v)}" for k, v in arguments.items())
-    return wrapped(f"{kind:<12}  {name}({values})", "  ", " " * 16)
+def _call_text(kind: str, name: str, **arguments: Any) -> str:
+    """A part that will be built, as a call."""
+    texts = []
+    for key, value in arguments.items():
+        texts.append(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}")
+    return wrapped(f"{kind:<12}  {name}({', '.join(texts)})", "  ", " " * 16)
 
 
-def _value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
+GRANULARITIES = ("none", "selective", "full")
+"""Values of model.recompute_granularity."""
 UNBOUNDED = 1 << 62
-"""Bytes where no GPU is named: the layout alone is looked at."""
+"""Memory in bytes if no GPU is named. Only the layout is checked then."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank that differs from others in what it holds."""
+    """One of several ranks with the same layers and shards."""
 
     part: Part
-    """Part of the model that it holds: layers, and ways in which they are split."""
+    """Its part of the model: layers, and how many ranks share them."""
     parameters: int
     """Parameters of that part."""
     memory: dict[str, int]
     """Bytes by kind: weights, masters, gradients, moments, activations, and others."""
 
     sent: Sequence[Sent] = ()
-    """What it sends in a step, by axis of the layout and by what it carries; nothing if there is one rank."""
+    """What it sends in a step, by axis of the layout. Empty on one rank."""
 
     @property
     def total(self) -> int:
@@ -267,103 +268,110 @@ class Rank:
     @property
     def sent_bytes(self) -> int:
         """Bytes that it sends in a step."""
-        return sum(one.bytes for one in self.sent)
+        return sum(message.bytes for message in self.sent)
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Plan of a recipe's run: what multiplies in which format, and what each rank holds. `str()` is what `fp8cfg plan` prints."""
+    """Report of the plan of a recipe: formats of the GEMMs, and memory of each rank.
+
+    `str()` is what `fp8cfg plan` prints.
+    """
 
     recipe: Recipe
     """What is planned."""
     world: int
     """Ranks, each with one GPU."""
     gpu: GPU | None
-    """GPU of each rank; None is a CPU, which emulates FP8."""
+    """GPU of each rank. None is a CPU, which emulates FP8."""
     hardware: Hardware
     """That GPU or CPU as backends see it."""
     choice: Choice | None
-    """Who multiplies, and why; None where nobody does."""
+    """Backend, and why it was chosen. None if no backend runs the recipe there."""
     refusals: Sequence[str]
-    """Why nobody multiplies; empty where somebody does."""
+    """Why no backend runs the recipe there."""
     coverage: Coverage
     """Formats of every linear layer's three GEMMs, and their share of the FLOPs."""
     ranks: Sequence[Rank]
-    """Ranks that differ, one of each kind."""
+    """One rank of each kind: of the first, a middle and the last pipeline stage."""
     problems: Sequence[str] = ()
-    """Why it does not run as it stands where somebody multiplies: its layout, its memory, or too little in FP8. Empty where it
-    does run."""
+    """Why training does not run as it stands, although a backend does: layout, memory or coverage."""
     offered: Fit | None = None
-    """Recipe that runs in its place, and the overrides that change it into that one; None without `problems`."""
+    """Recipe that runs instead, and the overrides that lead to it. None without `problems`."""
     lines: Sequence[str] = ()
-    """That as a whole command line, with every override that differs from what was typed, of machines and batch too; in Python
-    the overrides alone."""
+    """Command line of that recipe. From Python only its overrides."""
     built: Mapping[str, Mapping[str, Any]] | None = None
-    """Autocast context, optimizer, schedule and loss scaler that will be built, each "name" and its arguments; None where
-    nobody multiplies."""
+    """Autocast context, optimizer, schedule and loss scaler that a build creates: "name" and
+    arguments of each. None without a backend."""
 
     @property
     def write(self) -> Sequence[str]:
-        """Overrides with which it runs on these ranks or on more; of a smoke run if the whole model does not fit. Empty without
-        `problems`."""
+        """Overrides with which training runs. Empty without `problems`.
+
+        It may need more ranks, or be a smoke run if the model fits nowhere.
+        """
         return self.offered.words if self.offered else ()
 
     @property
     def backend(self) -> str | None:
-        """Who multiplies, where somebody does."""
+        """Backend of the FP8 layers, if one runs the recipe."""
         return self.choice.backend if self.choice else None
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, each once."""
+        """Parameters of the model, over all ranks."""
         return count_parameters(self.recipe, rank_part(self.recipe)).total
 
     @property
     def shard(self) -> str:
-        """What storage.shard comes to on these ranks."""
+        """storage.shard on these ranks, with auto resolved."""
         return self.widest.part.shard
 
     @property
     def widest(self) -> Rank:
-        """The rank that takes most memory."""
+        """The rank that needs most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
 
     @property
     def reserve(self) -> int:
-        """Bytes of its GPU to keep free on that rank: CUDA context, NCCL's buffers, fragmentation; 0 on a CPU."""
+        """Bytes to keep free on that rank's GPU: CUDA context, NCCL buffers, fragmentation.
+
+        0 on a CPU.
+        """
         if self.gpu is None:
             return 0
         return reserve(self.recipe, self.widest.part, self.world, self.widest.total)
 
     @property
     def tight(self) -> bool:
-        """Whether that rank fits its GPU, and does not leave the reserve free."""
-        left = self.gpu.memory - self.widest.total if self.gpu else 0
+        """Whether that rank fits its GPU, but the reserve does not stay free."""
+        if self.gpu is None:
+            return False
+        left = self.gpu.memory - self.widest.total
         return 0 <= left < self.reserve
 
     def recomputing(self, granularity: str) -> int:
-        """Bytes of activations, logits and backward pass on the widest rank, less gradients that are to come, under that
-        model.recompute_granularity."""
-        other = self.recipe.model_copy(
-            deep=True,
-            update={
-                "model": self.recipe.model.model_copy(update={"recompute_granularity": granularity})
-            },
-        )
-        kinds = plan_memory(other, self.hardware.device, self.widest.part, self.backend)
+        """Bytes that model.recompute_granularity could change, if it were `granularity`.
+
+        These are activations, logits and temporaries of the backward pass on the widest rank, less
+        the gradients that do not exist yet at the peak.
+        """
+        model = self.recipe.model.model_copy(update={"recompute_granularity": granularity})
+        changed = self.recipe.model_copy(deep=True, update={"model": model})
+        kinds = plan_memory(changed, self.hardware.device, self.widest.part, self.backend)
         return kinds["activations"] + kinds["logits"] + kinds["backward"] + kinds.get(COMING, 0)
 
     def too_small(self) -> dict[str, tuple[int, int]]:
-        """Layers that are too small to gain: name -> (in, out) on one rank."""
+        """FP8 layers that are too small to be faster: in and out features on one rank by name."""
         part = self.widest.part
         return speedups.too_small_layers(self.recipe, part_linears(self.recipe, part), part)
 
     def data(self) -> dict[str, Any]:
-        """All of the plan as plain data, in an order that stays, as `fp8cfg plan --json` prints it."""
-        row = remarks.chart_row(self.recipe, self.widest.part.state)
-        fits = self.gpu and self.widest.total <= self.gpu.memory
-        each = remarks.bytes_per_parameter(row, self.shard, self.widest.part.shards)
-        published = speedups.published_gains(self.recipe, self.hardware.capability)
+        """The report as plain data, in a stable order, as `fp8cfg plan --json` prints it."""
+        part = self.widest.part
+        row = remarks.chart_row(self.recipe, part.state)
+        each = remarks.bytes_per_parameter(row, self.shard, part.shards)
+        gains = speedups.published_gains(self.recipe, self.hardware.capability)
         return {
             "recipe": self.recipe.name,
             "data": training_data.summarize_data(self.recipe),
@@ -386,115 +394,135 @@ class PlanReport:
                     "memory": rank.memory,
                     "total": rank.total,
                     "sent": [
-                        {"axis": each.axis, "what": each.what, "bytes": each.bytes}
-                        for each in rank.sent
+                        {"axis": sent.axis, "what": sent.what, "bytes": sent.bytes}
+                        for sent in rank.sent
                     ],
                 }
                 for rank in self.ranks
             ],
             "widest": self.widest.part.name,
-            "fits": fits,
+            "fits": self.gpu and self.widest.total <= self.gpu.memory,
             "reserve": self.reserve,
             "tight": self.tight,
             "problems": self.problems,
             "write": self.write,
             "lines": self.lines,
             "recompute": {
-                granularity: self.recomputing(granularity)
-                for granularity in ("none", "selective", "full")
+                granularity: self.recomputing(granularity) for granularity in GRANULARITIES
             },
-            "published": [asdict(g) for g in published],
+            "published": [asdict(gain) for gain in gains],
             "measured_here": False,
             "too_small": [
-                {"name": name, "in": k, "out": n} for name, (k, n) in self.too_small().items()
+                {"name": name, "in": inputs, "out": outputs}
+                for name, (inputs, outputs) in self.too_small().items()
             ],
             "built": self.built,
         }
 
     def __str__(self) -> str:
-        return text(self)
+        return report_text(self)
 
 
-def make_report(
+def report_plan(
     recipe: Recipe,
-    world: int,
+    world: int | None,
     gpu: GPU | None,
-    whole_line: CommandLine = overrides_only,
-    problems_of_layout: Sequence[Violation] = (),
+    command_line: CommandLine = overrides_only,
+    recipe_violations: Sequence[Violation] = (),
 ) -> PlanReport:
-    """The plan of `recipe`, on a GPU with a CUDA that is new enough for whatever the GPU can do. Raises ConfigError for layer
-    patterns that match nothing; and for `problems_of_layout`, and a world that is no whole number of replicas or over which the
-    batch does not divide, with what runs there, each fit as `whole_line` has it."""
+    """Plans a checked recipe.
+
+    Args:
+        recipe: The recipe. A smoke run is cut to size here.
+        world: Number of ranks. Defaults to the recipe's own number of GPUs.
+        gpu: The GPU of each rank. None is a CPU.
+        command_line: Formats the recipes that a message offers.
+        recipe_violations: Violations of the recipe's own layout. With them there is no plan.
+
+    Raises:
+        ConfigError: A layer pattern matches nothing, the layout does not divide the ranks, or the
+            ranks do not divide the batch. The message offers command lines that run there.
+    """
+    if world is None:
+        world = recipe.trainer.num_nodes * recipe.trainer.devices
+    if not recipe_violations:
+        recipe = smoke.cut_recipe(recipe, world)
+    # CUDA is assumed to be new enough for all that the GPU can do.
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
+    memory_per_rank = gpu.memory if gpu else UNBOUNDED
     found = violations(recipe, hardware, world, here=gpu is None)
     if any(violation.source == "rule" for violation in found):
         raise ConfigError(found)
-    choice, refusals, memory_of_each = None, list[str](), gpu.memory if gpu else UNBOUNDED
+    choice: Choice | None = None
+    refusals: list[str] = []
     try:
-        choice = _chosen(recipe, hardware, world)
-    except ConfigError as e:
-        refusals = e.problems
+        choice = _choose_backend(recipe, hardware, world)
+    except ConfigError as error:
+        refusals = error.problems
     try:
-        refuse_if(problems_of_layout)
+        refuse_if(recipe_violations)
         layout = checked_parts(recipe, world)
-    except ConfigError as e:  # there are no ranks of which to say more
-        lines: Sequence[str] = e.problems
+    except ConfigError as error:
+        lines: Sequence[str] = error.problems
         if choice or recipe.backend != "auto":
-            lines, fit = _instead(lines, recipe, world, hardware, memory_of_each)
-            lines = append_commands(lines, fit.where("there"), [whole_line(fit)]) if fit else lines
+            lines, fit = _find_alternative(lines, recipe, world, hardware, memory_per_rank)
+            if fit:
+                lines = append_commands(lines, fit.where("there"), [command_line(fit)])
         raise ConfigError([*refusals, *lines]) from None
     backend = choice.backend if choice else None
-    ranks = [
-        Rank(
-            part,
-            count_parameters(recipe, part).total,
-            plan_memory(recipe, hardware.device, part, backend),
-            step_traffic(recipe, part, backend or planned_backend(recipe)) if world > 1 else (),
-        )
-        for part in layout
-    ]
+    ranks = []
+    for part in layout:
+        sent: Sequence[Sent] = ()
+        if world > 1:
+            sent = step_traffic(recipe, part, backend or planned_backend(recipe))
+        bytes_by_kind = plan_memory(recipe, hardware.device, part, backend)
+        ranks.append(Rank(part, count_parameters(recipe, part).total, bytes_by_kind, sent))
     coverage = planned_coverage(recipe, plan_layers(recipe, backend))
-    layout_problems = layout_violations(recipe, world)
-    problems: Sequence[str] = []
+    layout_problems = [str(violation) for violation in layout_violations(recipe, world)]
+    problems: Sequence[str]
     if choice:
-        problems = [str(line) for line in layout_problems] or _too_large(recipe, ranks, gpu)
+        problems = layout_problems or _memory_problems(recipe, ranks, gpu)
     else:
-        lines = [str(line) for line in layout_problems]
-        problems = [line for line in lines if line not in refusals]
+        problems = [line for line in layout_problems if line not in refusals]
     offered = None
     if problems or layout_problems:
-        problems, offered = _instead(problems, recipe, world, hardware, memory_of_each)
-    line = whole_line(offered) if offered else ""
-    low = min_coverage_problem(recipe, coverage)
-    problems = [*problems, *([low] if low else [])]
+        problems, offered = _find_alternative(problems, recipe, world, hardware, memory_per_rank)
+    command = command_line(offered) if offered else ""
+    low_coverage = min_coverage_problem(recipe, coverage)
+    if low_coverage:
+        problems = [*problems, low_coverage]
+    built = None
+    if choice:
+        plan_of_job = job_plan.make_plan(recipe, hardware, choice=choice, world=world)
+        built = graph_text.planned_parts(plan_of_job)
     return PlanReport(
-        recipe,
-        world,
-        gpu,
-        hardware,
-        choice,
-        refusals,
-        coverage,
-        ranks,
-        problems,
-        offered,
-        [line] if line else [],
+        recipe=recipe,
+        world=world,
+        gpu=gpu,
+        hardware=hardware,
+        choice=choice,
+        refusals=refusals,
+        coverage=coverage,
+        ranks=ranks,
+        problems=problems,
+        offered=offered,
+        lines=[command] if command else [],
+        built=built,
     )
 
 
-def _chosen(recipe: Recipe, hardware: Hardware, world: int) -> Choice:
-    statistics = recipe.log.fp8_stats_every_n_steps
+def _choose_backend(recipe: Recipe, hardware: Hardware, world: int) -> Choice:
     return choose(
         rank_part(recipe, world).state.precision,
         hardware,
-        statistics=statistics,
+        statistics=recipe.log.fp8_stats_every_n_steps,
         here=hardware.device == "cpu",
         strategy=recipe.trainer.strategy,
         adapters=recipe.lora.enabled,
     )
 
 
-def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:
+def _memory_problems(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:
     need = max(rank.total for rank in ranks)
     if gpu is None or need <= gpu.memory:
         return []
@@ -503,23 +531,28 @@ def _too_large(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[s
     ]
 
 
-def _instead(
+def _find_alternative(
     problems: Sequence[str], recipe: Recipe, world: int, hardware: Hardware, free: int
 ) -> tuple[Sequence[str], Fit | None]:
-    """`problems`, with the smallest peak if nothing fits, and what runs instead of `recipe`.
+    """Searches for a recipe that runs instead.
 
-    That is a fit on `world` ranks, on as many of them as a launch would start, or a smoke run.
+    It runs on `world` ranks, on as many of them as a launch would start, or as a smoke run.
+
+    Returns:
+        `problems`, with the smallest peak if nothing fits, and the alternative.
     """
 
     def backend(other: Recipe, ranks: int) -> str:
-        return _chosen(other, hardware, ranks).backend
+        return _choose_backend(other, hardware, ranks).backend
 
     search = Search(hardware.device, free, backend)
-    trainer, closest = recipe.trainer, None
-    for ranks in filter(None, dict.fromkeys([world, largest_rank_count(recipe, world)])):
-        is_meant = ranks == trainer.num_nodes * trainer.devices
-        here = recipe if is_meant else place_on_gpus(recipe, *split_into_nodes(ranks))
-        fit = search.nearest(here, ranks)
+    meant_ranks = recipe.trainer.num_nodes * recipe.trainer.devices
+    closest = None
+    for ranks in dict.fromkeys([world, largest_rank_count(recipe, world)]):
+        if ranks == 0:  # no number of ranks divides the batch
+            continue
+        there = recipe if ranks == meant_ranks else place_on_gpus(recipe, *split_into_nodes(ranks))
+        fit = search.nearest(there, ranks)
         if fit and fit.peak <= free:
             return problems, replace(fit, words=changed_overrides(recipe, fit.recipe))
         closest = closest or fit
@@ -533,12 +566,19 @@ MOST = 9_999_999
 
 
 def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> PlanReport:
-    """Plan of `recipe` on `gpus` ranks, by default trainer.num_nodes x trainer.devices, each with the GPU called `gpu`, such as
-    "h100"; without a name on a CPU, which emulates FP8. Loads no torch. Where no backend can run the recipe on that GPU the plan's
-    `refusals` say why.
+    """Plans a recipe for any GPUs. Loads no torch.
 
-    Raises ConfigError for a recipe that breaks its rules, a GPU that is not in the table, and ranks that do not divide: with the
-    words that run there where the layout is all that is wrong.
+    Args:
+        recipe: The recipe.
+        gpu: Name of the GPU of each rank, such as "h100". Defaults to a CPU, which emulates FP8.
+        gpus: Number of ranks. Defaults to trainer.num_nodes x trainer.devices.
+
+    Returns:
+        The report. If no backend runs the recipe on that GPU, `refusals` say why.
+
+    Raises:
+        ConfigError: The recipe breaks rules, the GPU is unknown, or the ranks do not fit the
+            layout. If only the layout is wrong, the message has overrides that run there.
     """
     if not isinstance(recipe, Recipe):
         raise ConfigError(
@@ -549,57 +589,41 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
         raise ConfigError(f"gpu={gpu!r}: expected a name; there are {', '.join(GPUS)}")
     if gpus is not None and (type(gpus) is not int or not 1 <= gpus <= MOST):
         raise ConfigError(f"gpus={gpus!r}: expected a number of GPUs, 1 to {MOST}")
-    found = find_gpu(gpu, "gpu=") if gpu else None
-    recipe, problems = _settled(recipe, gpus)
+    found_gpu = find_gpu(gpu, "gpu=") if gpu else None
+    recipe, recipe_violations = _check_with_gpus(recipe, gpus)
     check_accelerator(recipe, gpu, "gpu=")
-    return report_plan(recipe.model_copy(deep=True), gpus, found, problems=problems)
+    copy = recipe.model_copy(deep=True)
+    return report_plan(copy, gpus, found_gpu, recipe_violations=recipe_violations)
 
 
-def _settled(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[Violation]]:
-    """`recipe`, checked, and on so many `gpus` where its layout is for more than it has itself; or as it is, with its problems,
-    where these are of its layout alone."""
-    every = [recipe]
+def _check_with_gpus(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[Violation]]:
+    """Checks the recipe, and again with `gpus` GPUs if its layout is for more than it has.
+
+    Returns:
+        The recipe, and its violations if all of them are about the layout.
+
+    Raises:
+        ConfigError: The recipe breaks other rules.
+    """
+    candidates = [recipe]
     if gpus is not None:
         nodes, devices = split_into_nodes(gpus)
-        every.append(
-            recipe.model_copy(update={"trainer": {"num_nodes": nodes, "devices": devices}})
-        )
-    violations: Sequence[Violation] = ()
-    for each in every:
+        trainer = {"num_nodes": nodes, "devices": devices}
+        candidates.append(recipe.model_copy(update={"trainer": trainer}))
+    for candidate in candidates:
         try:
-            return job_plan.checked_recipe(each), ()
+            return job_plan.checked_recipe(candidate), ()
         except ConfigError as error:
-            violations = error.violations
-            if not violations or any(found.source != "layout" for found in violations):
+            recipe_violations = error.violations
+            if not recipe_violations or any(
+                violation.source != "layout" for violation in recipe_violations
+            ):
                 raise
-    return every[-1], violations
-
-
-def report_plan(
-    recipe: Recipe,
-    ranks: int | None,
-    gpu: GPU | None,
-    whole_line: CommandLine = overrides_only,
-    problems: Sequence[Violation] = (),
-) -> PlanReport:
-    """Plan of a checked `recipe`, with what will be built. `whole_line` makes a command line of a fit that a refusal offers;
-    without it its words stand alone. Of a recipe whose layout its own rules refuse, with these `problems`, there is no plan: raises
-    ConfigError with what runs there."""
-    world = ranks or recipe.trainer.num_nodes * recipe.trainer.devices
-    recipe = recipe if problems else smoke.cut_recipe(recipe, world)
-    found = make_report(recipe, world, gpu, whole_line, problems)
-    if found.choice is None:
-        return found
-    return replace(
-        found,
-        built=graph_text.planned_parts(
-            job_plan.make_plan(recipe, found.hardware, choice=found.choice, world=world)
-        ),
-    )
+    return candidates[-1], recipe_violations
 
 
 def check_accelerator(recipe: Recipe, gpu: str | None, option: str) -> None:
-    """Raise ConfigError where trainer.accelerator and the name `gpu` contradict each other; `option` is what names one."""
+    """Raises ConfigError if trainer.accelerator contradicts the GPU named by `option`."""
     accelerator = recipe.trainer.accelerator
     if gpu and accelerator == "cpu":
         raise ConfigError(

@@ -86,7 +86,7 @@ def test_the_planned_memory_is_a_part_and_what_is_gathered(monkeypatch: pytest.M
     assert sharded.during_reduction(32) == (2 + 4) * root
     if HAS_TORCHAO:
         auto = fp8cfg.compose(["recipe=llama_8b", *CURRENT.split(), FSDP, "model.vocab_size=1024"])
-        fp8, high = (planned.make_report(auto, 8, gpu).widest for gpu in (find_gpu("h100"), None))
+        fp8, high = (planned.report_plan(auto, 8, gpu).widest for gpu in (find_gpu("h100"), None))
         linears = part_linears(auto, fp8.part)
         cast, plain = (
             FsdpSchedule(auto, "cuda", fp8.part, linears, backend, 2).during_backward(1)

@@ -42,7 +42,7 @@ class Compared:
     place: str
     rank: int
     built: dict[str, int]
-    report_plan: dict[str, int]
+    planned: dict[str, int]
     widest: dict[str, int]
     seconds: float
     sent: dict[str, int] | None = None
