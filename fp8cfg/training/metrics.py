@@ -239,99 +239,123 @@ def _whole(lines: Iterable[bytes]) -> Iterable[bytes]:
 
 
 class RunLogs:
-    """What one run writes, as a context manager; nothing without a run folder, as on every rank but the first."""
+    """Logs of a run: metrics.jsonl, fp8_stats.jsonl and TensorBoard. A context manager.
+
+    Without a run folder, as on all ranks but the first, nothing is written.
+    """
 
     def __init__(self, job: Job, run: RunFolder | None, done: int) -> None:
-        """Opens the files of `run` and drops what they say of steps after `done`. Raises ConfigError for files that cannot be
-        read, and for what the recipe's `log` keys ask for and is not to be had; OSError."""
+        """Opens the logs of `run`, and drops their lines of steps after `done`.
+
+        Raises:
+            ConfigError: A log cannot be read, or the recipe's `log` keys ask for one that is not
+                available.
+            OSError: A log cannot be written.
+        """
         self.job = job
         self._metrics: MetricsLog | None = None
         self._statistics: MetricsLog | None = None
         self._board: TensorBoardLog | None = None
-        self._every = job.recipe.log.fp8_stats_every_n_steps if run or job.prepared.fsdp2 else 0
+        self._statistics_interval = 0
+        # With FSDP2 all ranks take part in the passes, which gather weights.
+        if run or job.prepared.fsdp2:
+            self._statistics_interval = job.recipe.log.fp8_stats_every_n_steps
         with ExitStack() as opened:
             if run:
                 self._open(run, done, opened)
             self._opened = opened.pop_all()
 
     def _open(self, run: RunFolder, done: int, opened: ExitStack) -> None:
-        if self._every and not any(fp8_linears(self.job.model)):
+        interval = self._statistics_interval
+        if interval and not any(fp8_linears(self.job.model)):
             raise ConfigError(
-                f"log.fp8_stats_every_n_steps={self._every}: backend {self.job.choice.backend} has"
+                f"log.fp8_stats_every_n_steps={interval}: backend {self.job.choice.backend} has"
                 " no such statistics; write backend=native or drop it"
             )
-        self._metrics = _log(run.files, METRICS, done, opened)
-        if self._every or run.files.kind(FP8_STATS):
-            self._statistics = _log(run.files, FP8_STATS, done, opened)
+        self._metrics = _open_log(run.files, METRICS, done, opened)
+        # An existing log is opened in any case, to drop its later lines.
+        if interval or run.files.kind(FP8_STATS):
+            self._statistics = _open_log(run.files, FP8_STATS, done, opened)
         if self.job.recipe.log.tensorboard:
             try:
                 self._board = TensorBoardLog(run.files.folder(TENSORBOARD, make=True).path)
-            except ImportError as e:
-                raise ConfigError(f"log.tensorboard=true: {e}") from None
+            except ImportError as error:
+                raise ConfigError(f"log.tensorboard=true: {error}") from None
             opened.callback(self._board.close)
 
     def write(self, done: int, values: dict[str, Value]) -> None:
-        """Values of optimizer step `done`, the first being 1."""
-        for log in (self._metrics, self._board):
-            if log:
-                log.write(done, values)
+        """Writes values of optimizer step `done`, counted from 1."""
+        if self._metrics:
+            self._metrics.write(done, values)
+        if self._board:
+            self._board.write(done, values)
 
     def holes(self) -> str:
-        """A line on steps that are done and have no line in metrics.jsonl; empty if there are none."""
+        """Returns a note on finished steps without a line in metrics.jsonl, or ""."""
         if not self._metrics or not self._metrics.holes:
             return ""
-        spans = [f"{a} to {b}" if a < b else str(a) for a, b in self._metrics.holes]
-        more = f" and {len(spans) - 4} more gaps" if len(spans) > 4 else ""
+        gaps = []
+        for first, last in self._metrics.holes:
+            gaps.append(f"{first} to {last}" if first < last else str(first))
+        more = f" and {len(gaps) - 4} more gaps" if len(gaps) > 4 else ""
         return (
-            f"note: {METRICS} has no lines of steps {', '.join(spans[:4])}{more}, which the"
+            f"note: {METRICS} has no lines of steps {', '.join(gaps[:4])}{more}, which the"
             " checkpoint has; a crash of the machine or an edit lost them, and training is as before"
         )
 
     def evaluated(self, done: int) -> bool:
-        """Whether the file that was found has a validation loss of step `done`."""
+        """Whether metrics.jsonl had a validation loss of step `done` when it was opened."""
         return self._metrics is None or self.found(done, "val_loss") is not None
 
     def found(self, done: int, name: str) -> Value:
-        """The value of step `done` in the file that was found; None where it has none."""
-        step, value = self._metrics.last.get(name, (0, None)) if self._metrics else (0, None)
+        """Returns the value that metrics.jsonl had for step `done` when it was opened, or None."""
+        if self._metrics is None:
+            return None
+        step, value = self._metrics.last.get(name, (0, None))
         return value if step == done else None
 
     def statistics(self, batches: Batches, step: int, world: World) -> None:
-        """Where they are due, the statistics of the FP8 tensors in the first microbatch of optimizer step `step`, the first
-        being 0, which is about to begin. They take an eager forward and backward pass and change nothing. All ranks call it: where
-        FSDP2 has the weights each takes the pass, and the first writes what it saw."""
-        if not self._every or (step + 1) % self._every:
+        """Writes statistics of the FP8 tensors in the first microbatch of a step, if due.
+
+        They take an eager forward and backward pass, and change nothing. All ranks call it.
+
+        Args:
+            batches: Data of the run.
+            step: Step that is about to begin, counted from 0.
+            world: Ranks of the run.
+        """
+        if not self._statistics_interval or (step + 1) % self._statistics_interval:
             return
-        job, count = self.job, count_microbatches(self.job, world)
-        batch = batches.batch(step, world.rank, world.size, 0, count)
-        targets = int((batch[1] != IGNORED).sum()) if batches.samples.masked else 0
-        if batches.samples.masked and not batches.target_count(step):
-            return  # the step itself says that no token has a loss
-        parts = (
-            batches.target_count(step) / max(targets, 1)
-            if batches.samples.masked
-            else count * world.size
-        )  # of no targets 0
+        job = self.job
+        num_microbatches = count_microbatches(job, world)
+        batch = batches.batch(step, world.rank, world.size, 0, num_microbatches)
+        num_shares: float = num_microbatches * world.size
+        if batches.samples.masked:
+            num_targets = batches.target_count(step)
+            if not num_targets:
+                return  # the step itself reports that no token has a loss
+            num_shares = num_targets / max(int((batch[1] != IGNORED).sum()), 1)
 
-        def run() -> None:
+        def run_pass() -> None:
             with job.autocast():
-                job.backward(job.model(*(t.to(job.device) for t in batch)), parts)
+                loss = job.model(*(tensor.to(job.device) for tensor in batch))
+                job.backward(loss, num_shares)
 
-        job.optimizer.zero_grad()  # or two sets of gradients would need memory at once
+        # Two sets of gradients would need memory at once.
+        job.optimizer.zero_grad()
         if job.prepared.fsdp2:
-            from fp8cfg.parallel import fsdp  # inside: it takes a second to load
+            from fp8cfg.parallel import fsdp  # here: it takes a second to load
 
             fsdp.prepare_microbatch(job.model, job.prepared.shard, last=True)
-        board: dict[str, Value] = {}
-        for found in collect_statistics(job.model, run, job.optimizer.masters):
+        values: dict[str, Value] = {}
+        for tensor in collect_statistics(job.model, run_pass, job.optimizer.masters):
+            fields = tensor._asdict()
             if self._statistics:
-                self._statistics.write(step + 1, found._asdict())
-            board |= {
-                f"fp8/{found.layer}/{found.tensor}/{name}": value
-                for name, value in found._asdict().items()
-            }
+                self._statistics.write(step + 1, fields)
+            for name, value in fields.items():
+                values[f"fp8/{tensor.layer}/{tensor.tensor}/{name}"] = value
         if self._board:
-            self._board.write(step + 1, board)
+            self._board.write(step + 1, values)
 
     def __enter__(self) -> RunLogs:
         return self
@@ -345,8 +369,8 @@ class RunLogs:
         self._opened.__exit__(kind, error, trace)
 
 
-def _log(files: RunFiles, name: str, done: int, opened: ExitStack) -> MetricsLog:
+def _open_log(files: RunFiles, name: str, done: int, opened: ExitStack) -> MetricsLog:
     try:
         return opened.enter_context(MetricsLog(files, name, done))
-    except ValueError as e:
-        raise ConfigError(str(e)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
