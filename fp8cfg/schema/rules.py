@@ -24,7 +24,7 @@ from fp8cfg.schema.storage import low_bit
 from fp8cfg.schema.violation import Violation
 
 if TYPE_CHECKING:
-    from fp8cfg.schema.recipe import Recipe
+    from fp8cfg.schema.recipe_fields import RecipeFields
 
 DOCUMENT_KEYS = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
 """Keys of data that act where documents end."""
@@ -34,7 +34,7 @@ STREAMS = data_kinds.TABLES
 """Kinds of data that data.streaming reads row by row."""
 
 
-def check(recipe: Recipe, written: Collection[str] = ()) -> None:
+def check(recipe: RecipeFields, written: Collection[str] = ()) -> None:
     """Raises ConfigError with every violation of the rules.
 
     Args:
@@ -45,7 +45,7 @@ def check(recipe: Recipe, written: Collection[str] = ()) -> None:
     refuse_if([violation for violation in broken(recipe, written) if violation.is_error(written)])
 
 
-def broken(recipe: Recipe, written: Collection[str] = ()) -> list[Violation]:
+def broken(recipe: RecipeFields, written: Collection[str] = ()) -> list[Violation]:
     """Lists the violations of the rules, including harmless settings that nobody wrote."""
     token = WRITTEN.set(frozenset(written))
     try:
@@ -54,7 +54,7 @@ def broken(recipe: Recipe, written: Collection[str] = ()) -> list[Violation]:
         WRITTEN.reset(token)
 
 
-def model_rules(recipe: Recipe) -> Iterator[Violation]:
+def model_rules(recipe: RecipeFields) -> Iterator[Violation]:
     model = recipe.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if model.kv_channels is None and model.hidden_size % heads:
@@ -93,7 +93,7 @@ def _nearest_divisor(number: int, value: int) -> int:
     return min(divisors, key=lambda divisor: abs(divisor - value))
 
 
-def _rope_scaling_rules(recipe: Recipe) -> Iterator[Violation]:
+def _rope_scaling_rules(recipe: RecipeFields) -> Iterator[Violation]:
     scaling = recipe.model.rope_scaling
     if scaling.factor == 1.0:
         other_keys = [name for name in type(scaling).model_fields if name != "factor"]
@@ -117,7 +117,7 @@ def _rope_scaling_rules(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def family_rules(recipe: Recipe) -> Iterator[Violation]:
+def family_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rules of the keys in which model families differ."""
     model = recipe.model
     yield from _position_rules(recipe)
@@ -152,7 +152,7 @@ def family_rules(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def _position_rules(recipe: Recipe) -> Iterator[Violation]:
+def _position_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rules of learned and of rotary positions."""
     model = recipe.model
     if model.position_embedding_type != "learned_absolute":
@@ -186,7 +186,7 @@ def _position_rules(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def lora_rules(recipe: Recipe) -> Iterator[Violation]:
+def lora_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rules of adapters."""
     lora, precision = recipe.lora, recipe.precision
     if not lora.enabled:
@@ -217,7 +217,7 @@ def lora_rules(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def data_rules(recipe: Recipe) -> Iterator[Violation]:
+def data_rules(recipe: RecipeFields) -> Iterator[Violation]:
     data = recipe.data
     # Conversations are the kind of task=sft, which can be planned before there is a file.
     if data.name != "chat":
@@ -251,7 +251,7 @@ def data_rules(recipe: Recipe) -> Iterator[Violation]:
     yield from _document_rules(recipe)
 
 
-def missing_data(recipe: Recipe) -> Iterator[Violation]:
+def missing_data(recipe: RecipeFields) -> Iterator[Violation]:
     """Yields a violation if the recipe names no training data."""
     data = recipe.data
     if data.name in SHIPPED or data.path or data.mixture:
@@ -297,7 +297,7 @@ def _paths_of_shipped(data: Data, key: str, setting: str, paths: Sequence[str]) 
     return Violation(setting, f"{why}; write data={kind}", [("data.name", kind)], [key])
 
 
-def _validation_rules(recipe: Recipe) -> Iterator[Violation]:
+def _validation_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rules of validation data."""
     data = recipe.data
     if data.validation_path is not None:
@@ -343,7 +343,7 @@ def _streaming_rules(data: Data) -> Iterator[Violation]:
         )
 
 
-def _document_rules(recipe: Recipe) -> Iterator[Violation]:
+def _document_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rules of the keys that act where documents end."""
     data = recipe.data
     if data.name == "chat":
@@ -367,7 +367,7 @@ def _document_rules(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def optim_rules(recipe: Recipe) -> Iterator[Violation]:
+def optim_rules(recipe: RecipeFields) -> Iterator[Violation]:
     optim, max_steps = recipe.optim, recipe.trainer.max_steps
     for beta in optim.betas:
         if not 0 <= beta < 1:
@@ -402,7 +402,7 @@ def optim_rules(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def trainer_rules(recipe: Recipe) -> Iterator[Violation]:
+def trainer_rules(recipe: RecipeFields) -> Iterator[Violation]:
     trainer, checkpoint = recipe.trainer, recipe.checkpoint
     if trainer.global_batch_size % trainer.micro_batch_size:
         yield uneven_batch(recipe, 1, f"trainer.micro_batch_size={trainer.micro_batch_size}")
@@ -433,7 +433,7 @@ def trainer_rules(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def path_rules(recipe: Recipe) -> Iterator[Violation]:
+def path_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rejects paths that no file system can have."""
     model, data, log = recipe.model, recipe.data, recipe.log
     paths = {
@@ -457,7 +457,7 @@ def path_rules(recipe: Recipe) -> Iterator[Violation]:
             )
 
 
-def log_rules(recipe: Recipe) -> Iterator[Violation]:
+def log_rules(recipe: RecipeFields) -> Iterator[Violation]:
     log, max_steps = recipe.log, recipe.trainer.max_steps
     if log.resume == "auto" and log.folder is None:
         yield Violation(

@@ -19,13 +19,13 @@ from fp8cfg.schema.training import Strategy, Trainer
 from fp8cfg.schema.violation import Violation
 
 if TYPE_CHECKING:
-    from fp8cfg.schema.recipe import Recipe
+    from fp8cfg.schema.recipe_fields import RecipeFields
 
 ZERO = ("zero1", "zero2")
 MAX_GPUS_PER_NODE = 8
 
 
-def strategy_rules(recipe: Recipe) -> Iterator[Violation]:
+def strategy_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Yields the violations of trainer.strategy and of the batch that it divides.
 
     A smoke run gets a layout that fits its ranks, so a layout of another size is no error there.
@@ -35,7 +35,7 @@ def strategy_rules(recipe: Recipe) -> Iterator[Violation]:
             yield violation
 
 
-def _strategy_rules(recipe: Recipe) -> Iterator[Violation]:
+def _strategy_rules(recipe: RecipeFields) -> Iterator[Violation]:
     strategy = recipe.trainer.strategy
     tensor = strategy.tensor_model_parallel_size
     yield from _replica_size_rules(recipe)
@@ -58,7 +58,7 @@ def _world_size(trainer: Trainer) -> int:
     return trainer.num_nodes * trainer.devices
 
 
-def _replica_size_rules(recipe: Recipe) -> Iterator[Violation]:
+def _replica_size_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """The GPUs must be whole model replicas, and these must share the global batch."""
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     world = _world_size(trainer)
@@ -81,7 +81,7 @@ def _replica_size_rules(recipe: Recipe) -> Iterator[Violation]:
         yield uneven_batch(recipe, replicas, size)
 
 
-def _tensor_rules(recipe: Recipe) -> Iterator[Violation]:
+def _tensor_rules(recipe: RecipeFields) -> Iterator[Violation]:
     model, strategy = recipe.model, recipe.trainer.strategy
     tensor = strategy.tensor_model_parallel_size
     if model.num_attention_heads % tensor:
@@ -96,7 +96,7 @@ def _tensor_rules(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def _pipeline_rules(recipe: Recipe) -> Iterator[Violation]:
+def _pipeline_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Each stage, or each chunk of a stage, must have layers."""
     strategy, num_layers = recipe.trainer.strategy, recipe.model.num_layers
     stages = strategy.pipeline_model_parallel_size
@@ -163,7 +163,7 @@ def _schedule_rules(strategy: Strategy) -> Iterator[Violation]:
         )
 
 
-def _replicate_rules(recipe: Recipe) -> Iterator[Violation]:
+def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rules of hybrid sharding: groups of ranks that each hold all shards of FSDP2."""
     precision, strategy = recipe.precision, recipe.trainer.strategy
     groups = strategy.data_parallel_replicate_size
@@ -224,7 +224,7 @@ def _replicate_rules(recipe: Recipe) -> Iterator[Violation]:
             )
 
 
-def _context_rules(recipe: Recipe) -> Iterator[Violation]:
+def _context_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rules of split sequences."""
     length, ranks = recipe.model.seq_length, recipe.trainer.strategy.context_parallel_size
     key = "trainer.strategy.context_parallel_size"
@@ -263,7 +263,7 @@ def _context_rules(recipe: Recipe) -> Iterator[Violation]:
         )
 
 
-def uneven_batch(recipe: Recipe, replicas: int, size: str) -> Violation:
+def uneven_batch(recipe: RecipeFields, replicas: int, size: str) -> Violation:
     """Returns the violation of a global batch that does not divide over `replicas`.
 
     Args:
@@ -329,7 +329,7 @@ def _nearest_divisor(number: int, value: int, world: int, other_sizes: int) -> i
     return min(fitting or divisors, key=lambda size: abs(size - value))
 
 
-def by_fsdp2(recipe: Recipe, state: StateDtypes, ranks: int, backend: str) -> bool:
+def by_fsdp2(recipe: RecipeFields, state: StateDtypes, ranks: int, backend: str) -> bool:
     """Returns whether FSDP2 shards the parameters of the recipe's Transformer.
 
     Otherwise each tensor is stored whole, and one rank owns its optimizer state.
@@ -351,7 +351,7 @@ def by_fsdp2(recipe: Recipe, state: StateDtypes, ranks: int, backend: str) -> bo
     return _can_gather_stored_weights(recipe, state, backend)
 
 
-def _can_gather_stored_weights(recipe: Recipe, state: StateDtypes, backend: str) -> bool:
+def _can_gather_stored_weights(recipe: RecipeFields, state: StateDtypes, backend: str) -> bool:
     """Returns whether FSDP2 can gather weights in their storage dtypes."""
     fp8 = recipe.precision.fp8
     has = capabilities(backend)

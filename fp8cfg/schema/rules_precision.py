@@ -26,7 +26,7 @@ from fp8cfg.schema.storage import (
 from fp8cfg.schema.violation import Violation
 
 if TYPE_CHECKING:
-    from fp8cfg.schema.recipe import Recipe
+    from fp8cfg.schema.recipe_fields import RecipeFields
 
 FSDP_COLUMNS = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
 """Storage under storage.shard=fsdp: shards of float32 weights are their own masters.
@@ -47,7 +47,7 @@ _FP8_GATHER_KEYS = (
 """The keys that decide whether FSDP can gather weights in FP8."""
 
 
-def precision_rules(recipe: Recipe) -> Iterator[Violation]:
+def precision_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Yields the violations of `recipe.precision`."""
     precision = recipe.precision
     yield from fp8_rules(precision, recipe.model.num_layers)
@@ -83,7 +83,7 @@ def _loss_scaling_rules(precision: Precision) -> Iterator[Violation]:
         )
 
 
-def _storage_rules(recipe: Recipe) -> Iterator[Violation]:
+def _storage_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rules of the storage columns and of the optimizer that keeps its state in them."""
     precision, storage, optim = recipe.precision, recipe.storage, recipe.optim
     fp8_enabled = recipe.fp8.enabled
@@ -301,7 +301,7 @@ def _sgd_rules(precision: Precision) -> Iterator[Violation]:
         )
 
 
-def _fsdp_rules(recipe: Recipe) -> Iterator[Violation]:
+def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rules of storage.shard=fsdp and storage.gather."""
     precision, storage = recipe.precision, recipe.storage
     if storage.shard != "fsdp":
