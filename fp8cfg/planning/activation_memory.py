@@ -198,12 +198,12 @@ def _layers(sizes: LinearBytes, linears: Sequence[PlannedLinear]) -> list[_Layer
     distinct: dict[Hashable, _Layer] = {}
     layers = []
     for index, number in enumerate(sizes.part.layers):
-        own = linears[4 * index : 4 * index + 4]
+        layer_linears = linears[4 * index : 4 * index + 4]
         runs_fp8_attention = number in fp8_attention
-        gemms = tuple((linear.gemms, sizes.adapter_counts[linear.name]) for linear in own)
+        gemms = tuple((linear.gemms, sizes.adapter_counts[linear.name]) for linear in layer_linears)
         key = (runs_fp8_attention, sizes.window(number), gemms)
         if key not in distinct:
-            distinct[key] = _Layer(sizes, own, number, runs_fp8_attention)
+            distinct[key] = _Layer(sizes, layer_linears, number, runs_fp8_attention)
         layers.append(distinct[key])
     return layers
 
@@ -559,17 +559,17 @@ def _masked_context_bytes(
     """Returns bytes per token of masks, repeated keys and values and the log-sum-exp."""
     length = sizes.recipe.model.seq_length
     mask = sizes.compute_bytes * keys
-    most = sizes.logsumexp_bytes + repeated + mask
+    masked_chunks = sizes.logsumexp_bytes + repeated + mask
     chunk = length // (2 * sizes.context)
     if window is not None and chunk > window:
-        return most
+        return masked_chunks
     # The first rank's first chunk needs no mask, and its keys are a view of all gathered keys.
     # Its other chunk is the last one of the sequence.
     last_keys = length
     if window is not None:
         last_keys = min(length, chunk + window - 1)
     last_chunk = (repeated + mask) * last_keys / 2 / keys
-    return max(most, sizes.logsumexp_bytes + last_chunk + gathered_key_bytes(sizes))
+    return max(masked_chunks, sizes.logsumexp_bytes + last_chunk + gathered_key_bytes(sizes))
 
 
 def gathered_key_bytes(sizes: LinearBytes) -> float:
@@ -586,12 +586,12 @@ def visible_keys(length: int, context: int, window: int | None) -> float:
     """
     chunk = length // (2 * context)
     limit = length if window is None else chunk + window - 1
-    most = 0
+    widest = 0
     for rank in range(context):
         first_keys = min((rank + 1) * chunk, limit)
         second_keys = min((2 * context - rank) * chunk, limit)
-        most = max(most, first_keys + second_keys)
-    return most / 2
+        widest = max(widest, first_keys + second_keys)
+    return widest / 2
 
 
 # Recomputation inside a layer.

@@ -111,8 +111,8 @@ def step_traffic(recipe: Recipe, part: Part, backend: str, rank: int | None = No
         *_tied_embedding(recipe, part, backend),
         *_adapter_gradients(recipe, part, backend),
     ]
-    for each in pass_traffic(recipe, part, recipe.trainer.micro_batch_size):
-        sent.append(each.times(passes))
+    for entry in pass_traffic(recipe, part, recipe.trainer.micro_batch_size):
+        sent.append(entry.times(passes))
     return merge_traffic(sent)
 
 
@@ -191,16 +191,16 @@ class _BackwardPasses(NamedTuple):
 def _backward_passes(recipe: Recipe, part: Part) -> _BackwardPasses:
     # Linear layers are numbered in the order of the forward pass, four per Transformer layer:
     # linear_qkv, linear_proj, linear_fc1, linear_fc2, and last the output layer.
-    first = _first_trained(recipe)
+    first_trained = _first_trained(recipe)
     layers = attention = inputs = outputs = 0
     for layer in part.layers:
         qkv, proj, fc1, fc2 = range(4 * layer, 4 * layer + 4)
-        layers += first <= fc2
-        attention += first <= qkv
-        inputs += (first < qkv) + (first < fc1)
-        outputs += (first <= proj) + (first <= fc2)
-    inputs += part.output and first < 4 * recipe.model.num_layers
-    outputs += part.embedding and first < 0
+        layers += first_trained <= fc2
+        attention += first_trained <= qkv
+        inputs += (first_trained < qkv) + (first_trained < fc1)
+        outputs += (first_trained <= proj) + (first_trained <= fc2)
+    inputs += part.output and first_trained < 4 * recipe.model.num_layers
+    outputs += part.embedding and first_trained < 0
     return _BackwardPasses(layers, attention, inputs, outputs)
 
 
@@ -285,8 +285,8 @@ def _data_parallel(
     if part.shard == "zero2":
         # Each gradient goes to its owner. A rank sends all but its own.
         loads = _loads(gradients, owners, axis.ranks)
-        own = min(loads) if rank is None else loads[rank]
-        yield from axis.send("gradients", sum(loads) - own)
+        owned = min(loads) if rank is None else loads[rank]
+        yield from axis.send("gradients", sum(loads) - owned)
     fp8_layers = _fp8_weights(linears) if part.state.fp8_weights else set()
     weights: dict[str, float] = {}
     for name, shape in shapes.items():

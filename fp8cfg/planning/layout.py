@@ -192,15 +192,15 @@ def limit_violations(recipe: Recipe, ranks: int) -> list[Violation]:
     ]
 
 
-def layout_violations(recipe: Recipe, ranks: int, given: bool = False) -> list[Violation]:
+def layout_violations(recipe: Recipe, ranks: int, is_custom_model: bool = False) -> list[Violation]:
     """Returns why a replica cannot be split over these ranks.
 
     Args:
         recipe: The recipe.
         ranks: Ranks of the run.
-        given: Whether the model is a custom model, which cannot be split.
+        is_custom_model: Whether the model is a custom model, which cannot be split.
     """
-    if given:
+    if is_custom_model:
         return _custom_model_violations(recipe)
     strategy = recipe.trainer.strategy
     tensor = strategy.tensor_model_parallel_size

@@ -159,10 +159,10 @@ def plan_memory(
 
 def widest_part(recipe: Recipe, device: str, ranks: int, backend: str | None = None) -> Part:
     """Returns the part of the rank with the most memory: that of one pipeline stage."""
-    every = distinct_parts(recipe, ranks)
-    if len(every) == 1:
-        return every[0]
-    return max(every, key=lambda part: sum(plan_memory(recipe, device, part, backend).values()))
+    stages = distinct_parts(recipe, ranks)
+    if len(stages) == 1:
+        return stages[0]
+    return max(stages, key=lambda part: sum(plan_memory(recipe, device, part, backend).values()))
 
 
 def planned_backend(recipe: Recipe) -> str:

@@ -58,8 +58,8 @@ def state_bytes(
     is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
     shapes = trained_shapes(recipe, part)
     columns = _state_columns(recipe, part, linears, shapes, is_fsdp2)
-    whole = {name: prod(shape) for name, shape in shapes.items()}
-    sharded = whole
+    all_elements = {name: prod(shape) for name, shape in shapes.items()}
+    sharded = all_elements
     sharded_kinds = SHARDED_KINDS[shard]
     if is_fsdp2:
         # FSDP2 shards gradients under zero1 too.
@@ -74,7 +74,7 @@ def state_bytes(
         owner, loads = zero_owners(recipe, part, linears)
         if rank is None:
             rank = max(loads, key=lambda candidate: loads[candidate])
-        sharded = {name: count for name, count in whole.items() if owner[name] == rank}
+        sharded = {name: count for name, count in all_elements.items() if owner[name] == rank}
 
     moments = remarks.chart_row(recipe, part.state)
     float32_moments = dict(moments)
@@ -86,7 +86,7 @@ def state_bytes(
         if kind == "weights" and kind not in sharded_kinds:
             continue
         kinds[kind] = 0
-        for name, count in (sharded if kind in sharded_kinds else whole).items():
+        for name, count in (sharded if kind in sharded_kinds else all_elements).items():
             dtypes = columns[name]
             if kind == "moments":
                 # Moments are float32 where a shard would cut blocks.

@@ -95,11 +95,11 @@ def _message_bytes(
     message = min(MESSAGE, total)
     if dtype not in SCALED and not owners:
         return int(element_bytes * (message + min(message, cast_elements)))  # plain all-reduce
-    own = _largest_load(sizes, owners) if owners else -(-total // part.shards)
-    received = min(part.shards * own, MESSAGE)
+    sum_elements = _largest_load(sizes, owners) if owners else -(-total // part.shards)
+    received = min(part.shards * sum_elements, MESSAGE)
     # Float32: the sums, and a received gradient before and after it is scaled.
-    decoded = 2 * min(own, max(sizes.values()))
-    return int(element_bytes * (cast_elements + message + received) + 4 * (own + decoded))
+    decoded = 2 * min(sum_elements, max(sizes.values()))
+    return int(element_bytes * (cast_elements + message + received) + 4 * (sum_elements + decoded))
 
 
 def _tied_embedding_bytes(recipe: Recipe, part: Part, backend: str) -> int:

@@ -280,4 +280,6 @@ def test_ranks_that_are_no_groups_are_refused_with_those_that_are() -> None:
     ]
     with pytest.raises(fp8cfg.ConfigError, match="do not form 2 groups of several ranks"):
         fp8cfg.build(recipe)
-    assert "not a custom model; set it to 1" in str(layout_violations(recipe, 4, given=True)[0])
+    assert "not a custom model; set it to 1" in str(
+        layout_violations(recipe, 4, is_custom_model=True)[0]
+    )

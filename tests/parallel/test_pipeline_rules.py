@@ -144,6 +144,6 @@ def test_ranks_that_are_no_whole_replicas_are_refused_with_those_that_are() -> N
     assert [str(found) for found in layout_violations(alone, 1)] == [
         f"{PIPELINE}=2: needs a multiple of 2 ranks, got 1; launch 2 ranks or set it to 1"
     ]
-    assert [str(found) for found in layout_violations(alone, 2, given=True)] == [
+    assert [str(found) for found in layout_violations(alone, 2, is_custom_model=True)] == [
         f"{PIPELINE}=2: splits layers of a recipe's Transformer, not of a custom model; set it to 1"
     ]
