@@ -134,6 +134,7 @@ class Folded:
 
 def fold(layers: Iterable[Layer]) -> Folded:
     """Lays the layers over one another: the last one that has a key sets its value."""
+    # Every key has a history, because the first layer is the schema's defaults.
     history: dict[str, list[Layer]] = {key: [] for key in defaults()}
     for layer in layers:
         for key in layer.values:
@@ -203,6 +204,7 @@ def shipped_choices(layers: Iterable[Layer]) -> dict[str, str]:
     """
     chosen: dict[str, str] = {}
     for layer in layers:
+        # A later choice of the group replaces an earlier one, even if it cannot be named itself.
         if layer.source is Source.RECIPE:
             chosen.pop("recipe", None)
             if layer.chosen_by is not None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _HYDRA_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _TEXT_TYPES = (str, str | None)
+# Characters of a text without quotes, in addition to letters and digits. '$' is a variable.
 _PLAIN_CHARACTERS = frozenset(" _/-+.%*@?|")
-"""Besides letters and digits, what a text without quotes may have. '$' is a variable."""
 
 
 def in_quotes(argument: str) -> str:
@@ -88,15 +88,18 @@ def quoted(text: str) -> str:
     return QuotedString(text, Quote.double).with_quotes()
 
 
+# What users write by mistake: {key=value}, and "key=1, other=2" as one argument.
 _KEY_IN_BRACES = re.compile(r"(?<=[{,])(\w+)=")
 _SEVERAL_ARGUMENTS = re.compile(r",\s*(?=[\w.]+=)")
 _FUNCTIONS = ("choice", "range", "interval", "glob", "shuffle", "sort")
+# Straight quotes, and the typographic ones that editors and web pages put in their place.
 _QUOTES = frozenset("'\"\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb")
 
 
 def malformed(argument: str) -> str:
     """The error line for an argument that Hydra's grammar does not take."""
     key, equals, value = argument.partition("=")
+    # Hydra's own error names a token of its grammar. The cases here are common mistakes.
     if equals:
         hint = _mistake(argument, key, value)
         if not hint:
@@ -122,6 +125,7 @@ def _mistake(argument: str, key: str, value: str) -> str:
     """What is wrong with `key=value`, which is no override; empty if that is not plain to see."""
     if argument == "=":
         return "stands alone; key=value has no spaces"
+    # The order matters: a later case would also match many arguments of an earlier one.
     is_text = takes_text(key) and value.isprintable() and not set(argument) & _QUOTES
     if not is_text:
         for character in argument:
@@ -180,6 +184,7 @@ def parsed(argument: str) -> tuple[str, Any, str]:
     if parse.is_sweep_override():
         raise ConfigError(f"{argument}: {_sweep_hint(key, text, argument)}")
     value = _without_quotes(parse.value())
+    # Hydra reports a sweep only at the top of a value, not inside of {key: choice(a, b)}.
     if _has_sweep(value):
         raise ConfigError(
             f"{argument}: a sweep inside of braces; write it as a word of its own, as in"
@@ -211,6 +216,7 @@ def override(argument: str) -> HydraOverride:
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
+    # An interpolation could read the environment, and a recipe must be the same everywhere.
     if "${" in argument:
         raise ConfigError(f"{argument}: interpolation is not accepted; write the value")
     try:
@@ -231,7 +237,9 @@ def override(argument: str) -> HydraOverride:
     if parse.type is OverrideType.DEL:
         name = key.partition("=")[0]
         raise ConfigError(f"{argument}: keys cannot be removed; set {name} to its default instead")
-    if parse.type is not OverrideType.CHANGE:  # a plus
+    # A plus adds a key in Hydra. Here the key exists already, or no key of that name can be added.
+    if parse.type is not OverrideType.CHANGE:
+        # _target_ and the like would run code.
         if key.rpartition(".")[2] in foreign_names.CODE_KEYS:
             raise ConfigError(foreign_names.unknown(key, ()))
         if key in GROUPS or (full(key) in fields() and not is_node(full(key))):
@@ -386,6 +394,8 @@ def parse_argument(argument: str, library: Library) -> Override:
 def _parse_argument(argument: str, library: Library) -> Override:
     key, value, text = parsed(argument)
     location = Location(argument)
+    # A key can be both: precision=NAME is a choice, precision={...} and precision.compute=bf16 are
+    # values. The type of the value decides. A group of the user's own folder comes first.
     folder_group = library.merging_group(key)
     if value is None and (key in GROUPS or folder_group):
         return Override(location, group=folder_group or key)
@@ -401,6 +411,7 @@ def _parse_argument(argument: str, library: Library) -> Override:
         similar = foreign_names.meant(key, value)
         hint = f"; did you mean {similar!r}?" if similar else ""
         raise ConfigError(f"{argument}: expected the name of a preset{hint}")
+    # A text for a node is the name of a choice of another group, or nothing.
     if isinstance(value, str) and is_node(full(key)):
         _check_misplaced_choice(argument, key, value, library)
     _check_text(key, value, text)

@@ -42,10 +42,11 @@ from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import with_resolved_params
 from fp8cfg.schema.violation import Violation
 
+# Key of the reported values in a node's `__dict__`. It is no field: pydantic copies it with the node,
+# and neither comparison nor export sees it.
 _TOLD = "_told"
-"""Where `mark_reported` keeps values in a node's `__dict__`: copies take it along."""
+# Limit of the values that yield in one recipe. Each may cause the next one.
 _MAX_CHANGES = 100
-"""Limit of the values that yield in one recipe: each may cause the next one."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class ResolvedRecipe:
         for layer in self.layers:
             if layer.source is Source.CONFLICT:
                 for key in layer.values:
-                    latest.pop(key, None)
+                    latest.pop(key, None)  # to the end: notes follow the order of the last changes
                     latest[key] = layer
         written = fold(layer for layer in self.layers if layer.source is not Source.CONFLICT)
         return [
@@ -169,6 +170,8 @@ def composed(
         raise ConfigError([*e.problems, *_file_problems(file, library)]) from None
     layers = collect_layers(overrides, library, file, base)
     settled = resolve_conflicts(layers, sweep, change_harmless=base is None)
+    # A launcher's machines count only if the recipe's own do not work: the recipe of a run must not
+    # depend on where it is composed.
     if on_ranks and settled.problems and not overrides.keys & machines().keys():
         layers += _launcher_layers()
         settled = resolve_conflicts(layers, sweep, change_harmless=base is None)
@@ -209,9 +212,12 @@ def resolve_conflicts(
     layers = list(layers)
     folded = fold(layers)
     written = _written(folded, sweep)
+    # One value yields at a time, because its new value may solve other violations or cause new ones.
     for _ in range(_MAX_CHANGES):
         problems = rules.broken(folded.recipe, written)
         change = None
+        # A backend only makes values yield here. What it rejects depends on the hardware and is an
+        # error later, when the recipe is planned or built.
         for violation in (*problems, *_backend_problems(folded.recipe)):
             if violation.is_harmless and not change_harmless:
                 continue
@@ -247,10 +253,13 @@ def _yielding_layer(violation: Violation, folded: Folded) -> Layer | None:
             if cause != name
         }
         strongest = max(ranks.values(), default=Rank.RECIPE)
+        # Equal ranks do not yield: nobody can say which of two values the user meant. A value that
+        # has the fix already would yield forever.
         if author >= strongest or folded.values[key] == new:
             continue
         causes = [cause for cause, rank in ranks.items() if rank == strongest]
         text = " and ".join(f"{cause}={_shown(folded.values[full(cause)])}" for cause in causes)
+        # The new value makes others yield with the rank of its cause, not of its author.
         rank = max(folded.rank_as_cause(full(cause)) for cause in causes)
         return Layer(Source.CONFLICT, Location(text), {key: typed(key, new)}, rank)
     return None
@@ -363,6 +372,7 @@ def resolve_recipe(
     """Resolves the conflicts of `recipe`, whose values have these `ranks` by full key, else RECIPE."""
     values = flat(recipe)
     layers = [default_layer()]
+    # A Python recipe has no history. One layer per rank, the lowest first, stands for its layers.
     for rank in Rank:
         of_rank = {
             key: value for key, value in values.items() if ranks.get(key, Rank.RECIPE) is rank
@@ -398,6 +408,7 @@ def resolved_for_build(recipe: Recipe) -> Recipe:
     """
     recipe = as_declared(recipe, Recipe)
     settled = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
+    # `compose` has reported its recipe already. Only values assigned since then are new.
     before = vars(recipe).get(_TOLD) or defaults()
     result = settled.recipe
     new = frozenset(short(key) for key, value in flat(result).items() if value != before[key])
@@ -419,7 +430,7 @@ def machines() -> dict[str, int]:
     if not (world.isdecimal() and local.isdecimal() and int(world) and int(local)):
         return {}
     if int(world) % int(local):
-        return {}
+        return {}  # the last machine has fewer ranks
     return {"trainer.num_nodes": int(world) // int(local), "trainer.devices": int(local)}
 
 
