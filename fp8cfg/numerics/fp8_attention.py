@@ -4,7 +4,7 @@
     S  = softmax(P)      dV = Sᵀ dO        dK = dPᵀ Q / √D      (or another scale than 1 / √D)
     O  = S V             dP = S ∘ (dS - rowsum(S ∘ dS))
 
-The quantized tensors are those of Transformer Engine 2.20 where it emulates its fused kernels
+Transformer Engine 2.20 quantizes the same tensors where it emulates its fused kernels
 (UnfusedDotProductAttention and FP8EmulationFunc in
 pytorch/attention/dot_product_attention/backends.py):
 
@@ -16,7 +16,7 @@ has its own dK and dV, which are summed after rounding.
 
 Delayed scaling keeps a history for each of the six. Current scaling scales each from itself; S and dP
 never by a power of two. Values are quantized from float32, as everywhere in this package. Transformer
-Engine's emulation rounds them to the layer's dtype between any two operations, which its kernels do not.
+Engine's emulation, unlike its kernels, rounds them to the layer's dtype between any two operations.
 
 This emulation has explicit [T, T] matrices; it is not a flash kernel. The backward pass computes them
 again instead of saving them: one layer at a time takes some 12 bytes for each of B x heads x T x T.
@@ -54,7 +54,7 @@ from fp8cfg.numerics.stored_state import (
 
 QKV, S, OUT, DOUT, DP, DQKV = range(6)  # columns of the scales and the amax history
 ROLES = (INPUT, INPUT, INPUT, GRAD_OUTPUT, GRAD_OUTPUT, GRAD_OUTPUT)
-"""Role of each column in the scaling, which decides its format."""
+"""Role of each column in the scaling. It decides the format."""
 STATE = ("fp8_scale", "fp8_amax_history")
 PRODUCTS = ("p", "o", "ds", "dv", "dq", "dk")
 """The six GEMMs by their results, in the order of the record."""

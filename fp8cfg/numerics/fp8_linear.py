@@ -247,8 +247,8 @@ def operand_kind(operand: Operand | None) -> Any:
 def keep_overflow(weight_grad: Tensor, grad_output: Tensor) -> Tensor:
     """Makes `weight_grad` infinite if the float16 `grad_output` overflowed.
 
-    FP8 saturates, which would hide the overflow from torch.amp.GradScaler. It lowers its scale only
-    if it sees an infinite gradient.
+    FP8 saturates and would hide the overflow from torch.amp.GradScaler, which lowers its scale only
+    for an infinite gradient.
     """
     lowest, highest = grad_output.aminmax()
     overflowed = lowest.isinf() | highest.isinf()
@@ -271,7 +271,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         weight_cache: The quantized weight of the current optimizer step.
         keeps_transpose: Whether the cache has dgrad's transpose of an FP8 weight.
         fsdp_shard: FSDPShard of fsdp_weights.py, if FSDP2 gathers the weight in FP8 or in a codec.
-        amax_group: Tensor-parallel ranks that have other parts of the tensors.
+        amax_group: Tensor-parallel ranks with other parts of the tensors.
         token_shard: This rank's tokens of the input under sequence parallelism.
         keeps_input: Whether the backward pass quantizes the saved input for wgrad.
         adds_bias: Whether this rank adds the bias.
@@ -292,7 +292,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
     adds_bias = True
     range_used: Tensor | None = None
     scales_set: tuple[int, ...] = ()
-    """Roles whose delayed scales are known to be set."""
+    """Roles with delayed scales known to be set."""
     scales_read: HostCopy | None = None
     """A copy of the scales to the host, if more of them may be set by now."""
 
@@ -328,8 +328,8 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
             product: See the class.
             fp8_params: Whether to replace the weight by an FP8 Parameter, which `set_weight` writes.
                 Its gradient has the dtype of `linear.weight`, unless `weight.grad_dtype` is set.
-            codec: Storage codec of the weight, which each pass decodes.
-            read_as: Dtype that a stored weight represents, by default the dtype of `linear.weight`.
+            codec: Storage codec of the weight. Each pass decodes it.
+            read_as: Dtype represented by a stored weight. Defaults to the dtype of `linear.weight`.
 
         Raises:
             ValueError: The hardware cannot multiply the layer's shape or formats.
@@ -500,8 +500,8 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
         """Quantizes `master`, float32 [out, in], into the stored weight.
 
         Under delayed scaling it uses the current scale and records the amax. Call it after
-        `update_scales`. Then steps equal, bit for bit, those of a layer that quantizes a
-        high-precision weight in each forward pass.
+        `update_scales`. Then the run has the same bits as with a high-precision weight, quantized in
+        each forward pass.
 
         Raises:
             TypeError: The weight is not stored in FP8 or in a codec.
@@ -543,9 +543,9 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
 
     @property
     def parts(self) -> AmaxGroup | None:
-        """The amax group of tensors whose scale depends on their amax in this pass.
+        """The amax group of tensors scaled by their amax in this pass.
 
-        Under delayed scaling these are the tensors whose scale may not be set yet.
+        Under delayed scaling only a tensor without a known scale is scaled so.
         """
         return self.amax_group and self.amax_group.exclude(self.scales_set)
 
@@ -573,7 +573,7 @@ class FP8Linear(NarrowWeight, nn.Linear):  # type: ignore[override]
     def seed_rounding(self, seed: int, *words: int | str) -> None:
         """Seeds the stochastic rounding of gradients.
 
-        The state dict contains the count of draws, but not the key, which differs by rank.
+        The state dict contains the count of draws, but not the key: it differs by rank.
 
         Args:
             seed: The seed of the run.

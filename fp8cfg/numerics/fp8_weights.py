@@ -86,7 +86,7 @@ class FP8Weight(NamedTuple):
             return Operand(
                 data, scale_inv, scaling.forward, tile, global_scale_inv=self.global_scale_inv
             )
-        # TileScales that vary along the contracted dimension are multiplied into the values.
+        # Scales that vary along the contracted dimension are multiplied into the values.
         tiles = split_tiles(data.to(carrier), tile) * scale_inv.to(carrier)[:, None, :, None]
         return Operand(join_tiles(tiles, data.shape), self.global_scale_inv, scaling.forward, tile)
 
@@ -204,7 +204,7 @@ def unpack(scale_inv: Tensor) -> Tensor:
         return scale_inv.float()
     if not torch.compiler.is_compiling():
         return scale_inv.view(torch.float8_e8m0fnu).float()
-    # Written out, so that a compiler can_fuse_tensor it with the kernel that uses the scales.
+    # Written out, so that a compiler fuses it with the kernel that uses the scales.
     powers = torch.where(scale_inv == 0, 2.0**-127, (scale_inv.int() << 23).view(torch.float32))
     return torch.where(scale_inv == 255, torch.nan, powers)
 
@@ -381,7 +381,7 @@ class GatheredWeight(Tensor):
         )
 
     def weight_storage(self, codec: Codec | None) -> WeightStorage:
-        """Returns the weight as GEMMs read it; `codec` is that of the layer's shards."""
+        """Returns the weight as GEMMs read it; `codec` is the codec of the layer's shards."""
         # The layer passes the codec: Dynamo reads only tensors from a tensor subclass.
         if codec is None:
             return self.tensors

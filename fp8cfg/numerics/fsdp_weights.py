@@ -6,7 +6,7 @@
                     padded
     post-gather     the bytes become a GatheredWeight [out, in] with its scales (fp8_weights.py)
 
-The values equal those of a layer that stores its weight in FP8, bit for bit. If dgrad reads another
+A layer with FP8 primary weights has the same values, bit for bit. If dgrad reads another
 matrix than fprop, both are gathered: as many bytes as bfloat16. A weight may be gathered in a codec
 instead (`storage.weight`); each pass decodes it and quantizes it for FP8 GEMMs.
 
@@ -72,7 +72,7 @@ def shard_in_fp8(layer: FP8Linear, codec: Codec | None = None) -> None:
 
 @torch.no_grad()
 def refresh_shards(layers: Iterable[FP8Linear]) -> None:
-    """Computes the scales of all weights that FSDP2 gathers in FP8 or in a codec.
+    """Computes the scales of all weights gathered in FP8 or in a codec.
 
     One all-reduce covers all weights, and a second one tensor-parallel parts. All ranks call it after
     each optimizer step, once `update_scales` has moved delayed scales, and after each load.
@@ -126,13 +126,13 @@ def refresh_shards(layers: Iterable[FP8Linear]) -> None:
 
 
 class FSDPShard:
-    """This rank's shard of one weight that FSDP2 gathers in FP8 or in a codec.
+    """This rank's shard of one weight gathered in FP8 or in a codec.
 
     Attributes:
         scaling: How the gathered weight is scaled.
         codec: The codec in which it is gathered, None for FP8.
         place: Rows of this rank, set by `refresh_shards`.
-        scales: TileScales that all ranks know, set by `refresh_shards`.
+        scales: Scales, known to all ranks, set by `refresh_shards`.
         quantized: The quantized shard of this step, if it is gathered several times per step.
         gathered_once: Whether it is gathered once per step.
     """
@@ -205,13 +205,13 @@ def first_row(rows: int, ranks: int, rank: int) -> int:
 
 
 class ShardScales(NamedTuple):
-    """TileScales of a weight that all ranks know before the all-gather.
+    """Scales of a weight, known to all ranks before the all-gather.
 
     Attributes:
         scale: float32 [], the scale of the whole weight; of a codec, the inverse scale.
         amax: float32 [], the amax of the whole weight under NVFP4.
         whole: float32 [], NVFP4's scale of the whole weight.
-        tiles: TileScales [R / r, C / c] of tiles that ranks share, by the contracted dimension.
+        tiles: Scales [R / r, C / c] of tiles shared by ranks, by the contracted dimension.
     """
 
     scale: Tensor | None = None
@@ -286,7 +286,7 @@ def shard_amaxes(
 
     Returns:
         For each shard the amax [] of all of it, if the scaling needs it, and the amaxes
-        [R / r, C / c] of all tiles of the weight that ranks share, 0 for tiles outside the shard.
+        [R / r, C / c] of all shared tiles of the weight, 0 for tiles outside the shard.
     """
     amaxes: list[list[Tensor]] = [[] for _ in shards]
     if scaling.tile(WEIGHT, 1) is None or scaling.layout.two_levels:
@@ -435,7 +435,7 @@ def _local_shard(layer: Any) -> Tensor:
 def _reduce_over_tensor_ranks(
     sharded: list[tuple[FP8Linear, FSDPShard]], flat: Tensor, counts: Sequence[int]
 ) -> Tensor:
-    """Reduces amaxes of tiles that tensor-parallel ranks share.
+    """Reduces amaxes of tiles shared by tensor-parallel ranks.
 
     Args:
         sharded: The layers.
@@ -482,7 +482,7 @@ def _set_tensor_scales(sharded: list[tuple[FP8Linear, FSDPShard]], amaxes: Tenso
 
 
 def _set_tile_scales(sharded: list[tuple[FP8Linear, FSDPShard]], amaxes: Sequence[Tensor]) -> None:
-    """Records the reduced results of `shard_amaxes` and sets scales of tiles that ranks share."""
+    """Records the reduced results of `shard_amaxes` and sets the scales of shared tiles."""
     remaining = iter(amaxes)
     for layer, shard in sharded:
         shapes = amax_shapes(layer.scaling, shard.place, layer.in_features)

@@ -87,8 +87,8 @@ class LinearCall(NamedTuple):
         weight_grad_dtype: Dtype of the weight gradient.
         record_amax: Whether the pass counts for later scales. False under no_grad.
         is_training: Whether GEMMs in high precision are recorded.
-        amax_group: Ranks that have other parts of the tensors and share their scales.
-        token_shard: This rank's tokens of an input that all ranks have gathered.
+        amax_group: Ranks with other parts of the tensors. They share the scales.
+        token_shard: This rank's tokens of a gathered input.
         num_sequences: Sequences in the input.
         saves_input: Whether the input is saved as it is, because it takes no extra memory:
             activation checkpointing has it or computes it again.
@@ -141,7 +141,7 @@ class LinearCall(NamedTuple):
                 else:
                     quantized[key] = self._fp8_operand(source, role, scaled_dim, both, buffers)
             operand = quantized[key]
-            # A transposed operand is a view, or the transposed copy that a kernel has written.
+            # A transposed operand is a view, or a transposed copy from the kernel.
             operands[gemm] = operand if dim == 1 else operand.t()
         return operands
 

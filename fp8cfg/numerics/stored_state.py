@@ -2,7 +2,7 @@
 
     state_dict()            keys of the plain model; stored weights are decoded
     stored_state_dict()     weights as stored, and FP8 state: scales, amax histories, random draws
-    fp8_state_dict()        the entries of the second form that the first one lacks
+    fp8_state_dict()        the entries missing in the first form
 
 `load_state_dict` of a model takes the first two. A load without FP8 state is a load of new weights:
 scales start anew, and the next step warns once. A decoded weight in `state_dict()` is a new tensor; a
@@ -113,9 +113,9 @@ def stored_state_dict(model: nn.Module, keep_vars: bool = False) -> dict[str, Te
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of the entries that `model.state_dict()` lacks.
+    """Returns copies of the entries missing in `model.state_dict()`.
 
-    These are entries whose last part begins with `fp8_`, and the codes of scaled weights.
+    Their last part begins with `fp8_`, or they are codes of scaled weights.
     """
     stored = stored_state_dict(model)
     names = set()
@@ -155,7 +155,7 @@ def is_fp8_state(name: str, prefix: str = "fp8_") -> bool:
 
 @contextmanager
 def persistent(layer: nn.Module, names: Iterable[str], on: bool = True) -> Iterator[None]:
-    """Includes non-persistent buffers in the state dict that is saved or loaded inside."""
+    """Includes non-persistent buffers in state dicts saved or loaded inside."""
     excluded = layer._non_persistent_buffers_set
     if on:
         layer._non_persistent_buffers_set = excluded - set(names)
@@ -268,7 +268,7 @@ def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 
 
 def complete_delayed(layer: FP8Layer, state: dict[str, Tensor], prefix: str) -> None:
-    """Gives `state`, in place, the scales and the amax history that `layer` expects.
+    """Gives `state`, in place, the scales and the amax history of `layer`.
 
     Missing ones are fresh, unexpected ones are removed. A history of another length is truncated or
     padded.

@@ -1,8 +1,8 @@
-"""The weight of a layer that stores it in FP8 or in a codec, and reads it in a wider dtype.
+"""The weight of a layer, stored in FP8 or in a codec and read in a wider dtype.
 
-    layer.parameter       the Parameter as stored, which optimizers and checkpoints see
+    layer.parameter       the Parameter as stored, seen by optimizers and checkpoints
     layer.weight          its values [out, in] in `read_as`, decoded on each access
-    layer.weight_storage  the form that GEMMs read (fp8_weights.py), None for a plain Parameter
+    layer.weight_storage  the form for GEMMs (fp8_weights.py), None for a plain Parameter
     layer.set_weight      writes a float32 master
 
 `NarrowWeight` is the base class of FP8Linear. `hold` gives a layer of a library the same properties. Both
@@ -46,7 +46,7 @@ class StoredWeight(nn.Module):
     """Base class of a layer whose `state_dict()` has decoded weights.
 
     The state dict of a copy rejects writes. Averaging classes such as timm's ModelEma copy a model
-    and write into the copy's `state_dict()`, which would change nothing.
+    and write into the copy's `state_dict()`: nothing would change.
     """
 
     copied = False
@@ -66,7 +66,7 @@ class NarrowWeight(StoredWeight):
     Attributes:
         kept: Buffers in the stored form of the layer's state. They are never cast.
         codec: The codec of the weight, None for FP8 and high precision.
-        read_as: Dtype of the weight that the stored one represents.
+        read_as: Dtype represented by the stored weight.
         weight_grad_dtype: Dtype in which the gradient of a stored weight accumulates.
     """
 
@@ -416,7 +416,7 @@ _PARAMETER_FUNCTIONS = (
 class DecodedWeight(Tensor):
     """The values of a stored weight, as other code reads them.
 
-    A write to it, or to a view of it, would be lost and raises RuntimeError. Gradients, their hooks
+    A write to it or to a view of it raises RuntimeError: it would be lost. Gradients, their hooks
     and `requires_grad` are those of the Parameter.
     """
 
