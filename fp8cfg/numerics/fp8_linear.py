@@ -147,7 +147,9 @@ class LinearFunction(torch.autograd.Function):
         ctx.weight_kind = operand_kind(saved_weight)
         # Attributes instead of saved tensors: a second forward pass may write buffers before this
         # backward pass, and autograd rejects saved tensors that were written.
-        ctx.storage = storage and storage._replace(data=None)  # type: ignore[arg-type]
+        ctx.storage = None
+        if storage is not None:
+            ctx.storage = storage._replace(data=None)  # type: ignore[arg-type]
         ctx.buffers = backward_buffers
         ctx.call = call
         ctx.input_dtype = input.dtype
