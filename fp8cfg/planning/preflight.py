@@ -33,8 +33,10 @@ from fp8cfg.schema.violation import Violation
 
 
 def check_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
-    """Raise ConfigError for a parallel layout, which is never changed for the user, that training does not have, or not on so many
-    `ranks`, or not of a model that is `given`."""
+    """Raises ConfigError if training does not support the parallel layout on `ranks` ranks.
+
+    The layout is never changed automatically. `given` is True for a custom model.
+    """
     refuse_if(layout.layout_violations(recipe, ranks, given))
 
 
@@ -148,7 +150,7 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
 
 
 def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
-    """Who multiplies `recipe` on so many ranks of that hardware. Raises ConfigError as `choose` does."""
+    """Chooses the backend of a recipe on `ranks` ranks. Raises ConfigError as `choose` does."""
     return choose(
         layout.rank_part(recipe, ranks).state.precision,
         hardware,
@@ -159,138 +161,146 @@ def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
 
 
 def _ranks(recipe: Recipe, device: str) -> int:
-    """The ranks of this run; outside of a launcher, those that a line for this machine starts on its GPUs."""
+    """The ranks of this run. Without a launcher, those that a command on this machine starts."""
     if not _starts_here(device):
         return sharding.ranks()
-    t = recipe.trainer
-    return next(
-        n for n in range(min(count_gpus(), t.devices), 0, -1) if t.global_batch_size % n == 0
-    )
+    trainer = recipe.trainer
+    most = min(count_gpus(), trainer.devices)
+    return next(count for count in range(most, 0, -1) if trainer.global_batch_size % count == 0)
 
 
 def _starts_here(device: str) -> bool:
-    """Whether a line for this machine starts ranks on its GPUs: outside of a launcher."""
+    """Whether a command on this machine starts ranks on its GPUs."""
     return device == "cuda" and not _launched()
 
 
 def _launched() -> bool:
+    """Whether torchrun or another launcher has started this process."""
     return bool({"RANK", "WORLD_SIZE"} & os.environ.keys())
 
 
 BYTES = 256
-"""Tokens of text without a tokenizer, but for the end mark."""
+"""Vocabulary of text without a tokenizer, besides the end mark."""
 GPUS = Path("/proc/driver/nvidia/gpus")
-"""A folder for each GPU that NVIDIA's driver has, by which they are counted without loading torch."""
+"""Has a folder for each GPU of NVIDIA's driver, so that counting GPUs does not load torch."""
 
 
 def local_problems(recipe: Recipe, config_dir: str | None = None) -> list[str]:
-    """A line for each need of `recipe`, composed with the presets of `config_dir`, that is not met here."""
+    """Returns a line for each thing that `recipe` needs and this machine lacks.
+
+    Args:
+        recipe: The recipe.
+        config_dir: Folder with the user's presets, from --config-dir.
+    """
     return [
-        *_backend(recipe),
-        *_gpus(recipe),
-        *_paths(recipe),
-        *_presets(config_dir),
+        *_backend_problems(recipe),
+        *_gpu_problems(recipe),
+        *_path_problems(recipe),
+        *_preset_problems(config_dir),
     ]
 
 
-def _backend(recipe: Recipe) -> list[str]:
+def _backend_problems(recipe: Recipe) -> list[str]:
     name = recipe.precision.backend
     if name == "auto" or not recipe.fp8.enabled or not registry.exists(name):
         return []
     rules = registry.rules(name)
-    why = rules.unavailable()
-    return [f"backend={name}: {why}; {rules.instead(recipe.precision)} runs here"] if why else []
-
-
-def _gpus(recipe: Recipe) -> list[str]:
-    t, there = recipe.trainer, _count()
-    if t.accelerator == "cuda" and not there:
-        return ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]
-    if t.accelerator == "cpu" or t.devices <= max(1, there):
+    problem = rules.unavailable()
+    if not problem:
         return []
-    meant = f"{t.num_nodes} x {t.devices} GPUs" if t.num_nodes > 1 else f"{t.devices} GPUs"
-    return [
-        f"trainer.devices={t.devices}: meant for {meant}, this machine has {there or 'none'};"
-        " fp8cfg plan needs none"
-    ]
+    return [f"backend={name}: {problem}; {rules.instead(recipe.precision)} runs here"]
 
 
-def _count() -> int:
+def _gpu_problems(recipe: Recipe) -> list[str]:
+    trainer = recipe.trainer
     try:
-        return sum(1 for _ in GPUS.iterdir())
-    except OSError:
-        return 0
-
-
-def _paths(recipe: Recipe) -> list[str]:
-    d = recipe.data
-    found = [str(violation) for violation in missing_data(recipe)]
-    found += [
-        f"{key}={path}: {line}" for key, path in d.paths.items() if (line := _absent(d.name, path))
+        gpus = sum(1 for _ in GPUS.iterdir())
+    except OSError:  # no driver
+        gpus = 0
+    if trainer.accelerator == "cuda" and gpus == 0:
+        return ["trainer.accelerator=cuda: this machine has no NVIDIA GPU"]
+    if trainer.accelerator == "cpu" or trainer.devices <= max(1, gpus):
+        return []
+    meant_for = f"{trainer.devices} GPUs"
+    if trainer.num_nodes > 1:
+        meant_for = f"{trainer.num_nodes} x {trainer.devices} GPUs"
+    return [
+        f"trainer.devices={trainer.devices}: meant for {meant_for}, this machine has"
+        f" {gpus or 'none'}; fp8cfg plan needs none"
     ]
-    named = {
-        "data.tokenizer": chosen_tokenizer(recipe) if d.tokenizer else None,
-        "model.weights": recipe.model.weights,
+
+
+def _path_problems(recipe: Recipe) -> list[str]:
+    """Files and folders that are missing, or that lack what training reads."""
+    data, weights = recipe.data, recipe.model.weights
+    problems = [str(violation) for violation in missing_data(recipe)]
+    for key, path in data.paths.items():
+        problem = _missing_data_files(data.name, path)
+        if problem:
+            problems.append(f"{key}={path}: {problem}")
+    if weights and Path(weights).expanduser().is_dir():
+        problem = no_weights(Path(weights).expanduser())
+        if problem:
+            problems.append(f"model.weights={weights}: {problem}")
+    problems += _tokenizer_problems(recipe)
+    paths = {
+        "data.tokenizer": chosen_tokenizer(recipe) if data.tokenizer else None,
+        "model.weights": weights,
         "lora.weights": recipe.lora.weights,
     }
-    weights = recipe.model.weights
-    if weights and Path(weights).expanduser().is_dir():
-        found += [f"model.weights={weights}: {line}" for line in _no_weights(weights)]
-    model_tokenizer = None if d.tokenizer else chosen_tokenizer(recipe)
-    is_here = model_tokenizer and not model_tokenizer.startswith(PREFIX)
-    if is_here and not Path(str(model_tokenizer), "tokenizer.json").is_file():
-        found.append(
-            f"data.tokenizer=null: {model_tokenizer} has no tokenizer.json; set"
-            " data.tokenizer=FOLDER, or data.tokenizer=bytes"
+    for key, value in paths.items():
+        if value and not value.startswith(PREFIX) and not Path(value).expanduser().exists():
+            problems.append(f"{key}={value}: no such file or folder here")
+    return problems + _run_folder_problems(recipe)
+
+
+def _tokenizer_problems(recipe: Recipe) -> list[str]:
+    data, tokenizer = recipe.data, chosen_tokenizer(recipe)
+    problems = []
+    # Without data.tokenizer it comes from the model's folder.
+    is_local = tokenizer is not None and not tokenizer.startswith(PREFIX)
+    if is_local and not data.tokenizer and not Path(str(tokenizer), "tokenizer.json").is_file():
+        problems.append(
+            f"data.tokenizer=null: {tokenizer} has no tokenizer.json; set data.tokenizer=FOLDER,"
+            " or data.tokenizer=bytes"
         )
-    if (
-        chosen_tokenizer(recipe) is None
-        and d.name != "tokens"
-        and (rows := recipe.model.vocab_size) <= BYTES
-    ):
-        found.append(
+    rows = recipe.model.vocab_size
+    if tokenizer is None and data.name != "tokens" and rows <= BYTES:
+        problems.append(
             f"model.vocab_size={rows}: has no row for each byte and the end mark, which"
-            f" data={d.name} has without data.tokenizer; write {BYTES + 16} or more"
+            f" data={data.name} has without data.tokenizer; write {BYTES + 16} or more"
         )
-    found += [
-        f"{key}={path}: no such file or folder here"
-        for key, path in named.items()
-        if path and not path.startswith(PREFIX) and not Path(path).expanduser().exists()
-    ]
-    key, folder = (
-        ("log.folder", recipe.log.folder) if recipe.log.folder else ("log.dir", recipe.log.dir)
-    )
-    above = Path(folder).absolute()
-    while not above.exists() and above != above.parent:
-        above = above.parent
-    if not above.is_dir():
-        found.append(f"{key}={folder}: {above} is no folder")
-    elif not os.access(above, os.W_OK | os.X_OK):
-        found.append(f"{key}={folder}: {above} cannot be written")
-    return found
+    return problems
 
 
-def _no_weights(weights: str) -> list[str]:
-    """A line if there are no weights in the folder `weights`."""
-    line = no_weights(Path(weights).expanduser())
-    return [line] if line else []
+def _run_folder_problems(recipe: Recipe) -> list[str]:
+    key, folder = "log.dir", recipe.log.dir
+    if recipe.log.folder:
+        key, folder = "log.folder", recipe.log.folder
+    parent = Path(folder).absolute()
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        return [f"{key}={folder}: {parent} is no folder"]
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return [f"{key}={folder}: {parent} cannot be written"]
+    return []
 
 
-def _absent(source: str, path: str) -> str:
-    """What is not here of the data at `path`; empty where it is."""
+def _missing_data_files(source: str, path: str) -> str:
+    """Why the data at `path` cannot be read here. Empty if it can."""
     if source != "tokens":
-        return (
-            ""
-            if Path(path).exists() or any(glob.iglob(path, recursive=True))
-            else "no such file or folder here"
-        )
+        is_here = Path(path).exists() or any(glob.iglob(path, recursive=True))
+        return "" if is_here else "no such file or folder here"
+    # Megatron's token files are a pair with one prefix.
     prefix = path.removesuffix(".idx").removesuffix(".bin")
-    missing = [name for end in (".bin", ".idx") if not Path(name := prefix + end).is_file()]
+    files = [f"{prefix}.bin", f"{prefix}.idx"]
+    missing = [name for name in files if not Path(name).is_file()]
     return f"no file {' and '.join(missing)} here" if missing else ""
 
 
-def _presets(config_dir: str | None) -> list[str]:
-    if config_dir is None or next(Path(config_dir).glob("*/**/*.yaml"), None):
+def _preset_problems(config_dir: str | None) -> list[str]:
+    if config_dir is None or any(Path(config_dir).glob("*/**/*.yaml")):
         return []
     return [
         f"--config-dir {config_dir}: has no GROUP/NAME.yaml, such as precision/mine.yaml, and so no"
