@@ -146,7 +146,7 @@ def test_parts_are_scaled_as_the_whole(kind: str, monkeypatch: pytest.MonkeyPatc
     for first in (0.0, 2.0) if scaling.layout.history else (None,):
         state = (None, None) if first is None else (torch.full((3,), first), torch.zeros(4, 3))
         made = fused_quantize.quantize_tensor_fused(
-            t, WEIGHT, scaling, *state, record=True, both=True, parts=parts
+            t, WEIGHT, scaling, *state, record=True, both=True, amax_group=parts
         )
         scale = torch.tensor(first or E4M3.max / 7.0)
         assert made.scale_inv == 1 / scale and torch.equal(made.data.float(), t * scale)
@@ -155,7 +155,7 @@ def test_parts_are_scaled_as_the_whole(kind: str, monkeypatch: pytest.MonkeyPatc
         )
         assert state[1] is None or state[1][0].tolist() == [0, 3.5, 0]
         fused_quantize.quantize_tensor_fused(
-            t, INPUT, scaling, *state, record=True, both=False, parts=parts
+            t, INPUT, scaling, *state, record=True, both=False, amax_group=parts
         )
     read = [0.0 if first else 3.5 for first in ((0.0, 2.0) if scaling.layout.history else (0.0,))]
     assert asked == [(amax, "two ranks") for amax in read], (

@@ -1,12 +1,18 @@
-"""Fused quantization on a GPU: a tensor with one scale is read once under delayed scaling, and
-comes row-major and transposed.
+"""Quantization on a GPU by Triton kernels, as custom operators.
 
-In plain torch operations a quantized tensor takes some twenty launches, and each transposed copy
-another. The operator is one to a compiler too; what it computes is that of `choose_tensor_scale`
-and `quantize`, of which it is a part where the hardware multiplies FP8. Weights that are stored in
-float8 are written by the same kernels (store.py). torchao's kernels have no delayed scales and no
-transposed copy in the same read, and Transformer Engine's come with its modules (backend=te):
-neither is called from here.
+In plain torch operations a quantized tensor takes about twenty kernels, and each transposed copy
+one more. Here it takes one launch, which reads the tensor once under delayed scaling and writes it
+row-major and transposed. An operator is a single node to a compiler. The results equal
+`choose_tensor_scale` and the functions of quantize.py bit for bit. kernels/store.py has the same
+for stored weights.
+
+torchao's kernels have no delayed scales and no transposed copy in the same read. Transformer
+Engine's come only with its modules (backend=te).
+
+    quantize_tensor_fused   one scale: delayed and current scaling          kernels/tensor.py
+    quantize_tiles_fused    block scaling, MXFP8, current scaling by row    kernels/blocks.py,
+    rows.py quantize_nvfp4_fused    NVFP4
+    kernels/blocks.py
 """
 
 from __future__ import annotations
@@ -24,16 +30,25 @@ from fp8cfg.numerics.scaling import FLT_MAX, Scaling
 from fp8cfg.schema.scalings import Tile
 
 MX_BLOCK = 32
-"""The same under MX."""
+"""Elements that share a scale under MXFP8."""
+NVFP4_BLOCK = 16
+"""Elements that share a scale under NVFP4."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-"""Whether Triton is installed: torch's CUDA builds bring it."""
+"""Whether Triton is installed. torch's CUDA builds bring it."""
+
+
+# --- one scale
 
 
 def can_fuse_tensor(t: Tensor, scaling: Scaling, carrier: torch.dtype | None) -> bool:
-    """Whether `quantize_tensor_fused` can quantize `t`: with a single scale, into float8 and no wider `carrier`."""
-    if not HAS_TRITON or not t.is_cuda or carrier is not None or t.dim() != 2 or t.numel() == 0:
+    """Whether `quantize_tensor_fused` can quantize `t`: one scale, and no `carrier` but float8."""
+    if not _has_kernels(t, carrier):
         return False
     return scaling.layout.tile(1, scaling.granularity, square=False) is None
+
+
+def _has_kernels(t: Tensor, carrier: torch.dtype | None) -> bool:
+    return HAS_TRITON and t.is_cuda and carrier is None and t.dim() == 2 and t.numel() > 0
 
 
 def quantize_tensor_fused(
@@ -44,46 +59,67 @@ def quantize_tensor_fused(
     history: Tensor | None,
     record: bool,
     both: bool,
-    parts: AmaxGroup | None = None,
+    amax_group: AmaxGroup | None = None,
 ) -> Operand:
-    """`t` [R, C], of any float dtype, as an operand that contracts its last dimension, and with
-    `both` its first one too, as `Operand.columnwise`. The scale is that of `choose_tensor_scale`,
-    and where `record` says so the amax goes into `history`.
+    """Quantizes a matrix with the scale of `choose_tensor_scale`.
+
+    Args:
+        t: The matrix [R, C], of any float dtype.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        scaling: The recipe.
+        scales: See `choose_tensor_scale`.
+        history: See `choose_tensor_scale`.
+        record: Whether to fold the amax into `history`.
+        both: Whether GEMMs contract both dimensions. The operand of the first one comes as
+            `Operand.columnwise`.
+        amax_group: See `choose_tensor_scale`.
     """
-    fmt, t = scaling.format_of(role), t.contiguous()
-    how = scale_inputs(t, role, scaling, scales, parts)
+    fmt = scaling.format_of(role)
+    t = t.contiguous()
+    amax, target, power_2 = scale_inputs(t, role, scaling, scales, amax_group)
     data, transposed, scale_inv = quantize_tensor(
-        t, scales, history if record else None, *how, role, fmt.dtype, both
+        t, scales, history if record else None, amax, target, power_2, role, fmt.dtype, both
     )
-    return Operand(
-        data, scale_inv, fmt, None, Operand(transposed, scale_inv, fmt) if both else None
-    )
+    columnwise = Operand(transposed, scale_inv, fmt) if both else None
+    return Operand(data, scale_inv, fmt, columnwise=columnwise)
 
 
 def scale_inputs(
-    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, parts: AmaxGroup | None
+    t: Tensor, role: int, scaling: Scaling, scales: Tensor | None, amax_group: AmaxGroup | None
 ) -> tuple[Tensor | None, float, bool]:
-    """Of what a kernel makes the one scale of the contiguous matrix `t`: the amax, [1], where
-    others have parts of the tensor, or none, [0], of scales that begin with 1; what the amax is
-    brought to, and whether the scale is cut to a power of two.
+    """Returns what a kernel computes the scale of the contiguous matrix `t` from.
+
+    Returns:
+        amax: [1], if other ranks have shards of the tensor. [0], no amax, if scales begin with 1.
+            None if the kernel reads the amax itself.
+        target: `Scaling.scaled_max`, which the scale moves the amax to.
+        power_2: Whether to round the scale down to a power of two.
     """
-    fmt = scaling.format_of(role)
-    target, amax = fmt.max * 2.0**-scaling.margin if scales is not None else fmt.max, None
+    amax = None
     if scales is not None and scaling.first_step == "te":
-        amax = scales[:0]  # no launch then looks for one
-    elif parts is not None and role in parts.roles:
-        amax = parts.reduce(compute_amax_if_unset(t, scales, role), role)
-    return amax, target, scaling.power_2_scales and scales is None
+        amax = scales[:0]  # no launch reads an amax
+    elif amax_group is not None and role in amax_group.roles:
+        amax = amax_group.reduce(compute_amax_if_unset(t, scales, role), role)
+    power_2 = scaling.power_2_scales and scales is None
+    return amax, scaling.scaled_max(role), power_2
+
+
+# --- tiles
 
 
 def can_fuse_tiles(t: Tensor, tile: Tile, scaling: Scaling, carrier: torch.dtype | None) -> bool:
-    """Whether `quantize_tiles_fused` can quantize `t`, into float8 and no wider `carrier`: with a
-    float32 scale for a row, 128
-    elements or their square, or an E8M0 one for 32 or their square."""
-    made = {"float32": 0 in tile or max(tile) == BLOCK_WIDTH, "e8m0": max(tile) == MX_BLOCK}.get(
-        scaling.layout.scale, False
-    )
-    return HAS_TRITON and t.is_cuda and carrier is None and made and t.dim() == 2 and t.numel() > 0
+    """Whether `quantize_tiles_fused` can quantize `t`, and no `carrier` but float8 is needed.
+
+    It has float32 scales of rows, of 128 elements and of 128 x 128, and E8M0 scales of 32 and 32 x
+    32.
+    """
+    if scaling.layout.scale == "float32":
+        has_kernel = 0 in tile or max(tile) == BLOCK_WIDTH
+    elif scaling.layout.scale == "e8m0":
+        has_kernel = max(tile) == MX_BLOCK
+    else:
+        has_kernel = False
+    return has_kernel and _has_kernels(t, carrier)
 
 
 def quantize_tiles_fused(
@@ -93,52 +129,76 @@ def quantize_tiles_fused(
     axis: int,
     both: bool,
     history: Tensor | None,
-    parts: AmaxGroup | None = None,
+    amax_group: AmaxGroup | None = None,
 ) -> Operand:
-    """`quantize_tiles` of `t` [R, C] for a product that contracts its dimension `axis`, with the
-    other one in the same read where `both` are contracted, as `Operand.columnwise`. An infinite
-    amax goes into `history`, if it is given. Of rows or columns of which
-    others have `parts` the scales are those of the whole."""
-    fmt, tile, t = scaling.format_of(role), scaling.tile(role, 1), t.contiguous()
-    assert tile is not None, "there are scales of tiles"
-    both = both or (
-        tile[0] > 1 and tile[1] == MX_BLOCK
-    )  # swizzled scales of squares are not those of the transpose
-    rows, columns = both or axis == 1, both or axis == 0
-    amaxes = [
-        reduce_tile_amaxes(t, role, scaling, axis, parts) if wanted else None
-        for axis, wanted in ((1, rows), (0, columns))
-    ]
-    made = quantize_blocks(
+    """Quantizes a matrix as `quantize_tiles` does.
+
+    Args:
+        t: The matrix [R, C], of any float dtype.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        scaling: The recipe.
+        axis: The dimension that the GEMM contracts.
+        both: Whether GEMMs contract both dimensions. The same read writes the other operand, which
+            comes as `Operand.columnwise`.
+        history: An infinite amax is recorded in `history[0, role]`.
+        amax_group: Ranks with the other shards of rows or columns.
+    """
+    fmt = scaling.format_of(role)
+    tile = scaling.tile(role, 1)
+    assert tile is not None, "this scaling has tiles"
+    t = t.contiguous()
+    is_square = tile[0] > 1
+    # Swizzled scales of squares are not those of the transpose, so both are written.
+    both = both or (is_square and tile[1] == MX_BLOCK)
+    writes_rows = both or axis == 1
+    writes_columns = both or axis == 0
+    amaxes, amaxes_t = None, None
+    if writes_rows:
+        amaxes = reduce_tile_amaxes(t, role, scaling, 1, amax_group)
+    if writes_columns:
+        amaxes_t = reduce_tile_amaxes(t, role, scaling, 0, amax_group)
+    data, scale_inv, data_t, scale_inv_t = quantize_blocks(
         t,
         tile[1],
         fmt.dtype,
         scaling.power_2_scales,
-        tile[0] > 1,
-        rows,
-        columns,
+        is_square,
+        writes_rows,
+        writes_columns,
         history,
         role,
-        *amaxes,
+        amaxes,
+        amaxes_t,
     )
-    along, across = (
-        Operand(data, scale_inv, fmt, tile) for data, scale_inv in (made[:2], made[2:])
-    )
-    return along._replace(columnwise=across) if both else along if rows else across.t()
+    rowwise = Operand(data, scale_inv, fmt, tile)
+    columnwise = Operand(data_t, scale_inv_t, fmt, tile)
+    if both:
+        return rowwise._replace(columnwise=columnwise)
+    return rowwise if writes_rows else columnwise.t()
 
 
 def reduce_tile_amaxes(
-    t: Tensor, role: int, scaling: Scaling, axis: int, parts: AmaxGroup | None
+    t: Tensor, role: int, scaling: Scaling, axis: int, amax_group: AmaxGroup | None
 ) -> Tensor | None:
-    """The amaxes of whole rows of the contiguous matrix `t` [R, C], [R], or for products that
-    contract its first dimension those of
-    whole columns, [C], where others have `parts` of these; else None."""
-    group = None if parts is None else parts.group_of(role, scaling.tile(role, axis))
-    return (
-        None
-        if group is None
-        else all_reduce_max(t.abs().nan_to_num(0.0, posinf=torch.inf).amax(axis).float(), group)
-    )
+    """Returns the amaxes of whole rows or columns whose shards are on several ranks.
+
+    Args:
+        t: This rank's shard, contiguous [R, C].
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        scaling: The recipe.
+        axis: The dimension that the GEMM contracts: 1 for rows, 0 for columns.
+        amax_group: Ranks with the other shards.
+
+    Returns:
+        float32 [R] or [C]. None if this rank has whole tiles.
+    """
+    if amax_group is None:
+        return None
+    group = amax_group.group_of(role, scaling.tile(role, axis))
+    if group is None:
+        return None
+    magnitudes = t.abs().nan_to_num(0.0, posinf=torch.inf)
+    return all_reduce_max(magnitudes.amax(axis).float(), group)
 
 
 @library.custom_op("fp8cfg::quantize_blocks", mutates_args=("history",), tags=NO_CUDA_GRAPH)
@@ -155,16 +215,29 @@ def quantize_blocks(
     amaxes: Tensor | None,
     amaxes_t: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The contiguous matrix `t` [R, C] in float8 `dtype` with a scale for 1 x `width` elements, or
-    their square, and its inverse scales; then the same of its transpose [C, R]. What `rows` or
-    `columns` do not ask for is empty. The `width` is 128 under block scaling, 32 under MX, whose
-    scales are powers of two by its own rule, and 0 for a scale for each row. Scales are laid out as
-    products read them: float32, of 1 x 128 down the rows first, and under MX bytes of E8M0,
-    swizzled (gemm.py, gemm.py). Where `t` has an infinite element `history[0, role]` becomes
-    infinite, if it is given. The amaxes of rows
-    are `amaxes` [R], and those of columns `amaxes_t` [C], where they are given."""
-    made = _empty_blocks(t, width, dtype, square, rows, columns)
-    data, scale_inv, data_t, scale_inv_t = (x if x.numel() else None for x in made)
+    """Quantizes a contiguous matrix and its transpose with scales of tiles.
+
+    Args:
+        t: Contiguous [R, C].
+        width: Elements that share a scale: 128 under block scaling, 32 under MXFP8, 0 for a whole
+            row.
+        dtype: float8 dtype of the data.
+        power_2: Whether to round scales down to powers of two. Not read under MXFP8.
+        square: Whether a scale covers `width` x `width` elements instead of 1 x `width`.
+        rows: Whether to write the matrix. Otherwise its tensors are empty.
+        columns: Whether to write the transpose.
+        history: An infinite amax is recorded in `history[0, role]`.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        amaxes: Amaxes of rows if they are known, [R].
+        amaxes_t: Amaxes of columns if they are known, [C].
+
+    Returns:
+        Data [R, C] and inverse scales, then data [C, R] and inverse scales of the transpose. Scales
+        are laid out as GEMMs read them: float32, column-major for tiles of 1 x 128; under MXFP8
+        bytes of E8M0, swizzled (gemm.py).
+    """
+    outputs = _empty_blocks(t, width, dtype, square, rows, columns)
+    data, scale_inv, data_t, scale_inv_t = (x if x.numel() else None for x in outputs)
     cast_tiles(
         t,
         width,
@@ -180,7 +253,7 @@ def quantize_blocks(
         amaxes,
         amaxes_t,
     )
-    return made
+    return outputs
 
 
 @quantize_blocks.register_fake
@@ -215,35 +288,39 @@ def cast_tiles(
     amaxes: Tensor | None = None,
     amaxes_t: Tensor | None = None,
 ) -> None:
-    """What `quantize_blocks` does, into tensors that are there; the second matrix is laid out as `t` is without `transpose`."""
+    """Writes what `quantize_blocks` returns into given tensors. None leaves a direction out.
+
+    Without `transpose` the second matrix is laid out as `t` is.
+    """
+    # Triton is imported only if a kernel runs.
     from fp8cfg.numerics.kernels.blocks import cast_blocks
     from fp8cfg.numerics.kernels.rows import cast_rows
 
-    (top,) = {FORMAT_BY_DTYPE[x.dtype].max for x in (data, data_t) if x is not None}
-    seen, counts = (
-        (None, None) if history is None else (history[0, role], overflow_counter(t.device, role))
-    )
+    dtype = (data if data is not None else data_t).dtype  # type: ignore[union-attr]
+    fp8_max = FORMAT_BY_DTYPE[dtype].max
+    record, counts = _record_and_counts(t, history, role)
     if width == 0:
         cast_rows(
             t,
-            top,
+            fp8_max,
             power_2,
             data,
             scale_inv,
             data_t,
             scale_inv_t,
             transpose,
-            seen,
+            record,
             amaxes,
             amaxes_t,
             counts,
         )
     else:
-        highest, mx = min(torch.finfo(t.dtype).max, FLT_MAX), width if width == MX_BLOCK else 0
+        highest = min(torch.finfo(t.dtype).max, FLT_MAX)
+        mx = width if width == MX_BLOCK else 0
         cast_blocks(
             t,
             highest,
-            top,
+            fp8_max,
             power_2,
             square,
             data,
@@ -252,44 +329,60 @@ def cast_tiles(
             scale_inv_t,
             mx,
             transpose,
-            seen,
+            record,
             counts,
         )
+
+
+def _record_and_counts(
+    t: Tensor, history: Tensor | None, role: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns where a kernel records the amax and counts overflow, or None without a history."""
+    if history is None:
+        return None, None
+    return history[0, role], overflow_counter(t.device, role)
 
 
 def _empty_blocks(
     t: Tensor, width: int, dtype: torch.dtype, square: bool, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `quantize_blocks` returns, with anything in it."""
-    high = width if square else 1
+    """Returns uninitialized tensors for the results of `quantize_blocks`."""
+    height = width if square else 1
 
-    def of(shape: tuple[int, int], wanted: bool) -> tuple[Tensor, Tensor]:
-        r, c = shape if wanted else (0, 0)
-        down, across = (
-            -(-n // size) for n, size in zip((r, c), tile_shape((r, c), (high, width)), strict=True)
-        )
-        data = t.new_empty((r, c), dtype=dtype)
+    def empty(num_rows: int, num_columns: int) -> tuple[Tensor, Tensor]:
+        shape = (num_rows, num_columns)
+        r, c = tile_shape(shape, (height, width))
+        tiles_down, tiles_across = -(-num_rows // r), -(-num_columns // c)
+        data = t.new_empty(shape, dtype=dtype)
         if width == MX_BLOCK:
-            return data, t.new_empty(swizzled_scale_size(r, across), dtype=torch.uint8)
+            size = swizzled_scale_size(num_rows, tiles_across)
+            return data, t.new_empty(size, dtype=torch.uint8)
         if square or width == 0:
-            return data, t.new_empty((down, across), dtype=torch.float32)
-        return data, t.new_empty((across, down), dtype=torch.float32).t()
+            return data, t.new_empty((tiles_down, tiles_across), dtype=torch.float32)
+        return data, t.new_empty((tiles_across, tiles_down), dtype=torch.float32).t()
 
-    return *of((t.shape[0], t.shape[1]), rows), *of((t.shape[1], t.shape[0]), columns)
+    num_rows, num_columns = t.shape
+    data, scale_inv = empty(num_rows, num_columns) if rows else empty(0, 0)
+    data_t, scale_inv_t = empty(num_columns, num_rows) if columns else empty(0, 0)
+    return data, scale_inv, data_t, scale_inv_t
+
+
+# --- operators of kernels/tensor.py
 
 
 @library.custom_op("fp8cfg::compute_amax_if_unset", mutates_args=())
 def compute_amax_if_unset(
     t: Tensor, scales: Tensor | None, role: int, keep_nan: bool = False
 ) -> Tensor:
-    """`compute_amax` the contiguous matrix `t`, [1], or with `keep_nan` that of
-    `compute_amax_or_nan`; 0 under delayed scaling where
-    `scales[role]` is set, and `t` is not read."""
+    """Returns the amax of a contiguous matrix, float32 [1].
+
+    NaN is skipped, or with `keep_nan` kept. Returns 0 without reading `t` if `scales[role]` is set.
+    """
     from fp8cfg.numerics.kernels import tensor
 
-    parts = (torch.empty if scales is None else torch.zeros)(
-        tensor.num_parts(t), dtype=torch.float32, device=t.device
-    )
+    # The kernel writes nothing if the scale is set, so there the parts must be 0.
+    allocate = torch.empty if scales is None else torch.zeros
+    parts = allocate(tensor.num_parts(t), dtype=torch.float32, device=t.device)
     tensor.compute_part_amaxes(t, parts, scales, role, keep_nan)
     return parts.amax(0, keepdim=True)
 
@@ -311,18 +404,26 @@ def quantize_tensor(
     dtype: torch.dtype,
     both: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The contiguous matrix `t` [R, C] in float8 `dtype`, transposed [C, R] where `both`, else
-    empty, and its inverse scale, []. Its amax is folded into row 0 of `history`, if it is given. A
-    scale of this moment is made of `amax`, [1], where it is given; it
-    is 1 of none, [0]."""
+    """Quantizes a contiguous matrix with one scale.
+
+    Args:
+        t: Contiguous [R, C].
+        scales: Scales of delayed scaling, float32 [3]. None under current scaling.
+        history: Amax record. The amax is folded into `history[0, role]`.
+        amax: From `scale_inputs`.
+        target: From `scale_inputs`.
+        power_2: From `scale_inputs`.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        dtype: float8 dtype of the data.
+        both: Whether to write the transpose.
+
+    Returns:
+        Data [R, C]; the transpose [C, R], or [0] without `both`; the inverse scale, float32 [].
+    """
     from fp8cfg.numerics.kernels import tensor
 
     data, transposed, scale_inv = _empty(t, dtype, both)
-    other = transposed if both else None
-    fmt, counts = (
-        FORMAT_BY_DTYPE[dtype],
-        None if history is None else overflow_counter(t.device, role),
-    )
+    fmt = FORMAT_BY_DTYPE[dtype]
     tensor.cast(
         t,
         scales,
@@ -332,10 +433,10 @@ def quantize_tensor(
         fmt.max,
         power_2,
         data,
-        other,
+        transposed if both else None,
         scale_inv,
         amax,
-        counts,
+        None if history is None else overflow_counter(t.device, role),
         fmt.reach,
     )
     return data, transposed, scale_inv
@@ -357,23 +458,21 @@ def _(
 
 
 def _empty(t: Tensor, dtype: torch.dtype, both: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns uninitialized tensors for the results of `quantize_tensor`."""
     rows, columns = t.shape
+    data = t.new_empty((rows, columns), dtype=dtype)
     transposed = t.new_empty((columns, rows) if both else (0,), dtype=dtype)
-    return (
-        t.new_empty((rows, columns), dtype=dtype),
-        transposed,
-        t.new_empty((), dtype=torch.float32),
-    )
+    return data, transposed, t.new_empty((), dtype=torch.float32)
 
 
-NVFP4_BLOCK = 16
-"""Elements that share a scale."""
-Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# --- NVFP4
+
+NVFP4Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def can_fuse_nvfp4(t: Tensor, carrier: torch.dtype | None) -> bool:
-    """Whether `quantize_nvfp4_fused` can quantize `t`, for products of the hardware and no wider `carrier`."""
-    return HAS_TRITON and t.is_cuda and carrier is None and t.dim() == 2 and t.numel() > 0
+    """Whether `quantize_nvfp4_fused` can quantize `t`, for a real GEMM."""
+    return _has_kernels(t, carrier)
 
 
 def quantize_nvfp4_fused(
@@ -384,20 +483,27 @@ def quantize_nvfp4_fused(
     role: int,
     amax: Tensor | None = None,
 ) -> Operand:
-    """The matrix `t` [R, C], of any float dtype, as an operand that contracts its last dimension,
-    packed, with scales of 1x16; of 16x16 where they are `square`, and then with its other operand.
-    The amax, by default that of `t`, float32 [], goes into
-    `history`, if it is given."""
+    """Quantizes a matrix under NVFP4, packed.
+
+    Args:
+        t: The matrix [R, C], of any float dtype. The GEMM contracts its last dimension.
+        square: Whether a scale covers 16 x 16 elements. Then the operand of the other dimension
+            comes as `Operand.columnwise`.
+        draw: The random numbers of stochastic rounding. None rounds to nearest.
+        history: Amax record. The amax is folded into `history[0, role]`.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        amax: Amax of the whole tensor, float32 []. Defaults to the amax of `t`.
+    """
     tile = (NVFP4_BLOCK, NVFP4_BLOCK) if square else (1, NVFP4_BLOCK)
-    random = (draw.key, draw.draw, draw.lane) if draw else (None, None, 0)
-    *made, global_scale_inv = quantize_four_bits(
-        t.contiguous(), square, *random, history, role, amax
+    key, count, lane = (None, None, 0) if draw is None else (draw.key, draw.draw, draw.lane)
+    data, scale_inv, data_t, scale_inv_t, global_scale_inv = quantize_four_bits(
+        t.contiguous(), square, key, count, lane, history, role, amax
     )
-    along, across = (
-        Operand(data, scale, E2M1, tile, global_scale_inv=global_scale_inv)
-        for data, scale in (made[:2], made[2:])
-    )
-    return along._replace(columnwise=across) if square else along
+    rowwise = Operand(data, scale_inv, E2M1, tile, global_scale_inv=global_scale_inv)
+    if not square:
+        return rowwise
+    columnwise = Operand(data_t, scale_inv_t, E2M1, tile, global_scale_inv=global_scale_inv)
+    return rowwise._replace(columnwise=columnwise)
 
 
 @library.custom_op("fp8cfg::quantize_four_bits", mutates_args=("history",), tags=NO_CUDA_GRAPH)
@@ -410,21 +516,29 @@ def quantize_four_bits(
     history: Tensor | None,
     role: int,
     amax: Tensor | None,
-) -> Made:
-    """The contiguous matrix `t` [R, C] in E2M1, two to a byte, C completed with zeros to whole 16
-    bytes, and its inverse scales, E4M3, swizzled; where they are `square` the same of its
-    transpose, else empty; and the inverse scale of the tensor, float32 []. Rounded stochastically
-    where there is a `key`. The amax, `amax` [] where others have parts of the tensor, is folded
-    into
-    `history[0, role]`, if it is given."""
+) -> NVFP4Tensors:
+    """Quantizes a contiguous matrix to E2M1.
+
+    Args:
+        t: Contiguous [R, C].
+        square: Whether a scale covers 16 x 16 elements instead of 1 x 16. Then the transpose is
+            written.
+        key: Key of stochastic rounding, int32 [2]. None rounds to nearest.
+        draw: Number of draws, int32 [].
+        lane: The lane of stochastic rounding.
+        history: Amax record. The amax is folded into `history[0, role]`.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        amax: Amax of the whole tensor, float32 [], if `t` is a shard of it.
+
+    Returns:
+        Data, two elements to a byte, rows padded to whole 16 bytes; inverse scales, E4M3, swizzled;
+        the same of the transpose, or empty tensors; the inverse global scale, float32 [].
+    """
     from fp8cfg.numerics.kernels import blocks
 
-    made = _empty_nvfp4(t, square)
-    data, scale_inv, data_t, scale_inv_t, global_scale_inv = made
-    random = None if key is None or draw is None else (key, draw)
-    seen, counts = (
-        (None, None) if history is None else (history[0, role], overflow_counter(t.device, role))
-    )
+    outputs = _empty_nvfp4(t, square)
+    data, scale_inv, data_t, scale_inv_t, global_scale_inv = outputs
+    record, counts = _record_and_counts(t, history, role)
     blocks.cast_nvfp4(
         t,
         data,
@@ -432,13 +546,13 @@ def quantize_four_bits(
         data_t if square else None,
         scale_inv_t if square else None,
         global_scale_inv,
-        random,
+        None if key is None or draw is None else (key, draw),
         lane,
-        seen,
+        record,
         amax=amax,
         counts=counts,
     )
-    return made
+    return outputs
 
 
 @quantize_four_bits.register_fake
@@ -451,21 +565,21 @@ def _(
     history: Tensor | None,
     role: int,
     amax: Tensor | None,
-) -> Made:
+) -> NVFP4Tensors:
     return _empty_nvfp4(t, square)
 
 
-def _empty_nvfp4(t: Tensor, square: bool) -> Made:
-    def of(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        whole = -(-columns // ALIGNMENT) * ALIGNMENT // 2
-        return (
-            t.new_empty((rows, whole), dtype=torch.uint8),
-            t.new_empty(swizzled_scale_size(rows, -(-columns // NVFP4_BLOCK)), dtype=torch.uint8),
-        )
+def _empty_nvfp4(t: Tensor, square: bool) -> NVFP4Tensors:
+    """Returns uninitialized tensors for the results of `quantize_four_bits`."""
+
+    def empty(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        bytes_per_row = -(-columns // ALIGNMENT) * ALIGNMENT // 2
+        scale_bytes = swizzled_scale_size(rows, -(-columns // NVFP4_BLOCK))
+        data = t.new_empty((rows, bytes_per_row), dtype=torch.uint8)
+        return data, t.new_empty(scale_bytes, dtype=torch.uint8)
 
     rows, columns = t.shape
-    return (
-        *of(rows, columns),
-        *of(*(columns, rows) if square else (0, 0)),
-        t.new_empty((), dtype=torch.float32),
-    )
+    data, scale_inv = empty(rows, columns)
+    data_t, scale_inv_t = empty(columns, rows) if square else empty(0, 0)
+    global_scale_inv = t.new_empty((), dtype=torch.float32)
+    return data, scale_inv, data_t, scale_inv_t, global_scale_inv
