@@ -1,6 +1,7 @@
-"""Fused storing of weights in float8 on a GPU: read once, and written where they are held.
+"""Weights stored in FP8 on a GPU, by the Triton kernels of kernels/launch.py.
 
-The kernels are those of launch.py; what they write is that of `store`.
+A weight is read once and written where it is stored. The results equal `fp8_weights.store` bit for
+bit. Scales and data are row-major, as a state dict has them, and not in the layout of the hardware.
 """
 
 from __future__ import annotations
@@ -35,30 +36,33 @@ from fp8cfg.numerics.quantize import count_out_of_range
 from fp8cfg.numerics.scaling import WEIGHT, Scaling, choose_tensor_scale
 from fp8cfg.schema.scalings import Tile
 
-LEAST = (8, 9)
-"""The least CUDA compute capability whose hardware converts to FP8."""
+FP8_CONVERSION_CAPABILITY = (8, 9)
+"""The lowest CUDA compute capability whose hardware converts to FP8."""
 
 
 def compute_amaxes(tensors: Sequence[Tensor], keep_nan: bool = False) -> Tensor:
-    """`amax_of` each of some tensors on one device, or with `keep_nan` `amax_or_nan`, [tensors]; on
-    a GPU each is read in one
-    launch."""
+    """Returns the amaxes of tensors on one device, float32 [tensors]. On a GPU each takes one
+    launch.
+
+    NaN is skipped, or with `keep_nan` kept.
+    """
     if not HAS_TRITON or not tensors[0].is_cuda:
-        return torch.stack(
-            [(compute_amax_or_nan if keep_nan else compute_amax)(t) for t in tensors]
-        )
+        compute = compute_amax_or_nan if keep_nan else compute_amax
+        return torch.stack([compute(t) for t in tensors])
     from fp8cfg.numerics.kernels import tensor
 
     parts = torch.zeros(len(tensors), tensor.PARTS, dtype=torch.float32, device=tensors[0].device)
-    for t, of in zip(tensors, parts.unbind(), strict=True):
+    for t, row in zip(tensors, parts.unbind(), strict=True):
         if t.numel():
-            tensor.compute_part_amaxes(t.contiguous(), of, keep_nan=keep_nan)
+            tensor.compute_part_amaxes(t.contiguous(), row, keep_nan=keep_nan)
     return parts.amax(1)
 
 
 def can_fuse_store(t: Tensor) -> bool:
-    """Whether `t` is where kernels can store it in float8: the conversion is the hardware's, whoever multiplies."""
-    return HAS_TRITON and t.is_cuda and torch.cuda.get_device_capability(t.device) >= LEAST
+    """Whether kernels can store `t` in FP8. The hardware must convert to FP8, not multiply it."""
+    if not HAS_TRITON or not t.is_cuda:
+        return False
+    return torch.cuda.get_device_capability(t.device) >= FP8_CONVERSION_CAPABILITY
 
 
 def store_and_record(
@@ -66,61 +70,83 @@ def store_and_record(
     scaling: Scaling,
     scales: Tensor | None,
     history: Tensor | None,
-    parts: AmaxGroup | None,
-    held: FP8Weight | None = None,
+    amax_group: AmaxGroup | None,
+    outputs: FP8Weight | None = None,
 ) -> FP8Weight:
-    """`store` of a matrix [out, in], whose amax is recorded in `history`, and its overflow counted.
-    One scale for all of it is that of this moment. Kernels write into the tensors that are `held`,
-    where they can, and give these back.
+    """Stores a weight in FP8, records its amax and counts its overflow.
+
+    Args:
+        master: The high-precision weight [out, in], or this rank's shard of it.
+        scaling: The recipe.
+        scales: Scales of the layer under delayed scaling, float32 [3]. None under other algorithms.
+        history: Amax record of the layer.
+        amax_group: Ranks with the other shards.
+        outputs: Tensors to write into, if kernels can.
+
+    Returns:
+        The FP8 weight: `outputs`, or new tensors.
     """
-    held = held if held is not None and _writable(held, master) else None
-    if four := store_nvfp4_fused(master, scaling, history, held, parts):
-        return four
+    if outputs is not None and not _can_write(outputs, master):
+        outputs = None
+    record = None if history is None else history[0, WEIGHT]
+
+    nvfp4_weight = store_nvfp4_fused(master, scaling, history, outputs, amax_group)
+    if nvfp4_weight is not None:
+        return nvfp4_weight
+
     if scaling.tile(WEIGHT, 1) is not None:
-        made = store_tiles_fused(
-            master, scaling, (1, 0) if scaling.directional(WEIGHT) else (1,), history, held, parts
-        )
-        record = None if history is None else history[0, WEIGHT]
-        if made:
-            return FP8Weight(*made[1], *made.get(0, (None, None)))
-        stored = store(master, scaling, record=record, parts=parts)
+        axes = (1, 0) if scaling.directional(WEIGHT) else (1,)
+        stored = store_tiles_fused(master, scaling, axes, history, outputs, amax_group)
+        if stored:
+            data, scale_inv = stored[1]
+            dgrad, dgrad_scale_inv = stored.get(0, (None, None))
+            return FP8Weight(data, scale_inv, dgrad, dgrad_scale_inv)
+        weight = store(master, scaling, record=record, parts=amax_group)
         if record is not None:
             count_out_of_range(master, WEIGHT, record, None, scaling.forward)
-        return stored
+        return weight
+
     if can_fuse_store(master) and can_fuse_tensor(master, scaling, None):
         t = master.contiguous()
-        data, scale_inv = held[:2] if held else _empty(t, scaling.forward.dtype)
-        store_tensor(
-            t,
-            scales,
-            history,
-            *scale_inputs(t, WEIGHT, scaling, scales, parts),
-            WEIGHT,
-            data,
-            scale_inv,
-        )
+        if outputs is None:
+            data, scale_inv = _empty(t, scaling.forward.dtype)
+        else:
+            data, scale_inv = outputs.data, outputs.scale_inv
+        amax, target, power_2 = scale_inputs(t, WEIGHT, scaling, scales, amax_group)
+        store_tensor(t, scales, history, amax, target, power_2, WEIGHT, data, scale_inv)
         return FP8Weight(data, scale_inv)
+
     scale = choose_tensor_scale(
-        master, WEIGHT, scaling, scales, history, record=True, amax_group=parts
+        master, WEIGHT, scaling, scales, history, record=True, amax_group=amax_group
     )
-    if history is not None:
-        count_out_of_range(master, WEIGHT, history[0, WEIGHT], scale, scaling.forward)
+    if record is not None:
+        count_out_of_range(master, WEIGHT, record, scale, scaling.forward)
     return store(master, scaling, scale)
 
 
 def store_scaled(
     t: Tensor, scaling: Scaling, scale: Tensor, record: Tensor | None = None
 ) -> FP8Weight:
-    """`store` of some rows of a matrix with its one scale [], which is not 0. Kernels count its
-    overflow, and plain operations do
-    where there is a `record`, [], of its amax."""
+    """Stores rows of a weight with a known scale.
+
+    Args:
+        t: Rows of the weight.
+        scaling: The recipe.
+        scale: Scale of the whole weight, float32 []. Not 0.
+        record: Running maximum, float32 [], that has the amax of `t`. Plain torch operations count
+            overflow only with it. Kernels always do.
+    """
     if not can_fuse_store(t) or not can_fuse_tensor(t, scaling, None):
         if record is not None:
             count_out_of_range(t, WEIGHT, record, scale, scaling.forward)
         return store(t, scaling, scale)
-    made, of = _empty(t, scaling.forward.dtype), scale.view(1)
-    store_tensor(t.contiguous(), of, None, of, scaling.forward.max, False, 0, *made)
-    return FP8Weight(*made)
+    data, scale_inv = _empty(t, scaling.forward.dtype)
+    # As a delayed scale of role 0 that is set: the kernel reads no amax.
+    scales = scale.view(1)
+    store_tensor(
+        t.contiguous(), scales, None, scales, scaling.forward.max, False, 0, data, scale_inv
+    )
+    return FP8Weight(data, scale_inv)
 
 
 def store_tiles_fused(
@@ -128,102 +154,146 @@ def store_tiles_fused(
     scaling: Scaling,
     axes: Sequence[int],
     history: Tensor | None = None,
-    held: FP8Weight | None = None,
-    parts: AmaxGroup | None = None,
+    outputs: FP8Weight | None = None,
+    amax_group: AmaxGroup | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """The matrix `t` [R, C] and its inverse scales, as `FP8Weight` has them, for products that
-    contract each of its dimensions `axes`, in one read; empty where there is no kernel that can.
-    They are in the tensors that are `held`, if these are given. An infinite amax goes into
-    `history`, if it is given. Scales of rows or columns of which others have `parts` are those of
-    the
-    whole."""
-    fmt, tile = scaling.forward, scaling.tile(WEIGHT, 1)
-    if (
-        not axes
-        or tile is None
-        or not can_fuse_store(t)
-        or not can_fuse_tiles(t, tile, scaling, None)
-    ):
+    """Stores a weight with scales of tiles, in one read.
+
+    Args:
+        t: The weight [R, C].
+        scaling: The recipe.
+        axes: The dimensions that GEMMs contract.
+        history: An infinite amax is recorded in it.
+        outputs: Tensors to write into.
+        amax_group: Ranks with the other shards of rows or columns.
+
+    Returns:
+        For each of `axes` data and inverse scales as in FP8Weight. Empty if no kernel can store
+        `t`.
+    """
+    tile = scaling.tile(WEIGHT, 1)
+    if not axes or tile is None:
         return {}
-    of_scales = torch.uint8 if max(tile) == MX_BLOCK else torch.float32
+    if not can_fuse_store(t) or not can_fuse_tiles(t, tile, scaling, None):
+        return {}
+    t = t.contiguous()
+    dtype = scaling.forward.dtype
+    scale_dtype = torch.uint8 if max(tile) == MX_BLOCK else torch.float32
 
-    def room(axis: int) -> tuple[Tensor | None, Tensor | None]:
-        if axis not in axes:
-            return None, None
-        if held:
-            return (held.data, held.scale_inv) if axis else (held.dgrad, held.dgrad_scale_inv)
-        return _empty(t, fmt.dtype, tile if axis else (tile[1], tile[0]), of_scales)
+    data, scale_inv, amaxes = None, None, None
+    if 1 in axes:
+        if outputs is None:
+            data, scale_inv = _empty(t, dtype, tile, scale_dtype)
+        else:
+            data, scale_inv = outputs.data, outputs.scale_inv
+        amaxes = reduce_tile_amaxes(t, WEIGHT, scaling, 1, amax_group)
+    dgrad, dgrad_scale_inv, amaxes_t = None, None, None
+    if 0 in axes:
+        if outputs is None:
+            dgrad, dgrad_scale_inv = _empty(t, dtype, (tile[1], tile[0]), scale_dtype)
+        else:
+            dgrad, dgrad_scale_inv = outputs.dgrad, outputs.dgrad_scale_inv
+        amaxes_t = reduce_tile_amaxes(t, WEIGHT, scaling, 0, amax_group)
 
-    into, t = {axis: room(axis) for axis in (1, 0)}, t.contiguous()
-    amaxes = [
-        reduce_tile_amaxes(t, WEIGHT, scaling, axis, parts) if axis in axes else None
-        for axis in (1, 0)
-    ]
     store_blocks(
-        t, tile[1], scaling.power_2_scales, tile[0] > 1, *into[1], *into[0], history, *amaxes
+        t,
+        tile[1],
+        scaling.power_2_scales,
+        tile[0] > 1,
+        data,
+        scale_inv,
+        dgrad,
+        dgrad_scale_inv,
+        history,
+        amaxes,
+        amaxes_t,
     )
-    return {
-        axis: (data, scale_inv)
-        for axis, (data, scale_inv) in into.items()
-        if data is not None and scale_inv is not None
-    }
+    stored = {}
+    if data is not None and scale_inv is not None:
+        stored[1] = data, scale_inv
+    if dgrad is not None and dgrad_scale_inv is not None:
+        stored[0] = dgrad, dgrad_scale_inv
+    return stored
 
 
 def store_nvfp4_fused(
     t: Tensor,
     scaling: Scaling,
     history: Tensor | None = None,
-    held: FP8Weight | None = None,
-    parts: AmaxGroup | None = None,
+    outputs: FP8Weight | None = None,
+    amax_group: AmaxGroup | None = None,
     amax: Tensor | None = None,
 ) -> FP8Weight | None:
-    """`store` of the matrix `t` under NVFP4, in the tensors that are `held`, if these are given,
-    with its amax into `history`; of some rows of a matrix with the `amax` [] of it all. None under
-    other scalings, and where there is no kernel that can.
+    """Stores a weight under NVFP4.
+
+    Args:
+        t: The weight [R, C], or rows of it.
+        scaling: The recipe.
+        history: Amax record. The amax is folded into it.
+        outputs: Tensors to write into.
+        amax_group: Ranks with the other shards.
+        amax: Amax of the whole weight, float32 [], if it is known.
+
+    Returns:
+        The stored weight. None under other algorithms, or if no kernel can store `t`.
     """
     if not scaling.layout.two_levels or not can_fuse_store(t) or not t.numel():
         return None
-    held, t = held or _empty_four_bits(t, scaling), t.contiguous()
-    if amax is None and (group := parts and parts.group_of(WEIGHT)):
-        amax = all_reduce_max_or_nan(compute_amax_if_unset(t, None, 0, keep_nan=True)[0], group)
-    _, _, dgrad, dgrad_scale_inv, global_scale_inv = held
-    assert global_scale_inv is not None, "there are two levels"
+    weight = _empty_nvfp4(t, scaling) if outputs is None else outputs
+    t = t.contiguous()
+    group = None if amax_group is None else amax_group.group_of(WEIGHT)
+    if amax is None and group is not None:
+        local_amax = compute_amax_if_unset(t, None, 0, keep_nan=True)[0]
+        amax = all_reduce_max_or_nan(local_amax, group)
+    assert weight.global_scale_inv is not None, "NVFP4 has a global scale"
     store_four_bits(
-        t, held.data, held.scale_inv, dgrad, dgrad_scale_inv, global_scale_inv, history, amax
+        t,
+        weight.data,
+        weight.scale_inv,
+        weight.dgrad,
+        weight.dgrad_scale_inv,
+        weight.global_scale_inv,
+        history,
+        amax,
     )
-    return held
+    return weight
 
 
 def _empty(
-    t: Tensor, dtype: torch.dtype, tile: Tile = (0, 0), of_scales: torch.dtype = torch.float32
+    t: Tensor, dtype: torch.dtype, tile: Tile = (0, 0), scale_dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """A matrix of the shape of `t`, and the scales of its tiles, with anything in them."""
-    down, across = (
-        -(-n // size) for n, size in zip(t.shape, tile_shape(t.shape, tile), strict=True)
-    )
-    return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format), t.new_empty(
-        () if tile == (0, 0) else (down, across), dtype=of_scales
-    )
+    """Returns an uninitialized matrix of the shape of `t` and the scales of its tiles."""
+    data = torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
+    if tile == (0, 0):
+        return data, t.new_empty((), dtype=scale_dtype)
+    r, c = tile_shape(t.shape, tile)
+    rows, columns = t.shape
+    return data, t.new_empty((-(-rows // r), -(-columns // c)), dtype=scale_dtype)
 
 
-def _empty_four_bits(t: Tensor, scaling: Scaling) -> FP8Weight:
-    """What `store` makes of `t` under NVFP4, with anything in it."""
-    square, dtype = not scaling.directional(WEIGHT), scaling.forward.dtype
-    data, scale_inv = _empty(
-        t, dtype, (NVFP4_BLOCK if square else 1, NVFP4_BLOCK), torch.float8_e4m3fn
-    )
-    dgrad, dgrad_scale_inv = (
-        (None, None) if square else _empty(t, dtype, (NVFP4_BLOCK, 1), torch.float8_e4m3fn)
-    )
-    return FP8Weight(data, scale_inv, dgrad, dgrad_scale_inv, t.new_empty((), dtype=torch.float32))
+def _empty_nvfp4(t: Tensor, scaling: Scaling) -> FP8Weight:
+    """Returns an uninitialized NVFP4 weight."""
+    dtype, scale_dtype = scaling.forward.dtype, torch.float8_e4m3fn
+    global_scale_inv = t.new_empty((), dtype=torch.float32)
+    if not scaling.directional(WEIGHT):
+        data, scale_inv = _empty(t, dtype, (NVFP4_BLOCK, NVFP4_BLOCK), scale_dtype)
+        return FP8Weight(data, scale_inv, global_scale_inv=global_scale_inv)
+    data, scale_inv = _empty(t, dtype, (1, NVFP4_BLOCK), scale_dtype)
+    dgrad, dgrad_scale_inv = _empty(t, dtype, (NVFP4_BLOCK, 1), scale_dtype)
+    return FP8Weight(data, scale_inv, dgrad, dgrad_scale_inv, global_scale_inv)
 
 
-def _writable(held: FP8Weight, master: Tensor) -> bool:
-    """Whether a kernel that reads `master` can write into the tensors that are `held`."""
-    there = [t for t in held if t is not None]
-    return held.data.shape == master.shape and all(
-        type(t) is Tensor and t.device == master.device and t.is_contiguous() for t in there
-    )
+def _can_write(weight: FP8Weight, master: Tensor) -> bool:
+    """Whether a kernel that reads `master` can write into the tensors of `weight`."""
+    if weight.data.shape != master.shape:
+        return False
+    for t in weight:
+        if t is None:
+            continue
+        # A subclass, such as a tensor of FSDP2, has no plain memory.
+        if type(t) is not Tensor or t.device != master.device or not t.is_contiguous():
+            return False
+    return True
 
 
 @library.custom_op(
@@ -244,10 +314,21 @@ def store_blocks(
     amaxes: Tensor | None,
     amaxes_t: Tensor | None,
 ) -> None:
-    """The contiguous matrix `t` [R, C], a weight, into float8 `data` [R, C] with scales for 1 x
-    `width` elements, or their square, and into `dgrad` [R, C] with scales for `width` x 1, or
-    either alone. The `width` is that of `quantize_blocks`. Scales are
-    row-major, float32 or bytes of E8M0."""
+    """Quantizes a contiguous weight with scales of tiles.
+
+    Args:
+        t: Contiguous [R, C].
+        width: See `quantize_blocks`.
+        power_2: See `quantize_blocks`.
+        square: See `quantize_blocks`.
+        data: float8 [R, C] with scales of 1 x `width` or squares, written. None leaves it out.
+        scale_inv: Its inverse scales, row-major, float32 or bytes of E8M0.
+        dgrad: float8 [R, C] with scales of `width` x 1, written. None leaves it out.
+        dgrad_scale_inv: Its inverse scales.
+        history: An infinite amax is recorded in it.
+        amaxes: Amaxes of rows if they are known, [R].
+        amaxes_t: Amaxes of columns if they are known, [C].
+    """
     cast_tiles(
         t,
         width,
@@ -280,17 +361,23 @@ def store_four_bits(
     history: Tensor | None,
     amax: Tensor | None,
 ) -> None:
-    """The contiguous matrix `t` [R, C], a weight, in E2M1 into E4M3 `data` [R, C], with E4M3 scales
-    for 16x16 elements, or, where there is a `dgrad` [R, C], for 1x16 and there for 16x1; row-major.
-    The `amax` is that of `t` where none is given, and is folded
-    into `history`, if that is."""
+    """Quantizes a contiguous weight to E2M1, stored as E4M3 bytes with E4M3 scales, row-major.
+
+    Args:
+        t: Contiguous [R, C].
+        data: [R, C], written. Its tiles are 16 x 16 without `dgrad`, and 1 x 16 with it.
+        scale_inv: Its inverse scales, written.
+        dgrad: [R, C] with tiles of 16 x 1, written.
+        dgrad_scale_inv: Its inverse scales, written.
+        global_scale_inv: float32 [], written.
+        history: Amax record. The amax is folded into it.
+        amax: Amax of the whole weight, float32 []. Defaults to the amax of `t`.
+    """
     from fp8cfg.numerics.kernels import blocks
 
-    seen, counts = (
-        (None, None)
-        if history is None
-        else (history[0, WEIGHT], overflow_counter(t.device, WEIGHT))
-    )
+    record, counts = None, None
+    if history is not None:
+        record, counts = history[0, WEIGHT], overflow_counter(t.device, WEIGHT)
     blocks.cast_nvfp4(
         t,
         data,
@@ -298,7 +385,7 @@ def store_four_bits(
         dgrad,
         dgrad_scale_inv,
         global_scale_inv,
-        record=seen,
+        record=record,
         transpose=False,
         amax=amax,
         counts=counts,
@@ -319,10 +406,11 @@ def store_tensor(
     data: Tensor,
     scale_inv: Tensor,
 ) -> None:
-    """The contiguous matrix `t` into float8 `data` and its inverse scale, by the rule of `quantize_tensor`."""
+    """Quantizes a contiguous weight with one scale. See `quantize_tensor`."""
     from fp8cfg.numerics.kernels import tensor
 
-    fmt, counts = FORMAT_BY_DTYPE[data.dtype], overflow_counter(t.device, WEIGHT)
+    fmt = FORMAT_BY_DTYPE[data.dtype]
+    counts = overflow_counter(t.device, WEIGHT)
     tensor.cast(
         t,
         scales,
