@@ -1,26 +1,27 @@
-"""FP8 arithmetic in plain torch: formats, scalings, quantization, GEMMs and the FP8 linear layer. Read formats, scaling,
-quantize, gemm, fp8_linear, amax_update.
+"""FP8 arithmetic in plain torch: formats, scaling, quantization, GEMMs and the FP8 linear layer.
 
-A linear layer y = x Wᵀ multiplies three times in one training step:
+Read in this order: formats, amax, scaling, quantize, gemm, fp8_linear, amax_update. kernels/ has the
+Triton kernels, codecs the storage of weights and optimizer state.
 
-    fprop   y  = x  @ Wᵀ      activations and weights: many values of similar size     -> E4M3, more mantissa
-    dgrad   dx = dy @ W       gradients span many powers of two and tolerate noise     -> E5M2, more exponent
+A linear layer y = x Wᵀ has three GEMMs in a training step:
+
+    fprop   y  = x  @ Wᵀ    activations and weights: many values of similar size   E4M3, more mantissa
+    dgrad   dx = dy @ W     gradients span many powers of two and tolerate noise   E5M2, more exponent
     wgrad   dW = dyᵀ @ x
 
-Hardware with FP8 multiplies eight-bit operands twice as fast as sixteen-bit ones and accumulates in float32. Eight bits
-reach only from 2^-9 to 448 (E4M3), so a tensor is first multiplied by a *scale* that brings its largest magnitude, the
-*amax*, to the top of that range, and the product is multiplied by the inverse scales. The scalings differ in how many
-elements share a scale, and in where it comes from:
+FP8 hardware multiplies 8-bit operands twice as fast as 16-bit ones and accumulates in float32. E4M3
+reaches only from 2^-9 to 448. So a tensor is first multiplied by a scale that moves its largest
+magnitude, the amax, to the top of that range. The GEMM multiplies its result by the inverse scales. The
+scaling algorithms differ in how many elements share a scale, and in where it comes from:
 
-    delayed   one a tensor, predicted from the amaxes of the steps before: no extra pass over memory, wrong after a jump
-    current   one a tensor (or a row), from the amax of this very tensor: one more pass
-    block     one for 128 elements, for 128x128 of a weight: an outlier costs its neighbours alone, so E4M3 everywhere
-    mxfp8     one for 32 elements, a power of two in eight bits
-    nvfp4     one for 16 elements of four bits, under one for the tensor
+    delayed   a tensor           from the amaxes of past steps: one read, but wrong after a jump
+    current   a tensor or row    from the amax of the tensor itself: two reads
+    block     128 elements, or 128 x 128 of a weight: an outlier affects only its neighbors
+    mxfp8     32 elements        a power of two in 8 bits
+    nvfp4     16 4-bit elements  below a global scale of the tensor
 
-Format pairing and scaling follow Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, and to the bit
-Transformer Engine 2.20 (common/recipe/delayed_scaling.cu, common/recipe/recipe_common.cuh); scaling.py and quantize.py name the
-sources of the other scalings.
+Formats and scaling follow Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433, and
+equal Transformer Engine 2.20 bit for bit. scaling.py names the source of each algorithm.
 """
 
 from __future__ import annotations

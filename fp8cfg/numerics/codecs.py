@@ -1,22 +1,23 @@
 """Storage codecs: weights, gradients and optimizer moments in fewer than 32 bits.
 
-A stored tensor is a tuple of plain tensors, `(data,)` or `(data, scale_inv)`; its value is data x scale_inv. A codec is a
-format, a rule for the scale, and a rounding:
+A stored tensor is a tuple of plain tensors, `(data,)` or `(data, scale_inv)`. Its value is
+data x scale_inv. A codec is a format, a rule for the scale, and a rounding:
 
-    fp32 bf16 fp16   no scale
-    fp16_scaled      one scale a tensor, a power of two: MS-AMP's weights, masters and second moments
-    fp8_pow2         one scale a tensor, a power of two: MS-AMP's gradients and first moments
-    fp8              one scale a tensor, which brings its amax to exactly the maximum
-    fp8_block        such a scale for every 128 elements; of second moments the square root, rounded stochastically
-    fp8_expand       of every 128 elements a power that fills the range of FP8, see codecs.py: COAT's moments
+    fp32 bf16 fp16   no scale fp16_scaled      one scale for a tensor, a power of two: MS-AMP's
+    weights, masters, second moments fp8_pow2         one scale for a tensor, a power of two:
+    MS-AMP's gradients and first moments fp8              one scale for a tensor, which moves its
+    amax to exactly the maximum fp8_block        such a scale for 128 elements; second moments as
+    square roots fp8_expand       a power for 128 elements that fills the range of FP8: COAT's
+    moments
 
-A power of two costs no rounding, but it stands still while a tensor decays: an average of rate beta whose step 1 - beta is
-less than half a unit of the format then rounds back to where it was, for ever. An exact scale moves with the amax and takes
-the codes along. Second moments span twice the powers of two that gradients do; on a linear FP8 grid most of them become 0,
-and Adam divides by them. Their square roots fit, and what is not 0 is kept from becoming 0.
+A power of two costs no rounding. But it does not move while a tensor decays: if the step 1 - beta
+of a moving average is less than half a unit of the format, the average rounds back to its old value
+forever. An exact scale moves with the amax, and the codes with it. Second moments span twice the
+powers of two that gradients do. On a linear FP8 grid most of them become 0, and Adam divides by
+them. Their square roots fit, and values above 0 do not become 0.
 
-A tensor, or a block, that holds an infinity or NaN gets a scale that is not finite and decodes to NaN as a whole: what was in
-it is lost, and that shows. Codecs without a scale treat each element as torch does.
+A tensor or a block with an infinity or NaN gets a scale that is not finite. All of it decodes to
+NaN. Codecs without a scale treat each element as torch does.
 """
 
 from __future__ import annotations
@@ -44,108 +45,6 @@ from fp8cfg.numerics.formats import (
     uniform_numbers,
 )
 
-STEPS = 16
-"""k is a multiple of 1 / STEPS."""
-LEAST, MOST = 3, 16 * STEPS
-"""Bounds of k, in steps."""
-
-
-def _below(x: Tensor) -> Tensor:
-    """Float64 `x` as float32, rounded down: y > x and y > _below(x) are the same for every float32 y."""
-    nearest = x.float()
-    return torch.where(
-        nearest.double() > x, nearest.nextafter(torch.full_like(nearest, -math.inf)), nearest
-    )
-
-
-def _keys(values: Tensor, k: Tensor) -> Tensor:
-    """Float32 `values` from 0 to 1, [.., n], of rows whose k, in steps, is `k`, int64 [..], as int64 that ascend with k and, for
-    one k, with values, as the bits of a float32 do, of which 1 has 30. NaN is beyond all of its row.
-    """
-    return k[:, None] * 2**30 + values.view(torch.int32)
-
-
-class _Tables(NamedTuple):
-    """By k, in steps: the values of the 127 codes, over the largest, [.. x 127] and their keys, the keys of where they meet
-    [.. x 126]. And, ascending, the widest range of a block for each k, from MOST down to LEAST."""
-
-    values: Tensor
-    codes: Tensor
-    meets: Tensor
-    ranges: Tensor
-
-
-def _tables() -> _Tables:
-    codes = torch.arange(127, dtype=torch.uint8, device="cpu").view(E4M3.dtype).double() / E4M3.max
-    steps = torch.arange(MOST + 1, device="cpu")
-    roots = STEPS / steps[:, None].double().clamp(min=LEAST)
-    meets = ((codes[1:] + codes[:-1]) / 2) ** roots
-    values = (codes**roots).float()
-    return _Tables(
-        values.flatten(),
-        _keys(values, steps).flatten(),
-        _keys(_below(meets), steps).flatten(),
-        _below((E4M3.max**2 / 2) ** roots[LEAST:, 0].flip(0)),
-    )
-
-
-_TABLES = _tables()
-_ON_GPU: dict[int | None, _Tables] = {}
-"""The tables on each GPU, sent once: compiled code would send them anew for each tensor, and wait each time."""
-
-
-def send_tables(device: torch.device) -> None:
-    """Send the tables to `device`, if it is a GPU that has none yet: before code that uses them there is compiled."""
-    if device.type == "cuda" and device.index not in _ON_GPU:
-        _ON_GPU[device.index] = _Tables(*(sent(table, device) for table in _TABLES))
-
-
-def _on(device: torch.device) -> _Tables:
-    if device.type == "cuda":
-        if not torch.compiler.is_compiling():
-            send_tables(device)
-        return _ON_GPU[device.index]
-    return _Tables(*(table.to(device) for table in _TABLES))
-
-
-def scales(rows: Tensor) -> Tensor:
-    """For each row of float32 `rows` [blocks, block] its largest magnitude and k, float32 [blocks, 2]. The first is NaN where
-    something in the row is not finite."""
-    x = rows.abs()
-    largest, smallest = x.amax(-1), torch.where(x == 0, math.inf, x).amin(-1)
-    narrower = torch.searchsorted(_on(x.device).ranges, largest / smallest)
-    k = (MOST - narrower).clamp(min=LEAST).float() / STEPS
-    return torch.stack(
-        [torch.where(largest < math.inf, largest.clamp(min=2.0**-126), math.nan), k], -1
-    )
-
-
-def encode(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:
-    """The codes, E4M3 [blocks, block], of float32 `rows`: nearest among the powers, as COAT has it, or with the random numbers `u`
-    stochastic among the values themselves. What is not 0 does not become 0."""
-    x, k, tables = rows.abs() / scales[:, :1], _steps(scales), _on(rows.device)
-    if u is None:
-        code = (torch.bucketize(_keys(x, k), tables.meets) - 126 * k[:, None]).clamp(max=126)
-    else:
-        first = 127 * k[:, None]
-        code = (torch.bucketize(_keys(x, k), tables.codes, right=True) - 1 - first).clamp(0, 125)
-        lower, upper = tables.values[first + code], tables.values[first + code + 1]
-        code = code + (u < (x - lower) / (upper - lower))
-    code = torch.where(rows != 0, code.clamp(min=1), code)
-    return torch.where(rows < 0, code + 128, code).to(torch.uint8).view(E4M3.dtype)
-
-
-def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """The float32 values of `codes`, the bytes [blocks, block] that `encode` returned."""
-    code = codes.long()
-    values = _on(codes.device).values[_steps(scales)[:, None] * 127 + (code & 127)]
-    return torch.where(code > 127, -values, values) * scales[:, :1]
-
-
-def _steps(scales: Tensor) -> Tensor:
-    return (scales[:, 1] * STEPS).long()
-
-
 EncodedTensor = tuple[Tensor, ...]
 Rounding = Literal["nearest", "stochastic"]
 
@@ -153,17 +52,26 @@ FP32 = Format("fp32", torch.float32, torch.finfo(torch.float32).max, 23, -126)
 BF16 = Format("bf16", torch.bfloat16, torch.finfo(torch.bfloat16).max, 7, -126)
 FP16 = Format("fp16", torch.float16, 65504.0, 10, -14)
 CHUNK = 1 << 16
-"""Elements that eager code widens to float32 at a time: what fits a CPU's cache."""
+"""Elements that eager code converts to float32 at a time. They fit into the cache of a CPU."""
 GPU_CHUNK = 1 << 22
-"""The same on a GPU, where each piece costs launches: 16 MiB a tensor."""
+"""The same on a GPU, where each chunk costs launches: 16 MiB for a tensor."""
 BLOCK = 128
 """Elements that share a scale in the codecs with blocks."""
+MIN_SCALE_INV = 2.0**-126
+"""The smallest inverse scale. Smaller ones could become 0."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How one tensor is stored. `block` elements share a scale, the whole tensor where it is 0. With `root` the square root is
-    stored, of values that are not negative; with `expand` a power, and a block's scale is two numbers.
+    """How a tensor is stored.
+
+    Attributes:
+        format: Format of the data.
+        scaling: The rule for the scale.
+        block: Elements that share a scale. 0 is the whole tensor.
+        root: Whether the square root is stored, of values that are not negative.
+        expand: Whether a power is stored (COAT). The scale of a block has two numbers then.
+        rounding: Rounding of the data.
     """
 
     format: Format
@@ -180,10 +88,17 @@ class Codec:
             raise ValueError("expand: needs blocks, and E4M3")
 
     def __str__(self) -> str:
-        """The meaning of the stored bytes, as in `e4m3 exact 128 root`; the rounding is not part of it."""
-        power = "root" if self.root else "expand" if self.expand else ""
-        words = (self.format.name, self.scaling != "none" and self.scaling, self.block, power)
-        return " ".join(str(word) for word in words if word)
+        """The meaning of the stored bytes, without the rounding: `e4m3 exact 128 root`."""
+        words = [self.format.name]
+        if self.scaling != "none":
+            words.append(self.scaling)
+        if self.block:
+            words.append(str(self.block))
+        if self.root:
+            words.append("root")
+        elif self.expand:
+            words.append("expand")
+        return " ".join(words)
 
     @property
     def per_tensor(self) -> bool:
@@ -192,52 +107,62 @@ class Codec:
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes of an element and its share of a block's scale; a scale for the whole tensor is four bytes more, once."""
-        return self.format.dtype.itemsize + (
-            (8 if self.expand else 4) / self.block if self.block else 0.0
-        )
+        """Bytes of an element and its share of the scale of a block."""
+        itemsize = self.format.dtype.itemsize
+        if not self.block:
+            return itemsize  # a scale for the whole tensor is 4 bytes more, once
+        scale_bytes = 8 if self.expand else 4
+        return itemsize + scale_bytes / self.block
 
     def zeros(self, shape: torch.Size, device: torch.device) -> EncodedTensor:
-        """A stored tensor of zeros, with scale 1."""
+        """Returns a stored tensor of zeros with scale 1."""
         data = torch.zeros(shape, dtype=self.format.dtype, device=device)
         if self.expand:
             send_tables(data.device)
         if self.scaling == "none":
             return (data,)
-        scales = (
-            (math.ceil(data.numel() / self.block), *((2,) if self.expand else ()))
-            if self.block
-            else ()
-        )
-        return (data, torch.ones(scales, dtype=torch.float32, device=device))
+        scale_shape: tuple[int, ...] = ()
+        if self.block:
+            scale_shape = (math.ceil(data.numel() / self.block),)
+        if self.expand:
+            scale_shape = (*scale_shape, 2)
+        return (data, torch.ones(scale_shape, dtype=torch.float32, device=device))
 
     def encode(
         self, x: Tensor, key: Tensor | None = None, scale_inv: Tensor | None = None
     ) -> EncodedTensor:
-        """Float32 `x`, any shape, as this codec stores it; `x` itself under fp32. `key` is for stochastic rounding, `scale_inv` the
-        scale of a whole tensor of which `x` is a part."""
+        """Encodes a tensor.
+
+        Args:
+            x: float32 of any shape.
+            key: Key of stochastic rounding.
+            scale_inv: Scale of the whole tensor, if `x` is a part of it.
+
+        Returns:
+            The stored tensor. Under fp32 its data is `x` itself.
+        """
         if self.scaling == "none":
             return (self._quantize(x, None, key),)
         if scale_inv is None:
-            scale_inv = (
-                self._scales_of_rows(x) if self.block else self.scale_inv(compute_amax_or_nan(x))
-            )
+            scale_inv = self._block_scales(x) if self.block else self._tensor_scale(x)
         return (self._quantize(x, scale_inv, key), scale_inv)
 
     def decode(self, stored: EncodedTensor) -> Tensor:
-        """The float32 values, in the shape of the data, scaled in place; the data itself under fp32."""
+        """Returns the values, float32, in the shape of the data. Under fp32 the data itself."""
         data = stored[0]
         if self.expand:
-            return self._from_rows(decode(self._rows(data.view(torch.uint8)), stored[1]), data)
-        v = data.float()
+            rows = decode_powers(self._to_rows(data.view(torch.uint8)), stored[1])
+            return self._from_rows(rows, data)
+        values = data.float()
         if self.scaling == "none":
-            return v
-        v = (
-            self._from_rows(self._rows(v).mul_(stored[1][:, None]), v)
-            if self.block
-            else v.mul_(stored[1])
-        )
-        return v * v if self.root else v
+            return values
+        # In place: `float` has made a copy.
+        if self.block:
+            rows = self._to_rows(values).mul_(stored[1][:, None])
+            values = self._from_rows(rows, values)
+        else:
+            values = values.mul_(stored[1])
+        return values * values if self.root else values
 
     def store(
         self,
@@ -246,17 +171,21 @@ class Codec:
         key: Tensor | None = None,
         scale_inv: Tensor | None = None,
     ) -> None:
-        """Write `x`, of any float dtype, into `stored`: the bits of `encode`, a piece at a time."""
+        """Writes `x`, of any float dtype, into `stored` in chunks. Same bits as `encode`."""
         flat = x.reshape(-1)
         if self.per_tensor:
             if scale_inv is None:
-                scale_inv = self.scale_inv(compute_amax_or_nan(x))
+                scale_inv = self._tensor_scale(x)
             stored[1].copy_(scale_inv)
-        for a, b in chunk_ranges(x.numel(), x.device):
-            self.write(flat[a:b].float(), self.part(stored, a, b), scale_inv, key, start=a)
+        for start, stop in chunk_ranges(x.numel(), x.device):
+            part = self.part(stored, start, stop)
+            self.write(flat[start:stop].float(), part, scale_inv, key, start=start)
 
     def part(self, stored: EncodedTensor, start: int, stop: int) -> EncodedTensor:
-        """Elements `start` to `stop`, flat, of a contiguous stored tensor: views. `start` is a multiple of the block."""
+        """Returns views of elements `start` to `stop`, flat, of a contiguous stored tensor.
+
+        `start` is a multiple of the block.
+        """
         data = stored[0].view(-1)[start:stop]
         if self.block:
             return (data, stored[1][start // self.block : math.ceil(stop / self.block)])
@@ -272,24 +201,38 @@ class Codec:
         start: Start = 0,
         skip: Tensor | None = None,
     ) -> None:
-        """Quantize float32 `x` into a part, from element `start` on, of a stored tensor. A scale of the whole tensor is given,
-        and stored by the caller; those of blocks are found and stored here. Where `skip`, a bool [], is true, nothing changes.
+        """Encodes `x` into a part of a stored tensor.
+
+        Args:
+            x: float32.
+            part: From `part`.
+            scale_inv: Scale of the whole tensor. The caller stores it. Scales of blocks are
+                computed and stored here.
+            key: Key of stochastic rounding.
+            lane: Lane of stochastic rounding.
+            start: The first element of the part.
+            skip: bool []. If true, nothing changes.
         """
         if self.block:
-            scale_inv = self._scales_of_rows(x)
+            scale_inv = self._block_scales(x)
             write_encoded(part[1], scale_inv, skip)
         write_encoded(part[0], self._quantize(x, scale_inv, key, lane, start), skip)
 
     def scale_inv(self, amax: Tensor) -> Tensor:
-        """Inverse scales from the amaxes, of any shape, of what is stored; not finite where those are not."""
+        """Returns inverse scales from amaxes of any shape. Not finite where those are not."""
         if self.scaling == "pow2":
             return reciprocal(pow2_scale(amax, self.format.max))
-        # Both operands are tensors, for a true division; below 2^-126 an inverse scale could be 0.
-        return (amax / torch.full_like(amax, self.format.max)).clamp(min=2.0**-126)
+        # Both are tensors, for a true division (scaling.py).
+        return (amax / torch.full_like(amax, self.format.max)).clamp(min=MIN_SCALE_INV)
 
-    def _scales_of_rows(self, x: Tensor) -> Tensor:
-        rows = self._rows(square_root(x) if self.root else x)
-        return scales(rows) if self.expand else self.scale_inv(rows.abs().amax(-1))
+    def _tensor_scale(self, x: Tensor) -> Tensor:
+        return self.scale_inv(compute_amax_or_nan(x))
+
+    def _block_scales(self, x: Tensor) -> Tensor:
+        rows = self._to_rows(square_root(x) if self.root else x)
+        if self.expand:
+            return compute_power_scales(rows)
+        return self.scale_inv(rows.abs().amax(-1))
 
     def _quantize(
         self,
@@ -299,52 +242,69 @@ class Codec:
         lane: int = 0,
         start: Start = 0,
     ) -> Tensor:
+        fmt = self.format
         if self.expand:
-            v = self._rows(x)
             assert scale_inv is not None, "blocks have scales"
-            return self._from_rows(encode(v, scale_inv, self._uniform(v, key, lane, start)), x)
-        v, fmt = square_root(x) if self.root else x, self.format
+            rows = self._to_rows(x)
+            codes = encode_powers(rows, scale_inv, self._uniform(rows, key, lane, start))
+            return self._from_rows(codes, x)
+        v = square_root(x) if self.root else x
         if scale_inv is not None:
-            v, by = (self._rows(v), scale_inv[:, None]) if self.block else (v, scale_inv)
-            v = v * reciprocal(by) if self.scaling == "pow2" else v / by  # the same bits, sooner
+            if self.block:
+                v = self._to_rows(v)
+                scale_inv = scale_inv[:, None]
+            # A power of two has an exact reciprocal: the same bits, and a product is faster.
+            v = v * reciprocal(scale_inv) if self.scaling == "pow2" else v / scale_inv
         if self.root:
-            v = torch.where(v > 0, v.clamp(min=2.0 ** (fmt.min_exponent - fmt.mantissa_bits)), v)
+            # Values above 0 do not become 0: Adam divides by them.
+            smallest = 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+            v = torch.where(v > 0, v.clamp(min=smallest), v)
         u = self._uniform(v, key, lane, start)
-        v = v if u is None else round_stochastic(v, fmt, u)
+        if u is not None:
+            v = round_stochastic(v, fmt, u)
         data = cast(v, fmt) if fmt.dtype.itemsize == 1 else v.to(fmt.dtype)
         return self._from_rows(data, x) if self.block else data
 
     def _uniform(self, v: Tensor, key: Tensor | None, lane: int, start: Start) -> Tensor | None:
+        """Returns the random numbers for `v`, or None if the rounding is to nearest."""
         if self.rounding == "nearest":
             return None
         if key is None:
             raise ValueError(f"codec {self}: stochastic rounding needs a key")
-        return uniform_numbers(key, lane, start, v.numel() // (key.numel() // 2)).view(v.shape)
+        num_keys = key.numel() // 2
+        return uniform_numbers(key, lane, start, v.numel() // num_keys).view(v.shape)
 
-    def _rows(self, x: Tensor) -> Tensor:
-        """`x` as [blocks, block], with zeros to the end of the last; no copy where there is nothing to add."""
+    def _to_rows(self, x: Tensor) -> Tensor:
+        """Returns `x` as [blocks, block], padded with zeros. A view if no padding is needed."""
         if x.dim() == 2 and x.shape[1] == self.block:
             return x
         flat = x.reshape(-1)
-        return (
-            F.pad(flat, (0, -flat.numel() % self.block)) if flat.numel() % self.block else flat
-        ).view(-1, self.block)
+        missing = -flat.numel() % self.block
+        if missing:
+            flat = F.pad(flat, (0, missing))
+        return flat.view(-1, self.block)
 
     def _from_rows(self, rows: Tensor, like: Tensor) -> Tensor:
-        return rows if like.shape == rows.shape else rows.view(-1)[: like.numel()].view(like.shape)
+        """Returns rows [blocks, block] in the shape of `like`. The inverse of `_to_rows`."""
+        if like.shape == rows.shape:
+            return rows
+        return rows.view(-1)[: like.numel()].view(like.shape)
 
 
 def write_encoded(target: Tensor, new: Tensor, skip: Tensor | None) -> None:
-    """Copy `new` into `target`, unless `skip`, a bool [], is true."""
-    if (
-        skip is not None and target.dtype.itemsize == 1
-    ):  # torch has no choice between float8 numbers
-        target, new = target.view(torch.uint8), new.to(target.dtype).view(torch.uint8)
-    target.copy_(new if skip is None else torch.where(skip, target, new.to(target.dtype)))
+    """Copies `new` into `target`, unless `skip`, a bool [], is true."""
+    if skip is None:
+        target.copy_(new)
+        return
+    if target.dtype.itemsize == 1:
+        # torch.where has no float8.
+        new = new.to(target.dtype).view(torch.uint8)
+        target = target.view(torch.uint8)
+    target.copy_(torch.where(skip, target, new.to(target.dtype)))
 
 
 def chunk_ranges(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """The pieces, (start, stop), in which eager code processes `count` elements on `device`."""
+    """Iterates over the chunks, (start, stop), of `count` elements on `device`."""
     step = GPU_CHUNK if device.type == "cuda" else CHUNK
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
@@ -365,21 +325,174 @@ CODECS = {
 def get_codec(
     name: str, rounding: Rounding = "nearest", fp8: Format = E4M3, second_moment: bool = False
 ) -> Codec:
-    """The codec of that name. `fp8` is the format of the three FP8 ones. Raises ValueError for an unknown name, and for
-    stochastic rounding to float32.
+    """Returns the codec with a name of CODECS.
 
-    Second moments in blocks are rounded stochastically whatever `rounding` says. To nearest they do not come down again after
-    gradients have shrunk: at beta 0.99, by a factor of 33, some stayed 1800 times too large under fp8_block, stochastically 13;
-    under fp8_expand, which COAT rounds to nearest, 940 and 6.
+    Second moments in blocks are rounded stochastically, whatever `rounding` is. Rounded to nearest
+    they do not decay after gradients have shrunk. With beta 0.99 and gradients 33 times smaller
+    some stayed 1800 times too large under fp8_block, and 13 times with stochastic rounding. Under
+    fp8_expand, which COAT rounds to nearest, it was 940 and 6 times.
+
+    Args:
+        name: A name of CODECS.
+        rounding: Rounding of the data.
+        fp8: Format of the FP8 codecs.
+        second_moment: Whether second moments are stored.
+
+    Raises:
+        ValueError: Unknown name, or stochastic rounding to float32.
     """
     if name not in CODECS:
         raise ValueError(f"codec {name!r}; choose from {', '.join(CODECS)}")
-    found = CODECS[name]
-    if found.format == FP32 and rounding != "nearest":
+    codec = CODECS[name]
+    if codec.format == FP32 and rounding != "nearest":
         raise ValueError("codec fp32: what is float32 already is not rounded")
-    found = replace(found, rounding=rounding, format=fp8 if found.format == E4M3 else found.format)
-    return (
-        replace(found, root=not found.expand, rounding="stochastic")
-        if second_moment and found.block
-        else found
+    fmt = fp8 if codec.format == E4M3 else codec.format
+    codec = replace(codec, rounding=rounding, format=fmt)
+    if second_moment and codec.block:
+        codec = replace(codec, root=not codec.expand, rounding="stochastic")
+    return codec
+
+
+# --- fp8_expand: a power for each block
+#
+# COAT (arXiv:2410.19313) stores sign(x) |x / max|^k, with an exponent k for each block that
+# stretches the block over the whole range of E4M3. Powers differ by compiler and device. So k is a
+# multiple of 1 / 16, and the values of all codes are in tables that are computed once, in float64.
+
+STEPS_PER_K = 16
+"""k is a multiple of 1 / STEPS_PER_K. "In steps" below means k * STEPS_PER_K."""
+MIN_STEPS, MAX_STEPS = 3, 16 * STEPS_PER_K
+"""Bounds of k in steps."""
+
+
+class _Tables(NamedTuple):
+    """Tables of the codes for each k in steps. A code is the byte of a positive E4M3 value.
+
+    Attributes:
+        values: Values of the 127 codes relative to the largest, [steps x 127].
+        codes: Their sort keys, [steps x 127].
+        midpoints: Sort keys of the midpoints between neighbors as powers, [steps x 126].
+        ranges: The widest range, largest / smallest, of a block for each k, ascending: from
+            MAX_STEPS down to MIN_STEPS.
+    """
+
+    values: Tensor
+    codes: Tensor
+    midpoints: Tensor
+    ranges: Tensor
+
+
+def _compute_tables() -> _Tables:
+    codes = torch.arange(127, dtype=torch.uint8, device="cpu").view(E4M3.dtype).double() / E4M3.max
+    steps = torch.arange(MAX_STEPS + 1, device="cpu")
+    roots = STEPS_PER_K / steps[:, None].double().clamp(min=MIN_STEPS)
+    midpoints = ((codes[1:] + codes[:-1]) / 2) ** roots
+    values = (codes**roots).float()
+    return _Tables(
+        values.flatten(),
+        _sort_keys(values, steps).flatten(),
+        _sort_keys(_round_down(midpoints), steps).flatten(),
+        _round_down((E4M3.max**2 / 2) ** roots[MIN_STEPS:, 0].flip(0)),
     )
+
+
+def _sort_keys(values: Tensor, k: Tensor) -> Tensor:
+    """Returns int64 keys that ascend with k and, for one k, with the values.
+
+    One search in one table then serves blocks with different k. The bits of positive float32
+    numbers are in the order of the numbers, and those of 1 have 30 bits. NaN is above all values of
+    its row.
+
+    Args:
+        values: float32 from 0 to 1, [.., n].
+        k: k of each row in steps, int64 [..].
+    """
+    return k[:, None] * 2**30 + values.view(torch.int32)
+
+
+def _round_down(x: Tensor) -> Tensor:
+    """Rounds float64 `x` down to float32. A float32 is above `x` if it is above the result."""
+    nearest = x.float()
+    below = nearest.nextafter(torch.full_like(nearest, -math.inf))
+    return torch.where(nearest.double() > x, below, nearest)
+
+
+_TABLES = _compute_tables()
+_TABLES_ON_GPU: dict[int | None, _Tables] = {}
+"""The tables on each GPU. Compiled code would copy them for each tensor, and wait each time."""
+
+
+def send_tables(device: torch.device) -> None:
+    """Copies the tables to a GPU once. Call it before code that uses them there is compiled."""
+    if device.type == "cuda" and device.index not in _TABLES_ON_GPU:
+        _TABLES_ON_GPU[device.index] = _Tables(*(sent(table, device) for table in _TABLES))
+
+
+def _tables_on(device: torch.device) -> _Tables:
+    if device.type != "cuda":
+        return _Tables(*(table.to(device) for table in _TABLES))
+    if not torch.compiler.is_compiling():
+        send_tables(device)
+    return _TABLES_ON_GPU[device.index]
+
+
+def compute_power_scales(rows: Tensor) -> Tensor:
+    """Computes the scales of blocks.
+
+    Args:
+        rows: float32 [blocks, block].
+
+    Returns:
+        float32 [blocks, 2]: the largest magnitude, NaN if something is not finite, and k.
+    """
+    x = rows.abs()
+    largest = x.amax(-1)
+    smallest = torch.where(x == 0, math.inf, x).amin(-1)
+    # The largest k whose codes still reach the smallest magnitude.
+    num_narrower = torch.searchsorted(_tables_on(x.device).ranges, largest / smallest)
+    k = (MAX_STEPS - num_narrower).clamp(min=MIN_STEPS).float() / STEPS_PER_K
+    largest = torch.where(largest < math.inf, largest.clamp(min=MIN_SCALE_INV), math.nan)
+    return torch.stack([largest, k], -1)
+
+
+def encode_powers(rows: Tensor, scales: Tensor, u: Tensor | None = None) -> Tensor:
+    """Encodes blocks. Values that are not 0 do not become 0.
+
+    Args:
+        rows: float32 [blocks, block].
+        scales: From `compute_power_scales`.
+        u: Random numbers in [0, 1) of the shape of `rows`. They round between the values of two
+            codes. None rounds to the nearest power, as COAT does.
+
+    Returns:
+        E4M3 [blocks, block].
+    """
+    x = rows.abs() / scales[:, :1]
+    k = _k_in_steps(scales)
+    tables = _tables_on(rows.device)
+    if u is None:
+        code = (torch.bucketize(_sort_keys(x, k), tables.midpoints) - 126 * k[:, None]).clamp(
+            max=126
+        )
+    else:
+        first = 127 * k[:, None]  # the first code of the row in the tables
+        position = torch.bucketize(_sort_keys(x, k), tables.codes, right=True)
+        code = (position - 1 - first).clamp(0, 125)
+        lower = tables.values[first + code]
+        upper = tables.values[first + code + 1]
+        code = code + (u < (x - lower) / (upper - lower))
+    code = torch.where(rows != 0, code.clamp(min=1), code)
+    signed = torch.where(rows < 0, code + 128, code)  # the sign bit of E4M3
+    return signed.to(torch.uint8).view(E4M3.dtype)
+
+
+def decode_powers(codes: Tensor, scales: Tensor) -> Tensor:
+    """Returns the float32 values of the bytes [blocks, block] of `encode_powers`."""
+    code = codes.long()
+    first = 127 * _k_in_steps(scales)[:, None]
+    values = _tables_on(codes.device).values[first + (code & 127)]
+    return torch.where(code > 127, -values, values) * scales[:, :1]
+
+
+def _k_in_steps(scales: Tensor) -> Tensor:
+    return (scales[:, 1] * STEPS_PER_K).long()

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import fp8cfg
-from fp8cfg.numerics.codecs import CODECS, decode, encode, get_codec, scales
+from fp8cfg.numerics.codecs import (
+    CODECS,
+    compute_power_scales,
+    decode_powers,
+    encode_powers,
+    get_codec,
+)
 from fp8cfg.numerics.formats import E4M3, random_key, square_root
 
 GRID = torch.arange(127, dtype=torch.uint8).view(E4M3.dtype).double()
@@ -44,14 +50,14 @@ def test_codes_and_values_are_coats(spread: float) -> None:
     for seed in range(20):
         x = normal(128, spread, seed)
         k, powers, values = coat(x)
-        stored = scales(x[None])
-        codes = encode(x[None], stored)[0]
+        stored = compute_power_scales(x[None])
+        codes = encode_powers(x[None], stored)[0]
         assert stored[0].tolist() == [x.abs().max().item(), k]
         gap = (powers[:, None] - (GRID[1:] + GRID[:-1]) / 2).abs().min(1)[0]
         clear = gap > 1e-5 * powers  # where rounding errors of float32 cannot decide
         assert clear.float().mean() > 0.99
         assert torch.allclose(
-            decode(codes.view(torch.uint8)[None], stored)[0][clear].double(),
+            decode_powers(codes.view(torch.uint8)[None], stored)[0][clear].double(),
             values[clear],
             rtol=3e-6,
             atol=0,
@@ -85,14 +91,17 @@ def test_any_input(x: numpy.ndarray) -> None:
 
 def test_the_ends_of_k() -> None:
     """COAT's k is infinite for equal values; below 3/16 codes would underflow."""
-    assert scales(torch.full((1, 128), -3.0))[0].tolist() == [3.0, 16.0]
+    assert compute_power_scales(torch.full((1, 128), -3.0))[0].tolist() == [3.0, 16.0]
     assert torch.equal(
         CODECS["fp8_expand"].decode(CODECS["fp8_expand"].encode(torch.full((128,), -3.0))),
         torch.full((128,), -3.0),
     )
     wide = torch.tensor([[1e38, 1e-37, 1e20, 0.0]])
-    assert scales(wide)[0, 1] == 3 / 16
-    back = decode(encode(wide, scales(wide)).view(torch.uint8), scales(wide))[0]
+    assert compute_power_scales(wide)[0, 1] == 3 / 16
+    back = decode_powers(
+        encode_powers(wide, compute_power_scales(wide)).view(torch.uint8),
+        compute_power_scales(wide),
+    )[0]
     assert back[0] == 1e38 and back[3] == 0 and 0.7e20 < back[2] < 1.4e20 and back[1] > 0
 
 
@@ -100,7 +109,10 @@ def test_k_is_the_largest_that_fits() -> None:
     for steps in (4, 15, 16, 17, 100):
         edge = torch.tensor((448**2 / 2) ** (16 / steps), dtype=torch.float64)
         for factor, expected in ((1 - 1e-6, steps), (1 + 1e-6, steps - 1)):
-            assert scales(torch.tensor([[1.0, (edge * factor).float()]]))[0, 1] * 16 == expected
+            assert (
+                compute_power_scales(torch.tensor([[1.0, (edge * factor).float()]]))[0, 1] * 16
+                == expected
+            )
 
 
 def test_what_is_not_finite_is_lost_with_its_block_alone() -> None:
