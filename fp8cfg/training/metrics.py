@@ -53,7 +53,7 @@ class MetricsLog:
         with ExitStack() as stack:
             there = stack.enter_context(folder.open(name)) if folder.kind(name) else ()
             with folder.replacing(name) as new:
-                for number, line in enumerate(_whole(there), 1):
+                for number, line in enumerate(_complete_lines(there), 1):
                     if done is not None:
                         values = _parse(f"{path}:{number}", line)
                         if values["step"] > done:
@@ -120,7 +120,7 @@ def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
     with folder.open(name) as file:
         return [
             _parse(f"{folder.path / name}:{number}", line)
-            for number, line in enumerate(_whole(file), 1)
+            for number, line in enumerate(_complete_lines(file), 1)
         ]
 
 
@@ -163,7 +163,9 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.max_steps, self.every, self._say = max_steps, every, say
+        self.max_steps = max_steps
+        self.every = every
+        self._say = say
         self._console = console or Console()
         self._clock = clock
         self._start: tuple[int, float] | None = None
@@ -200,17 +202,21 @@ class Progress:
 
     def _eta(self, step: int) -> str:
         """Time left at the pace since the first update, h:mm:ss; unknown at that update itself."""
-        first, since = self._start or (step, 0.0)
-        if step <= first:
+        first_step, began = self._start or (step, 0.0)
+        if step <= first_step:
             return "-:--:--"
-        left = round((self.max_steps - step) * (self._clock() - since) / (step - first))
-        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+        elapsed = self._clock() - began
+        seconds = round((self.max_steps - step) * elapsed / (step - first_step))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _writable(value: Value) -> Value:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    """Returns the value as JSON has it. See NON_FINITE."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def _parse(place: str, line: bytes) -> dict[str, Any]:
@@ -218,23 +224,25 @@ def _parse(place: str, line: bytes) -> dict[str, Any]:
         raw = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{place}: not a line of metrics: {_shown(line)}; delete that line"
+            f"{place}: not a line of metrics: {_quote(line)}; delete that line"
         ) from error
     if not isinstance(raw, dict) or type(raw.get("step")) is not int:
         raise ValueError(
-            f"{place}: a line of metrics without a step: {_shown(line)}; delete that line"
+            f"{place}: a line of metrics without a step: {_quote(line)}; delete that line"
         )
-    return {
-        name: NON_FINITE.get(value, value) if isinstance(value, str) else value
-        for name, value in raw.items()
-    }
+    values = {}
+    for name, value in raw.items():
+        values[name] = NON_FINITE.get(value, value) if isinstance(value, str) else value
+    return values
 
 
-def _shown(line: bytes) -> str:
+def _quote(line: bytes) -> str:
+    """Returns the beginning of a line for an error."""
     return repr(line[:80].decode(errors="replace").rstrip())
 
 
-def _whole(lines: Iterable[bytes]) -> Iterable[bytes]:
+def _complete_lines(lines: Iterable[bytes]) -> Iterable[bytes]:
+    """Leaves out a half-written last line."""
     return (line for line in lines if line.endswith(b"\n"))
 
 

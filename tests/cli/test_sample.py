@@ -92,7 +92,7 @@ def test_logits_that_are_not_finite_are_one_line(
     forward = Transformer.forward
     monkeypatch.setattr(Transformer, "forward", lambda *args: forward(*args) * torch.nan)
     for temperature in ("0", "0.8"):
-        assert main(["sample", str(run), "abc", "--tokens", "5", "--temperature", temperature]) == 1
+        assert main(["sample", str(run), "abc", "--tokens", "5", "--temperature", temperature]) == 7
         text = capsys.readouterr()
         assert text.err.splitlines()[1:] == [
             "error: step 6: 257 of 257 logits of the next token are not finite; sample an earlier checkpoint with --step"
