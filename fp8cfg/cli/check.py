@@ -28,8 +28,8 @@ Examples:
   fp8cfg check mine.yaml --json
 
 It checks types, bounds, rules between keys, layer patterns, the backends, the
-parallel layout and the training data. Notes on standard error list changed values, unusual settings
-and missing hardware.
+parallel layout and the training data. Notes on standard error list changed
+values, unusual settings and missing hardware.
 
 Options:
   --config-dir FOLDER  your own recipes and presets

@@ -173,7 +173,7 @@ def test_a_broken_entry_point_of_another_package_breaks_nothing(
         "entry_points",
         lambda **of: (Broken(error),) if of == {"group": "fp8cfg.recipes"} else real(**of),
     )
-    recipe_registry._load.cache_clear()
+    recipe_registry._import_recipes.cache_clear()
     try:
         assert main(["list", "recipe"]) == 0
         out, err = capsys.readouterr()
@@ -188,7 +188,7 @@ def test_a_broken_entry_point_of_another_package_breaks_nothing(
         assert main(["check", "recipe=theirs"]) == 2
         assert "no such recipe" in capsys.readouterr().err
     finally:
-        recipe_registry._load.cache_clear()
+        recipe_registry._import_recipes.cache_clear()
 
 
 def test_a_folder_for_runs_is_printed_escaped(

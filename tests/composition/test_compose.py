@@ -255,9 +255,9 @@ def test_a_python_recipe_through_an_entry_point(monkeypatch: pytest.MonkeyPatch)
         metadata, "entry_points", lambda group: [Point()] if group == "fp8cfg.recipes" else []
     )
     monkeypatch.setattr(recipe_registry, "_RECIPES", dict(recipes()))
-    recipe_registry._load.cache_clear()
+    recipe_registry._import_recipes.cache_clear()
     assert fp8cfg.compose(["recipe=my_python_recipe"]).name == "my_python_recipe"
-    recipe_registry._load.cache_clear()
+    recipe_registry._import_recipes.cache_clear()
 
 
 def hydra_composes(*words: str) -> None:
