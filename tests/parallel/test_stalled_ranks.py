@@ -193,7 +193,9 @@ def test_ranks_that_waited_in_vain_say_so_before_a_launcher_ends_them(
         "3": "rank 3: error: rank 2 is silent\n",
     }.items():
         monkeypatch.setenv("RANK", rank)
-        assert __main__.main([]) == 1 and [line for line in lines if line[0]] == [(5, said)]
+        assert __main__.main([]) == RankStalled.exit_code and [
+            line for line in lines if line[0]
+        ] == [(5, said)]
         lines.clear()
 
 
