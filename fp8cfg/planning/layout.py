@@ -376,7 +376,7 @@ def local_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Returns shapes of the parameters of a part before storage.shard divides them.
 
-    A tied output layer on a pipeline stage of its own has a copy of the embedding.
+    A tied output layer on another pipeline stage than the embedding has a copy of the embedding.
 
     Args:
         recipe: The recipe.

@@ -290,7 +290,7 @@ def state_limits(recipe: Recipe, ranks: int) -> list[Violation]:
     if not sizes:
         return []
     layout = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    condition = f"with data parallelism alone, not with {layout}"
+    condition = f"with data parallelism only, not with {layout}"
     if level(recipe.precision):
         return [_level_violation(recipe, condition, [strategy.key(name) for name in sizes])]
     violations = list(_comm_violations(recipe, condition))

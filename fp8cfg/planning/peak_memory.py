@@ -237,7 +237,7 @@ def count_parameters(
 ) -> Parameters:
     """Counts the parameters of a rank.
 
-    A tied output layer on a pipeline stage of its own has a copy of the embedding.
+    A tied output layer on another pipeline stage than the embedding has a copy of the embedding.
 
     Args:
         recipe: The recipe.

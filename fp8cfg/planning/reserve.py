@@ -52,7 +52,7 @@ def communicators(recipe: Recipe, part: Part, world: int) -> list[int]:
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     axes = [part.tensor, part.context, stages, part.shards, part.groups]
     if part.context == part.shards:
-        axes.remove(part.context)  # the context ranks alone shard state, with one communicator
+        axes.remove(part.context)  # only the context ranks shard state, with one communicator
     sizes = [ranks for ranks in axes if ranks > 1]
     if world > 1 and world not in sizes:
         sizes.append(world)

@@ -222,7 +222,7 @@ def test_an_impossible_recipe_is_refused_before_memory_is_taken() -> None:
     recipe.backend = "te"
     recipe.trainer.accelerator = "cpu"
     with pytest.raises(
-        fp8cfg.ConfigError, match="backend=te: Transformer Engine runs on CUDA alone"
+        fp8cfg.ConfigError, match="backend=te: Transformer Engine runs only on CUDA"
     ):
         fp8cfg.build(recipe)
 

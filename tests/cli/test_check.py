@@ -100,7 +100,7 @@ def test_a_file(capsys: Out, tmp_path: Path) -> None:
                 "opt_level=O2",
             ],
             [
-                "opt_level=O2: goes with data parallelism alone, not with pipeline_model_parallel_size=2, context_parallel_size=2; write opt_level=null"
+                "opt_level=O2: goes with data parallelism only, not with pipeline_model_parallel_size=2, context_parallel_size=2; write opt_level=null"
             ],
         ),
         (

@@ -30,7 +30,7 @@ LEVEL = [
     "opt_level=O2",
     "fp8.params=false",
     "model.recompute_granularity=full",
-]  # which goes with data parallelism alone
+]  # which goes with data parallelism only
 LARGE = ["recipe=llama_405b", "precision=bf16_fp8", "--gpu", "h100"]
 
 
@@ -206,7 +206,7 @@ def test_a_layout_that_is_not_run_is_planned_and_refused(
     assert "; write opt_level=null; as a smoke run: fp8cfg recipe=llama_405b " in lines[-1]
     assert lines[-1].endswith(" trainer.smoke=true")
     assert (
-        "\ndoes not run as it stands: opt_level=O2: goes with data parallelism alone, not\n" in out
+        "\ndoes not run as it stands: opt_level=O2: goes with data parallelism only, not\n" in out
         and "\nruns with: trainer.smoke=true\n" in out
     )
     assert "\nplanned for, not run: training in this version has no such layout\n" in out

@@ -14,7 +14,7 @@ from tests.support.ranks import launch
 from tests.support.small import small, small_words
 
 CONTEXT = "trainer.strategy.context_parallel_size"
-ALONE = "with data parallelism alone, not with context_parallel_size=2"
+ALONE = "with data parallelism only, not with context_parallel_size=2"
 
 
 @pytest.mark.parametrize(

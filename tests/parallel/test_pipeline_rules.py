@@ -11,7 +11,7 @@ from tests.support.small import small
 
 PIPELINE = "trainer.strategy.pipeline_model_parallel_size"
 KEY = "pipeline_model_parallel_size=2"
-ALONE = f"with data parallelism alone, not with {KEY}"
+ALONE = f"with data parallelism only, not with {KEY}"
 TWO_CHUNKS = "trainer.strategy.virtual_pipeline_model_parallel_size=2"
 
 

@@ -9,7 +9,7 @@ from tests.support.small import small
 
 TENSOR = "trainer.strategy.tensor_model_parallel_size"
 KEY = "tensor_model_parallel_size=2"
-ALONE = f"with data parallelism alone, not with {KEY}"
+ALONE = f"with data parallelism only, not with {KEY}"
 
 
 @pytest.mark.parametrize(
