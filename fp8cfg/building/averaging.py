@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8cfg.backends.any_model.linear_like import shells
+from fp8cfg.building.first_weights import make_adapters
 from fp8cfg.building.job import Job
-from fp8cfg.building.model import adapters, transformer
+from fp8cfg.building.model import make_transformer
 from fp8cfg.conversion.convert import convert_back
 from fp8cfg.numerics.weight_storage import NarrowWeight
 from fp8cfg.optim.low_bit.adam import LowBitTraining
@@ -84,12 +85,12 @@ def _plain(job: Job) -> nn.Module:
     if not job.prepared.fsdp2:
         return convert_back(copy.deepcopy(job.model))
     recipe, data = job.recipe, job.recipe.data
-    model = transformer(
+    model = make_transformer(
         transformer_config(recipe),
         reset_attention_mask=data.reset_attention_mask,
         reset_position_ids=data.reset_position_ids,
     ).to_empty(device=job.device)  # FSDP2's are not copied
-    if (beside := adapters(recipe)) is not None:
+    if (beside := make_adapters(recipe)) is not None:
         beside.attach(model, recipe.trainer.seed)
     return model
 

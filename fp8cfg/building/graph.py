@@ -193,7 +193,7 @@ def build_plan(recipe: Recipe, custom_model: nn.Module | None = None) -> Plan:
 
 def build_model(plan: Plan, config: Model) -> PreparedModel:
     """Builds the model on its device, with its linear layers in FP8 as planned."""
-    from fp8cfg.building.assembly import prepared_model
+    from fp8cfg.building.model import prepared_model
 
     _check_section("model.config", config, plan.recipe.model)
     return prepared_model(plan)
@@ -258,7 +258,7 @@ def build_job(
 ) -> Job:
     """Puts the parts together. Each was built once."""
     from fp8cfg.backends.any_model.conversion_state import mark, refuse_ddp
-    from fp8cfg.building.assembly import planned_here
+    from fp8cfg.building.model import planned_here
 
     _check_section("recipe", recipe, plan.recipe)
     _check_plan("plan", plan, model)

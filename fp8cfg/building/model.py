@@ -1,38 +1,44 @@
-"""Job parts: the model and the prepared model of a job. Loads torch."""
+"""The model of a job: on its device, with its linear layers in FP8 and its parameters as planned.
+
+    Transformer on the meta device -> split over the ranks -> memory and first weights
+        -> FP8 layers -> storage dtypes
+
+Under FSDP2 the last steps come first: layers are converted and sharded on the meta device, so that
+no rank allocates more than its shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _NormBase
 
 from fp8cfg.backends import registry, stored_weights
 from fp8cfg.backends.any_model import linear_like
-from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.protocol import PreparedModel
-from fp8cfg.backends.stored_weights import shared_weights
-from fp8cfg.models import hf_checkpoint, lora, weight_init
-from fp8cfg.models.config import TransformerConfig, parameter_shapes, projections
-from fp8cfg.models.hf_checkpoint import Layout
+from fp8cfg.backends.stored_weights import DTYPES
+from fp8cfg.building.first_weights import WeightFiller, first_weights, make_adapters, zero_weights
+from fp8cfg.models.config import TransformerConfig
 from fp8cfg.models.lora import Adapters
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import Region, fp8_linears, seed_rounding
 from fp8cfg.numerics.amax_update import fp8_layers, reset_state
 from fp8cfg.numerics.fsdp_weights import refresh_shards
 from fp8cfg.parallel import fsdp
-from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
-from fp8cfg.schema import hub, hugging_face
-from fp8cfg.schema.errors import ConfigError
-from fp8cfg.schema.hugging_face import Family, family_of_weights
-from fp8cfg.schema.recipe import Recipe
+from fp8cfg.parallel.context import split_sequences
+from fp8cfg.parallel.fsdp import start_single_rank_group
+from fp8cfg.parallel.mesh import SAME_SAMPLES, connect, device_mesh, fsdp_mesh
+from fp8cfg.parallel.pipeline import PipelineRank, keep_stage
+from fp8cfg.parallel.process_group import world_along
+from fp8cfg.parallel.tensor import finish_layers, split_model, tensor_rank
+from fp8cfg.planning.job_plan import Plan
+from fp8cfg.planning.layer_plan import transformer_config
+from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.storage import (
     Columns,
     StateDtypes,
@@ -41,311 +47,315 @@ from fp8cfg.schema.storage import (
     with_resolved_params,
 )
 
-Fill = Callable[[Any], None]
-"""Writes the first weights of a model, in place: of one that is split this rank's parts."""
+
+def prepared_model(plan: Plan, loaded: bool = False) -> PreparedModel:
+    """Builds the planned model on its device.
+
+    Args:
+        plan: The plan. Its custom model is converted in place.
+        loaded: Whether a checkpoint's weights are loaded next. Then the model gets no first
+            weights and no float32 masters.
+    """
+    if plan.custom_model is not None:
+        _move_in_float32(plan.custom_model, plan.hardware.device)
+        return _convert(plan.custom_model, plan, plan.gemms)
+    recipe = plan.recipe
+    strategy = recipe.trainer.strategy
+    fill = zero_weights if loaded else first_weights(recipe)
+    model = make_transformer(
+        transformer_config(recipe),
+        recompute=recipe.model.recompute_granularity,
+        reset_attention_mask=recipe.data.reset_attention_mask,
+        reset_position_ids=recipe.data.reset_position_ids,
+    )
+    sharded = not loaded and by_fsdp2(recipe, plan.state, plan.layout.shards, plan.choice.backend)
+    mesh = None
+    pipeline = None
+    shard_mesh = None
+    if sharded:
+        start_single_rank_group(plan.hardware.device)
+        mesh = device_mesh(strategy, plan.hardware.device, plan.precision.storage.shard)
+        shard_mesh = fsdp_mesh(mesh)
+    elif strategy.size > 1:
+        mesh = device_mesh(strategy, plan.hardware.device, None)
+    if mesh is not None:
+        pipeline = _keep_rank_part(model, plan, mesh)
+    gemms = planned_here(plan.gemms, model)
+    adapters = make_adapters(recipe)
+    # LoRA with shard=none or zero replicates the frozen weights: only adapters are sharded.
+    if shard_mesh is None or (adapters and plan.precision.storage.shard != "fsdp"):
+        prepared = _convert(model, plan, gemms, fill, adapters, shard_mesh, loaded)
+    else:
+        prepared = _convert_sharded(model, plan, gemms, fill, adapters, shard_mesh)
+    prepared.pipeline = pipeline
+    if strategy.tensor_model_parallel_size > 1:
+        finish_layers(model)
+    if mesh is not None:
+        if plan.precision.fp8.tp_only_amax_red:
+            prepared.same_samples = world_along(mesh, SAME_SAMPLES).group
+        connect(mesh)
+    return prepared
 
 
-def transformer(config: TransformerConfig, **options: Any) -> Transformer:
-    """The model in float32 on the meta device: its shapes, and no memory. `options` are those of Transformer."""
+def make_transformer(config: TransformerConfig, **options: Any) -> Transformer:
+    """Returns the float32 model on the meta device: shapes without memory."""
     with torch.device("meta"):
         return Transformer(config, **options)
 
 
-def given(model: torch.nn.Module, device: str) -> torch.nn.Module:
-    """`model` itself on `device`, its floating parameters in float32."""
+def planned_here(gemms: Sequence[PlannedLinear], model: nn.Module) -> list[PlannedLinear]:
+    """Returns the planned layers of this rank's model, which may be a pipeline stage."""
+    names = {name for name, _ in model.named_modules()}
+    return [linear for linear in gemms if linear.name in names]
+
+
+def _move_in_float32(model: nn.Module, device: str) -> None:
+    """Moves a custom model to `device`. The float32 parameters become the optimizer's masters."""
     model.to(device)
-    for p in model.parameters():
-        if p.is_floating_point() and p.dtype != torch.float32:
-            p.data = p.data.float()
-    return model
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
 
 
-def prepared_model(
-    model: torch.nn.Module,
-    state: StateDtypes,
-    plan: Sequence[PlannedLinear],
-    choice: Choice,
-    seed: int,
-    device: str = "",
-    fill: Fill | None = None,
+def _keep_rank_part(model: Transformer, plan: Plan, mesh: DeviceMesh) -> PipelineRank | None:
+    """Cuts the model to what this rank computes: its tokens, its part of matrices, its layers.
+
+    Returns:
+        This rank's place in the pipeline, if there is one.
+    """
+    strategy = plan.recipe.trainer.strategy
+    if strategy.context_parallel_size > 1:
+        split_sequences(model, mesh)
+    if strategy.tensor_model_parallel_size > 1:
+        split_model(model, tensor_rank(strategy, plan.hardware.device, mesh))
+    if strategy.pipeline_model_parallel_size == 1:
+        return None
+    pipeline = PipelineRank.from_strategy(strategy, model.config.num_layers, mesh)
+    keep_stage(model, pipeline)
+    return pipeline
+
+
+def _convert(
+    model: nn.Module,
+    plan: Plan,
+    gemms: Sequence[PlannedLinear],
+    fill: WeightFiller | None = None,
     adapters: Adapters | None = None,
-    fsdp_mesh: DeviceMesh | None = None,
+    shard_mesh: DeviceMesh | None = None,
     loaded: bool = False,
 ) -> PreparedModel:
-    """`model` (float32) with its linear layers in FP8 as planned and its parameters as the storage columns say; the float32
-    originals become the optimizer's masters, so that no second copy is made. One on the meta device gets memory on `device`, and
-    its weights by `fill`: with an `fsdp_mesh` no more than this rank's shards. Under `adapters` all of that is frozen, without
-    masters; weights of linear layers are filled in the compute dtype then, and FSDP2 shards adapters only unless shard=fsdp.
-    One that is `loaded` next, and not trained, has no float32 originals.
+    """Converts complete layers, in place. The float32 originals become the optimizer's masters.
 
-    Where storage leaves embeddings and norms in float32, that goes for our Transformer, which multiplies them with activations of
-    another dtype. Of a model that is not ours nothing tells which parameters can be: all but the weights of linear layers get the
-    compute dtype there, over float32 masters. Under a backend with an optimizer of its own they stay in float32.
+    Args:
+        model: A Transformer on the meta device, or a custom model in float32.
+        plan: The plan.
+        gemms: The planned layers that `model` has.
+        fill: Writes the first weights of a Transformer.
+        adapters: Trained over frozen weights. Linear weights are filled in the compute dtype.
+        shard_mesh: Where FSDP2 shards the adapters.
+        loaded: Whether weights are loaded next, without float32 originals.
     """
-    region = Region()
+    state = plan.state
     precision = state.precision
-    if fsdp_mesh is not None and not (adapters and precision.storage.shard != "fsdp"):
-        assert isinstance(model, Transformer) and fill, "builder.lower refuses others"
-        return _fully_sharded(
-            model, state, plan, choice, region, seed, device, fill, adapters, fsdp_mesh
-        )
+    compute = DTYPES[precision.compute]
+    backend = plan.choice.backend
+    # MS-AMP keeps the state of its layers in an optimizer of its own.
+    own_state = registry.capabilities(backend).own_state
+    loaded = loaded and not own_state
+    region = Region()
     if adapters:
-        adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
-    own = registry.capabilities(choice.backend).own_state
-    if loaded := loaded and not own:
-        stored_weights.narrow(model, state, plan)
+        adapters.freeze(model, [linear.name for linear in gemms], compute)
+    if loaded:
+        stored_weights.narrow(model, state, gemms)
     if fill:
-        fill(model.to_empty(device=device))
-    shells = linear_like.to_linear(model, plan)
-    plan = [
-        p for p in plan if isinstance(model.get_submodule(p.name), torch.nn.Linear)
-    ]  # not convolutions in high precision
-    originals = {} if loaded else _trained(model)
-    columns = stored_weights.parameter_columns(model, state, plan)
-    mixed = own or isinstance(model, Transformer)
-    if not mixed:
-        columns = _in_compute_dtype(model, state, plan, columns)
+        assert isinstance(model, Transformer)
+        fill(model.to_empty(device=plan.hardware.device))
+    shells = linear_like.to_linear(model, gemms)
+    # Convolutions that stay in high precision are no linear layers.
+    gemms = [linear for linear in gemms if isinstance(model.get_submodule(linear.name), nn.Linear)]
+    originals = {}
+    if not loaded:
+        originals = _trained_parameters(model)
+    columns = stored_weights.parameter_columns(model, state, gemms)
+    # Our Transformer multiplies float32 embeddings and norms with activations of another dtype.
+    # A custom model may not.
+    mixes_dtypes = own_state or isinstance(model, Transformer)
+    if not mixes_dtypes:
+        columns = _custom_model_columns(model, state, gemms, columns)
     if precision.fp8.enabled:
-        registry.backend(choice.backend).convert(
+        registry.backend(backend).convert(
             model,
             with_resolved_params(precision).fp8,
-            plan,
+            gemms,
             region,
-            choice.product,
-            compute=stored_weights.DTYPES[precision.compute],
+            plan.choice.product,
+            compute=compute,
         )
-        seed_rounding(model, seed)
-    held = [p for p in plan if not (own and p.fp8) and (mixed or f"{p.name}.weight" in columns)]
-    stored_weights.hold(model, state, held, columns, region)
+        seed_rounding(model, plan.recipe.trainer.seed)
+    stored = []
+    for linear in gemms:
+        in_own_state = own_state and linear.fp8
+        if not in_own_state and (mixes_dtypes or f"{linear.name}.weight" in columns):
+            stored.append(linear)
+    stored_weights.hold(model, state, stored, columns, region)
+    if adapters:
+        adapters.attach(model, plan.recipe.trainer.seed)
+        originals = _trained_parameters(model)
+        columns |= dict.fromkeys(originals, state.other)
+    cast_columns = dict(columns)
+    if shard_mesh is not None:
+        # FSDP2's shards are float32 and are their own masters.
+        for name in originals:
+            cast_columns[name] = {**columns[name], "weight": "fp32", "weight_grad": "fp32"}
+    stored_weights.cast_parameters(model, cast_columns)
+    if mixes_dtypes and state.other["weight"] != precision.compute:
+        stored_weights.embed_in(model, compute)
+    linear_like.attach(model, shells)
+    if shard_mesh is not None:
+        assert isinstance(model, Transformer)
+        fsdp.apply_fsdp(model, state, shard_mesh, DTYPES[state.other["weight_grad"]])
+    # A parameter that is still float32 is its own master.
+    trained = _trained_parameters(model)
+    masters = {}
+    for name, original in originals.items():
+        if name in trained and trained[name].dtype != torch.float32:
+            masters[name] = original
+    return _prepared(model, plan, masters, region, columns, fsdp2=shard_mesh is not None)
+
+
+def _convert_sharded(
+    model: Transformer,
+    plan: Plan,
+    gemms: Sequence[PlannedLinear],
+    fill: WeightFiller,
+    adapters: Adapters | None,
+    mesh: DeviceMesh,
+) -> PreparedModel:
+    """Converts the layers of a model on the meta device, shards it with FSDP2, then fills it.
+
+    No rank ever has more than its shards. They are float32, and FSDP2 gathers them in fewer bits.
+    With adapters only these are trained.
+    """
+    state = plan.state
+    precision = state.precision
+    compute = DTYPES[precision.compute]
+    backend = registry.backend(plan.choice.backend)
+    seed = plan.recipe.trainer.seed
+    region = Region()
+    if adapters:
+        adapters.freeze(model, [linear.name for linear in gemms], compute)
+    columns = stored_weights.parameter_columns(model, state, gemms)
+    # Except under shard=fsdp, a step gathers each weight once and keeps it.
+    gathered_once = precision.storage.shard != "fsdp"
+    if gathered_once:
+        gathers_fp8 = state.fp8_weights
+        gradient_dtype = DTYPES[state.other["weight_grad"]]
+    else:
+        gathers_fp8 = gathered(precision, plan.choice.backend) == "fp8"
+        gradient_dtype = compute
+    if precision.fp8.enabled:
+        # The layers' own parameters are float32 shards, not FP8 weights.
+        fp8 = precision.fp8.model_copy(update={"params": False})
+        backend.convert(
+            model,
+            fp8,
+            gemms,
+            region,
+            plan.choice.product,
+            compute=compute,
+            fp8_gather=gathers_fp8,
+        )
+    if gathered_once and not gathers_fp8 and state.linear["weight"] != state.gathered_dtype:
+        stored_weights.shard_in_codec(model, state, gemms, columns, region)
+    for layer in fp8_linears(model):
+        layer.weight_grad_dtype = gradient_dtype
+        if layer.fsdp_shard is not None:
+            layer.fsdp_shard.gathered_once = gathered_once
+    if state.gathered_dtype != precision.compute:
+        stored_weights.hold(model, state, gemms, columns, region)
+        stored_weights.embed_in(model, compute)
     if adapters:
         adapters.attach(model, seed)
-        originals = _trained(model)
-        columns |= dict.fromkeys(originals, state.other)
-    exact = (
-        {name: {**columns[name], "weight": "fp32", "weight_grad": "fp32"} for name in originals}
-        if fsdp_mesh is not None
-        else {}
-    )  # of shards
-    stored_weights.cast_parameters(model, {**columns, **exact})
-    if mixed and state.other["weight"] != precision.compute:
-        stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
-    linear_like.attach(model, shells)
-    if fsdp_mesh is not None:
-        assert isinstance(model, Transformer)
-        fsdp.apply_fsdp(model, state, fsdp_mesh, stored_weights.DTYPES[state.other["weight_grad"]])
-    narrow = {name for name, p in _trained(model).items() if p.dtype != torch.float32}
-    masters = {n: t for n, t in originals.items() if n in narrow}
+        columns |= dict.fromkeys(_trained_parameters(model), state.other)
+    fsdp.apply_fsdp(model, state, mesh, gradient_dtype)
+    fill(model.to_empty(device=plan.hardware.device))
+    if adapters:
+        adapters.fill(model, seed)
+    # to_empty leaves the buffers of scales, histories and GEMM records uninitialized. Layers without
+    # FP8 GEMMs have such buffers too if they gather quantized weights.
+    reset_state(fp8_layers(model))
+    if precision.fp8.enabled:
+        backend.forget_observed(model)
+        seed_rounding(model, seed)
+    refresh_shards(fp8_linears(model))
+    return _prepared(model, plan, {}, region, columns, fsdp2=True)
+
+
+def _prepared(
+    model: nn.Module,
+    plan: Plan,
+    masters: dict[str, Tensor],
+    region: Region,
+    columns: dict[str, Columns],
+    fsdp2: bool,
+) -> PreparedModel:
     return PreparedModel(
         model,
         masters,
         region,
         next(model.parameters()).device,
-        state,
+        plan.state,
         columns,
-        shard=precision.storage.shard,
-        fsdp2=fsdp_mesh is not None,
+        shard=plan.precision.storage.shard,
+        fsdp2=fsdp2,
         tensor_parallel=model.tensor_parallel if isinstance(model, Transformer) else None,
     )
 
 
-def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+def _trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    trained = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter.detach()
+    return trained
 
 
-def _fully_sharded(
-    model: Transformer,
+def _custom_model_columns(
+    model: nn.Module,
     state: StateDtypes,
-    plan: Sequence[PlannedLinear],
-    choice: Choice,
-    region: Region,
-    seed: int,
-    device: str,
-    fill: Fill,
-    adapters: Adapters | None,
-    mesh: DeviceMesh,
-) -> PreparedModel:
-    """`model`, on the meta device, with its linear layers in FP8 as planned, split over `mesh` by FSDP2, which casts what it
-    gathers; then it gets memory and weights, so that no rank ever has more than its parts. Under `adapters` these are trained and
-    all else is frozen, weights of linear layers in the compute dtype."""
-    precision = state.precision
-    if adapters:
-        adapters.freeze(model, [p.name for p in plan], stored_weights.DTYPES[precision.compute])
-    columns = stored_weights.parameter_columns(model, state, plan)
-    backend, whole = registry.backend(choice.backend), precision.storage.shard != "fsdp"
-    in_fp8 = state.fp8_weights if whole else gathered(precision, choice.backend) == "fp8"
-    gradient = stored_weights.DTYPES[state.other["weight_grad"] if whole else precision.compute]
-    if precision.fp8.enabled:
-        fp8 = precision.fp8.model_copy(update={"params": False})  # of layers; a shard is float32
-        backend.convert(
-            model,
-            fp8,
-            plan,
-            region,
-            choice.product,
-            compute=stored_weights.DTYPES[precision.compute],
-            fp8_gather=in_fp8,
-        )
-    if whole and not in_fp8 and state.linear["weight"] != state.gathered_dtype:
-        stored_weights.shard_in_codec(model, state, plan, columns, region)
-    for layer in fp8_linears(model):
-        layer.weight_grad_dtype = gradient
-        if layer.fsdp_shard is not None:
-            layer.fsdp_shard.gathered_once = whole
-    if state.gathered_dtype != precision.compute:
-        stored_weights.hold(model, state, plan, columns, region)
-        stored_weights.embed_in(model, stored_weights.DTYPES[precision.compute])
-    if adapters:
-        adapters.attach(model, seed)
-        columns |= dict.fromkeys(_trained(model), state.other)
-    fsdp.apply_fsdp(model, state, mesh, gradient)
-    fill(model.to_empty(device=device))
-    if adapters:
-        adapters.fill(model, seed)
-    reset_state(fp8_layers(model))  # weights are gathered by such layers without FP8 products too
-    if precision.fp8.enabled:
-        backend.forget_observed(model)
-        seed_rounding(model, seed)
-    refresh_shards(fp8_linears(model))
-    return PreparedModel(
-        model,
-        {},
-        region,
-        next(model.parameters()).device,
-        state,
-        columns,
-        shard=precision.storage.shard,
-        fsdp2=True,
-        tensor_parallel=model.tensor_parallel,
-    )
-
-
-def _in_compute_dtype(
-    model: torch.nn.Module,
-    state: StateDtypes,
-    plan: Sequence[PlannedLinear],
+    gemms: Sequence[PlannedLinear],
     columns: dict[str, Columns],
 ) -> dict[str, Columns]:
-    """`columns` of a model that is not ours."""
-    shared, linear = shared_weights(model), {f"{planned.name}.weight" for planned in plan}
-    apart, norms = custom_model_columns(state), _running_norms(model)
-    exact = {**apart, "weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
-    return {
-        name: (
-            columns[name]
-            if name in linear and p not in shared
-            else exact
-            if name in norms
-            else apart
-        )
-        for name, p in model.named_parameters()
-    }
+    """Returns the storage dtypes of a custom model's parameters, by name.
 
-
-def _running_norms(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters of norms with running statistics (BatchNorm). These stay in float32, for a mean over thousands of
-    batches would stand still in bf16, and torch wants the parameters in their dtype."""
-    return {
-        f"{name}.{own}"
-        for name, norm in model.named_modules()
-        if isinstance(norm, _NormBase) and norm.running_mean is not None
-        for own, _ in norm.named_parameters(recurse=False)
-    }
-
-
-def first_weights(
-    config: TransformerConfig, seed: int, weights: str | None = None, family: Family | None = None
-) -> Callable[[Any], None]:
-    """The weights that a Transformer of `config` starts with: drawn from `seed`, or read from the folder `weights`, here or on the
-    hub, as `family` lays them out. What is returned raises ConfigError for a folder without weights of this model.
+    Linear weights keep their `columns`. The rest gets the compute dtype over float32 masters, since
+    nothing tells which of them may differ from the activations.
     """
-    if weights is None or family is None:
-        return partial(_drawn, seed)
-    return partial(
-        _read,
-        config,
-        hub.local_folder(weights, "model.weights", hub.HUB_WEIGHTS),
-        weights,
-        hf_layout(family),
-    )
+    shared = stored_weights.shared_weights(model)
+    linear_weights = {f"{linear.name}.weight" for linear in gemms}
+    others = custom_model_columns(state)
+    batch_norm = {**others, "weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
+    batch_norm_names = _batch_norm_parameters(model)
+    result = {}
+    for name, parameter in model.named_parameters():
+        if name in linear_weights and parameter not in shared:
+            result[name] = columns[name]
+        elif name in batch_norm_names:
+            result[name] = batch_norm
+        else:
+            result[name] = others
+    return result
 
 
-def zeros(model: Transformer) -> None:
-    """Fill weights that a load overwrites at once: what memory has by chance may be no number, and would be quantized."""
-    for p in model.parameters():
-        p.data.zero_()
+def _batch_norm_parameters(model: nn.Module) -> set[str]:
+    """Returns the parameters of norms with running statistics. They stay in float32.
 
-
-def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
-    """What gives a parameter of the Transformer of `recipe` by name as `first_weights` would have it, whole, on the CPU: drawn in
-    float32, or read from model.weights in the dtype that it has there. Raises ConfigError as they do.
+    A running mean over thousands of batches would stop moving in bf16, and torch requires the
+    parameters in its dtype.
     """
-    config, seed, named = transformer_config(recipe), recipe.trainer.seed, recipe.model.weights
-
-    def drawn(name: str) -> Tensor:
-        out = torch.empty(parameter_shapes(config)[name], dtype=torch.float32)
-        weight_init.fill_first(out, name, config, seed)
-        return out
-
-    if named is None:
-        return drawn
-    family = family_of_weights(recipe.model)
-    folder = hub.local_folder(named, "model.weights", hub.HUB_WEIGHTS)
-    with _as_config_error(named):
-        one = hf_checkpoint.reader(config, folder, hf_layout(family))
-
-    def read(name: str) -> Tensor:
-        with _as_config_error(named):
-            return one(name)
-
-    return read
-
-
-def hf_layout(family: Family) -> Layout:
-    """How `family` lays out its weights at Hugging Face."""
-    return hf_checkpoint.Layout(
-        family.names, family.conv1d, family.model.layernorm_zero_centered_gamma
-    )
-
-
-def _drawn(seed: int, model: Transformer) -> None:
-    model.init_weights(seed)
-
-
-def _read(
-    config: TransformerConfig, folder: Path, named: str, layout: Layout, model: Transformer
-) -> None:
-    with _as_config_error(named):
-        hf_checkpoint.load(model, config, folder, layout)
-
-
-@contextmanager
-def _as_config_error(weights: str) -> Iterator[None]:
-    """Around the reading of model.weights, where `weights` is what the user wrote."""
-    try:
-        yield
-    except ValueError as e:
-        raise ConfigError(f"model.weights={weights}: {e}") from None
-
-
-def adapters(recipe: Recipe) -> Adapters | None:
-    """The adapters of `recipe`; None without lora.enabled. Raises ConfigError for a folder of lora.weights that does not fit."""
-    if not recipe.lora.enabled:
-        return None
-    node, config, found = recipe.lora, transformer_config(recipe), adapted_projections(recipe)
-    first = None
-    if node.weights:
-        family = hugging_face.family_of_model(recipe.model)
-        folder = hub.local_folder(node.weights, "lora.weights", hub.HUB_WEIGHTS)
-        try:
-            first = lora.read(folder, found, family.names, node.rank, node.alpha)
-        except ValueError as e:
-            raise ConfigError(f"lora.weights={node.weights}: {e}") from None
-    return lora.Adapters(
-        found,
-        projections(config),
-        config.num_query_groups,
-        node.rank,
-        node.alpha,
-        node.dropout,
-        first,
-    )
+    names = set()
+    for module_name, module in model.named_modules():
+        if isinstance(module, _NormBase) and module.running_mean is not None:
+            for name, _ in module.named_parameters(recurse=False):
+                names.add(f"{module_name}.{name}")
+    return names

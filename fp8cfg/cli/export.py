@@ -308,7 +308,7 @@ def _refuse_unless_merged(found: RunWeights, arguments: Arguments) -> None:
 
 def _write(found: RunWeights, family: Family, out: Path, fp8: str | None, dtype: str) -> None:
     from fp8cfg.backends.stored_weights import DTYPES
-    from fp8cfg.building.model import hf_layout
+    from fp8cfg.building.first_weights import hf_layout
     from fp8cfg.models import hf_export
 
     if fp8 and family.conv1d:

@@ -17,8 +17,8 @@ from fp8cfg.backends.choice import Choice
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.backends.saved_weights import Weight, saved_scaling, saved_shape, saved_weight
 from fp8cfg.backends.stored_weights import DTYPES
-from fp8cfg.building.assembly import prepared_model
-from fp8cfg.building.model import adapters, first_weight
+from fp8cfg.building.first_weights import first_weight, make_adapters
+from fp8cfg.building.model import prepared_model
 from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.job_state import backend_change
 from fp8cfg.checkpoint.job_tensors import frozen_weight_names, refuse_other_base
@@ -193,7 +193,7 @@ class RunWeights:
         self._scaling = saved_scaling(self.recipe.precision)
         self._model: Any = tensors["model"]
         self._fp8 = tensors.get("fp8", {})
-        self._adapters = adapters(self.recipe)
+        self._adapters = make_adapters(self.recipe)
         self.adapted = sorted({p.module for p in self._adapters.found}) if self._adapters else []
         if self._adapters:
             refuse_other_base(self.recipe, state.get("base"))

@@ -163,8 +163,8 @@ def test_a_graph_builds_the_job_that_is_wired_by_hand_bit_for_bit(words: tuple[s
 def wired_by_hand(recipe: fp8cfg.Recipe) -> fp8cfg.Job:
     """The job of `recipe`, without a graph."""
     from fp8cfg.building import graph, optimizer
-    from fp8cfg.building.assembly import prepared_model
     from fp8cfg.building.job import JobAutocast, make_schedule
+    from fp8cfg.building.model import prepared_model
     from fp8cfg.planning.job_plan import plan_on_this_machine
 
     plan = plan_on_this_machine(recipe)
@@ -177,10 +177,10 @@ def wired_by_hand(recipe: fp8cfg.Recipe) -> fp8cfg.Job:
 
 
 def test_a_build_makes_one_plan_and_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.building import assembly
+    from fp8cfg.building import model
 
     calls = []
-    for module, name in ((graph_nodes, "plan_on_this_machine"), (assembly, "prepared_model")):
+    for module, name in ((graph_nodes, "plan_on_this_machine"), (model, "prepared_model")):
         function = getattr(module, name)
 
         def count(*args: Any, function: Any = function, name: str = name) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp8cfg
 from fp8cfg.__main__ import main
-from fp8cfg.building.model import hf_layout
+from fp8cfg.building.first_weights import hf_layout
 from fp8cfg.models import hf_checkpoint, hf_export
 from fp8cfg.models.lora import adapted
 from fp8cfg.models.transformer import Transformer

@@ -44,7 +44,7 @@ def planned(fp8: FP8, model: Transformer) -> list[PlannedLinear]:
 
 
 def converted(fp8: FP8, **changed: Any) -> Transformer:
-    """The small model converted, in bfloat16 as job_parts.prepared_model casts it. Inside of a te_standin context alone."""
+    """The small model converted, in bfloat16 as building.model casts it. Inside of a te_standin context alone."""
     from fp8cfg.backends.te import backend
 
     model = transformer(**changed)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fp8cfg.building import assembly
+from fp8cfg.building import model
 
 WHOLE = "whole"
 """storage.shard=none of such a job."""
@@ -18,7 +18,7 @@ def without_fsdp2(on: bool = True) -> Iterator[None]:
     """Let jobs that are built inside be such ones."""
     with pytest.MonkeyPatch.context() as patch:
         if on:
-            patch.setattr(assembly, "by_fsdp2", lambda *_: False)
+            patch.setattr(model, "by_fsdp2", lambda *_: False)
         yield
 
 

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import (
 )
 
 from fp8cfg.backends.any_model import checks
-from fp8cfg.building import assembly, builder
+from fp8cfg.building import builder
+from fp8cfg.building import model as model_building
 from fp8cfg.building.job import Job
 from fp8cfg.models.transformer import Transformer
 from fp8cfg.numerics import codecs
@@ -107,7 +108,7 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
 
         for target, name, instead in (
             (Transformer, "to_empty", without_memory),
-            (assembly, "first_weights", lambda *_: lambda model: None),
+            (model_building, "first_weights", lambda *_: lambda model: None),
             (job_plan, "free_memory", lambda device: MUCH),
             (checks, "check", lambda model: False),
             (FSDPParamGroup, "_validate_no_meta_params", lambda group: None),

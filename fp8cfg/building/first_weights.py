@@ -1,0 +1,131 @@
+"""First weights of a job's model: drawn from the seed, read from a folder, or loaded next.
+
+Also the LoRA adapters, whose first weights can come from a folder too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fp8cfg.models import hf_checkpoint, lora, weight_init
+from fp8cfg.models.config import parameter_shapes, projections
+from fp8cfg.models.hf_checkpoint import Layout
+from fp8cfg.models.lora import Adapters
+from fp8cfg.models.transformer import Transformer
+from fp8cfg.planning.layer_plan import adapted_projections, transformer_config
+from fp8cfg.schema import hub, hugging_face
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.hugging_face import Family, family_of_weights
+from fp8cfg.schema.recipe import Recipe
+
+WeightFiller = Callable[[Transformer], None]
+"""Writes the first weights of a model in place. Of a sharded model it writes this rank's shards."""
+
+
+def first_weights(recipe: Recipe) -> WeightFiller:
+    """Returns what fills the recipe's Transformer: from model.weights, or else from the seed.
+
+    Raises:
+        ConfigError: model.weights is not found. The filler raises it for weights of another model.
+    """
+    weights = recipe.model.weights
+    seed = recipe.trainer.seed
+    if weights is None:
+        return lambda model: model.init_weights(seed)
+    config = transformer_config(recipe)
+    folder = hub.local_folder(weights, "model.weights", hub.HUB_WEIGHTS)
+    layout = hf_layout(family_of_weights(recipe.model))
+
+    def read(model: Transformer) -> None:
+        with _config_errors(weights):
+            hf_checkpoint.load(model, config, folder, layout)
+
+    return read
+
+
+def zero_weights(model: Transformer) -> None:
+    """Fills weights that a checkpoint overwrites next.
+
+    Uninitialized memory may contain NaN, and the weights are quantized before the load.
+    """
+    for parameter in model.parameters():
+        parameter.data.zero_()
+
+
+def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
+    """Returns a function from a parameter's name to its complete first weight, on the CPU.
+
+    A drawn weight is float32. A weight of model.weights has the dtype of its file.
+
+    Raises:
+        ConfigError: As `first_weights`.
+    """
+    config = transformer_config(recipe)
+    weights = recipe.model.weights
+    if weights is None:
+        shapes = parameter_shapes(config)
+
+        def draw(name: str) -> Tensor:
+            weight = torch.empty(shapes[name], dtype=torch.float32)
+            weight_init.fill_first(weight, name, config, recipe.trainer.seed)
+            return weight
+
+        return draw
+    folder = hub.local_folder(weights, "model.weights", hub.HUB_WEIGHTS)
+    layout = hf_layout(family_of_weights(recipe.model))
+    with _config_errors(weights):
+        read_weight = hf_checkpoint.reader(config, folder, layout)
+
+    def read(name: str) -> Tensor:
+        with _config_errors(weights):
+            return read_weight(name)
+
+    return read
+
+
+def hf_layout(family: Family) -> Layout:
+    """Returns the layout of the family's weights at Hugging Face."""
+    return Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
+
+
+@contextmanager
+def _config_errors(weights: str) -> Iterator[None]:
+    """Turns a ValueError of the reader into a ConfigError of model.weights."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"model.weights={weights}: {error}") from None
+
+
+def make_adapters(recipe: Recipe) -> Adapters | None:
+    """Returns the recipe's adapters, or None without lora.enabled.
+
+    Raises:
+        ConfigError: The folder of lora.weights has other adapters.
+    """
+    settings = recipe.lora
+    if not settings.enabled:
+        return None
+    config = transformer_config(recipe)
+    adapted = adapted_projections(recipe)
+    weights = None
+    if settings.weights:
+        family = hugging_face.family_of_model(recipe.model)
+        folder = hub.local_folder(settings.weights, "lora.weights", hub.HUB_WEIGHTS)
+        try:
+            weights = lora.read(folder, adapted, family.names, settings.rank, settings.alpha)
+        except ValueError as error:
+            raise ConfigError(f"lora.weights={settings.weights}: {error}") from None
+    return Adapters(
+        adapted,
+        projections(config),
+        config.num_query_groups,
+        settings.rank,
+        settings.alpha,
+        settings.dropout,
+        weights,
+    )
