@@ -1,3 +1,3 @@
-"""Communication of a training step, computed from the recipe: what one rank sends over each axis of the layout."""
+"""From a recipe to a job: the Fiddle graph, and the functions that build the parts of a job."""
 
 from __future__ import annotations
