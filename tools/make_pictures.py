@@ -4,7 +4,7 @@
     python tools/make_pictures.py gemms scalings  draw these
     python tools/make_pictures.py --train         train again for the loss curves, about ten minutes, then draw all
 
-Losses are kept in docs/pictures/losses.json. The graph needs Graphviz (`dot`). Text follows the color scheme of the reader.
+Losses are kept in docs/pictures/losses.json. Text follows the color scheme of the reader.
 """
 
 from __future__ import annotations
@@ -300,16 +300,36 @@ def draw_memory() -> str:
 
 
 def draw_graph() -> str:
-    done = run_fp8cfg(["plan", "recipe=llama_tiny", "precision=bf16_fp8", "--dot"])
-    drawn = subprocess.run(
-        ["dot", "-Tsvg"], input=done.stdout, capture_output=True, text=True, check=True
-    ).stdout
-    drawn = drawn[drawn.index("<svg") :]
-    drawn = re.sub(r'<polygon fill="white"[^>]*/>', "", drawn, count=1)
-    drawn = drawn.replace('stroke="black"', 'stroke="var(--line)"').replace(
-        'fill="black"', 'fill="var(--line)"'
-    )
-    return drawn.replace("<g id=", f"<style>{STYLE}</style>\n<g id=", 1)
+    """Draws the builders of the graph and their references to one another, as `plan --tree` prints them."""
+    places = {
+        "recipe": (20, 20, "settings of the schema"),
+        "plan": (220, 20, "backend, layout, dtypes"),
+        "model": (420, 20, "layers in FP8"),
+        "loss_scaler": (420, 110, "fp16 only"),
+        "optimizer": (620, 20, "master weights, moments"),
+        "schedule": (620, 110, "learning rate"),
+        "autocast": (620, 200, "FP8 inside, BF16 outside"),
+        "job": (840, 110, "fdl.build(graph)"),
+    }
+    arguments = ["plan", "recipe=llama_tiny", "precision=bf16_fp8", "--tree"]
+    edges = set()
+    for line in run_fp8cfg(arguments).stdout.splitlines():
+        path, arrow_sign, target = line.partition(" -> ")
+        user, used = path.split(".")[0], target.split(".")[0]
+        if arrow_sign and used in places and user in places and user != used:
+            edges.add((used, user))
+    edges |= {(name, "job") for name in ("optimizer", "schedule", "autocast")}
+    width, height = 160, 56
+    parts = []
+    for used, user in sorted(edges):
+        if used == "plan" and user not in ("model", "loss_scaler"):
+            continue  # every builder takes the plan; the picture shows two
+        x1, y1, _ = places[used]
+        x2, y2, _ = places[user]
+        parts.append(arrow(x1 + width, y1 + height / 2, x2 - 2, y2 + height / 2))
+    for name, (x, y, explanation) in places.items():
+        parts.append(box(x, y, width, height, [name, explanation]))
+    return svg(1020, 275, "The builders of the Fiddle graph", parts)
 
 
 def run_fp8cfg(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -378,7 +398,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "plan": draw_plan,
     "run": draw_run,
 }
-FIXED = ("flow", "gemms", "scalings", "losses", "memory", "errors")
+FIXED = ("flow", "gemms", "scalings", "losses", "memory", "graph", "errors")
 """Pictures without times and machines: a test draws them again and compares."""
 
 
