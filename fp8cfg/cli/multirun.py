@@ -90,9 +90,9 @@ def report(folder: Path, ended: str) -> int:
         sys.stdout.flush()
         print(f"error: {printable(ended)}", file=sys.stderr)
     codes = [int(result["exit_code"]) for result in results]
-    if ended or 1 in codes:
+    if 1 in codes:
         return 1
-    return max(codes, default=0)
+    return max([1 if ended else 0, *codes])
 
 
 def _table(folder: Path, results: list[Result]) -> str:
