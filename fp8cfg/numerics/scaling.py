@@ -8,15 +8,15 @@ the largest magnitude of the tensor, the amax, to the largest FP8 value:
 
 The GEMM multiplies its result by the inverse scales of both operands. Read from top to bottom:
 
-    Scaling                   the recipe of one layer. `Scaling.scaled_max` is fp8_max / 2**margin.
-    compute_scale             from amax to scale, the division that all algorithms share delayed
-    scaling           `delayed_scale` in a pass, `roll_amax_history` once per optimizer step current
-    scaling           `current_scale` block scaling             `block_scales`: a tile of 128
-    elements, or 128 x 128 of a weight MXFP8                     `mxfp8_scales`: a tile of 32
-    elements, E8M0 scales NVFP4                     `nvfp4_scales`: a tile of 16 elements, E4M3
-    scales below a global scale choose_tensor_scale       one scale for a tensor: delayed or current
-    scaling compute_tile_scales       one scale for each tile: the other algorithms, and current
-    scaling by row
+    Scaling                the recipe of one layer; `scaled_max` is fp8_max / 2**margin
+    compute_scale          from amax to scale, the division that all algorithms share
+    delayed scaling        `delayed_scale` in a pass, `roll_amax_history` once per optimizer step
+    current scaling        `current_scale`
+    block scaling          `block_scales`: a tile of 128 elements, or 128 x 128 of a weight
+    MXFP8                  `mxfp8_scales`: a tile of 32 elements, E8M0 scales
+    NVFP4                  `nvfp4_scales`: a tile of 16 elements, E4M3 scales and a global scale
+    choose_tensor_scale    one scale per tensor: delayed or current scaling
+    compute_tile_scales    one scale per tile: the other algorithms, and current scaling by row
 
 amax.py computes amaxes. Callers: fp8_linear.py quantizes with these scales in a pass,
 amax_update.py calls `roll_amax_history` for all layers after the optimizer step. The Triton kernels
