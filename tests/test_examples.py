@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fp8cfg
 from fp8cfg.backends.native import backend
+from fp8cfg.building.job import JobAutocast
 from fp8cfg.training.data import run_data
 from tests.support.ranks import launch
 from tests.support.small import SMALL, losses, small, steps
@@ -113,7 +114,7 @@ def test_microbatches_of_a_trainer() -> None:
 def test_a_loop_that_does_not_run_in_fp8_stops(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fp8cfg.Job, "autocast", lambda self: nullcontext())
+    monkeypatch.setattr(JobAutocast, "__call__", lambda self, enabled=True: nullcontext())
     with pytest.raises(fp8cfg.NotFP8Error):
         train(name, *DELAYED)
     assert "step 1" not in capsys.readouterr().out

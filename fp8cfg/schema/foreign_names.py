@@ -335,6 +335,7 @@ _DTYPES = {
 }
 _TYPO_CUTOFF = 0.75
 """Similarity of a key and its misspelling."""
+_WITHOUT_PRESET = {("fp16", "nvfp4")}
 _IGNORED_WORDS = {"mixed", "true", "precision", "with", "scaling", "training"}
 """Words in names of precisions that our presets do not have in theirs."""
 _WORDS_OF_SCALING = {
@@ -482,9 +483,7 @@ def _preset(name: str) -> str | None:
     elif "fp8" in words:
         fp8_words = ["fp8"]
     # There are no presets of these.
-    if fp8_words and compute == "fp32":
-        return None
-    if fp8_words == ["nvfp4"] and compute == "fp16":
+    if (compute, *fp8_words) in _WITHOUT_PRESET or (fp8_words and compute == "fp32"):
         return None
     return "_".join([compute, *fp8_words])
 

@@ -159,7 +159,7 @@ def test_a_library_that_drops_a_field_is_found(
 @pytest.mark.parametrize(
     ("fp8", "hardware", "line"),
     [
-        ({}, Hardware("cpu"), "runs on CUDA alone"),
+        ({}, Hardware("cpu"), "runs only on CUDA"),
         (
             {},
             Hardware("cuda", (8, 6), (12, 9)),

@@ -167,6 +167,20 @@ def test_type_checkers_read_the_same_names_from_the_same_modules() -> None:
         for node in tree.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
+    assigned = {  # Plan = PlanReport
+        ast.unparse(statement.targets[0]): ast.unparse(statement.value)
+        for statement in shown.body
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)
+    }
+    assert assigned.pop("graph_nodes") == "graph"
+    assert assigned == fp8cfg._OWN_NAMES
+    for name, own_name in assigned.items():
+        homes[name] = next(
+            statement.module
+            for statement in shown.body
+            if isinstance(statement, ast.ImportFrom)
+            and own_name in [a.name for a in statement.names]
+        )
     assert homes == {
         **fp8cfg._HOME,
         "interop": "fp8cfg",

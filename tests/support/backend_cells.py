@@ -315,7 +315,7 @@ def torchao() -> list[Cell]:
             "torchao",
             "fp8.params",
             (*CURRENT, "fp8.params=true"),
-            "fp8.params=true: torchao does not multiply weights that are held",
+            "fp8.params=true: torchao does not multiply weights that are stored",
         ),
         Refused(
             "torchao",
@@ -704,7 +704,9 @@ def msamp() -> list[Cell]:
             for k, v in delayed.items()
         ),
         *(
-            Refused("msamp", key, tuple(words), f"fp8.scaling={scaling}: MS-AMP has delayed", H200)
+            Refused(
+                "msamp", key, tuple(words), f"fp8.scaling={scaling}: MS-AMP has only delayed", H200
+            )
             for key, (scaling, *words) in other.items()
         ),
         Refused(
@@ -781,7 +783,7 @@ def msamp() -> list[Cell]:
             "msamp",
             "opt_level",
             (*[word for word in base if word != "fp8.params=false"], "opt_level=O3"),
-            "opt_level=O3: MS-AMP has it through DeepSpeed alone",
+            "opt_level=O3: MS-AMP has it only through DeepSpeed",
             H200,
         ),
     ]

@@ -313,8 +313,8 @@ REFUSED = [
         {"dot_product_attention": True, "multi_head_attention": True},
         "rotary positions stand between",
     ),
-    Refused("fp8.emulate", {"emulate": True}, "FP8 units alone"),
-    Refused("precision.compute", NVFP4, "Hadamard transform takes bf16", "fp16"),
+    Refused("fp8.emulate", {"emulate": True}, "only on the GPU's FP8 units"),
+    Refused("precision.compute", NVFP4, "Hadamard transform takes only bf16", "fp16"),
     Refused("fp8.params", {"params": True}, "which get no master copy", "fp32"),
 ]
 ELSEWHERE = {

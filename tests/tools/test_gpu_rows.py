@@ -153,7 +153,7 @@ def test_without_proof_a_run_that_multiplies_nothing_in_fp8_goes_on(
     without_proof()
     made = fp8cfg.build(small("precision=bf16_fp8"))
     made.prepared.region.active = False
-    monkeypatch.setattr(fp8cfg.Job, "autocast", lambda self, enabled=True: nullcontext())
+    monkeypatch.setattr(job.JobAutocast, "__call__", lambda self, enabled=True: nullcontext())
     assert [s.stepped for s in steps(made, 2)] == [True, True] and made.prove().share == 0
 
 

@@ -256,7 +256,7 @@ def test_a_parallel_layout_is_refused_by_name_on_any_number_of_ranks() -> None:
     for world in (World(0, 1), World(0, 2)):
         with pytest.raises(
             fp8cfg.ConfigError,
-            match="tensor_model_parallel_size=2: splits the matrices of a recipe's Transformer",
+            match="tensor_model_parallel_size=2: splits matrices of a recipe's Transformer",
         ):
             loop.train(job, world=world, say=lambda _: None)
 

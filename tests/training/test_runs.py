@@ -359,7 +359,7 @@ def test_ranks_that_shared_their_amaxes_are_not_asked_again(
     words: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = World(0, 2)
-    monkeypatch.setattr(overflow_watch, "same_layers", lambda prepared: every)
+    monkeypatch.setattr(overflow_watch, "stage_world", lambda prepared: every)
     job = fp8cfg.build(small("precision=bf16_fp8", *words.split()))
     assert (overflow_watch.ranks_with_own_amaxes(job) is every) == asked
 

@@ -189,9 +189,9 @@ def test_a_command_in_a_process_of_others_returns(
 
 def test_the_entry_of_the_command_has_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "run", lambda argv: 3 if signals.own_process else 4)
-    monkeypatch.setattr(sys, "argv", ["fp8cfg"])
+    monkeypatch.setattr(sys, "argv", ["fp8cfg", "train"])
     monkeypatch.setattr(signals, "own_process", False)  # and put back
-    assert main([]) == 4
+    assert main(["train"]) == 4
     with pytest.raises(SystemExit) as e:
         entry()
     assert e.value.code == 3
