@@ -60,7 +60,6 @@ def update_scales(
     group: dist.ProcessGroup | None = None,
     step: int | None = None,
     skip: Tensor | None = None,
-    late: Tensor | None = None,
 ) -> None:
     """Reduces the amaxes of this step, rolls the histories and sets the scales of delayed layers.
 
@@ -74,7 +73,6 @@ def update_scales(
             steps k, 2k, ... A scale that was never set is set as soon as its amax is known.
         skip: bool [] on the device of the layers. If true, the layers are left as `discard_amax`
             leaves them.
-        late: bool [] likewise. If true, this is step number `step` - 1.
 
     Raises:
         ValueError: `step` is missing and an interval is above 1.
@@ -88,7 +86,7 @@ def update_scales(
     fold_backward(linears)
     _take_infinite_amaxes([layer for layer in others if _quantizes(layer)])
     if delayed:
-        _update_delayed(delayed, group, step, skip, late)
+        _update_delayed(delayed, group, step, skip)
     forget_backward(linears)
     _learn_which_scales_are_set([layer for layer in _linears(delayed) if layer.amax_group])
 
@@ -98,7 +96,6 @@ def _update_delayed(
     group: dist.ProcessGroup | None,
     step: int | None,
     skip: Tensor | None,
-    late: Tensor | None,
 ) -> None:
     # One all-reduce for all layers: row 0 of each history, one after the other.
     step_amaxes = torch.cat([_delayed_state(layer)[1][0] for layer in layers])
@@ -113,7 +110,7 @@ def _update_delayed(
     for (scaling, roles), indices in indices_by_kind.items():
         stacked_layers = [layers[index] for index in indices]
         stacked_rows = torch.stack([rows[index] for index in indices])
-        range_used = _update_stacked(stacked_layers, stacked_rows, scaling, roles, step, skip, late)
+        range_used = _update_stacked(stacked_layers, stacked_rows, scaling, roles, step, skip)
         for layer, row in zip(stacked_layers, range_used.unbind(), strict=True):
             layer.range_used = row
 
@@ -125,7 +122,6 @@ def _update_stacked(
     roles: tuple[int, ...],
     step: int | None,
     skip: Tensor | None,
-    late: Tensor | None,
 ) -> Tensor:
     """Updates layers with the same recipe.
 
@@ -136,7 +132,6 @@ def _update_stacked(
         roles: The roles of their tensors.
         step: See `update_scales`.
         skip: See `update_scales`.
-        late: See `update_scales`.
 
     Returns:
         `compute_range_used` under the scales before the update, float32 [layers, roles].
@@ -160,13 +155,7 @@ def _update_stacked(
     )
 
     # Between two updates of an interval only scales change that were never set.
-    is_between = _is_between_updates(step, scaling.interval)
-    late_is_between = is_between if late is None else _is_between_updates(step, scaling.interval, 1)
-    if is_between != late_is_between:
-        # Only the device knows which of the two steps this is.
-        keeps_old = (late != is_between) & (old_scale != 0)
-        scale = torch.where(keeps_old, old_scale, scale)
-    elif is_between:
+    if step is not None and step % scaling.interval != 0:
         scale = torch.where(old_scale == 0, scale, old_scale)
 
     if skip is not None:
@@ -180,10 +169,6 @@ def _update_stacked(
     torch._foreach_copy_(scales, list(scale.unbind()))
     reach = _constants(tuple(scaling.format_of(role).reach for role in roles), device)
     return compute_range_used(step_amaxes, old_scale, reach)
-
-
-def _is_between_updates(step: int | None, interval: int, steps_late: int = 0) -> bool:
-    return step is not None and (step - steps_late) % interval != 0
 
 
 def _keeps_amax(layers: list[FP8Layer], device: torch.device) -> Tensor:

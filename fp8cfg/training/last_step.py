@@ -80,7 +80,5 @@ class LastStep:
 
     def _forget_amaxes(self) -> None:
         """Drops the amaxes of the step that failed, as a skipped step does."""
-        fp8 = self._job.recipe.fp8
-        # With a longer interval the same records are of earlier steps, too.
-        if fp8.enabled and fp8.interval == 1:
+        if self._job.recipe.fp8.enabled:
             registry.backend(self._job.choice.backend).after_skip(self._job.model)

@@ -103,9 +103,11 @@ def convert(
 
 def _convert_attention(model: nn.Module, fp8: FP8, scaling: Scaling, region: Region) -> None:
     device = next(model.parameters()).device
-    found = [name for name, _ in model.named_modules() if name.endswith(".core_attention")]
-    for planned in plan_attention(fp8, len(found)):
-        if any(planned.gemms):
+    names = {name for name, _ in model.named_modules()}
+    # A pipeline stage has some of the layers, with the numbers of the whole model.
+    num_layers: int = model.config.num_layers  # type: ignore[assignment, union-attr]
+    for planned in plan_attention(fp8, num_layers):
+        if any(planned.gemms) and planned.name in names:
             parent, _, leaf = planned.name.rpartition(".")
             plain = model.get_submodule(planned.name)
             setattr(model.get_submodule(parent), leaf, FP8Attention(scaling, region, device, plain))
