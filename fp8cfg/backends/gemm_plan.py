@@ -115,7 +115,8 @@ def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
     forward, backward, _ = formats(fp8)
     asked = fp8.enabled and fp8.dot_product_attention
     reasons = [
-        _outside(n, fp8, num_layers) if asked else "scaled dot product" for n in range(num_layers)
+        _reason_at_ends(n, fp8, num_layers) if asked else "scaled dot product"
+        for n in range(num_layers)
     ]
     gemms = (forward,) * 2 + (backward,) * 4
     return [
@@ -146,35 +147,48 @@ def plan_linears(
     number: Numbering,
     misfit: Misfit,
     output: Collection[str] = ("output_layer",),
-    odd: Mapping[str, str] | None = None,
-    other: Sequence[str] = (),
+    irreplaceable: Mapping[str, str] | None = None,
+    other_matmuls: Sequence[str] = (),
     norms: Iterable[str] = (),
 ) -> list[PlannedLinear]:
-    """The plan of every linear layer of `shapes` (name, in_features, out_features), of which `output` are the output layers;
-    `odd` are those that cannot be replaced, by name, and why. `other` says what else multiplies. `norms` are the norms
-    that the backend replaces.
+    """Plans the GEMMs of all linear layers.
 
-    Raises ConfigError for a pattern of fp8.include or fp8.exclude that matches no layer, and where FP8 is enabled and no
-    layer would run in it.
+    Args:
+        shapes: Name, in_features and out_features of each layer.
+        fp8: The fp8 section of the recipe.
+        number: Returns the number of a layer's Transformer block and the number of blocks, or None.
+        misfit: Returns why the backend cannot run a layer of these sizes, or "".
+        output: Names of the output layers.
+        irreplaceable: Reasons of layers that cannot be replaced, by name.
+        other_matmuls: Modules that multiply and are no linear layers, for the error text.
+        norms: Names of the norms that the backend replaces.
+
+    Raises:
+        ConfigError: A pattern of fp8.include or fp8.exclude matches no layer, or FP8 is enabled
+            and no layer would run in FP8.
     """
     shapes = list(shapes)
     if not fp8.enabled:
         return [PlannedLinear(*s, gemms=(None, None, None), reason="FP8 is off") for s in shapes]
     refuse_if(_unmatched(fp8, [s[0] for s in shapes], norms))
-    made, kept = _products(fp8)
-    why_not = [(odd or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output) for s in shapes]
+    fp8_gemms, override_reason = _products(fp8)
+    why_not = [
+        (irreplaceable or {}).get(s[0]) or _excluded(s, fp8, number, misfit, output) for s in shapes
+    ]
     plans = [
         PlannedLinear(
             *s,
-            gemms=(None, None, None) if reason else made,
-            reason=reason or kept,
+            gemms=(None, None, None) if reason else fp8_gemms,
+            reason=reason or override_reason,
             output=s[0] in output,
         )
         for s, reason in zip(shapes, why_not, strict=True)
     ]
     if not any(p.fp8 for p in plans):
         refuse_if(_all_excluded(fp8, plans))
-        why = "; ".join([*(sorted({p.reason for p in plans}) or ["the model has none"]), *other])
+        why = "; ".join(
+            [*(sorted({p.reason for p in plans}) or ["the model has none"]), *other_matmuls]
+        )
         cure = f"; {_NAME_IT}" if any(p.reason.endswith(OWN_FORWARD) for p in plans) else ""
         raise ConfigError(
             [
@@ -230,7 +244,7 @@ def _excluded(
         return f"{in_features} x {out_features}: nothing to multiply"
     if name in output and not fp8.output_layer:
         return _NO_OUTPUT
-    if (layer := number(name)) and (reason := _outside(layer[0], fp8, layer[1])):
+    if (layer := number(name)) and (reason := _reason_at_ends(layer[0], fp8, layer[1])):
         return reason
     for pattern in fp8.exclude:
         if fnmatchcase(name, pattern):
@@ -240,7 +254,7 @@ def _excluded(
     return misfit(fp8, in_features, out_features)
 
 
-def _outside(layer: int, fp8: FP8, num_layers: int) -> str:
+def _reason_at_ends(layer: int, fp8: FP8, num_layers: int) -> str:
     """Why Transformer layer number `layer` stays in high precision, or an empty string."""
     if layer < fp8.high_precision_at_start:
         return f"fp8.high_precision_at_start={fp8.high_precision_at_start}"

@@ -152,24 +152,33 @@ Named = Iterable[tuple[str, nn.Parameter]] | Iterable[dict[str, Any]]
 
 
 class MixedPrecisionOptimizer(NamedOptimizer):
-    """Wraps `inner`, an optimizer over float32 masters, for parameters of any floating dtype.
+    """Keeps float32 master weights for parameters of any floating dtype, and steps `inner` on them.
 
-    `params` are named: `param_groups(model, weight_decay)` or `model.named_parameters()`. `inner` builds the wrapped
-    optimizer from parameter groups, as in `partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)`. What stands in
-    `param_groups` of this object, `lr` among it, is what the inner one uses.
+    Load weights before you build it: a master is a copy of its parameter. FP8 parameters need
+    `masters`, because their bits mean nothing without a scale.
 
-    For parameters in FP8, whose bits mean nothing without their scale, `masters` gives the float32 tensors from before
-    rounding (they are taken over, not copied) and `writers` the function that stores a master into the parameter and
-    its scale. Other masters are copies of the parameters as they are now: load weights first, build this afterwards.
+    Args:
+        params: Named parameters: `param_groups(model, weight_decay)` or `model.named_parameters()`.
+        inner: Builds the wrapped optimizer from parameter groups of masters, as in
+            `partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)`. It reads `lr` and the other
+            values in `param_groups` of this object.
+        masters: Float32 weights from before the rounding to FP8, by parameter. They are taken over,
+            not copied.
+        writers: Stores a master into the parameter and its scale, by parameter.
+        loss_scaler: The fp16 loss scale.
+        clip_grad: Largest norm of the gradients. 0 clips nothing.
+        owned: ZeRO: names of the parameters whose master and moments this rank keeps. A step leaves
+            the others to their ranks; `on_written` then broadcasts the updated weights.
 
-    After a step `grad_norm` is the norm before clipping (float32, unscaled); `steps` counts those that were not skipped. `deferred`
-    leaves both to `settle`, so that no step waits for the device (optim/deferred_step.py).
-    `clip_grad` of 0 clips nothing. `on_step` is called after the inner step and before parameters are written, `on_skip`
-    when the gradients were not finite, `on_written` once parameters are written.
-
-    Of the parameters that are not `owned`, by name, no master and no moment is kept, and a step leaves them to the rank that owns
-    them; `on_written` is then there to hand weights round. Norms are of the gradients of all, or, where this rank has those of its
-    own alone, `sum_norms` adds them up over the ranks, 0 standing for the others.
+    Attributes:
+        grad_norm: Norm of the gradients before clipping, float32, unscaled. Over all ranks, also if
+            this rank has a part of the gradients (`sum_norms`).
+        steps: Steps that were not skipped.
+        deferred: Decides on the device whether a step is skipped, so that the host need not wait
+            (optim/deferred_step.py).
+        on_step: Called after the step of `inner` and before parameters are written.
+        on_skip: Called if the gradients were not finite.
+        on_written: Called after parameters are written.
     """
 
     def __init__(

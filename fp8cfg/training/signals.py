@@ -1,12 +1,19 @@
-"""Signal handling: SIGTERM, SIGINT and SIGUSR1 request a stop, and the loop stops at the next safe point.
+"""Stop signals: four signals ask the loop to stop, to save a checkpoint and to exit with code 75.
 
-SIGTERM (a scheduler), SIGINT (a person), SIGUSR1 (Slurm's warning before the limit) and SIGHUP (a terminal that closes; under
-nohup it is left alone) set a flag. The loop reads it before the first step, between steps and between the batches of an
-evaluation, writes a checkpoint and ends with exit code 75. A second signal exits at once, with 128 + its number, if the process is
-the command's own. In a process of others, as a launcher or a notebook, their handler gets it.
+    SIGTERM   a scheduler, or `kill`
+    SIGINT    a person at the keyboard
+    SIGUSR1   Slurm, before the time limit
+    SIGHUP    a terminal that closes; under nohup it stays ignored
 
-Python calls handlers between two bytecodes of the main thread, so not while that waits for other ranks in C++, which takes up to
-trainer.timeout. A thread ends the command's own process then: at the second signal, or at the first while the ranks meet.
+A handler sets a flag. The loop reads it before the first step, between steps and between the
+batches of an evaluation. A second signal exits at once with 128 + its number if the process runs
+the `fp8cfg` command. In another program, such as a notebook, the second signal goes to the handler
+of that program.
+
+Python calls handlers between two bytecodes of the main thread. That is too late while the main
+thread waits for other ranks in C++, for up to trainer.timeout. So in the process of the command a
+thread reads the signals too. It exits at the second signal, or at the first one while the ranks
+meet.
 """
 
 from __future__ import annotations
@@ -24,17 +31,20 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REQUEUE = 75
 """Exit code of a run that a signal stopped and that resumes."""
 own_process = False
-"""Whether this process is that of the command, which a second signal may end: set by its entry alone."""
+"""Whether this process runs the command, so that a second signal may end it. The entry point sets it."""
 _ranks_meet = False
-"""Whether this rank waits for all others to start: nothing is trained yet."""
+"""Whether this rank waits for the others to start. Nothing is trained yet."""
 
 
 class StopSignals:
-    """Catches `signals` while it is entered, and puts the former handlers back after. Main thread only. Where another one is
-    entered already, what that one has received counts here too.
+    """Catches signals while it is entered, and restores the former handlers after. Main thread only.
 
-    `agree` makes one decision of the ranks' own: it is given this rank's flag and returns whether any rank's is set (an
-    all-reduce with MAX). Each rank must then call stop_requested() at the same steps.
+    If another instance is entered already, its received signal counts here too.
+
+    Args:
+        agree: Returns whether any rank's flag is set, given this rank's flag. A collective: all
+            ranks must call `stop_requested` at the same steps. None for one rank.
+        signals: The signals to catch.
     """
 
     def __init__(
