@@ -1,4 +1,8 @@
-"""FP8 coverage: which layers run which GEMMs in which format, why the others do not, and their share of the matmul FLOPs."""
+"""FP8 coverage: the formats of each layer's GEMMs and the share of matmul FLOPs in FP8.
+
+Coverage is planned from a recipe, or observed after a step from the records of the FP8 layers.
+Layers in high precision have a reason.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +45,26 @@ _NO_OUTPUT = (
     " these makes the logits, name it in fp8.exclude."
 )
 LOW = 0.5
-"""The share of FP8 below which a run is warned of."""
+"""A run with a smaller share of FP8 FLOPs gets a warning."""
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What each linear layer does or did, and each layer's attention.
+    """Formats of the GEMMs of all linear layers and of attention, planned or observed.
 
-    FLOPs are those of one token, forward and backward, 2 for a multiplication and an addition; attention is counted for
-    the causal half of the sequence, `attention_flops` for all layers together; of someone else's model they are not known, and 0.
-    There the FLOPs of a layer are its weights times the rows of the inputs that it was observed to multiply. A layer that was
-    not observed, as are most of `beside` (weights that are multiplied outside of linear layers), counts with the largest number
-    of rows of any layer. `note` is a line below the table.
+    For a recipe's Transformer FLOPs are per token, forward and backward. A multiply-add counts as
+    2 FLOPs. For a custom model a layer's FLOPs are its weights times its observed input rows. A
+    layer without observed rows counts with the most rows of any layer.
+
+    Attributes:
+        linears: GEMMs of each linear layer.
+        attentions: GEMMs of each layer's attention. Usually empty for a custom model.
+        attention_flops: FLOPs per token of all attention layers. Only the causal half of the
+            scores counts. 0 for a custom model because its attention is unknown.
+        compute: Name of the high precision, such as "bf16".
+        beside: Weights outside linear layers, such as adapters and parameters of other modules.
+        note: A line below the table.
     """
 
     linears: Sequence[PlannedLinear]
@@ -65,12 +76,14 @@ class Coverage:
 
     @property
     def layers_in_fp8(self) -> int:
-        """Linear layers with at least one product in FP8."""
+        """Number of linear layers with at least one GEMM in FP8."""
         return sum(p.fp8 for p in self.linears)
 
     @property
     def share(self) -> float:
-        """Share of all matmul FLOPs that are in FP8, attention's products among them."""
+        """Share of matmul FLOPs in FP8, including attention."""
+        # Only the total FLOPs of attention are known. Each layer counts with the average, which
+        # is an approximation if only some layers have a sliding window.
         attention = (
             sum(p.fp8_share for p in self.attentions)
             / max(1, len(self.attentions))
@@ -84,12 +97,12 @@ class Coverage:
 
     @property
     def products(self) -> dict[str, dict[str, str]]:
-        """The operands of each product by the layer's name, such as "e5m2xe4m3"."""
+        """The operands of each GEMM by layer name, such as "e5m2xe4m3" for dgrad."""
         found: list[PlannedLinear | PlannedAttention] = [*self.linears, *self.attentions]
         return {p.name: _named(p, self.compute) for p in found}
 
     def data(self) -> dict[str, Any]:
-        """The same as plain data, layer by layer, for the run folder."""
+        """Returns the coverage as plain data for coverage.json in the run folder."""
         return {
             "share_of_matmul_flops": self.share,
             "layers_in_fp8": self.layers_in_fp8,
@@ -128,7 +141,12 @@ class Coverage:
 
     @property
     def largest_in_high_precision(self) -> tuple[str, float, str]:
-        """The part of the model with most FLOPs that are not in FP8: its name, their share of all FLOPs, and why."""
+        """The part of the model with the most high-precision FLOPs.
+
+        Returns:
+            Its name, its share of all FLOPs, and the reason.
+        """
+        # Text of a group in high precision begins with the name of that precision.
         parts = [
             (name, flops, what.partition(": ")[2])
             for (name, what), _, flops in self._groups()
@@ -145,7 +163,11 @@ class Coverage:
 
     @property
     def left_out(self) -> list[tuple[str, int, float]]:
-        """Why linear layers and other weights are in high precision: (reason, how many, their share of all FLOPs), by share."""
+        """The reasons for weights in high precision, the largest share first.
+
+        Returns:
+            For each reason the number of layers and their share of all FLOPs.
+        """
         found: dict[str, list[float]] = {}
         for p in self.linears:
             if not p.fp8:
@@ -159,7 +181,7 @@ class Coverage:
 
     @property
     def what(self) -> str:
-        """What `share` is a share of."""
+        """The denominator of `share` in words."""
         if self.attention_flops:
             return "matmul FLOPs"
         return "the FLOPs of all weights" if self.beside else "the linear layers' FLOPs"
@@ -169,7 +191,8 @@ class Coverage:
         return self.attention_flops + sum(map(self._of, self._weighed))
 
     def _of(self, p: PlannedLinear | Unwatched) -> float:
-        """The FLOPs of one layer's products."""
+        """FLOPs of the GEMMs of one layer, per token or over all observed rows."""
+        # Modules other than linear layers are assumed to run fprop, dgrad and wgrad.
         return (
             (p.count if isinstance(p, PlannedLinear) else 3)
             * 2.0
@@ -179,6 +202,7 @@ class Coverage:
 
     @cached_property
     def _most(self) -> int:
+        # Without observed rows every layer has 1 row: FLOPs per token.
         return max((p.rows for p in self._weighed if p.rows), default=1)
 
     @property
@@ -189,16 +213,21 @@ class Coverage:
         return {**_named(p, self.compute), "reason": p.reason}
 
     def _attention(self, p: PlannedAttention) -> str:
-        """What one layer's attention runs, forward and backward: it has no weight, and so no wgrad."""
+        """The formats of one layer's attention, forward and backward."""
         if p.reason:
             return f"{self.compute}: {p.reason}"
+        # Two forward GEMMs, then four backward ones. Equal formats are printed once.
         return " ".join(
             "|".join(dict.fromkeys(_kinds(k, self.compute) for k in part))
             for part in (p.gemms[:2], p.gemms[2:])
         )
 
     def _groups(self) -> list[tuple[tuple[str, str], int, float]]:
-        """Layers that differ in their index alone, together: (name, what they run), how many, FLOPs."""
+        """Groups layers with equal names, except for the index, and equal formats.
+
+        Returns:
+            The name and the formats of each group, its number of layers and its FLOPs.
+        """
         groups: dict[tuple[str, str], tuple[int, float]] = {}
         for p in self.linears:
             kinds = " ".join(
@@ -213,9 +242,16 @@ class Coverage:
 
 
 def planned_coverage(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Coverage:
-    """The coverage that `recipe` asks for."""
+    """Returns the planned coverage of the recipe's Transformer.
+
+    Args:
+        recipe: The recipe.
+        linears: The planned GEMMs of its linear layers.
+    """
     m = recipe.model
     config = transformer_config(recipe)
+    # Q K^T and S V have 2 FLOPs per multiply-add, and backward has twice the forward FLOPs.
+    # `reach` already has the factor 2 of a multiply-add.
     reach = sum(_reach(m.seq_length, config.window(layer)) for layer in range(m.num_layers))
     attention = 3 * 2 * reach * m.num_attention_heads * m.head_dim  # two products
     adapters = [
@@ -228,14 +264,14 @@ def planned_coverage(recipe: Recipe, linears: Sequence[PlannedLinear]) -> Covera
 
 
 def check_min_coverage(recipe: Recipe, coverage: Coverage) -> None:
-    """Raises NotFP8Error if the planned `coverage` is below fp8.min_coverage."""
+    """Raises NotFP8Error if the planned coverage is below fp8.min_coverage."""
     line = min_coverage_problem(recipe, coverage)
     if line:
         raise NotFP8Error(line)
 
 
 def min_coverage_problem(recipe: Recipe, coverage: Coverage) -> str:
-    """A line if the planned `coverage` is below fp8.min_coverage; else empty."""
+    """Returns an error line if the planned coverage is below fp8.min_coverage, else ""."""
     least = recipe.fp8.min_coverage
     if not recipe.fp8.enabled or coverage.share >= least:
         return ""
@@ -243,14 +279,23 @@ def min_coverage_problem(recipe: Recipe, coverage: Coverage) -> str:
 
 
 def _reach(tokens: int, window: int | None) -> float:
-    """Twice the tokens that one attends to on average, in the leading order: half of each product is masked."""
+    """Twice the average number of keys per query under a causal mask, in leading order."""
+    # Full attention: a query sees half of the tokens on average. With a window of w tokens a
+    # query sees w of them, except for the first w queries with half of that.
     return tokens if window is None or window >= tokens else 2 * window - window * window / tokens
 
 
 def coverage_of_layers(
     linears: Sequence[PlannedLinear], beside: Sequence[Unwatched], fp8: FP8
 ) -> Coverage:
-    """The coverage of a model whose attention is not known, planned for `fp8`."""
+    """Returns the planned coverage of a custom model, without attention.
+
+    Args:
+        linears: The planned GEMMs of its linear layers.
+        beside: Its weights outside linear layers.
+        fp8: The recipe's fp8 node.
+    """
+    # fp8.output_layer=false needs an output layer. Without one the table gets a note.
     found = fp8.output_layer or not fp8.enabled or any(p.output for p in linears)
     return Coverage(linears, (), 0.0, "high precision", beside, "" if found else _NO_OUTPUT)
 
@@ -262,8 +307,15 @@ def observed_coverage(
     seen: Observed,
     foreign: bool = False,
 ) -> Coverage:
-    """The coverage of the products that were `seen` since the record was last cleared: what their call sites recorded. `foreign`
-    says that `model` is not the Transformer of `recipe`."""
+    """Returns the coverage of the GEMMs that ran since the last reset of the record.
+
+    Args:
+        recipe: The recipe.
+        model: The model, with the row counts of a custom model's layers.
+        plan: The planned GEMMs of its linear layers.
+        seen: The observed operand formats of each GEMM, by layer name.
+        foreign: Whether `model` is a custom model.
+    """
 
     def gemms(name: str, products: Sequence[str]) -> Any:
         return tuple(seen.get(name, {}).get(g) for g in products)
@@ -273,6 +325,8 @@ def observed_coverage(
         from fp8cfg.backends.any_model import eligibility
 
         trained, linears = has_trained(seen), []
+        # A custom model may freeze weights or skip layers. GEMMs that autograd did not need are
+        # not counted. The plan of a recipe's Transformer already leaves them out.
         for p in plan:
             layer = model.get_submodule(p.name)
             frozen = eligibility.has_frozen_weight(layer)
@@ -289,10 +343,21 @@ def observed_coverage(
 
 
 def coverage(model: nn.Module) -> Coverage:
-    """What ran in each linear layer of `model`, by its name, since the record was last cleared, whatever loop it runs in; and in
-    attention where that is in FP8. A converted layer that has not run counts as high precision. Products that autograd does not need,
-    such as dgrad of a first layer or wgrad of a frozen weight, are no part of the FLOPs. Raises ConfigError for what is no
-    nn.Module."""
+    """Returns the GEMM formats that ran in each linear layer and in FP8 attention.
+
+    Works in any training loop. Counts all GEMMs since the last reset of the record. A converted
+    layer that has not run counts as high precision. GEMMs that autograd does not need are not
+    counted, such as dgrad of the first layer or wgrad of a frozen weight.
+
+    Args:
+        model: The model, such as job.model.
+
+    Returns:
+        The observed coverage. `str()` of it is a table.
+
+    Raises:
+        ConfigError: `model` is not an nn.Module.
+    """
     from torch import nn
 
     from fp8cfg.backends.any_model.eligibility import beside, observed
@@ -303,9 +368,15 @@ def coverage(model: nn.Module) -> Coverage:
 
 
 def warn_of_low_coverage(model: nn.Module, seen: Coverage) -> None:
-    """Warn, once for `model`, which is a user's, where less than half of its FLOPs ran in FP8, and name the largest part that did
-    not. A converted layer that has not run is left out, and a product that is missing in one that has, as before a backward pass,
-    counts as planned."""
+    """Warns once per model if less than half of a custom model's FLOPs ran in FP8.
+
+    The warning names the largest part in high precision. Converted layers that have not run are
+    ignored. A missing GEMM of a layer that has run counts as planned, for example before backward.
+
+    Args:
+        model: The converted custom model.
+        seen: Its observed coverage.
+    """
     from fp8cfg.backends.any_model.conversion_state import converted, plan_of
 
     state, plan = converted(model), {p.name: p for p in plan_of(model)}
@@ -321,7 +392,7 @@ def warn_of_low_coverage(model: nn.Module, seen: Coverage) -> None:
 
 
 def low_coverage_warning(seen: Coverage) -> str:
-    """The line about a run of which less than half of the FLOPs are in FP8; empty for another."""
+    """Returns a warning if less than half of the FLOPs ran in FP8, else ""."""
     if seen.share >= LOW:
         return ""
     name, share, what = seen.largest_in_high_precision
@@ -332,6 +403,7 @@ def low_coverage_warning(seen: Coverage) -> str:
 
 
 def _filled(ran: PlannedLinear, planned: PlannedLinear) -> tuple[Kinds, Kinds, Kinds]:
+    """The GEMMs of a layer that ran, with the planned formats for those still to come."""
     gemms = [
         want if got is None and name not in ran.left_out else got
         for name, got, want in zip(GEMMS, ran.gemms, planned.gemms, strict=True)
@@ -342,12 +414,14 @@ def _filled(ran: PlannedLinear, planned: PlannedLinear) -> tuple[Kinds, Kinds, K
 def _add(
     groups: dict[tuple[str, str], tuple[int, float]], name: str, what: str, flops: float
 ) -> None:
+    """Adds a layer to its group: layers.0.linear_qkv belongs to layers.*.linear_qkv."""
     key = _INDEX.sub("*", name), what
     count, before = groups.get(key, (0, 0.0))
     groups[key] = count + 1, before + flops
 
 
 def _why(p: PlannedLinear) -> str:
+    """The reason for high precision if neither the plan nor the conversion has one."""
     return (
         "ran outside of the autocast context" if HIGH_PRECISION in p.gemms else "did not multiply"
     )
@@ -368,10 +442,23 @@ def prove_engagement(
     observed: Observed,
     foreign: bool = False,
 ) -> Coverage:
-    """The coverage of the step that just ran in `model`, whose products are `observed`; `foreign` says that it is not the
-    Transformer of `recipe`. Raises NotFP8Error where it is not what was planned, or less than fp8.min_coverage.
+    """Checks that the last step ran in the planned formats, and returns its coverage.
+
+    Args:
+        recipe: The recipe.
+        model: The model.
+        plan: The planned GEMMs of its linear layers.
+        observed: The observed operand formats of each GEMM, by layer name.
+        foreign: Whether `model` is a custom model. Then the share in FP8 gets a warning if it
+            is low.
+
+    Raises:
+        NotFP8Error: A GEMM did not run in its planned format, or the share is below
+            fp8.min_coverage.
     """
     seen = observed_coverage(recipe, model, plan, observed, foreign)
+    # A custom model may skip layers in a step. A missing GEMM is an error only in the recipe's
+    # own Transformer.
     if foreign:
         from fp8cfg.backends.any_model.conversion_state import replaced_layers, with_current_names
 

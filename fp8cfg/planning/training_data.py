@@ -1,4 +1,4 @@
-"""Training data of a recipe in one line, and large models that would train on the default."""
+"""Summary of a recipe's training data, and a check against large models on toy data."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import amount
 
 LARGE = 100_000_000
-"""Parameters of a model that nobody trains on bytes by accident. The tiny recipes have 3 million."""
+"""Parameters above which training on bytes or on a shipped corpus is probably a mistake.
+
+The tiny recipes have 3 million.
+"""
 CORPORA = {
     "stdlib": "the source of Python's standard library",
     "tiny": "a small text that fp8cfg ships",
 }
-"""The corpora that need no path."""
+"""Corpora without data.path, and their description."""
 
 
 def summarize_data(recipe: Recipe) -> dict[str, Any]:
-    """Returns what `recipe` trains on as plain data: the kind, its paths and the tokenizer.
+    """Returns the training data as plain data: kind, paths, weights of a mixture and tokenizer.
 
     A smoke run trains on the shipped text.
     """
     data = recipe.data
+    # `plan` calls this before the smoke run is cut, so that data may still name the full corpus.
     if recipe.trainer.smoke:
         data = Data(name="tiny", tokenizer=data.tokenizer)
     paths = [part["path"] for part in data.mixture]
@@ -43,7 +47,7 @@ def summarize_data(recipe: Recipe) -> dict[str, Any]:
 
 
 def data_line(recipe: Recipe) -> str:
-    """Returns the `data:` line of `recipe` before its data is read."""
+    """Returns the `data:` line of a report, without reading the data."""
     data = summarize_data(recipe)
     place = ", ".join(data["paths"]) or "data.path=null"
     if data["paths"] and data["name"] != "tokens":
@@ -52,7 +56,12 @@ def data_line(recipe: Recipe) -> str:
 
 
 def describe_data(recipe: Recipe, place: str) -> str:
-    """Returns the `data:` line of `recipe`, whose data is `place`."""
+    """Returns the `data:` line of a report.
+
+    Args:
+        recipe: The recipe.
+        place: Description of the data, such as its paths or its number of rows.
+    """
     data = summarize_data(recipe)
     name = data["tokenizer"]
     by = f", tokenizer {name}" if name else ""
@@ -62,22 +71,26 @@ def describe_data(recipe: Recipe, place: str) -> str:
 
 
 def _lacks_tokenizer(name: str) -> bool:
-    """Whether `name` is a folder of this machine without a tokenizer."""
+    """Whether `name` is a local folder without a tokenizer."""
+    # A path that does not exist here may exist on the cluster. It is not reported.
     folder = Path(name).expanduser()
     return name != BYTES and folder.is_dir() and not (folder / TOKENIZER[0]).is_file()
 
 
 def tokenizer_name(recipe: Recipe) -> str | None:
-    """Returns the tokenizer of `recipe` by name; None if token files do not name theirs."""
+    """Returns the name of the tokenizer, None if it is unknown.
+
+    Token files do not record their tokenizer. Other data without a tokenizer trains on bytes.
+    """
     chosen = chosen_tokenizer(recipe)
     is_unknown = recipe.data.name == "tokens" and recipe.data.tokenizer is None
     return chosen if chosen or is_unknown else BYTES
 
 
 def unintended_data(recipe: Recipe) -> list[str]:
-    """Returns a line if a large model would train on a shipped corpus or on bytes by default.
+    """Returns an error line if a large model would train on toy data by default.
 
-    A smoke run is small. data.tokenizer=bytes asks for bytes.
+    Toy data is a shipped corpus, or bytes without data.tokenizer=bytes. Smoke runs are exempt.
     """
     if not _uses_default(recipe):
         return []
@@ -91,9 +104,9 @@ def unintended_data(recipe: Recipe) -> list[str]:
 
 
 def missing_overrides(recipe: Recipe) -> list[str]:
-    """Returns the overrides that `recipe` lacks, with PATH and FOLDER to fill in.
+    """Returns the overrides for real training data, with PATH and FOLDER to fill in.
 
-    Empty if `recipe` trains on the data that it has.
+    Empty if the recipe's own data is accepted.
     """
     if not _uses_default(recipe):
         return []
@@ -104,7 +117,7 @@ def missing_overrides(recipe: Recipe) -> list[str]:
 
 
 def _uses_default(recipe: Recipe) -> bool:
-    """Whether `recipe` is a large model on a shipped corpus or on bytes by default."""
+    """Whether a large model would train on a shipped corpus, or on bytes by default."""
     data = recipe.data
     if recipe.trainer.smoke or data.tokenizer == BYTES or data.name == "tokens":
         return False
