@@ -1,8 +1,12 @@
-"""Stalled ranks: a time limit on collectives, over which the ranks that wait say who is missing, by its heartbeat, and where.
+"""Stalled ranks: timeouts of collectives, and a report of the ranks that did not take part.
 
-The first rank that has waited in vain takes others with it, for gloo closes its connections; what it finds holds for all. With
-NCCL, whose collectives the host does not wait for, it is torch's own watchdog that ends the process at this limit; before, a thread
-says which ranks are silent.
+Each rank sends a heartbeat with its current line to the store of the process group. When a
+collective times out, the report names the silent ranks, or says what the other ranks do.
+
+With gloo the first rank that times out closes its connections, so the other ranks fail too. It
+puts its report into the store, and all ranks raise the same one. With NCCL the host doesn't wait
+for collectives, and torch's watchdog ends the process at the timeout. A thread prints the silent
+ranks shortly before.
 """
 
 from __future__ import annotations
@@ -47,18 +51,23 @@ _PREFIXES = (
     "barrier",
     "monitored_barrier",
 )
-"""How the names of public collectives in torch's _FILES begin, and those of no other functions there that wait."""
+"""Prefixes of the public collectives in _FILES. No other function there that waits has them."""
 _TENSOR = f"{Path(dist.__file__).parent}/tensor/"
 _DTENSOR = {
     "_reduce_value": "all_reduce",
     "_reduce_shard_value": "reduce_scatter",
     "_to_replicate_tensor": "all_gather",
 }
-"""What methods of a DTensor's placements do: they may wait for it in an operator of the result."""
+"""Collectives of DTensor placements, by method. A method may wait in an operator of its result."""
 
 
 class Collective(NamedTuple):
-    """The name of a collective and its process group; None where the frames do not say."""
+    """A collective found on the stack.
+
+    Attributes:
+        name: Its name, None if no frame shows it.
+        group: Its process group, None if no frame shows it.
+    """
 
     name: str | None
     group: dist.ProcessGroup | None
@@ -68,17 +77,26 @@ class Collective(NamedTuple):
 
 
 def raised_in(error: BaseException) -> Collective:
-    """The collective that `error` comes from."""
+    """Returns the collective that raised `error`, from the frames of its traceback."""
+    # A traceback begins at the outermost frame.
     return _collective(reversed(list(_traced(error.__traceback__))))
 
 
 def doing(frame: FrameType | None) -> str:
-    """What a thread does at `frame`: the collective that it is in, or its line of this package, which says more than that of a copy
-    to the host that it waits for, or of the program around it."""
+    """Returns what a thread is doing, as text for a report.
+
+    Args:
+        frame: The thread's innermost frame, None if it runs no Python.
+
+    Returns:
+        The collective that it runs. Otherwise its innermost line in fp8cfg, or the innermost line
+        if no frame is in fp8cfg.
+    """
     first = frame
     for each in _outward(frame):
         if name := _name(each):
             return f"the collective {name}"
+        # Every copy to the host waits in async_copies.py. The caller's line says more.
         if (path := each.f_code.co_filename).startswith(
             f"{PACKAGE}/"
         ) and path != async_copies.__file__:
@@ -89,7 +107,7 @@ def doing(frame: FrameType | None) -> str:
 
 
 def _collective(frames: Iterator[FrameType]) -> Collective:
-    """That of the innermost frames, up to the first of this package; `frames` go outward."""
+    """Returns the collective of `frames`, innermost first, up to the first frame of fp8cfg."""
     name: str | None = None
     group: dist.ProcessGroup | None = None
     for frame in frames:
@@ -102,7 +120,10 @@ def _collective(frames: Iterator[FrameType]) -> Collective:
 
 
 def _name(frame: FrameType) -> str | None:
+    """Returns the collective that a frame runs, None if it runs none."""
     path, name = frame.f_code.co_filename, frame.f_code.co_name
+    # `waited` and `wait` of async_copies.py get the collective as an argument. A functional
+    # collective has returned by then, so no frame has its name.
     if path == async_copies.__file__:
         return getattr(frame.f_locals.get("collective"), "__name__", None)
     if path.startswith(_TENSOR):
@@ -111,8 +132,13 @@ def _name(frame: FrameType) -> str | None:
 
 
 def _group(frame: FrameType, named: bool) -> dist.ProcessGroup | None:
-    """The process group that a frame has as its local or its object's `group`, of which None is all ranks in a collective, or as a
-    dimension of a mesh."""
+    """Returns the process group that a frame uses, None if its locals don't show one.
+
+    Args:
+        frame: The frame.
+        named: Whether this frame or one inside it runs a collective. `group=None` then means all
+            ranks.
+    """
     there: dict[str, Any] = frame.f_locals
     own, axis = there.get("self"), there.get("mesh_dim")
     if named and "group" in there and there["group"] is None:
@@ -120,12 +146,14 @@ def _group(frame: FrameType, named: bool) -> dist.ProcessGroup | None:
     for of in (there.get("group"), getattr(own, "group", None)):
         if isinstance(of, dist.ProcessGroup):
             return of
+        # Functional collectives take the name of a group.
         if isinstance(of, str) and (
             known := next(
                 (g for g, name in distributed_c10d._world.pg_names.items() if name == of), None
             )
         ):
             return known
+    # DTensor passes a mesh and the number of one of its dimensions.
     for mesh in (there.get("mesh"), getattr(own, "device_mesh", None)):
         if isinstance(mesh, DeviceMesh) and (axis is not None or mesh.ndim == 1):
             return mesh.get_group(axis)
@@ -133,24 +161,32 @@ def _group(frame: FrameType, named: bool) -> dist.ProcessGroup | None:
 
 
 def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields `frame` and its callers."""
     while frame:
         yield frame
         frame = frame.f_back
 
 
 def _traced(at: TracebackType | None) -> Iterator[FrameType]:
+    """Yields the frames of a traceback, outermost first."""
     while at:
         yield at.tb_frame
         at = at.tb_next
 
 
 PATIENCE = 5.0
-"""Seconds for which a store may take to be connected with."""
+"""Seconds to wait for a connection to the store."""
 
 
 class StoreConnection:
-    """Another connection to the default store, with all methods of torch's Store. They raise DistNetworkError where the store has
-    ended, and DistStoreError where it is late."""
+    """A second connection to the default store, with all methods of torch's Store.
+
+    A call that blocks on one connection does not block calls on another. If the connection breaks
+    but the store still runs, it connects again, once per call.
+
+    Methods raise DistNetworkError if the store has ended and DistStoreError if it does not answer
+    in time.
+    """
 
     def __init__(self) -> None:
         default: Any = distributed_c10d._get_default_store()
@@ -170,38 +206,52 @@ class StoreConnection:
 
 
 def _answers(store: Any) -> bool:
-    """Whether the host of `store` still takes connections for it."""
-    while inner := getattr(store, "underlying_store", None):  # of a prefix
+    """Returns whether the host of `store` still accepts connections."""
+    # A PrefixStore wraps the store with the address.
+    while inner := getattr(store, "underlying_store", None):
         store = inner
     try:
         socket.create_connection((store.host, store.port), PATIENCE).close()
-    except (AttributeError, OSError):  # of a store without a host
+    except (AttributeError, OSError):  # AttributeError: a HashStore has no host
         return False
     return True
 
 
 _WAITED, _FOUND = "fp8cfg/waited in vain", "fp8cfg/diagnosis"
-"""In the store: whether a rank was over its limit, and what it then found."""
+"""Keys of the store: the rank that timed out, and the report that it then made."""
 _GONE = "stopped, or gone with the machine"
 _UNSAID = 2.0
-"""Seconds within which a rank that was over its limit says so."""
+"""Seconds to wait until a rank that timed out has set _WAITED, and for a thread to end."""
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Heartbeat:
-    """That of this rank, `every` so many seconds, until `close`. The thread that makes it is the one that it tells of."""
+    """Heartbeat of this rank: a thread that writes a counter and the current line to the store.
+
+    The line belongs to the thread that creates the object.
+
+    Args:
+        every: Seconds between beats.
+
+    Attributes:
+        heard: The report that another rank has put into the store, once it is there.
+        ended: Set by `close`.
+    """
 
     def __init__(self, every: float) -> None:
         self.every, self.heard = every, list[str]()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ended, self._main = threading.Event(), threading.get_ident()
-        self._beats, self._reads = StoreConnection(), StoreConnection()  # a call may block
+        # Two connections: a read that blocks must not stop the heartbeat.
+        self._beats, self._reads = StoreConnection(), StoreConnection()
         self._thread = threading.Thread(target=self._beat, name="fp8cfg heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End it. Where this rank holds the store, the others may first hear what it has found."""
+        """Ends the heartbeat."""
+        # The store ends with rank 0, unless torchrun's agent runs it. Other ranks need time to read
+        # a report that is in it.
         if (
             self.rank == 0
             and not _agent_holds_store()
@@ -212,20 +262,28 @@ class Heartbeat:
         join(self._thread)
 
     def where(self) -> FrameType | None:
-        """The frame of the thread that made it."""
+        """Returns the current frame of the thread that created the heartbeat."""
         return sys._current_frames().get(self._main)
 
     def waited_in_vain(self) -> None:
-        """Let the others know that this rank was over its limit: gloo closes its connections then."""
+        """Tells the other ranks that this rank timed out.
+
+        With gloo they only see a closed connection, as after a crash.
+        """
         _within(1, lambda: self._reads.set(_WAITED, str(self.rank)), None)
 
     def another_waited(self) -> bool:
-        """Whether a rank was over its limit, whose connections are closed before it can say so."""
+        """Returns whether another rank timed out."""
+        # gloo closes the connections before the rank can set the key, so `_said` waits for it.
         return _within(_UNSAID + 1, self._said, False)
 
     def others(self) -> str:
-        """What the other ranks do, those first that do not beat; what another rank has found of that, where one has. Within some
-        seconds, whatever the store does."""
+        """Returns what the other ranks are doing, as text for the report.
+
+        The text names silent ranks. If there are none, it has the current line of up to 8 ranks. If
+        another rank has made a report already, that report is returned. Returns within `patience`
+        seconds even if the store does not answer.
+        """
         told = (
             _within(self.patience, self._told, None)
             or next(iter(self.heard), None)
@@ -234,12 +292,20 @@ class Heartbeat:
         return seen_from(self.rank, told)
 
     def silent(self, ranks: Sequence[int]) -> str | None:
-        """Which of `ranks` do not beat, or that the store is silent or has ended; None where all of them do."""
+        """Checks the heartbeats of some ranks.
+
+        Args:
+            ranks: The ranks.
+
+        Returns:
+            Text with the silent ranks, or that the store is silent or has ended. None if all ranks
+            beat.
+        """
 
         def asked() -> str | None:
             try:
                 return _said_of(self._seen(ranks)[0])
-            except dist.DistStoreError:  # late
+            except dist.DistStoreError:  # no answer in time
                 return _silent_store()
             except RuntimeError:
                 return _silent_store(gone=True)
@@ -248,40 +314,49 @@ class Heartbeat:
 
     @property
     def patience(self) -> float:
-        """Seconds for which the store is waited for at most."""
+        """Seconds to wait for answers of the store at most."""
+        # `_seen` waits 2.5 beats between two reads.
         return 4 * self.every + 5
 
     def _beat(self) -> None:
+        """Writes heartbeats until `close`. Runs in the thread."""
         count = 0
-        with suppress(
-            RuntimeError
-            # the store has ended before this rank: each call to it would print a traceback of torch's
-        ):
+        # The store may end before this rank. Stop then: each further call would make torch print a
+        # traceback.
+        with suppress(RuntimeError):
             while not self.ended.wait(self.every if count else 0):
                 count += 1
-                with suppress(dist.DistStoreError):  # it was late
+                # No answer in time: try again at the next beat.
+                with suppress(dist.DistStoreError):
                     self._beats.set(_key(self.rank), f"{count} {doing(self.where())}")
                     if not self.heard and (found := self._found(self._beats)):
                         self.heard.append(found)
 
     def _said(self) -> bool:
+        """Returns whether a rank has timed out. Waits up to _UNSAID seconds for its key."""
         end = time.monotonic() + _UNSAID
         while not (said := bool(self._reads.check([_WAITED]))) and time.monotonic() < end:
             self.ended.wait(0.05)
         return said
 
     def _told(self) -> str | None:
+        """Returns another rank's report or makes one, and puts it into the store.
+
+        Returns None if the store has ended and `heard` has a report.
+        """
         try:
             told = self._found(self._reads) or self._all()
-            self._reads.set(
-                _FOUND, told := self._found(self._reads) or told
-            )  # ranks that have found it meanwhile may have left
+            # Look again: `_all` takes seconds. Meanwhile another rank may have made its report and
+            # ended, and would be reported as silent here.
+            self._reads.set(_FOUND, told := self._found(self._reads) or told)
         except RuntimeError:
             return None if self.heard else _silent_store(gone=True)
         return told
 
     def _all(self) -> str:
+        """Returns the silent ranks or, if all beat, what up to 8 of them are doing."""
         silent, there = self._seen([rank for rank in range(self.size) if rank != self.rank])
+        # Ranks outside of collectives come first: the others wait for them.
         elsewhere = {
             rank: what for rank, what in there.items() if not what.startswith("the collective")
         }
@@ -290,14 +365,19 @@ class Heartbeat:
         )
 
     def _seen(self, ranks: Sequence[int]) -> tuple[list[int], dict[int, str]]:
-        """Those of `ranks` that do not beat, and what the others do."""
-        all_came = not ranks or self._reads.check(
-            [_key(rank) for rank in ranks]
-        )  # one request, of thousands of ranks too
+        """Reads the heartbeats of some ranks twice. A rank is silent if its heartbeat stays.
+
+        Returns:
+            The silent ranks, and the current line of each other rank.
+        """
+        # One request for all ranks: a run may have thousands. Only if a key is missing, ask for each
+        # rank, because a read of a missing key blocks.
+        all_came = not ranks or self._reads.check([_key(rank) for rank in ranks])
         there = (
             list(ranks) if all_came else [rank for rank in ranks if self._reads.check([_key(rank)])]
         )
         before = self._read(there)
+        # Two beats at least, so that a slow one is not taken for a silent rank.
         self.ended.wait(2.5 * self.every)
         after = self._read(there)
         beating = {
@@ -306,27 +386,40 @@ class Heartbeat:
         return [rank for rank in ranks if rank not in beating], beating
 
     def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Returns the heartbeats of `ranks`, which must be in the store."""
         values = self._reads.multi_get([_key(rank) for rank in ranks]) if ranks else []
         return {rank: bytes(value).decode() for rank, value in zip(ranks, values, strict=True)}
 
     def _found(self, store: Any) -> str | None:
+        """Returns the report in the store, None if no rank has made one."""
         return bytes(store.get(_FOUND)).decode() if store.check([_FOUND]) else None
 
 
 def join(thread: threading.Thread) -> None:
-    """Wait for a thread that calls the store, unless that is silent. One that comes back from torch's C++ while Python ends is
-    unwound through it, and C++ ends the process: "terminate called without an active exception", SIGABRT (until CPython 3.14).
+    """Waits up to _UNSAID seconds for a thread that calls the store.
+
+    If a thread returns from torch's C++ code while Python exits, Python unwinds it through C++ and
+    the process ends with SIGABRT: "terminate called without an active exception" (before CPython
+    3.14). The limit is for a store that does not answer.
     """
     thread.join(_UNSAID)
 
 
 def arrive(store: Any, rank: int) -> None:
-    """Let the others know in `store` that `rank` is here, before there is a process group."""
+    """Marks `rank` as started in `store`, before there is a process group."""
     store.set(f"fp8cfg/arrived/{rank}", "")
 
 
 def not_arrived(store: Any, size: int) -> str | None:
-    """Which of `size` ranks have not arrived in `store`; None where all have, and where it is silent."""
+    """Returns which ranks have not called `arrive`, as text for an error.
+
+    Args:
+        store: The store in which the ranks meet.
+        size: The number of ranks.
+
+    Returns:
+        None if all ranks have arrived or the store does not answer.
+    """
 
     def found() -> list[int]:
         return [rank for rank in range(size) if not store.check([f"fp8cfg/arrived/{rank}"])]
@@ -336,11 +429,13 @@ def not_arrived(store: Any, size: int) -> str | None:
 
 
 def _agent_holds_store() -> bool:
-    """Whether the store is that of torchrun's agent, not the first rank's (torch.distributed.rendezvous)."""
+    """Returns whether torchrun's agent runs the store instead of rank 0."""
+    # torch.distributed.rendezvous reads the same variable.
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _silent_store(gone: bool = False) -> str:
+    """Returns the text for a store that does not answer, or that has ended if `gone`."""
     holder = "the launcher's agent" if _agent_holds_store() else "rank 0"
     return (
         f"{holder}, which held the store, has ended"
@@ -350,6 +445,7 @@ def _silent_store(gone: bool = False) -> str:
 
 
 def _said_of(silent: Sequence[int]) -> str | None:
+    """Returns the text for silent ranks, None if there are none."""
     return (
         f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} silent: {_GONE}, or busy outside"
         " of Python"
@@ -359,7 +455,11 @@ def _said_of(silent: Sequence[int]) -> str | None:
 
 
 def seen_from(rank: int, diagnosis: str) -> str:
-    """Returns `diagnosis`, or what it means to `rank` if that is the silent one: it was stopped, and continues."""
+    """Returns a report from the point of view of `rank`.
+
+    If the report names `rank` as silent, the rank was stopped and has continued. It then says that
+    the other ranks waited for this one.
+    """
     silent = re.match(r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:is|are) silent", diagnosis)
     if silent is None or str(rank) not in silent[1].split(", "):
         return diagnosis
@@ -367,13 +467,21 @@ def seen_from(rank: int, diagnosis: str) -> str:
 
 
 def _within(seconds: float, call: Callable[[], T], otherwise: U) -> T | U:
-    """What `call` returns; `otherwise` where it blocks on a store that does not answer, or fails on one that has ended."""
+    """Calls a function of the store with a time limit.
+
+    Args:
+        seconds: The limit.
+        call: The function.
+        otherwise: Returned if the call takes longer or raises RuntimeError, as for a store that has
+            ended.
+    """
     found: list[T | U] = [otherwise]
 
     def calls() -> None:
         with suppress(RuntimeError):
             found.append(call())
 
+    # A daemon thread: a call that blocks in C++ cannot be interrupted.
     calling = threading.Thread(target=calls, daemon=True)
     calling.start()
     calling.join(seconds)
@@ -381,10 +489,12 @@ def _within(seconds: float, call: Callable[[], T], otherwise: U) -> T | U:
 
 
 def _key(rank: int) -> str:
+    """Returns the key of a rank's heartbeat in the store."""
     return f"fp8cfg/beat/{rank}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    """Returns up to 16 ranks as text, such as `ranks 1, 2 and 5 more`."""
     shown = ", ".join(map(str, ranks[:16])) + (
         f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     )
@@ -392,49 +502,78 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 Phase = Literal["start", "step"]
-_set_timeout = (
-    getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-)  # deprecated in torch 2.15
+# _set_pg_timeout is deprecated in torch 2.15.
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 APART = "checkpoint"
-"""The group of what runs beside steps, whose limit stays."""
+"""Description of the process group of async saves. Phases don't change its timeout."""
 _MARKS = ("gloo/transport/", "Application timeout caused pair closure")
-"""What gloo's errors have, which are of no class of their own (torch 2.13): where it raises them, and the one without."""
+"""Text in gloo's errors, which are plain RuntimeErrors (torch 2.13).
+
+Most have the path of the source file that raises them. The second text is of one without a path.
+"""
 _LATE = ("imed out", "timeout")
 
 
 class StallWatch:
-    """The limits of this rank's collectives, in the layout of `strategy`, and its heartbeat, from the process group's start to
-    `close`."""
+    """Timeouts of this rank's collectives, and its heartbeat. Ends with `close`.
+
+    Args:
+        timeout: The timeout of each phase, in seconds.
+        strategy: The parallel layout. Reports name its axes.
+
+    Attributes:
+        phase: The current phase.
+        step: The current step, counted from 1. 0 before the first one.
+    """
 
     def __init__(self, timeout: Timeout, strategy: Strategy) -> None:
         self.timeout, self.strategy, self.phase, self.step = timeout, strategy, "start", 0
+        # At least 8 beats within each timeout.
         self.beats = Heartbeat(min(5.0, timeout.start / 8, timeout.step / 8))
+        # Start times of this step and the two before it. See `_warn`.
         self._began = deque([time.monotonic()], maxlen=3)
         self._warning = threading.Thread(
             target=self._warn, name="fp8cfg stall warning", daemon=True
         )
+        # gloo raises an error at the timeout, which `diagnosis` explains. NCCL's watchdog ends the
+        # process instead, so the warning must come before.
         if dist.get_backend() == dist.Backend.NCCL:
             self._warning.start()
 
     def waits(self, phase: Phase, step: int) -> None:
-        """Set the limit of all groups to that of `phase`; `step`, counted from 1, is what a diagnosis names."""
+        """Applies the timeout of a phase to all process groups.
+
+        Args:
+            phase: The phase that begins.
+            step: The step for reports, counted from 1.
+        """
         self.step = step
-        if phase != self.phase or phase == "start":  # groups are made at the start
+        # Groups are created during "start", so it applies to new ones in each call.
+        if phase != self.phase or phase == "start":
             limit = timedelta(seconds=getattr(self.timeout, phase))
             for group in list(distributed_c10d._world.pg_map):
+                # An int is torch's placeholder for a group without this rank.
                 if not isinstance(group, int) and group.group_desc != APART:
                     _set_timeout(limit, group)
         self.phase = phase
         self._began.append(time.monotonic())
 
     def diagnosis(self, error: RuntimeError) -> RankStalled | None:
-        """Which collective of which axis was over its limit, here or on a rank that has left for that, and what the other ranks
-        do; None where `error` says neither."""
+        """Returns the error for a collective that timed out, on this rank or on another one.
+
+        Args:
+            error: The error that a step raised.
+
+        Returns:
+            An error that names the collective, its axis and what the other ranks do. None if no
+            collective timed out.
+        """
         of = broken(error)
         if of is None:
             return None
         if late := _late(of):
             self.beats.waited_in_vain()
+        # The connection is closed, but no rank timed out: a rank has ended.
         elif not self.beats.another_waited():
             return None
         limit = f"{self._limit:g} s (trainer.timeout.{self.phase})"
@@ -452,26 +591,33 @@ class StallWatch:
         return RankStalled(f"step {max(self.step, 1)}: {what} {how}: {others}")
 
     def close(self) -> None:
-        """End the heartbeat, and what is said of it."""
+        """Ends the heartbeat and the warnings."""
         self.beats.close()
         if self._warning.ident is not None:
             join(self._warning)
 
     @property
     def _limit(self) -> float:
+        """The timeout of the current phase, in seconds."""
         return float(getattr(self.timeout, self.phase))
 
     def _warn(self) -> None:
-        """Say, where a step, evaluation or save takes almost as long as a collective may, or longer, which of the ranks that this
-        one sends to are silent, once of the same ones. Where none is, it is long, and fine."""
+        """Prints a warning shortly before a step, an evaluation or a save reaches the timeout.
+
+        The warning names the silent ranks among those that this rank sends to, once for the same
+        ranks. If none is silent, the step is just slow, and nothing is printed.
+        """
         asked, said = neighbors(self.strategy, self.beats.rank, self.beats.size), None
-        early = self.beats.every + self.beats.patience  # so long it takes at most to find out
+        # The check takes at most this many seconds.
+        early = self.beats.every + self.beats.patience
         while not self.beats.ended.wait(self.beats.every):
-            # Collectives of the step before may still be under way where steps are launched ahead: its time counts.
+            # Steps are launched ahead of the GPU, so collectives of earlier steps may still run.
+            # Measure from the oldest start.
             first, began = self._began[0], self._began[-1]
             if time.monotonic() - first < self._limit - early:
                 continue
             silent = self.beats.silent(asked)
+            # The next step has begun during the check, so this one was not stalled.
             if self._began[-1] != began or silent == said or self.beats.ended.is_set():
                 continue
             if said := silent:
@@ -488,11 +634,18 @@ class StallWatch:
 
 
 def broken(error: BaseException) -> RuntimeError | None:
-    """The error of a collective that was over its limit, or whose connection was closed: `error`, or the innermost of those that it
-    was raised from (torch's pipelining raises its own); None where there is none. One whose words are alike, of a data server or of
-    CUDA, is none."""
+    """Returns the error of a collective that timed out or whose connection was closed.
+
+    Args:
+        error: An error. torch's pipelining raises its own error from the one of the collective.
+
+    Returns:
+        The innermost such error in the chain of causes, None if there is none.
+    """
     found, each = None, cast("BaseException | None", error)
     while each:
+        # Match gloo's own text: errors of a data server or of CUDA mention timeouts and connections
+        # too.
         if isinstance(each, RuntimeError) and (
             isinstance(each, dist.DistError) or any(mark in str(each) for mark in _MARKS)
         ):
@@ -502,11 +655,12 @@ def broken(error: BaseException) -> RuntimeError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of `error`, or most of it."""
+    """Returns the first line of an error, shortened to 160 characters."""
     return textwrap.shorten(str(error).partition("\n")[0], 160, placeholder=" ...")
 
 
 def _late(error: BaseException) -> bool:
+    """Returns whether an error reports a timeout."""
     return any(word in str(error) for word in _LATE)
 
 
@@ -514,7 +668,15 @@ def _late(error: BaseException) -> bool:
 def all_started(
     timeout: Timeout, not_arrived: Callable[[], str | None] = lambda: None
 ) -> Iterator[None]:
-    """Around the start of a process group: raises RankStalled where not all ranks came, with what `not_arrived` says of those."""
+    """Context manager around the start of a process group.
+
+    Args:
+        timeout: The timeouts. The start has its own.
+        not_arrived: Returns which ranks are missing, or None.
+
+    Raises:
+        RankStalled: Some ranks did not start in time.
+    """
     try:
         yield
     except RuntimeError as e:  # DistStoreError, DistNetworkError
