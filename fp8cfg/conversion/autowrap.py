@@ -1,10 +1,13 @@
-"""FP8 autowrap: a model that enters FP8 by itself, through functions named as in Accelerate.
+"""FP8 autowrap: a model whose forward pass enters FP8 by itself.
+
+The functions are named as in Accelerate:
 
     fp8cfg.convert_model(model, recipe)
-    fp8cfg.apply_fp8_autowrap(model, recipe)    # and then any loop, a Trainer's or Accelerate's
+    fp8cfg.apply_fp8_autowrap(model, recipe)    # then any loop, a Trainer's or Accelerate's
 
-It enters by hooks and by `forward`: TRL puts a forward of its own in the place of the model's, and hooks stay; PEFT calls
-`forward`, which hooks do not see. Entered by both, a pass is one pass.
+The model enters FP8 through forward hooks and through its `forward`. Both are needed. TRL replaces
+`forward` but keeps hooks. PEFT calls `forward` directly, so hooks do not run. If a pass enters
+through both, it still counts as one pass.
 """
 
 from __future__ import annotations
@@ -29,15 +32,27 @@ from fp8cfg.schema.recipe import Recipe
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """`model_forward`, which is bound, as a function of the model and its arguments that runs it in FP8: while the model is in
-    training mode, or always with `use_during_eval` or the recipe's fp8.use_autocast_during_eval. `recipe` is what `convert_model`
-    was given, or equal to it.
+    """Wraps a bound forward method so that it runs in FP8.
 
-    A training pass first rolls the histories of the pass before it, as Transformer Engine does for each forward pass: call no
-    `step` beside it (the optimizer of a job rolls by itself). The pass after the first training pass raises NotFP8Error where
-    that did not run in FP8, or a converted layer ran outside of it. Raises ConfigError where the layers were converted with
-    another `fp8` node than the recipe's.
-    Compile a model before, not after."""
+    Each training pass first rolls the amax histories of the previous pass, as in Transformer
+    Engine. Do not call `Conversion.step` as well. A job's optimizer rolls histories in its own step
+    instead. The second training pass checks the first one. Compile the model before this call, not
+    after.
+
+    Args:
+        model_forward: The bound `forward` method of the converted model.
+        recipe: The recipe that `convert_model` got, or an equal one.
+        use_during_eval: Also runs evaluation in FP8, as fp8.use_autocast_during_eval does.
+
+    Returns:
+        A function of the model and the arguments of `model_forward`.
+
+    Raises:
+        ConfigError: `recipe` is not a recipe.
+
+        The returned function raises ConfigError if the layers were converted with other FP8
+        settings. It raises NotFP8Error if the first training pass did not run in FP8.
+    """
     recipe = given_recipe(recipe)
     refuse_if(no_recipe(recipe))
     owner, function = (
@@ -53,9 +68,8 @@ def contextual_fp8_autocast(
                 " or apply_fp8_autowrap(model, recipe)"
             )
         with _pass(self, recipe, use_during_eval):
-            if function is not None and isinstance(
-                self, type(owner)
-            ):  # a copy of the model runs itself
+            # A deep copy of the model must run its own layers, not those of the original.
+            if function is not None and isinstance(self, type(owner)):
                 return function(self, *args, **kwargs)
             return model_forward(*args, **kwargs)
 
@@ -64,20 +78,31 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, recipe: Any) -> nn.Module:
-    """Let `model` run in FP8 by itself, whether it is called or its `forward` is: see `contextual_fp8_autocast`. `model` holds
-    converted layers, and may be a wrapper such as DistributedDataParallel. Raises ConfigError where it holds none, or is wrapped
-    already."""
+    """Makes a converted model run in FP8 whenever it is called, without an autocast context.
+
+    Passes enter FP8 as described in `contextual_fp8_autocast`.
+
+    Args:
+        model: The converted model, or a wrapper around it such as DistributedDataParallel.
+        recipe: The recipe that `convert_model` got, or an equal one.
+
+    Returns:
+        `model`, changed in place.
+
+    Raises:
+        ConfigError: The model has no converted layers, was converted with other FP8 settings, or is
+            wrapped already.
+    """
     recipe = given_recipe(recipe)
     refuse_if(strangers(recipe, model))
     refuse_if(_other(converted(model).fp8, recipe.fp8))
     if any(autowraps(hook) for hook in model._forward_pre_hooks.values()):
         raise ConfigError("apply_fp8_autowrap: this model's forward enters FP8 already")
-    forward = partial(
-        contextual_fp8_autocast(model.forward, recipe), model
-    )  # a method would be unpickled as the class's own
-    if not inspect.ismethod(
-        model.forward
-    ):  # what it wraps has no `self` for `partial` to take away
+    # A partial, not a bound method: pickle would restore a method as the forward of the class.
+    forward = partial(contextual_fp8_autocast(model.forward, recipe), model)
+    # partial() removes the first parameter from the signature. A forward that is not a method has
+    # no `self` there, so its own signature is set.
+    if not inspect.ismethod(model.forward):
         forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     forward.autowraps = True  # type: ignore[attr-defined]
     model.forward = forward
@@ -88,7 +113,10 @@ def apply_fp8_autowrap(model: nn.Module, recipe: Any) -> nn.Module:
 
 
 class PassHooks:
-    """The forward hooks of one autowrapped model. What is compiled has none: there its `forward` enters."""
+    """Forward hooks of one autowrapped model.
+
+    They do nothing in compiled code. There the wrapped `forward` enters FP8.
+    """
 
     autowraps = True
 
@@ -97,30 +125,32 @@ class PassHooks:
         self.entered: list[AbstractContextManager[None]] = []
 
     def enter(self, model: nn.Module, args: Any) -> None:
+        """Enters FP8 before a forward pass."""
         if torch.compiler.is_compiling():
             return
-        if (
-            len(self.entered) == converted(model).under_way
-        ):  # none of its forwards is under way: a call before was interrupted,
-            self._close()  # by what is no Exception (Ctrl-C), after which torch calls no hook
+        # If all open passes were entered by this hook, an earlier call never left its pass. Torch
+        # calls no forward hook after Ctrl-C, because KeyboardInterrupt is not an Exception.
+        if len(self.entered) == converted(model).under_way:
+            self._close()
         context = _pass(model, self.recipe)
         context.__enter__()
         self.entered.append(context)
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        if (
-            not torch.compiler.is_compiling() and self.entered
-        ):  # empty where a hook in front of `enter` raised
+        """Leaves the pass that `enter` began."""
+        # The list is empty if another pre-hook raised before `enter` ran.
+        if not torch.compiler.is_compiling() and self.entered:
             self.entered.pop().__exit__(None, None, None)
 
     def _close(self) -> None:
+        """Leaves all open passes."""
         while self.entered:
             self.entered.pop().__exit__(None, None, None)
 
 
 @contextmanager
 def _pass(model: nn.Module, recipe: Recipe, use_during_eval: bool = False) -> Iterator[None]:
-    """A forward pass of `model`. One inside of another is the same pass: nothing is rolled or proved anew."""
+    """Enters a forward pass of `model`. A nested call belongs to the outer pass."""
     state = converted(model)
     refuse_if(_other(state.fp8, recipe.fp8))
     if not state.under_way:
@@ -128,6 +158,8 @@ def _pass(model: nn.Module, recipe: Recipe, use_during_eval: bool = False) -> It
             prove(model, state.plan, state.choice, recipe.fp8)
             state.proved = True
         if model.training and torch.is_grad_enabled():
+            # The histories of the previous pass roll here. Its amaxes are complete only after its
+            # backward pass.
             if state.forward_passes and not state.own_optimizer:
                 state.step(model)
             state.forward_passes += 1
@@ -141,8 +173,9 @@ def _pass(model: nn.Module, recipe: Recipe, use_during_eval: bool = False) -> It
 
 
 def _other(built: FP8, asked: FP8) -> list[str]:
-    """A line for each key of the `fp8` node in which the layers differ from the recipe; those of evaluation and of the proof
-    are read anew."""
+    """Returns an error for each FP8 setting that differs between the layers and the recipe."""
+    # These keys are read in each pass, so they may change. convert_model itself may change values
+    # of a preset to fit the model.
     late = {"use_autocast_during_eval", "min_coverage", *(preset_keys(asked) & GIVE_WAY)}
     return [
         f"fp8.{key}={spelled(now)}: the model's layers were converted with {spelled(then)}; convert it again"

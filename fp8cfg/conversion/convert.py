@@ -1,14 +1,14 @@
-"""Model conversion: nn.Linear to FP8 layers and back, in place, for a model and a training loop of your own.
+"""Converts nn.Linear to FP8 layers and back in place, for your own model and training loop.
 
-    fp8 = fp8cfg.convert_model(model, recipe)   # in place; print(fp8) says what was converted and what was not, and why
+    fp8 = fp8cfg.convert_model(model, recipe)   # print(fp8) lists the layers and their formats
     with fp8.autocast():
         loss = model(batch)
         loss.backward()
-    optimizer.step(); fp8.step()                # rolls histories and moves scales
-    fp8.prove()                                 # after the first step: NotFP8Error where it did not run in FP8
+    optimizer.step(); fp8.step()                # rolls amax histories and updates scales
+    fp8.prove()                                 # after the first step: NotFP8Error if not in FP8
 
-Of the recipe the precision is read; `model` and the rest describe runs of our own. Dtypes of parameters stay what they are, and
-storage is refused: `fp8cfg.build(recipe, model=model)` gives the whole job, with its masters and the recipe's optimizer.
+Only the recipe's precision applies. Parameters keep their dtypes, and storage settings are errors.
+`fp8cfg.build(recipe, model=model)` also creates master weights and the recipe's optimizer.
 """
 
 from __future__ import annotations
@@ -54,12 +54,19 @@ from fp8cfg.schema.tables import wrapped
 
 _ENDS = ("high_precision_at_start", "high_precision_at_end")
 GIVE_WAY = frozenset({*_ENDS, "params"})
-"""Fields of the `fp8` node that do where a preset wrote them."""
+"""FP8 keys that the conversion may change if a preset set them."""
 
 
 def fit_layers(recipe: Recipe, lists: Mapping[str, int]) -> Recipe:
-    """`recipe` for a model with the layer lists `lists` (name -> length), of which model.num_layers is the longest: the preset's
-    layers at both ends leave at least one in FP8, and are none where the model has no list."""
+    """Adapts fp8.high_precision_at_start and fp8.high_precision_at_end of a preset to a model.
+
+    At least one layer stays in FP8. Both become 0 if the model has no list of equal layers. Values
+    that the user set do not change.
+
+    Args:
+        recipe: The recipe, with model.num_layers set to the longest list.
+        lists: Number of layers of each layer list, by module name.
+    """
     may = [name for name in _ENDS if name in preset_keys(recipe.fp8)]
     if not lists:
         return _said(
@@ -79,7 +86,7 @@ def fit_layers(recipe: Recipe, lists: Mapping[str, int]) -> Recipe:
 
 
 def leave_parameters(recipe: Recipe) -> Recipe:
-    """`recipe` for a model whose parameters stay as they are: the preset's fp8.params is off."""
+    """Turns off fp8.params if a preset set it, because conversion keeps all parameters."""
     return _said(
         recipe,
         {"params": False} if "params" in preset_keys(recipe.fp8) else {},
@@ -88,7 +95,10 @@ def leave_parameters(recipe: Recipe) -> Recipe:
 
 
 def _said(recipe: Recipe, values: Mapping[str, int], to: str) -> Recipe:
-    """A copy of `recipe` with `values` in its `fp8` node, and a line for those that change; they stay the preset's."""
+    """Returns a copy of `recipe` with changed FP8 values and logs a note about them.
+
+    `to` says what the values now fit. The values still count as set by the preset.
+    """
     changed = {name: value for name, value in values.items() if getattr(recipe.fp8, name) != value}
     if not changed:
         return recipe
@@ -102,15 +112,26 @@ def _said(recipe: Recipe, values: Mapping[str, int], to: str) -> Recipe:
 
 
 def given_recipe(given: Any) -> Any:
-    """The Recipe that `given` means, with a line to the logger for each thing in it that has no counterpart here; `given` itself
-    where it is no such object."""
+    """Converts an argument to a Recipe. Settings without an equivalent are logged.
+
+    Args:
+        given: A Recipe, a Precision, the name of a preset, a Fiddle config, or an FP8 recipe object
+            of another library.
+
+    Returns:
+        The Recipe, or `given` unchanged if its type is not known.
+
+    Raises:
+        ConfigError: The object of another library has no equivalent recipe.
+    """
     given = built_config(given)
     if isinstance(given, Recipe):
         return given
-    if isinstance(given, (Precision, str)):  # or a preset's name
+    if isinstance(given, (Precision, str)):  # a string names a preset
         recipe = Recipe()
         recipe.precision = given
         return recipe
+    # A local import: most callers pass a Recipe and need no import code.
     from fp8cfg.interop import from_object
 
     try:
@@ -125,7 +146,7 @@ def given_recipe(given: Any) -> Any:
 
 
 def of_no_effect(recipe: Recipe) -> list[str]:
-    """A line for each thing in `recipe` that only its own Transformer has."""
+    """Returns an error for each setting of `recipe` that custom models do not support."""
     lines = []
     if every := recipe.log.fp8_stats_every_n_steps:
         lines.append(
@@ -142,9 +163,16 @@ def of_no_effect(recipe: Recipe) -> list[str]:
 
 
 class Conversion:
-    """Result of `convert_model`. `model` is the model that was given, or its replacement where that was itself an nn.Linear;
-    `plan` has for each linear layer the format of each GEMM, and the reason where one stays in high precision. It is saved beside
-    the model as anything with a state dict: `accelerator.register_for_checkpointing(fp8)`, or `fabric.save(path, {"fp8": fp8})`.
+    """Result of `convert_model`.
+
+    Save it with the model like any object with a state dict, for example with
+    `accelerator.register_for_checkpointing(fp8)` or `fabric.save(path, {"fp8": fp8})`.
+
+    Attributes:
+        model: The converted model. It is a new module if the given model was a single linear layer.
+        plan: The format of each GEMM of each linear layer, and reasons for high precision.
+        choice: The backend and its product.
+        fp8: The FP8 settings of the conversion.
     """
 
     def __init__(
@@ -154,8 +182,13 @@ class Conversion:
         self._watch: StepWatch | None = None
 
     def autocast(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """A context in which the converted layers multiply in FP8; outside they do in high precision. It may be entered again, also
-        inside of itself."""
+        """Returns a context in which the converted layers multiply in FP8.
+
+        Outside of it they multiply in high precision. The context can be nested and entered again.
+
+        Args:
+            enabled: False runs the layers in high precision, for example for part of an evaluation.
+        """
         backend = registry.backend(self.choice.backend)
 
         def entered() -> AbstractContextManager[None]:
@@ -175,16 +208,22 @@ class Conversion:
 
     @property
     def _rolls(self) -> bool:
-        """Whether there is something for `step` to do."""
+        """Whether `step` has scales to update: only under delayed scaling."""
         return (
             SCALINGS[self.fp8.scaling].history
             and registry.capabilities(self.choice.backend).moves_scales
         )
 
     def step(self) -> None:
-        """Call it after each optimizer step: delayed scaling rolls its histories and moves its scales. Under other scalings there
-        is nothing to roll. If a step has several microbatches, later steps quantize each weight once, until this call. Beside `apply_fp8_autowrap`, whose passes roll, it warns and does nothing. Raises NotFP8Error where the
-        model was trained and no layer has multiplied in FP8 yet."""
+        """Rolls amax histories and updates scales of delayed scaling.
+
+        Call it after each optimizer step. Other scalings have no histories, but the call ends the
+        caching of quantized weights for a step of several microbatches. If delayed scaling runs
+        with `apply_fp8_autowrap`, each pass rolls histories. The call then warns and does nothing.
+
+        Raises:
+            NotFP8Error: The model was trained, but no layer has multiplied in FP8 yet.
+        """
         if checks.check(self.model):
             warn_of_low_coverage(self.model, coverage(self.model))
         state = converted(self.model)
@@ -201,20 +240,31 @@ class Conversion:
             layer.end_loop_step()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """FP8 state of the model by name, copies: scales, amax histories, counts of random draws. `model.state_dict()` has none of
-        it, and loads into the model as it was before the conversion."""
+        """Returns copies of the FP8 state by name: scales, amax histories, and random draw counts.
+
+        `model.state_dict()` does not contain them. It loads into the unconverted model.
+        """
         return fp8_state_dict(self.model)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """The inverse of `state_dict`: load the model's weights first. Raises ValueError, before anything is changed, for the state
-        of other FP8 layers. Where it is not loaded, scales start anew, and the next step says so.
+        """Loads the state that `state_dict` returned. Load the model's weights first.
+
+        Without this call scales restart from new amaxes. The next step then logs a message.
+
+        Raises:
+            ValueError: The state belongs to other FP8 layers. Nothing was changed.
         """
         load_fp8_state_dict(self.model, state_dict)
 
     def prove(self) -> Coverage:
-        """What ran since the conversion. Raises NotFP8Error where that is not what was planned, or is less than fp8.min_coverage.
-        Layers and gradients that a step leaves out are no fault, nor are evaluations; a converted layer that ran outside of the
-        context in training is one."""
+        """Returns what ran since the conversion and checks it. Call it after the first step.
+
+        Layers that a step skips, missing gradients and evaluations are not errors.
+
+        Raises:
+            NotFP8Error: A layer did not run as planned, ran in training outside of the autocast
+                context, or less than fp8.min_coverage ran in FP8.
+        """
         return prove(self.model, self.plan, self.choice, self.fp8)
 
     def __str__(self) -> str:
@@ -227,14 +277,23 @@ class Conversion:
 def convert_model(
     model: nn.Module, recipe: Any, linear: Collection[type[nn.Linear]] = ()
 ) -> Conversion:
-    """Replace, in place, the linear layers of `model` that the recipe's precision has in FP8, by those of its backend. `recipe` is
-    a Recipe, a Precision, a preset's name such as "bf16_fp8", or a handler of Accelerate's or a recipe of Transformer Engine's, which mean the recipe that they import
-    as.
+    """Replaces the linear layers of a model by FP8 layers, in place.
 
-    Parameters stay the very same objects: tied ones tied, frozen ones frozen. So do hooks, dtypes, devices and training flags.
-    `linear` are subclasses of nn.Linear whose forward is F.linear of input and weight, cast to some dtype: their layers are
-    converted too, and cast as theirs. Where a small copy of such a layer can be run, it is known without being named.
-    Raises ConfigError for a recipe that cannot run here or reaches no layer, before anything is replaced.
+    Parameters stay the same objects, so tied weights stay tied and frozen weights stay frozen.
+    Hooks, dtypes, devices and training flags do not change.
+
+    Args:
+        model: The model, on its device. The device decides how GEMMs run.
+        recipe: A Recipe, a Precision, or the name of a preset such as "bf16_fp8". FP8 recipes of
+            Transformer Engine and kwargs handlers of Accelerate are imported.
+        linear: Subclasses of nn.Linear to convert as well. Their forward may only cast input and
+            weight and call F.linear. Most such classes are detected by running a small copy.
+
+    Returns:
+        The conversion, with the autocast context and the scale updates.
+
+    Raises:
+        ConfigError: The recipe cannot run here or reaches no layer. Nothing was replaced.
     """
     recipe = given_recipe(recipe)
     fp8 = _fp8_of(recipe, model)
@@ -251,11 +310,12 @@ def convert_model(
         )
     holder = nn.Module()
     holder.model = model
-    whole = (
-        holder if isinstance(model, nn.Linear) or layout_of(model) else model
-    )  # a root has no place to be replaced in
+    # A root module has no parent to hold its replacement, so a single layer gets one.
+    whole = holder if isinstance(model, nn.Linear) or layout_of(model) else model
     norms = registry.capabilities(choice.backend).norms
     plan = plan_model(whole, fp8, registry.rules(choice.backend).misfit, linear, norms)
+    # Backends replace nn.Linear only. Conv1D and 1x1 convolutions become nn.Linear first, and
+    # `attach` restores their state-dict layout afterwards.
     shells = linear_like.to_linear(whole, plan)
     try:
         registry.backend(choice.backend).convert(whole, fp8, plan, Region(), choice.product)
@@ -267,16 +327,27 @@ def convert_model(
     mark(whole, fp8, plan, choice)
     conversion_state.watch(whole)
     checks.watch(whole)
+    # Quantized weights may be cached between microbatches: `Conversion.step` marks the step's end.
     for layer in fp8_linears(whole):
         layer.weight_cache.in_loop = True
     return Conversion(holder.model, plan, choice, fp8)
 
 
 def convert_back(model: nn.Module) -> nn.Module:
-    """Put an nn.Linear with the very same Parameters in the place of each FP8 layer of `model`; returns it, or its replacement
-    where it is itself such a layer. Weights that were held in FP8 alone, or in a codec,
-    come back in the dtype that most other matrices have. Raises ConfigError for what is no
-    nn.Module, and for a model that FSDP2 has split."""
+    """Replaces each FP8 layer of a model by nn.Linear with the same Parameters, in place.
+
+    Weights that were stored only in FP8 or in a low-bit codec are dequantized. They get the dtype
+    of most other matrices.
+
+    Args:
+        model: A converted model.
+
+    Returns:
+        `model`, or its replacement if it is a single FP8 layer.
+
+    Raises:
+        ConfigError: `model` is not an nn.Module, or FSDP2 has sharded it.
+    """
     expect("convert_back", model, nn.Module, "a torch.nn.Module, such as job.model")
     if _has(model, "torch.distributed.fsdp"):
         raise ConfigError(
@@ -290,6 +361,8 @@ def convert_back(model: nn.Module) -> nn.Module:
     stored_weights.unhold(holder, dtype)
     for name, layer in list(holder.named_modules()):
         for backend in registry.used():
+            # A backend returns the same Parameter if the weight is not quantized. Only a new,
+            # dequantized weight is cast.
             if (plain := backend.plain(layer)) is not None:
                 if isinstance(plain, nn.Linear) and plain.weight is not layer._parameters.get(
                     "weight"
@@ -303,10 +376,10 @@ def convert_back(model: nn.Module) -> nn.Module:
 
 
 def _plain_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which quantized weights come back, which must multiply with the other layers of `model`.
+    """Returns the dtype for dequantized weights. It must match the other layers of `model`.
 
-    Most other matrices decide; if there are none, the biases of the quantized layers do; then other vectors. Norms come last:
-    they may stay in float32 in a bfloat16 model.
+    Most other matrices decide. Without any, the biases of the quantized layers decide, then other
+    vectors. Norms come last, because they may stay float32 in a bfloat16 model.
     """
     layers: list[Any] = [*stored_weights.in_codec(model)]
     layers += [layer for layer in fp8_linears(model) if layer.held]
@@ -323,8 +396,14 @@ def _plain_dtype(model: nn.Module) -> torch.dtype:
 
 
 def has_fp8_layers(model: nn.Module) -> bool:
-    """Whether any layer of `model` can multiply in FP8: ours, torchao's Float8Linear, or Transformer Engine's. A layer of ours that
-    only holds its weight in fewer bits cannot."""
+    """Returns whether any layer of the model can multiply in FP8.
+
+    Layers of fp8cfg, torchao's Float8Linear and layers of Transformer Engine count. A layer does
+    not count if it only stores its weight in a low-bit codec.
+
+    Raises:
+        ConfigError: `model` is not an nn.Module.
+    """
     expect("has_fp8_layers", model, nn.Module, "a torch.nn.Module, such as job.model")
     modules = [
         module for name in registry.names() for module in registry.capabilities(name).layer_modules
@@ -335,7 +414,13 @@ def has_fp8_layers(model: nn.Module) -> bool:
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether any layer of `model` is Transformer Engine's. That does not say whether it runs in FP8: see `coverage`."""
+    """Returns whether the model has layers of Transformer Engine.
+
+    They may still run in high precision. Use `coverage` to see what ran.
+
+    Raises:
+        ConfigError: `model` is not an nn.Module.
+    """
     expect(
         "has_transformer_engine_layers", model, nn.Module, "a torch.nn.Module, such as job.model"
     )
@@ -343,8 +428,20 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 
 
 def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: FP8) -> Coverage:
-    """What ran in `model`. Raises NotFP8Error where that is not what was planned, or too little of it is in FP8."""
+    """Returns what ran in `model` since its conversion.
+
+    Args:
+        model: The converted model, or a wrapper around it.
+        plan: The plan of the conversion.
+        choice: The backend of the conversion.
+        fp8: The FP8 settings, for fp8.min_coverage.
+
+    Raises:
+        NotFP8Error: A layer did not run as planned, or less than fp8.min_coverage ran in FP8.
+    """
     observed = registry.backend(choice.backend).observed(model)
+    # A library may swap layers after the conversion, for example to add adapters. Replaced layers
+    # would otherwise be missing from the record.
     lines = conversion_state.replaced_layers(model, plan)
     lines += not_engaged(conversion_state.with_current_names(model, plan), observed)
     if lines:
@@ -359,20 +456,23 @@ def prove(model: nn.Module, plan: Sequence[PlannedLinear], choice: Choice, fp8: 
 
 
 def checked(recipe: Recipe, model: nn.Module) -> Recipe:
-    """A copy of `recipe` for a model with the layers of `model`. Raises ConfigError with every rule that it breaks."""
+    """Returns a copy of `recipe`, adapted to the layers of `model` and checked.
+
+    Raises:
+        ConfigError: With every problem.
+    """
     refuse_if(strangers(recipe, model))
     refuse_if(of_no_effect(recipe))
     recipe, lists = recipe.model_copy(deep=True), layer_lists(model)
-    recipe.model.num_layers = max(
-        lists.values(), default=recipe.model.num_layers
-    )  # for the rules about layers
+    # The rules check fp8.high_precision_at_start and fp8.high_precision_at_end against it.
+    recipe.model.num_layers = max(lists.values(), default=recipe.model.num_layers)
     recipe = resolved_for_build(fit_layers(recipe, lists))
     recipe.check()
     return recipe
 
 
 def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
-    """A line for each argument of the wrong type."""
+    """Returns an error for each argument of the wrong type."""
     return no_recipe(recipe) + (
         []
         if isinstance(model, nn.Module)
@@ -381,7 +481,7 @@ def strangers(recipe: Recipe, model: nn.Module) -> list[str]:
 
 
 def no_recipe(given: Any) -> list[str]:
-    """A line where that is none."""
+    """Returns an error if `given` is not a Recipe."""
     return (
         []
         if isinstance(given, Recipe)
@@ -393,7 +493,11 @@ def no_recipe(given: Any) -> list[str]:
 
 
 def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
-    """The recipe and the model around which `fp8cfg.build` makes a job."""
+    """Returns the adapted recipe and the model for `fp8cfg.build` with a custom model.
+
+    Raises:
+        ConfigError: The recipe does not fit the model, or the model has FP8 layers already.
+    """
     recipe = checked(recipe, model)
     if recipe.trainer.compile == "on":
         raise ConfigError(
@@ -405,12 +509,14 @@ def to_build(recipe: Recipe, model: nn.Module) -> tuple[Recipe, nn.Module]:
             "build: the model has FP8 layers already; fp8cfg.convert_back(model) takes out those of"
             " fp8cfg"
         )
+    # The root cannot be replaced in place, so a single layer gets a parent.
     return recipe, (
         nn.Sequential(model) if isinstance(model, nn.Linear) or layout_of(model) else model
     )
 
 
 def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
+    """Returns the FP8 settings for `model`. Raises ConfigError for settings without effect here."""
     precision = leave_parameters(checked(recipe, model)).precision
     fp8, compute = precision.fp8, precision.compute
     if not fp8.enabled:
@@ -433,18 +539,20 @@ def _fp8_of(recipe: Recipe, model: nn.Module) -> FP8:
     return fp8
 
 
-def _hardware(model: nn.Module) -> Hardware:  # where its parameters are
+def _hardware(model: nn.Module) -> Hardware:
+    """Returns the hardware of the device with the parameters of `model`."""
     return find_hardware("cuda" if any(p.is_cuda for p in model.parameters()) else "cpu")
 
 
 def _ours(model: nn.Module) -> list[nn.Module]:
-    """The layers that a backend of ours has converted, or that hold their weights in a codec."""
+    """Returns the layers that a backend converted, and layers with weights in a codec."""
     return [
         model.get_submodule(name) for backend in registry.used() for name in backend.observed(model)
     ]
 
 
 def _has(model: nn.Module, package: str) -> bool:
+    """Returns whether a layer of `model`, or a base class of one, comes from `package`."""
     return any(
         f"{base.__module__}.".startswith(f"{package}.")
         for m in model.modules()
