@@ -1,7 +1,7 @@
-"""Weight averaging (EMA) of a job: an exponential moving average over the float32 masters, in a plain model.
+"""Exponential moving average (EMA) of a job's float32 master weights, in a plain model.
 
-Weights that are stored in FP8 or bfloat16 cannot be averaged where they are: a step of 1 - decay of the way is less than half a
-unit of the format, and rounds back to where it began.
+FP8 or bfloat16 weights cannot be averaged in place. An update by 1 - decay is smaller than half a
+unit in the last place, so it rounds to no change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ from fp8cfg.schema.errors import ConfigError, expect
 
 
 class Average:
-    """An exponential moving average of a job's weights. `model` is a plain copy of the job's model, float32 and in evaluation mode:
-    call it to evaluate, save its `state_dict()`, or `model.save_pretrained(folder)`. `updates` counts the calls of `update`.
+    """An exponential moving average of a job's weights.
+
+    Attributes:
+        model: A plain float32 copy of the job's model in evaluation mode. Call it to evaluate, or
+            save it with `state_dict()` or `model.save_pretrained(folder)`.
+        updates: Number of calls of `update`.
+        decay: Weight of the old average in an update.
     """
 
     def __init__(self, job: Job, decay: float) -> None:
@@ -34,15 +39,21 @@ class Average:
         self._move(1.0)
 
     def update(self) -> None:
-        """Move the average by 1 - decay of the way to the weights of now, by `torch.lerp`; buffers are copied. Call it after each
-        optimizer step."""
+        """Moves the average toward the current weights by 1 - decay. Call it after each optimizer
+        step.
+
+        Buffers are copied.
+        """
         self._move(1.0 - self.decay)
         self.updates += 1
 
     @torch.no_grad()
     def _move(self, share: float) -> None:
+        """Moves parameters by `share` of the difference to the current weights. 1 copies them."""
         now = float32_weights(self.job)
         mine = dict(self.model.named_parameters())
+        # Converted Conv1D and 1x1 convolutions have [out, in] weights. The plain copy has the
+        # original layout.
         for name, (module, layout) in shells(self.job.model).items():
             now[f"{name}.weight"] = layout.weight(module, now[f"{name}.weight"])
         if share == 1.0:
@@ -56,14 +67,24 @@ class Average:
 
 
 def averaged(job: Job, decay: float = 0.999) -> Average:
-    """An exponential moving average (EMA) over the masters of `job`, which starts at the weights of now:
+    """Creates an exponential moving average (EMA) of a job's weights.
+
+    It starts at the current weights:
 
         average = fp8cfg.averaged(job, decay=0.999)
         job.optimizer.step(); average.update()
         average.model(tokens, targets)
 
-    Where a weight has no master it is its own, decoded. Raises ConfigError for a decay outside of 0 to 1, and where a rank has
-    parts of the model or of the masters alone (storage.shard, trainer.strategy)."""
+    The average follows the master weights. A weight without a master is dequantized.
+
+    Args:
+        job: The job.
+        decay: Weight of the old average in each update, between 0 and 1.
+
+    Raises:
+        ConfigError: The decay is out of range. Or this rank has only shards of the model or of the
+            masters (storage.shard, tensor or pipeline parallelism).
+    """
     expect("averaged", job, Job, "a Job; fp8cfg.build(recipe) gives one")
     if not 0.0 <= decay <= 1.0:
         raise ConfigError(f"averaged: decay={decay} is not between 0 and 1; 0.999 is usual")
@@ -81,22 +102,26 @@ def averaged(job: Job, decay: float = 0.999) -> Average:
 
 
 def _plain(job: Job) -> nn.Module:
-    """A plain model like that of `job`."""
+    """Returns a plain model with the structure of the job's model."""
     if not job.prepared.fsdp2:
         return convert_back(copy.deepcopy(job.model))
     recipe, data = job.recipe, job.recipe.data
+    # FSDP2 modules cannot be copied, so an empty model is built. The average fills it.
     model = make_transformer(
         transformer_config(recipe),
         reset_attention_mask=data.reset_attention_mask,
         reset_position_ids=data.reset_position_ids,
-    ).to_empty(device=job.device)  # FSDP2's are not copied
+    ).to_empty(device=job.device)
     if (beside := make_adapters(recipe)) is not None:
         beside.attach(model, recipe.trainer.seed)
     return model
 
 
 def float32_weights(job: Job) -> dict[str, Tensor]:
-    """The weights of `job` in float32, under every name: masters where there are any, and else the stored weights, decoded."""
+    """Returns all weights of a job in float32, by name. Tied weights appear under every name.
+
+    Masters are returned if they exist. Other weights are dequantized.
+    """
     masters = _masters(job)
     layers = {
         layer.parameter: layer
@@ -105,6 +130,7 @@ def float32_weights(job: Job) -> dict[str, Tensor]:
     }
 
     def wide(p: nn.Parameter) -> Tensor:
+        # Under FSDP2 the float32 shards are the masters.
         if p in masters or job.prepared.fsdp2:
             return local(masters.get(p, p.detach())).float()
         return layers[p].float32_weight() if p in layers else p.detach().float()
@@ -113,6 +139,7 @@ def float32_weights(job: Job) -> dict[str, Tensor]:
 
 
 def _masters(job: Job) -> dict[nn.Parameter, Tensor]:
+    """Returns the decoded master weights, or the stored weights of a low-bit optimizer."""
     optimizer = job.optimizer
     if not isinstance(optimizer, LowBitTraining):
         return optimizer.masters

@@ -1,3 +1,5 @@
-"""Executors: where and how a recipe is run: a process of its own, ranks of torchrun, a Slurm job, or one of nemo_run's."""
+"""Executors: where a recipe runs. In a local process, under torchrun, in a Slurm job, or with
+nemo_run.
+"""
 
 from __future__ import annotations

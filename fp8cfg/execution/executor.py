@@ -1,7 +1,8 @@
-"""Executor protocol, the command that each one runs, and executors on this machine.
+"""Executor protocol, the command of a run, and executors for this machine.
 
-A run is one command on every rank, `python -m fp8cfg FOLDER/request.yaml log.folder=FOLDER log.resume=auto`, so that whatever
-starts processes can start it, and start it again, and what a run leaves is what the command line leaves.
+Each rank runs the same command, `python -m fp8cfg FOLDER/request.yaml log.folder=FOLDER
+log.resume=auto`. Any launcher can start it, and start it again after a stop. The run folder is the
+same as on the command line.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from fp8cfg.schema.errors import ConfigError, Fp8cfgError, NotWritable, folder_t
 from fp8cfg.schema.recipe import Recipe
 
 REQUEST = "request.yaml"
-"""The recipe of a run that is to start, in its folder."""
+"""Recipe file that `run` writes into the run folder for the command."""
 STARTED = "recipe.yaml"
-"""What a run folder has once the run has started (training/run_folder.py)."""
+"""File of a run folder after the run has started (run_folder/run_folder.py)."""
 REQUEUE = 75
-"""Exit code of a run that a signal stopped after a checkpoint."""
+"""Exit code of a run that saved a checkpoint after a signal. Slurm jobs are requeued then."""
 
 
 class RunFailed(Fp8cfgError):
-    """A run ended with an exit code other than 0, which is this error's."""
+    """A run ended with a nonzero exit code. The error has the same exit code."""
 
     def __init__(self, folder: Path, code: int) -> None:
         super().__init__(
@@ -42,8 +43,14 @@ class RunFailed(Fp8cfgError):
 
 @dataclass(frozen=True)
 class Command:
-    """The words after `python -m fp8cfg` that run a recipe in `folder`, or go on with it there, on `nodes` machines with `ranks`
-    processes each; a `smoke` run (trainer.smoke) is cut to any others."""
+    """Command of a run: the arguments after `python -m fp8cfg` that start or resume it.
+
+    Attributes:
+        folder: Run folder.
+        ranks: Processes per machine, from trainer.devices.
+        nodes: Machines, from trainer.num_nodes.
+        smoke: Whether trainer.smoke adapts the run to any number of ranks.
+    """
 
     folder: Path
     ranks: int = 1
@@ -51,28 +58,38 @@ class Command:
     smoke: bool = False
 
     def words(self) -> list[str]:
-        """As a list, for a process."""
+        """Returns the arguments as a list, for a process."""
+        # Hydra's override grammar needs the quotes for paths with special characters.
+        # log.resume=auto makes a restart continue the run.
         return [str(self.folder / REQUEST), f"log.folder='{self.folder}'", "log.resume=auto"]
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs a command on all of its ranks. `execute` returns its exit code, or None where it is under way and not waited for."""
+    """Protocol: runs a command on all of its ranks.
+
+    `execute` returns the exit code, or None if it does not wait for the run.
+    """
 
     def execute(self, command: Command) -> int | None: ...
 
 
 @dataclass(frozen=True)
 class LocalExecutor:
-    """One process on this machine; on GPUs as many as the command line starts."""
+    """Runs the command line on this machine. With GPUs the command starts its own ranks."""
 
     def execute(self, command: Command) -> int | None:
+        """Runs the command and returns its exit code."""
         return _process(["-m", "fp8cfg", *command.words()])
 
 
 @dataclass(frozen=True)
 class TorchrunExecutor:
-    """`ranks` processes on this machine, through torch.distributed's launcher; by default trainer.devices."""
+    """Runs ranks on this machine through the torchrun launcher.
+
+    Attributes:
+        ranks: Number of processes. Defaults to trainer.devices.
+    """
 
     ranks: int | None = None
 
@@ -81,6 +98,11 @@ class TorchrunExecutor:
             raise ConfigError(f"TorchrunExecutor: ranks={self.ranks}: must be at least 1")
 
     def execute(self, command: Command) -> int | None:
+        """Runs the command on all ranks and returns the first exit code that is not 0.
+
+        Raises:
+            ConfigError: The recipe needs several machines.
+        """
         if command.nodes > 1 and not command.smoke:
             raise ConfigError(
                 f"trainer.num_nodes={command.nodes}: TorchrunExecutor has one machine; write 1, or"
@@ -92,34 +114,48 @@ class TorchrunExecutor:
 
 
 def _process(argv: Sequence[str]) -> int:
+    """Runs Python with `argv` and returns the exit code."""
     return subprocess.run([sys.executable, *argv], env=environment(), check=False).returncode
 
 
 def environment() -> dict[str, str]:
-    """This process's, in which fp8cfg is found where this one found it, and no launcher's ranks."""
+    """Returns the environment variables for a child process of a run.
+
+    The child finds the same fp8cfg as this process. Rank variables of a launcher are removed.
+    """
     root = str(Path(__file__).parents[2])
+    # The source folder comes first: fp8cfg may run from a checkout that is not installed.
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    # If this process is a rank itself, its child must not join the same process group.
     return {**{k: v for k, v in os.environ.items() if k not in ranks}, "PYTHONPATH": path}
 
 
 def start(ranks: int, argv: Sequence[str]) -> int:
-    """Run `fp8cfg ARGV` on that many ranks of this machine. Returns the exit code of the rank that failed first; 75 where a signal
-    stopped them, 0 where none failed."""
+    """Runs `fp8cfg ARGV` on several ranks of this machine.
+
+    Args:
+        ranks: Number of processes.
+        argv: Arguments of the command line.
+
+    Returns:
+        The exit code of the rank that failed first, 75 if a signal stopped them, otherwise 0.
+    """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.getLogger("torch.distributed.elastic").setLevel(
-        logging.CRITICAL
-    )  # the ranks say in a line what was wrong
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, of which it would warn
+    # The ranks print their errors themselves. The launcher would add a long report.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Torchrun uses the same default, but warns if the variable is not set.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         run.run(
             run.parse_args(["--standalone", "--nproc-per-node", str(ranks), "-m", "fp8cfg", *argv])
         )
     except ChildFailedError as e:
         _, first = e.get_first_failure()
+        # A negative exit code is a signal. Shells report it as 128 + signal.
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except SignalException:
         return 75
@@ -131,7 +167,7 @@ if __name__ == "__main__":
 
 
 def is_one(executor: object) -> bool:
-    """Whether `executor` is of nemo_run, which is not imported for that."""
+    """Returns whether `executor` is a nemo_run executor, without importing nemo_run."""
     return any(
         cls.__module__.partition(".")[0] == "nemo_run" and cls.__name__ == "Executor"
         for cls in type(executor).__mro__
@@ -139,17 +175,24 @@ def is_one(executor: object) -> bool:
 
 
 class NemoExecutor:
-    """Runs through an executor of nemo_run: LocalExecutor, SlurmExecutor, SkypilotExecutor, ... with its own nodes and ranks. Where
-    it packages files, the run folder must be one that its machines see. Of an exit code nemo_run tells that it was not 0.
+    """Runs the command through an executor of nemo_run, with its nodes and ranks.
+
+    If the executor packages files, its machines must see the run folder. The exit code is 0 or 1,
+    because nemo_run only reports whether a job succeeded.
+
+    Args:
+        executor: For example nemo_run.LocalExecutor, SlurmExecutor or SkypilotExecutor.
     """
 
     def __init__(self, executor: Any) -> None:
         self.executor = executor
 
     def execute(self, command: Command) -> int | None:
+        """Runs the command as a nemo_run experiment and waits for it. Returns 0 or 1."""
         import nemo_run
 
         local = type(self.executor).__name__ == "LocalExecutor"
+        # Only a local job uses this interpreter and this copy of fp8cfg.
         python, root = (
             (sys.executable, str(Path(__file__).parents[2])) if local else ("python", None)
         )
@@ -160,26 +203,44 @@ class NemoExecutor:
         with nemo_run.Experiment(command.folder.name, executor=self.executor) as experiment:
             experiment.add(script, name=command.folder.name, tail_logs=True)
             experiment.run(detach=False, tail_logs=True)
-        states = [
-            job.state.name for job in experiment.jobs
-        ]  # status() knows no local task that has ended (0.11.1)
-        return 0 if states == ["SUCCEEDED"] else 1  # once the experiment is left, which waits
+        # Leaving the experiment waits for the job, so its state is final here. Do not call
+        # experiment.status(): in nemo_run 0.11.1 it does not know finished local tasks.
+        states = [job.state.name for job in experiment.jobs]
+        return 0 if states == ["SUCCEEDED"] else 1
 
 
 @dataclass(frozen=True)
 class Execution:
-    """A run that an executor has taken: its folder, for `fp8cfg.resume` and `fp8cfg.RunFolder`, and its exit code, which is None
-    while it is not waited for."""
+    """A run that an executor started.
+
+    Attributes:
+        folder: Run folder, for `fp8cfg.resume` and `fp8cfg.RunFolder`.
+        exit_code: 0, or None if the executor did not wait for the run.
+    """
 
     folder: Path
     exit_code: int | None
 
 
 def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) -> Execution:
-    """Train `recipe` through `executor` into `folder`, by default log.folder, or a new one under log.dir: LocalExecutor (the
-    default), TorchrunExecutor, SlurmExecutor, one of nemo_run's, or whatever has `execute(command)`. A folder with a run in it is
-    refused, or gone on with under log.resume=auto. Raises ConfigError for a recipe that breaks a rule, before anything starts,
-    NotWritable, and RunFailed with the exit code of a run that failed."""
+    """Trains a recipe through an executor.
+
+    Args:
+        recipe: The recipe.
+        executor: A LocalExecutor, TorchrunExecutor, SlurmExecutor, an executor of nemo_run, or an
+            object with `execute(command)`. Defaults to a LocalExecutor.
+        folder: Run folder. Defaults to log.folder, or a new folder under log.dir. An existing run
+            there is an error, unless log.resume=auto continues it.
+
+    Returns:
+        The run folder and the exit code.
+
+    Raises:
+        ConfigError: The recipe breaks a rule, the executor is not one, or the folder has a run.
+            Nothing was started.
+        NotWritable: The folder cannot be written.
+        RunFailed: The run ended with a nonzero exit code.
+    """
     if not isinstance(recipe, Recipe):
         raise ConfigError(
             f"run: expected a Recipe, got {type(recipe).__name__}; to train a job write"
@@ -200,6 +261,7 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     recipe.check()
     t, given = recipe.trainer, folder or recipe.log.folder
     home = (Path(given).parent if given else Path(recipe.log.dir)).absolute()
+    # Parents that do not exist yet are removed again if the run does not start.
     absent = [each for each in (home, *home.parents) if not each.exists()]
     try:
         path = _requested(recipe, Path(given).absolute() if given else None)
@@ -212,6 +274,7 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
     except ConfigError:
         _remove(path, absent)
         raise
+    # The command itself rejected the recipe and did not start a run.
     if code == ConfigError.exit_code and not (path / STARTED).exists():
         _remove(path, absent)
     if code:
@@ -220,8 +283,16 @@ def run(recipe: Recipe, executor: Any = None, folder: str | Path | None = None) 
 
 
 def _requested(recipe: Recipe, given: Path | None) -> Path:
-    """The folder `given`, or a new one, with the request of a run of `recipe`. Raises ConfigError where a run is there already that
-    is not to go on, and OSError."""
+    """Creates the run folder and writes the requested recipe into it.
+
+    Args:
+        recipe: The recipe.
+        given: The folder. Defaults to a new one under log.dir.
+
+    Raises:
+        ConfigError: The folder has a run, and log.resume=never.
+        OSError: The folder cannot be written.
+    """
     path = given or _new(recipe).absolute()
     if (path / STARTED).exists() and recipe.log.resume == "never":
         raise ConfigError(folder_taken(str(path)))
@@ -231,20 +302,22 @@ def _requested(recipe: Recipe, given: Path | None) -> Path:
 
 
 def _remove(path: Path, above: Sequence[Path]) -> None:
-    """Take the request of a run that has not started away, and, once they are empty, its folder and those `above`."""
+    """Deletes the request of a run that did not start, then its empty folder and parents."""
     (path / REQUEST).unlink()
+    # rmdir raises for a folder that is not empty, which ends the loop.
     with contextlib.suppress(OSError):
         for each in (path, *above):
             each.rmdir()
 
 
 def _new(recipe: Recipe) -> Path:
-    """A folder under log.dir that nobody has, made here."""
+    """Creates a new folder under log.dir and returns its path."""
     root = Path(recipe.log.dir)
     name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
     root.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         path = root / (name if number == 1 else f"{name}-{number}")
+        # mkdir fails if the folder exists, so two runs of the same second get different names.
         try:
             path.mkdir()
             return path

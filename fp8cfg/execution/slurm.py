@@ -1,7 +1,9 @@
-"""Slurm jobs through submitit: a rank is a task, and a job whose time is over goes on in the queue.
+"""Slurm jobs through submitit. Each rank is a task, and a job that reaches its time limit is
+requeued.
 
-Slurm warns the tasks before the limit; each stops its rank as SIGTERM does, which saves a checkpoint and ends with exit code 75,
-and the first one puts the job back into the queue (`scontrol requeue`). Started anew, the job goes on with its run folder.
+Slurm warns the tasks before the limit. Each task sends SIGTERM to its rank, which saves a
+checkpoint and exits with code 75. The first task then requeues the job with `scontrol requeue`. The
+restarted job resumes its run folder.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def _names(text: str) -> frozenset[str]:
+    """Splits a text into names."""
     return frozenset(text.split())
 
 
@@ -44,18 +47,18 @@ SBATCH = _names("""
     threads_per_core time time_min tmp tres_bind tres_per_job tres_per_task uid use_min_nodes
     verbose wait wait_all_nodes wait_for_children wckey wrap
 """)
-"""sbatch's long options (Slurm 25.05), as names."""
+"""Long options of sbatch in Slurm 25.05, with underscores."""
 _OWN = _names(
     "setup teardown signal_delay_s stderr_to_stdout srun_args use_srun array_parallelism"
     " additional_parameters"
 )
-"""Parameters of submitit's SlurmExecutor (1.5) that are no options of sbatch."""
+"""Parameters of SlurmExecutor in submitit 1.5 that sbatch does not have."""
 _PASSED = _names("""
     job_name partition time cpus_per_task cpus_per_gpu gpus_per_node gpus_per_task qos mem
     mem_per_gpu mem_per_cpu comment constraint exclude account gres mail_type mail_user
     nodelist dependency exclusive wckey
 """)
-"""Those that it has under the name of sbatch's option."""
+"""Parameters of SlurmExecutor with the same name in sbatch."""
 _LISTS = ("setup", "teardown", "srun_args")
 _SPELLINGS = {
     "timeout_min": "time",
@@ -63,29 +66,36 @@ _SPELLINGS = {
     "name": "job_name",
     "num_gpus": "gpus_per_node",
 }
-"""What submitit's AutoExecutor, or an older one, calls them."""
+"""Names of submitit's AutoExecutor or of older versions, and their replacement."""
 _RECIPES = {
     "nodes": "trainer.num_nodes",
     "ntasks_per_node": "trainer.devices",
     "tasks_per_node": "trainer.devices",
 }
-"""Those that are keys of a recipe."""
+"""Options that follow from keys of the recipe."""
 
 
 def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]:
-    """A line for each of `settings` that looks like a misspelt option of sbatch or parameter of `submitit`, or is in a recipe."""
+    """Yields an error for each setting that is misspelled or belongs into the recipe.
+
+    Args:
+        settings: Settings by name.
+        submitit: Whether they are for submitit's SlurmExecutor. Otherwise they are for a batch
+            script.
+    """
     known = SBATCH | _OWN if submitit else SBATCH
     for key, value in settings.items():
         name = key.replace("-", "_")
+        # Options of the pyxis plugin, such as --container-image, are not in the list.
         near = _SPELLINGS.get(name) or (
             None if name.startswith("container_") else nearest(name, known)
-        )  # pyxis' options
+        )
         if submitit and name == "signal":
             yield f"{key}={value}: submitit sends its own signal; write signal_delay_s=SECONDS"
         elif name in _RECIPES:
             yield f"{key}={value}: follows {_RECIPES[name]}; write {_RECIPES[name]}={value}"
         elif not submitit and name == "setup":
-            continue  # a line of the script
+            continue  # the batch script has a line for it
         elif not submitit and name in _OWN:
             yield f"{key}={value}: a parameter of submitit, which a script does without; drop it"
         elif name not in known and near:
@@ -96,11 +106,17 @@ def unknown(settings: Mapping[str, Any], submitit: bool = True) -> Iterator[str]
 
 
 def parameters(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` as submitit's SlurmExecutor takes them: what it does not have by name are its additional parameters. The job may
-    be put back into the queue."""
+    """Converts settings to arguments of submitit's SlurmExecutor.update_parameters.
+
+    Options without an argument there become additional_parameters. The job can be requeued.
+
+    Args:
+        settings: Options of sbatch and parameters of submitit, by name.
+    """
     named = {key.replace("-", "_"): value for key, value in settings.items()}
     more = {"requeue": True, **named.pop("additional_parameters", {})}
     own = {key: value for key, value in named.items() if key in _OWN | _PASSED}
+    # submitit wants lists here. A string would become one line for each character.
     own |= {key: [value] for key, value in own.items() if key in _LISTS and isinstance(value, str)}
     return {
         **own,
@@ -136,13 +152,21 @@ _NO_SETUP = """\
 
 
 def batch_script(recipe: Recipe, words: Sequence[str], parameters: Mapping[str, str]) -> str:
-    """The script for `sbatch` that trains `recipe`, of which `words` are the command line, on trainer.num_nodes machines with
-    trainer.devices ranks each. `parameters` are sbatch's long options by name, which replace ours, `setup`, a line before the
-    ranks start, and pyxis' `container-*`, which `srun` takes: the script itself needs the host's `scontrol`. The run folder is
-    log.folder, by default runs/NAME, and each start goes on with it."""
+    """Returns a script for `sbatch` that trains a recipe.
+
+    The script starts trainer.num_nodes machines with trainer.devices ranks each. Its run folder is
+    log.folder, or log.dir/NAME, and each restart resumes it.
+
+    Args:
+        recipe: The recipe.
+        words: Arguments of the command line that compose it.
+        parameters: Long options of sbatch by name. They replace the defaults. `setup` is a shell
+            line before the ranks start. `container-*` options of pyxis go to `srun`.
+    """
     t, name = recipe.trainer, recipe.name
     given = {key.replace("_", "-"): value for key, value in parameters.items()}
     setup = given.pop("setup", "")
+    # Only srun gets the container: the script itself calls scontrol on the host.
     container = {key: given.pop(key) for key in list(given) if key.startswith("container-")}
     options = {
         "job-name": name,
@@ -155,6 +179,7 @@ def batch_script(recipe: Recipe, words: Sequence[str], parameters: Mapping[str, 
         "signal": "TERM@90",
         **given,
     }
+    # A folder with a time stamp would change at each restart, so the folder is fixed.
     own = [] if recipe.log.folder else [f"log.folder={recipe.log.dir}/{name}"]
     again = [] if recipe.log.resume == "auto" else ["log.resume=auto"]
     return _SCRIPT.format(
@@ -167,28 +192,37 @@ def batch_script(recipe: Recipe, words: Sequence[str], parameters: Mapping[str, 
 
 
 def _option(key: str, value: object) -> str:
+    """Returns one quoted command-line option."""
     return f"--{key}" if value == "" else f"--{key}={shlex.quote(str(value))}"
 
 
 WARNING = signal.SIGUSR2
-"""What submitit has Slurm send before the limit."""
+"""Signal that Slurm sends before the time limit. submitit asks for it."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What each task of a job runs: its rank of the command, as a process that submitit's handlers do not reach."""
+    """Task of a Slurm job: runs one rank in a child process and forwards the warning signal.
+
+    The child does not inherit submitit's signal handlers.
+    """
 
     command: Command
 
     def __call__(self) -> int:
+        """Runs the rank and returns its exit code.
+
+        Raises:
+            SystemExit: The rank saved a checkpoint before the time limit. The job was requeued.
+        """
         import submitit
 
         job = submitit.JobEnvironment()
         submitit.helpers.TorchDistributedEnvironment().export()
         argv = [sys.executable, "-m", "fp8cfg", *self.command.words()]
-        signal.signal(
-            WARNING, signal.SIG_IGN
-        )  # the rank inherits it: Slurm may send the warning to all that the task has started
+        # Slurm may signal all processes of the task. The child inherits SIG_IGN and only gets the
+        # SIGTERM below.
+        signal.signal(WARNING, signal.SIG_IGN)
         rank = subprocess.Popen(argv, env={**environment(), **_ranks()})
 
         def stop(_: int, __: FrameType | None) -> None:
@@ -200,21 +234,30 @@ class Rank:
         if code == REQUEUE:
             if job.global_rank == 0:
                 subprocess.run(["scontrol", "requeue", job.raw_job_id], check=True)
-            raise SystemExit(REQUEUE)  # no result: the job has not ended
+            raise SystemExit(REQUEUE)  # no return value: submitit would record a finished job
         return code
 
 
 @dataclass(frozen=True)
 class SlurmExecutor:
-    """A Slurm job of trainer.num_nodes machines with trainer.devices ranks each, a GPU for each rank. `parameters` are sbatch's
-    options (`time` in minutes, `partition`, `account`, `qos`, `cpus_per_task`, `gpus_per_node`, `reservation`, ...) and submitit's
-    (`setup`, `signal_delay_s`, ...). `wait` stays until the job has ended, however often it is put back into the queue.
+    """Runs a Slurm job of trainer.num_nodes machines with trainer.devices ranks and GPUs each.
+
+    Attributes:
+        parameters: Options of sbatch (`time` in minutes, `partition`, `account`, `qos`,
+            `cpus_per_task`, `reservation`, ...) and of submitit (`setup`, `signal_delay_s`, ...).
+        wait: Whether to wait until the job ends. Requeues do not end it.
     """
 
     parameters: Mapping[str, Any] = field(default_factory=dict)
     wait: bool = False
 
     def execute(self, command: Command) -> int | None:
+        """Submits the job. Returns its exit code, or None if `wait` is off.
+
+        Raises:
+            ConfigError: A parameter is wrong, submitit or Slurm is missing, or sbatch rejected the
+                job.
+        """
         refuse_if([f"SlurmExecutor: {line}" for line in unknown(self.parameters)])
         submitit = _submitit()
         files = command.folder / "slurm"
@@ -239,22 +282,25 @@ class SlurmExecutor:
         ) as e:
             if not before:
                 shutil.rmtree(files, ignore_errors=True)
-            raise _refusal(e) from None  # in sbatch's words
+            raise _refusal(e) from None  # has the message of sbatch
         print(f"job {job.job_id} is in the queue: {command.folder}")
         return int(job.result()) if self.wait else None
 
 
 def _refusal(error: Exception) -> ConfigError:
+    """Returns a ConfigError with the message of `error` in one line."""
     return ConfigError(f"SlurmExecutor: {' '.join(str(error).split())[:200]}")
 
 
 def _submitit() -> Any:
+    """Imports submitit. Raises ConfigError if it is not installed or srun is missing."""
     try:
         import submitit
     except ImportError:
         raise ConfigError(
             "SlurmExecutor: submitit is not installed; pip install 'fp8cfg[slurm]'"
         ) from None
+    # A negative affinity means that srun is not on the PATH.
     if submitit.SlurmExecutor.affinity() < 0:
         raise ConfigError(
             "SlurmExecutor: there is no srun here; start it on a machine of the cluster"
@@ -263,7 +309,7 @@ def _submitit() -> Any:
 
 
 def _ranks() -> dict[str, str]:
-    """The variables of torch.distributed that submitit has set, which `environment` leaves out."""
+    """Returns the torch.distributed variables from submitit, which `environment` removes."""
     return {
         k: os.environ[k]
         for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
