@@ -1,4 +1,6 @@
-"""Job: a built recipe, with its model, optimizer, schedule and autocast context, for `fit` or a training loop of your own."""
+"""Job: a built recipe with model, optimizer, schedule and autocast context, for `fit` or your own
+loop.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,18 @@ def summary(
     steps: int,
     foreign: bool,
 ) -> str:
-    """The lines of a job whose model has the class `model` and so many `parameters`, after `steps` optimizer steps; `foreign` says
-    that the model was given."""
+    """Returns the summary that `print(job)` shows.
+
+    Args:
+        recipe: The recipe of the job.
+        plan: The planned GEMMs.
+        choice: The backend.
+        model: Class name of the model.
+        parameters: Number of parameters, over all ranks.
+        device: Device of the model.
+        steps: Optimizer steps done.
+        foreign: Whether the model is a custom model.
+    """
     from_recipe = "given" if foreign else f"recipe {recipe.name}"
     rows = {
         "model": f"{model} ({from_recipe}), {amount(parameters)} parameters, on {device}",
@@ -72,7 +84,7 @@ def summary(
 
 
 def parameter_count(recipe: Recipe) -> int:
-    """Parameters of the Transformer of a recipe, all of them."""
+    """Returns the number of parameters of the recipe's Transformer, over all ranks."""
     return sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
 
 
@@ -90,7 +102,7 @@ def make_schedule(recipe: Recipe) -> Schedule:
 
 
 def precision(recipe: Recipe) -> str:
-    """The precision of a recipe in a few words."""
+    """Returns a short description of the recipe's precision."""
     p, f = recipe.precision, recipe.fp8
     if not f.enabled:
         return f"{p.compute}, no FP8"
@@ -105,12 +117,13 @@ def precision(recipe: Recipe) -> str:
 
 
 def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> str:
-    """The planned share. Of a given model the weights are known, not how often each multiplies."""
+    """Describes the planned share of FP8."""
     if not recipe.fp8.enabled:
         return "no FP8 planned"
     coverage = (
         coverage_of_layers(plan, (), recipe.fp8) if foreign else planned_coverage(recipe, plan)
     )
+    # How often a custom model runs each layer is unknown, so its share counts weights, not FLOPs.
     what = "their weights" if foreign else coverage.what
     return (
         f"{coverage.layers_in_fp8} of {len(plan)} linear layers planned in FP8,"
@@ -119,6 +132,7 @@ def _coverage(recipe: Recipe, plan: Sequence[PlannedLinear], foreign: bool) -> s
 
 
 def _optimizer(recipe: Recipe) -> str:
+    """Describes the optimizer and the dtypes of its state."""
     o, columns, clip = recipe.optim, resolved(recipe.precision), recipe.trainer.gradient_clip_val
     masters = (
         "no masters"
@@ -138,6 +152,7 @@ def _optimizer(recipe: Recipe) -> str:
 
 
 def _schedule(recipe: Recipe) -> str:
+    """Describes the learning-rate schedule."""
     o, steps = recipe.optim, recipe.trainer.max_steps
     end = (
         ""
@@ -214,7 +229,9 @@ class JobAutocast:
 
 @dataclass(repr=False)
 class Job:
-    """A built recipe. A loop of one's own:
+    """A built recipe: model, optimizer, schedule and autocast context.
+
+    Train it with `fp8cfg.fit`, or in your own loop:
 
         with job.autocast():
             loss = job.model(tokens, targets)
@@ -222,13 +239,25 @@ class Job:
         job.schedule.apply(job.optimizer, step)
         job.optimizer.step(); job.optimizer.zero_grad()
 
-    A loop that calls `backward` and steps a scheduler by itself, such as Accelerate's, takes `scaled(loss)` and `scheduler()`.
+    If a library such as Accelerate calls `backward` and steps a scheduler, use `scaled(loss)` and
+    `scheduler()` instead.
 
-    `optimizer` holds `model`'s parameters; its step also rolls FP8 histories and moves scales. `plan` is what each linear
-    layer is meant to do, `choice` the backend that does it; `foreign` says that the model was given. `forward` is `model`,
-    compiled where `compile_model` was called, as `compiled` says. `summed` says that the gradients of this step were added up over
-    the ranks. `steps_begun` counts the calls of the optimizer's step, also those that failed. `sent_in_pass` is what this rank sends
-    in the passes of a microbatch, by its samples, once that was counted.
+    Attributes:
+        recipe: A copy of the recipe.
+        prepared: The model with its masters and its layout over ranks.
+        optimizer: The optimizer of the model's parameters. Its step also rolls FP8 histories and
+            updates scales.
+        schedule: The learning-rate schedule.
+        autocast: Makes the contexts in which FP8 layers multiply in FP8.
+        plan: The planned operand formats of each linear layer.
+        choice: The backend of the FP8 layers.
+        loss_scaler: The loss scale of fp16, otherwise None.
+        foreign: Whether the model is a custom model.
+        forward: The model, compiled after `compile_model`.
+        compiled: Whether `compile_model` was called.
+        summed: Whether `sum_gradients` was called in this step.
+        steps_begun: Calls of the optimizer's step, failed ones included.
+        sent_in_pass: Data that this rank sends in the passes of a microbatch, by number of samples.
     """
 
     recipe: Recipe
@@ -251,17 +280,23 @@ class Job:
 
     def __post_init__(self) -> None:
         self.forward = self.prepared.model
+        # Trainer, Accelerate and Fabric save only the model and the optimizer. The optimizer's
+        # state dict carries the FP8 state.
         self.optimizer.fp8_state = self
         self.optimizer.register_step_pre_hook(lambda *_: self.autocast.check_frozen())
         self.optimizer.register_step_pre_hook(lambda *_: self._check_sums())
         if self.recipe.fp8.enabled:
             self.optimizer.register_step_pre_hook(lambda *_: self._check_first_pass())
         self.optimizer.register_step_pre_hook(lambda *_: self._check_trainer())
-        self.optimizer.register_step_pre_hook(lambda *_: self._count_step())  # after the checks
+        self.optimizer.register_step_pre_hook(
+            lambda *_: self._count_step()
+        )  # only if no check failed
         self.optimizer.register_step_post_hook(lambda *_: setattr(self, "summed", False))
         if self.foreign and self.recipe.fp8.enabled:
             from fp8cfg.backends.any_model import conversion_state
 
+            # Custom models may run a layer several times. Its rows are counted for the FLOPs of
+            # `prove`.
             conversion_state.watch(self.prepared.model)
 
     def __repr__(self) -> str:
@@ -293,29 +328,44 @@ class Job:
         return self.prepared.device
 
     def state_dict(self) -> dict[str, Tensor]:
-        """FP8 state of the model by name, copies: scales, amax histories, counts of random draws, and weights that are stored in
-        FP8 or in a codec with a scale as they are stored. `model.state_dict()` has none of it; `optimizer.state_dict()` carries it
-        along."""
+        """Returns copies of the model's FP8 state by name.
+
+        The state has scales, amax histories, random draw counts, and the stored form of quantized
+        weights. `model.state_dict()` does not contain it, but `optimizer.state_dict()` does.
+        """
         from fp8cfg.numerics.stored_state import fp8_state_dict
 
         return fp8_state_dict(self.model) | self._coded()
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """The inverse of `state_dict`: load the model's weights first, and the optimizer's state, where it is loaded by itself,
-        afterwards. Raises ValueError, before anything is changed, for the state of other FP8 layers.
+        """Loads the FP8 state that `state_dict` returned.
+
+        Load the model's weights first. If you load the optimizer's state separately, load it last.
+
+        Raises:
+            ValueError: The state belongs to other FP8 layers. Nothing was changed.
         """
         from fp8cfg.numerics.stored_state import load_fp8_state_dict
 
-        made = self._coded().keys()  # of the masters
+        # Encoded weights are not loaded. FSDP2 encodes them from the masters.
+        made = self._coded().keys()
         load_fp8_state_dict(
             self.model, {name: t for name, t in state_dict.items() if name not in made}
         )
 
     def backward(self, loss: Tensor, parts: float | Tensor = 1) -> None:
-        """The backward pass of `loss`, which is one of `parts` shares of a step's mean loss, times the loss scale under fp16. Where
-        microbatches have unlike numbers of targets, `parts` is all targets of the step over those of `loss`, a number or a float64
-        [] on the device. Shares are weighed here and summed, over microbatches and ranks alike, so that FP8 sees gradients of one
-        size however a batch is cut."""
+        """Runs the backward pass of a loss, multiplied by the fp16 loss scale and divided by
+        `parts`.
+
+        Gradients are added up over microbatches and ranks. The division happens before the backward
+        pass, so that FP8 sees gradients of the same size for any microbatch size.
+
+        Args:
+            loss: Mean loss of a microbatch, [].
+            parts: Number of microbatches in the step, over all ranks. If microbatches have
+                different numbers of targets, the targets of the step divided by the targets of this
+                loss. A number or float64 [] on the device.
+        """
         from fp8cfg.optim.loss_scale import loss_factors
 
         self._scales = True
@@ -323,21 +373,30 @@ class Job:
         (loss * factor if isinstance(factor, float) else loss.float() * factor).backward()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """`loss` itself, with its gradient to be multiplied by the loss scale under fp16, for a backward pass not our own:
-        `accelerator.backward(job.scaled(loss))`."""
+        """Returns `loss` with a hook that applies the fp16 loss scale to its gradient.
+
+        Use it if other code runs the backward pass: `accelerator.backward(job.scaled(loss))`.
+        """
         self._scales = True
         if self.loss_scaler is not None:
+            # The value of the loss stays unscaled, so that the other code can log it.
             scale = self.loss_scaler.scale
             loss.register_hook(lambda gradient: gradient * scale)
         return loss
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over the ranks of the process group, each in the codec of storage.comm; nothing where there is one
-        rank. Once for each step of the optimizer, after its last microbatch. A rank's loss is its share: divided by the ranks.
+        """Sums the gradients over the ranks in the dtype of storage.comm.
 
-        It stands in the place of DistributedDataParallel, which refuses FP8 weights and float32 gradients of other weights. Raises
-        RuntimeError where they were summed since the last step: they would be multiplied by the ranks. A step of several ranks
-        without it warns once. Under FSDP2 each backward pass has summed, and what tensor-parallel ranks share is left.
+        Call it once per optimizer step, after the last microbatch. It replaces
+        DistributedDataParallel, which supports neither FP8 weights nor float32 gradients of
+        bfloat16 weights. Divide the loss by the number of ranks, for example with `parts` of
+        `backward`. Under FSDP2 the backward pass has summed data-parallel gradients already. The
+        call then only sums gradients of tensor-parallel ranks.
+
+        Without this call a step on several ranks warns once.
+
+        Raises:
+            RuntimeError: The gradients of this step were summed already.
         """
         from fp8cfg.parallel.gradient_sync import sum_gradients
         from fp8cfg.parallel.process_group import current
@@ -352,8 +411,11 @@ class Job:
         self.summed = world.size > 1
 
     def scheduler(self) -> StepScheduler:
-        """`schedule` as a torch scheduler of `optimizer`, for a loop that steps one; do not apply `schedule` beside it. Under fp16
-        a step then raises RuntimeError where no loss was multiplied by the loss scale."""
+        """Returns `schedule` as a torch scheduler, for a loop that calls `scheduler.step()`.
+
+        Do not call `schedule.apply` as well. Under fp16 the optimizer's step then raises
+        RuntimeError if no loss was multiplied by the loss scale.
+        """
         from fp8cfg.optim.scheduler import StepScheduler
 
         if self.loss_scaler is not None:
@@ -361,9 +423,15 @@ class Job:
         return StepScheduler(self.optimizer, self.schedule)
 
     def trainer_callback(self) -> Any:
-        """A callback for transformers.Trainer, beside `optimizers=(job.optimizer, job.scheduler())`. Before the first step it
-        raises ConfigError for TrainingArguments that the recipe contradicts, and says in a line whose words count; it sets
-        max_grad_norm to 0, for `optimizer` clips. Without it the first step does so, after the Trainer has clipped once.
+        """Returns a callback for transformers.Trainer.
+
+        Pass `optimizers=(job.optimizer, job.scheduler())` to the Trainer too. Before the first step
+        the callback logs which settings apply. It sets max_grad_norm to 0, because the job's
+        optimizer clips gradients. Without the callback these checks run in the first step, after
+        the Trainer has clipped once.
+
+        Raises:
+            ConfigError: In training: TrainingArguments contradict the recipe.
         """
         from fp8cfg.interop.hf_trainer import callback
 
@@ -371,12 +439,17 @@ class Job:
         return callback(self.recipe, self.optimizer)
 
     def prove(self) -> Coverage:
-        """What ran since the model was built, on all stages of a pipeline, whose ranks all call it. Raises NotFP8Error where that
-        is not what was planned, or less than fp8.min_coverage: call it after the first step."""
+        """Returns what ran since the model was built and checks it. Call it after the first step.
+
+        With pipeline stages all ranks must call it, and the result covers all stages.
+
+        Raises:
+            NotFP8Error: A layer did not run as planned, or less than fp8.min_coverage ran in FP8.
+        """
         return prove_engagement(self.recipe, self.model, self.plan, self._observed(), self.foreign)
 
     def _observed(self) -> Observed:
-        """What the call sites of the products recorded, over all stages of a pipeline, whose ranks all call it."""
+        """Returns the observed operand kinds of all GEMMs. With pipeline stages all ranks call it."""
         own = registry.backend(self.choice.backend).observed(self.model)
         if self.prepared.pipeline is None:
             return own
@@ -385,6 +458,7 @@ class Job:
         every = [json.loads(text) for text in pipeline_world(self.prepared).texts(json.dumps(own))]
         return {
             name: {
+                # JSON turns tuples into lists.
                 gemm: tuple(kinds) if isinstance(kinds, list) else kinds
                 for gemm, kinds in ran.items()
             }
@@ -393,8 +467,11 @@ class Job:
         }
 
     def compile_model(self) -> None:
-        """Let `forward`, in training, be the compiled model, a recipe's Transformer layer by layer, and the step of a low-bit
-        optimizer be compiled; a graph break is an error."""
+        """Compiles the model's training passes and the step of a low-bit optimizer.
+
+        The recipe's own Transformer is compiled layer by layer. A graph break is an error.
+        Evaluation stays eager.
+        """
         from fp8cfg.backends.compiled_layers import compile_layers, weights_ready
 
         if self.foreign:
@@ -405,20 +482,19 @@ class Job:
         self.compiled = self.optimizer.compiled = True
 
     def compiler(self) -> Callable[[Any], Any]:
-        """torch.compile with the options of this job."""
+        """Returns torch.compile with the options of this job."""
         import warnings
 
         import torch
 
         from fp8cfg.backends.compiled_layers import compile_options
 
-        # Where fp16_scaled weights are read into bf16. Both passes are compiled as they first run, the backward pass outside of
-        # any call of ours, so the filters outlive this one; they are of these lines of torch's alone. Seen with torch 2.13; it ends
-        # with the torch that warns of neither.
+        # Inductor of torch 2.13 warns if fp16_scaled weights are decoded to bf16. Passes compile
+        # when they first run, so the filters must stay. They only match these modules of torch.
         warnings.filterwarnings(
             "ignore", "bf16 and fp16 are mixed", UserWarning, r"torch\._inductor\.codegen\.cpp$"
         )
-        # Of weights that were gathered in FP8: a graph with them is not cached on disk.
+        # torch 2.13 warns that a graph with FP8-gathered weights is not cached on disk.
         warnings.filterwarnings(
             "ignore", "Float8TrainingTensor does not implement", UserWarning, r"torch\._functorch\."
         )
@@ -426,6 +502,7 @@ class Job:
         return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Raises TypeError: the optimizer belongs to one model."""
         if self.prepared.fsdp2:
             from fp8cfg.parallel.fsdp_refusals import copy_refusal
 
@@ -439,7 +516,7 @@ class Job:
         )
 
     def _coded(self) -> dict[str, Tensor]:
-        """What FP8 state has of weights that FSDP2 makes of their masters."""
+        """Returns the encoded weights that FSDP2 makes from float32 masters, by name."""
         if not self.prepared.fsdp2 or self.prepared.shard != "none":
             return {}
         from fp8cfg.parallel.sharded_state import encoded_weights
@@ -447,14 +524,15 @@ class Job:
         return encoded_weights(self.prepared)
 
     def _count_step(self) -> None:
+        """Counts a call of the optimizer's step."""
         self.steps_begun += 1
 
     def _check_first_pass(self) -> None:
+        """Raises NotFP8Error if the model was trained and no layer has run in FP8."""
         from fp8cfg.backends.any_model import checks
 
-        if (
-            self.autocast.has_fp8_layers() and checks.check(self.model) and self.foreign
-        ):  # `fit` says it of our own
+        # Only for custom models: `fit` reports the coverage of the recipe's own Transformer.
+        if self.autocast.has_fp8_layers() and checks.check(self.model) and self.foreign:
             warn_of_low_coverage(
                 self.model,
                 observed_coverage(
@@ -463,6 +541,7 @@ class Job:
             )
 
     def _check_sums(self) -> None:
+        """Warns once if a step on several ranks uses gradients that were not summed."""
         if (
             self.summed
             or self._sums_checked
@@ -475,6 +554,7 @@ class Job:
         warn_of_sums(self.model)
 
     def _check_trainer(self) -> None:
+        """Checks TrainingArguments in the first step inside a Trainer without `trainer_callback`."""
         if self._trainer_checked:
             return
         from fp8cfg.interop.hf_trainer import running, settle
@@ -484,6 +564,7 @@ class Job:
             settle(self.recipe, trainer.args, trainer.state.max_steps, clipped=True)
 
     def _refuse_unscaled(self) -> None:
+        """Raises RuntimeError if no loss was multiplied by the fp16 loss scale."""
         if not self._scales:
             raise RuntimeError(
                 "the optimizer divides gradients by the loss scale of fp16, and no loss was"

@@ -161,7 +161,11 @@ _SCHEMA_LINE = "# A whole recipe of fp8cfg, as composed.\n"
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The whole recipe as YAML text; `from_yaml` reads it back equal. Raises ConfigError for what is no Recipe."""
+    """Returns the whole recipe as YAML text. `from_yaml` reads it back as an equal recipe.
+
+    Raises:
+        ConfigError: `recipe` is not a Recipe.
+    """
     expect("to_yaml", recipe, Recipe, "a Recipe, such as job.recipe")
     return _SCHEMA_LINE + dump_yaml(listed(recipe))
 

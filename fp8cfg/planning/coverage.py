@@ -343,17 +343,11 @@ def observed_coverage(
 
 
 def coverage(model: nn.Module) -> Coverage:
-    """Returns the GEMM formats that ran in each linear layer and in FP8 attention.
+    """Returns what ran in each linear layer of a model, and in FP8 attention.
 
-    Works in any training loop. Counts all GEMMs since the last reset of the record. A converted
-    layer that has not run counts as high precision. GEMMs that autograd does not need are not
+    It works with any training loop and covers the time since the record was last cleared. A
+    converted layer that has not run counts as high precision. GEMMs that autograd skips are not
     counted, such as dgrad of the first layer or wgrad of a frozen weight.
-
-    Args:
-        model: The model, such as job.model.
-
-    Returns:
-        The observed coverage. `str()` of it is a table.
 
     Raises:
         ConfigError: `model` is not an nn.Module.

@@ -68,8 +68,11 @@ def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def run_data(recipe: Recipe) -> RunData:
-    """What `recipe` trains and validates on. Raises ConfigError for data that
-    cannot be had or do not fit."""
+    """Returns the training batches of a recipe, and its validation samples or None.
+
+    Raises:
+        ConfigError: Data are missing, cannot be read, or do not fit the recipe.
+    """
     t, d = recipe.trainer, recipe.data
     refuse_if([*missing_data(recipe), *training_data.unintended_data(recipe)])
     try:
