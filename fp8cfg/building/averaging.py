@@ -39,10 +39,9 @@ class Average:
         self._move(1.0)
 
     def update(self) -> None:
-        """Moves the average toward the current weights by 1 - decay. Call it after each optimizer
-        step.
+        """Moves the average toward the current weights by 1 - decay.
 
-        Buffers are copied.
+        Call it after each optimizer step. Buffers are copied.
         """
         self._move(1.0 - self.decay)
         self.updates += 1

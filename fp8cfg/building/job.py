@@ -1,6 +1,4 @@
-"""Job: a built recipe with model, optimizer, schedule and autocast context, for `fit` or your own
-loop.
-"""
+"""Job: a built recipe, for `fit` or your own training loop."""
 
 from __future__ import annotations
 
@@ -354,11 +352,11 @@ class Job:
         )
 
     def backward(self, loss: Tensor, parts: float | Tensor = 1) -> None:
-        """Runs the backward pass of a loss, multiplied by the fp16 loss scale and divided by
-        `parts`.
+        """Runs the backward pass of a loss, divided by `parts`.
 
-        Gradients are added up over microbatches and ranks. The division happens before the backward
-        pass, so that FP8 sees gradients of the same size for any microbatch size.
+        Under fp16 the loss is also multiplied by the loss scale. Gradients are added up over
+        microbatches and ranks. The division happens before the backward pass, so that FP8 sees
+        gradients of the same size for any microbatch size.
 
         Args:
             loss: Mean loss of a microbatch, [].

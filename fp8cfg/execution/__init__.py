@@ -1,5 +1,3 @@
-"""Executors: where a recipe runs. In a local process, under torchrun, in a Slurm job, or with
-nemo_run.
-"""
+"""Executors that run a recipe: locally, with torchrun, as a Slurm job, or with nemo_run."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Slurm jobs through submitit. Each rank is a task, and a job that reaches its time limit is
-requeued.
+"""Slurm jobs through submitit: each rank is a task, and a job at its time limit is requeued.
 
 Slurm warns the tasks before the limit. Each task sends SIGTERM to its rank, which saves a
 checkpoint and exits with code 75. The first task then requeues the job with `scontrol requeue`. The

@@ -172,7 +172,10 @@ _VALUE = 24
 
 @dataclass(frozen=True)
 class Explanation:
-    """A key of a recipe, or a node, as `fp8`, with the keys below it. `str()` is what `fp8cfg explain` prints."""
+    """A key of a recipe, or a node such as `fp8` with its keys.
+
+    `str()` returns what `fp8cfg explain` prints.
+    """
 
     key: str
     """Short name, as in `fp8.margin`."""
@@ -191,11 +194,11 @@ class Explanation:
 
     @property
     def is_node(self) -> bool:
-        """Whether there are keys below it."""
+        """Whether it is a node with keys."""
         return not self.schema
 
     def data(self) -> dict[str, Any]:
-        """The same as plain data, as `fp8cfg explain --json` prints it."""
+        """Returns plain data, as `fp8cfg explain --json` prints it."""
         names = {"key": self.key, "full_name": self.full_name}
         if self.is_node:
             return {**names, "description": self.description, "values": self.value}
@@ -212,10 +215,15 @@ class Explanation:
 
 
 def explain(recipe: Recipe | Sequence[str], key: str) -> Explanation:
-    """Explanation of `key`, by its short or full name, under `recipe`: a Recipe, which need not obey its rules, or the words that
-    compose one. Words tell which file, function or word set the key; of a Recipe it is known whether it sets the key, and no more.
+    """Explains a key under a recipe: type, value, effect, and which layers set it.
 
-    Raises ConfigError where there is no such key, and for words that compose nothing.
+    Args:
+        recipe: A Recipe or overrides that compose one. The Recipe may break rules. Only overrides
+            tell which file, function or argument set the key.
+        key: Short or full name of a key or node, such as "fp8.margin".
+
+    Raises:
+        ConfigError: The key does not exist, or the overrides compose no recipe.
     """
     if not isinstance(key, str):
         raise ConfigError(f"explain: expected a key such as 'fp8.margin', got {type(key).__name__}")

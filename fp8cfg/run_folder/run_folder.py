@@ -106,9 +106,10 @@ PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")
 
 @dataclass
 class RunFolder:
-    """A run folder, held locked until close() or the end of the process, and usable as a context manager.
+    """A run folder, locked until `close` or the end of the process. Use it as a context manager.
 
-    `files` reads and writes in it; it stays with the folder where that is renamed. The paths are for people and for readers.
+    Attributes:
+        files: Reads and writes files in the folder, also after it was renamed.
     """
 
     files: RunFiles
@@ -207,44 +208,54 @@ class RunFolder:
 
     @property
     def path(self) -> Path:
-        """Where the folder is now."""
+        """Current path of the folder."""
         return self.files.path
 
     @property
     def recipe(self) -> Path:
-        """The recipe the run was started with, as YAML."""
+        """Path of recipe.yaml, the recipe of the run."""
         return self.path / RECIPE
 
     @property
     def environment(self) -> Path:
-        """What environment() found when the run was created, as JSON."""
+        """Path of environment.json: versions and hardware when the run was created."""
         return self.path / ENVIRONMENT
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
+        """Path of the folder with the checkpoints."""
         return self.path / CHECKPOINTS
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line, by step."""
+        """Path of metrics.jsonl, with one JSON object for each logged step."""
         return self.path / METRICS
 
     @property
     def fp8_stats(self) -> Path:
-        """One JSON object a line, by step, layer and tensor; there where log.fp8_stats_every_n_steps asks for it."""
+        """Path of fp8_stats.jsonl, with one JSON object for each step, layer and tensor.
+
+        It exists if log.fp8_stats_every_n_steps is set.
+        """
         return self.path / FP8_STATS
 
     @property
     def coverage(self) -> Path:
-        """Which GEMMs ran in what, as JSON."""
+        """Path of coverage.json: the formats in which GEMMs ran."""
         return self.path / COVERAGE
 
     def read_recipe(self, config_dir: str | None = None) -> Recipe:
-        """The checked recipe of recipe.yaml. Raises ConfigError, naming the file, and StrangeFile."""
+        """Reads and checks recipe.yaml.
+
+        Raises:
+            ConfigError: The recipe is not valid. The message names the file.
+            StrangeFile: recipe.yaml is not a regular file.
+            RunFolderError: recipe.yaml cannot be read.
+        """
         return self._read_recipe(RECIPE, config_dir)
 
     def _read_recipe(self, name: str, config_dir: str | None = None) -> Recipe:
+        """Reads and checks the recipe in the file `name`."""
         from fp8cfg.composition import from_yaml
 
         path = self.path / name
@@ -257,32 +268,36 @@ class RunFolder:
             raise ConfigError([f"{path}: {line}" for line in lines]) from None
 
     def past_recipes(self) -> list[tuple[int, Recipe]]:
-        """The recipes that a resume replaced by others, each with the last step that ran with it. Raises as `read_recipe`."""
+        """Returns earlier recipes of the run, each with the last step that used it.
+
+        A resume with changes replaces the recipe. Raises the errors of `read_recipe`.
+        """
         return [(step, self._read_recipe(name)) for step, name in self._past_names()]
 
     def keep_recipe(self, step: int, text: str) -> None:
-        """Keep the recipe `text`, with which steps up to `step` ran. Raises RunFolderNotWritable."""
+        """Saves `text` as the recipe of the steps up to `step`. Raises RunFolderNotWritable."""
         with writable(self.path):
             self.files.replace(f"recipe-until-step-{step}.yaml", text.encode())
 
     def forget_recipes(self, step: int) -> None:
-        """Forget the past recipes that ended at `step` or later, for the run goes back to there."""
+        """Deletes past recipes that ended at `step` or later, before the run resumes from `step`."""
         with writable(self.path):
             for last, name in self._past_names():
                 if last >= step:
                     self.files.unlink(name)
 
     def _past_names(self) -> list[tuple[int, str]]:
+        """Returns the last step and the file name of each past recipe, in order."""
         matches = [PAST_RECIPE.fullmatch(name) for name in self.files.names()]
         return sorted((int(match[1]), match[0]) for match in matches if match)
 
     def write_recipe(self, text: str) -> None:
-        """Put `text` in the place of recipe.yaml. Raises RunFolderNotWritable."""
+        """Replaces recipe.yaml by `text`. Raises RunFolderNotWritable."""
         with writable(self.path):
             self.files.replace(RECIPE, text.encode())
 
     def check_there(self) -> None:
-        """Raise RunFolderDeleted where the folder, or the recipe in it, is no more: nothing that is written could be resumed."""
+        """Raises RunFolderDeleted if the folder or its recipe no longer exists."""
         if not self.files.there or not self.files.kind(RECIPE):
             raise RunFolderDeleted(
                 f"{self.path}: was deleted while the run used it; nothing can be saved any more"
@@ -305,8 +320,10 @@ class RunFolder:
             )
 
     def remove_unused(self) -> None:
-        """Removes the folder if this process created it, no step was done, and all files in it are ours: its name is free again.
-        Raises OSError."""
+        """Deletes the folder of a run without steps, so that its name is free again.
+
+        Only deletes a folder that this process created and that has no other files. Raises OSError.
+        """
         if not self._is_new or not self._is_unused():
             return
         path = self.path
@@ -319,6 +336,7 @@ class RunFolder:
             path.rmdir()
 
     def _is_unused(self) -> bool:
+        """Returns whether the folder has only the files of a run without steps."""
         for name in self.files.names():
             kind = self.files.kind(name)
             if name in (METRICS, FP8_STATS):
@@ -335,12 +353,18 @@ class RunFolder:
         return True
 
     def lock(self) -> None:
-        """Take the lock, if it is not held. Raises RunFolderInUse, RunFolderNotWritable, StrangeFile."""
+        """Takes the lock, unless this object has it already.
+
+        Raises:
+            RunFolderInUse: Another process has it.
+            RunFolderNotWritable: The folder cannot be written.
+            StrangeFile: The lock file is not a regular file.
+        """
         with writable(self.path):
             self._lock = self._lock or take_lock(self.files)
 
     def close(self) -> None:
-        """Release the lock; safe to call again."""
+        """Releases the lock. You can call it again."""
         if self._lock:
             self._lock.close()
         self._lock = None
