@@ -1,15 +1,14 @@
-"""Search for a fit: known remedies, tried in order of cost until a recipe fits into memory.
+"""Search for a fit: tries changes in order of cost until a recipe fits into memory.
 
-The remedies add up. One is skipped if the rules refuse it or if it does not lower the peak:
+Changes accumulate. A change is skipped if a rule rejects it or if it does not lower the peak:
 
     recompute selective, recompute full
     storage.shard=zero2, storage.shard=fsdp
     half the microbatch, down to 1
-    twice the ranks, which begins again with the recipe's settings
+    twice the ranks, starting again from the recipe's settings
 
-The model and the global batch stay. The parallel layout stays too, unless the ranks are not a
-multiple of it: then it is cut to sizes that divide them. A backend that does not train the layout
-is changed to native.
+The model and the global batch stay. The parallel layout is only reduced if it does not divide the
+ranks. The backend changes to native if it does not support the layout.
 """
 
 from __future__ import annotations
@@ -38,16 +37,20 @@ from fp8cfg.schema.training import Strategy
 SMOKE = "trainer.smoke=true"
 
 Backend = Callable[[Recipe, int], str | None]
-"""Returns the backend of a recipe on so many ranks. Raises ConfigError if there is none."""
+"""Returns the backend of a recipe on a number of ranks. Raises ConfigError if none runs it."""
 IsResumable = Callable[[Recipe], bool]
-"""Whether `resume` accepts a recipe."""
+"""Returns whether `resume` accepts a changed recipe."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A recipe that runs, and the overrides that change the original recipe into it.
+    """A recipe that runs, and the overrides to get it from the original recipe.
 
-    `ranks` is set if it needs more ranks than were asked for. `peak` is in bytes on each rank.
+    Attributes:
+        recipe: The recipe that runs.
+        words: The overrides, such as "storage.shard=fsdp".
+        ranks: Number of ranks, if the recipe needs more than requested. None otherwise.
+        peak: Planned peak memory in bytes on each rank.
     """
 
     recipe: Recipe
@@ -56,22 +59,29 @@ class Fit:
     peak: int = 0
 
     def where(self, here: str) -> str:
-        """Where it runs: `here`, or on more GPUs."""
+        """Returns `here`, or "on N GPUs" if the recipe needs more ranks."""
         return f"on {self.ranks} GPUs" if self.ranks else here
 
 
 CommandLine = Callable[[Fit], str]
-"""Makes the command line of a fit, or an empty string if that line would be refused."""
+"""Returns the command line of a fit, or "" if the command would reject the recipe."""
 
 
 def overrides_only(fit: Fit) -> str:
-    """The overrides of `fit`, for callers without a command line."""
+    """Returns the overrides of a fit, for messages of the Python API."""
     return " ".join(fit.words)
 
 
 @dataclass(frozen=True)
 class Search:
-    """Search with `free` bytes of `device` ("cpu" or "cuda") on each rank."""
+    """Search for a recipe that fits into the memory of each rank.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        free: Free bytes on each rank.
+        backend: Chooses the backend of a changed recipe.
+        takes: Rejects recipes that cannot resume the run. None accepts all.
+    """
 
     device: str
     free: int
@@ -79,9 +89,15 @@ class Search:
     takes: IsResumable | None = None
 
     def nearest(self, recipe: Recipe, world: int) -> Fit | None:
-        """The fit of `recipe` on `world` ranks, or on the fewest more GPUs.
+        """Finds the nearest recipe that fits.
 
-        If nothing fits it has the smallest peak. None if no layout runs there.
+        Args:
+            recipe: The recipe.
+            world: Number of ranks. On GPUs the number is doubled until the recipe fits.
+
+        Returns:
+            The fit. If nothing fits, the recipe with the smallest peak: compare `peak` with
+            `free`. None if no layout runs on these ranks.
         """
         best = self._climb(recipe, world)
         more = world
@@ -89,6 +105,7 @@ class Search:
         while best and best.peak > self.free and self.device == "cuda":
             more *= 2
             fit = self._climb(place_on_gpus(recipe, *split_into_nodes(more)), more)
+            # More ranks than samples in the global batch have no layout. This ends the loop.
             if fit is None:
                 break
             if fit.peak < best.peak:
@@ -97,7 +114,7 @@ class Search:
         return best
 
     def _climb(self, recipe: Recipe, world: int) -> Fit | None:
-        """Tries the remedies on `world` ranks, up to the first that fits."""
+        """Adds changes on `world` ranks until the recipe fits."""
         start = self._start(recipe, world)
         if start is None:
             return None
@@ -112,7 +129,8 @@ class Search:
         return Fit(best, changed_overrides(recipe, best), peak=peak)
 
     def _start(self, recipe: Recipe, world: int) -> tuple[Recipe, int] | None:
-        """The recipe in a layout, backend and microbatch that run on `world` ranks, and its peak."""
+        """The first layout, backend and microbatch that run on `world` ranks, and their peak."""
+        # The recipe's own values come first. The microbatch changes before backend and layout.
         backends = dict.fromkeys([recipe.backend, REFERENCE])
         for layout, backend, micro in product(_layouts(recipe, world), backends, _halved(recipe)):
             values = {**flat(layout, "trainer.strategy"), "backend": backend, **micro}
@@ -123,7 +141,8 @@ class Search:
         return None
 
     def _peak(self, recipe: Recipe, world: int) -> int | None:
-        """Peak in bytes on each of `world` ranks; None if the recipe does not run there."""
+        """Peak in bytes of the widest rank, None if the recipe does not run on `world` ranks."""
+        # The layout checks come first: planning assumes a layout that divides the ranks.
         if layout_violations(recipe, world) or uneven_batch(recipe, world):
             return None
         if self.takes and not self.takes(recipe):
@@ -137,8 +156,9 @@ class Search:
 
 
 def _layouts(recipe: Recipe, world: int) -> Iterator[Strategy]:
-    """The recipe's layout, and that layout cut to sizes that divide `world` and the model."""
+    """The recipe's layout, then a layout reduced to divisors of `world` and of the model."""
     strategy, model = recipe.trainer.strategy, recipe.model
+    # If the ranks do not suffice for all axes, tensor comes first, then pipeline, then context.
     if world % strategy.size == 0:
         yield strategy
     heads = gcd(model.num_attention_heads, model.num_query_groups)
@@ -164,7 +184,7 @@ def _layouts(recipe: Recipe, world: int) -> Iterator[Strategy]:
 
 
 def _halved(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """The recipe's microbatch, half of it, and so on down to 1."""
+    """Overrides for the recipe's microbatch, half of it, and so on down to 1."""
     micro = recipe.trainer.micro_batch_size
     while micro:
         yield {"trainer.micro_batch_size": micro}
@@ -172,7 +192,9 @@ def _halved(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _remedies(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Overrides that lower the peak, the cheapest first."""
+    """Overrides to lower the peak, the cheapest first."""
+    # Recomputation costs compute, shards cost communication, and a smaller microbatch makes every
+    # GEMM less efficient.
     yield {"model.recompute_granularity": "selective"}
     yield {"model.recompute_granularity": "full"}
     yield {"storage.shard": "zero2"}
@@ -181,10 +203,11 @@ def _remedies(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe | None:
-    """A copy of `recipe` with `values`, to which other keys give way as to typed overrides.
+    """A copy of `recipe` with new values, None if they conflict with other settings.
 
-    None if the rules refuse it, or if the batch or the level of MS-AMP would give way: these
-    change the numbers.
+    The values act like overrides on the command line: conflicting defaults and presets are
+    changed. A change of the global batch or of the MS-AMP level counts as a conflict, because it
+    changes the training results.
     """
     old = flat(recipe)
     new = {full(key): value for key, value in values.items() if old[full(key)] != value}
@@ -199,20 +222,31 @@ def _changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe | None:
 
 
 def changed_overrides(before: Recipe, after: Recipe) -> tuple[str, ...]:
-    """The overrides that change `before` into `after`, one for each key."""
+    """Returns the overrides to get from one recipe to another, one per changed key."""
     old = flat(before)
     new = flat(after)
     return tuple(f"{short(key)}={_text(new[key])}" for key in new if new[key] != old[key])
 
 
 def _text(value: Any) -> str:
+    """A value in the syntax of overrides: JSON, but strings without quotes."""
     if isinstance(value, str):
         return value
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def smoke_run(recipe: Recipe, world: int, backend: Backend) -> Fit | None:
-    """The smoke run of `recipe`, unless it is one or its backend does not run it on `world` ranks."""
+    """Returns the smoke run of a recipe.
+
+    Args:
+        recipe: The recipe.
+        world: Number of ranks.
+        backend: Chooses the backend.
+
+    Returns:
+        The recipe with trainer.smoke=true, not yet cut. None if it is a smoke run already, or if
+        its smoke run has no backend or layout on these ranks.
+    """
     if recipe.trainer.smoke:
         return None
     trainer = recipe.trainer.model_copy(update={"smoke": True})
@@ -226,9 +260,15 @@ def smoke_run(recipe: Recipe, world: int, backend: Backend) -> Fit | None:
 
 
 def append_commands(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[str]:
-    """`problems`, the last of which ends with the `lines` that run `where`. Empty ones do not.
+    """Appends command lines that run to the last problem.
 
-    A smoke run, which is a few steps of a small model, is named as one.
+    Args:
+        problems: Error lines.
+        where: Where the commands run, such as "here" or "on 16 GPUs".
+        lines: Command lines. Empty ones are skipped. A smoke run is labeled as one.
+
+    Returns:
+        A new list of error lines.
     """
     problem = problems[-1]
     runs = [line for line in lines if line and SMOKE not in line]
@@ -241,7 +281,7 @@ def append_commands(problems: Sequence[str], where: str, lines: Sequence[str]) -
 
 
 def append_smallest_peak(problems: Sequence[str], fit: Fit) -> list[str]:
-    """`problems`, the last of which ends with the smallest peak, that of `fit`."""
+    """Appends the smallest peak to the last problem, for recipes that fit nowhere."""
     words = f", with {overrides_only(fit)}" if fit.words else ""
     short = f"the whole model needs at least {size(fit.peak)}{words}"
     return [*problems[:-1], f"{problems[-1]}; {short}"]
@@ -250,7 +290,15 @@ def append_smallest_peak(problems: Sequence[str], fit: Fit) -> list[str]:
 def memory_problem(
     recipe: Recipe, device: str, free: int, backend: str | None = None, started: int | None = None
 ) -> str:
-    """Why `recipe` does not fit into `free` bytes on each rank here, or on `started` ranks."""
+    """Returns an error line if a recipe does not fit into memory, else "".
+
+    Args:
+        recipe: The recipe.
+        device: "cpu" or "cuda".
+        free: Free bytes on each rank.
+        backend: Name of the backend. Defaults to the recipe's.
+        started: Number of ranks. Defaults to the ranks that a launcher has started.
+    """
     part = widest_part(recipe, device, started or ranks(), backend)
     need = sum(plan_memory(recipe, device, part, backend).values())
     if need <= free:
@@ -261,7 +309,11 @@ def memory_problem(
 
 
 def check_memory(recipe: Recipe, device: str, free: int, backend: str | None = None) -> None:
-    """Raises ConfigError, with the nearest fit, if the run needs more than `free` bytes."""
+    """Raises ConfigError if a recipe needs more than `free` bytes on a rank.
+
+    The message has overrides for the nearest recipe that fits. For the arguments see
+    `memory_problem`.
+    """
     problem = memory_problem(recipe, device, free, backend)
     if not problem:
         return

@@ -1,7 +1,7 @@
 """Report of a plan: GEMM formats, backend, memory and communication of a recipe on any GPUs.
 
-Needs no GPU and loads no torch. `str()` of the report is what `fp8cfg plan` prints, `data()` is what
-`fp8cfg plan --json` prints.
+Needs no GPU and loads no torch. `fp8cfg plan` prints `str()` of the report. `fp8cfg plan --json`
+prints `data()`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from fp8cfg.schema.violation import Violation
 
 
 def report_text(report: PlanReport) -> str:
-    """Returns the sections of the report."""
+    """Returns the report as text, one section for each topic."""
     sections = [
         f"{_backend_section(report)}\n{_data_section(report)}",
         str(report.coverage),
@@ -77,6 +77,7 @@ def report_text(report: PlanReport) -> str:
 
 
 def _backend_section(report: PlanReport) -> str:
+    """The chosen backend, or the reasons why no backend runs the recipe."""
     where = report.gpu.name if report.gpu else "a CPU (name a GPU: --gpu h100)"
     if report.choice is None:
         refusals = [f"cannot run on {where}: {line}" for line in report.refusals]
@@ -86,7 +87,8 @@ def _backend_section(report: PlanReport) -> str:
 
 
 def _data_section(report: PlanReport) -> str:
-    """The `data:` line, and the error that a run on unintended data raises."""
+    """The `data:` line, and the error of a run with unintended data."""
+    # A plan needs no data. The error is a warning here.
     lines = [training_data.data_line(report.recipe)]
     for problem in training_data.unintended_data(report.recipe):
         lines.append(f"before a run: {problem}")
@@ -94,6 +96,7 @@ def _data_section(report: PlanReport) -> str:
 
 
 def _problem_section(report: PlanReport) -> str:
+    """The problems, and the overrides of a recipe that runs instead."""
     lines = [f"does not run as it stands: {problem}" for problem in report.problems]
     if report.offered:
         more = f"on {report.offered.ranks} GPUs " if report.offered.ranks else ""
@@ -102,16 +105,18 @@ def _problem_section(report: PlanReport) -> str:
 
 
 def passed_over_lines(choice: Choice) -> list[str]:
-    """Returns a line for each preferred backend that cannot run here.
+    """Returns a line for each backend that has priority but cannot run here.
 
-    Empty if FP8 is emulated or off: then the preference is another one.
+    Empty if FP8 is emulated or off.
     """
+    # Emulation has another order of preference. There the line would be misleading.
     if choice.product != "scaled_mm":
         return []
     return [wrapped(f"passed over {line}", "  ", "    ") for line in choice.passed_over]
 
 
 def _layout_section(report: PlanReport) -> str:
+    """The model's size, the parallel layout and a table of the pipeline stages."""
     strategy = report.recipe.trainer.strategy
     count = report.parameters
     model = f"model: {amount(count)} parameters ({count:,})"
@@ -123,6 +128,7 @@ def _layout_section(report: PlanReport) -> str:
         "context": strategy.context_parallel_size,
         "data": report.widest.part.data,
     }
+    # The product of the axes is the number of ranks. HSDP groups are part of the data axis.
     product = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
     groups = strategy.data_parallel_replicate_size
     replicas = f", {groups} groups with all state each" if groups > 1 else ""
@@ -139,6 +145,7 @@ def _layout_section(report: PlanReport) -> str:
 
 
 def _memory_section(report: PlanReport) -> str:
+    """The memory table of the widest rank, and whether it fits the GPU."""
     recipe, part = report.recipe, report.widest.part
     lines = [memory_table(recipe, report.hardware.device, part, report.backend)]
     lines += _more_than_chart(report)
@@ -157,7 +164,7 @@ def _memory_section(report: PlanReport) -> str:
 
 
 def _fit_line(report: PlanReport, gpu: GPU) -> str:
-    """Whether the widest rank fits the GPU, and whether the reserve stays free."""
+    """A line on the free memory of the GPU, compared with the reserve."""
     left = gpu.memory - report.widest.total
     name = f"{gpu.name}, {size(gpu.memory)}"
     if layout_violations(report.recipe, report.world):
@@ -174,7 +181,7 @@ def _fit_line(report: PlanReport, gpu: GPU) -> str:
 
 
 def _communication_table(report: PlanReport) -> str:
-    """What the rank that sends most sends in a step."""
+    """Table of the bytes per step on the rank with the most communication."""
     rank = max(report.ranks, key=lambda each: each.sent_bytes)
     rows = [[f"{sent.axis}: {sent.what}", size(sent.bytes)] for sent in rank.sent]
     rows.append([f"total, {rank.part.name}", size(rank.sent_bytes)])
@@ -182,7 +189,9 @@ def _communication_table(report: PlanReport) -> str:
 
 
 def _more_than_chart(report: PlanReport) -> list[str]:
-    """Why the memory table has more bytes per parameter than the chart. Empty if it has not."""
+    """A line if the memory table has at least 0.5 B/param more than the chart."""
+    # The chart has the state of a linear layer. The table also has temporaries, and parameters
+    # such as embeddings in wider dtypes.
     rank = report.widest
     per_parameter = {}
     for kind, count in rank.memory.items():
@@ -207,6 +216,7 @@ def _more_than_chart(report: PlanReport) -> list[str]:
 
 
 def _speedup_section(report: PlanReport) -> str:
+    """Published speedups of the scaling, a bound from peak FLOPs, and layers too small for FP8."""
     recipe, gpu = report.recipe, report.gpu
     if gpu is None or (report.choice and report.choice.product == "emulate"):
         return "gains: none, FP8 is emulated here: the same values, no faster than bf16"
@@ -221,7 +231,7 @@ def _speedup_section(report: PlanReport) -> str:
     sizes = speedups.compare_sizes(recipe, report.widest.part)
     lines.append(wrapped(f"sizes here: {sizes}", more="  "))
     if SCALINGS[recipe.fp8.scaling].bits == 8:  # the table has no peaks of FP4
-        # Amdahl: the share of FLOPs that is in FP8 takes bf16 / fp8 of its time.
+        # Amdahl's law: FLOPs in FP8 take bf16 / fp8 of their BF16 time.
         bound = 1 / (1 - report.coverage.share * (1 - gpu.bf16 / gpu.fp8))
         lines.append(f"all matrix products at the peaks of {gpu.name}: at most {bound:.2f}x")
     small = [
@@ -233,7 +243,7 @@ def _speedup_section(report: PlanReport) -> str:
 
 
 def _call_text(kind: str, name: str, **arguments: Any) -> str:
-    """A part that will be built, as a call."""
+    """A part of the job in the form of a Python call."""
     texts = []
     for key, value in arguments.items():
         texts.append(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}")
@@ -248,93 +258,93 @@ UNBOUNDED = 1 << 62
 
 @dataclass(frozen=True)
 class Rank:
-    """One of several ranks with the same layers and shards."""
+    """Memory and communication of a rank. Represents all ranks with the same layers and shards."""
 
     part: Part
-    """Its part of the model: layers, and how many ranks share them."""
+    """Layers and shards of the rank."""
     parameters: int
-    """Parameters of that part."""
+    """Number of parameters of these layers."""
     memory: dict[str, int]
-    """Bytes by kind: weights, masters, gradients, moments, activations, and others."""
+    """Bytes by kind, such as weights, masters, gradients, moments and activations."""
 
     sent: Sequence[Sent] = ()
-    """What it sends in a step, by axis of the layout. Empty on one rank."""
+    """Messages of a step by axis of the layout. Empty with one rank."""
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds together."""
+        """Peak memory in bytes, the sum of all kinds."""
         return sum(self.memory.values())
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that it sends in a step."""
+        """Bytes sent in a step."""
         return sum(message.bytes for message in self.sent)
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Report of the plan of a recipe: formats of the GEMMs, and memory of each rank.
+    """Report on a recipe: GEMM formats, memory and communication of each rank.
 
-    `str()` is what `fp8cfg plan` prints.
+    `fp8cfg plan` prints `str()` of it.
     """
 
     recipe: Recipe
-    """What is planned."""
+    """The planned recipe. A smoke run is already cut to size."""
     world: int
-    """Ranks, each with one GPU."""
+    """Number of ranks, one GPU each."""
     gpu: GPU | None
-    """GPU of each rank. None is a CPU, which emulates FP8."""
+    """GPU of each rank. None is a CPU with emulated FP8."""
     hardware: Hardware
-    """That GPU or CPU as backends see it."""
+    """Device and compute capability of the GPU or CPU."""
     choice: Choice | None
-    """Backend, and why it was chosen. None if no backend runs the recipe there."""
+    """The backend and the reason for its choice. None if no backend runs the recipe."""
     refusals: Sequence[str]
-    """Why no backend runs the recipe there."""
+    """Reasons why no backend runs the recipe. Empty if one does."""
     coverage: Coverage
-    """Formats of every linear layer's three GEMMs, and their share of the FLOPs."""
+    """Formats of the three GEMMs of each linear layer, and the share of FLOPs in FP8."""
     ranks: Sequence[Rank]
-    """One rank of each kind: of the first, a middle and the last pipeline stage."""
+    """One rank of each kind: first, middle and last pipeline stage."""
     problems: Sequence[str] = ()
-    """Why training does not run as it stands, although a backend does: layout, memory or coverage."""
+    """Reasons other than the backend why training fails: layout, memory or coverage."""
     offered: Fit | None = None
-    """Recipe that runs instead, and the overrides that lead to it. None without `problems`."""
+    """A recipe that runs instead, with its overrides. None without `problems`."""
     lines: Sequence[str] = ()
-    """Command line of that recipe. From Python only its overrides."""
+    """Command line of that recipe. In Python only its overrides."""
     built: Mapping[str, Mapping[str, Any]] | None = None
-    """Autocast context, optimizer, schedule and loss scaler that a build creates: "name" and
-    arguments of each. None without a backend."""
+    """Parts of the job: autocast context, optimizer, schedule and loss scaler. Each has a "name"
+    and its arguments. None without a backend."""
 
     @property
     def write(self) -> Sequence[str]:
-        """Overrides with which training runs. Empty without `problems`.
+        """Overrides to get a recipe that runs. Empty without `problems`.
 
-        It may need more ranks, or be a smoke run if the model fits nowhere.
+        The recipe may need more ranks. If the model fits nowhere, it is a smoke run.
         """
         return self.offered.words if self.offered else ()
 
     @property
     def backend(self) -> str | None:
-        """Backend of the FP8 layers, if one runs the recipe."""
+        """Name of the backend. None if no backend runs the recipe."""
         return self.choice.backend if self.choice else None
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model, over all ranks."""
+        """Number of parameters of the whole model."""
         return count_parameters(self.recipe, rank_part(self.recipe)).total
 
     @property
     def shard(self) -> str:
-        """storage.shard on these ranks, with auto resolved."""
+        """Value of storage.shard on these ranks, with auto resolved."""
         return self.widest.part.shard
 
     @property
     def widest(self) -> Rank:
-        """The rank that needs most memory."""
+        """The rank with the most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
 
     @property
     def reserve(self) -> int:
-        """Bytes to keep free on that rank's GPU: CUDA context, NCCL buffers, fragmentation.
+        """Bytes for the CUDA context, NCCL buffers and fragmentation on the widest rank.
 
         0 on a CPU.
         """
@@ -344,17 +354,20 @@ class PlanReport:
 
     @property
     def tight(self) -> bool:
-        """Whether that rank fits its GPU, but the reserve does not stay free."""
+        """Whether the widest rank fits its GPU, but leaves less than the reserve free."""
         if self.gpu is None:
             return False
         left = self.gpu.memory - self.widest.total
         return 0 <= left < self.reserve
 
     def recomputing(self, granularity: str) -> int:
-        """Bytes that model.recompute_granularity could change, if it were `granularity`.
+        """Returns the bytes of activations with another model.recompute_granularity.
 
-        These are activations, logits and temporaries of the backward pass on the widest rank, less
-        the gradients that do not exist yet at the peak.
+        Includes logits and backward temporaries of the widest rank. Gradients that do not exist
+        yet at the peak are subtracted.
+
+        Args:
+            granularity: "none", "selective" or "full".
         """
         model = self.recipe.model.model_copy(update={"recompute_granularity": granularity})
         changed = self.recipe.model_copy(deep=True, update={"model": model})
@@ -362,12 +375,16 @@ class PlanReport:
         return kinds["activations"] + kinds["logits"] + kinds["backward"] + kinds.get(COMING, 0)
 
     def too_small(self) -> dict[str, tuple[int, int]]:
-        """FP8 layers that are too small to be faster: in and out features on one rank by name."""
+        """Returns the FP8 layers that are probably slower than BF16, because they are small.
+
+        Returns:
+            The in and out features on one rank, by layer name.
+        """
         part = self.widest.part
         return speedups.too_small_layers(self.recipe, part_linears(self.recipe, part), part)
 
     def data(self) -> dict[str, Any]:
-        """The report as plain data, in a stable order, as `fp8cfg plan --json` prints it."""
+        """Returns the report as plain data in a stable order, for `fp8cfg plan --json`."""
         part = self.widest.part
         row = remarks.chart_row(self.recipe, part.state)
         each = remarks.bytes_per_parameter(row, self.shard, part.shards)
@@ -436,23 +453,28 @@ def report_plan(
         recipe: The recipe. A smoke run is cut to size here.
         world: Number of ranks. Defaults to the recipe's own number of GPUs.
         gpu: The GPU of each rank. None is a CPU.
-        command_line: Formats the recipes that a message offers.
-        recipe_violations: Violations of the recipe's own layout. With them there is no plan.
+        command_line: Formats an alternative recipe as a command line for messages.
+        recipe_violations: Violations of the recipe's own layout. If there are any, the function
+            raises an error with an alternative recipe.
+
+    Returns:
+        The report. If no backend runs the recipe, `refusals` has the reasons.
 
     Raises:
         ConfigError: A layer pattern matches nothing, the layout does not divide the ranks, or the
-            ranks do not divide the batch. The message offers command lines that run there.
+            ranks do not divide the batch. The message ends with command lines that run.
     """
     if world is None:
         world = recipe.trainer.num_nodes * recipe.trainer.devices
     if not recipe_violations:
         recipe = smoke.cut_recipe(recipe, world)
-    # CUDA is assumed to be new enough for all that the GPU can do.
+    # Assume a CUDA version with support for block scaling, the newest feature in use.
     hardware = Hardware("cuda", gpu.capability, BLOCK_CUDA) if gpu else Hardware("cpu")
     memory_per_rank = gpu.memory if gpu else UNBOUNDED
     found = violations(recipe, hardware, world, here=gpu is None)
     if any(violation.source == "rule" for violation in found):
         raise ConfigError(found)
+    # A plan without a backend still has memory and coverage, so this error is only recorded.
     choice: Choice | None = None
     refusals: list[str] = []
     try:
@@ -480,6 +502,7 @@ def report_plan(
     coverage = planned_coverage(recipe, plan_layers(recipe, backend))
     layout_problems = [str(violation) for violation in layout_violations(recipe, world)]
     problems: Sequence[str]
+    # Each problem is reported once. `refusals` may already have a line on the layout.
     if choice:
         problems = layout_problems or _memory_problems(recipe, ranks, gpu)
     else:
@@ -512,6 +535,7 @@ def report_plan(
 
 
 def _choose_backend(recipe: Recipe, hardware: Hardware, world: int) -> Choice:
+    """Chooses the backend. Installed libraries count only for a plan on a CPU, this machine."""
     return choose(
         rank_part(recipe, world).state.precision,
         hardware,
@@ -523,6 +547,7 @@ def _choose_backend(recipe: Recipe, hardware: Hardware, world: int) -> Choice:
 
 
 def _memory_problems(recipe: Recipe, ranks: Sequence[Rank], gpu: GPU | None) -> list[str]:
+    """Returns a line if the widest rank does not fit the GPU. A CPU is not checked."""
     need = max(rank.total for rank in ranks)
     if gpu is None or need <= gpu.memory:
         return []
@@ -536,10 +561,11 @@ def _find_alternative(
 ) -> tuple[Sequence[str], Fit | None]:
     """Searches for a recipe that runs instead.
 
-    It runs on `world` ranks, on as many of them as a launch would start, or as a smoke run.
+    Tries `world` ranks, then the largest usable number of ranks below, then a smoke run.
 
     Returns:
-        `problems`, with the smallest peak if nothing fits, and the alternative.
+        `problems`, with the smallest peak if nothing fits. And the alternative, None if there is
+        none.
     """
 
     def backend(other: Recipe, ranks: int) -> str:
@@ -562,7 +588,7 @@ def _find_alternative(
 
 
 MOST = 9_999_999
-"""Ranks that can be planned for."""
+"""Largest number of ranks in a plan."""
 
 
 def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> PlanReport:
@@ -570,15 +596,15 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
 
     Args:
         recipe: The recipe.
-        gpu: Name of the GPU of each rank, such as "h100". Defaults to a CPU, which emulates FP8.
+        gpu: Name of the GPU of each rank, such as "h100". Defaults to a CPU with emulated FP8.
         gpus: Number of ranks. Defaults to trainer.num_nodes x trainer.devices.
 
     Returns:
-        The report. If no backend runs the recipe on that GPU, `refusals` say why.
+        The report. If no backend runs the recipe on the GPU, `refusals` has the reasons.
 
     Raises:
-        ConfigError: The recipe breaks rules, the GPU is unknown, or the ranks do not fit the
-            layout. If only the layout is wrong, the message has overrides that run there.
+        ConfigError: The recipe breaks rules, the GPU is unknown, or the layout does not fit the
+            ranks. If only the layout is wrong, the message has overrides that run.
     """
     if not isinstance(recipe, Recipe):
         raise ConfigError(
@@ -597,10 +623,10 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
 
 
 def _check_with_gpus(recipe: Recipe, gpus: int | None) -> tuple[Recipe, Sequence[Violation]]:
-    """Checks the recipe, and again with `gpus` GPUs if its layout is for more than it has.
+    """Checks the recipe. If its layout does not fit its own GPUs, checks it with `gpus` GPUs.
 
     Returns:
-        The recipe, and its violations if all of them are about the layout.
+        The recipe, and its violations if all of them concern the layout.
 
     Raises:
         ConfigError: The recipe breaks other rules.

@@ -1,4 +1,7 @@
-"""Refusals before a run: of data, layout and memory that are not here, with whole lines that run here in its place."""
+"""Checks before a run: data, parallel layout and memory of this machine.
+
+An error message ends with command lines that run here instead.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,12 @@ from fp8cfg.schema.violation import Violation
 def check_layout(recipe: Recipe, ranks: int, given: bool = False) -> None:
     """Raises ConfigError if training does not support the parallel layout on `ranks` ranks.
 
-    The layout is never changed automatically. `given` is True for a custom model.
+    The layout is never changed automatically.
+
+    Args:
+        recipe: The recipe.
+        ranks: Number of ranks.
+        given: Whether the model is a custom model.
     """
     refuse_if(layout.layout_violations(recipe, ranks, given))
 
@@ -48,15 +56,27 @@ def check_run(
     ranks: int | None = None,
     takes: IsResumable | None = None,
 ) -> None:
-    """Raise ConfigError, before anything is made, for a recipe without data, for one with `problems_of_layout`, and for one whose
-    layout or memory the ranks here, or `ranks` that are to be started here, do not have. Its line ends with those that run here, as
-    `whole_line` has them."""
+    """Checks data, layout and memory before a run folder or a process exists.
+
+    Args:
+        recipe: The recipe.
+        hardware: Device of this machine.
+        whole_line: Formats a recipe as a command line for the message.
+        problems_of_layout: Violations of the recipe's own layout, found before.
+        ranks: Number of ranks to start here. Defaults to the ranks of this run.
+        takes: Whether `resume` accepts a changed recipe. None for a new run.
+
+    Raises:
+        ConfigError: The data is missing, or the layout or the memory does not suffice. The
+            message ends with command lines that run here.
+    """
     refuse_if([*missing_data(recipe), *training_data.unintended_data(recipe)])
     lines: list[str] = []
     if not problems_of_layout:
-        # Without a launcher the recipe is judged on the GPUs that it is meant for, as `check` does.
+        # Without a launcher, check the recipe on its own number of GPUs, as `fp8cfg check` does.
         started = ranks or (sharding.ranks() if _launched() else None)
         found = violations(recipe, hardware, started)
+        # Another number of ranks may fix a layout, but not a broken rule or a missing backend.
         if found and all(violation.source != "layout" for violation in found):
             raise ConfigError(found)
         lines = [str(violation) for violation in found]
@@ -73,14 +93,29 @@ def append_runs(
     ranks: int | None = None,
     takes: IsResumable | None = None,
 ) -> list[str]:
-    """`problems`, the last of which ends with lines that run: the nearest fit on `ranks` ranks to
-    start, or on the ranks of this run; and a smoke run, which `resume` does not take."""
+    """Appends command lines that run to the last problem.
+
+    These are the nearest recipe that fits, and a smoke run. A run that resumes gets no smoke run,
+    because its checkpoint has the full size.
+
+    Args:
+        problems: Error lines.
+        recipe: The recipe.
+        hardware: Device of this machine.
+        whole_line: Formats a recipe as a command line.
+        ranks: Number of ranks to start here. Defaults to the ranks of this run.
+        takes: Whether `resume` accepts a changed recipe. None for a new run.
+
+    Returns:
+        A new list of error lines.
+    """
     free = free_memory(hardware.device, ranks)
     fit = _nearest(recipe, hardware, free, ranks, takes)
     if fit and fit.peak > free:
         problems = append_smallest_peak(problems, fit)
         fit = None
     elif fit and fit.ranks:
+        # It runs, but needs more GPUs. Only the smoke run is left for this machine.
         problems = append_commands(problems, fit.where("here"), [whole_line(fit)])
         fit = None
     fits = [fit, None if takes else smoke_run_here(recipe, hardware, ranks)]
@@ -90,8 +125,14 @@ def append_runs(
 def _problems(
     recipe: Recipe, hardware: Hardware, of_layout: Sequence[Violation], ranks: int | None
 ) -> list[str]:
-    """Why the ranks of this run, or `ranks` that are to be started, do not train `recipe`: what of the layout they do not have,
-    the problems `of_layout` of the recipe itself, or memory."""
+    """Lists layout problems on these ranks. If there are none, checks the memory.
+
+    Args:
+        recipe: The recipe.
+        hardware: Device of this machine.
+        of_layout: Violations of the recipe's own layout.
+        ranks: Number of ranks to start here. Defaults to the ranks of this run.
+    """
     if of_layout and not ranks and not _launched():
         return [str(violation) for violation in of_layout]
     started = ranks or sharding.ranks()
@@ -101,6 +142,7 @@ def _problems(
         or layout.uneven_batch(recipe, started)
     )
     if lines:
+        # Prefer the message for the ranks that a command here would start.
         lines = layout.layout_violations(recipe, ranks or _ranks(recipe, hardware.device)) or lines
         return [str(line) for line in lines]
     free, backend = (
@@ -114,11 +156,11 @@ def _problems(
 def _nearest(
     recipe: Recipe, hardware: Hardware, free: int, ranks: int | None, takes: IsResumable | None
 ) -> Fit | None:
-    """The nearest fit on `ranks` ranks to start, or on those of this run."""
+    """Finds the nearest recipe that fits on these ranks."""
     here = ranks or _ranks(recipe, hardware.device)
     if not ranks and not _launched():
-        # Without a launcher the recipe is for this machine alone. Its layout might not divide
-        # trainer.devices, unless these are a multiple of the ranks.
+        # Without a launcher the recipe runs on this machine only. trainer.devices stays if it is
+        # a multiple of the started ranks. Otherwise the layout might not divide it.
         devices = recipe.trainer.devices
         recipe = place_on_gpus(recipe, 1, here if devices % here else devices)
 
@@ -129,8 +171,14 @@ def _nearest(
 
 
 def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None) -> Fit | None:
-    """The smoke run of `recipe` on `ranks` that are to be started here, or those that start by themselves, if there is one that
-    has the memory."""
+    """Returns the smoke run of a recipe if it runs on this machine and fits into its memory.
+
+    Args:
+        recipe: The recipe.
+        hardware: Device of this machine.
+        ranks: Number of ranks to start here. Defaults to the launched ranks, or to the GPUs that a
+            command without a launcher uses.
+    """
     there = ranks or (
         min(count_gpus(), recipe.trainer.devices)
         if _starts_here(hardware.device)
@@ -150,7 +198,11 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
 
 
 def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
-    """Chooses the backend of a recipe on `ranks` ranks. Raises ConfigError as `choose` does."""
+    """Chooses the backend of a recipe on a number of ranks.
+
+    Raises:
+        ConfigError: No backend runs the recipe on this hardware.
+    """
     return choose(
         layout.rank_part(recipe, ranks).state.precision,
         hardware,
@@ -161,32 +213,33 @@ def choose_backend(recipe: Recipe, hardware: Hardware, ranks: int) -> Choice:
 
 
 def _ranks(recipe: Recipe, device: str) -> int:
-    """The ranks of this run. Without a launcher, those that a command on this machine starts."""
+    """Number of ranks of this run, or of ranks that a command without a launcher starts."""
     if not _starts_here(device):
         return sharding.ranks()
     trainer = recipe.trainer
     most = min(count_gpus(), trainer.devices)
+    # The command starts the largest number of GPUs that divides the global batch.
     return next(count for count in range(most, 0, -1) if trainer.global_batch_size % count == 0)
 
 
 def _starts_here(device: str) -> bool:
-    """Whether a command on this machine starts ranks on its GPUs."""
+    """Whether the command starts one rank per GPU by itself, without a launcher."""
     return device == "cuda" and not _launched()
 
 
 def _launched() -> bool:
-    """Whether torchrun or another launcher has started this process."""
+    """Whether a launcher such as torchrun has started this process."""
     return bool({"RANK", "WORLD_SIZE"} & os.environ.keys())
 
 
 BYTES = 256
 """Vocabulary of text without a tokenizer, besides the end mark."""
 GPUS = Path("/proc/driver/nvidia/gpus")
-"""Has a folder for each GPU of NVIDIA's driver, so that counting GPUs does not load torch."""
+"""NVIDIA's driver has a folder for each GPU here. Counting them does not load torch."""
 
 
 def local_problems(recipe: Recipe, config_dir: str | None = None) -> list[str]:
-    """Returns a line for each thing that `recipe` needs and this machine lacks.
+    """Lists backends, GPUs, files and presets missing on this machine, one line each.
 
     Args:
         recipe: The recipe.
@@ -201,6 +254,7 @@ def local_problems(recipe: Recipe, config_dir: str | None = None) -> list[str]:
 
 
 def _backend_problems(recipe: Recipe) -> list[str]:
+    """Returns a line if the library of the backend is not installed."""
     name = recipe.precision.backend
     if name == "auto" or not recipe.fp8.enabled or not registry.exists(name):
         return []
@@ -212,6 +266,7 @@ def _backend_problems(recipe: Recipe) -> list[str]:
 
 
 def _gpu_problems(recipe: Recipe) -> list[str]:
+    """Returns a line if this machine has fewer GPUs than trainer.devices."""
     trainer = recipe.trainer
     try:
         gpus = sum(1 for _ in GPUS.iterdir())
@@ -231,7 +286,7 @@ def _gpu_problems(recipe: Recipe) -> list[str]:
 
 
 def _path_problems(recipe: Recipe) -> list[str]:
-    """Files and folders that are missing, or that lack what training reads."""
+    """Lists missing files and folders, and folders with missing contents."""
     data, weights = recipe.data, recipe.model.weights
     problems = [str(violation) for violation in missing_data(recipe)]
     for key, path in data.paths.items():
@@ -255,9 +310,10 @@ def _path_problems(recipe: Recipe) -> list[str]:
 
 
 def _tokenizer_problems(recipe: Recipe) -> list[str]:
+    """Lists a missing tokenizer, and a vocabulary too small for bytes."""
     data, tokenizer = recipe.data, chosen_tokenizer(recipe)
     problems = []
-    # Without data.tokenizer it comes from the model's folder.
+    # Without data.tokenizer the tokenizer comes from the model's folder.
     is_local = tokenizer is not None and not tokenizer.startswith(PREFIX)
     if is_local and not data.tokenizer and not Path(str(tokenizer), "tokenizer.json").is_file():
         problems.append(
@@ -274,10 +330,12 @@ def _tokenizer_problems(recipe: Recipe) -> list[str]:
 
 
 def _run_folder_problems(recipe: Recipe) -> list[str]:
+    """Returns a line if the run folder cannot be created."""
     key, folder = "log.dir", recipe.log.dir
     if recipe.log.folder:
         key, folder = "log.folder", recipe.log.folder
     parent = Path(folder).absolute()
+    # The run creates missing folders, so the nearest existing one must be writable.
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
     if not parent.is_dir():
@@ -288,11 +346,11 @@ def _run_folder_problems(recipe: Recipe) -> list[str]:
 
 
 def _missing_data_files(source: str, path: str) -> str:
-    """Why the data at `path` cannot be read here. Empty if it can."""
+    """Returns the reason if the data files at `path` are missing, else ""."""
     if source != "tokens":
         is_here = Path(path).exists() or any(glob.iglob(path, recursive=True))
         return "" if is_here else "no such file or folder here"
-    # Megatron's token files are a pair with one prefix.
+    # Megatron's token files are a pair, PREFIX.bin and PREFIX.idx. The path may name either one.
     prefix = path.removesuffix(".idx").removesuffix(".bin")
     files = [f"{prefix}.bin", f"{prefix}.idx"]
     missing = [name for name in files if not Path(name).is_file()]
@@ -300,6 +358,7 @@ def _missing_data_files(source: str, path: str) -> str:
 
 
 def _preset_problems(config_dir: str | None) -> list[str]:
+    """Returns a line if --config-dir has no presets."""
     if config_dir is None or any(Path(config_dir).glob("*/**/*.yaml")):
         return []
     return [

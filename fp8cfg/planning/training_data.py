@@ -31,7 +31,7 @@ def summarize_data(recipe: Recipe) -> dict[str, Any]:
     A smoke run trains on the shipped text.
     """
     data = recipe.data
-    # `plan` calls this before the smoke run is cut, so that data may still name the full corpus.
+    # `fp8cfg check` does not cut a smoke run, so that data.name may still be the full corpus.
     if recipe.trainer.smoke:
         data = Data(name="tiny", tokenizer=data.tokenizer)
     paths = [part["path"] for part in data.mixture]

@@ -1,4 +1,4 @@
-"""Every reason why a recipe cannot run, in one list for `check`, `explain`, `plan` and training."""
+"""All violations of a recipe in one list, for `check`, `explain`, `plan` and training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANY_HARDWARE = (
     Hardware("cuda", (9, 0), (13, 0)),
     Hardware("cuda", (10, 0), (13, 0)),
 )
-"""A CPU, Hopper and Blackwell. A recipe that runs on one of them is a valid recipe."""
+"""A CPU, Hopper and Blackwell, with CUDA 13. A valid recipe runs on at least one of them."""
 
 
 def violations(
@@ -29,42 +29,46 @@ def violations(
 ) -> list[Violation]:
     """Lists every violation of a recipe on given hardware.
 
-    The list does not say whether the launch matches the layout, or whether the memory suffices.
+    Memory and the number of launched ranks are not checked here.
 
     Args:
         recipe: The recipe.
-        hardware: What multiplies. None is any hardware, and libraries need not be installed.
-        ranks: The ranks that train it. The default is the recipe's own number of GPUs.
-        written: Short names of the keys that the user wrote. Writing a key without effect is an
-            error even at its default.
-        here: Whether the hardware is this machine, so that installed libraries and environment
+        hardware: Device of the GEMMs. None accepts a recipe for any hardware, and ignores
+            installed libraries.
+        ranks: Number of ranks. Defaults to trainer.num_nodes x trainer.devices.
+        written: Short names of the user's overrides. An override without effect is an error even
+            at its default.
+        here: Whether the hardware is this machine. Then installed libraries and environment
             variables count.
 
     Returns:
-        The violations of the rules between keys, of the backend and of the parallel layout.
+        The violations of rules between keys, of the backend and of the parallel layout.
     """
     if ranks is None:
         ranks = recipe.trainer.num_nodes * recipe.trainer.devices
     found = [
         violation for violation in rules.broken(recipe, written) if violation.is_error(written)
     ]
+    # Layer patterns need valid model sizes, so broken rules are reported first.
     if not found:
         found += _pattern_violations(recipe)
     has_valid_layers = not found
     if hardware is not None:
         found += _backend_violations(recipe, hardware, ranks, here)
     else:
+        # Report the hardware with the fewest violations. An empty list is a valid recipe.
         reasons = [_backend_violations(recipe, each, ranks, here=False) for each in ANY_HARDWARE]
         reasons.sort(key=len)
         found += reasons[0]
-    # A smoke run has another layout, which is made to fit.
+    # A smoke run changes its parallel layout to a supported one.
     if has_valid_layers and not recipe.trainer.smoke:
         found += limit_violations(recipe, ranks)
+    # The backend and the layout may report the same line.
     return list({str(violation): violation for violation in found}.values())
 
 
 def _pattern_violations(recipe: Recipe) -> list[Violation]:
-    """Lists the layer patterns that match nothing, and layers that leave nothing to run in FP8."""
+    """Lists the layer patterns without a match, and patterns that leave no layer in FP8."""
     try:
         plan_layers(recipe)
     except ConfigError as error:
@@ -75,6 +79,7 @@ def _pattern_violations(recipe: Recipe) -> list[Violation]:
 def _backend_violations(
     recipe: Recipe, hardware: Hardware, ranks: int, here: bool
 ) -> list[Violation]:
+    """Lists why no backend runs the recipe on this hardware."""
     try:
         choose(
             rank_part(recipe, ranks).state.precision,
