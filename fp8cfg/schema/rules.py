@@ -1,8 +1,11 @@
 """Validation rules between keys.
 
-Each rule yields violations: the setting that is wrong, what is wrong with it, and the values that
-would fix it. `rules_layout.py` has the rules of the parallel layout, `rules_precision.py` those of
-the precision plugin.
+Each rule yields violations. A violation has the wrong setting, the problem and values to fix it.
+`rules_layout.py` has the rules of the parallel layout, `rules_precision.py` has the rules of the
+precision plugin.
+
+No rule knows who wrote a value. Composition changes presets and defaults that conflict with an
+override (composition/precedence.py).
 """
 
 from __future__ import annotations
@@ -27,11 +30,11 @@ if TYPE_CHECKING:
     from fp8cfg.schema.recipe_fields import RecipeFields
 
 DOCUMENT_KEYS = ("eod_mask_loss", "reset_attention_mask", "reset_position_ids")
-"""Keys of data that act where documents end."""
+"""Keys of the `data` node that act at document boundaries, named as in Megatron."""
 MAX_NAME_BYTES = 255
-"""NAME_MAX of Linux and macOS."""
+"""Longest file name of Linux and macOS (NAME_MAX)."""
 STREAMS = data_kinds.TABLES
-"""Kinds of data that data.streaming reads row by row."""
+"""Kinds of data for data.streaming, which reads row by row."""
 
 
 def check(recipe: RecipeFields, written: Collection[str] = ()) -> None:
@@ -39,14 +42,23 @@ def check(recipe: RecipeFields, written: Collection[str] = ()) -> None:
 
     Args:
         recipe: The recipe.
-        written: Short names of the keys that the user wrote. Writing a key without effect is an
-            error even at its default.
+        written: Short names of the user's keys. A key without effect is an error if the user wrote
+            it, even at its default.
+
+    Raises:
+        ConfigError: It has one line for each violation.
     """
     refuse_if([violation for violation in broken(recipe, written) if violation.is_error(written)])
 
 
 def broken(recipe: RecipeFields, written: Collection[str] = ()) -> list[Violation]:
-    """Lists the violations of the rules, including harmless settings that nobody wrote."""
+    """Lists the violations of all rules, including harmless settings of presets and defaults.
+
+    Args:
+        recipe: The recipe.
+        written: See `check`.
+    """
+    # `idle` reads this variable deep inside the rules. As an argument it would pass through all.
     token = WRITTEN.set(frozenset(written))
     try:
         return [violation for rule in RULES for violation in rule(recipe)]
@@ -55,6 +67,7 @@ def broken(recipe: RecipeFields, written: Collection[str] = ()) -> list[Violatio
 
 
 def model_rules(recipe: RecipeFields) -> Iterator[Violation]:
+    """Rules of the attention heads and of rotary scaling."""
     model = recipe.model
     heads, groups = model.num_attention_heads, model.num_query_groups
     if model.kv_channels is None and model.hidden_size % heads:
@@ -64,7 +77,7 @@ def model_rules(recipe: RecipeFields) -> Iterator[Violation]:
             f" {nearest_multiple(model.hidden_size, heads)}, or set model.kv_channels",
         )
     elif model.head_dim % 2 and model.position_embedding_type == "rope":
-        # Rotary positions turn pairs of channels.
+        # Rotary positions rotate pairs of channels.
         if model.kv_channels is None:
             yield Violation(
                 f"model.hidden_size={model.hidden_size}",
@@ -77,6 +90,7 @@ def model_rules(recipe: RecipeFields) -> Iterator[Violation]:
                 f"model.kv_channels={model.head_dim}",
                 f"rotary positions need an even head width; nearest is {model.head_dim + 1}",
             )
+    # Grouped-query attention: the same number of query heads shares each key-value head.
     if heads % groups:
         nearest = _nearest_divisor(heads, groups)
         yield Violation(
@@ -89,11 +103,13 @@ def model_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _nearest_divisor(number: int, value: int) -> int:
+    """Returns the divisor of `number` nearest to `value`."""
     divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
     return min(divisors, key=lambda divisor: abs(divisor - value))
 
 
 def _rope_scaling_rules(recipe: RecipeFields) -> Iterator[Violation]:
+    """Rejects keys of rope_scaling without effect, and an empty range between its frequencies."""
     scaling = recipe.model.rope_scaling
     if scaling.factor == 1.0:
         other_keys = [name for name in type(scaling).model_fields if name != "factor"]
@@ -103,6 +119,8 @@ def _rope_scaling_rules(recipe: RecipeFields) -> Iterator[Violation]:
             " while model.rope_scaling.factor=1; set the factor (Llama 3.1 has 8)",
             "model.rope_scaling.factor",
         )
+    # Position interpolation (arXiv 2306.15595) divides every frequency by the factor. The other
+    # keys belong to Llama 3.1.
     elif scaling.rope_type == "linear":
         yield from idle(
             scaling,
@@ -110,6 +128,7 @@ def _rope_scaling_rules(recipe: RecipeFields) -> Iterator[Violation]:
             " with model.rope_scaling.rope_type=linear, which stretches all",
             "model.rope_scaling.rope_type",
         )
+    # Llama 3.1 blends frequencies between the two, and the blend divides by their difference.
     elif scaling.high_freq_factor <= scaling.low_freq_factor:
         yield Violation(
             "model.rope_scaling.high_freq_factor",
@@ -118,7 +137,7 @@ def _rope_scaling_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def family_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of the keys in which model families differ."""
+    """Rules of keys that differ between model families: positions, windows, biases, soft caps."""
     model = recipe.model
     yield from _position_rules(recipe)
     if model.sliding_window is None:
@@ -128,7 +147,9 @@ def family_rules(recipe: RecipeFields) -> Iterator[Violation]:
             " while model.sliding_window=null (no layer has one)",
             "model.sliding_window",
         )
-    # The rules of low-bit state read init_method_std as the size of a typical weight.
+    # Pretrained weights are not drawn, so init_method_std does nothing. The exception is low-bit
+    # state, whose rules read it as the size of a typical weight (`lost_updates`). Recipes of all
+    # sizes set the key, so only an override is an error.
     if model.weights and "model.init_method_std" in WRITTEN.get() and not low_bit(recipe.precision):
         yield from idle(
             model,
@@ -144,6 +165,7 @@ def family_rules(recipe: RecipeFields) -> Iterator[Violation]:
             "model.add_bias_linear",
         )
     has_fp8_attention = recipe.fp8.enabled and recipe.fp8.dot_product_attention
+    # FP8 attention has no soft cap between its two GEMMs (numerics/fp8_attention.py).
     if has_fp8_attention and model.attn_logit_softcapping is not None:
         yield Violation(
             "fp8.dot_product_attention=true",
@@ -153,12 +175,12 @@ def family_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _position_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of learned and of rotary positions."""
+    """Rules of learned and rotary positions."""
     model = recipe.model
     if model.position_embedding_type != "learned_absolute":
         channels = model.head_dim * model.rotary_percent
         is_even = channels == int(channels) and int(channels) % 2 == 0
-        # `model_rules` rejects an odd head that is rotated as a whole.
+        # `model_rules` rejects odd heads if all channels rotate.
         if model.rotary_percent < 1 and not is_even:
             nearest = max(2, round(channels / 2) * 2) / model.head_dim
             yield Violation(
@@ -187,7 +209,7 @@ def _position_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def lora_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of adapters."""
+    """Rules of LoRA adapters."""
     lora, precision = recipe.lora, recipe.precision
     if not lora.enabled:
         other_keys = [name for name in LoRA.model_fields if name != "enabled"]
@@ -198,6 +220,8 @@ def lora_rules(recipe: RecipeFields) -> Iterator[Violation]:
         yield Violation(
             "lora.targets=[]", "leaves no layer with an adapter; write [q_proj,v_proj], or drop it"
         )
+    # A backend matters only if it replaces layers: for FP8, or to store their weights itself.
+    # backend=auto picks one with adapters.
     backend = capabilities(precision.backend)
     converts_layers = precision.fp8.enabled or backend.own_state
     if precision.backend != "auto" and converts_layers and not backend.adapters:
@@ -218,8 +242,10 @@ def lora_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def data_rules(recipe: RecipeFields) -> Iterator[Violation]:
+    """Rules of training and validation data. They do not open files."""
     data = recipe.data
-    # Conversations are the kind of task=sft, which can be planned before there is a file.
+    # task=sft sets data=chat without a file, so that you can plan it first. A run then calls
+    # `missing_data` itself.
     if data.name != "chat":
         yield from missing_data(recipe)
     yield from _path_kind_rules(data)
@@ -267,7 +293,7 @@ def missing_data(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _path_kind_rules(data: Data) -> Iterator[Violation]:
-    """Rules between the kind of the data and its files."""
+    """Rejects files of another kind than data.name."""
     if data.name in SHIPPED and data.mixture:
         paths = [part["path"] for part in data.mixture]
         setting = f"data.mixture={spelled(data.mixture)}"
@@ -276,6 +302,7 @@ def _path_kind_rules(data: Data) -> Iterator[Violation]:
         yield _paths_of_shipped(data, "data.path", f"data.path={data.path}", [data.path])
     elif data.name in ("text", "tokens", "dataset", *data_kinds.TABLES):
         for key, path in data.paths.items():
+            # Text data may have any ending, but a table would train on its own syntax.
             kind = data_kinds.kind_by_ending(path)
             if kind in data_kinds.TABLES and kind != data.name:
                 as_text = ", it would train on the raw file" if data.name == "text" else ""
@@ -285,20 +312,28 @@ def _path_kind_rules(data: Data) -> Iterator[Violation]:
 
 
 def _paths_of_shipped(data: Data, key: str, setting: str, paths: Sequence[str]) -> Violation:
-    """Rejects paths next to a shipped corpus. The default corpus changes to the kind of the paths."""
+    """Rejects paths next to a shipped corpus.
+
+    Args:
+        data: The data node.
+        key: The key of the paths, data.path or data.mixture.
+        setting: The key and its value, for the message.
+        paths: The paths. Their kind is the fix if data.name is the default corpus.
+    """
     kinds = {data_kinds.kind_at(path) for path in paths}
     kind = kinds.pop() if len(kinds) == 1 else None
     why = f"has no effect with data={data.name}"
     if kind is None:
         names = [*data_kinds.ENDINGS, "dataset"]
         return Violation(setting, f"{why}; set data to its kind: {', '.join(names)} or chat")
+    # stdlib is the default, so a path alone says what the user wants. Another name is an override.
     if data.name != "stdlib":
         return Violation(setting, f"{why}; write data={kind}")
     return Violation(setting, f"{why}; write data={kind}", [("data.name", kind)], [key])
 
 
 def _validation_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of validation data."""
+    """Rejects keys of validation data without effect, and evaluation without such data."""
     data = recipe.data
     if data.validation_path is not None:
         yield from idle(
@@ -325,6 +360,7 @@ def _validation_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _streaming_rules(data: Data) -> Iterator[Violation]:
+    """Rejects data.streaming with a kind of data that cannot stream, and with a mixture."""
     if data.name not in STREAMS:
         yield from idle(
             data,
@@ -344,8 +380,9 @@ def _streaming_rules(data: Data) -> Iterator[Violation]:
 
 
 def _document_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of the keys that act where documents end."""
+    """Rules of the keys that act at document boundaries."""
     data = recipe.data
+    # The three keys separate documents that are packed into one sample.
     if data.name == "chat":
         why = " with data=chat, where each sample is one conversation"
         yield from idle(data, DOCUMENT_KEYS, why, "data.name")
@@ -368,6 +405,7 @@ def _document_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def optim_rules(recipe: RecipeFields) -> Iterator[Violation]:
+    """Rules of the optimizer and the learning-rate schedule."""
     optim, max_steps = recipe.optim, recipe.trainer.max_steps
     for beta in optim.betas:
         if not 0 <= beta < 1:
@@ -390,6 +428,7 @@ def optim_rules(recipe: RecipeFields) -> Iterator[Violation]:
             " with optim.lr_decay_style=constant; use cosine or linear",
             "optim.lr_decay_style",
         )
+    # The schedule is warmup, decay and, as in NeMo, constant_steps at min_lr.
     if optim.warmup_steps + optim.constant_steps > max_steps:
         warmup_steps = max(0, max_steps - optim.constant_steps)
         constant_steps = max(0, max_steps - optim.warmup_steps)
@@ -403,9 +442,11 @@ def optim_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def trainer_rules(recipe: RecipeFields) -> Iterator[Violation]:
+    """Rules of the batch, evaluation, compilation and checkpoints."""
     trainer, checkpoint = recipe.trainer, recipe.checkpoint
     if trainer.global_batch_size % trainer.micro_batch_size:
         yield uneven_batch(recipe, 1, f"trainer.micro_batch_size={trainer.micro_batch_size}")
+    # Without evaluation, limit_val_batches and use_autocast_during_eval do nothing.
     if trainer.val_check_interval == 0:
         never = " while trainer.val_check_interval=0 (never evaluate)"
         key = "trainer.val_check_interval"
@@ -417,6 +458,7 @@ def trainer_rules(recipe: RecipeFields) -> Iterator[Violation]:
         if recipe.fp8.enabled:
             yield from idle(recipe.fp8, ("use_autocast_during_eval",), never, key)
     backend = recipe.precision.backend
+    # compile=auto just leaves such layers eager.
     if trainer.compile == "on" and not capabilities(backend).compiles:
         yield Violation(
             "trainer.compile=on",
@@ -434,7 +476,7 @@ def trainer_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def path_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rejects paths that no file system can have."""
+    """Rejects paths with a name too long for any file system, with a message about their key."""
     model, data, log = recipe.model, recipe.data, recipe.log
     paths = {
         "log.dir": log.dir,
@@ -458,7 +500,9 @@ def path_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def log_rules(recipe: RecipeFields) -> Iterator[Violation]:
+    """Rules of the run folder and of FP8 statistics."""
     log, max_steps = recipe.log, recipe.trainer.max_steps
+    # Without log.folder each run gets a new folder, so there would never be a run to resume.
     if log.resume == "auto" and log.folder is None:
         yield Violation(
             "log.resume=auto",

@@ -1,4 +1,4 @@
-"""Validation rules of the `fp8` node: keys without effect, and keys that contradict one another."""
+"""Validation rules of the `fp8` node: keys without effect and keys that contradict each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GEMMS_OF_KEY = {
     "enable_2d_quantization": ("fprop", "dgrad"),
     "use_autocast_during_eval": ("fprop",),
 }
-"""Keys of `fp8` that only some GEMMs of a linear layer read."""
+"""Keys of `fp8` that only some GEMMs of a linear layer read, with these GEMMs."""
 
 
 def fp8_rules(precision: Precision, num_layers: int) -> Iterator[Violation]:
@@ -39,7 +39,8 @@ def _disabled_rules(precision: Precision) -> Iterator[Violation]:
     """Rejects every key of `fp8` if FP8 is off."""
     preset = "fp16_fp8" if precision.compute == "fp16" else "bf16_fp8"
     advice = f"write precision={preset} or fp8.enabled=true"
-    # An FP8 preset with fp8.enabled=false on top leaves these.
+    # fp8.enabled=false over an FP8 preset leaves these keys changed. Then the compute dtype has FP8,
+    # and the message must not blame it.
     has_fp8_preset = precision.fp8.params or bool(changed(precision.fp8, "scaling"))
     if has_fp8_preset:
         advice = f"write precision={precision.compute}"
@@ -51,14 +52,19 @@ def _disabled_rules(precision: Precision) -> Iterator[Violation]:
 
 
 def without_fp8(precision: Precision, has_fp8_preset: bool = False) -> str:
-    """Returns why nothing runs in FP8: it is turned off, or the compute dtype has no FP8."""
+    """Returns why nothing runs in FP8: the user disabled it, or the preset has none.
+
+    Args:
+        precision: The precision, with fp8.enabled=false.
+        has_fp8_preset: Whether its preset enables FP8.
+    """
     if has_fp8_preset or "fp8.enabled" in WRITTEN.get():
         return ", fp8.enabled=false runs no FP8"
     return f", precision.compute={precision.compute} runs no FP8"
 
 
 def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
-    """Rules between fp8.scaling and the keys that only some scalings read."""
+    """Rejects keys that fp8.scaling does not read, and formats that it does not support."""
     scaling = SCALINGS[fp8.scaling]
     for name, scalings in ONLY_UNDER.items():
         if fp8.scaling not in scalings:
@@ -69,6 +75,7 @@ def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
                 f" write fp8.scaling={scalings[0]}",
                 "fp8.scaling",
             )
+    # The maximum of one amax is the most recent one.
     if scaling.history and fp8.amax_history_len == 1:
         yield from idle(
             fp8,
@@ -76,6 +83,7 @@ def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
             " with fp8.amax_history_len=1; drop one of the two",
             "fp8.amax_history_len",
         )
+    # tp_only_amax_red limits the amax reduction to tensor-parallel ranks (Megatron).
     if scaling.history and not fp8.reduce_amax:
         yield from idle(
             fp8,
@@ -83,6 +91,8 @@ def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
             " with fp8.reduce_amax=false; write true there, or false here",
             "fp8.reduce_amax",
         )
+    # MXFP8 with E5M2 gradients diverged, and Megatron-Bridge changed its preset to E4M3 (pull request
+    # 638). A scale per block covers the range, so gradients need E4M3's extra mantissa bit instead.
     if fp8.format not in scaling.formats:
         yield Violation(
             f"fp8.format={fp8.format}",
@@ -94,9 +104,11 @@ def _scaling_rules(fp8: FP8) -> Iterator[Violation]:
 
 
 def _layer_rules(fp8: FP8, num_layers: int) -> Iterator[Violation]:
-    """Rejects settings that keep all layers, or all GEMMs of a layer, in high precision."""
+    """Rejects settings that leave no layer, or no GEMM of a layer, in FP8."""
     start, end = fp8.high_precision_at_start, fp8.high_precision_at_end
+    # A preset may set these (NeMo's first_last_layers_bf16), and a small model has too few layers.
     if start + end >= num_layers:
+        # Keep one layer in FP8. The start keeps its layers first.
         most = max(0, num_layers - 1)
         nearest = []
         if start > most:
@@ -125,13 +137,13 @@ def _layer_rules(fp8: FP8, num_layers: int) -> Iterator[Violation]:
 
 
 def _unread_keys(precision: Precision) -> Iterator[Violation]:
-    """Rejects keys that only GEMMs in high precision would read."""
+    """Rejects keys of GEMMs that override_linear_precision keeps in high precision."""
     fp8 = precision.fp8
     read_elsewhere = {
-        # A scaling with one format leaves no choice that could be idle.
+        # A scaling with one format leaves no choice. FP8 attention reads the format too.
         "format": len(SCALINGS[fp8.scaling].formats) == 1 or fp8.dot_product_attention,
         "use_autocast_during_eval": fp8.dot_product_attention,
-        # FP8 weights are quantized in squares, whatever GEMMs read them.
+        # Stored FP8 weights are quantized in squares, no matter which GEMMs read them.
         "enable_2d_quantization": fp8.params or fp8_weights(precision),
     }
     for name, gemms in _GEMMS_OF_KEY.items():
@@ -144,8 +156,10 @@ def _unread_keys(precision: Precision) -> Iterator[Violation]:
 
 
 def _attention_rules(fp8: FP8) -> Iterator[Violation]:
+    """Rejects FP8 attention that Transformer Engine and Megatron do not support."""
     dot, multi = "fp8.dot_product_attention", "fp8.multi_head_attention"
     scaling = SCALINGS[fp8.scaling]
+    # fp8_mha keeps the inputs and outputs of FP8 attention in FP8, so TE needs fp8_dpa too.
     if fp8.multi_head_attention and not fp8.dot_product_attention:
         yield Violation(f"{multi}=true", f"needs {dot}=true", [(multi, False)], [dot])
     if fp8.multi_head_attention and "multi_head_attention" not in scaling.attention:
@@ -166,6 +180,8 @@ def _attention_rules(fp8: FP8) -> Iterator[Violation]:
             [(dot, False)],
             ["fp8.scaling"],
         )
+    # Attention has one scale per tensor for Q, K and V, as in TE. Row scales come from torchao, which
+    # has no FP8 attention.
     if fp8.dot_product_attention and per_row(fp8):
         yield Violation(
             f"{dot}=true",
@@ -176,10 +192,11 @@ def _attention_rules(fp8: FP8) -> Iterator[Violation]:
 
 
 def _transpose_cache_rules(precision: Precision) -> Iterator[Violation]:
-    """Rejects fp8.keep_transpose_cache if it decides nothing.
+    """Rejects fp8.keep_transpose_cache if it has no effect.
 
-    If transposes are kept whatever the key says, false is rejected too. If there are none to keep,
-    false is what happens and only true is rejected.
+    cuBLAS on Hopper needs both FP8 operands contiguous along the contracted dimension. So dgrad reads
+    the transpose of the weight. If the transpose is kept in any case, an explicit false is an error
+    too. If there is none to keep, only true is an error.
     """
     fp8, weight = precision.fp8, resolved(precision)["weight"]
     if precision.backend != "auto" and not capabilities(precision.backend).weight_workspace:
@@ -190,6 +207,7 @@ def _transpose_cache_rules(precision: Precision) -> Iterator[Violation]:
             "write backend=native",
             "backend",
         )
+    # FSDP2 frees a gathered weight after each pass, and its transpose with it.
     elif precision.storage.shard == "fsdp":
         yield from _no_transpose(
             fp8,
@@ -197,6 +215,8 @@ def _transpose_cache_rules(precision: Precision) -> Iterator[Violation]:
             " storage.shard=zero2",
             "storage.shard",
         )
+    # Weights in the compute dtype are quantized once per step, into both matrices. Only FP8 weights
+    # leave the choice between memory and another transpose in each backward pass.
     elif weight == precision.compute:
         yield from idle(
             fp8,
@@ -223,6 +243,7 @@ def _transpose_cache_rules(precision: Precision) -> Iterator[Violation]:
 
 
 def _no_transpose(fp8: FP8, why: str, *caused_by: str) -> Iterator[Violation]:
+    """Rejects fp8.keep_transpose_cache=true if no layer has a transpose to keep."""
     if fp8.keep_transpose_cache:
         key = fp8.key("keep_transpose_cache")
         yield Violation(f"{key}=true", f"has no effect, {why}", [(key, False)], caused_by)

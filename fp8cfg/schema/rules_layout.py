@@ -1,4 +1,8 @@
-"""Validation rules of the parallel layout: sizes that do not divide, and keys without effect."""
+"""Validation rules of the parallel layout: sizes that do not divide, and keys without effect.
+
+Tensor-, pipeline- and context-parallel sizes are never changed for the user. Their violations have
+source="layout" and no fixes. The message suggests the nearest size.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,13 @@ if TYPE_CHECKING:
 
 ZERO = ("zero1", "zero2")
 MAX_GPUS_PER_NODE = 8
+"""The largest trainer.devices in a suggestion: a DGX or HGX node."""
 
 
 def strategy_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Yields the violations of trainer.strategy and of the batch that it divides.
+    """Yields the violations of trainer.strategy and of the global batch.
 
-    A smoke run gets a layout that fits its ranks, so a layout of another size is no error there.
+    A smoke run gets a layout that fits its ranks, so the sizes of the recipe are not checked.
     """
     for violation in _strategy_rules(recipe):
         if violation.source != "layout" or not recipe.trainer.smoke:
@@ -36,6 +41,7 @@ def strategy_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _strategy_rules(recipe: RecipeFields) -> Iterator[Violation]:
+    """Yields the violations of trainer.strategy, also for smoke runs."""
     strategy = recipe.trainer.strategy
     tensor = strategy.tensor_model_parallel_size
     yield from _replica_size_rules(recipe)
@@ -43,6 +49,7 @@ def _strategy_rules(recipe: RecipeFields) -> Iterator[Violation]:
     yield from _pipeline_rules(recipe)
     yield from _schedule_rules(strategy)
     yield from _replicate_rules(recipe)
+    # Sequence parallelism shards activations over the tensor-parallel group (arXiv 2205.05198).
     if strategy.sequence_parallel and tensor == 1:
         yield Violation(
             "trainer.strategy.sequence_parallel=true",
@@ -55,11 +62,12 @@ def _strategy_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _world_size(trainer: Trainer) -> int:
+    """Returns the number of ranks in the recipe. A launch may start another number."""
     return trainer.num_nodes * trainer.devices
 
 
 def _replica_size_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """The GPUs must be whole model replicas, and these must share the global batch."""
+    """Rejects GPUs that are not whole model replicas, and a batch that replicas cannot share."""
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     world = _world_size(trainer)
     if world % strategy.size:
@@ -73,7 +81,7 @@ def _replica_size_rules(recipe: RecipeFields) -> Iterator[Violation]:
         return
     replicas = world // strategy.size
     per_pass = trainer.micro_batch_size * replicas
-    # `trainer_rules` reports a global batch that even one replica cannot divide.
+    # `trainer_rules` reports a global batch that even one replica cannot run.
     if trainer.global_batch_size % trainer.micro_batch_size:
         return
     if trainer.global_batch_size % per_pass:
@@ -82,10 +90,12 @@ def _replica_size_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _tensor_rules(recipe: RecipeFields) -> Iterator[Violation]:
+    """Rejects a tensor-parallel size that does not divide the attention heads."""
     model, strategy = recipe.model, recipe.trainer.strategy
     tensor = strategy.tensor_model_parallel_size
     if model.num_attention_heads % tensor:
-        # Tensor parallelism splits all of these.
+        # The suggestion must divide everything that tensor parallelism shards. Query groups divide
+        # the heads, so the heads need no term here.
         common = gcd(model.num_query_groups, model.ffn_hidden_size, model.vocab_size)
         world = _world_size(recipe.trainer)
         yield Violation(
@@ -97,7 +107,7 @@ def _tensor_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _pipeline_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Each stage, or each chunk of a stage, must have layers."""
+    """Rejects pipelines with uneven stages, or with chunks without layers."""
     strategy, num_layers = recipe.trainer.strategy, recipe.model.num_layers
     stages = strategy.pipeline_model_parallel_size
     virtual = "virtual_pipeline_model_parallel_size"
@@ -105,6 +115,8 @@ def _pipeline_rules(recipe: RecipeFields) -> Iterator[Violation]:
     nearest = _nearest_divisor(
         num_layers, stages, _world_size(recipe.trainer), strategy.size // stages
     )
+    # Without virtual stages all stages have the same number of layers. Chunks of virtual stages may
+    # differ in size, but none may be empty.
     if strategy.virtual_pipeline_model_parallel_size is None:
         if num_layers % stages:
             yield Violation(
@@ -118,6 +130,7 @@ def _pipeline_rules(recipe: RecipeFields) -> Iterator[Violation]:
             "has no effect while pipeline_model_parallel_size=1; write null",
         )
     elif num_layers < stages * strategy.chunks:
+        # Prefer fewer chunks for the same GPUs. One chunk is spelled null.
         most_chunks = num_layers // stages
         if most_chunks > 1:
             fewer = f"{virtual}={most_chunks}"
@@ -134,7 +147,10 @@ def _pipeline_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _schedule_rules(strategy: Strategy) -> Iterator[Violation]:
-    """The pipeline schedule follows from the number of chunks on each GPU."""
+    """Rejects a pipeline schedule that does not fit the number of chunks on each GPU.
+
+    1F1B runs one chunk per GPU, interleaved 1F1B several (Megatron-LM, arXiv 2104.04473).
+    """
     key, schedule = "trainer.strategy.pipeline_schedule", strategy.pipeline_schedule
     virtual = "virtual_pipeline_model_parallel_size"
     if strategy.pipeline_model_parallel_size == 1:
@@ -164,12 +180,12 @@ def _schedule_rules(strategy: Strategy) -> Iterator[Violation]:
 
 
 def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of hybrid sharding: groups of ranks that each hold all shards of FSDP2."""
+    """Rules of hybrid sharding (HSDP): each group of ranks has all shards of FSDP2."""
     precision, strategy = recipe.precision, recipe.trainer.strategy
     groups = strategy.data_parallel_replicate_size
     key, world = "trainer.strategy.data_parallel_replicate_size", _world_size(recipe.trainer)
     state = resolve_state_dtypes(precision)
-    # Whether state would be sharded at all, on any number of ranks above one.
+    # Any number of ranks above one tells whether this state is sharded at all.
     if state.sharding(2) == "none":
         zero1 = "" if level(precision) else "storage.shard=zero1, or "
         why = f"; write {zero1}1"
@@ -184,6 +200,7 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
         return
     if groups == 1:
         return
+    # Only FSDP2 has a mesh with a replicate dimension. Whole-tensor ZeRO does not support groups.
     backends = ordered()
     if precision.backend != "auto":
         backends = (precision.backend,)
@@ -205,6 +222,7 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
         )
     elif world % strategy.size == 0:
         data_parallel = world // strategy.size
+        # Context-parallel ranks have the same weights, so FSDP2 shards over them too.
         ranks_with_same_weights = data_parallel * strategy.context_parallel_size
         if data_parallel % groups:
             nearest = gcd(data_parallel, groups)
@@ -225,11 +243,11 @@ def _replicate_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _context_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of split sequences."""
+    """Rules of context parallelism, which shards each sequence over ranks."""
     length, ranks = recipe.model.seq_length, recipe.trainer.strategy.context_parallel_size
     key = "trainer.strategy.context_parallel_size"
-    # Each rank has two chunks of a sequence, one from each end: causal attention costs more
-    # towards the end, and this balances it.
+    # Each rank gets two chunks of a sequence, one from each end. Causal attention costs more
+    # towards the end, and the pair balances it.
     if length % (2 * ranks):
         yield Violation(
             f"model.seq_length={length}",
@@ -268,15 +286,16 @@ def uneven_batch(recipe: RecipeFields, replicas: int, size: str) -> Violation:
 
     Args:
         recipe: The recipe.
-        replicas: The model replicas that share the batch.
-        size: What the batch must be a multiple of, with its value.
+        replicas: Number of model replicas that share the batch.
+        size: Name and value of the required divisor, for the message.
     """
     trainer = recipe.trainer
     batch = trainer.global_batch_size
     nearest = nearest_multiple(batch, trainer.micro_batch_size * replicas)
     fixes = [("trainer.global_batch_size", nearest)]
     if batch % replicas == 0:
-        # A smaller microbatch changes no result, so it goes before another global batch.
+        # A smaller microbatch keeps the result, another global batch changes it. So the microbatch
+        # is the first fix.
         micro_batch_size = trainer.micro_batch_size
         while (batch // replicas) % micro_batch_size:
             micro_batch_size -= 1
@@ -300,10 +319,11 @@ def nearest_multiple(value: int, divisor: int) -> int:
 
 
 def _nearest_machines(trainer: Trainer) -> str:
-    """Returns the setting that makes the GPUs whole replicas.
+    """Returns a setting for which the GPUs are whole replicas.
 
-    It is another number of GPUs per node, or of nodes if a replica is larger than a node.
+    The setting is trainer.devices, or trainer.num_nodes if a replica is larger than a node.
     """
+    # num_nodes x devices must be a multiple of size, so devices a multiple of step.
     size = trainer.strategy.size
     step = size // gcd(size, trainer.num_nodes)
     most = MAX_GPUS_PER_NODE // step * step
@@ -319,10 +339,10 @@ def _nearest_divisor(number: int, value: int, world: int, other_sizes: int) -> i
     Prefers divisors for which `world` ranks are whole replicas.
 
     Args:
-        number: What the size must divide.
+        number: The dividend, such as model.num_layers.
         value: The size in the recipe.
-        world: The ranks.
-        other_sizes: The product of the other parallel sizes.
+        world: Number of ranks.
+        other_sizes: Product of the other parallel sizes.
     """
     divisors = [size for size in range(1, number + 1) if number % size == 0]
     fitting = [size for size in divisors if world % (size * other_sizes) == 0]
@@ -332,11 +352,11 @@ def _nearest_divisor(number: int, value: int, world: int, other_sizes: int) -> i
 def by_fsdp2(recipe: RecipeFields, state: StateDtypes, ranks: int, backend: str) -> bool:
     """Returns whether FSDP2 shards the parameters of the recipe's Transformer.
 
-    Otherwise each tensor is stored whole, and one rank owns its optimizer state.
+    Otherwise every rank stores whole tensors, and one rank keeps the optimizer state of each tensor.
 
     Args:
         recipe: The recipe.
-        state: Its storage dtypes.
+        state: Storage dtypes of the recipe.
         ranks: Number of ranks with the same parameters.
         backend: The backend of the FP8 layers.
     """
@@ -344,7 +364,8 @@ def by_fsdp2(recipe: RecipeFields, state: StateDtypes, ranks: int, backend: str)
     if shard == "fsdp" or ranks == 1:
         return shard == "fsdp"
     replicated = recipe.trainer.strategy.data_parallel_replicate_size > 1
-    # Replica groups sum the gradients as they are stored. They would not send the wider dtype.
+    # HSDP all-reduces over groups in the dtype of the accumulated gradient. A wider storage.comm
+    # would be ignored there.
     sends_wider = state.other["weight_grad"] not in (state.other["comm"], "fp32")
     if replicated and sends_wider:
         return False
@@ -355,20 +376,29 @@ def _can_gather_stored_weights(recipe: RecipeFields, state: StateDtypes, backend
     """Returns whether FSDP2 can gather weights in their storage dtypes."""
     fp8 = recipe.precision.fp8
     has = capabilities(backend)
+    # Every level has weights or masters with one scale per tensor. FSDP2's shards are float32.
     if level(recipe.precision) or not has.fully_shards:
         return False
+    # The shards are the masters, so masters must be float32 too.
     if state.low_bit and not state.float32_masters:
         return False
+    # FSDP2's reduce-scatter sums plain dtypes, without scales.
     if state.linear["comm"] in SCALED or state.other["comm"] in SCALED:
         return False
-    if recipe.lora.enabled:  # only adapters are sharded, and they are no weights of linear layers
+    # Only adapters are sharded, in float32. The frozen weights stay whole on each rank.
+    if recipe.lora.enabled:
         return True
     gathers_params = has.fp8_gather == "params"
+    # Native layers gather both matrices of a weight if fprop and dgrad read different ones. Other
+    # backends gather only one.
     if state.fp8_weights:
         if not gathers_params and against_gathered_params(fp8, backend):
             return False
         return has.zero_fp8_weights
     if state.linear["weight"] == state.other["weight"]:
         return True
+    # Linear weights in another dtype than the rest are gathered as stored, by FSDP2's all-gather
+    # extension (numerics/fsdp_weights.py). Native FP8 layers and plain layers support it, but not
+    # under tensor parallelism.
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
     return tensor == 1 and (not fp8.enabled or gathers_params)

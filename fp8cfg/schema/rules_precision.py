@@ -1,6 +1,6 @@
-"""Validation rules of the precision plugin: loss scaling, and how state is stored and sent.
+"""Validation rules of the precision plugin: loss scaling, stored state and communication.
 
-`rules_fp8.py` has the rules of the `fp8` node, `rules_adam.py` those of Adam's arithmetic.
+See `rules_fp8.py` for the `fp8` node and `rules_adam.py` for Adam's arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FSDP_COLUMNS = {"weight": "fp32", "master_weight": "none", "weight_grad": "fp32"}
 """Storage under storage.shard=fsdp: shards of float32 weights are their own masters.
 
-Moments can have any dtype, and gradients one with a scale.
+Moments can have any dtype. Gradients can also have a dtype with a scale.
 """
 _ZERO2 = "or storage.shard=zero2"
 _FP8_GATHER_KEYS = (
@@ -48,7 +48,7 @@ _FP8_GATHER_KEYS = (
 
 
 def precision_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Yields the violations of `recipe.precision`."""
+    """Yields the violations of `recipe.precision`: FP8, loss scaling, storage and FSDP."""
     precision = recipe.precision
     yield from fp8_rules(precision, recipe.model.num_layers)
     yield from _loss_scaling_rules(precision)
@@ -57,8 +57,10 @@ def precision_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _loss_scaling_rules(precision: Precision) -> Iterator[Violation]:
+    """Rejects loss-scaling keys without effect, and a minimum above the initial scale."""
     dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     if precision.compute != "fp16":
+        # bf16 has the exponent range of float32. Gradients do not underflow as in fp16.
         yield from idle(
             precision,
             ("loss_scale", *dynamic),
@@ -84,7 +86,7 @@ def _loss_scaling_rules(precision: Precision) -> Iterator[Violation]:
 
 
 def _storage_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of the storage columns and of the optimizer that keeps its state in them."""
+    """Rules of the storage columns and of the optimizer state in them."""
     precision, storage, optim = recipe.precision, recipe.storage, recipe.optim
     fp8_enabled = recipe.fp8.enabled
     columns = resolved(precision)
@@ -93,6 +95,7 @@ def _storage_rules(recipe: RecipeFields) -> Iterator[Violation]:
     for column in ("weight", "weight_grad", "comm", "exp_avg", "exp_avg_sq"):
         if getattr(storage, column) == "none":
             yield Violation(f"storage.{column}=none", "only storage.master_weight can be none")
+    # The rules below look up the dtype of each column. They wait until every column has one.
     is_complete = all(columns[name] != "none" for name in columns if name != "master_weight")
     if is_complete:
         yield from _column_rules(precision, columns)
@@ -107,9 +110,12 @@ def _storage_rules(recipe: RecipeFields) -> Iterator[Violation]:
             optim.lr,
             recipe.model.init_method_std,
             explicit=[column for column in COLUMNS if getattr(storage, column) != "auto"],
+            # A backend with its own optimizer (MS-AMP) rounds to nearest only.
             stochastic=not capabilities(precision.backend).own_state,
         )
 
+    # Adam's weight decay is part of the gradient (L2), so the moments must include it. MS-AMP's
+    # LBAdam leaves it out of moments that are not float32. AdamW decays the weight directly.
     why = capabilities(precision.backend).adam_weight_decay
     is_adam = optim.name == "adam" and optim.weight_decay != 0
     if why and is_adam and columns["exp_avg"] != "fp32":
@@ -129,7 +135,7 @@ def _storage_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _fp8_params_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Violation]:
-    """Rules between fp8.params and the other settings that decide how weights are stored."""
+    """Rules between fp8.params, storage.weight and the optimization level."""
     fp8, storage = precision.fp8, precision.storage
     if not fp8.enabled:
         return
@@ -140,6 +146,8 @@ def _fp8_params_rules(precision: Precision, columns: dict[str, str]) -> Iterator
             [("fp8.params", False), ("storage.weight", "auto")],
             ["storage.weight", "fp8.params"],
         )
+    # O1 and O2 store fp16 weights. That is harmless if only a preset of NeMo set fp8.params. Under
+    # FSDP the stored weights are float32 shards, and fp8.params applies to the gathered weights.
     elif fp8.params and columns["weight"] not in FP8_CODECS and storage.shard != "fsdp":
         yield Violation(
             "fp8.params=true",
@@ -149,6 +157,7 @@ def _fp8_params_rules(precision: Precision, columns: dict[str, str]) -> Iterator
             ["opt_level", "backend"],
             is_harmless=True,
         )
+    # False is the default and then means "as the level says". Only an explicit false contradicts O3.
     elif (
         not fp8.params
         and "fp8.params" in WRITTEN.get()
@@ -164,9 +173,11 @@ def _fp8_params_rules(precision: Precision, columns: dict[str, str]) -> Iterator
 
 
 def _column_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Violation]:
-    """Rejects dtypes that a column cannot have, and those without effect next to another column."""
+    """Rejects dtypes that a column cannot have or that another column makes useless."""
     weight, master = columns["weight"], columns["master_weight"]
     comm = columns["comm"]
+    # GEMMs read the stored FP8 weight without another cast. So fp8.scaling decides how its scales
+    # are rounded, and a second codec could only contradict it.
     if weight == "fp8_pow2" and precision.fp8.enabled:
         yield Violation(
             "storage.weight=fp8_pow2",
@@ -175,9 +186,11 @@ def _column_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Vio
             [("storage.weight", "fp8")],
             ["fp8.enabled"],
         )
+    # COAT (arXiv 2410.19313) defines range expansion for Adam's moments: |x|^k, with k per block.
     for column in ("weight", "weight_grad"):
         if columns[column] == "fp8_expand":
             yield Violation(f"storage.{column}=fp8_expand", "a codec of moments (COAT); write fp8")
+    # The blocks of this codec are 128 elements, not the 128x128 squares that GEMMs read.
     if weight == "fp8_block":
         yield Violation(
             "storage.weight=fp8_block",
@@ -188,6 +201,7 @@ def _column_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Vio
             f"storage.comm={comm}", "not sent over the wire; write fp16, fp8 or fp8_pow2"
         )
     yield from _sent_gradient_rules(precision, columns)
+    # A float32 weight is its own master. A second copy would only cost 4 bytes per parameter.
     if weight == "fp32" and master != "none":
         yield Violation(
             f"storage.master_weight={master}",
@@ -200,15 +214,18 @@ def _column_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Vio
 
 
 def _sent_gradient_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Violation]:
-    """FP8 gradients that are stored before they are summed are sent in the stored dtype."""
+    """Rejects two different FP8 codecs for stored and reduced gradients.
+
+    If both are FP8, gradients are stored before the reduction and sent as stored.
+    """
     storage = precision.storage
     gradient, comm = columns["weight_grad"], columns["comm"]
     if comm in FP8_CODECS and gradient in FP8_CODECS and comm != gradient:
-        # Block scales and expanded ranges are not sent, see `_column_rules`.
+        # Block scales and expanded ranges are never sent, see `_column_rules`.
         can_be_sent = gradient not in ("fp8_block", "fp8_expand")
         same = f"{gradient}, or " if can_be_sent else ""
         candidates = {"comm": gradient if can_be_sent else "auto", "weight_grad": comm}
-        # A level sets the columns on auto. No value of theirs could be changed.
+        # A level sets the columns that are auto. There is no value of the user to change.
         fixes = [
             (f"storage.{column}", dtype)
             for column, dtype in candidates.items()
@@ -224,7 +241,7 @@ def _sent_gradient_rules(precision: Precision, columns: dict[str, str]) -> Itera
 
 
 def _accumulation_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Violation]:
-    """Accumulating in the stored dtype needs gradients that are stored in FP8 before the sum."""
+    """Rejects storage.accumulate=stored unless gradients are stored in FP8 before the sum."""
     storage = precision.storage
     gradient, comm = columns["weight_grad"], columns["comm"]
     if storage.accumulate == "wide":
@@ -249,7 +266,7 @@ def _accumulation_rules(precision: Precision, columns: dict[str, str]) -> Iterat
 
 
 def _rounding_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Violation]:
-    """Rejects a rounding mode if nothing is rounded by the optimizer."""
+    """Rejects stochastic rounding if the optimizer rounds no weight."""
     rounding = precision.storage.rounding
     if rounding == "nearest":
         return
@@ -259,6 +276,7 @@ def _rounding_rules(precision: Precision, columns: dict[str, str]) -> Iterator[V
     if not has_rounded_columns:
         why = "weights are float32"
     elif fp8_weights(precision) and columns["master_weight"] == "fp32":
+        # The optimizer updates the float32 masters. The layer then quantizes them for its GEMMs.
         why = "FP8 layers round their weights themselves"
     else:
         return
@@ -278,13 +296,14 @@ def _rounding_rules(precision: Precision, columns: dict[str, str]) -> Iterator[V
 
 
 def _sgd_rules(precision: Precision) -> Iterator[Violation]:
-    """Rejects settings that need Adam's moments or the low-bit Adam."""
+    """Rejects settings of SGD that need Adam's moments or the low-bit Adam."""
     yield from idle(
         precision.storage,
         ("exp_avg", "exp_avg_sq"),
         " with optim.name=sgd, which has no such moment",
         "optim.name",
     )
+    # MS-AMP has its levels for LBAdam and LBAdamW only.
     if level(precision):
         yield Violation(
             f"opt_level={level(precision)}",
@@ -292,6 +311,7 @@ def _sgd_rules(precision: Precision) -> Iterator[Violation]:
             [("opt_level", None)] if precision.opt_level else [],
             ["optim.name"],
         )
+    # Torch's SGD takes plain dtypes only. The low-bit optimizer implements Adam only.
     elif low_bit(precision):
         yield from conflicting(
             precision.storage,
@@ -302,7 +322,10 @@ def _sgd_rules(precision: Precision) -> Iterator[Violation]:
 
 
 def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of storage.shard=fsdp and storage.gather."""
+    """Rules of storage.shard=fsdp and storage.gather.
+
+    FSDP2 stores float32 shards of the weights. A shard is its own master and has a float32 gradient.
+    """
     precision, storage = recipe.precision, recipe.storage
     if storage.shard != "fsdp":
         yield from idle(
@@ -313,6 +336,8 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
             "storage.shard",
         )
         return
+    # Every level stores weights or masters with one scale per tensor. FSDP2 has float32 shards
+    # instead. Without opt_level the level comes from the backend, so the message names that.
     if level(precision):
         setting = f"backend={precision.backend}"
         if precision.opt_level:
@@ -333,6 +358,8 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
                 [(f"storage.{column}", "auto")],
                 ["storage.shard"],
             )
+    # FSDP2's reduce-scatter sums in one plain dtype and knows no scales. fp16 sums overflow or
+    # underflow without loss scaling, which only compute=fp16 has.
     wire_dtypes = ["fp32", "bf16"]
     if precision.compute == "fp16":
         wire_dtypes.append("fp16")
@@ -348,19 +375,20 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def _gather_rules(precision: Precision) -> Iterator[Violation]:
-    """Rules of storage.gather under storage.shard=fsdp."""
+    """Rules of the dtype in which FSDP2 gathers weights."""
     gather = precision.storage.gather
     if gather == "fp8":
         backends = [precision.backend]
         if precision.backend == "auto":
             backends = gathering()
         reasons = [against_fp8_gather(precision, backend) for backend in backends]
-        # With backend=auto one backend that can do it is enough.
+        # backend=auto picks a backend that supports the recipe, so one is enough.
         if all(reasons):
             for why in reasons[0]:
                 yield Violation(
                     "storage.gather=fp8", why, [("storage.gather", "auto")], _FP8_GATHER_KEYS
                 )
+    # NeMo's presets set fp8.params, so this is harmless unless the user wrote it.
     elif gather == precision.compute and precision.fp8.enabled and precision.fp8.params:
         yield Violation(
             "fp8.params=true",
@@ -370,6 +398,7 @@ def _gather_rules(precision: Precision) -> Iterator[Violation]:
             ["storage.gather"],
             is_harmless=True,
         )
+    # FSDP2's param_dtype is also the dtype in which layers compute. There is only one setting.
     elif gather not in ("auto", precision.compute):
         yield Violation(
             f"storage.gather={gather}",
