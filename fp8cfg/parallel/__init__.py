@@ -1,3 +1,3 @@
-"""Parallel layouts of one model over ranks, on torch.distributed: the device mesh, and context parallelism."""
+"""Parallel layouts over ranks: device mesh, data, tensor, context and pipeline parallelism."""
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ A sequence of T tokens is cut into 2 * ranks chunks. Rank r has the chunks r and
 (zigzag). Under a causal mask an early chunk has few keys and a late one has many, so every rank
 computes the same amount.
 
-Everything but attention works token by token. Attention takes this rank's queries, and keys and
-values of full sequences by one all-gather per layer. Its backward pass reduce-scatters their
-gradients. Each of the two carries (ranks - 1) / ranks of keys and values in the compute dtype.
+Everything except attention works token by token. Attention takes this rank's queries and gathers
+the keys and values of full sequences, one all-gather per layer. Its backward pass reduce-scatters
+their gradients. Each of the two sends (ranks - 1) / ranks of keys and values in the compute dtype.
 Source: Llama 3, arXiv 2407.21783, section 3.3.2. In Megatron it is cp_comm_type="all_gather".
 """
 
@@ -29,17 +29,17 @@ from fp8cfg.parallel.tensor_collectives import gather_from_sequence_parallel
 def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     """Makes a Transformer compute this rank's part of each sequence, in place.
 
-    The model still takes full sequences. Its loss is the mean over this rank's tokens, and its
-    logits are those of this rank's tokens.
+    The model still takes full sequences. Its loss is the mean over this rank's tokens, and it
+    returns logits of this rank's tokens only.
 
     Args:
         model: The Transformer.
-        mesh: Its axis `cp` has the ranks that share sequences.
+        mesh: The device mesh, with an axis `cp`.
     """
     group = mesh.get_group("cp")
     context = ContextRank(dist.get_rank(group), dist.get_world_size(group), group.group_name)
     chunk_length = cast(TransformerConfig, model.config).seq_length // (2 * context.size)
-    # For the chunks of all ranks: coverage asks one rank what all of them run.
+    # For the chunks of all ranks: the coverage report of one rank covers all of them.
     for number in range(2 * context.size):
         expect_queries(chunk_length, (number + 1) * chunk_length)
     for layer in model.layers:  # type: ignore[union-attr]
@@ -52,13 +52,14 @@ def split_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
 def _split_arguments(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook of a Transformer: replaces its arguments by this rank's part of them."""
+    """Forward pre-hook of a Transformer: replaces its arguments by this rank's chunks of them."""
     context: ContextRank = model.context  # type: ignore[assignment]
     arguments = {**dict(zip(("tokens", "targets"), args, strict=False)), **kwargs}
     tokens = arguments["tokens"]
     targets = arguments.get("targets")
     if targets is not None:
         targets = context.part(targets)
+    # Positions are explicit: this rank's two chunks are not consecutive.
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     documents = None
     return (context.part(tokens), targets, documents, context.part(positions)), {}
@@ -85,11 +86,15 @@ class ContextRank:
 
     def part(self, tensor: Tensor) -> Tensor:
         """Returns this rank's chunks of full sequences, [..., T] -> [..., T / size]."""
+        # Two chunks: one early and one late, see the module's docstring.
         chunks = tensor.chunk(2 * self.size, dim=-1)
         return torch.cat([chunks[number] for number in self.chunks], dim=-1)
 
     def gather_sequences(self, part: Tensor) -> Tensor:
-        """Returns full sequences, [..., T / size, C] -> [..., T, C]. Sums gradients over the ranks."""
+        """Gathers full sequences, [..., T / size, C] -> [..., T, C].
+
+        Gradients are summed over the ranks.
+        """
         gathered = gather_from_sequence_parallel(part.unsqueeze(0), self.group, 0)
         # [ranks, ..., tokens, C] -> [ranks, ..., 2, tokens / 2, C]
         chunks = torch.unflatten(gathered, -2, (2, -1))
@@ -127,16 +132,21 @@ class ContextParallelAttention(nn.Module):
         keys, values = self.context.gather_sequences(torch.stack((k, v)))
         chunk_length = q.shape[-2] // 2
         outputs = []
+        # One call per chunk, because the two chunks see different numbers of keys. Keys after the
+        # chunk are cut off, so the causal mask is bottom-right aligned.
         for queries, number in zip(q.chunk(2, dim=-2), self.context.chunks, strict=True):
             visible = self._visible_keys(number, chunk_length)
             outputs.append(self.core(queries, keys[..., visible, :], values[..., visible, :]))
         return torch.cat(outputs, dim=-2)
 
     def lengths(self, length: int) -> list[tuple[int, int]]:
-        """Returns the numbers of queries and keys in each call of `core`, on all ranks, by chunk.
+        """Returns the numbers of queries and keys in each call of `core`.
 
         Args:
             length: Tokens in a sequence.
+
+        Returns:
+            One pair per chunk, for the chunks of all ranks.
         """
         num_chunks = 2 * self.context.size
         chunk_length = length // num_chunks
@@ -153,6 +163,7 @@ class ContextParallelAttention(nn.Module):
         if window is not None:
             # The first query of the chunk sees `window` keys, itself included.
             start = max(0, chunk * length + 1 - window)
+        # Causal: keys after the chunk are masked for all of its queries.
         return slice(start, (chunk + 1) * length)
 
     def extra_repr(self) -> str:

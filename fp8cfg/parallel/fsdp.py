@@ -11,12 +11,12 @@ pass there.
 
 Weights are gathered in the dtype in which a single rank stores them, or under fsdp in
 storage.gather. Gradients are reduced in storage.comm, layer by layer, while earlier layers still
-run backward. Embedding, final norm and output layer are one group, which is reduced last.
-Gradients that wait for the last microbatch are added up in storage.weight_grad, which takes memory
-for the whole model.
+run backward. Embedding, final norm and output layer form one group, reduced last. Gradients that
+wait for the last microbatch are accumulated in storage.weight_grad, and this takes memory for the
+full model.
 
-With groups of ranks that have all shards each (HSDP), the groups all-reduce their shards in the
-last microbatch, or in each one if sums are not float32. With none each rank is such a group.
+Under HSDP each group of ranks has all shards. The groups all-reduce their shards in the last
+microbatch, or in each one if sums are not float32. With none each rank is such a group.
 
 With LoRA, fsdp shards frozen weights too. The other modes replicate them and shard the adapters.
 """
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 REDUCES_EACH_MICROBATCH = ("zero2", "fsdp")
 """Values of storage.shard that reduce gradients in each backward pass."""
 _ACCUMULATES_FLOAT32: WeakSet[FSDPModule] = WeakSet()
-"""Modules that add up reduced microbatches in float32. Their groups (HSDP) all-reduce once a step."""
+"""Modules that sum reduced microbatches in float32. Under HSDP they all-reduce once a step."""
 
 
 def apply_fsdp(
@@ -139,9 +139,10 @@ def apply_fsdp(
 def set_grad_dtype(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
     """Forward pre-hook: sets the dtype of the gradients of gathered weights.
 
-    In the dtype of the weights each microbatch would round the sum of those before it.
+    In the dtype of the weights each microbatch would round the accumulated gradient.
     """
     for parameter in module.parameters():
+        # Shards are DTensors and keep their own dtype.
         is_gathered = not isinstance(parameter, DTensor)
         if parameter.requires_grad and is_gathered and parameter.grad_dtype != dtype:
             parameter.grad_dtype = dtype
@@ -156,6 +157,7 @@ def set_reduce_dtype(dtype: torch.dtype, module: nn.Module, args: Any) -> None:
     """
     assert isinstance(module, FSDPModule)
     for group in parameter_groups(module):
+        # A private field: FSDP2 has no setter for it.
         group._reduce_dtype = dtype
 
 
@@ -217,12 +219,20 @@ def prepare_microbatch(model: nn.Module, shard: str, last: bool) -> None:
     """
     assert isinstance(model, FSDPModule)
     _set_gradient_sync(model, last, each=shard in REDUCES_EACH_MICROBATCH)
+    # Weights stay gathered until the step's last backward pass. fsdp frees them after each.
     if shard != "fsdp":
         model.set_reshard_after_backward(last)
 
 
 def _set_gradient_sync(module: FSDPModule, last: bool, each: bool, recurse: bool = True) -> None:
-    """Sets whether the next backward pass reduces gradients: in the last microbatch, or in `each`."""
+    """Sets whether the next backward pass reduces gradients.
+
+    Args:
+        module: An FSDP module.
+        last: Whether this is the last microbatch.
+        each: Whether every microbatch reduces gradients.
+        recurse: Whether to set modules inside too.
+    """
     module.set_requires_gradient_sync(last or each, recurse=recurse)
     # Groups of ranks sum once a step. If sums have fewer bits than float32, they sum in each pass,
     # as without groups.
@@ -323,6 +333,7 @@ def start_single_rank_group(device: str) -> None:
         return
     current()  # raises the error
     backend = "nccl" if device == "cuda" else "gloo"
+    # A store in this process: one rank needs no rendezvous and no port.
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
 

@@ -43,6 +43,7 @@ def refuse_uneven(
     if capabilities(backend).fp8_gather != "cast" or gathered(precision, backend) != "fp8":
         return
     for linear in plan:
+        # FSDP2 shards by rows, [out_features, in_features].
         if linear.fp8 and linear.out_features % ranks:
             raise ConfigError(
                 f"storage.gather=fp8: {linear.name} has out_features={linear.out_features}, not a"

@@ -2,10 +2,10 @@
 
 Gradients are summed in this order, the same on all ranks:
 
-1. over tensor-parallel ranks, for parameters that each rank has in full but used on some tokens or
-   heads only, such as norms under sequence parallelism;
-2. over the first and the last pipeline stage, for a tied embedding;
-3. over data-parallel and context ranks, each in its storage.comm codec. Under ZeRO-2 only the rank
+1. Over tensor-parallel ranks, for replicated parameters used on some tokens or heads only, such as
+   norms under sequence parallelism.
+2. Over the first and the last pipeline stage, for a tied embedding.
+3. Over data-parallel and context ranks, each in its storage.comm codec. Under ZeRO-2 only the rank
    that steps a parameter gets the sum.
 
 FSDP2 does the third step itself, during backward passes (fsdp.py).
@@ -94,13 +94,15 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
 
 @torch.no_grad()
 def _sum_partial_gradients(prepared: PreparedModel) -> None:
-    """Sums gradients over tensor-parallel ranks that each have a part of the sum.
+    """Sums partial gradients over tensor-parallel ranks, in place.
 
-    They are few, so they travel in one message, in float32.
+    Each rank has the gradient of its own tokens or heads. These gradients are few and small, so
+    they are sent in one message, in float32.
     """
     grads = []
     for parameter in partial_gradients(prepared.model):
         if parameter.grad is not None:
+            # FSDP2's gradients are shards. Tensor-parallel ranks have the same ones.
             grads.append(local(parameter.grad))
     if not grads:
         return
@@ -121,10 +123,7 @@ def _owners_of(
 def _drop_gradients_of_others(
     optimizer: Optimizer, encoded_grads: dict[nn.Parameter, EncodedTensor]
 ) -> None:
-    """Frees gradients of parameters that other ranks step.
-
-    The low-bit optimizer keeps an empty entry, which tells that there was a gradient.
-    """
+    """Frees the gradients of parameters that other ranks step."""
     if not isinstance(optimizer, LowBitTraining):
         optimizer.drop_others()
         return
@@ -132,19 +131,21 @@ def _drop_gradients_of_others(
         has_grad = parameter.grad is not None or parameter in encoded_grads
         if has_grad and not optimizer.owns(parameter):
             parameter.grad = None
+            # An empty entry tells the low-bit optimizer that there was a gradient.
             encoded_grads[parameter] = ()
 
 
 def stores_early(prepared: PreparedModel) -> bool:
     """Returns whether gradients can be encoded into storage.weight_grad during the backward pass.
 
-    They can if no sum follows in a higher precision: this rank sums with no other, the same codec
-    is sent, or FSDP2 has summed them by then.
+    They can if no sum follows in a higher precision. This is the case for one data-parallel rank,
+    if storage.comm is the same codec, or if FSDP2 reduces gradients during the backward pass.
     """
     if prepared.fsdp2 or data_parallel_world(prepared).size == 1:
         return True
     for columns in prepared.columns.values():
         stored = columns["weight_grad"]
+        # A sum in a wider dtype needs gradients before they are rounded to 8 bits.
         if stored in SCALED and columns["comm"] != stored:
             return False
     return True
@@ -153,8 +154,8 @@ def stores_early(prepared: PreparedModel) -> bool:
 def attach_norm(optimizer: Optimizer, prepared: PreparedModel) -> None:
     """Makes the optimizer compute the gradient norm of the full model.
 
-    It sums over the shards of tensor-parallel parameters and over pipeline stages, and counts a
-    parameter that several ranks have once.
+    The norm sums over the shards of tensor-parallel parameters and over pipeline stages. It counts
+    replicated parameters once.
     """
     if prepared.tensor_parallel is not None:
         shards: Container[str] = prepared.model.shards  # type: ignore[assignment]
@@ -162,6 +163,7 @@ def attach_norm(optimizer: Optimizer, prepared: PreparedModel) -> None:
         optimizer.sum_split = tensor_world(prepared).sum
     if prepared.pipeline is not None:
         model: Any = prepared.model
+        # The last stage has a copy of a tied embedding.
         optimizer.uncounted = pipeline.duplicate_parameters(model, prepared.pipeline)
         optimizer.sum_stages = pipeline_world(prepared).sum
 

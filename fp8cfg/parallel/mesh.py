@@ -1,14 +1,14 @@
-"""Device mesh: the ranks of a run on named axes, in the order and by the names of torchtitan.
+"""Device mesh: the ranks of a run on named axes, with torchtitan's names and order.
 
     pp            pipeline stages with consecutive layers each
-    dp_replicate  groups that have all state each (HSDP)
+    dp_replicate  groups with a full copy of the state each (HSDP)
     dp_shard      data-parallel ranks, over which storage.shard shards state
     cp            context parallelism: parts of each sequence
     tp            tensor parallelism: parts of each matrix
 
 The last axis varies fastest: ranks that communicate most are neighbors. The recipe sets the sizes
-of pp, cp and tp. The remaining factor of the launch is data-parallel. Context ranks have the
-weights of data-parallel ranks and other tokens, so gradients, scales and state go over both axes
+of pp, cp and tp. The rest of the ranks is data-parallel. Context ranks have the same weights as
+data-parallel ranks and other tokens. So gradients are summed and state is sharded over both axes
 together.
 """
 
@@ -63,6 +63,7 @@ def coordinates(strategy: Strategy, rank: int, ranks: int) -> dict[str, int]:
     sizes = axis_sizes(strategy, ranks)
     position = {}
     for i, axis in enumerate(AXES):
+        # The last axis varies fastest.
         stride = prod(sizes[inner] for inner in AXES[i + 1 :])
         position[axis] = rank // stride % sizes[axis]
     return position
@@ -75,6 +76,7 @@ def batch_share(strategy: Strategy, rank: int, ranks: int) -> tuple[int, int]:
     """
     sizes = axis_sizes(strategy, ranks)
     position = coordinates(strategy, rank, ranks)
+    # Context and tensor ranks read the same samples, so they have no part in the number.
     share = position["dp_replicate"] * sizes["dp_shard"] + position["dp_shard"]
     return share, sizes["dp_replicate"] * sizes["dp_shard"]
 
@@ -87,6 +89,7 @@ def group_axes(strategy: Strategy, members: Sequence[int], ranks: int) -> str:
     num_axes = sum(size > 1 for size in axis_sizes(strategy, ranks).values())
     if len(members) == ranks and num_axes > 1:
         return "all ranks"
+    # An axis belongs to the group if its members differ in it.
     positions = [coordinates(strategy, member, ranks) for member in members]
     axes = [axis for axis in AXES if len({position[axis] for position in positions}) > 1]
     return " x ".join(axes) or "this rank alone"
@@ -95,14 +98,14 @@ def group_axes(strategy: Strategy, members: Sequence[int], ranks: int) -> str:
 def neighbors(strategy: Strategy, rank: int, ranks: int, limit: int = 8) -> list[int]:
     """Returns ranks that `rank` sends to, for a diagnosis of a stalled run.
 
-    They are the next ranks in a ring over pipeline stages, in one over ranks with other tokens, and
-    in one over tensor-parallel ranks.
+    They are the next ranks in three rings: over pipeline stages, over ranks with the same
+    parameters, and over tensor-parallel ranks.
 
     Args:
         strategy: The layout.
         rank: The sender.
         ranks: The number of ranks.
-        limit: Ranks of each ring at most. The default is the number of GPUs of a machine.
+        limit: Most ranks of each ring. The default is the number of GPUs in a machine.
     """
     positions = [coordinates(strategy, other, ranks) for other in range(ranks)]
     chosen: set[int] = set()
@@ -113,6 +116,7 @@ def neighbors(strategy: Strategy, rank: int, ranks: int, limit: int = 8) -> list
             if all(position[axis] == positions[rank][axis] for axis in fixed_axes):
                 ring.append(other)
         index = ring.index(rank)
+        # From the next rank on, around the ring.
         following = ring[index + 1 :] + ring[:index]
         chosen.update(following[:limit])
     return sorted(chosen)
@@ -215,6 +219,7 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     assert shards is not None, "device_mesh keeps an axis for FSDP2"
     if replicas is None:
         return shards
+    # fully_shard replicates over the first axis of a 2-D mesh and shards over the second.
     return DeviceMesh._concatenate([replicas, shards])
 
 
@@ -231,5 +236,6 @@ def connect(mesh: DeviceMesh) -> None:
     if mesh.device_type != "cuda":
         return
     one = torch.ones(1, dtype=torch.float32, device="cuda")
+    # _flatten_mapping has the joined axes, see `device_mesh`.
     for axis in (*(mesh.mesh_dim_names or ()), *mesh._flatten_mapping):
         dist.all_reduce(one, group=mesh.get_group(axis))

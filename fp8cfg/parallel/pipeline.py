@@ -123,6 +123,7 @@ def is_on_other_stage(model: Transformer, pipeline: PipelineRank, name: str) -> 
 def duplicate_parameters(model: Transformer, pipeline: PipelineRank) -> list[Tensor]:
     """Returns parameters of this rank that another stage counts in the gradient norm."""
     if _shares_embedding(model, pipeline) and pipeline.is_last:
+        # The first stage has the embedding too and counts it.
         return [model.embedding.weight]
     return []
 
@@ -159,6 +160,7 @@ def _shares_embedding(model: Transformer, pipeline: PipelineRank) -> bool:
 
 
 def _refuse_forward(model: nn.Module, args: Any) -> None:
+    """Forward pre-hook: raises RuntimeError, because a stage cannot compute a loss by itself."""
     raise RuntimeError(
         "pipeline_model_parallel_size: this rank has only some layers of the model and cannot"
         " compute a loss by itself; train with fp8cfg.fit"
@@ -172,6 +174,7 @@ def wait_for_p2p(works: Iterable[dist.Work], group: dist.ProcessGroup) -> None:
         RuntimeError: One took longer than the timeout of the group.
     """
     for work in works:
+        # The second argument is the collective's name in a report on stalled ranks.
         wait(work, dist.batch_isend_irecv, group, _p2p_timeout(group))
 
 
@@ -183,6 +186,7 @@ def p2p_timeouts(group: dist.ProcessGroup) -> Iterator[None]:
     """
     from torch.distributed.pipelining import schedules
 
+    # torch's schedules look the function up in their module at each call.
     original = schedules._wait_batch_p2p
     schedules._wait_batch_p2p = lambda work: wait_for_p2p(work, group)
     try:
@@ -199,5 +203,6 @@ def _p2p_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """
     if dist.get_backend(group) != dist.Backend.GLOO:
         return None
+    # torch has no public getter for the timeout of a group.
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return timeout

@@ -3,11 +3,10 @@
 torch.distributed.pipelining runs the passes: 1F1B, or interleaved 1F1B with several chunks on a
 rank. Gradients add up in the order of the microbatches, as on one rank.
 
-Where the loss is: the last stage alone reads the targets and computes the mean loss of each
-microbatch (`_Chunk.forward`). torch multiplies it by the microbatch's weight before its backward
-pass (`Pipeline._weight_loss`). `Pipeline.train` returns the unweighted losses on the last pipeline
-rank and an empty list on the others. The train step sums over all ranks, which gives every rank the
-loss of the step.
+Only the last stage reads the targets. It computes the mean loss of each microbatch
+(`_Chunk.forward`). torch multiplies it by the microbatch's weight before its backward pass
+(`Pipeline._weight_loss`). `Pipeline.train` returns the unweighted losses on the last pipeline rank
+and an empty list on the others. The train step sums over all ranks, so every rank has the loss.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from fp8cfg.numerics.async_copies import sent
 from fp8cfg.parallel.pipeline import PipelineRank, p2p_timeouts, wait_for_p2p
 
 MAX_PENDING_SENDS = 2
-"""Sends of one chunk that may be under way. A rank with several chunks waits for older ones."""
+"""Most pending sends of one chunk. A rank with several chunks waits for older ones."""
 TORCH_FREES_BUFFERS = hasattr(_RecvInfo, "allocate_buffer")
 """Whether torch frees receive buffers and sent tensors during a step (2.15 or later).
 
@@ -63,7 +62,9 @@ class StageSync(Protocol):
 
 
 class Pipeline:
-    """Runs the forward and backward passes of one rank. All ranks of a pipeline make the same calls.
+    """Runs the forward and backward passes of one rank.
+
+    All ranks of a pipeline make the same calls.
 
     Args:
         model: The rank's part of the model.
@@ -119,6 +120,7 @@ class Pipeline:
         shapes: _StageShapes,
         device: torch.device,
     ) -> Any:
+        """Builds torch's schedule over the stages of this rank, for training or for evaluation."""
         stages: list[Any] = []
         stage_class = _Stage if len(chunks) == 1 else _InterleavedStage
         for number, chunk in chunks.items():
@@ -155,6 +157,7 @@ class Pipeline:
             The mean loss of each microbatch, unweighted, on the last rank. Empty on the others.
         """
         if not isinstance(weights, Tensor):
+            # torch splits only tensors into microbatches.
             weights = sent(torch.tensor(weights, dtype=torch.float32), batch[0].device)
         losses = self._run(self._train_schedule.step, batch, weights)
         if self._sync is not None:
@@ -164,6 +167,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """Runs forward passes only. Takes and returns the same as `train`, without weights."""
+        # The loss function needs weights. It records the losses before it applies them.
         weights = torch.ones(self._eval_microbatches, dtype=torch.float32, device=batch[0].device)
         samples = self._eval_microbatches * self._microbatch_size
         losses = []
@@ -174,6 +178,7 @@ class Pipeline:
     def _run(
         self, run_schedule: Callable[..., Any], batch: Sequence[Tensor], weights: Tensor
     ) -> list[Tensor]:
+        """Runs a schedule over a batch. Returns the losses on the last rank, otherwise []."""
         self._losses = []
         tokens, targets, *documents = batch
         if self._sync is not None:
@@ -238,7 +243,7 @@ def _stage_shapes(model: Transformer, microbatch_size: int, dtype: torch.dtype) 
 
 
 class _Chunk(nn.Module):
-    """The module of one stage: some layers of a model, with the embedding or the loss at the ends."""
+    """Module of one stage: some layers, with the embedding or the loss at the ends."""
 
     def __init__(
         self, model: Transformer, layers: Iterable[int], is_first: bool, is_last: bool
@@ -257,13 +262,15 @@ class _Chunk(nn.Module):
         """Runs the stage.
 
         Args:
-            x: Tokens [B, T] in the first stage, otherwise the residual stream from the previous one.
-            targets: Targets [B, T]. The last stage needs them.
+            x: Tokens [B, T] in the first stage, otherwise the residual stream from the previous
+                one.
+            targets: Targets [B, T]. Needed by the last stage.
             documents: See `Transformer.forward`, [B, T].
 
         Returns:
             The mean loss, [], in the last stage, otherwise the residual stream after the layers.
-            The last stage returns no logits: nothing of a microbatch outlives its backward pass.
+            The last stage returns no logits, to free the memory of a microbatch after its backward
+            pass.
         """
         (model,) = self._model
         positions = torch.arange(model.config.seq_length, device=x.device)
@@ -334,6 +341,8 @@ class _Stage(PipelineStage):
                     info.buffer = self._freed_buffer
 
     def _allocate_buffers(self, infos: dict[int, Any], microbatch: int) -> None:
+        """Allocates the receive buffers of a microbatch."""
+        # torch has allocated buffers for all microbatches when the schedule began.
         if self._freed_buffer is None:
             self._free_all_buffers()
         for info in _received_infos(infos, microbatch):
@@ -385,6 +394,7 @@ class _InterleavedStage(_Stage):
         return self._send(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        """Sends tensors now and waits for older sends. Returns no operations for torch."""
         if TORCH_FREES_BUFFERS:
             return ops
         if ops:

@@ -42,9 +42,9 @@ Kind = Literal["gradients", "scales", "weights", "keys and values", "activations
 class Traffic:
     """Bytes and messages that this rank has sent since it was created or cleared.
 
-    Counts each byte once per rank that needs it, or on its way around a ring: 2 (N - 1) / N of the
-    data of an all-reduce over N ranks, N - 1 times the data of an all-gather, and the data for
-    other ranks of an all-to-all. A switch that adds or copies sends less.
+    Counts bytes as on a ring of N ranks: 2 (N - 1) / N of the data of an all-reduce, N - 1 times
+    the data of an all-gather, and the data for other ranks of an all-to-all. With in-network
+    reduction (NVLink SHARP) a rank sends less.
     """
 
     bytes: dict[Kind, int] = field(default_factory=dict)
@@ -152,6 +152,7 @@ class World:
         if self.size == 1:
             return [value]
         tensors = None
+        # Only the destination passes a list.
         if self.first:
             tensors = [torch.empty_like(value) for _ in range(self.size)]
         dist.gather(value.contiguous(), tensors, group=self.group, group_dst=0)
@@ -163,6 +164,7 @@ class World:
             return value
         data = self._encode_text(value)
         length = torch.tensor(data.numel(), dtype=torch.int64, device=self.device)
+        # The other ranks need the length for the buffer of the second broadcast.
         dist.broadcast(length, group=self.group, group_src=0)
         if not self.first:
             data = data.new_empty(int(length.item()))
@@ -183,6 +185,7 @@ class World:
         return texts
 
     def _all_gather(self, value: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks. Their shapes must be equal."""
         tensors = [torch.empty_like(value) for _ in range(self.size)]
         dist.all_gather(tensors, value, group=self.group)
         return tensors
@@ -286,6 +289,7 @@ def _free_port() -> Iterator[None]:
     try:
         yield
     except dist.DistNetworkError as error:
+        # torch raises one class for all network errors, without a code.
         if "EADDRINUSE" not in str(error):
             raise
         raise ConfigError(
@@ -295,6 +299,7 @@ def _free_port() -> Iterator[None]:
 
 
 def _end_group() -> None:
+    """Ends the process group of this process."""
     forget_meshes()
     dist.destroy_process_group()
     wait_until_idle()
@@ -338,6 +343,7 @@ def _gloo_thread_states() -> list[str] | None:
     states = []
     for task in tasks.iterdir():
         with suppress(OSError):  # the thread has ended
+            # A line of `stat` is `pid (name) state ...`, and the name may have parentheses.
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
             if name == _GLOO_THREAD:
                 states.append(rest.split()[0])
@@ -389,7 +395,10 @@ def stage_world(prepared: PreparedModel) -> World:
 
 
 def world_along(mesh: DeviceMesh, axes: Sequence[str]) -> World:
-    """Returns the ranks that differ from this one only along `axes` of `mesh`. All ranks call it."""
+    """Returns the ranks that differ from this one only along `axes` of `mesh`.
+
+    All ranks call it.
+    """
     group_mesh = submesh(mesh, axes)
     if group_mesh is None:
         return World()
@@ -399,14 +408,15 @@ def world_along(mesh: DeviceMesh, axes: Sequence[str]) -> World:
 def amax_process_group(prepared: PreparedModel, fp8: FP8) -> dist.ProcessGroup | None:
     """Returns the ranks over which delayed scaling takes the maximum of amaxes.
 
-    They are the ranks with the same layers. With fp8.tp_only_amax_red they also have the same
-    samples. None if each rank has its own amaxes.
+    Returns the ranks with the same layers, under fp8.tp_only_amax_red only those with the same
+    samples too. None if each rank keeps its own amaxes.
     """
     if not (fp8.reduce_amax and dist.is_available() and dist.is_initialized()):
         return None
     if fp8.tp_only_amax_red:
         group: dist.ProcessGroup | None = prepared.same_samples
         return group
+    # Stages have different layers, so a maximum over all ranks would mix them.
     if prepared.pipeline is None:
         return dist.group.WORLD
     return stage_world(prepared).group

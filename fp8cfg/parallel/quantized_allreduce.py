@@ -1,22 +1,22 @@
 """Two-hop quantized all-reduce of gradients and broadcast of weights from their owners.
 
-Encoded values travel, sums are taken in float32. An FP8 sum over all ranks takes two hops:
+Ranks send encoded values and sum them in float32. An FP8 sum over all ranks takes two hops:
 
     scales of every tensor        all-gather         one message for all tensors
     codes of each rank's share    all-to-all         a rank receives its share of every gradient
     amaxes of the float32 sums    all-reduce (MAX)   one message for all tensors
     codes of the sums             all-gather
 
-A gradient is rounded twice, for any number of ranks. MS-AMP's NCCL adds up FP8 values on the way.
-There each rank rounds the sum and needs headroom for it, so errors grow with the ranks. Gradients
-that are stored in FP8 already are sent as they are.
+A gradient is rounded twice, for any number of ranks. MS-AMP's NCCL sums FP8 values along the ring
+instead. There each rank rounds the sum and needs headroom for it, so errors grow with the number of
+ranks. Gradients already stored in FP8 are sent without another conversion.
 
 A scale belongs to a full tensor, although several ranks sum parts of it. If a tensor has an
 infinity or NaN on any rank, or its sum overflows float32, codecs with scales turn the full tensor
 into NaN on all ranks.
 
-All ranks call these functions at the same points, with tensors of the same shapes, on one device.
-One rank alone sends nothing, and its tensors stay as they are.
+All ranks call these functions at the same points, with tensors of the same shapes and device. A
+single rank sends nothing and keeps its tensors.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def sum_over_ranks(tensors: Sequence[Tensor], codec_name: str, world: World) -> 
     codec = _gradient_codec(codec_name)
     if world.size == 1:
         return
+    # For a tensor that is not contiguous `reshape` copies, hence _copy_back.
     flats = [tensor.detach().reshape(-1) for tensor in tensors]
     if codec.scaling == "none":
         _all_reduce_flats(flats, codec.format.dtype, world)
@@ -111,6 +112,7 @@ def sum_to_owners(
         return
     flats = [tensor.detach().reshape(-1) for tensor in tensors]
     entries = [_encode(codec, flat) for flat in flats]
+    # A rank's share of a message has its own tensors only.
     messages = owned_shares([flat.numel() for flat in flats], owners, world.size)
     for shares, total in _exchange_and_sum(entries, codec, messages, world):
         for (tensor, start, stop), part in _split(shares[world.rank], total):
@@ -157,6 +159,7 @@ def gather_from_owners(
     if world.size == 1:
         return
     kinds: tuple[Kind, Kind] = ("weights", "scales")
+    # Data and scales in separate messages, so that traffic is counted by kind.
     for field, kind in enumerate(kinds):
         tensors = []
         tensor_owners = []
@@ -170,6 +173,7 @@ def gather_from_owners(
 def _gather_tensors(
     tensors: Sequence[Tensor], owners: Sequence[int], world: World, kind: Kind
 ) -> None:
+    """Copies tensors from their owners to all ranks, as bytes, in place."""
     flats = [_bytes(_flat(tensor)) for tensor in tensors]
     for shares in owned_shares([flat.numel() for flat in flats], owners, world.size):
         # An all-gather needs equal sizes: shorter shares are padded.
@@ -185,6 +189,7 @@ def _gather_tensors(
 
 def _all_reduce_flats(flats: Sequence[Tensor], dtype: torch.dtype, world: World) -> None:
     """Sums flat tensors by all-reduces in `dtype`, in place."""
+    # One share: messages limit the memory for the copies, but are not split over ranks.
     for (share,) in even_shares([flat.numel() for flat in flats], 1):
         sent = torch.cat([flats[tensor][start:stop].to(dtype) for tensor, start, stop in share])
         total = all_reduce_counted(sent, "gradients", world)
@@ -234,6 +239,7 @@ def _exchange_and_sum(
     """Sends each rank its share of the codes and sums the shares that this rank receives."""
     scales = None
     if codec.scaling != "none" and entries:
+        # Each rank has encoded its gradients with its own scales.
         scales = _all_gather_rows(
             torch.stack([scale_inv for _, scale_inv in entries]), "scales", world
         )
@@ -278,6 +284,7 @@ def _compute_amaxes(sums: Sums, rank: int, entries: Sequence[EncodedTensor]) -> 
 
     The maximum of NaN and a number may be either, so NaN could get lost in an all-reduce.
     """
+    # 0 for tensors without a segment in this rank's share.
     amaxes = [torch.zeros_like(scale_inv) for _, scale_inv in entries]
     for shares, total in sums:
         for (tensor, _, _), part in _split(shares[rank], total):
@@ -320,6 +327,7 @@ def even_shares(sizes: Sequence[int], ranks: int) -> Iterator[list[Share]]:
     row = _Concatenation(sizes, range(len(sizes)))
     for start in range(0, row.end, MESSAGE):
         stop = min(start + MESSAGE, row.end)
+        # Rounded up, so that the shares cover the message.
         share_size = math.ceil((stop - start) / ranks)
         cuts = [min(start + rank * share_size, stop) for rank in range(ranks + 1)]
         yield [row.cut(cuts[rank], cuts[rank + 1]) for rank in range(ranks)]
@@ -341,13 +349,14 @@ def owned_shares(sizes: Sequence[int], owners: Sequence[int], ranks: int) -> Ite
         owned = [tensor for tensor, owner in enumerate(owners) if owner == rank]
         rows.append(_Concatenation(sizes, owned))
     share_size = max(MESSAGE // ranks, 1)
+    # Ranks with fewer elements have empty shares in the last messages.
     longest = max((row.end for row in rows), default=0)
     for start in range(0, longest, share_size):
         yield [row.cut(min(start, row.end), min(start + share_size, row.end)) for row in rows]
 
 
 class _Concatenation:
-    """Some of the tensors, flat and one after the other."""
+    """Some tensors, flattened and concatenated."""
 
     def __init__(self, sizes: Sequence[int], tensors: Sequence[int]) -> None:
         self.tensors = tensors
@@ -397,19 +406,23 @@ def _all_to_all(data: Tensor, counts: Sequence[int], kind: Kind, world: World) -
     count = counts[world.rank]
     world.traffic.add(kind, data.nbytes - count)
     received = data.new_empty(world.size * count)
+    # Every rank sends this rank's share, so all parts received have `count` bytes.
     dist.all_to_all_single(received, data, [count] * world.size, list(counts), group=world.group)
     return received
 
 
 def _flat(data: Tensor) -> Tensor:
+    """Returns a flat view."""
     return data.detach().view(-1)
 
 
 def _bytes(flat: Tensor) -> Tensor:
+    """Returns a view of the bytes."""
     return flat.view(torch.uint8)
 
 
 def _encode(codec: Codec, flat: Tensor) -> EncodedTensor:
+    """Encodes a flat tensor, without a copy if it has the codec's dtype."""
     if flat.dtype == codec.format.dtype:
         return (flat,)
     entry = codec.zeros(flat.shape, flat.device)
@@ -425,12 +438,14 @@ def _copy_back(tensors: Sequence[Tensor], flats: list[Tensor]) -> None:
 
 
 def _gradient_codec(name: str) -> Codec:
+    """Returns a codec by name. Raises ValueError if it cannot send gradients."""
     if name not in CODECS:
         raise ValueError(f"gradients are sent in {', '.join(CODECS)}, not in {name!r}")
     return get_codec(name)
 
 
 def _check_stored(codec: Codec) -> None:
+    """Raises ValueError unless a codec is FP8 with one scale per tensor."""
     if not codec.per_tensor or codec.format.dtype.itemsize > 1:
         raise ValueError(
             f"codec={codec}: cannot sum encoded tensors; use FP8 with one scale per tensor"

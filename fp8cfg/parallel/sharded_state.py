@@ -1,7 +1,7 @@
 """Conversion of FSDP2's float32 shards to the weights and masters of an unsharded run, and back.
 
 Under zero1, zero2 and none FSDP2's shards are float32 and serve as their own master weights. An
-unsharded run stores weights in fewer bits next to masters. Checkpoints have the unsharded form, so
+unsharded run stores low-precision weights next to masters. Checkpoints have the unsharded form, so
 that a run can resume with another storage.shard.
 """
 
@@ -50,10 +50,10 @@ def attach_optimizer(
     precision: Precision,
     starts: Mapping[nn.Parameter, StridedStart],
 ) -> None:
-    """Connects the low-bit optimizer with the ranks that have other parts of its tensors.
+    """Connects the low-bit optimizer with the ranks that have the other shards of its tensors.
 
-    Scales of full tensors need the amax over all ranks with a part of the tensor. Norms of FSDP2's
-    shards are summed here, norms of tensor-parallel parts in `gradient_sync.attach_norm`.
+    Scales of full tensors need the amax over all ranks with a shard. Gradient norms are summed over
+    FSDP2's shards here, and over tensor-parallel shards in `gradient_sync.attach_norm`.
 
     Args:
         optimizer: The optimizer.
@@ -69,12 +69,14 @@ def attach_optimizer(
 
         shard_world = fsdp.shard_world(prepared.model)
         worlds.append(shard_world)
+        # Norms of disjoint shards add up as squares.
         optimizer.sum_norms = lambda norms: shard_world.sum(norms.square()).sqrt()
         fsdp.attach_optimizer(optimizer, prepared)
     if not worlds:
         return
 
     def largest(amaxes: Tensor) -> Tensor:
+        """Reduces amaxes over tensor-parallel ranks, then over FSDP2's."""
         for world in worlds:
             amaxes = world.largest(amaxes)
         return amaxes
@@ -90,10 +92,9 @@ def attach_optimizer(
 def _reduction_groups(
     model: Transformer, parameters: Iterable[nn.Parameter]
 ) -> dict[nn.Parameter, Set[nn.Parameter]]:
-    """Returns for each parameter the parameters whose gradients FSDP2 reduces with it.
-
-    These are those of its layer, or all parameters outside of layers.
-    """
+    """Returns for each parameter the parameters whose gradients FSDP2 reduces with it."""
+    # FSDP2 reduces the parameters of a layer together, and all parameters outside of layers with
+    # the root (fsdp.py).
     rest = {*parameters}
     groups: dict[nn.Parameter, Set[nn.Parameter]] = {}
     for layer in model.layers:
@@ -106,7 +107,7 @@ def _reduction_groups(
 def to_unsharded_form(
     prepared: PreparedModel, state: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns weights and masters as an unsharded run has them. Each rank has its shards of them.
+    """Returns weights and masters in the form of an unsharded run. Each rank has its shards.
 
     Args:
         prepared: The model.
@@ -128,7 +129,7 @@ def to_unsharded_form(
             module_name = first_name.rpartition(".")[0]
             layer: Any = prepared.model.get_submodule(module_name)
             data, *buffers = layer.fsdp_shard.quantize(local(master), amax_record(layer))
-            # Which buffers have shards as the weight does. Every rank has the others in full.
+            # These buffers are sharded like the weight. Every rank has the others in full.
             sharded_fields = split_fields(layer.fsdp_shard.scaling, layer.fsdp_shard.place)
             fields = FP8Weight._fields[1:]
             for field, buffer, tensor in zip(fields, WEIGHT_BUFFERS, buffers, strict=True):
@@ -145,9 +146,11 @@ def to_unsharded_form(
 
 
 def encoded_weights(prepared: PreparedModel) -> dict[str, Tensor]:
-    """Returns weights under storage.shard=none that an unsharded run stores in FP8 or in a codec.
+    """Returns the encoded weights of an unsharded run, for a model under storage.shard=none.
 
-    They come encoded, with their scales, by their names in the unsharded state dict.
+    Returns:
+        Weights stored in FP8 or in a codec, and their scales, by their names in the unsharded state
+        dict.
     """
     state = stored_state_dict(prepared.model, keep_vars=True)
     weights, _ = to_unsharded_form(prepared, state)
@@ -163,13 +166,15 @@ def encoded_weights(prepared: PreparedModel) -> dict[str, Tensor]:
 
 
 def low_precision_names(prepared: PreparedModel) -> dict[str, str]:
-    """Returns sharded parameters that an unsharded run stores in fewer bits than float32.
+    """Returns the names of sharded parameters that an unsharded run stores in low precision.
 
     Returns:
-        Each name of such a parameter, with the name that the optimizer has for it.
+        Each name of such a parameter, with its name in the optimizer. They differ for a tied
+        weight.
     """
     if not prepared.fsdp2 or prepared.shard == "fsdp":
         return {}
+    # named_parameters() has each parameter once, by its first name.
     first_names = {p: name for name, p in prepared.model.named_parameters() if p.requires_grad}
     names = {}
     for name, parameter in prepared.model.named_parameters(remove_duplicate=False):

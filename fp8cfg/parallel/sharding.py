@@ -1,4 +1,4 @@
-"""Which rank keeps which tensor, and how many ranks torchrun has started. Loads no torch."""
+"""Assignment of tensors to ranks, and the ranks of a torchrun launch. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.storage import StateDtypes
 
 _RENDEZVOUS_VARIABLES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torch.distributed needs to meet the other ranks, besides WORLD_SIZE."""
+"""Variables that torch.distributed needs for the rendezvous, in addition to WORLD_SIZE."""
 
 
 def balance_over_ranks(sizes: Sequence[int], ranks: int) -> list[int]:
     """Assigns whole tensors to ranks, as ZeRO in MS-AMP does (arXiv 1910.02054).
 
-    Goes from the largest tensor to the smallest and gives each to the rank with the least so far,
-    to the lowest such rank. Loads differ by at most the largest tensor.
+    Goes from the largest tensor to the smallest. Each goes to the rank with the smallest load, and
+    to the lowest rank on a tie. Loads differ by at most the largest tensor.
 
     Source: MS-AMP, msamp/deepspeed/runtime/zero/fp8_stage_1_and_2.py. There the order of equal
-    sizes depends on the index modulo the ranks. Here the first comes first.
+    sizes depends on the index modulo the ranks. Here the first tensor comes first.
 
     Args:
         sizes: The size of each tensor.
@@ -40,9 +40,12 @@ def balance_over_ranks(sizes: Sequence[int], ranks: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _balance(sizes: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Implements `balance_over_ranks`."""
+    # A heap of (load, rank): ties go to the lowest rank.
     loads = [(0, rank) for rank in range(ranks)]
     heapify(loads)
     rank_of = [0] * len(sizes)
+    # The sort is stable, so equal sizes keep their order on all ranks.
     largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     for index in largest_first:
         load, rank = loads[0]
@@ -87,8 +90,8 @@ def refuse_incomplete_launch() -> None:
 def shards_columns(state: StateDtypes, name: str, shape: Sequence[int], ranks: int) -> bool:
     """Returns whether FSDP2 shards a parameter by columns instead of rows.
 
-    It does so for an adapter's A [rank, in] with fewer rows than `ranks`. By rows most ranks would
-    have no row, and all would send padding.
+    It shards an adapter's A, [rank, in], by columns if A has fewer rows than `ranks`. By rows most
+    ranks would have none, and all would send padding.
     """
     if not name.endswith(".lora_A") or shape[0] >= ranks:
         return False

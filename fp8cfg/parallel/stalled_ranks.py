@@ -370,8 +370,8 @@ class Heartbeat:
         Returns:
             The silent ranks, and the current line of each other rank.
         """
-        # One request for all ranks: a run may have thousands. Only if a key is missing, ask for each
-        # rank, because a read of a missing key blocks.
+        # One request for all ranks: a run may have thousands. Only if a key is missing, ask for
+        # each rank, because a read of a missing key blocks.
         all_came = not ranks or self._reads.check([_key(rank) for rank in ranks])
         there = (
             list(ranks) if all_came else [rank for rank in ranks if self._reads.check([_key(rank)])]

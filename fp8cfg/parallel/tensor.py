@@ -3,17 +3,17 @@
 Tensor-parallel ranks compute on the same tokens and split every matrix of the Transformer:
 
     embedding                    rows: each rank has a part of the vocabulary
-    linear_qkv, linear_fc1       column-parallel: rows, by head groups; gate and up projection apart
+    linear_qkv, linear_fc1       column-parallel: rows, by head groups, gate and up separately
     attention, activation        the rank's own heads and channels
     linear_proj, linear_fc2      row-parallel: columns; outputs are summed, then biases are added
     output_layer                 rows: logits stay split, and so does the loss
     norms, learned positions     replicated
 
-Between these pairs of layers each rank has all tokens. Under sequence parallelism it has a part of
-each sequence there: sums become reduce-scatters, inputs are all-gathered along the sequence, and
-each rank computes and keeps norms and residual stream of its tokens only.
+Between these pairs of layers each rank has all tokens. Under sequence parallelism it has a shard
+of each sequence there. Sums become reduce-scatters, and inputs are all-gathered along the sequence.
+Each rank computes and keeps norms and the residual stream of its tokens only.
 
-Parameters are plain tensors with this rank's part. `Transformer.shards` has their places. Layers
+Parameters are plain tensors with this rank's shard. `Transformer.shards` has their places. Layers
 only know the group over which amaxes of split tensors are reduced.
 """
 
@@ -43,7 +43,7 @@ from fp8cfg.schema.training import Strategy
 
 COLUMN_PARALLEL_AMAXES = ((WEIGHT, 0), (GRAD_OUTPUT, 1))
 ROW_PARALLEL_AMAXES = ((INPUT, 1), (WEIGHT, 1))
-"""The tensors of a layer that are split, each with its split dimension."""
+"""Split tensors of a layer, each with its split dimension. Their amaxes are reduced over ranks."""
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ def tensor_rank(strategy: Strategy, device: str, mesh: DeviceMesh | None = None)
 def split_model(model: Transformer, place: TensorRank) -> None:
     """Makes a Transformer keep this rank's parts of its parameters, in place.
 
-    It computes what the full model computes. With targets it returns the same loss on every rank,
-    without targets the logits of the full vocabulary.
+    It computes the same function as the full model. With targets it returns the same loss on every
+    rank, without targets the logits of the full vocabulary.
 
     The linear layers may be replaced by FP8 layers afterwards. Then call `finish_layers`.
 
     Args:
-        model: With full parameters, maybe on the meta device.
+        model: With full parameters, possibly on the meta device.
         place: This rank's place.
     """
     config = model.config
@@ -172,10 +172,10 @@ def finish_layers(model: Transformer) -> None:
 
 
 def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
-    """Returns the replicated parameters whose gradients must be summed over tensor-parallel ranks.
+    """Returns the replicated parameters whose gradients are summed over tensor-parallel ranks.
 
-    Each rank has used them on its heads or on its tokens only. With adapters, the matrix that is
-    not split is one of them too.
+    Each rank has used them on its heads or on its tokens only. With adapters, the unsplit matrix of
+    an adapter is one of them too.
     """
     place: TensorRank = model.tensor_parallel  # type: ignore[assignment]
     shards = cast(dict[str, TensorShard], model.shards)
@@ -183,6 +183,7 @@ def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
     for name, parameter in model.named_parameters():
         if name in shards:
             continue
+        # Each rank normalizes only its own heads.
         is_head_norm = name.rpartition(".")[0].endswith(("q_layernorm", "k_layernorm"))
         if place.sequence or is_head_norm or ".lora." in name:
             parameters.append(parameter)
@@ -190,6 +191,13 @@ def partial_gradients(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _split_column_parallel(linear: nn.Linear, place: TensorRank, pieces: int = 1) -> None:
+    """Keeps this rank's rows of a weight, [out, in], and its part of the bias.
+
+    Args:
+        linear: The layer, changed in place.
+        place: This rank's place.
+        pieces: Matrices that are concatenated in the weight. Each is split on its own.
+    """
     shard = TensorShard(place.rank, place.size, 0, pieces)
     _keep_part(linear, "weight", shard)
     if linear.bias is not None:
@@ -199,13 +207,15 @@ def _split_column_parallel(linear: nn.Linear, place: TensorRank, pieces: int = 1
 
 
 def _split_row_parallel(linear: nn.Linear, place: TensorRank) -> None:
+    """Keeps this rank's columns of a weight, [out, in], in place."""
+    # The bias stays in full: it is added once, after the sum over ranks.
     _keep_part(linear, "weight", TensorShard(place.rank, place.size, 1))
     linear.in_features //= place.size
     linear.amax_group = AmaxGroup(ROW_PARALLEL_AMAXES, place.group)  # type: ignore[assignment]
 
 
 def _keep_part(module: nn.Module, name: str, shard: TensorShard) -> None:
-    """Replaces a parameter by this rank's part, which carries its place for `Transformer.shards`."""
+    """Replaces a parameter by this rank's part. Its place goes into `Transformer.shards`."""
     full: nn.Parameter = getattr(module, name)
     # A clone: a view would keep the memory of the full parameter.
     data = shard.part(full.detach()).clone()
@@ -239,6 +249,7 @@ def _split_vocabulary(model: Transformer, place: TensorRank) -> None:
         )
     _split_column_parallel(model.output_layer, place)
     if is_tied:
+        # Both have kept the same rows, so they stay one parameter.
         model.output_layer.weight = model.embedding.weight
     model.output_layer.register_forward_pre_hook(
         lambda _, args: (place.gather_input(args[0]), *args[1:])
@@ -250,6 +261,7 @@ def _split_vocabulary(model: Transformer, place: TensorRank) -> None:
     )
 
     def gather_logits(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Forward hook of the model: returns logits of the full vocabulary, or the loss."""
         if output.dim() == 0:  # the loss
             return output
         return tensor_collectives.gather_last_dim(output, place.rank, place.group)
@@ -261,6 +273,7 @@ def _reduce_and_add_bias(
     place: TensorRank, linear_name: str, module: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
     """Forward hook of attention and MLP: sums the output of their row-parallel layer."""
+    # Not before the sum, which would add the bias once per rank.
     total = place.reduce_output(output)
     bias = getattr(module, linear_name).bias
     if bias is not None:
@@ -269,13 +282,14 @@ def _reduce_and_add_bias(
 
 
 def _forward_without_bias(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Computes a linear layer without its bias. `_reduce_and_add_bias` adds it."""
     return F.linear(x, linear.weight)
 
 
 class VocabularyEmbedding(nn.Embedding):
     """Rows `first` to `first + num_embeddings` of an embedding.
 
-    Other tokens give 0, so the sum over the ranks is the output of the full embedding.
+    Tokens outside give 0, so the sum over the ranks is the output of the full embedding.
     """
 
     first = 0
@@ -291,8 +305,10 @@ class VocabularyEmbedding(nn.Embedding):
         return embedding
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Looks up tokens, [...] -> [..., width]. Tokens of other ranks give 0."""
         rows = tokens - self.first
         is_outside = (rows < 0) | (rows >= self.num_embeddings)
+        # Row 0 stands for tokens of other ranks, which the next line sets to 0.
         output = F.embedding(rows.masked_fill(is_outside, 0), self.weight)
         return output.masked_fill(is_outside.unsqueeze(-1), 0.0)
 
@@ -320,14 +336,18 @@ class SplitRMSNorm(RMSNorm):
     ranks: int
 
     def forward(self, x: Tensor) -> Tensor:
+        # Statistics are computed in float32, as in RMSNorm.
         wide = x.float()
         return (wide * self._inverse_root(wide) * self.gamma).to(x.dtype)
 
     def _mean(self, wide: Tensor) -> Tensor:
+        """Returns the mean over the last dimension of all ranks, [..., 1]."""
+        # Each rank uses the mean for its own part, so its gradient is summed over ranks too.
         total = all_reduce_both(wide.sum(-1, keepdim=True), self.group)
         return total / (wide.shape[-1] * self.ranks)
 
     def _inverse_root(self, wide: Tensor) -> Tensor:
+        """Returns 1 / sqrt(mean square + eps), [..., 1]."""
         return torch.rsqrt(self._mean(wide.square()) + self.eps)
 
 

@@ -8,12 +8,11 @@
     all_reduce_both                      all-reduce       all-reduce
     gather_last_dim                      all-gather       slice of this rank
 
-The first two enclose a pair of column-parallel and row-parallel layers. The next two do so under
-sequence parallelism, where each rank has a part of each sequence outside of such a pair. Source:
-Megatron-LM, megatron/core/tensor_parallel/mappings.py.
+The first two enclose a pair of column-parallel and row-parallel layers. The next two do the same
+under sequence parallelism. There each rank has a part of each sequence outside of such a pair.
+Source: Megatron-LM, megatron/core/tensor_parallel/mappings.py.
 
-Sums are taken in the dtype of the tensor, as in Megatron: bfloat16 terms are rounded before they
-are added up.
+Sums are taken in the dtype of the tensor, as in Megatron: bfloat16 terms are rounded first.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _functional_reduce_scatter = (
 
 
 def copy_to_tensor_parallel(x: Tensor, group: str) -> Tensor:
-    """Returns `x`, the input of a column-parallel layer. Its gradients are summed over the ranks."""
+    """Returns `x`, the input of a column-parallel layer. Sums its gradients over the ranks."""
     return _CopyToTensorParallel.apply(x, group)  # type: ignore[no-any-return]
 
 
@@ -65,7 +64,10 @@ def reduce_scatter_to_sequence_parallel(x: Tensor, group: str) -> Tensor:
 
 
 def all_reduce_both(x: Tensor, group: str) -> Tensor:
-    """Sums `x` over the ranks. Each rank computes something else with it, so gradients are summed."""
+    """Sums `x` over the ranks, and its gradients too.
+
+    Each rank uses the sum for its own computation, so the gradients differ between ranks.
+    """
     return _AllReduceBoth.apply(x, group)  # type: ignore[no-any-return]
 
 
@@ -78,6 +80,8 @@ def gather_last_dim(x: Tensor, rank: int, group: str) -> Tensor:
 
 
 class _CopyToTensorParallel(torch.autograd.Function):
+    """Copies forward, all-reduces backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
@@ -85,20 +89,26 @@ class _CopyToTensorParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        # Each rank has the gradient from its own rows of the weight.
         return all_reduce(grad_output, ctx.group), None
 
 
 class _ReduceFromTensorParallel(torch.autograd.Function):
+    """All-reduces forward, copies backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        # d(sum)/d(term) is 1, and all ranks have the same gradient of the sum.
         return grad_output, None
 
 
 class _GatherFromSequenceParallel(torch.autograd.Function):
+    """All-gathers forward, reduce-scatters backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str) -> Tensor:
         ctx.dim = dim
@@ -107,10 +117,13 @@ class _GatherFromSequenceParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        # All ranks have used the gathered tokens, so their gradients are summed.
         return _reduce_scatter(grad_output, ctx.dim, ctx.group), None, None
 
 
 class _ReduceScatterToSequenceParallel(torch.autograd.Function):
+    """Reduce-scatters forward, all-gathers backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
@@ -122,6 +135,8 @@ class _ReduceScatterToSequenceParallel(torch.autograd.Function):
 
 
 class _AllReduceBoth(torch.autograd.Function):
+    """All-reduces forward and backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
@@ -133,6 +148,8 @@ class _AllReduceBoth(torch.autograd.Function):
 
 
 class _GatherLastDim(torch.autograd.Function):
+    """All-gathers the last dimension forward, slices backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, group: str) -> Tensor:
         ctx.rank = rank
@@ -141,6 +158,7 @@ class _GatherLastDim(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        # All ranks have the same gradient, so a sum would count it once per rank.
         return grad_output.narrow(-1, ctx.rank * ctx.size, ctx.size), None, None
 
 
@@ -150,9 +168,11 @@ def all_reduce(tensor: Tensor, group: Any) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, dim: int, group: Any) -> Tensor:
+    """Concatenates the parts of all ranks along `dim`, without a gradient."""
     # The result has a dimension of ranks in front.
     return all_gather(tensor, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _reduce_scatter(tensor: Tensor, dim: int, group: Any) -> Tensor:
+    """Sums over the ranks and returns this rank's part along `dim`, without a gradient."""
     return waited(_functional_reduce_scatter, tensor.contiguous(), "sum", dim, group=group)

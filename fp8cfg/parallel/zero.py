@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 def partition_state(prepared: PreparedModel, precision: Precision) -> set[str] | None:
-    """Chooses the rank that keeps the optimizer state of each parameter.
+    """Assigns the optimizer state of each parameter to a rank.
 
     Args:
         prepared: Its `owner` is set to the rank of each trained parameter, by name.
         precision: Its storage.shard is resolved.
 
     Returns:
-        The names of the parameters whose state this rank keeps. None if each rank keeps all, or
-        if FSDP2 shards the state.
+        The names of the parameters whose state this rank keeps. None if each rank keeps all state,
+        or if FSDP2 shards it.
     """
     shard = precision.storage.shard
     if shard not in ZERO or prepared.fsdp2:
@@ -61,6 +61,7 @@ def partition_state(prepared: PreparedModel, precision: Precision) -> set[str] |
             if shard == "zero2":
                 grad_codec = get_codec(prepared.columns[name]["weight_grad"])
             sizes[name] = sharded_bytes(parameter.numel(), columns, grad_codec)
+    # All ranks compute the same assignment, so it needs no communication.
     rank_of = balance_over_ranks([*sizes.values()], world.size)
     prepared.owner = dict(zip(sizes, rank_of, strict=True))
     return {name for name, rank in prepared.owner.items() if rank == world.rank}
@@ -100,6 +101,7 @@ def attach_optimizer(
 
     @torch.no_grad()
     def broadcast_weights() -> None:
+        """Copies each weight from its owner to all ranks, in its stored form."""
         entries: list[EncodedTensor] = []
         ranks = []
         for parameter, name in optimizer.names.items():
