@@ -1,9 +1,14 @@
 """Memory measurement: planned and measured bytes of a training step, by kind.
 
-Measured are live tensor bytes, counted by a dispatch mode that sees every tensor made and, by a weak reference, when its
-storage dies: saved tensors are among them, memory that the allocator keeps is not. The pass that is measured is the last of a
-step of two microbatches: it finds all gradients there, and stores those that have a codec. Of more under zero2 it is one that lets
-no weights go. Where a step is one pass, and no FSDP2 has shards of gradients, it finds none, and its peak has those that came.
+The measured bytes are the bytes of live tensors. A dispatch mode sees every new tensor, and a weak
+reference tells when its storage is freed. Tensors saved for backward count. Memory cached by the
+allocator does not.
+
+The measured pass depends on the layout:
+
+    default                          last microbatch of a step: all gradients exist already
+    zero2, more than 2 microbatches  a middle microbatch: gathered weights are not freed after it
+    one pass per step, no FSDP2      no gradients exist before it, the peak includes the new ones
 """
 
 from __future__ import annotations
@@ -53,18 +58,29 @@ from fp8cfg.training.step import count_microbatches, pipeline
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that are alive and were made inside of the mode: `now`, and at most, `peak`. `known` tensors are
-    not counted; those of `mortal` are only when they die, which takes their bytes off. `resized` ones, whose memory comes and
-    goes while they stay, are counted as they are."""
+    """Counts the bytes of live storages that were allocated inside the mode.
+
+    Args:
+        known: Tensors from before the mode. They are not counted.
+        mortal: Tensors from before the mode that may be freed inside. Then their bytes are
+            subtracted, so `now` can be negative.
+        resized: Tensors with a storage that is resized in place, such as FSDP2's gathered weights.
+            Their current size counts.
+
+    Attributes:
+        peak: Maximum of `now`, in bytes.
+    """
 
     def __init__(
         self, known: Iterable[Tensor], mortal: Iterable[Tensor] = (), resized: Iterable[Tensor] = ()
     ) -> None:
         super().__init__()
         self._now = self.peak = 0
+        # Weights can share a storage, and each storage counts once.
         self._resized = list(
             {id(storage): storage for t in resized for storage in storages(t)}.values()
         )
+        # The references keep these storages alive: the id of a freed one could be reused.
         self._known = self._resized + [storage for t in known for storage in storages(t)]
         self._seen: dict[int, Any] = {id(storage): None for storage in self._known}
         for t in mortal:
@@ -73,12 +89,13 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes that are alive now."""
+        """Bytes of live storages."""
         return self._now + sum(map(torch.UntypedStorage.nbytes, self._resized))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
-            return NotImplemented  # what a wrapper does with the tensors inside of it is seen
+            # The wrapper calls the operation again on its inner tensors. They are counted then.
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             for storage in storages(t) if isinstance(t, Tensor) else ():
@@ -89,52 +106,62 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
+        """Subtracts the bytes of `storage` once it is freed."""
         self._seen[id(storage)] = weakref.ref(
             storage, partial(self._gone, id(storage), storage.nbytes())
         )
 
     def _gone(self, key: int, count: int, _: Any) -> None:
+        """Callback of the weak reference to a freed storage."""
         self._now -= count
         del self._seen[key]
 
 
 def storages(t: Tensor) -> list[torch.UntypedStorage]:
-    """The memory of a tensor: of those inside of it where it is a wrapper, which has none itself and says that it has."""
+    """Returns the storages of a tensor, or of the inner tensors if it is a wrapper subclass."""
+    # A wrapper reports a storage of its full size, but no memory is behind it.
     if not is_traceable_wrapper_subclass(t):
         return [t.untyped_storage()]
-    inner = [getattr(t, name) for name in t.__tensor_flatten__()[0]]  # of a DTensor its mesh too
+    # A DTensor also flattens to its mesh, and the mesh is not a tensor.
+    inner = [getattr(t, name) for name in t.__tensor_flatten__()[0]]
     return [storage for each in inner if isinstance(each, Tensor) for storage in storages(each)]
 
 
 BOUNDS = {"weights": 0.05, "masters": 0.05, "gradients": 0.05, "moments": 0.05, "peak": 0.15}
-"""How far the plan may be off, by kind."""
+"""Largest accepted relative error of the plan, by kind."""
 
 
 def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
-    """Planned and measured bytes of `recipe` on this machine: of what stays from step to step; and over that, after the
-    forward pass, at the peak of forward and backward pass together where gradients are all there, or with those that come in a
-    step of one pass, as they are summed after it, and at the peak of the optimizer's step. A microbatch is random tokens. Of a
-    pipeline those of this rank's stage, over all passes of a step, which under zero1 and none begins without gradients.
+    """Builds `recipe`, runs a training step on random tokens and measures its memory.
+
+    On a pipeline stage the measured pass is the whole schedule of a step. All ranks call it.
+
+    Returns:
+        Planned and measured bytes of this rank, by kind: "weights", "masters", "gradients",
+        "moments" and "FP8 state" stay from step to step. "after forward", "peak" (of the forward
+        and backward pass), "gradient sums" and "optimizer step" come on top.
     """
     job = build(recipe)
     here, world = job.prepared.pipeline, current()
     passes = count_microbatches(job, world)
     count = passes if here is not None else 1
     stage = here.rank if here is not None else 0
+    # The plan has this row if a step is one pass, so that gradients replace activations.
     single = COMING in plan_memory(
         recipe, job.device.type, stage_parts(recipe, ranks())[stage], job.choice.backend
     )
-    whole = (
-        here is not None and job.prepared.fsdp2 and job.prepared.shard in ("none", "zero1")
-    )  # gradients, of all passes
+    # These stages have whole gradients during the passes, and shard them only in the last one.
+    whole = here is not None and job.prepared.fsdp2 and job.prepared.shard in ("none", "zero1")
+    # The peak under zero2: shards of gradients exist, and the weights stay gathered.
     between = passes > 2 and here is None and job.prepared.fsdp2 and job.prepared.shard == "zero2"
     shape = recipe.trainer.micro_batch_size * count, recipe.model.seq_length
     batch = [torch.randint(recipe.model.vocab_size, shape, device=job.device) for _ in range(2)]
     if recipe.data.resets:
-        batch.append(torch.zeros(shape, dtype=torch.int32, device=job.device))  # documents
+        batch.append(torch.zeros(shape, dtype=torch.int32, device=job.device))  # document numbers
     passed: list[int] = []
 
     def one_pass(live: LiveBytes | None = None, last: bool = True) -> None:
+        """Runs forward and backward once. `last` marks the last microbatch of a step."""
         if job.prepared.fsdp2 and here is None:
             from fp8cfg.parallel.fsdp import prepare_microbatch
 
@@ -147,12 +174,12 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
             passed.append(live.now if live else 0)
             job.backward(loss)
 
+    # A first step allocates the moments, scales and workspaces. They are not temporary memory.
     one_pass()
-    job.optimizer.step()  # makes moments
+    job.optimizer.step()
     job.optimizer.zero_grad()
-    gathered = _gathered(
-        job
-    )  # before quantized weights are kept of them, which are of one gathering
+    # This gathers the weights, so it must come before the cache of quantized weights is filled.
+    gathered = _gathered(job)
     with cached_weights(
         job.model, quantizes_weights_once(recipe, job.prepared.state, job.prepared.shard, passes)
     ):
@@ -160,6 +187,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
         if whole or single:
             job.optimizer.zero_grad()
         kept = stored(job)
+        # The first pass filled this cache outside of LiveBytes, so its bytes are added below.
         quantized = sum(layer.weight_cache.num_bytes for layer in fp8_linears(job.model))
         known = [*batch, *(t for tensors in kept.values() for t in tensors)]
         storing = nullcontext() if between or here is not None else job.optimizer.storing()
@@ -169,13 +197,14 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
             with job.optimizer.storing():
                 one_pass()
     if isinstance(job.optimizer, LowBitTraining):
-        job.optimizer.store_grads()  # which came in stages
+        job.optimizer.store_grads()  # of pipeline stages, without `storing`
     kept["gradients"] = gradients(job)
     measured = {kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in kept.items()}
     with LiveBytes(t for tensors in kept.values() for t in tensors) as summing:
         sum_gradients(job.prepared, job.optimizer, world)
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
+    # The plan counts these gradients as persistent memory, not in the peak.
     made = measured["gradients"] if whole else 0
     measured |= {
         "peak": live.peak + quantized - made,
@@ -188,13 +217,13 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
 
 
 def _local(t: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """Returns this rank's shard of a DTensor, and other tensors unchanged."""
     local: Tensor = t.to_local() if hasattr(t, "to_local") else t
     return local
 
 
 def _gathered(job: Job) -> list[Tensor]:
-    """The weights that FSDP2 gathers: it frees their memory and keeps the tensors."""
+    """Returns FSDP2's gathered weights. FSDP2 frees their storage and keeps the tensors."""
     if not job.prepared.fsdp2:
         return []
     from fp8cfg.parallel.fsdp import gathered_weights
@@ -203,7 +232,7 @@ def _gathered(job: Job) -> list[Tensor]:
 
 
 def _partial_sums(job: Job) -> list[Tensor]:
-    """The shards of gradients that one group of ranks has summed, which are gradients once all have."""
+    """Returns HSDP's gradient shards after the reduce-scatter and before the all-reduce."""
     if not job.prepared.fsdp2:
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -222,16 +251,17 @@ def _partial_sums(job: Job) -> list[Tensor]:
 
 
 def stored(job: Job) -> dict[str, list[Tensor]]:
-    """The tensors of `job` that stay from step to step, by kind, but for gradients; the scale of a codec-held weight is one of
-    FP8 state's."""
+    """Returns the persistent tensors of `job` by kind, without gradients.
+
+    "FP8 state" includes the scales of weights stored in a codec.
+    """
     state = job.optimizer.state_tensors()
+    # FSDP2's float32 shards are the masters. Gathered weights do not exist between steps.
     shards = (
         list(job.optimizer.names) if job.prepared.fsdp2 and job.prepared.shard != "fsdp" else []
     )
     return {
-        "weights": (
-            [] if shards else list(job.model.parameters())
-        ),  # gathered ones are not there between steps
+        "weights": [] if shards else list(job.model.parameters()),
         "masters": [*shards, *(t for name, t in state.items() if ".master" in name)],
         "moments": [t for name, t in state.items() if ".exp_avg" in name or ".momentum" in name],
         "FP8 state": list(job.model.buffers()),
@@ -239,10 +269,9 @@ def stored(job: Job) -> dict[str, list[Tensor]]:
 
 
 def gradients(job: Job) -> list[Tensor]:
-    """The gradients of `job` as they are now, those that are stored in a codec among them."""
-    shards = (
-        job.optimizer.names if job.prepared.fsdp2 else ()
-    )  # which gathered weights take the place of
+    """Returns the current gradients of `job`, including gradients stored in a codec."""
+    # While weights are gathered, `parameters()` has these. The shards have the gradients.
+    shards = job.optimizer.names if job.prepared.fsdp2 else ()
     plain = [
         p.grad for p in dict.fromkeys([*job.model.parameters(), *shards]) if p.grad is not None
     ]
@@ -250,8 +279,11 @@ def gradients(job: Job) -> list[Tensor]:
 
 
 def by_kind(job: Job) -> dict[str, list[Tensor]]:
-    """What a rank holds of its parameters between two steps: `stored`, gradients, and of FP8 state the scales alone; and weights
-    as FSDP2 gathers them for a step of zero1, zero2 and none, for which all ranks call it."""
+    """Returns this rank's tensors by kind: weights, masters, gradients, moments and scales.
+
+    Under FSDP2 with zero1, zero2 or none, the weights are the gathered ones. Then all ranks must
+    call it, since it gathers them.
+    """
     kept = stored(job)
     scales = [t for name, t in job.model.named_buffers() if name.endswith(("_scale", "scale_inv"))]
     weights = (
@@ -268,12 +300,19 @@ def by_kind(job: Job) -> dict[str, list[Tensor]]:
 
 
 def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[str, int]:
-    """What the plan says of the kinds that `measure` measures, on `device` ("cpu" or "cuda") where `backend` multiplies, for that
-    pipeline `stage`."""
+    """Returns planned bytes for the kinds of `measure`.
+
+    Args:
+        recipe: The recipe.
+        device: "cpu" or "cuda".
+        backend: Backend of the FP8 layers.
+        stage: Pipeline stage, counted from 0.
+    """
     part = stage_parts(recipe, ranks())[stage]
     kinds = plan_memory(recipe, device, part, backend)
     linears = part_linears(recipe, part)
     stays = persistent_memory(recipe, part, linears, backend)
+    # "FP8 copies" of the plan has persistent state and temporary copies. Only the first stays.
     state = stays.pop("FP8 copies")
     copies = kinds["FP8 copies"] - state
     logits = logit_bytes(LinearBytes(recipe, device, part, 0, backend)).kept if part.output else 0
@@ -282,15 +321,15 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
     if shard == "fsdp":
         kept += root_bytes(recipe, part, linears, count_parameters(recipe, part).total)
     elif by_fsdp2(recipe, part.state, part.shards, backend):
+        # The measurement counts gathered weights as temporary: they are freed between steps.
         kept += (gathered := stays.pop("weights"))
         gathered += kinds["accumulation"]
         if not reduces_once(recipe, part):
-            # The shards that earlier passes left.
+            # Earlier passes left these shards, so they are not new memory of the measured pass.
             gathered -= unquantized_gradient_bytes(recipe, part, linears)
         elif recipe.trainer.strategy.pipeline_model_parallel_size == 1:
-            gathered -= (
-                gradient_bytes_before_step(recipe, part, linears) - kinds["gradients"]
-            )  # are there before the last pass
+            # Wide gradients exist before the last pass.
+            gathered -= gradient_bytes_before_step(recipe, part, linears) - kinds["gradients"]
     peak = kinds["activations"] + copies + kinds["logits"] + kinds["backward"] + gathered
     if COMING in kinds:
         peak += kinds["gradients"] + kinds[COMING]
@@ -305,7 +344,8 @@ def planned(recipe: Recipe, device: str, backend: str, stage: int = 0) -> dict[s
 
 
 def measured_table(recipe: Recipe) -> str:
-    """`measure` as text."""
+    """Measures `recipe` and returns a table of planned and measured bytes and their ratio."""
+    # Tensors below 1 KiB have meaningless ratios.
     rows = [
         [kind, size(p), size(m), f"{p / m:.2f}" if m else ""]
         for kind, (p, m) in measure(recipe).items()
