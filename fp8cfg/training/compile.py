@@ -1,6 +1,7 @@
-"""Choice of torch.compile, and the comparison of a compiled run's first microbatch with eager code.
+"""torch.compile in training runs: when to compile, and a check of compiled gradients.
 
-The choice depends on the recipe and the compilers of the machine, so that a resumed run decides alike.
+The check compares the first microbatch of a compiled run with eager code. It catches compiler bugs
+before they train a model.
 """
 
 from __future__ import annotations
@@ -32,37 +33,49 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.step import check_pass
 
 TOLERANCE = 0.5
-"""Largest difference of a compiled gradient from the eager one, relative to the norm of the eager one.
+"""Largest accepted relative error of a compiled gradient: norm(compiled - eager) / norm(eager).
 
-Compiled code rounds bf16 values in other places, and FP8 enlarges the difference. The largest seen is 0.05 under FP8 and 0.2 under NVFP4.
-A gradient that is zero, of another tensor, or off by a factor of two differs by 1."""
+Compiled code rounds bf16 values at other places, and FP8 amplifies the difference. The largest error
+seen was 0.05 with FP8 and 0.2 with NVFP4. A zero gradient, or twice the right one, has an error of 1.
+"""
 LOSS_TOLERANCE = 0.02
-"""Largest relative difference of the compiled loss."""
+"""Largest accepted relative error of the compiled loss."""
 _LEAST = 1e-4
-"""Gradients below this share of the norm of all gradients are compared with it instead of their own norm: sums that cancel, such as
-the gradient of a key's bias, are rounding errors."""
+"""Smallest denominator of a relative error, as a fraction of the global gradient norm.
+
+Some gradients cancel to zero, such as the one of the key bias in attention. They consist of rounding
+errors only and would have large relative errors.
+"""
 
 
 def compare(job: Job, batches: Batches, step: int, world: World) -> float:
-    """Compiles the model of `job`, and compares the first microbatch of a step with eager code: its loss and every gradient.
+    """Compiles the model and compares loss and gradients of one microbatch with eager code.
 
-    Random state, FP8 state and gradients are as before afterwards.
+    Restores the RNG state and the FP8 state, and clears the gradients. All ranks call it.
+
+    Args:
+        job: The job. Its model is compiled afterwards.
+        batches: Training data.
+        step: Step with the microbatch to compare, counted from 0.
+        world: Ranks of the run.
 
     Returns:
-        The largest relative difference of a gradient on this rank.
+        The largest relative error of a gradient on this rank.
 
     Raises:
-        NotFP8Error: On all ranks, if the loss or a gradient of any rank differs by more than the tolerance.
+        NotFP8Error: The loss or a gradient exceeds its tolerance. All ranks raise it.
     """
     loss, gradients = _pass(job, batches, step, world)
     job.compile_model()
     compiled_loss, compiled_gradients = _pass(job, batches, step, world)
     name, most = _largest_difference(compiled_gradients, gradients)
     problem = ""
+    # "not <=" instead of ">": a NaN must fail the check.
     if not most <= TOLERANCE:
         problem = f"the gradient of {name} differs by {most:.1%} from the eager one"
     elif loss.isfinite() and not (compiled_loss - loss).abs() <= LOSS_TOLERANCE * loss.abs():
         problem = f"the loss is {compiled_loss.item():.4g}, the eager one {loss.item():.4g}"
+    # A collective: ranks without a problem would otherwise wait for the failed one.
     if world.any(bool(problem)):
         raise NotFP8Error(
             f"torch {torch.__version__} compiles this recipe wrongly: in the first microbatch"
@@ -73,7 +86,8 @@ def compare(job: Job, batches: Batches, step: int, world: World) -> float:
 
 
 def _pass(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients of the first microbatch, on the host; the state of `job` is restored."""
+    """Returns the loss and the gradients of the first microbatch on the CPU. Restores the job."""
+    # A training pass updates amaxes and counters in buffers. The compared passes must start alike.
     buffers = {
         name: buffer.clone()
         for name, buffer in job.model.named_buffers()
@@ -93,15 +107,17 @@ def _pass(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, 
             job.model.get_buffer(name).copy_(before)
     for layer in fp8_linears(job.model):
         if layer.fsdp_shard is not None:
-            layer.fsdp_shard.quantized = (
-                None  # the next pass quantizes it again, and records its amax
-            )
+            # Forces the next pass to quantize the shard again and to record its amax.
+            layer.fsdp_shard.quantized = None
     return loss, gradients
 
 
 @contextmanager
 def _low_loss_scale(job: Job) -> Iterator[None]:
-    """A context with a loss scale of at most 1024. The first one is 2^32, and overflowed gradients cannot be compared."""
+    """Limits the loss scale to 1024. Overflowed gradients could not be compared.
+
+    By default fp16 runs start at 2^32.
+    """
     scaler = job.loss_scaler
     if scaler is None:
         yield
@@ -115,6 +131,7 @@ def _low_loss_scale(job: Job) -> Iterator[None]:
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:
+    """Whether the forward pass has active dropout."""
     dropouts = (m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
     return getattr(model, "draws", False) or any(dropout.p > 0 for dropout in dropouts)
 
@@ -122,9 +139,10 @@ def _draws_random_numbers(model: nn.Module) -> bool:
 def _largest_difference(
     compiled: Mapping[str, Tensor], eager: Mapping[str, Tensor]
 ) -> tuple[str, float]:
-    """The name of the gradient that differs most, and its relative difference.
+    """Returns the gradient with the largest relative error, and this error.
 
-    It is infinite for NaN, and for a gradient that only one of the two passes has. An eager gradient that overflowed is left out.
+    The error is infinite for NaN and for a gradient of only one of the passes. Gradients with an
+    overflow in eager code are skipped.
     """
     if names := compiled.keys() ^ eager.keys():
         return min(names), math.inf
@@ -146,15 +164,27 @@ def _largest_difference(
 
 
 WORTH_FLOPS = {"cpu": 4e13, "cuda": 1e17}
-"""Matmul FLOPs of a run from which compiling pays for itself: a few minutes of a core, or of a GPU."""
+"""Matmul FLOPs of a run above which compilation pays off: a few minutes on one core or GPU."""
 _DISABLING = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
-"""Variables that make torch.compile return what it is given, or fail, where they are 1."""
+"""Environment variables that disable torch.compile or let it fail, if set to 1."""
 
 
 def compiles(
     recipe: Recipe, plan: Sequence[PlannedLinear], device: str, backend: str = REFERENCE
 ) -> bool:
-    """Whether this run is compiled. Raises ConfigError where trainer.compile=on and it cannot be."""
+    """Whether to compile a new run of `recipe`.
+
+    The answer depends on the recipe and on the compilers of this machine only.
+
+    Args:
+        recipe: The recipe.
+        plan: Its linear layers.
+        device: "cpu" or "cuda".
+        backend: Backend of the FP8 layers.
+
+    Raises:
+        ConfigError: trainer.compile=on, but the backend or this machine cannot compile.
+    """
     wanted = recipe.trainer.compile
     if not registry.capabilities(backend).compiles:
         if wanted == "on":
@@ -164,7 +194,7 @@ def compiles(
         return False
     if wanted == "on":
         _refuse_disabled()
-    cxx = os.environ.get("CXX", "g++")  # as Inductor reads it
+    cxx = os.environ.get("CXX", "g++")  # Inductor's default
     there = (
         importlib.util.find_spec("triton") is not None
         if device == "cuda"
@@ -177,6 +207,7 @@ def compiles(
     if wanted != "auto":
         return wanted == "on"
     coverage = planned_coverage(recipe, plan)
+    # 6 FLOPs per weight and token: forward, dgrad and wgrad take one multiply and one add each.
     per_token = coverage.attention_flops + sum(6.0 * p.in_features * p.out_features for p in plan)
     t = recipe.trainer
     there = there and _disabled() is None
@@ -188,11 +219,12 @@ def compiles(
 
 
 def _disabled() -> str | None:
-    """The variable that disables torch.compile, if one does."""
+    """Returns the environment variable that disables torch.compile, or None."""
     return next((name for name in _DISABLING if os.environ.get(name) == "1"), None)
 
 
 def _refuse_disabled() -> None:
+    """Raises ConfigError if an environment variable disables torch.compile."""
     if name := _disabled():
         raise ConfigError(
             f"{name}=1: this environment variable disables torch.compile; unset it, or write"
@@ -208,15 +240,25 @@ def compile_as_chosen(
     world: World,
     say: Callable[[str], None],
 ) -> None:
-    """Compiles the model of `job` if trainer.compile says so, and compares the first microbatch of `step` with eager code.
+    """Compiles the model if trainer.compile asks for it, and checks it with `compare`.
 
-    A resumed run, which had the state `before`, is compiled if it was before: compiled sums round differently.
+    All ranks call it. It does nothing if the job is compiled already.
+
+    Args:
+        job: The job.
+        before: State of the checkpoint of a resumed run, None for a new run.
+        batches: Training data.
+        step: First step of the run, counted from 0.
+        world: Ranks of the run.
+        say: Prints a message.
 
     Raises:
-        ConfigError: If trainer.compile=on cannot be followed.
-        NotFP8Error: If compiled gradients are wrong.
+        ConfigError: The run must be compiled, but cannot be.
+        NotFP8Error: Compiled gradients are wrong.
     """
     compiled = compiles(job.recipe, job.plan, job.device.type, job.choice.backend)
+    # A resumed run keeps its choice: compiled sums round differently. With compile=auto a changed
+    # max_steps or another machine could change the choice.
     if before and before["recipe"]["trainer"]["compile"] == job.recipe.trainer.compile:
         compiled = before["compiled"]
     if not compiled or job.compiled:
@@ -224,7 +266,7 @@ def compile_as_chosen(
     _refuse_disabled()
     say("compiling the model; the first step takes longer")
     if _draws_random_numbers(job.model):
-        # Inductor draws other random numbers than eager code.
+        # Inductor draws other random numbers than eager code, so the gradients would differ.
         job.compile_model()
         return
     began = time.perf_counter()

@@ -6,9 +6,9 @@ allocator does not.
 
 The measured pass depends on the layout:
 
-    default                          last microbatch of a step: all gradients exist already
-    zero2, more than 2 microbatches  a middle microbatch: gathered weights are not freed after it
-    one pass per step, no FSDP2      no gradients exist before it, the peak includes the new ones
+    default                            the last microbatch: all gradients exist already
+    zero2, more than two microbatches  a middle one: gathered weights stay after it
+    one microbatch, whole gradients    the only one: its peak includes the new gradients
 """
 
 from __future__ import annotations
