@@ -35,16 +35,16 @@ from fp8cfg.training.step import check_pass
 TOLERANCE = 0.5
 """Largest accepted relative error of a compiled gradient: norm(compiled - eager) / norm(eager).
 
-Compiled code rounds bf16 values at other places, and FP8 amplifies the difference. The largest error
-seen was 0.05 with FP8 and 0.2 with NVFP4. A zero gradient, or twice the right one, has an error of 1.
+Compiled code rounds bf16 values at other places and FP8 amplifies this. The largest error seen was
+0.05 with FP8 and 0.2 with NVFP4. A zero gradient has an error of 1, as has one twice as large.
 """
 LOSS_TOLERANCE = 0.02
 """Largest accepted relative error of the compiled loss."""
 _LEAST = 1e-4
 """Smallest denominator of a relative error, as a fraction of the global gradient norm.
 
-Some gradients cancel to zero, such as the one of the key bias in attention. They consist of rounding
-errors only and would have large relative errors.
+Some gradients cancel to zero, such as the gradient of the key bias in attention. They consist of
+rounding errors only and would have large relative errors.
 """
 
 

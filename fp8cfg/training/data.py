@@ -1,4 +1,8 @@
-"""Training and validation data of a recipe; errors of the data package name the recipe's keys."""
+"""Training and validation data of a recipe.
+
+The data package knows files and tokens but no recipes. This module turns its DataError into a
+ConfigError with the recipe's key.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +37,13 @@ from fp8cfg.schema.rules import missing_data
 from fp8cfg.schema.tables import amount
 
 RunData = tuple[Batches, Samples | None]
-"""The training samples and the held-out part; None of a stream without data.validation_path."""
+"""Training batches and validation samples.
+
+The samples are None if nothing is held out, as for a stream without data.validation_path."""
 
 
 def named_tokenizer(name: str | None) -> Tokenizer:
-    """The tokenizer that data.tokenizer names. Raises ConfigError, which names that key, where there is none."""
+    """Loads the tokenizer of data.tokenizer=`name`. Raises ConfigError if it cannot be read."""
     try:
         return load_tokenizer(tokenizer_path(name))
     except DataError as e:
@@ -45,17 +51,18 @@ def named_tokenizer(name: str | None) -> Tokenizer:
 
 
 def _without(error: DataError, name: str | None) -> str:
-    """What `error` says of the tokenizer `name`, which the key names already."""
+    """Returns the error without its prefix `name`: the ConfigError already has this name."""
     return str(error).removeprefix(f"{name}: ")
 
 
 def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
-    """Returns the tokenizer that `recipe` trains with.
+    """Loads the tokenizer for the training data of `recipe`.
 
     Raises:
-        ConfigError: It can't be read, or the pretrained model has none and data.tokenizer names none.
+        ConfigError: The tokenizer cannot be read, or the pretrained model has no tokenizer.
     """
     name = chosen_tokenizer(recipe)
+    # Bytes need no file. Otherwise the error names the key that chose the tokenizer.
     if recipe.data.tokenizer or name is None:
         return named_tokenizer(name)
     try:
@@ -68,10 +75,10 @@ def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def run_data(recipe: Recipe) -> RunData:
-    """Returns the training batches of a recipe, and its validation samples or None.
+    """Loads the training and validation data of `recipe`.
 
     Raises:
-        ConfigError: Data are missing, cannot be read, or do not fit the recipe.
+        ConfigError: Data are missing, too small or do not fit the model.
     """
     t, d = recipe.trainer, recipe.data
     refuse_if([*missing_data(recipe), *training_data.unintended_data(recipe)])
@@ -96,11 +103,13 @@ def run_data(recipe: Recipe) -> RunData:
         ]
         remark = training_data.describe_data(recipe, "; ".join(map(_description, parts)))
         weights = [part["weight"] for part in d.mixture]
+        # Without data.validation_path the end of each part is held out.
         if held_out:
             train = _together([_samples(recipe, part, d.eod_mask_loss) for part in parts], weights)
         else:
             train_parts, held_out_parts = zip(*(_cut(recipe, part) for part in parts), strict=True)
             train = _together(train_parts, weights)
+            # A part that is too small for a split has none, and then the whole run has none.
             if None not in held_out_parts:
                 held_out = _together(held_out_parts, weights)
         return Batches(train, t.seed, t.global_batch_size, tokenizer.sha256, remark), held_out
@@ -109,8 +118,11 @@ def run_data(recipe: Recipe) -> RunData:
 
 
 def refuse_absent(recipe: Recipe) -> None:
-    """Raise ConfigError, as `run_data` does where a model is there already, where there is nothing at a path of the data, or of the
-    tokenizer."""
+    """Raises ConfigError if a data path or the tokenizer path does not exist.
+
+    `run_data` raises the same errors, but only after the model was built. This check is cheap and
+    runs before.
+    """
     d = recipe.data
     try:
         if d.tokenizer not in (None, BYTES) and not d.tokenizer.startswith(PREFIX):
@@ -127,12 +139,13 @@ def refuse_absent(recipe: Recipe) -> None:
 
 
 def _together(samples: Sequence[Samples], weights: Sequence[float]) -> Samples:
-    """The samples of all parts."""
+    """Returns the mixture of all parts, or the only part if the recipe has no data.mixture."""
     return Mixture(samples, weights) if weights else samples[0]
 
 
 def _stream(recipe: Recipe, tokenizer: Tokenizer) -> Stream:
     m, d = recipe.model, recipe.data
+    # `load_corpus` makes this check for other data.
     refuse_vocabulary(tokenizer, m.vocab_size)
     shards = Shards.found(d.name, str(d.path), d.text_key)
     return Stream(
@@ -146,7 +159,7 @@ def _stream(recipe: Recipe, tokenizer: Tokenizer) -> Stream:
 
 
 def _validation(recipe: Recipe, path: str, tokenizer: Tokenizer) -> Samples:
-    """All of what is at data.validation_path. DataError where a file of it is trained on."""
+    """Loads data.validation_path. Raises DataError if one of its files is training data, too."""
     d = recipe.data
     try:
         trained = [part["path"] for part in d.mixture] or [str(d.path)]
@@ -162,7 +175,7 @@ def _validation(recipe: Recipe, path: str, tokenizer: Tokenizer) -> Samples:
 
 
 def all_samples(recipe: Recipe) -> Samples:
-    """All of what is at data.path, without a part to train on. Raises ConfigError as `run_data`."""
+    """Loads all samples of data.path, without a split. Raises ConfigError as `run_data` does."""
     d = recipe.data
     try:
         return _samples(recipe, _whole(recipe, d.path, recipe_tokenizer(recipe)), masked=False)
@@ -171,7 +184,7 @@ def all_samples(recipe: Recipe) -> Samples:
 
 
 def _whole(recipe: Recipe, path: str | None, tokenizer: Tokenizer) -> Corpus | Conversations:
-    """What is at `path`."""
+    """Loads and tokenizes the data at `path`, whole."""
     m, d = recipe.model, recipe.data
     if d.name == "chat":
         return load_conversations(str(path), tokenizer, m.seq_length, m.vocab_size)
@@ -179,16 +192,17 @@ def _whole(recipe: Recipe, path: str | None, tokenizer: Tokenizer) -> Corpus | C
 
 
 def _description(part: Corpus | Conversations) -> str:
-    """What a run prints about one part of its data."""
-    if isinstance(part, Corpus) and part.name == "tokens":  # has the number of tokens
+    """Returns what a run prints about one part of its data."""
+    # The description of token files already has the number of tokens.
+    if isinstance(part, Corpus) and part.name == "tokens":
         return part.description
     return f"{part.description}, {amount(len(part.tokens))} tokens"
 
 
 def _cut(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Samples | None]:
-    """Returns the samples to train on, and the samples to validate on.
+    """Splits a part of the data into training and validation samples.
 
-    A corpus that is too small for both is trained on as a whole if the run never validates.
+    If it is too small for a split and the run never validates, all samples are for training.
     """
     try:
         return _split(recipe, whole)
@@ -210,7 +224,13 @@ def _split(recipe: Recipe, whole: Corpus | Conversations) -> tuple[Samples, Samp
 
 
 def _samples(recipe: Recipe, whole: Corpus | Conversations, masked: bool) -> Samples:
-    """Conversations, or windows of a corpus; with documents where the recipe tells them apart, and `masked` where one ends."""
+    """Returns conversations as they are, and a corpus as windows of seq_length tokens.
+
+    Args:
+        recipe: The recipe.
+        whole: A corpus, or conversations.
+        masked: Whether the first token after each end of document has no loss.
+    """
     if isinstance(whole, Conversations):
         return whole
     m, corpus, eos = recipe.model, whole, whole.eos
@@ -226,7 +246,12 @@ def _samples(recipe: Recipe, whole: Corpus | Conversations, masked: bool) -> Sam
 def validation_batches(
     recipe: Recipe, held_out: Samples | None, world: World
 ) -> Iterator[tuple[Tensor, ...]]:
-    """This rank's share of one evaluation. Raises ConfigError, before the first batch, where there is not one to be had."""
+    """Returns this rank's batches of one evaluation.
+
+    Raises:
+        ConfigError: There are no validation data, or not enough for one batch. Raised at once, not
+            when the first batch is read.
+    """
     t = recipe.trainer
     if held_out is None:
         raise ConfigError(

@@ -1,4 +1,8 @@
-"""Model of a run: the Transformer with the weights of the newest checkpoint that verifies, without the optimizer."""
+"""Models of finished runs: loads the weights of a checkpoint for inference or export.
+
+`load` builds the Transformer as the run used it. `RunWeights` reads one weight at a time without a
+model, so an export needs little memory. Neither loads optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +50,20 @@ from fp8cfg.schema.training import Optim, Strategy
 def newest(
     path: Path, say: Callable[[str], None], step: int | None = None
 ) -> tuple[Tensors, dict[str, Any]]:
-    """The tensors and the state of the run folder `path` after `step` steps, by default the newest. Checkpoints that do not verify
-    are passed over, and said. Raises RunFolderError, NoUsableCheckpoint, and ConfigError for a step of which there is none.
+    """Opens a checkpoint of a run: the newest valid one, or the one of a step.
+
+    Args:
+        path: Run folder. It is not locked, so the run may still be training.
+        say: Called with a message for each damaged checkpoint. These are skipped.
+        step: Number of optimizer steps of the checkpoint. None takes the newest.
+
+    Returns:
+        Tensors and JSON state of the checkpoint.
+
+    Raises:
+        RunFolderError: `path` is not a run folder.
+        NoUsableCheckpoint: All checkpoints are damaged.
+        ConfigError: The run has no checkpoint, or none of `step`.
     """
     with RunFolder.open(path, lock=False) as folder:
         folder.check_format()
@@ -72,8 +88,16 @@ def newest(
 
 @dataclass(frozen=True)
 class RunModel:
-    """`model` computes as in the run, after `step` steps; `plan` is what its linear layers do; `tokenizer_sha256` is of the file
-    that made its tokens, None where there was none."""
+    """A model in evaluation mode, with the weights and the precision of a run.
+
+    Attributes:
+        recipe: Recipe of the run, changed to one rank.
+        model: The Transformer.
+        plan: Precision of each linear layer.
+        choice: Backend of the FP8 layers.
+        step: Optimizer steps of the checkpoint.
+        tokenizer_sha256: Hash of the tokenizer file. None if the run had token files.
+    """
 
     recipe: Recipe
     model: nn.Module
@@ -83,7 +107,7 @@ class RunModel:
     tokenizer_sha256: str | None = None
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context inside which FP8 layers multiply in FP8, as `Job.autocast`."""
+        """Returns a context in which FP8 layers run in FP8, as `Job.autocast` does."""
         return autocast(registry.backend(self.choice.backend), self.model, True, "")
 
 
@@ -93,17 +117,30 @@ def load(
     change: Callable[[Recipe], None] | None = None,
     step: int | None = None,
 ) -> RunModel:
-    """The model of the run folder `path`, after `step` steps, by default the newest. Checkpoints that do not verify are passed
-    over, and said; `change` may edit the recipe: precision and accelerator, not shape. Raises RunFolderError, NoUsableCheckpoint,
-    and ConfigError for a precision that the weights do not fit, or a step of which there is no checkpoint.
+    """Loads the model of a run on one device.
+
+    Args:
+        path: Run folder.
+        say: Called with a message for each skipped checkpoint.
+        change: Edits the recipe before the model is built. It may change the precision and the
+            accelerator, but no shapes.
+        step: Number of optimizer steps of the checkpoint. None takes the newest.
+
+    Raises:
+        RunFolderError: `path` is not a run folder.
+        NoUsableCheckpoint: All checkpoints are damaged.
+        ConfigError: The weights do not fit the precision, or the run has no such checkpoint.
     """
     tensors, state = newest(path, say, step)
     recipe = Recipe(**state["recipe"])
+    # `chosen_tokenizer` reads model.path and model.weights, so it runs before these are reset.
     recipe.data.tokenizer = recipe.data.tokenizer or chosen_tokenizer(recipe)
     recipe.model.path = recipe.lora.weights = None
+    # A checkpoint of LoRA has adapters only. Its frozen weights come from model.weights.
     if not recipe.lora.enabled:
-        recipe.model.weights = None  # they are those of the checkpoint
-    recipe.trainer.strategy = Strategy()  # on one rank, whatever the run had
+        recipe.model.weights = None
+    # A checkpoint has whole tensors. One rank can load the checkpoint of any layout.
+    recipe.trainer.strategy = Strategy()
     recipe.trainer.num_nodes = recipe.trainer.devices = 1
     if recipe.storage.shard != "none":
         recipe.storage.shard = "none"
@@ -116,7 +153,8 @@ def load(
     choice = run_plan.choice
     if other := backend_change(state, recipe, choice.backend):
         say(other)
-    whole = not recipe.lora.enabled  # beside adapters a checkpoint has no others
+    # With LoRA the frozen weights are filled here, since the load only replaces the adapters.
+    whole = not recipe.lora.enabled
     prepared = prepared_model(run_plan, loaded=whole)
     refuse_other_base(recipe, state.get("base"))
     try:
@@ -136,15 +174,24 @@ def load(
 
 
 def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunModel:
-    """The model of a run in another precision, that of the preset `name`, with the weights that it computes with in its own; those
-    of layers held in FP8 are what FP8 says. What of the preset gives way to a small model is said. Raises ConfigError for a
-    precision in which it cannot be."""
+    """Rebuilds a run's model in the precision of a preset, with the same weights.
+
+    Weights that the run stores in FP8 keep their FP8 values.
+
+    Args:
+        found: Model of the run.
+        name: Name of the precision preset.
+        say: Called with a note for each setting of the preset that the model does not support.
+
+    Raises:
+        ConfigError: The model cannot run in this precision.
+    """
     recipe = found.recipe.model_copy(deep=True)
     recipe.trainer.plugins = precision_preset(name)
     recipe.storage.shard = "none"
     _without_gradients(recipe)
     settled = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
-    for line in replace(settled, remarks=()).notes:  # remarks are on training
+    for line in replace(settled, remarks=()).notes:  # remarks are about training only
         say(f"{name}: {line.removeprefix('note: ')}")
     recipe = settled.recipe
     recipe.check()
@@ -162,28 +209,45 @@ def in_precision(found: RunModel, name: str, say: Callable[[str], None]) -> RunM
 
 
 def _without_gradients(recipe: Recipe) -> None:
-    """Leave out what is of training alone: statistics, optimizer, and the format of gradients where no GPU multiplies it: forward,
-    hybrid is E4M3."""
+    """Resets settings of training that could make the recipe invalid for inference."""
     recipe.log.fp8_stats_every_n_steps, recipe.optim = 0, Optim(warmup_steps=0)
+    # hybrid uses E4M3 in the forward pass and E5M2 for gradients. Some scalings have no GEMM with
+    # E5M2 operands, and inference has no gradients.
     multiplied = SCALINGS[recipe.fp8.scaling].multiplied
     if recipe.fp8.format == "hybrid" and "hybrid" not in multiplied:
         recipe.fp8.format = "e4m3"
 
 
 ROWS_AT_A_TIME = 512
-"""Rows that are quantized at once: whole tiles of every scaling."""
+"""Rows quantized at a time, a multiple of the tile height of all scalings."""
 
 
 class RunWeights:
-    """The weights of the run folder `path`: `recipe` is its recipe, not sharded, `plan` what its linear layers do, `adapted` those
-    that have adapters, and `step` how many steps it has done. Raises as `run_checkpoint.newest`, and ConfigError for weights of
-    another model than the recipe's."""
+    """Weights of a run, read one at a time from its newest valid checkpoint.
+
+    Attributes:
+        recipe: Recipe of the run, without sharding.
+        plan: Precision of each linear layer.
+        adapted: Names of the layers with LoRA adapters, sorted.
+        step: Optimizer steps of the checkpoint.
+    """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
+        """Opens the checkpoint and compares its shapes with the recipe.
+
+        Args:
+            path: Run folder.
+            say: Called with a message for each skipped checkpoint.
+
+        Raises:
+            RunFolderError: `path` is not a run folder.
+            NoUsableCheckpoint: All checkpoints are damaged.
+            ConfigError: The checkpoint has the weights of another model.
+        """
         tensors, state = newest(path, say)
         self.recipe, self.step = Recipe(**state["recipe"]), int(state["step"])
         self.recipe.storage.shard, self.recipe.lora.weights = "none", None
-        trained = state.get("backend") or ""  # none in checkpoints of earlier versions
+        trained = state.get("backend") or ""  # missing in checkpoints of earlier versions
         self.plan, self._path = (
             plan_layers(self.recipe, trained if registry.exists(trained) else None),
             path,
@@ -201,14 +265,22 @@ class RunWeights:
         self._check()
 
     def read(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """The parameter that the Transformer calls `name`, whole, on the CPU, with what its adapters add: in float32 where it is
-        decoded or something is added; and the scale [] that multiplies it, where it is held in E4M3 under one.
+        """Reads a parameter on the CPU, with its LoRA adapters merged.
+
+        Args:
+            name: Name of the parameter in the Transformer.
+
+        Returns:
+            The weight: float32 if it was stored with scales or has adapters, and otherwise in its
+            stored dtype. With it the scale [] of an E4M3 weight with one scale per tensor, or None.
+            The weight is scaled already.
         """
         module = name.removesuffix(".weight")
         weight, *beside = saved_weight(
             name, self._model, self._fp8, self._scaling
         ) or self._narrowed(name)
         assert weight is not None, "scales have codes"
+        # With this scale an export can store the same FP8 bytes again.
         scale = beside[0] if beside and weight.dtype == torch.float8_e4m3fn else None
         if beside:
             weight = weight_storage((weight, *beside), self._codec()).values(torch.float32)
@@ -219,7 +291,7 @@ class RunWeights:
         return weight, None
 
     def adapter(self, module: str) -> Adapter:
-        """The adapters beside the layer `module`, which has some, in the dtype of the run."""
+        """Returns the adapters of a layer from `adapted`, in the dtype of the run."""
         assert self._adapters, "it has some"
         made, dtype = (
             self._adapters.of(module, "meta"),
@@ -232,7 +304,11 @@ class RunWeights:
         return made
 
     def _narrowed(self, name: str) -> Weight:
-        """A weight that the checkpoint has without a scale, or not at all, as the run stores it."""
+        """Converts a weight without scales to the dtype or codec in which the run stores it.
+
+        The checkpoint has a float32 master or a 16-bit weight. It has no frozen weights of LoRA, so
+        these are read or drawn again.
+        """
         precision, module = self.recipe.precision, name.removesuffix(".weight")
         linear, runs_fp8 = module in self._runs_fp8, self._runs_fp8.get(module, False)
         column, scales = (
@@ -241,16 +317,15 @@ class RunWeights:
         )
         if self._first:
             weight = self._first(name)
-            weight = (
-                weight.to(DTYPES[precision.compute]) if linear else weight
-            )  # models.lora.Adapters.freeze
+            # Training rounds frozen linear weights to the compute dtype: see Adapters.freeze.
+            weight = weight.to(DTYPES[precision.compute]) if linear else weight
         else:
             weight, scales = self._model[name], self._fp8.get(f"{module}.fp8_scale", scales)
         if column in DTYPES:
             return (weight.to(DTYPES[column]),)
-        if (
-            not self._first and weight.itemsize == 2
-        ):  # as the run's backend held it, who may have had fewer layers in FP8
+        # The run stored this weight in 16 bits. Its backend may have had fewer FP8 layers than this
+        # machine's plan.
+        if not self._first and weight.itemsize == 2:
             return (weight,)
         held, weight = self._codec(), weight.float()
         return held.encode(weight) if held else self._quantized(weight, scales)
@@ -258,7 +333,8 @@ class RunWeights:
     def _quantized(self, weight: Tensor, scale: Tensor | None) -> Weight:
         """Quantizes a weight as training would, block scaling some rows at a time.
 
-        The temporaries of a whole matrix are several times its size, and an export promises to need about two matrices.
+        The temporaries of a whole matrix take several times its size. An export should need the
+        memory of about two matrices.
         """
         layout = self._scaling.layout
         if layout.block <= 0 or layout.two_levels:
@@ -273,16 +349,17 @@ class RunWeights:
         )
 
     def _codec(self) -> Codec | None:
-        """That of weights with a scale; None where they are operands of FP8 products."""
+        """Returns the codec of linear weights. None if they are stored as FP8 GEMM operands."""
         return None if self._state.fp8_weights else get_codec(self._state.linear["weight"])
 
     def _check(self) -> None:
-        """Raise ConfigError where the checkpoint has other weights than the recipe's model."""
+        """Raises ConfigError if names or shapes differ from the recipe's model."""
         config = transformer_config(self.recipe)
         wanted = {} if self._first else dict(parameter_shapes(config))
         for module in self.adapted:
             of_layer = self._adapters.of(module, "meta").state_dict()  # type: ignore[union-attr]
             wanted |= {f"{module}.lora.{name}": tuple(t.shape) for name, t in of_layer.items()}
+        # A tied output layer may be saved under its own name, too.
         tied = {"output_layer.weight"} if config.tie_embeddings else set[str]()
         saved = {
             name: saved_shape(name, self._model, self._fp8)
