@@ -1,4 +1,4 @@
-"""Training metrics: metrics.jsonl for programs, a progress line for people, TensorBoard on request."""
+"""Training metrics: metrics.jsonl, fp8_stats.jsonl, the progress line and TensorBoard."""
 
 from __future__ import annotations
 
@@ -28,27 +28,40 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training.step import count_microbatches
 
 Value = float | int | str | bool | None
-# JSON has no such numbers; they are written as these strings and read back as floats.
+# JSON has no such numbers. They are written as these strings and read back as floats.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
-    """Appends to a file of one JSON object a line, written at each, so that a kill loses at most a half-written last line.
+    """Appends metrics to a JSON Lines file, one object per line.
 
-    Opening it makes the file anew from the lines of the one that is there: a half line, and what it says of steps after `done`,
-    which a run that resumes there writes again, are dropped. Floats are written with the digits that give the same bits back.
-    Lines that find no space wait for the next one.
+    Each line is written at once, so a killed process leaves at most one incomplete line. Floats
+    round-trip bit for bit. If the disk is full, lines are buffered until there is space again.
     """
 
     def __init__(self, folder: RunFiles, name: str, done: int | None = None) -> None:
-        """Opens `name` in `folder`. Raises OSError, StrangeFile, and ValueError as read() does."""
+        """Opens a log and copies the lines of an existing one.
+
+        Drops an incomplete last line. Also drops lines of steps after `done`, since the resumed run
+        writes these again.
+
+        Args:
+            folder: Run folder.
+            name: File name.
+            done: Optimizer steps of the checkpoint. None keeps all lines, unread.
+
+        Raises:
+            OSError: The file cannot be written.
+            StrangeFile: The file is not a regular file.
+            ValueError: A line is not a JSON object with a step.
+        """
         path = folder.path / name
         self._at = folder, name
         self.last: dict[str, tuple[int, Value]] = {}
-        """The last line that was found of each value, where `done` is given: its step, and the value."""
+        """Step and value of the last copied line of each metric, if `done` is given."""
         self.holes: list[tuple[int, int]] = []
-        """The first and the last step of each gap in the file that was found, up to step `done`."""
-        coming = 1
+        """First and last step of each gap in the copied lines, up to step `done`."""
+        coming = 1  # the next step without a line
         self._waiting = bytearray()
         with ExitStack() as stack:
             there = stack.enter_context(folder.open(name)) if folder.kind(name) else ()
@@ -65,13 +78,22 @@ class MetricsLog:
                             name: (values["step"], value) for name, value in values.items()
                         }
                     write_all(new, line)
+                # `replacing` closes `new` after the rename. The duplicate stays open.
                 self._file = open(os.dup(new.fileno()), "ab", buffering=0)  # noqa: SIM115
         if done is not None and coming <= done:
             self.holes.append((coming, done))
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Append one line, `step` and then `values`. TypeError for a value JSON has no word for, such as a tensor; OSError, but
-        not for want of space."""
+        """Appends one line.
+
+        Args:
+            step: Optimizer step, counted from 1.
+            values: Metrics by name.
+
+        Raises:
+            TypeError: JSON cannot represent a value, such as a tensor.
+            OSError: Writing failed for another reason than a full disk.
+        """
         line = json.dumps(
             {"step": step} | {k: _writable(v) for k, v in values.items() if k != "step"},
             allow_nan=False,
@@ -84,7 +106,7 @@ class MetricsLog:
                 raise
 
     def close(self) -> None:
-        """Close the file; writing after it raises ValueError. Raises OSError where lines are still waiting for space."""
+        """Writes buffered lines and closes the file. Raises OSError if the disk is still full."""
         try:
             if not self._file.closed:
                 self._flush()
@@ -101,7 +123,8 @@ class MetricsLog:
         try:
             self.close()
         except OSError:
-            if kind is None:  # what ends the run already says more than that lines found no space
+            # The error that ends the run is more useful than a full disk.
+            if kind is None:
                 raise
 
     def _flush(self) -> None:
@@ -110,10 +133,19 @@ class MetricsLog:
 
 
 def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
-    """The lines of the metrics.jsonl at `path`, or of the file `name` in a run folder, floats bit for bit (a NaN as the canonical
-    one). A half-written last line is left out.
+    """Reads a metrics file. Skips an incomplete last line.
 
-    Raises OSError, StrangeFile, and ValueError for any other line that is not a JSON object with a step.
+    Args:
+        path: The file, or a run folder together with `name`.
+        name: File name in the run folder.
+
+    Returns:
+        Step and metrics of each line. Floats have the bits that were written.
+
+    Raises:
+        OSError: The file cannot be read.
+        StrangeFile: The file is not a regular file.
+        ValueError: A line is not a JSON object with a step.
     """
     folder = RunFiles.at(path if isinstance(path, RunFiles) else Path(path).parent)
     name = name or Path(path).name  # type: ignore[arg-type]
@@ -125,7 +157,7 @@ def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
 
 
 class TensorBoardLog:
-    """The numbers of MetricsLog.write as TensorBoard scalars under `folder`. Needs the extra fp8cfg[tensorboard]."""
+    """Writes numeric metrics as TensorBoard scalars. Needs the extra fp8cfg[tensorboard]."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -137,22 +169,29 @@ class TensorBoardLog:
         self._writer = SummaryWriter(str(folder))
 
     def write(self, step: int, values: dict[str, Value]) -> None:
-        """Add each number as a scalar at `step`; what is not a number is left to metrics.jsonl."""
+        """Adds each number as a scalar at `step`. Skips other values."""
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left and close."""
+        """Flushes the events and closes the file."""
         self._writer.close()
 
 
 class Progress:
-    """One line on how far a run is: redrawn in place on a terminal; elsewhere a plain line every `every` steps.
+    """Progress line of a run. A context manager.
 
-    `say` gets the plain lines in place of the console. `console` and `clock` (seconds) are for tests. Whatever is printed meanwhile
-    appears above the line.
+    A terminal redraws one line, and other output appears above it. Without a terminal a new line is
+    printed every `every` steps.
+
+    Args:
+        max_steps: Optimizer steps of the run.
+        every: Steps between printed lines.
+        console: Where to print. For tests.
+        clock: Returns seconds. For tests.
+        say: Gets the printed lines instead of the console. The line is not redrawn then.
     """
 
     def __init__(
@@ -173,7 +212,14 @@ class Progress:
         self._live = Live(console=self._console, refresh_per_second=4) if redraw else None
 
     def update(self, step: int, loss: float, lr: float, tokens_per_s: float) -> None:
-        """Show the state after optimizer step `step` (the first is 1)."""
+        """Shows the state after an optimizer step.
+
+        Args:
+            step: The step, counted from 1.
+            loss: Its training loss.
+            lr: Its learning rate.
+            tokens_per_s: Tokens per second on all ranks together.
+        """
         self._start = self._start or (step, self._clock())
         line = (
             f"step {step}/{self.max_steps}  loss {loss:.4f}  lr {lr:.3g}  {tokens_per_s:,.0f}"
@@ -187,7 +233,7 @@ class Progress:
         elif self._say:
             self._say(line)
         else:
-            # Not console.print: it would wrap the line at the width it assumes where there is no terminal.
+            # console.print would wrap the line: without a terminal it assumes 80 columns.
             self._console.file.write(line + "\n")
             self._console.file.flush()
 
@@ -201,7 +247,8 @@ class Progress:
             self._live.stop()
 
     def _eta(self, step: int) -> str:
-        """Time left at the pace since the first update, h:mm:ss; unknown at that update itself."""
+        """Returns the remaining time as h:mm:ss, at the average speed since the first update."""
+        # The first update is left out of the average, since the first step compiles and warms up.
         first_step, began = self._start or (step, 0.0)
         if step <= first_step:
             return "-:--:--"
@@ -211,7 +258,7 @@ class Progress:
 
 
 def _writable(value: Value) -> Value:
-    """Returns the value as JSON has it. See NON_FINITE."""
+    """Returns a value that JSON can represent. See NON_FINITE."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     if math.isnan(value):
@@ -220,6 +267,7 @@ def _writable(value: Value) -> Value:
 
 
 def _parse(place: str, line: bytes) -> dict[str, Any]:
+    """Parses one line. Raises ValueError with `place`, the path and the line number."""
     try:
         raw = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -242,22 +290,28 @@ def _quote(line: bytes) -> str:
 
 
 def _complete_lines(lines: Iterable[bytes]) -> Iterable[bytes]:
-    """Leaves out a half-written last line."""
+    """Skips an incomplete last line."""
     return (line for line in lines if line.endswith(b"\n"))
 
 
 class RunLogs:
-    """Logs of a run: metrics.jsonl, fp8_stats.jsonl and TensorBoard. A context manager.
+    """Log files of a run: metrics.jsonl, fp8_stats.jsonl and TensorBoard. A context manager.
 
-    Without a run folder, as on all ranks but the first, nothing is written.
+    Only the first rank has a run folder and writes. Other ranks make the same calls, because
+    `statistics` runs collectives.
     """
 
     def __init__(self, job: Job, run: RunFolder | None, done: int) -> None:
-        """Opens the logs of `run`, and drops their lines of steps after `done`.
+        """Opens the logs of a run.
+
+        Args:
+            job: The job.
+            run: Run folder, None on ranks that write nothing.
+            done: Optimizer steps done. Lines of later steps are dropped.
 
         Raises:
-            ConfigError: A log cannot be read, or the recipe's `log` keys ask for one that is not
-                available.
+            ConfigError: A log is damaged, TensorBoard is not installed, or the backend has no FP8
+                statistics.
             OSError: A log cannot be written.
         """
         self.job = job
@@ -265,9 +319,11 @@ class RunLogs:
         self._statistics: MetricsLog | None = None
         self._board: TensorBoardLog | None = None
         self._statistics_interval = 0
-        # With FSDP2 all ranks take part in the passes, which gather weights.
+        # The statistics take a forward and backward pass. Under FSDP2 this pass gathers weights, so
+        # all ranks must run it.
         if run or job.prepared.fsdp2:
             self._statistics_interval = job.recipe.log.fp8_stats_every_n_steps
+        # If a later log cannot be opened, the stack closes the earlier ones.
         with ExitStack() as opened:
             if run:
                 self._open(run, done, opened)
@@ -281,7 +337,7 @@ class RunLogs:
                 " no such statistics; write backend=native or drop it"
             )
         self._metrics = _open_log(run.files, METRICS, done, opened)
-        # An existing log is opened in any case, to drop its later lines.
+        # An existing log is opened even without an interval, to drop its later lines.
         if interval or run.files.kind(FP8_STATS):
             self._statistics = _open_log(run.files, FP8_STATS, done, opened)
         if self.job.recipe.log.tensorboard:
@@ -292,14 +348,14 @@ class RunLogs:
             opened.callback(self._board.close)
 
     def write(self, done: int, values: dict[str, Value]) -> None:
-        """Writes values of optimizer step `done`, counted from 1."""
+        """Writes metrics of optimizer step `done`, counted from 1."""
         if self._metrics:
             self._metrics.write(done, values)
         if self._board:
             self._board.write(done, values)
 
     def holes(self) -> str:
-        """Returns a note on finished steps without a line in metrics.jsonl, or ""."""
+        """Returns a note about finished steps without a line in metrics.jsonl, or ""."""
         if not self._metrics or not self._metrics.holes:
             return ""
         gaps = []
@@ -323,13 +379,13 @@ class RunLogs:
         return value if step == done else None
 
     def statistics(self, batches: Batches, step: int, world: World) -> None:
-        """Writes statistics of the FP8 tensors in the first microbatch of a step, if due.
+        """Writes FP8 statistics of the first microbatch of a step, if the step is due.
 
-        They take an eager forward and backward pass, and change nothing. All ranks call it.
+        Runs an extra eager forward and backward pass. It changes no FP8 state. All ranks call it.
 
         Args:
-            batches: Data of the run.
-            step: Step that is about to begin, counted from 0.
+            batches: Training data.
+            step: The next step, counted from 0.
             world: Ranks of the run.
         """
         if not self._statistics_interval or (step + 1) % self._statistics_interval:
@@ -338,10 +394,12 @@ class RunLogs:
         num_microbatches = count_microbatches(job, world)
         batch = batches.batch(step, world.rank, world.size, 0, num_microbatches)
         num_shares: float = num_microbatches * world.size
+        # Masked microbatches have different numbers of targets. Their loss gets the weight that it
+        # has in the step, so gradients have the same size as in training.
         if batches.samples.masked:
             num_targets = batches.target_count(step)
             if not num_targets:
-                return  # the step itself reports that no token has a loss
+                return  # the training step reports this error
             num_shares = num_targets / max(int((batch[1] != IGNORED).sum()), 1)
 
         def run_pass() -> None:
@@ -349,7 +407,7 @@ class RunLogs:
                 loss = job.model(*(tensor.to(job.device) for tensor in batch))
                 job.backward(loss, num_shares)
 
-        # Two sets of gradients would need memory at once.
+        # Frees the gradients of the last step before this pass allocates new ones.
         job.optimizer.zero_grad()
         if job.prepared.fsdp2:
             from fp8cfg.parallel import fsdp  # here: it takes a second to load
@@ -378,6 +436,7 @@ class RunLogs:
 
 
 def _open_log(files: RunFiles, name: str, done: int, opened: ExitStack) -> MetricsLog:
+    """Opens a log that `opened` closes. Raises ConfigError if it is damaged."""
     try:
         return opened.enter_context(MetricsLog(files, name, done))
     except ValueError as error:
