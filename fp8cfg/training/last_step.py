@@ -1,4 +1,4 @@
-"""Save of the last whole step of a run that an error ends between two optimizer steps."""
+"""Emergency checkpoint: saves the last complete step if an error ends the run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from fp8cfg.training.step import NoTargets
 
 
 class LastStep:
-    """Knows which step the state of `job` is of, and saves it if an error ends the run.
+    """Tracks the step of the job's state, and saves this state if an error ends the run.
 
-    The state is whole unless the error came from the optimizer step itself. Then some parameters
-    are updated and others are not.
+    The state is complete unless the optimizer step itself failed. Then only some parameters are
+    updated.
+
+    Args:
+        job: The job.
+        saver: Writes the checkpoint.
+        world: Ranks of the run.
+        first: Optimizer steps done before this run starts.
+        say: Prints a message.
     """
 
     def __init__(
@@ -30,28 +37,33 @@ class LastStep:
         self._say = say
         self._step = first
         self._recorded = first
-        # Optimizer steps that the job has begun before step 0 of this run.
+        # `steps_begun` counts the calls of this job's optimizer only. In a resumed run it differs
+        # from the steps of the run by a constant.
         self._steps_before = job.steps_begun - first
         self._rng: RandomState | None = None
 
     def begin(self, step: int) -> None:
-        """Step number `step`, the first being 0, begins."""
+        """Records that a step begins, counted from 0."""
         self._step = step
-        # The passes of a step may draw random numbers (LoRA's dropout), and a resumed run repeats
-        # all of them.
+        # A resumed run repeats the step. Dropout must draw the same numbers again.
         self._rng = capture_rng()
 
     def record(self, done: int) -> None:
-        """`done` steps have ended, and their results are known."""
+        """Records that the host knows the results of `done` steps."""
         self._recorded = done
 
     def save(self, error: Exception, skipping: bool) -> None:
-        """Saves the last whole step if the run can be resumed from it after `error`.
+        """Saves the last complete step, if the run can be resumed from it.
 
-        `skipping` says that the last steps were skipped, as of `Saver.save`. Raises nothing, so that `error` stays the error of the run.
+        Raises nothing: the caller raises `error` afterwards.
+
+        Args:
+            error: The error that ends the run.
+            skipping: Whether the last steps were skipped, as in `Saver.save`.
         """
         if not self._is_resumable(error) or not self._recorded:
             return
+        # More calls than recorded steps: the optimizer step began, but did not end.
         is_whole = self._job.steps_begun - self._steps_before == self._recorded
         if not is_whole:
             self._say("the error came from the optimizer step: nothing is saved after it")
@@ -62,15 +74,18 @@ class LastStep:
             self._say(f"step {self._recorded} could not be saved either: {printable(str(problem))}")
 
     def _is_resumable(self, error: Exception) -> bool:
+        """Whether a resumed run could continue after `error`."""
         if self._world.size > 1:
-            # Any other error may be of one rank alone, while the others wait for it.
+            # Saving is a collective. Only this error is sure to be raised on all ranks at once.
             return isinstance(error, NoTargets)
+        # Our other errors, such as Diverged or NotFP8Error, would only come again.
         return isinstance(error, ConfigError | DataError) or not isinstance(error, Fp8cfgError)
 
     def _save(self, skipping: bool) -> None:
         self._world.waits("start", self._step + 1)
         rng = None
-        if self._recorded == self._step:  # the error came while a step was under way
+        # The error came in the middle of a step. RNG state and amaxes are of this unfinished step.
+        if self._recorded == self._step:
             rng = self._rng
             self._forget_amaxes()
         if self._saver.save(self._recorded, skipping, last=True, rng=rng):
@@ -79,6 +94,6 @@ class LastStep:
             )
 
     def _forget_amaxes(self) -> None:
-        """Drops the amaxes of the step that failed, as a skipped step does."""
+        """Discards the amaxes of the failed step, as after a skipped step."""
         if self._job.recipe.fp8.enabled:
             registry.backend(self._job.choice.backend).after_skip(self._job.model)

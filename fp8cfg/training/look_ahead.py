@@ -1,7 +1,7 @@
-"""Look-ahead: each of several ranks reads its data before the step that needs them.
+"""Look-ahead: finds bad data of a later step while all ranks can still stop together.
 
-A rank that found bad data in the midst of a step would leave the others waiting for it, and nobody
-could save. Found a step early, it is a reason to stop: all ranks save and end together.
+If one rank fails in the middle of a step, the other ranks wait for it in a collective. Then no rank
+can save. A problem found one step earlier is a request to stop: all ranks save, then exit.
 """
 
 from __future__ import annotations
@@ -13,22 +13,32 @@ from fp8cfg.parallel.process_group import World
 
 
 class LookAhead:
-    """Reads the data of this rank up to `steps` steps ahead. On one rank it does nothing.
+    """Reads the data of this rank ahead of the training steps. Does nothing in a single-rank run.
+
+    Args:
+        job: The job.
+        batches: Training data.
+        world: Ranks of the run.
+        first: First step of the run, counted from 0.
+        steps: How many steps to read ahead.
 
     Attributes:
-        problem: What is wrong with the data of a later step, or "".
+        problem: The error in the data of a later step, or "".
     """
 
     def __init__(self, job: Job, batches: Batches, world: World, first: int, steps: int) -> None:
         self._batches = batches
         self._share = batch_share(job.recipe.trainer.strategy, world.rank, world.size)
+        # One rank can save after an error in its step, so it needs no look-ahead.
         self._last = job.recipe.trainer.max_steps if world.size > 1 else 0
+        # A failure in the first step loses nothing, since nothing is trained yet.
         self._next = first + 1
         self._steps = steps
         self.problem = ""
 
     def read(self, step: int) -> None:
-        """Reads the data of the steps after number `step`, the first being 0, which is to begin."""
+        """Reads the data of the steps after `step`. Call it before this step, counted from 0."""
+        # The batches are dropped here. The training step reads them again.
         while not self.problem and self._next <= min(step + self._steps, self._last - 1):
             try:
                 self._batches.batch(self._next, *self._share)
