@@ -1,10 +1,12 @@
-"""Backends: the libraries that execute FP8 GEMMs, the choice among them, and the plan for each linear layer. The package itself
-loads no torch.
+"""Backends: libraries that run FP8 GEMMs, the choice among them, and the plan of each linear layer.
+
+The package itself does not import torch.
 """
 
 from __future__ import annotations
 
 SHIPPED = ("native", "te", "torchao", "msamp")
-"""The backends of this version, each a folder, in the order in which they are listed."""
+"""Backends of this version in the order of lists. Each one is a folder."""
 REFERENCE = "native"
-"""The one that has every key and runs everywhere: where FP8 is emulated it goes first, and where none is asked for it is taken."""
+"""Backend that supports every key and runs on any machine. It is preferred for emulation, and used
+without FP8."""

@@ -1,4 +1,4 @@
-"""Backend choice: the backend that runs a recipe on given hardware, or a refusal with every reason."""
+"""Backend choice: the backend for a recipe on given hardware, or an error with every reason."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that runs the recipe, its product ("emulate", "scaled_mm" or "none"), and the reason for the choice.
-    `passed_over` has a line for each backend that auto would have preferred.
+    """The backend of a recipe.
+
+    Attributes:
+        backend: Name of the backend.
+        product: "emulate", "scaled_mm" or "none".
+        why: Reason for the choice.
+        passed_over: A line for each backend that backend=auto would prefer, with its reason.
     """
 
     backend: str
@@ -47,13 +52,22 @@ def choose(
     strategy: Strategy | None = None,
     adapters: bool = False,
 ) -> Choice:
-    """The backend for `precision` on `hardware`. Raises ConfigError with every reason against it.
+    """Chooses the backend for a precision.
 
-    A capability is never downgraded: what cannot run is refused, naming what can. `backend=auto` takes the first of
-    backend_registry.preference() that can run the recipe; where FP8 is emulated the native backend goes first, whose emulation is
-    exact and has every key. `statistics` is the recipe's log.fp8_stats_every_n_steps, `strategy` its trainer.strategy, None of a
-    model that is whole on each rank, `adapters` its lora.enabled. Not `here`, an explicit backend need not be installed: the
-    hardware is elsewhere.
+    It never lowers the precision: settings that cannot run are errors, and the message has a
+    setting that can. backend=auto takes the first backend of registry.preference() that can run it.
+    For emulation it prefers the native backend, whose emulation is exact and supports every key.
+
+    Args:
+        precision: The precision.
+        hardware: Where it must run.
+        statistics: log.fp8_stats_every_n_steps of the recipe.
+        here: Whether `hardware` is this machine. Otherwise a named backend need not be installed.
+        strategy: trainer.strategy, or None if each rank has the whole model.
+        adapters: lora.enabled of the recipe.
+
+    Raises:
+        ConfigError: With every reason why the backend cannot run it.
     """
     if precision.backend != "auto" and not registry.exists(precision.backend):
         raise ConfigError(against(precision.backend, precision, hardware))
@@ -93,9 +107,9 @@ def against(
     strategy: Strategy | None = None,
     adapters: bool = False,
 ) -> list[Violation]:
-    """Lists every reason why backend `name` cannot run `precision`, in which FP8 is enabled.
+    """Returns every reason why backend `name` cannot run `precision` with FP8.
 
-    Args are those of `choose`.
+    The other arguments are described in `choose`.
     """
     problem = registry.problem(name)
     if problem:
@@ -175,12 +189,13 @@ def _choice(
     asked: str,
     passed_over: tuple[str, ...] = (),
 ) -> Choice:
+    """Returns the choice of backend `name`, with how it multiplies on `hardware`."""
     product, why = registry.rules(name).product(precision, hardware)
     return Choice(name, product, f"{asked}; {why}", passed_over)
 
 
 def _could(precision: Precision, hardware: Hardware) -> list[Violation]:
-    """A line for each backend that could run `precision` on `hardware` if it were installed."""
+    """Returns a line for each backend that could run `precision` if it were installed."""
     rules = {name: registry.rules(name) for name in registry.preference()}
     return [
         Violation("backend=auto", f"{name} could run this, but {why}", source="backend")

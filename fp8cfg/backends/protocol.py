@@ -1,8 +1,9 @@
-"""Backend protocol: rules that need no torch and are asked on any machine about any other, and the code that multiplies.
+"""Backend protocol: capability rules without torch, and the code of the FP8 layers.
 
-A backend is a package, a folder here or of another project by entry point (fp8cfg/schema/backends.py). Its `rules` has
-the functions of `Rules` and imports neither torch nor its library; its `backend` has those of `Backend`, and is imported where a
-model is converted.
+A backend is a package. It is a folder here, or another project provides it through an entry point
+(fp8cfg/schema/backends.py). Its module `rules` implements `Rules` and imports neither torch nor its
+library, so that `fp8cfg plan` works on any machine. Its module `backend` implements `Backend`. It
+is imported when a model is converted.
 """
 
 from __future__ import annotations
@@ -44,12 +45,22 @@ __all__ = [
 
 @dataclass(repr=False)  # Fiddle prints it in errors. All weights would take pages.
 class PreparedModel:
-    """A model in the recipe's precision, the float32 masters of its parameters by name, the autocast region of its FP8 layers, and
-    the storage dtypes, and the columns of its parameters by name. `owner` gives the rank that keeps the state of each parameter, where that is
-    sharded by whole tensors, and `shard` is storage.shard, resolved; under `fsdp2` parameters are float32 shards that torch's FSDP2
-    gathers, and their own masters. `tensor_parallel` is this rank's place among those that share each matrix, a
-    parallel.tensor.TensorRank, None where parameters are whole; `pipeline` that among those that share the layers, a
-    parallel.pipeline.PipelineRank, None where this rank has all.
+    """A model in the precision of its recipe, with master weights and its layout over ranks.
+
+    Attributes:
+        model: The model, with FP8 layers.
+        masters: Float32 master weights, by parameter name.
+        region: The autocast region of the FP8 layers.
+        device: Device of the model.
+        state: Storage dtypes of the recipe.
+        columns: Storage dtypes of each parameter, by name and column.
+        owner: ZeRO: the rank that keeps the optimizer state of each parameter, by name.
+        shard: storage.shard, with auto resolved.
+        fsdp2: Whether FSDP2 shards the parameters. The float32 shards are then their own masters.
+        tensor_parallel: The parallel.tensor.TensorRank of this rank, or None.
+        pipeline: The parallel.pipeline.PipelineRank of this rank, or None.
+        same_samples: Process group of the ranks with the same layers and samples. Only set under
+            fp8.tp_only_amax_red.
     """
 
     model: torch.nn.Module
@@ -63,29 +74,36 @@ class PreparedModel:
     fsdp2: bool = False
     tensor_parallel: Any = None
     pipeline: Any = None
-    # the process group of ranks that share layers and samples, where fp8.tp_only_amax_red asks for
-    # it
     same_samples: Any = None
 
     @property
     def mesh(self) -> Any:
-        """The device mesh, if ranks share matrices or layers; None if every rank has the whole model."""
+        """Device mesh under tensor or pipeline parallelism, otherwise None."""
+        # Both have the same mesh if both are set.
         place = self.pipeline or self.tensor_parallel
         return place.mesh if place is not None else None
 
 
 Observed = dict[str, dict[str, "Kinds"]]
-"""What ran: layer name -> product -> kinds of its two operands, HIGH_PRECISION, or None where it did not run."""
+"""Operand kinds of each GEMM, by layer and GEMM name. HIGH_PRECISION ran without FP8, None did not run."""
 
 
 class BackendError(NotFP8Error):
-    """An object that was built for a library does not say what the recipe says. Exit code 3."""
+    """An object of a backend's library differs from the recipe. Exit code 3."""
 
 
 def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -> None:
-    """Raise BackendError where `built`, the fields read back from the library's object `what`, differ from `wanted`; one line for
-    each field, including those that only one side has.
+    """Checks the fields that were read back from an object of a library.
+
+    Args:
+        what: Name of the object, for the message.
+        wanted: Fields from the recipe.
+        built: Fields of the object.
+
+    Raises:
+        BackendError: With every field that differs or exists on one side only.
     """
+    # A new version of a library may add or drop a field, so the keys must match too.
     missing = "nothing"
     lines = [
         f"{what}.{k}: the recipe says {wanted.get(k, missing)}, the library has"
@@ -98,48 +116,61 @@ def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -
 
 
 class Rules(Protocol):
-    """The capabilities of a backend, decided from the recipe and a description of the hardware, which need not be at hand."""
+    """Capabilities of a backend. They depend on the recipe and a description of the hardware only."""
 
     def unavailable(self) -> str:
-        """The reason why the backend cannot be used in this environment, such as "torchao is not installed"; empty where it can.
-        Looks up packages and their versions, and imports none.
+        """Returns why the backend cannot be used in this environment, or "".
+
+        For example "torchao is not installed". It looks up installed versions and imports nothing.
         """
 
     def refusals(self, precision: Precision, hardware: Hardware) -> list[Violation]:
-        """Lists each setting of `precision`, in which FP8 is enabled, that the backend cannot run
-        on `hardware`. Covers neither the environment nor sharding. `fixes` of a violation say
-        which values change for the backend unless the user wrote them.
+        """Returns a violation for each setting that the backend cannot run on the hardware.
+
+        Does not check the environment or sharding. `fixes` of a violation are the values to use
+        instead, unless the user set the key.
+
+        Args:
+            precision: The precision, with FP8 enabled.
+            hardware: The hardware.
         """
 
     def product(self, precision: Precision, hardware: Hardware) -> tuple[str, str]:
-        """How the backend multiplies what it does not refuse, "emulate" or "scaled_mm" (the hardware's FP8 products), and why."""
+        """Returns how the backend multiplies, and why.
+
+        Returns:
+            "emulate", or "scaled_mm" for FP8 GEMMs of the hardware, and the reason.
+        """
 
     def misfit(self, fp8: FP8, in_features: int, out_features: int) -> str:
-        """The reason why a linear layer of that shape stays in high precision; empty where it can multiply in FP8."""
+        """Returns why a linear layer of these sizes stays in high precision, or ""."""
 
     def tokens_multiple(self, fp8: FP8, product: str) -> int:
-        """The number that the tokens of a forward pass must be a multiple of."""
+        """Returns the number that must divide the tokens of a forward pass."""
 
     def against_sharding(self, precision: Precision) -> list[Violation]:
-        """Lists each setting of storage.shard and storage.gather that the backend does not support for `precision`."""
+        """Returns a violation for each unsupported value of storage.shard and storage.gather."""
 
     def against_environment(self, fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
-        """Lists each variable of `environ` that makes the library deviate from `fp8`."""
+        """Returns a violation for each variable that makes the library deviate from `fp8`."""
 
     def instead(self, precision: Precision) -> str:
-        """The override words that run `precision` where the backend is not installed, such as "backend=native"."""
+        """Returns overrides for machines without the backend, such as "backend=native"."""
 
 
 class Backend(Protocol):
-    """The code of a backend. Converted models are found by their layers: a backend keeps no state outside of them.
+    """Code of a backend. It keeps all state in the layers of converted models.
 
-    State is plain tensors alone, in two forms (`fp8cfg.numerics.stored_state`). The model's `state_dict` has the keys of the model
-    before conversion, and usable weights: one that is stored in FP8 is dequantized. The stored form, `stored_state_dict`, is what
-    training goes on from: weights as they are stored, FP8 scales and histories under names whose last part begins with `fp8_`.
-    `load_state_dict` takes either; without FP8 state scales start anew. Names of parameters stay what they were.
+    State consists of plain tensors and has two forms (`fp8cfg.numerics.stored_state`):
 
-    What a library does by itself, and what it has nothing for, is a function that does nothing: the callers ask all backends
-    alike. `fp8cfg.schema.backends.Capabilities` says the rest.
+    - `state_dict` of the model has the keys of the unconverted model, with dequantized weights.
+    - `stored_state_dict` is what checkpoints contain: weights as stored, and FP8 scales and histories.
+      The last part of their names begins with `fp8_`.
+
+    `load_state_dict` accepts both. Without FP8 state scales restart. Parameter names do not change.
+
+    All backends have all functions. A function does nothing if the library does the work itself or
+    has no such feature. `fp8cfg.schema.backends.Capabilities` has the rest.
     """
 
     def convert(
@@ -152,28 +183,45 @@ class Backend(Protocol):
         compute: torch.dtype = ...,
         fp8_gather: bool = False,
     ) -> None:
-        """Replace, in place, the linear layers of `model` (none of them its root) that `plan` has in FP8. `compute` is the dtype
-        of activations, bfloat16 by default; `fp8_gather` lets FSDP2 gather weights in FP8, where capabilities have that.
+        """Replaces the linear layers of a model by FP8 layers, in place.
 
-        Each new layer has the Parameters of the old one, so that tied weights stay tied and frozen ones frozen, its training
-        flag and its hooks; FP8 is on while `region` is, or in the backend's own context. The library's object that says how
-        is built from `fp8`, read back field by field, and compared: raises BackendError where it differs.
+        A new layer keeps the Parameters, the training flag and the hooks of the old layer. Tied
+        weights stay tied, and frozen weights stay frozen. FP8 is on inside `region` or in the
+        backend's own context. The backend builds the library's recipe object from `fp8`, reads all
+        fields back and compares them.
+
+        Args:
+            model: The model. Its root is not replaced.
+            fp8: FP8 settings.
+            plan: The planned layers. Layers without FP8 stay.
+            region: The autocast region of the new layers.
+            product: "emulate" or "scaled_mm", from `Rules.product`.
+            compute: Dtype of activations.
+            fp8_gather: Whether FSDP2 gathers weights in FP8, if the backend supports it.
+
+        Raises:
+            BackendError: The library's object differs from `fp8`.
         """
 
     def autocast(self, model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """A context inside which the converted layers of `model` multiply in FP8, or, not enabled, in high precision."""
+        """Returns a context in which the layers of `model` multiply in FP8, if `enabled`.
+
+        Otherwise they multiply in high precision.
+        """
 
     def observed(self, model: nn.Module) -> Observed:
-        """The operand kinds of each product, for each converted layer by name, since the record was last cleared. They are
-        recorded where the product is made, so that a layer that was swapped but never ran in FP8 shows. An evaluation in high
-        precision leaves the record unchanged: a product recorded as high precision ran in a training pass.
+        """Returns the operand kinds of each GEMM of each converted layer.
+
+        The record covers the time since `forget_observed`. It is written where the GEMM runs, so it
+        shows layers that were converted but never ran in FP8. High-precision evaluation does not
+        change it: HIGH_PRECISION means a training pass.
         """
 
     def forget_observed(self, model: nn.Module) -> None:
-        """Clear that record."""
+        """Clears the record of `observed`."""
 
     def record(self, model: nn.Module) -> dict[str, Any]:
-        """The entries that a run adds to coverage.json for the converted `model` besides its products, as JSON values by key."""
+        """Returns additional entries for coverage.json as JSON values."""
 
     def optimizer(
         self,
@@ -183,27 +231,48 @@ class Backend(Protocol):
         clip_grad: float,
         loss_scaler: LossScaler | None,
     ) -> MixedPrecisionOptimizer | None:
-        """The optimizer of the layers and of all other parameters, with the attributes of `MixedPrecisionOptimizer`, where
-        capabilities have `own_state`; else None, and any optimizer trains them.
+        """Returns the optimizer of a model if the capabilities have `own_state`, otherwise None.
+
+        The optimizer steps all parameters and has the attributes of `MixedPrecisionOptimizer`.
+
+        Args:
+            prepared: The model.
+            precision: The precision.
+            optim: Optimizer settings.
+            clip_grad: Largest norm of the gradients. 0 does not clip.
+            loss_scaler: The fp16 loss scale.
         """
 
     def cache_weights(self, model: nn.Module, on: bool = True) -> None:
-        """Quantize each weight once per optimizer step, in its first microbatch, where the library would quantize it in every one.
-        For a loop that calls `after_step`; off until this is called.
+        """Makes layers quantize each weight once per optimizer step, in its first microbatch.
+
+        Off by default, because it needs calls of `after_step`. Only for libraries that otherwise
+        quantize in every microbatch.
         """
 
     def writers(self, model: nn.Module) -> Mapping[nn.Parameter, Callable[[Tensor], None]]:
-        """For each weight that is stored in FP8 only, the function that stores a float32 master in it."""
+        """Returns a function for each FP8 weight that quantizes a float32 master into it."""
 
     def after_step(self, model: nn.Module, group: dist.ProcessGroup | None, step: int) -> None:
-        """Called after optimizer step `step` (from 1) and before weights are written: rolls histories and moves scales, with
-        amaxes reduced over `group` where it is given. One whose capabilities have `skips_on_device` takes `skip`, too, a bool []
-        on the device: where that is true it does what `after_skip` does, and writers change no weight."""
+        """Rolls amax histories and updates scales after an optimizer step.
+
+        Runs before weights are written, so that they are quantized with the new scales.
+
+        Args:
+            model: The model.
+            group: Process group for the maximum of amaxes, or None for this rank only.
+            step: Number of the optimizer step, from 1.
+
+        With the capability `skips_on_device` it also takes `skip`, bool [] on the device. If it is
+        true, the call acts like `after_skip`, and writers change no weight.
+        """
 
     def after_skip(self, model: nn.Module) -> None:
-        """Called instead where the step was skipped because gradients were not finite."""
+        """Drops the amaxes of a step that was skipped because gradients were not finite."""
 
     def plain(self, layer: nn.Module) -> nn.Module | None:
-        """The module that a converted `layer` replaced: an nn.Linear with its own Parameters, or with a new one in float32 for a
-        weight that is stored in FP8. None for any other module.
+        """Returns the plain module of a converted layer, or None for other modules.
+
+        It is an nn.Linear with the same Parameters. A weight that is stored only in FP8 becomes a
+        new float32 Parameter.
         """

@@ -1,4 +1,4 @@
-"""Backend registry: shipped and installed backends by name; each one's rules and code are imported on first use."""
+"""Backend registry: shipped and installed backends by name, imported on first use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ __all__ = [
 
 
 def preference() -> tuple[str, ...]:
-    """The order in which backend=auto tries the backends. Backends of installed packages that cannot be loaded are left out."""
+    """Returns the order in which backend=auto tries the backends.
+
+    Backends of installed packages that cannot be loaded are left out.
+    """
     return tuple(name for name in backends.ordered() if exists(name))
 
 
@@ -38,26 +41,34 @@ def exists(name: str) -> bool:
 
 
 def problem(name: str) -> str:
-    """The reason why backend `name` cannot be used, without the leading `backend=name`; empty where it can."""
+    """Returns why backend `name` cannot be loaded, or ""."""
     try:
         rules(name)
     except ConfigError as e:
+        # Callers add the setting to the message themselves.
         return e.problems[0].removeprefix(f"backend={name}: ")
     return ""
 
 
 def rules(name: str) -> Rules:
-    """The rules of backend `name`; loads no torch. Raises ConfigError where an installed package's rules cannot be loaded."""
+    """Returns the rules of backend `name`. Does not import torch.
+
+    Raises:
+        ConfigError: There is no such backend, or its rules cannot be loaded.
+    """
     found: Rules = backends.part(name, "rules")
     return found
 
 
 def backend(name: str) -> Backend:
-    """The code of backend `name`. Raises ConfigError as `rules` does."""
+    """Returns the code of backend `name`. Raises ConfigError like `rules`."""
     found: Backend = backends.part(name, "backend")
     return found
 
 
 def used() -> Iterator[Backend]:
-    """The backends whose code this process has loaded; no model can have layers of any other."""
+    """Yields the backends that this process has loaded.
+
+    A model cannot have layers of any other backend, so this is enough to find all converted layers.
+    """
     return (backend(name) for name in names() if backends.loaded(name))

@@ -1,4 +1,4 @@
-"""Native backend: FP8 arithmetic in plain torch, emulated or through torch's scaled matrix products."""
+"""Native backend: FP8 in plain torch, emulated or with torch's scaled matrix products."""
 
 from __future__ import annotations
 

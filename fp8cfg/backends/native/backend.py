@@ -1,4 +1,4 @@
-"""Native backend: plain torch linear layers and attention replaced by those of `numerics`, the same on CPU and GPU."""
+"""Native backend: replaces linear layers and attention by layers of `numerics`, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, E2M1)}
 
 
 def scaling_of(fp8: FP8) -> Scaling:
-    """The Scaling that the `fp8` node describes."""
+    """Converts FP8 settings to a Scaling."""
     forward, backward = (_FORMATS[name] for name in SCALINGS[fp8.scaling].operands(fp8.format))
     return Scaling(
         kind=fp8.scaling,
@@ -70,10 +70,12 @@ def convert(
     compute: torch.dtype = torch.bfloat16,
     fp8_gather: bool = False,
 ) -> None:
-    """Replace, in place, the linear layers of `model` that `plan` has in FP8, and with them attention. Weights keep their
-    Parameter, so tied ones stay tied; under fp8.params they become float8 Parameters, except a weight that a layer outside FP8
-    shares.
+    """Replaces linear layers and attention by FP8 layers, as in `Backend.convert`.
+
+    Weights keep their Parameters. Under fp8.params they become float8 Parameters, except weights
+    that a high-precision module shares.
     """
+    # A tied embedding reads its weight in high precision.
     shared = shared_weights(model)
     scaling = scaling_of(fp8)
     for planned in plan:
@@ -95,6 +97,7 @@ def convert(
         replaced(model, planned.name, layer)
         if fp8_gather and linear.weight not in shared:
             shard_in_fp8(layer)
+    # Loading replaces float32 shards. Their FP8 copies must follow before the next gather.
     if fp8_gather:
         model.register_load_state_dict_post_hook(lambda *_: refresh_shards(fp8_linears(model)))
     if fp8.dot_product_attention:
@@ -102,6 +105,7 @@ def convert(
 
 
 def _convert_attention(model: nn.Module, fp8: FP8, scaling: Scaling, region: Region) -> None:
+    """Replaces the attention of each Transformer layer that the plan has in FP8."""
     device = next(model.parameters()).device
     names = {name for name, _ in model.named_modules()}
     # A pipeline stage has some of the layers, with the numbers of the whole model.
@@ -114,11 +118,12 @@ def _convert_attention(model: nn.Module, fp8: FP8, scaling: Scaling, region: Reg
 
 
 def autocast(model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+    """Returns the context of `Backend.autocast`."""
     return enter_regions(fp8_layers(model), enabled)
 
 
 def observed(model: nn.Module) -> Observed:
-    """For each FP8 layer by name, the operand kinds of each product that ran."""
+    """Returns the operand kinds of each GEMM that ran, by FP8 layer."""
     out: Observed = {}
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Layer):
@@ -134,31 +139,34 @@ def observed(model: nn.Module) -> Observed:
 
 
 def forget_observed(model: nn.Module) -> None:
-    """Clear the record of what ran, so that the next step is observed afresh."""
+    """Clears the record of GEMMs before the next observed step."""
     for layer in fp8_layers(model):
         layer.clear_gemms_ran()
 
 
 def record(model: nn.Module) -> dict[str, Any]:
+    """Returns no additional entries."""
     return {}
 
 
 def optimizer(
     prepared: Any, precision: Any, optim: Any, clip_grad: float, loss_scaler: Any
 ) -> None:
+    """Returns None: any optimizer can train the layers."""
     return None
 
 
 def cache_weights(model: nn.Module, on: bool = True) -> None:
-    """Does nothing: `cached_weights` (numerics/linear_operands.py) holds the passes of a step, and fp8.params quantizes weights."""
+    """Does nothing. FP8 layers cache quantized weights themselves (numerics/linear_operands.py)."""
 
 
 def float8_weights(model: nn.Module) -> dict[nn.Parameter, FP8Linear]:
-    """The layers whose weight is stored in float8 only, by that weight."""
+    """Returns the layer of each weight that is stored only in float8."""
     return {layer.parameter: layer for layer in fp8_linears(model) if layer.fp8_params}
 
 
 def writers(model: nn.Module) -> dict[nn.Parameter, Callable[[Tensor], None]]:
+    """Returns the functions that quantize masters into trained float8 weights."""
     return {
         weight: layer.set_weight
         for weight, layer in float8_weights(model).items()
@@ -172,20 +180,23 @@ def after_step(
     step: int,
     skip: Tensor | None = None,
 ) -> None:
+    """Updates scales as in `Backend.after_step`, then the FP8 copies of FSDP2 shards."""
     say_scales_anew(fp8_layers(model))
     update_scales(fp8_layers(model), group=group, step=step, skip=skip)
-    refresh_shards(
-        layer for layer in fp8_linears(model) if layer.parameter.requires_grad
-    )  # a frozen weight stays as it is
+    # Frozen weights did not change, so their FP8 shards are still valid.
+    refresh_shards(layer for layer in fp8_linears(model) if layer.parameter.requires_grad)
 
 
 def after_skip(model: nn.Module) -> None:
+    """Drops the amaxes of a skipped step."""
     discard_amax(fp8_layers(model))
 
 
 def plain(layer: nn.Module) -> nn.Linear | None:
+    """Returns an nn.Linear for an FP8 layer, or None for other modules."""
     if not isinstance(layer, FP8Linear):
         return None
+    # The stored codes are not usable without their scale, so the weight is a new Parameter.
     if layer.held:
         weight = layer.dequantized_weight(torch.float32)
         return linear_with(

@@ -1,4 +1,4 @@
-"""Rules of the native backend: every scaling by emulation, and on a GPU those of torch's scaled matrix products."""
+"""Rules of the native backend: emulation of every scaling, and on GPUs torch's scaled products."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from fp8cfg.schema.storage import against_fp8_gather
 from fp8cfg.schema.violation import Violation
 
 FP8_CAPABILITY = (8, 9)
-"""Least CUDA compute capability with FP8 matrix products: Ada. Hopper is 9.0."""
+"""Lowest CUDA compute capability with FP8 GEMMs: Ada (8.9). Hopper is 9.0."""
 BLOCK_CUDA = max(scaling.cuda for scaling in SCALINGS.values())
-"""Least CUDA version whose cuBLAS multiplies with scales of blocks, on Hopper."""
+"""Lowest CUDA version whose cuBLAS supports blockwise scales on Hopper."""
 ALIGNMENT = 16
-"""Scaled matrix products want every contracted and every last dimension divisible by this (cuBLASLt, TE section 3.4)."""
+"""Scaled GEMMs need every contracted and every last dimension divisible by this (cuBLASLt; Transformer
+Engine documentation, section 3.4)."""
 
 
 def unavailable() -> str:
+    """Returns "": the backend only needs torch."""
     return ""
 
 
 def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
+    """Returns a violation for each setting that it cannot run, as in `Rules.refusals`."""
     f, lines, scaling = precision.fp8, [], SCALINGS[precision.fp8.scaling]
+    # Blockwise attention would have to match cuDNN, which quantizes the softmax in its own way.
     if f.dot_product_attention and scaling.block and "dot_product_attention" in scaling.attention:
         lines.append(
             Violation(
@@ -47,6 +51,7 @@ def refusals(precision: Precision, hardware: Hardware) -> list[Violation]:
 
 
 def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
+    """Returns "emulate" or "scaled_mm", and why."""
     if hardware.device == "cpu":
         return "emulate", "a CPU emulates FP8"
     if precision.fp8.emulate:
@@ -55,6 +60,9 @@ def product(precision: Precision, hardware: Hardware) -> tuple[str, str]:
 
 
 def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
+    """Returns why a layer of these sizes stays in high precision, or ""."""
+    # Fprop contracts in_features, dgrad contracts out_features. Emulation keeps the limit, so that
+    # a plan does not depend on the machine.
     for what, size in (("in", in_features), ("out", out_features)):
         if size % ALIGNMENT:
             return f"{what}_features={size} is not a multiple of {ALIGNMENT}"
@@ -62,10 +70,12 @@ def misfit(fp8: FP8, in_features: int, out_features: int) -> str:
 
 
 def tokens_multiple(fp8: FP8, product: str) -> int:
-    return 1  # numerics/gemm.py completes tokens with zeros
+    """Returns 1: any number of tokens is supported."""
+    return 1  # numerics/gemm.py pads tokens with zeros
 
 
 def against_sharding(precision: Precision) -> list[Violation]:
+    """Returns a violation if FSDP2 cannot gather the weights in FP8."""
     if precision.storage.shard == "fsdp" and precision.storage.gather == "fp8":
         return [
             Violation("storage.gather=fp8", f"{why}")
@@ -75,15 +85,17 @@ def against_sharding(precision: Precision) -> list[Violation]:
 
 
 def against_environment(fp8: FP8, environ: Mapping[str, str]) -> list[Violation]:
+    """Returns nothing: no environment variable changes its results."""
     return []
 
 
 def instead(precision: Precision) -> str:
+    """Returns the override for this backend."""
     return "backend=native"
 
 
 def no_units(precision: Precision, hardware: Hardware) -> list[Violation]:
-    """The refusal of a GPU without FP8 units, if it has none."""
+    """Returns a violation if the GPU has no FP8 units."""
     if (hardware.capability or (0, 0)) >= FP8_CAPABILITY:
         return []
     return [
@@ -95,14 +107,17 @@ def no_units(precision: Precision, hardware: Hardware) -> list[Violation]:
 
 
 def found(hardware: Hardware) -> str:
-    """A description of the GPU, for refusals."""
+    """Describes the GPU for messages."""
     return (
         f"this GPU has compute capability {'.'.join(map(str, hardware.capability or ('unknown',)))}"
     )
 
 
 def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
-    """The refusal of a scaling that the GPU cannot multiply, naming what it can, if there is anything."""
+    """Returns a violation if the GPU or its CUDA version cannot multiply with the scaling.
+
+    The message has a setting that works, if there is one.
+    """
     capability, name, scaling = (
         hardware.capability or (0, 0),
         p.fp8.scaling,
@@ -138,6 +153,7 @@ def _hardware_lacks(p: Precision, hardware: Hardware) -> list[Violation]:
                 f" {EMULATE}, or precision={preset}",
             )
         ]
+    # Without FP8 dgrad and wgrad no GEMM has a gradient operand, so its format does not matter.
     kept = p.fp8.override_linear_precision
     if p.fp8.format not in scaling.multiplied and not (kept.dgrad and kept.wgrad):
         takes = scaling.multiplied[0]
