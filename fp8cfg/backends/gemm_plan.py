@@ -1,4 +1,4 @@
-"""GEMM plan: which GEMMs of which linear layers will run in FP8, and why the others will not, from names and shapes alone."""
+"""GEMM plan: which GEMMs of which linear layers run in FP8, from names and shapes only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from fp8cfg.schema.violation import Violation
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")
-"""The products of attention by what they make: P = Q Kᵀ and O = S V, then four backward ones; see numerics/attention.py."""
+"""GEMMs of attention by result: P = Q Kᵀ and O = S V, then four in the backward pass
+(numerics/fp8_attention.py)."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Shapes = Iterable[tuple[str, int, int]]
 Kinds = tuple[str, str] | tuple[()] | None
-"""The kinds of the two operands of a product in FP8. In a plan None is high precision; in what ran it is a product that did not
-run, and HIGH_PRECISION one that ran, in training, in high precision."""
+"""Formats of the two operands of a GEMM. In a plan None means high precision. In a record of what ran
+None means that the GEMM did not run, and HIGH_PRECISION that it ran in high precision in training."""
 HIGH_PRECISION: tuple[()] = ()
 OWN_FORWARD = "has its own forward"
 _NAME_IT = (
@@ -28,17 +29,26 @@ _NAME_IT = (
     " forward only casts input and weight"
 )
 Misfit = Callable[[FP8, int, int], str]
-"""Why a layer of in_features and out_features stays in high precision: `Rules.misfit` of the backend."""
+"""Returns why a layer of these sizes stays in high precision, or "" (`Rules.misfit`)."""
 Numbering = Callable[[str], tuple[int, int] | None]
-"""The number of the Transformer layer that a linear layer is in, by its name, and how many there are; None outside of them."""
+"""Maps the name of a linear layer to the index of its Transformer layer and the number of these, or None."""
 
 
 @dataclass(frozen=True)
 class PlannedLinear:
-    """The plan of one linear layer. `gemms` holds, for fprop, dgrad and wgrad, the kinds of the two operands, such as (e4m3,
-    e4m3), or None where the product stays in high precision; `reason` says why where any does. `rows` is the observed number of
-    rows that it multiplied, None where it was not observed. `output` says that it is an output layer. `left_out` names the products
-    that autograd does not need, such as wgrad of a frozen weight: they do not run, and are no part of its FLOPs.
+    """Plan of one linear layer, or what ran in it.
+
+    Attributes:
+        name: Name of the module.
+        in_features: Size of the input.
+        out_features: Size of the output.
+        gemms: Operand formats of fprop, dgrad and wgrad, such as ("e4m3", "e4m3"). None is high
+            precision.
+        reason: Why a GEMM stays in high precision.
+        rows: Observed number of rows that it multiplied, or None.
+        output: Whether it is an output layer.
+        left_out: GEMMs that autograd does not need, such as wgrad of a frozen weight. They do not
+            count as FLOPs.
     """
 
     name: str
@@ -52,34 +62,39 @@ class PlannedLinear:
 
     @property
     def fp8(self) -> bool:
-        """Whether any of the three products runs in FP8."""
+        """Whether at least one of the GEMMs runs in FP8."""
         return any(self.gemms)
 
     @property
     def products(self) -> dict[str, Kinds]:
-        """`gemms` by their names."""
+        """Operand formats by GEMM name."""
         return dict(zip(GEMMS, self.gemms, strict=True))
 
     @property
     def fp8_share(self) -> float:
-        """Share of this layer's equally large products that run in FP8."""
+        """Share of the layer's FLOPs in FP8. All its GEMMs have equal FLOPs."""
         return sum(map(bool, self.gemms)) / self.count
 
     @property
     def count(self) -> int:
-        """Products that run: three, or fewer where some are left out."""
+        """Number of GEMMs that run: three minus `left_out`."""
         return len(GEMMS) - len(self.left_out)
 
     @property
     def weights(self) -> int:
-        """Elements of the weight."""
+        """Number of weight elements."""
         return self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
 class PlannedAttention:
-    """The plan of the attention of one Transformer layer; `gemms`, `reason` and `left_out` as in PlannedLinear, two forward and
-    four backward products.
+    """Plan of the attention of one Transformer layer, or what ran in it.
+
+    Attributes:
+        name: Name of the module.
+        gemms: Operand formats of the ATTENTION_GEMMS. None is high precision.
+        reason: As in PlannedLinear.
+        left_out: As in PlannedLinear.
     """
 
     name: str
@@ -89,19 +104,24 @@ class PlannedAttention:
 
     @property
     def products(self) -> dict[str, Kinds]:
-        """`gemms` by their names."""
+        """Operand formats by GEMM name."""
         return dict(zip(ATTENTION_GEMMS, self.gemms, strict=True))
 
     @property
     def fp8_share(self) -> float:
-        """Share of the six equally large products that run in FP8."""
+        """Share of the FLOPs in FP8. The six GEMMs have equal FLOPs."""
         return sum(map(bool, self.gemms)) / (len(self.gemms) - len(self.left_out))
 
 
 @dataclass(frozen=True)
 class Unwatched:
-    """Parameters of a user model that are, or may be, multiplied outside of linear layers: the module that holds them, their
-    number of elements, the reason why they stay in high precision, and `rows` as in PlannedLinear.
+    """Parameters of a custom model that may be multiplied outside of linear layers.
+
+    Attributes:
+        name: Name of the module.
+        weights: Number of elements.
+        reason: Why they stay in high precision.
+        rows: As in PlannedLinear.
     """
 
     name: str
@@ -111,7 +131,7 @@ class Unwatched:
 
 
 def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
-    """The plan of the attention of every Transformer layer."""
+    """Returns the plan of the attention of every Transformer layer."""
     forward, backward, _ = formats(fp8)
     asked = fp8.enabled and fp8.dot_product_attention
     reasons = [
@@ -128,7 +148,7 @@ def plan_attention(fp8: FP8, num_layers: int) -> list[PlannedAttention]:
 
 
 def layers(num_layers: int) -> Numbering:
-    """The layer numbering of a model whose `num_layers` Transformer layers are named `layers.N`."""
+    """Returns the numbering of a model whose Transformer layers are named `layers.N`."""
 
     def number(name: str) -> tuple[int, int] | None:
         found = _LAYER.search(name)
@@ -203,7 +223,8 @@ def plan_linears(
 
 
 def _all_excluded(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[Violation]:
-    """A violation if fp8.exclude alone keeps all layers out of FP8 that could run in it."""
+    """Returns a violation if fp8.exclude keeps every layer out of FP8."""
+    # The output layer stays in high precision by default, so it does not count.
     reasons = {p.reason for p in plans} - {_NO_OUTPUT}
     if not reasons or not all(reason.startswith(_EXCLUDED) for reason in reasons):
         return []
@@ -217,13 +238,13 @@ def _all_excluded(fp8: FP8, plans: Sequence[PlannedLinear]) -> list[Violation]:
 
 
 def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]]:
-    """Kinds of the operands of fprop (x, w), dgrad (dy, w) and wgrad (dy, x)."""
+    """Returns the operand formats of fprop (x, w), dgrad (dy, w) and wgrad (dy, x)."""
     forward, gradient = SCALINGS[fp8.scaling].operands(fp8.format)
     return (forward, forward), (gradient, forward), (gradient, forward)
 
 
 def _products(fp8: FP8) -> tuple[tuple[Kinds, Kinds, Kinds], str]:
-    """The three products of a layer that runs in FP8, and why one of them does not, where one does not."""
+    """Returns the formats of the three GEMMs under fp8.override_linear_precision, and its reason."""
     kept = [g for g in GEMMS if getattr(fp8.override_linear_precision, g)]
     fprop, dgrad, wgrad = (
         None if g in kept else f for g, f in zip(GEMMS, formats(fp8), strict=True)
@@ -238,7 +259,7 @@ def _excluded(
     misfit: Misfit,
     output: Collection[str],
 ) -> str:
-    """Why the whole layer stays in high precision, or an empty string."""
+    """Returns why the whole layer stays in high precision, or ""."""
     name, in_features, out_features = shape
     if not in_features or not out_features:
         return f"{in_features} x {out_features}: nothing to multiply"
@@ -255,7 +276,7 @@ def _excluded(
 
 
 def _reason_at_ends(layer: int, fp8: FP8, num_layers: int) -> str:
-    """Why Transformer layer number `layer` stays in high precision, or an empty string."""
+    """Returns why Transformer layer `layer` stays in high precision, or ""."""
     if layer < fp8.high_precision_at_start:
         return f"fp8.high_precision_at_start={fp8.high_precision_at_start}"
     if layer >= num_layers - fp8.high_precision_at_end:
@@ -266,7 +287,12 @@ def _reason_at_ends(layer: int, fp8: FP8, num_layers: int) -> str:
 def differences(
     plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]
 ) -> list[str]:
-    """One line for each product that did not run as planned; empty where all did."""
+    """Returns a line for each GEMM that did not run as planned.
+
+    Args:
+        plan: The plan.
+        seen: Formats that ran, by layer and GEMM name.
+    """
     lines = []
     for planned in plan:
         for gemm, want in planned.products.items():
@@ -276,6 +302,7 @@ def differences(
                     f"{planned.name} {gemm}: planned not to run, its weight is frozen; ran"
                     f" {_shown(got)}"
                 )
+            # () and None both mean that the GEMM has no FP8 operands.
             elif (want or None) != (got or None):
                 lines.append(f"{planned.name} {gemm}: planned {_shown(want)}, ran {_shown(got)}")
     return lines
@@ -284,9 +311,10 @@ def differences(
 def not_engaged(
     plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]
 ) -> list[str]:
-    """The differences between a step of a user model and its plan, one line each. A model may leave layers out of a step, and a
-    layer may have no use for a gradient: a product that did not run is no difference as long as any product ran; a product that
-    ran in high precision is one.
+    """Returns a line for each GEMM of a custom model that ran in high precision instead of FP8.
+
+    A GEMM that did not run is no difference if other layers ran. A custom model may skip layers in
+    a step, and autograd may not need a gradient.
     """
     asked = not plan or any(p.fp8_share for p in plan)
     if asked and not any(any(gemms.values()) for gemms in seen.values()):
@@ -294,6 +322,8 @@ def not_engaged(
     lines, rest = [], {}
     for p in plan:
         ran = seen.get(p.name, {})
+        # A GEMM that did not run, or ran in high precision, counts as planned here. The second case
+        # has its own line.
         rest[p.name] = {g: ran.get(g) or want for g, want in p.products.items()}
         if outside := [
             g for g, want in p.products.items() if want and ran.get(g) == HIGH_PRECISION
@@ -306,13 +336,13 @@ def not_engaged(
 
 
 def products_left_out(ran: Mapping[str, Kinds], is_frozen: bool, trained: bool) -> tuple[str, ...]:
-    """Returns the backward products of a linear layer that autograd did not need.
+    """Returns the backward GEMMs of a linear layer that autograd did not need.
 
     Args:
-        ran: The products that the layer was observed to run. Empty if it is not watched.
+        ran: GEMMs that the layer was observed to run. Empty if it is not observed.
         is_frozen: Whether its weight needs no gradient.
-        trained: Whether any layer of the model ran a backward pass. The others then have no backward pass either: their input
-            and weight need no gradient, or the loss does not depend on them.
+        trained: Whether any layer of the model ran a backward GEMM. Then a missing one was not
+            needed: its input and weight need no gradient, or the loss does not depend on them.
     """
     needless = {"wgrad"} if is_frozen else set()
     if trained and ran.get("fprop") is not None:
@@ -321,18 +351,19 @@ def products_left_out(ran: Mapping[str, Kinds], is_frozen: bool, trained: bool) 
 
 
 def has_trained(seen: Mapping[str, Mapping[str, Kinds]]) -> bool:
-    """Whether any layer ran a backward product."""
+    """Whether any layer ran a backward GEMM."""
     return any(ran.get(gemm) is not None for ran in seen.values() for gemm in ("dgrad", "wgrad"))
 
 
 def _shown(kinds: Kinds) -> str:
+    """Formats the operand kinds of a GEMM for messages."""
     return " x ".join(kinds) if kinds else "high precision"
 
 
 def _without_effect(
     fp8: FP8, plans: Sequence[PlannedLinear], output: Collection[str]
 ) -> list[Violation]:
-    """A violation for each key that asks for layers in FP8 and gets none."""
+    """Returns a violation for each key that selects layers for FP8 without effect."""
     asked = {
         f"fp8.include={pattern}": [p for p in plans if fnmatchcase(p.name, pattern)]
         for pattern in fp8.include
@@ -347,17 +378,18 @@ def _without_effect(
 
 
 def excluded(name: str, fp8: FP8) -> bool:
-    """Whether a pattern of fp8.exclude is the layer's or the norm's that is called `name`."""
+    """Whether a pattern of fp8.exclude matches the layer or norm `name`."""
     return any(fnmatchcase(name, pattern) for pattern in fp8.exclude)
 
 
 def _unmatched(fp8: FP8, names: Sequence[str], norms: Iterable[str]) -> list[Violation]:
-    """A violation for each pattern that matches nothing."""
+    """Returns a violation for each pattern of fp8.include and fp8.exclude without a match."""
     found = []
     beside = {"include": (), "exclude": tuple(norms)}
     for key, more in beside.items():
         for pattern in getattr(fp8, key):
             if not any(fnmatchcase(n, pattern) for n in (*names, *more)):
+                # Layer numbers become * in suggestions, as users write such patterns.
                 generic = sorted({_LAYER.sub(lambda m: m[0].replace(m[1], "*"), n) for n in names})
                 hint = suggest(pattern, generic)
                 found.append(Violation(f"fp8.{key}={pattern}", f"matches no linear layer{hint}"))

@@ -1,4 +1,4 @@
-"""Module swap: nn.Linear to FP8Linear and back, with hooks, training flag and user attributes carried over."""
+"""Module swap: replaces nn.Linear by FP8Linear and back. Hooks, flags and user attributes stay."""
 
 from __future__ import annotations
 
@@ -20,25 +20,36 @@ _AUTOCAST = (torch.bfloat16, torch.float16)
 
 
 class _NotALinear(Exception):
-    """A forward depends on more than its input."""
+    """The forward of a layer depends on more than its input, for example on random numbers."""
 
 
 class Casts(NamedTuple):
-    """The dtype in which a layer multiplies: its input's, its weight's, or a fixed one; `back` says that the output is cast to the
-    dtype of the input."""
+    """How a subclass of nn.Linear casts its operands.
+
+    Attributes:
+        to: Dtype of the GEMM: "input", "weight" or a fixed dtype.
+        back: Whether the output is cast to the dtype of the input.
+    """
 
     to: torch.dtype | str
     back: bool
 
     def of(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-        """The dtype for an input of dtype `x`."""
+        """Returns the dtype of the GEMM for an input and a weight of these dtypes."""
         return (
             self.to if isinstance(self.to, torch.dtype) else {"input": x, "weight": weight}[self.to]
         )
 
 
 def casts_of(linear: nn.Linear) -> Casts | None:
-    """How `linear`, whose class has its own forward, casts; None where it computes something else, or cannot be run."""
+    """Returns how a subclass of nn.Linear casts, found by running a small copy of it.
+
+    Args:
+        linear: A layer whose class has its own forward.
+
+    Returns:
+        The casts, or None if the forward is not F.linear with casts, or cannot be run.
+    """
     if linear.weight.is_meta:
         return None
     with (
@@ -49,10 +60,12 @@ def casts_of(linear: nn.Linear) -> Casts | None:
         try:
             small = _small(linear)
             ran = [(x, y) for x in _inputs(small) if (y := _ran(small, x)) is not None]
-        except Exception:  # whatever code of theirs does: it is not known to be linear
+        # User code may raise anything. The layer then stays in high precision.
+        except Exception:
             return None
         if not ran:
             return None
+        # Values and gradients must have the same bits as a reference with these casts.
         for to in ("input", "weight", *_DTYPES):
             for back in (False, True):
                 casts = Casts(to, back)
@@ -62,7 +75,7 @@ def casts_of(linear: nn.Linear) -> Casts | None:
 
 
 def differs(linear: nn.Linear) -> bool:
-    """Whether the forward of `linear` runs on a small copy of it, and computes something else than F.linear with casts."""
+    """Whether a layer's forward runs on a small copy but is not F.linear with casts."""
     if casts_of(linear) is not None:
         return False
     with torch.random.fork_rng(devices=()):
@@ -76,7 +89,7 @@ def differs(linear: nn.Linear) -> bool:
 
 
 def cast_as(old: nn.Module, new: nn.Module) -> None:
-    """Let the layer `new` cast as `old` does, whose place it takes."""
+    """Makes the layer `new` cast like `old`, which it replaces."""
     if (
         isinstance(old, nn.Linear)
         and type(old).forward is not nn.Linear.forward
@@ -86,11 +99,15 @@ def cast_as(old: nn.Module, new: nn.Module) -> None:
 
 
 def _forward(layer: nn.Module, casts: Casts, x: Tensor) -> Tensor:
-    """The forward of an FP8 layer: under torch.autocast, which casts input, weight and bias alike, in every backend."""
+    """Forward pass of an FP8 layer with the casts of the replaced class.
+
+    torch.autocast does the cast, because all backends follow it for input, weight and bias.
+    """
     device, weight = x.device.type, layer._parameters["weight"]
     assert weight is not None
     run = type(layer).forward
-    if torch.is_autocast_enabled(device):  # then F.linear casts to that dtype last
+    # Under the user's autocast F.linear casts its operands after the casts of the class.
+    if torch.is_autocast_enabled(device):
         y: Tensor = run(layer, x)
         return y.to(x.dtype) if casts.back else y
     dtype = casts.of(x.dtype, weight.dtype)
@@ -104,7 +121,7 @@ def _forward(layer: nn.Module, casts: Casts, x: Tensor) -> Tensor:
 
 
 def _small(linear: nn.Linear) -> nn.Linear:
-    """A copy of `linear`, without its hooks, that has 16 inputs, 24 outputs and a weight drawn at random."""
+    """Returns a copy of `linear` with 16 inputs, 24 outputs, random weights and no hooks."""
     small = copy.copy(linear)
     draw = torch.Generator().manual_seed(0)
     shapes = {"weight": (24, 16), "bias": (24,)}
@@ -123,8 +140,9 @@ def _small(linear: nn.Linear) -> nn.Linear:
 
 
 def _inputs(small: nn.Linear) -> Iterator[Tensor]:
-    """Inputs of two and three dimensions, of all dtypes; rows of ordinary, small and large values, and one with an outlier."""
+    """Yields inputs [8, 16] and [2, 4, 16] in all dtypes, with small, large and outlier values."""
     rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    # A forward with a clamp, a norm or its own quantization differs on some of these rows.
     rows[2:4] *= 1e-3
     rows[4:6] *= 1e3
     rows[6, 3] = -5e3
@@ -134,8 +152,14 @@ def _inputs(small: nn.Linear) -> Iterator[Tensor]:
 
 
 def _ran(small: nn.Linear, x: Tensor) -> list[Tensor] | None:
-    """What the forward of `small` makes of `x`, in training and evaluation, and its gradients. None where it refuses the dtype, as
-    nn.Linear itself does. Raises _NotALinear where it is not the same twice, or in evaluation."""
+    """Returns output and gradients of the forward of `small` for `x`.
+
+    Returns:
+        The tensors, or None if the layer rejects the dtype, as nn.Linear does.
+
+    Raises:
+        _NotALinear: Training and evaluation differ, or two runs do.
+    """
     found: list[list[Tensor] | None] = []
     for training in (True, False, True):
         vars(small)["training"] = training
@@ -151,6 +175,7 @@ def _ran(small: nn.Linear, x: Tensor) -> list[Tensor] | None:
 
 
 def _run(forward: Any, small: nn.Linear, x: Tensor) -> list[Tensor]:
+    """Returns the output of `forward`, and the gradients of input and parameters."""
     y = forward(x)
     inputs = [x, *(p for p in small._parameters.values() if p is not None)]
     g = (
@@ -160,13 +185,12 @@ def _run(forward: Any, small: nn.Linear, x: Tensor) -> list[Tensor]:
     )
     if not y.requires_grad:
         return [y]
-    return [
-        y.detach(),
-        *torch.autograd.grad(y, inputs, g, materialize_grads=True),
-    ]  # zeros for what it does not read
+    # Zero gradients for unused inputs keep the lists of two forwards comparable.
+    return [y.detach(), *torch.autograd.grad(y, inputs, g, materialize_grads=True)]
 
 
 def _reference(small: nn.Linear, casts: Casts, x: Tensor) -> Tensor:
+    """Computes F.linear with the given casts."""
     dtype = casts.of(x.dtype, small.weight.dtype)
     bias: Tensor | None = small.bias
     y = F.linear(x.to(dtype), small.weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -174,34 +198,41 @@ def _reference(small: nn.Linear, casts: Casts, x: Tensor) -> Tensor:
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether two lists of tensors have the same dtypes and bits."""
     return len(a) == len(b) and all(
         s.dtype == t.dtype and torch.equal(s, t) for s, t in zip(a, b, strict=True)
     )
 
 
 CARRIED = "carried_attributes"
-"""Attribute of a layer that took the place of another: names of the user's own attributes, to be taken back."""
+"""Attribute of a replacement: names of the user attributes that it took over."""
 _CLASS = "carried_class"
-"""Attribute of a layer that took the place of one of a subclass of nn.Linear: that class, to be given back."""
+"""Attribute of a replacement: the subclass of nn.Linear to restore on conversion back."""
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put `new` in the place of the module `name` of `model`, under every name it has there, with its training flag, hooks and the
-    user's own attributes. A linear layer replaced by an FP8 one raises NotFP8Error if it is still called; of a subclass of
-    nn.Linear the FP8 one casts as it did, and the plain one that takes that one's place has its class.
+    """Replaces a module under all its names in a model.
+
+    The new module gets the training flag, hooks and user attributes of the old one. An FP8 layer
+    also casts like a subclass of nn.Linear that it replaces. Its plain replacement gets that class
+    back. A replaced linear layer raises NotFP8Error if it is still called.
+
+    Args:
+        model: The model.
+        name: Name of the old module.
+        new: The new module.
     """
     old = model.get_submodule(name)
     carried = vars(old).get(CARRIED, [key for key in vars(old) if key not in vars(new)])
     for key, value in vars(old).items():
         if key.endswith(_HOOKS):
-            value.update(
-                vars(new)[key]
-            )  # the same dict: a handle of the user's removes its hook from it
+            # The dict object must stay: handles of the user remove hooks from it.
+            value.update(vars(new)[key])
             _follow(value.values(), new)
         if key.endswith(_HOOKS) or key in carried or key in ("training", "_is_full_backward_hook"):
             vars(new)[key] = value
-    for key, child in old._modules.items():  # adapters
+    for key, child in old._modules.items():  # for example adapters
         new._modules.setdefault(key, child)
     if CARRIED not in vars(old):
         vars(new)[CARRIED] = carried
@@ -217,6 +248,7 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
         for leaf, child in parent._modules.items():
             if child is old:
                 parent._modules[leaf] = new
+    # Code with its own reference to the old layer would silently run it in high precision.
     if isinstance(old, nn.Linear) and type(new) is not nn.Linear:
         vars(old)["forward"] = partial(_refuse, name)
 
@@ -225,24 +257,27 @@ def replaced(model: nn.Module, name: str, new: nn.Module) -> None:
 def _subclass_of_both(fp8_class: Any, user_class: Any) -> Any:
     """Returns a subclass of `fp8_class` whose instances also pass isinstance(layer, user_class).
 
-    Projects count parameters, initialize layers and choose optimizer groups by their own class. The methods of `fp8_class` come first.
+    Projects count parameters, initialize layers and choose optimizer groups by their own class.
+    Methods of `fp8_class` come first.
     """
     members = {"__module__": fp8_class.__module__, "__reduce_ex__": _reduce}
     return type(fp8_class.__name__, (fp8_class, user_class), members)
 
 
 def _reduce(layer: nn.Linear, protocol: int) -> tuple[Any, ...]:
-    """Pickles a layer of `_subclass_of_both`, which has no name by which pickle could import it."""
+    """Pickles a layer of `_subclass_of_both`. Pickle cannot import such a class by name."""
     return _new_layer, type(layer).__bases__, layer.__getstate__()
 
 
 def _new_layer(fp8_class: Any, user_class: Any) -> nn.Linear:
+    """Creates an empty layer of `_subclass_of_both`, for pickle."""
     both = _subclass_of_both(fp8_class, user_class)
     layer: nn.Linear = both.__new__(both)
     return layer
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """Forward of a replaced layer. Raises NotFP8Error."""
     raise NotFP8Error(
         f"{name}: the model calls the layer that an FP8 one has taken the place of; it keeps it"
         " where torch does not see it, such as in a list: keep it in an nn.ModuleList"
@@ -250,14 +285,14 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _follow(hooks: Iterable[Any], new: nn.Module) -> None:
-    """Point hooks that were registered with their module to `new`; torch keeps a weak reference to it in them."""
+    """Points hooks that torch bound to their module to `new`. They have a weak reference to it."""
     for hook in hooks:
         if getattr(hook, "with_module", False):
             hook.module = weakref.ref(new)
 
 
 def linear_with(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """An nn.Linear that holds exactly these Parameters."""
+    """Returns an nn.Linear with these Parameters, weight [out, in] and bias [out]."""
     out_features, in_features = weight.shape
     linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
     linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
