@@ -1,6 +1,6 @@
-"""Text of a Fiddle graph, and the parts of a job that a plan leads to.
+"""Text of a Fiddle graph, and the parts of a job as plain data.
 
-Imports no torch, and Fiddle only for a graph.
+Loads no torch. Loads Fiddle only to print a graph.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LOSS_SCALER_KEYS = (
 )
 
 CODE_WIDTH = 100
-"""Columns of generated code."""
+"""Maximum line length of generated code."""
 
 
 def planned_parts(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Describes what a build creates: autocast context, optimizer, schedule, loss scaler.
+    """Describes the parts of a job: autocast context, optimizer, schedule and loss scaler.
 
     Returns:
-        The "name" and the arguments of each part.
+        For each part its "name" and its arguments.
     """
     precision, optim, trainer = plan.precision, plan.recipe.optim, plan.recipe.trainer
     parts: dict[str, dict[str, Any]] = {}
@@ -61,6 +61,7 @@ def planned_parts(plan: Plan) -> dict[str, dict[str, Any]]:
         "constant_steps": optim.constant_steps,
         "decay": optim.lr_decay_style,
     }
+    # Only FP16 needs a loss scale. BF16 has the exponent range of float32.
     if precision.compute == "fp16":
         values = {key: getattr(precision, key) for key in _LOSS_SCALER_KEYS}
         known = {key: value for key, value in values.items() if value is not None}
@@ -69,7 +70,7 @@ def planned_parts(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _optimizer_class(plan: Plan) -> dict[str, Any]:
-    """The optimizer that building/optimizer.py creates, and the arguments that tell it apart."""
+    """Class name and special arguments of the optimizer created in building/optimizer.py."""
     recipe = plan.recipe
     if plan.state.low_bit:
         name = _LOW_BIT_OPTIMIZERS[recipe.optim.name]
@@ -78,7 +79,7 @@ def _optimizer_class(plan: Plan) -> dict[str, Any]:
 
 
 def tree_text(graph: fdl.Config[Any]) -> str:
-    """Prints each leaf of `graph` once, and shared nodes as `path -> first path`."""
+    """Returns one line per leaf of a graph, and `path -> first path` for shared nodes."""
     lines = []
     for path, value in leaf_values(graph).items():
         line = f"{path} -> {value}" if isinstance(value, Reference) else f"{path} = {value!r}"
@@ -87,26 +88,26 @@ def tree_text(graph: fdl.Config[Any]) -> str:
 
 
 def dot_text(graph: fdl.Config[Any]) -> str:
-    """Returns the graph as text for Graphviz."""
+    """Returns a graph in the DOT language of Graphviz."""
     from fiddle import graphviz
 
     return str(graphviz.render(graph, max_str_length=40).source).rstrip()
 
 
 class Reference(str):
-    """The path under which a shared node has its leaves."""
+    """First path of a shared node. Its leaves are listed under that path."""
 
     __slots__ = ()
 
 
 def leaf_values(graph: fdl.Config[Any]) -> dict[str, Any]:
-    """Lists each leaf of `graph` once, by its path.
+    """Returns each leaf of a graph once, by its path.
 
-    A shared node has its leaves under its first path, and a Reference under the others. Fiddle's
-    as_dict_flattened repeats them under every path: 2,236 lines in place of 111.
+    The leaves of a shared node are listed under its first path. Other paths get a Reference.
     """
     import fiddle as fdl
 
+    # Fiddle's as_dict_flattened repeats shared leaves under every path: 2,236 lines instead of 111.
     first_paths: dict[int, str] = {}
     values: dict[str, Any] = {}
 
@@ -126,13 +127,13 @@ def leaf_values(graph: fdl.Config[Any]) -> dict[str, Any]:
 
 
 def code_text(graph: fdl.Config[Any]) -> str:
-    """Returns Python code that creates the graph, one block per node.
+    """Returns Python code to create the graph, one block per node.
 
     Lines have at most CODE_WIDTH columns, unless a single value is longer.
     """
     from fiddle.codegen import codegen
 
-    # Fiddle's own code has one line for each statement, thousands of columns wide.
+    # Fiddle generates one line per statement, thousands of columns wide.
     lines: list[str] = []
     for line in codegen.new_codegen(graph, top_level_fixture_name="graph").splitlines():
         lines += _split_line(line)
@@ -140,7 +141,7 @@ def code_text(graph: fdl.Config[Any]) -> str:
 
 
 def _split_line(line: str) -> list[str]:
-    """Splits a line of code if it is too long: an assignment to a name, or a return."""
+    """Splits a long line of code, an assignment or a return statement."""
     if len(line) <= CODE_WIDTH:
         return [line]
     text = line.lstrip()
@@ -150,13 +151,13 @@ def _split_line(line: str) -> list[str]:
 
 
 def _split_value(value: ast.expr, indent: str, before: str, after: str) -> list[str]:
-    """Lines of code for a value.
+    """Formats an expression as lines of code.
 
     Args:
-        value: The value.
+        value: The expression.
         indent: White space at the beginning of each line.
-        before: Code before the value, on its first line.
-        after: Code after the value, on its last line.
+        before: Code before the expression, on its first line.
+        after: Code after the expression, on its last line.
     """
     single_line = f"{indent}{before}{ast.unparse(value)}{after}"
     if len(single_line) <= CODE_WIDTH:
@@ -175,7 +176,7 @@ def _split_value(value: ast.expr, indent: str, before: str, after: str) -> list[
     else:
         return [single_line]
     lines = [f"{indent}{before}{opening}"]
-    # Short items fill a line. Each node of the graph begins a line of its own.
+    # Short items share a line. Each node of the graph starts a new line.
     can_append = False
     for name, item in items:
         item_lines = _split_value(item, f"{indent}    ", name, ",")

@@ -1,4 +1,4 @@
-"""Hardware: the GPUs that can be planned for, this machine, and published FP8 speedups."""
+"""Hardware: table of GPUs for plans, devices of this machine, and published FP8 speedups."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fp8cfg.schema.scalings import SCALINGS
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU.
+    """A GPU in the table.
 
     Attributes:
-        name: Its name in `--gpu`.
-        gib: Memory in GiB that CUDA reports: the total capacity in torch's out-of-memory messages,
-            the smallest one that we know of. CUDA itself takes about half a GiB of it.
+        name: Name in `--gpu`.
+        gib: Memory in GiB as reported by CUDA: the smallest total capacity found in torch's
+            out-of-memory messages. CUDA itself takes about half a GiB of it.
         capability: CUDA compute capability.
-        bf16: Dense peak in TFLOP/s with float32 accumulation.
-        fp8: The same for FP8. None without FP8 tensor cores.
-        source: Where the peaks come from.
+        bf16: Dense BF16 peak in TFLOP/s with float32 accumulation.
+        fp8: Dense FP8 peak in TFLOP/s. None without FP8 tensor cores.
+        source: Source of the peaks.
     """
 
     name: str
@@ -39,7 +39,7 @@ class GPU:
 
     @property
     def memory(self) -> int:
-        """Bytes."""
+        """Memory in bytes."""
         return int(self.gib * 2**30)
 
 
@@ -58,14 +58,18 @@ GPUS = {
         GPU("rtx5090", 31.3, (12, 0), 209, 419, "NVIDIA RTX Blackwell architecture whitepaper"),
     )
 }
-"""Most datasheets give peaks with sparsity. These are half of them."""
+"""Dense peaks. Most datasheets list peaks with sparsity, twice as high."""
 
 
 def find_gpu(name: str, option: str = "--gpu ") -> GPU:
-    """Returns the GPU called `name`, in any case.
+    """Returns the GPU with a name, in upper or lower case.
+
+    Args:
+        name: The name, such as "h100".
+        option: The option for the error message, such as "--gpu ".
 
     Raises:
-        ConfigError: There is none, with the nearest name. `option` begins the message.
+        ConfigError: The table has no such GPU. The message has the nearest name.
     """
     gpu = GPUS.get(name.lower().replace("_", "-"))
     if gpu is not None:
@@ -82,10 +86,16 @@ def find_gpu(name: str, option: str = "--gpu ") -> GPU:
 
 
 def find_hardware(accelerator: str) -> Hardware:
-    """Returns the device that `trainer.accelerator` selects on this machine.
+    """Returns the device of this machine.
+
+    Args:
+        accelerator: Value of trainer.accelerator: "auto", "cpu" or "cuda".
+
+    Returns:
+        The device, with compute capability and library versions on CUDA.
 
     Raises:
-        ConfigError: It is cuda, and torch has no CUDA device.
+        ConfigError: `accelerator` is "cuda" and torch has no CUDA device.
     """
     import torch
 
@@ -104,11 +114,11 @@ def find_hardware(accelerator: str) -> Hardware:
 
 
 def _cudnn_version() -> tuple[int, int, int] | None:
-    """The version of cuDNN 9 and later, which torch returns as a number such as 91900."""
+    """The version of cuDNN, None before cuDNN 9. torch returns a number such as 91900."""
     from torch.backends import cudnn
 
     number = None
-    # torch raises if the cuDNN that it finds is older than the one that it was built with.
+    # torch raises RuntimeError if the installed cuDNN is older than the one at build time.
     with suppress(RuntimeError):
         number = cudnn.version()
     if number is None or number < 90000:
@@ -117,11 +127,12 @@ def _cudnn_version() -> tuple[int, int, int] | None:
 
 
 def no_cuda() -> str:
-    """Returns torch's reason for having no CUDA device, such as an old driver. Empty if it has."""
+    """Returns torch's reason for a missing CUDA device, such as an old driver, else ""."""
     import torch
 
     if torch.cuda.is_available():
         return ""
+    # is_available() hides the reason. init() raises it: AssertionError for a build without CUDA.
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -130,25 +141,25 @@ def no_cuda() -> str:
 
 
 def count_gpus() -> int:
-    """Returns the number of GPUs that CUDA sees on this machine."""
+    """Returns the number of GPUs visible to CUDA."""
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def free_memory(device: str, ranks: int | None = None) -> int:
-    """Returns the bytes that a run on `device` could take on each rank of this machine.
+    """Returns the free memory in bytes for each rank on this machine.
 
     Args:
         device: "cpu" or "cuda".
-        ranks: Number of ranks to start here. Defaults to the ranks that a launcher has started.
+        ranks: Number of ranks to start here. Defaults to the launched ranks.
     """
     if device == "cuda":
         import torch
 
         if ranks:
-            # A launcher trains nothing itself. mem_get_info would create a CUDA context in it,
-            # which takes memory from the first rank.
+            # A launcher does not train. mem_get_info would create a CUDA context in its process,
+            # and take memory from the first rank.
             return torch.cuda.get_device_properties(0).total_memory
         return int(torch.cuda.mem_get_info()[0])
     if ranks is None:
@@ -158,6 +169,7 @@ def free_memory(device: str, ranks: int | None = None) -> int:
 
 
 def _available_memory() -> int:
+    """Available host memory in bytes. Total memory on systems without /proc."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -168,7 +180,7 @@ def _available_memory() -> int:
 
 
 def _left_of_cgroup_limit() -> list[int]:
-    """Bytes left of a container's limit (cgroup v2, then v1). Empty without a limit."""
+    """Bytes left below the memory limit of a container (cgroup v2 or v1). Empty without one."""
     root = Path("/sys/fs/cgroup")
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -186,15 +198,23 @@ TE = "nvidia.github.io/TransformerEngine, GEMM Speedups Across Precisions"
 TORCHAO = "github.com/pytorch/ao, torchao/float8/README.md"
 FILTER = "torchao's _auto_filter_for_recipe (float8_linear_utils.py), made on H100"
 HIDDEN, MLP, TOKENS = 4096, 16384, 15872
-"""Sizes at which Transformer Engine's GEMMs were measured: a 5B model, 31 sequences of 512
+"""Sizes in Transformer Engine's measurements: a 5B model with 31 sequences of 512 tokens
 (nvidia.github.io/TransformerEngine/features/low_precision_training/speedups.html)."""
 _COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "output_layer")
-"""Layers whose output features tensor parallelism splits. It splits the input of the others."""
+"""Column-parallel layers, with split output features. The other layers are row-parallel."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A published speedup over BF16 under one scaling."""
+    """A published speedup over BF16.
+
+    Attributes:
+        scaling: Value of fp8.scaling.
+        times: The speedup.
+        what: The measured part, such as GEMMs or whole steps.
+        where: The GPUs.
+        source: Where it was published.
+    """
 
     scaling: str
     times: float
@@ -204,7 +224,7 @@ class Published:
 
     @property
     def blackwell(self) -> bool:
-        """Whether it was measured on Blackwell rather than Hopper."""
+        """Whether the measurement ran on Blackwell. All others ran on Hopper."""
         return self.where.startswith("B")
 
 
@@ -229,26 +249,27 @@ def published_gains(recipe: Recipe, capability: tuple[int, int] | None) -> list[
 
     Args:
         recipe: The recipe.
-        capability: Compute capability. Only speedups of its generation are returned, if any.
+        capability: Compute capability of the GPU. Speedups of its generation are preferred.
     """
     if not recipe.fp8.enabled:
         return []
     gains = [gain for gain in PUBLISHED if gain.scaling == recipe.fp8.scaling]
     if capability is None:
         return gains
+    # Ada has no published speedups in the table. It gets Hopper's.
     is_blackwell = capability >= (10, 0)
     same_generation = [gain for gain in gains if gain.blackwell == is_blackwell]
     return same_generation or gains
 
 
 def compare_sizes(recipe: Recipe, part: Part) -> str:
-    """Returns a line that compares the recipe's GEMMs with the published ones."""
+    """Returns a line to compare the recipe's GEMM sizes with the published measurements."""
     hidden, mlp = recipe.model.hidden_size, recipe.model.ffn_hidden_size
     tokens = recipe.trainer.micro_batch_size * recipe.model.seq_length // part.context
     split = f", each matrix over {part.tensor} GPUs" if part.tensor > 1 else ""
     sizes = f"hidden {hidden}, MLP {mlp}, {tokens} tokens{split}"
     published_sizes = f"than hidden {HIDDEN}, MLP {MLP}, {TOKENS} tokens of those GEMMs"
-    # The number of tokens varies freely: half of the published ones still fill the GPU.
+    # Half of the published tokens still fill the GPU.
     is_smaller = hidden * mlp < HIDDEN * MLP or tokens * 2 < TOKENS or part.tensor > 1
     if is_smaller:
         return f"{sizes}: smaller {published_sizes}, expect less"
@@ -258,12 +279,19 @@ def compare_sizes(recipe: Recipe, part: Part) -> str:
 def too_small_layers(
     recipe: Recipe, linears: Sequence[PlannedLinear], part: Part
 ) -> dict[str, tuple[int, int]]:
-    """Returns the FP8 layers that torchao's filter would leave in BF16, where small GEMMs lose.
+    """Returns the FP8 layers too small for a speedup, by the rules of torchao's filter.
+
+    Quantization then takes more time than the FP8 GEMM saves.
+
+    Args:
+        recipe: The recipe.
+        linears: The planned linear layers, with the sizes of the whole layer.
+        part: Layers and shards of a rank.
 
     Returns:
         The in and out features on one rank, by layer name.
     """
-    # torchao has one filter for tensor scaling and another one for rowwise scaling. We use the
+    # torchao has a filter for tensorwise scaling and another one for rowwise scaling. We use the
     # first one for delayed and current scaling, and the second one for all finer scales.
     is_per_tensor = not SCALINGS[recipe.fp8.scaling].block
     small_layers = {}

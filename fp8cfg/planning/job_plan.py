@@ -2,9 +2,9 @@
 
     recipe -> Plan -> model, optimizer, reports, checkpoints
 
-A plan is made once and passed on. It answers four questions: which backend provides the FP8 layers,
-how the ranks share the model, which storage dtype each kind of state has, and in which format each
-GEMM of each layer runs. Planning loads torch only for a custom model or for this machine.
+A plan is made once and passed on. It has the backend of the FP8 layers, the layers and shards of
+each rank, the storage dtypes and the formats of all GEMMs. Planning loads torch only for a custom
+model or for this machine.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What follows from a checked recipe. No other module derives it again."""
+    """Everything that is derived from a checked recipe before the model exists."""
 
     recipe: Recipe
-    """The recipe that was planned."""
+    """The planned recipe."""
     hardware: Hardware
-    """Device and compute capability, as backends see them."""
+    """Device, compute capability and library versions."""
     choice: Choice
-    """The backend, the product of its GEMMs, and why it was chosen."""
+    """The backend, how it multiplies (scaled_mm, emulate or none), and the reason."""
     layout: Part
-    """How the ranks share the model: the part of each rank before pipeline stages differ."""
+    """Sizes of the parallel layout on each rank, before pipeline stages differ."""
     gemms: Sequence[PlannedLinear]
-    """The three GEMMs of each linear layer, with the formats of their operands."""
+    """Operand formats of the three GEMMs of each linear layer."""
     attention: Sequence[PlannedAttention]
     """The GEMMs of each layer's attention. Empty for a custom model."""
     custom_model: nn.Module | None = None
-    """The model to convert, in place of the recipe's Transformer."""
+    """The model to convert. None for the recipe's own Transformer."""
 
     @property
     def state(self) -> StateDtypes:
@@ -67,24 +67,25 @@ class Plan:
         return self.state.precision
 
     def __repr__(self) -> str:
-        # Fiddle prints the arguments of a builder that fails. All layers would take pages.
+        # Fiddle prints the arguments of a failing builder. A list of all layers would fill pages.
         in_fp8 = sum(linear.fp8 for linear in self.gemms)
         layers = f"{in_fp8} of {len(self.gemms)} linear layers in FP8"
         return f"Plan({self.recipe.name}, backend={self.choice.backend}, {layers})"
 
 
 def plan_on_this_machine(recipe: Recipe, model: nn.Module | None = None) -> Plan:
-    """Plans `recipe` for this machine, and rejects it if it does not run here.
+    """Plans a recipe for this machine and checks that it runs here.
 
     Args:
-        recipe: A checked recipe, already cut to size if it is a smoke run.
-        model: A custom model to convert, in place of the recipe's Transformer.
+        recipe: A checked recipe. A smoke run is already cut to size.
+        model: A custom model to convert. None plans the recipe's own Transformer.
 
     Raises:
         ConfigError: The hardware, the number of ranks or the free memory does not suffice.
     """
     hardware = find_hardware(recipe.trainer.accelerator)
     plan = make_plan(recipe, hardware, model)
+    # The size of a custom model is not in the recipe, and the caller distributes it.
     if model is None:
         strategy = recipe.trainer.strategy
         if strategy.size > 1 or strategy.data_parallel_replicate_size > 1:
@@ -105,21 +106,22 @@ def make_plan(
     choice: Choice | None = None,
     world: int | None = None,
 ) -> Plan:
-    """Plans `recipe` for `hardware`.
+    """Plans a recipe for given hardware.
 
     Args:
         recipe: A checked recipe.
-        hardware: What the GEMMs run on.
-        model: A custom model to convert, in place of the recipe's Transformer.
-        choice: The backend, if the caller has chosen it.
-        world: Number of ranks. Defaults to those of the process group, or of torchrun.
+        hardware: Device of the GEMMs.
+        model: A custom model to convert. None plans the recipe's own Transformer.
+        choice: The backend. Chosen here by default.
+        world: Number of ranks. Defaults to the size of the process group, or to torchrun's
+            WORLD_SIZE. A custom model is always planned for one rank.
 
     Raises:
-        ConfigError: No backend runs the recipe on this hardware, or it has a key for the recipe's
-            Transformer and a custom model is given.
+        ConfigError: No backend runs the recipe on this hardware. Or a custom model is given and a
+            key only works with the recipe's Transformer.
     """
-    # Each rank of a custom model has all of it: the user's own loop may save every rank's
-    # tensors as if they were complete.
+    # Each rank keeps a whole custom model, without ZeRO shards. Your training loop may save the
+    # tensors of each rank as if they were complete.
     if model is not None:
         world = 1
     elif world is None:
@@ -133,7 +135,7 @@ def make_plan(
         choice = choice or _choose_backend(recipe, hardware, layout, recipe.trainer.strategy)
         gemms = layer_plan.plan_layers(recipe, choice.backend)
     except ConfigError:
-        # Report every violation, not only those of the step that failed first.
+        # Report all violations, not only those of the first failing check.
         refuse_if(violations(recipe, hardware, world))
         raise
     _check_tokens(recipe, choice)
@@ -143,6 +145,7 @@ def make_plan(
 def _choose_backend(
     recipe: Recipe, hardware: Hardware, layout: Part, strategy: Strategy | None
 ) -> Choice:
+    """Chooses the backend for the resolved precision. No strategy means no layout to support."""
     return choose(
         layout.state.precision,
         hardware,
@@ -153,6 +156,7 @@ def _choose_backend(
 
 
 def _plan_custom_model(recipe: Recipe, model: nn.Module, choice: Choice) -> Sequence[PlannedLinear]:
+    """Plans the linear layers of a custom model. Rejects keys of the recipe's Transformer."""
     from fp8cfg.backends.any_model.eligibility import plan_model  # loads torch
 
     if recipe.storage.shard == "fsdp":
@@ -174,8 +178,8 @@ def _plan_custom_model(recipe: Recipe, model: nn.Module, choice: Choice) -> Sequ
 
 
 def current_ranks() -> int:
-    """The size of the process group. Before it is initialized, the WORLD_SIZE of torchrun."""
-    # Whoever initialized a process group has imported torch. Without one it stays unloaded.
+    """Returns the size of the process group, or torchrun's WORLD_SIZE before initialization."""
+    # A process group implies that torch is loaded. Otherwise this function must not load it.
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
@@ -183,7 +187,8 @@ def current_ranks() -> int:
 
 
 def _check_tokens(recipe: Recipe, choice: Choice) -> None:
-    """Raises ConfigError if the backend's GEMMs cannot take the tokens of a microbatch."""
+    """Raises ConfigError if the tokens of a microbatch do not suit the backend's GEMMs."""
+    # wgrad contracts over tokens. native pads them with zeros. Other backends need a multiple.
     if choice.product == "none":
         return
     multiple = registry.rules(choice.backend).tokens_multiple(recipe.fp8, choice.product)
@@ -203,10 +208,10 @@ def _check_tokens(recipe: Recipe, choice: Choice) -> None:
 
 
 def checked_recipe(recipe: Recipe) -> Recipe:
-    """Resolves the conflicts between the recipe's values and its presets, and checks all rules.
+    """Resolves conflicts between overrides and presets, and checks all rules.
 
     Raises:
-        ConfigError: `recipe` is no Recipe, or breaks rules.
+        ConfigError: `recipe` is not a Recipe, or it breaks a rule.
     """
     if not isinstance(recipe, Recipe):
         raise ConfigError(
@@ -222,7 +227,7 @@ def cut_if_smoke(recipe: Recipe, model: nn.Module | None = None) -> Recipe:
     """Cuts the recipe to a smoke run if trainer.smoke is set.
 
     Raises:
-        ConfigError: trainer.smoke is set and a custom `model` is given, which cannot be cut.
+        ConfigError: trainer.smoke is set with a custom model. Its size cannot be reduced.
     """
     if model is not None and recipe.trainer.smoke:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Layer plan: the Transformer of a recipe, and the formats of the GEMMs of its layers. No torch."""
+"""Layer plan: shape of a recipe's Transformer and formats of its GEMMs. Loads no torch."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ _SHARED_KEYS = tuple(
     for field in dataclasses.fields(TransformerConfig)
     if field.name in Model.model_fields and field.name != "rope_scaling"
 )
-"""Keys of the `model` node that TransformerConfig has under the same name."""
+"""Keys of the `model` node with the same name in TransformerConfig."""
 
 
 def transformer_config(recipe: Recipe) -> TransformerConfig:
-    """Returns the model's shape in the form that `fp8cfg.models` takes."""
+    """Converts the `model` node to a TransformerConfig for `fp8cfg.models`."""
     model, rope = recipe.model, recipe.model.rope_scaling
     scaling = None
+    # A factor of 1 is plain RoPE, whatever the other keys are.
     if rope.factor != 1.0:
         scaling = RopeScaling(
             rope.factor,
@@ -64,7 +65,11 @@ def plan_layers(recipe: Recipe, backend: str | None = None) -> list[PlannedLinea
 
     Args:
         recipe: The recipe.
-        backend: The backend of the FP8 layers. Defaults to the recipe's, or native.
+        backend: Name of the backend. Defaults to the recipe's backend, or to native under auto.
+
+    Returns:
+        The operand formats of fprop, dgrad and wgrad for each layer, with the reason for high
+        precision. With LoRA the GEMMs of frozen weights are left out.
 
     Raises:
         ConfigError: A pattern of fp8.include, fp8.exclude or lora.targets matches nothing.
@@ -81,7 +86,12 @@ def plan_layers(recipe: Recipe, backend: str | None = None) -> list[PlannedLinea
 
 
 def backend_and_norms(recipe: Recipe, backend: str | None = None) -> tuple[str, Collection[str]]:
-    """Returns the backend of a plan, and the norms that patterns of fp8.exclude may name."""
+    """Returns the backend of a plan, and the norms allowed in patterns of fp8.exclude.
+
+    Args:
+        recipe: The recipe.
+        backend: Name of the backend. Defaults to the recipe's backend, or to native under auto.
+    """
     name = backend
     if name is None:
         name = recipe.backend if registry.exists(recipe.backend) else registry.REFERENCE
@@ -90,7 +100,7 @@ def backend_and_norms(recipe: Recipe, backend: str | None = None) -> tuple[str, 
         candidates = registry.preference()
     if not recipe.fp8.exclude:
         return name, ()
-    # Only some backends replace norms. Under auto any of them may be chosen later.
+    # Only some backends replace norms. Under auto each of them may still be chosen.
     if not any(registry.capabilities(candidate).norms for candidate in candidates):
         return name, ()
     return name, norm_names(transformer_config(recipe))
@@ -99,7 +109,7 @@ def backend_and_norms(recipe: Recipe, backend: str | None = None) -> tuple[str, 
 def attention_plan(recipe: Recipe) -> list[PlannedAttention]:
     """Plans the GEMMs of each layer's attention.
 
-    With LoRA nothing before the first adapter has a backward pass.
+    With LoRA, layers before the first adapter have no backward pass.
     """
     attentions = plan_attention(recipe.fp8, recipe.model.num_layers)
     if not recipe.lora.enabled:
@@ -108,7 +118,8 @@ def attention_plan(recipe: Recipe) -> list[PlannedAttention]:
     first_layer = len(attentions)
     if first_adapter.startswith("layers."):
         first_layer = int(first_adapter.split(".")[1])
-    # An adapter of linear_qkv comes before attention, all others of a layer come after it.
+    # An adapter of linear_qkv precedes attention. All other adapters of a layer follow it, so
+    # that attention of that layer needs no backward pass.
     first_with_backward = first_layer + (not first_adapter.endswith("linear_qkv"))
     planned = []
     for number, attention in enumerate(attentions):
@@ -120,7 +131,7 @@ def attention_plan(recipe: Recipe) -> list[PlannedAttention]:
 
 
 def adapted_projections(recipe: Recipe) -> Sequence[Projection]:
-    """Returns the projections that have adapters. Empty without lora.enabled.
+    """Returns the projections with LoRA adapters. Empty without lora.enabled.
 
     Raises:
         ConfigError: A pattern of lora.targets matches no projection.
@@ -143,15 +154,17 @@ def adapted_projections(recipe: Recipe) -> Sequence[Projection]:
 def _without_frozen_gemms(
     linears: Iterable[PlannedLinear], with_adapters: Collection[str]
 ) -> list[PlannedLinear]:
-    """Leaves out the GEMMs that frozen weights do not need.
+    """Removes GEMMs without a use from the plan of a model with frozen weights.
 
-    No weight has a gradient, and before the first adapter no input has one.
+    Frozen weights need no wgrad. Layers up to the first adapter need no dgrad.
 
     Args:
         linears: The linear layers, in the order of the forward pass.
         with_adapters: Names of the layers with adapters.
     """
     planned = []
+    # The first layer with an adapter needs no dgrad either: autograd wants gradients of the
+    # adapter's weights only, not of the layer's input.
     has_input_gradient = False
     for linear in linears:
         fprop, dgrad, _ = linear.gemms

@@ -1,7 +1,7 @@
 """Remarks and the low-precision chart.
 
-A remark is a line about a setting that is allowed and may be unintended, or that has no effect in
-this run. The chart compares the recipe's storage dtypes with those of other projects.
+A remark is a note on a legal setting. The setting may be unintended, or without effect in this run.
+The chart compares the recipe's storage dtypes with other projects.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ from fp8cfg.schema.training import Log
 
 
 def remark_lines(recipe: Recipe, part: Part) -> list[str]:
-    """Returns the remarks on a recipe, one line each, for ranks with the layout `part`."""
+    """Returns the remarks on a recipe, one line each.
+
+    Args:
+        recipe: The recipe.
+        part: Layers and shards of a rank.
+    """
     remarks = [
         *_storage_remarks(recipe, part),
         *_single_microbatch_remarks(recipe, part),
@@ -38,18 +43,21 @@ def remark_lines(recipe: Recipe, part: Part) -> list[str]:
 
 
 def unused_patterns(recipe: Recipe) -> list[str]:
-    """Returns a line for each pattern of fp8.exclude and fp8.include that changes no layer."""
+    """Returns a line for each pattern of fp8.exclude and fp8.include without effect."""
     planned = {linear.name: linear for linear in plan_layers(recipe)}
     remarks = []
     for key in ("exclude", "include"):
         patterns = getattr(recipe.fp8, key)
         norms = backend_and_norms(recipe)[1] if key == "exclude" else ()
         for pattern in patterns:
+            # Plan the layers without this pattern, and compare.
             without = recipe.model_copy(deep=True)
             setattr(without.fp8, key, tuple(other for other in patterns if other != pattern))
             linears = plan_layers(without)
             if any(linear.fp8 != planned[linear.name].fp8 for linear in linears):
                 continue
+            # A pattern for norms changes no GEMM. It keeps the model's own norm in place of the
+            # backend's.
             if fnmatch.filter(norms, pattern):
                 continue
             why = "without it the same layers run"
@@ -62,7 +70,9 @@ def unused_patterns(recipe: Recipe) -> list[str]:
 
 
 def _storage_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
+    """Storage dtypes that may lose updates of Adam, and state that cannot be sharded."""
     precision, optim, dtypes = recipe.precision, recipe.optim, part.state.linear
+    # A constant learning rate never becomes too small for the dtype of the weights.
     if optim.name != "sgd":
         yield from slow_averages(dtypes, optim.betas)
         yield from lost_averages(dtypes)
@@ -89,9 +99,11 @@ def _storage_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
 
 
 def _single_microbatch_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
-    """Keys that only act with several microbatches per step."""
+    """Keys without effect if a step has only one microbatch."""
     precision, trainer = recipe.precision, recipe.trainer
     strategy = trainer.strategy
+    # Context-parallel ranks shard state together with data-parallel ranks, but have other
+    # tokens of the same samples.
     same_parameters = part.shards * strategy.data_parallel_replicate_size
     data_parallel = same_parameters // strategy.context_parallel_size
     if trainer.global_batch_size > trainer.micro_batch_size * data_parallel:
@@ -101,18 +113,18 @@ def _single_microbatch_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
             "fp8.keep_transpose_cache=true: keeps nothing, the one microbatch of a step reads each"
             " transpose once"
         )
-    # A backend with its own state accumulates in no other way, and has no choice to comment on.
+    # A backend with its own state always accumulates like this. There is nothing to change.
     has_choice = not capabilities(precision.backend).own_state
     if precision.storage.accumulate == "stored" and has_choice:
         yield "storage.accumulate=stored: adds up nothing, a step has one microbatch"
 
 
 def _single_rank_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
-    """Keys of communication that nothing reads on one rank, or on one data-parallel rank."""
+    """Communication keys without effect on one rank, or on one data-parallel rank."""
     precision, strategy, dtypes = recipe.precision, recipe.trainer.strategy, part.state.linear
     same_parameters = part.shards * strategy.data_parallel_replicate_size
     unused: list[str] = []
-    # comm equal to weight_grad only means that gradients are sent as they are stored.
+    # If comm equals weight_grad, gradients are sent as stored. That needs no remark.
     if same_parameters == 1 and dtypes["comm"] != dtypes["weight_grad"]:
         unused += changed(precision.storage, "comm")
     if not capabilities(precision.backend).own_state:
@@ -129,10 +141,11 @@ def _single_rank_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
 
 
 def _folder_remarks(recipe: Recipe) -> Iterator[str]:
+    """Keys of checkpoints and run folders without effect."""
     checkpoint, steps, log = recipe.checkpoint, recipe.trainer.max_steps, recipe.log
     interval = checkpoint.every_n_steps
     saves = -(-steps // interval) if interval else 1
-    # Nobody knows in advance how many checkpoints a time interval gives.
+    # With a time interval the number of checkpoints is unknown in advance.
     if not checkpoint.every_minutes:
         settings = f"checkpoint.every_n_steps={interval}, trainer.max_steps={steps}"
         if 1 < saves < checkpoint.keep:
@@ -145,7 +158,13 @@ def _folder_remarks(recipe: Recipe) -> Iterator[str]:
 
 
 def unused_log_dir(log: Log, key: str, folder: str) -> Iterator[str]:
-    """Yields a line if log.dir is changed and does not contain the run folder that `key` names."""
+    """Yields a line if log.dir is changed, but the run folder is elsewhere.
+
+    Args:
+        log: The recipe's log node.
+        key: Key of the run folder, such as "log.folder".
+        folder: Path of the run folder.
+    """
     changed_keys = changed(log, "dir")
     if changed_keys and Path(log.dir).absolute() not in Path(folder).absolute().parents:
         yield f"{changed_keys[0]}: makes no folder, {key}={folder} is the run folder"
@@ -159,12 +178,13 @@ SPLIT = {
     "zero2": (*_STATE, "weight_grad"),
     "fsdp": (*_STATE, "weight_grad", "weight"),
 }
-"""Columns that each storage.shard splits over data-parallel ranks."""
+"""Sharded columns for each storage.shard."""
 Row = Mapping[str, str]
 """A row of the low-precision chart: dtype by column."""
 
 
 def _parse_row(dtypes: str) -> Row:
+    """Parses dtypes in the order of COLUMNS."""
     return dict(zip(COLUMNS, dtypes.split(), strict=True))
 
 
@@ -176,16 +196,24 @@ ROWS = {
     "O2": _parse_row("fp8  fp8  fp16 none fp8  fp8  fp16"),
     "O3": _parse_row("fp8  fp8  fp8  fp16 fp8  fp8  fp16"),
 }
-"""Source: azure.github.io/MS-AMP/docs/introduction, and for Megatron its DistributedOptimizer. The
-masters of O3 are FP16 with a scale."""
+"""Sources: azure.github.io/MS-AMP/docs/introduction and Megatron's DistributedOptimizer.
+
+O3 has FP16 masters with a scale.
+"""
 
 
 def chart_row(recipe: Recipe, state: StateDtypes) -> dict[str, str]:
-    """Returns the chart's columns of a linear layer, in FP8 if the recipe has FP8 layers."""
+    """Returns the chart's row for the linear layers of a recipe.
+
+    Args:
+        recipe: The recipe.
+        state: Storage dtypes of the recipe.
+    """
     fp8 = recipe.precision.fp8
     row = {"gemm": recipe.precision.compute, **state.linear}
     if fp8.enabled:
         row["gemm"] = f"fp{SCALINGS[fp8.scaling].bits}"
+    # SGD has one moment, or none without momentum.
     if recipe.optim.name == "sgd":
         row["exp_avg_sq"] = "none"
         if not recipe.optim.momentum:
@@ -195,7 +223,7 @@ def chart_row(recipe: Recipe, state: StateDtypes) -> dict[str, str]:
 
 def row_name(columns: Row) -> str:
     """Returns the chart's name of a row, or "custom"."""
-    # Dtypes of one kind differ in how their scales are set: fp8_pow2 is fp8 in the chart.
+    # Suffixes name the kind of scale, which is not in the chart: fp8_pow2 counts as fp8.
     kinds = {column: dtype.partition("_")[0] for column, dtype in columns.items()}
     for name, row in ROWS.items():
         if row == kinds:
@@ -204,13 +232,14 @@ def row_name(columns: Row) -> str:
 
 
 def bytes_per_parameter(columns: Row, shard: str = "none", ranks: int = 1) -> float:
-    """Returns the bytes of weight, master, gradient and moments of one parameter.
+    """Returns bytes per parameter on each rank: weight, master, gradient and moments.
 
     Args:
         columns: The row of the chart.
-        shard: storage.shard, resolved.
-        ranks: Number of data-parallel ranks. The bytes are those of each rank.
+        shard: Resolved value of storage.shard.
+        ranks: Number of data-parallel ranks.
     """
+    # The columns gemm and comm keep nothing from step to step.
     total = 0.0
     for column in ("weight", "master_weight", "weight_grad", "exp_avg", "exp_avg_sq"):
         element = ELEMENT_BYTES[columns[column]]
@@ -219,7 +248,7 @@ def bytes_per_parameter(columns: Row, shard: str = "none", ranks: int = 1) -> fl
 
 
 def chart_text(recipe: Recipe, part: Part) -> str:
-    """Returns the chart, with the recipe's row first, and the remarks."""
+    """Returns the chart with the recipe's row first, followed by the remarks."""
     row = chart_row(recipe, part.state)
     recipe_name = row_name(row)
     header = [
@@ -236,7 +265,7 @@ def chart_text(recipe: Recipe, part: Part) -> str:
     rows = [[name, *_cells(columns)] for name, columns in ROWS.items() if name != recipe_name]
     text = table(header, [recipe_cells, *rows], right=(7,))
     if max(map(len, text.splitlines())) > 80:
-        # Long names of dtypes make the table too wide. Then the recipe's row is a sentence.
+        # Long dtype names make the table too wide. Print the recipe's row as a sentence.
         label, *cells = recipe_cells
         pairs = zip(header[1:], cells, strict=True)
         sentence = f"{label}: " + ", ".join(f"{column} {cell}" for column, cell in pairs)
@@ -252,13 +281,13 @@ def chart_text(recipe: Recipe, part: Part) -> str:
 
 
 def moments_text(columns: Row) -> str:
-    """Returns the dtypes of the moments: two of Adam, one of SGD with momentum, or "none"."""
+    """Returns the dtypes of the moments, such as "fp8+fp16" for Adam, or "none"."""
     moments = [columns["exp_avg"], columns["exp_avg_sq"]]
     return "+".join(dtype for dtype in moments if dtype != "none") or "none"
 
 
 def _cells(columns: Row, shard: str = "none", ranks: int = 1) -> list[str]:
-    """A row of the chart as the table prints it, without its name."""
+    """The cells of a row, without its name."""
     dtypes = [columns[column] for column in COLUMNS[:5]]
     size = f"{bytes_per_parameter(columns, shard, ranks):.3g}"
     return [*dtypes, moments_text(columns), size]
