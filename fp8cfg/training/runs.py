@@ -54,28 +54,31 @@ def fit(
     say: Say = print,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Trains `job` to trainer.max_steps, and leaves a run folder as the command line does.
+    """Trains a job to trainer.max_steps and writes a run folder.
+
+    The folder has the recipe, metrics, coverage and checkpoints, as on the command line. With
+    log.resume=auto, `fit` resumes an existing run in `folder`. All ranks call it.
 
     Args:
-        job: Job of `fp8cfg.build`.
-        folder: Run folder, by default log.folder, or a new one under log.dir. It has no run in it
-            yet, unless log.resume=auto resumes that run. A RunFolder is written to as it is, and
-            stays open.
+        job: The job from `fp8cfg.build`.
+        folder: Run folder. Defaults to log.folder, or a new folder under log.dir. A RunFolder is
+            used as it is and stays open.
         start_from: Loaded checkpoint to start from.
-        world: Ranks of the run, by default those of the process group.
-        say: Prints a message, among them a line every log.every_n_steps steps.
-        callbacks: Called on the first rank.
+        world: Ranks of the run. Defaults to the current process group.
+        say: Called with each message on the first rank, including a progress line every
+            log.every_n_steps steps.
+        callbacks: Called after steps, evaluations and saves, on the first rank only.
 
     Returns:
-        Steps, losses and run folder.
+        The number of steps, the last losses and the run folder.
 
     Raises:
-        NotFP8Error: The first step did not run as planned.
-        Interrupted: A rank received a signal. All finished steps are saved.
+        NotFP8Error: The first step did not run in the planned formats.
+        Interrupted: A signal stopped the run. A checkpoint was saved.
         Diverged: The loss or the gradients are not finite.
-        ConfigError: Data or batches do not fit the recipe.
+        ConfigError: The data or the batch size does not fit the recipe.
         CheckpointError: The last checkpoint could not be written.
-        RunFolderError: The folder cannot be used.
+        RunFolderError: The folder is taken or cannot be written.
     """
     if not isinstance(job, Job):
         raise ConfigError(
@@ -83,6 +86,7 @@ def fit(
         )
     _check_callbacks(callbacks)
     world = world or current()
+    # The caller has created this folder and closes it.
     if isinstance(folder, RunFolder):
         run = folder if world.first else None
         result = train(job, run, start_from, world, say, callbacks)
@@ -99,16 +103,17 @@ def fit(
         path
         and recipe.log.resume == "auto"
         and start_from is None
-        # The first rank decides: on others the folder may not be mounted.
+        # The first rank decides for all: other nodes may not mount the folder.
         and world.any(world.first and (path / RECIPE).exists())
     ):
         return _resume_job(job, path, world, say, callbacks)
     if path and world.first:
         RunFolder.refuse_taken(path)
-    # Before the folder is created: a run without data leaves none.
+    # The data are loaded first, so that a data error leaves no empty run folder.
     data = run_data(recipe)
 
     def create() -> RunFolder:
+        """Creates the run folder, on the first rank."""
         root = Path(recipe.log.dir)
         return RunFolder.create(root, recipe.name, datetime.now(), to_yaml(recipe), path, key=key)
 
@@ -120,7 +125,7 @@ def fit(
 def _resume_job(
     job: Job, path: Path, world: World, say: Say, callbacks: Sequence[Callback]
 ) -> Result:
-    """Resumes the run in `path` with a job that was built for a new run."""
+    """Resumes the run in `path` with a job for a new run. `fit` uses it for log.resume=auto."""
     say_first = say if world.first else _say_nothing
 
     def start(_: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
@@ -128,6 +133,7 @@ def _resume_job(
             result = train(job, run, loaded, world, say, callbacks)
             return _with_folder(result, run)
 
+    # Only the first rank locks the folder. All others open it to read the checkpoint.
     with RunFolder.open(path, lock=world.first) as run:
         return resume_run(run, lambda _: job.recipe, start, say_first, is_restart=True)
 
@@ -143,20 +149,30 @@ def resume(
     step: int | None = None,
     recalibrate_fp8: bool = False,
 ) -> Result:
-    """Resumes the run in `folder` from its newest valid checkpoint, or from the start.
+    """Resumes the run in a folder from its newest valid checkpoint.
+
+    Starts from step 0 if the run has no checkpoint yet. All ranks call it.
 
     Args:
         folder: Run folder.
-        overrides: Changes of its recipe, such as "trainer.max_steps=200".
-        allow: Keys of changes that would not continue the same run, and are errors otherwise.
-        model: The custom model of the run, as it was given to `build`.
-        say: As of `fit`.
-        callbacks: As of `fit`.
+        overrides: Changes to the recipe, such as "trainer.max_steps=200".
+        allow: Keys to change although resume rejects them by default, such as "fp8.margin".
+        model: Your custom model, if you passed one to `build`.
+        say: See `fit`.
+        callbacks: See `fit`.
         step: Step of the checkpoint to resume from. Later checkpoints are renamed.
-        recalibrate_fp8: Restarts FP8 scales and amax histories that are missing or impossible.
+        recalibrate_fp8: Whether to reset FP8 scales and amax histories that are missing or
+            invalid.
 
     Returns:
-        As `fit`. Raises the same errors.
+        See `fit`.
+
+    Raises:
+        ConfigError: An override changes a key fixed by the checkpoint, or missing from `allow`.
+        NoUsableCheckpoint: All checkpoints are damaged.
+        RunFolderError: Another process uses the folder, or it is not a run folder.
+
+        All errors of `fit` apply too.
     """
     _check_callbacks(callbacks)
     allowed = _to_keys(allow)
@@ -182,22 +198,30 @@ def resume(
 
 @contextmanager
 def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunFolder | None]:
-    """Context manager around the training of a run: opens its folder, and prints its path at the end.
+    """Opens a run folder for training, and prints its path at the end.
 
-    If an error ends the run before its first step, a new folder is removed. Yields None on all
-    ranks but the first.
+    If an error ends the run before its first step, a new folder is removed.
+
+    Args:
+        open_folder: Opens or creates the folder. Called on the first rank.
+        world: Ranks of the run.
+        say: Prints a message.
+
+    Yields:
+        The folder on the first rank, None on the others.
     """
     run = open_folder() if world.first else None
     try:
         yield run
     except Exception as error:
-        # An interrupted run waits to be resumed.
+        # An interrupted run keeps its folder, even without a step: it will be resumed.
         if run and not isinstance(error, Interrupted):
             with suppress(OSError):
                 run.remove_unused()
         raise
     finally:
         if run:
+            # A user may have deleted or moved the folder during the run.
             if run.files.there:
                 say(f"run folder: {printable(str(run.path))}")
             run.close()
@@ -209,18 +233,18 @@ def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunF
 
 @dataclass(frozen=True)
 class CheckpointChoice:
-    """Checkpoint of a resumed run.
+    """The checkpoint to resume from.
 
     Attributes:
-        step: Step of the checkpoint. None chooses the newest valid one.
-        recalibrate_fp8: As of `resume`.
+        step: Step of the checkpoint. None takes the newest valid one.
+        recalibrate_fp8: See `resume`.
     """
 
     step: int | None = None
     recalibrate_fp8: bool = False
 
     def find(self, root: RunFiles) -> list[tuple[int, str]]:
-        """Returns step and folder name of each checkpoint to try, newest first.
+        """Returns the step and the folder name of each candidate, newest first.
 
         Raises:
             ConfigError: No checkpoint has the chosen step.
@@ -238,13 +262,14 @@ class CheckpointChoice:
         return chosen
 
     def rename_later(self, run: RunFolder, say: Say) -> None:
-        """Renames checkpoints later than the chosen step. The run writes others in their place."""
+        """Renames checkpoints after the chosen step. The resumed run writes these steps again."""
         if self.step is None:
             return
         root = run.files.folder(CHECKPOINTS)
         for step, name in manifest.list_steps(root):
             if step <= self.step:
                 continue
+            # An earlier resume may have set aside a checkpoint of the same name.
             for number in itertools.count(1):
                 new_name = f"{name}.aside-{number}"
                 if not root.kind(new_name):
@@ -265,30 +290,36 @@ def resume_run(
     choice: CheckpointChoice = NEWEST,
     is_restart: bool = False,
 ) -> T:
-    """Resumes `run` from its newest valid checkpoint. `fit`, `resume` and the commands call it.
+    """Resumes a run from its newest valid checkpoint. `fit`, `resume` and the commands call it.
+
+    Skips damaged checkpoints with a message. If `start` itself raises DamagedCheckpoint before the
+    first step, the next older checkpoint is tried.
 
     Args:
         run: Run folder.
-        change: Returns the recipe to continue with, from the recipe of the checkpoint.
-        start: Trains a recipe from a loaded checkpoint, None if there is none. Its third argument
-            opens the run folder, and writes the recipe to it. If `start` raises DamagedCheckpoint
-            before the first step, the next older checkpoint is tried.
+        change: Maps the checkpoint's recipe to the recipe of the resumed run.
+        start: Trains the recipe from the loaded checkpoint, or from step 0 if it is None. Calls its
+            third argument to lock the run folder and to write recipe.yaml.
         say: Prints a message.
-        allow: Keys of changes that would not continue the same run.
-        choice: Checkpoint to start from.
-        is_restart: The recipe is one for a new run (log.resume=auto): log.dir may differ, and
-            trainer.smoke.
+        allow: Keys to change although resume rejects them by default.
+        choice: Checkpoint to resume from.
+        is_restart: Whether `fit` resumes the run (log.resume=auto). Then the recipe is meant for a
+            new run, so log.dir and trainer.smoke may differ.
+
+    Returns:
+        The result of `start`.
 
     Raises:
-        NoUsableCheckpoint: No checkpoint is valid, or all are missing.
-        ConfigError: A change would not continue the same run.
+        NoUsableCheckpoint: All checkpoints are damaged or deleted.
+        ConfigError: A changed key is fixed by the checkpoint, or missing from `allow`.
     """
 
     def attempt(name: str, loaded: Loaded | None) -> T:
+        """Resumes from one checkpoint, or from step 0 if `loaded` is None."""
         recipe = recipe_for_resume(run, name, loaded, change, allow, say, is_restart)
 
         def open_folder() -> RunFolder:
-            run.lock()  # an attempt from a later checkpoint has released it
+            run.lock()  # again: a failed attempt from a later checkpoint has released the lock
             write_recipe(run, recipe, loaded)
             choice.rename_later(run, say)
             return run
@@ -298,6 +329,7 @@ def resume_run(
     run.check_format()
     root = run.files.folder(CHECKPOINTS)
     checkpoints = choice.find(root)
+    # `ranks()` reads torchrun's WORLD_SIZE: the process group may not exist yet.
     num_ranks = ranks() if ranks() > 1 else current().size
     for _, name in checkpoints:
         try:
@@ -317,14 +349,17 @@ def resume_run(
 
 
 def _refuse_lost_checkpoints(run: RunFolder) -> None:
-    """Raises NoUsableCheckpoint if `run`, which has no checkpoint, trained beyond a step that it must have saved."""
+    """Raises NoUsableCheckpoint if a run without checkpoints has trained long enough to have some.
+
+    A restart from step 0 would overwrite the metrics of a run with deleted checkpoints.
+    """
     recipe = run.read_recipe()
     interval = recipe.checkpoint.every_n_steps
     if not interval or not run.files.kind(METRICS):
         return
     steps = [row["step"] for row in read(run.files, METRICS)]
     num_done = max((step for step in steps if isinstance(step, int)), default=0)
-    # An asynchronous save may be under way up to the next one.
+    # An asynchronous save can take until the next one begins.
     last_without = 2 * interval if recipe.checkpoint.async_save else interval
     if num_done > last_without:
         raise NoUsableCheckpoint(
@@ -335,27 +370,29 @@ def _refuse_lost_checkpoints(run: RunFolder) -> None:
 
 
 def newest_recipe(run: RunFolder, choice: CheckpointChoice = NEWEST) -> tuple[Recipe, int | None]:
-    """Returns the recipe with which `run` would be resumed, and the step of its checkpoint.
+    """Returns the recipe for resuming a run, and the step of its checkpoint.
 
-    It is the recipe of the newest checkpoint whose state is valid, whatever its tensors are; or
-    recipe.yaml, without a step. A smoke run is resumed with the size to which it was cut.
+    The recipe comes from the newest checkpoint with a valid state.json, or from recipe.yaml without
+    a step. Tensors are not verified here.
     """
     recipe, step = _newest_recipe(run, choice)
+    # The recipe of a smoke run is reduced already. It must not be reduced again.
     recipe.trainer.smoke = False
     return recipe, step
 
 
 def _newest_recipe(run: RunFolder, choice: CheckpointChoice) -> tuple[Recipe, int | None]:
+    """Reads the newest valid recipe, with trainer.smoke as the run had it."""
     run.check_format()
     root = run.files.folder(CHECKPOINTS)
     for _, name in choice.find(root):
         try:
-            # With one rank it would compute the checksums of all tensors.
+            # num_ranks=2 skips the checksums of the tensors. They take long for a large model.
             loaded = open_checkpoint(root, name, num_ranks=2)
             job_state.check_saved_state(*loaded)
             return Recipe(**loaded[1]["recipe"]), loaded[1]["step"]
         except DamagedCheckpoint:
-            continue  # resume_run reports it
+            continue  # `resume_run` prints the message
     return run.read_recipe(), None
 
 
@@ -368,21 +405,31 @@ def recipe_for_resume(
     say: Say,
     is_restart: bool = False,
 ) -> Recipe:
-    """Returns the recipe with which `run` is resumed from the checkpoint `name`. Prints changes.
+    """Applies changes to a checkpoint's recipe and checks that the run can continue.
 
-    The arguments are those of `resume_run`.
+    Args:
+        run: Run folder.
+        name: Name of the checkpoint, "" if the run has none.
+        loaded: The checkpoint, None if the run has none.
+        change: Maps the checkpoint's recipe to the recipe of the resumed run.
+        allow: Keys to change although resume rejects them by default.
+        say: Called with a message for each changed key.
+        is_restart: Whether `fit` resumes the run (log.resume=auto).
+
+    Returns:
+        The recipe of the resumed run.
 
     Raises:
-        ConfigError: A change would not continue the same run, and `allow` lacks its key.
+        ConfigError: A changed key is fixed by the checkpoint, or missing from `allow`.
     """
     written = run.read_recipe()
     _check_metrics(run)
     before = Recipe(**loaded[1]["recipe"]) if loaded else written
-    # A smoke run has been cut to its size. It is resumed as any other run.
+    # A smoke run's recipe is reduced already, so it is resumed like any other run.
     was_smoke = before.trainer.smoke
     before.trainer.smoke = False
     recipe = change(before)
-    # A resumed run has written smoke=false, so a restart with smoke=true is no change either.
+    # A resumed smoke run has written smoke=false. A restart with smoke=true is not a change.
     is_smoke = (was_smoke or is_restart) and recipe.trainer.smoke
     before.trainer.smoke = is_smoke
     written.trainer.smoke = is_smoke
@@ -411,7 +458,7 @@ def recipe_for_resume(
 
 
 def _check_metrics(run: RunFolder) -> None:
-    """Raises ConfigError for a metrics.jsonl that cannot be read, before anything is built."""
+    """Raises ConfigError if metrics.jsonl is damaged. Runs before the job is built."""
     try:
         if run.files.kind(METRICS):
             read(run.files, METRICS)
@@ -420,7 +467,8 @@ def _check_metrics(run: RunFolder) -> None:
 
 
 def _resume_command(run: RunFolder, step: int | None, before: Recipe, recipe: Recipe) -> list[str]:
-    """Returns the command that resumes `run`, with recipe `before`, as `recipe`."""
+    """Returns the `fp8cfg resume` command that changes the recipe from `before` to `recipe`."""
+    # A resume keeps the folder, and it cannot have fewer steps than are done.
     without_effect = ["log.dir=", "log.folder=", "log.resume="]
     if _check_max_steps(step, recipe):
         without_effect.append("trainer.max_steps=")
@@ -433,12 +481,13 @@ def _resume_command(run: RunFolder, step: int | None, before: Recipe, recipe: Re
 
 
 def _check_folder(run: RunFolder, before: Recipe, recipe: Recipe) -> list[str]:
-    """Returns an error for each change of the folder: a run is resumed in its own folder."""
+    """Returns an error for each override that moves the run to another folder."""
     problems = []
     for key in ("dir", "folder"):
         value = getattr(recipe.log, key)
         if value == getattr(before.log, key):
             continue
+        # The same folder under another spelling, such as a relative path.
         if key == "folder" and value and Path(value).resolve() == run.path.resolve():
             continue
         problems.append(
@@ -449,7 +498,7 @@ def _check_folder(run: RunFolder, before: Recipe, recipe: Recipe) -> list[str]:
 
 
 def _check_max_steps(step: int | None, recipe: Recipe) -> list[str]:
-    """Returns an error if more steps are done than `recipe` has."""
+    """Returns an error if the checkpoint is past trainer.max_steps."""
     num_done = step or 0
     max_steps = recipe.trainer.max_steps
     if num_done <= max_steps:
@@ -461,14 +510,15 @@ def _check_max_steps(step: int | None, recipe: Recipe) -> list[str]:
 
 
 def write_recipe(run: RunFolder, recipe: Recipe, loaded: Loaded | None) -> None:
-    """Writes recipe.yaml of a run that is resumed from the checkpoint `loaded`.
+    """Replaces recipe.yaml with the recipe of the resumed run.
 
-    A recipe that earlier steps ran with is kept under another name. Nothing is written if the
-    checkpoint has all steps already, since none runs with `recipe` then.
+    The former recipe is kept under another name if earlier steps ran with it. Nothing is written if
+    no steps are left to run.
     """
     num_done = loaded[1]["step"] if loaded else 0
     if num_done >= recipe.trainer.max_steps:
         return
+    # These recipes belong to later steps, and the resumed run repeats these steps.
     run.forget_recipes(num_done)
     before = Recipe(**loaded[1]["recipe"]) if loaded else recipe
     if resume_rules.changes(before, recipe):
@@ -480,13 +530,13 @@ def write_recipe(run: RunFolder, recipe: Recipe, loaded: Loaded | None) -> None:
 # Smoke runs
 
 LOSS_TOLERANCE = 1e-3
-"""Relative difference of losses over several ranks or on a GPU, whose sums may have another order.
+"""Largest relative difference of the losses with several ranks or a GPU.
 
-On one CPU there is none."""
+There the order of sums may differ between runs. On one CPU the losses must be equal."""
 
 
 class ResumeDiffers(Fp8cfgError):
-    """A run that was resumed from its checkpoint did not give the losses that it had given before. Exit code 4."""
+    """A resumed smoke run had other losses than before. Exit code 4."""
 
     exit_code = 4
 
@@ -494,10 +544,10 @@ class ResumeDiffers(Fp8cfgError):
 def resume_smoke(
     recipe: Recipe, folder: Path | None, first: Result, world: World, say: Callable[[str], None]
 ) -> None:
-    """Trains the last step of a smoke run again, from the checkpoint before it.
+    """Repeats the last step of a smoke run from its checkpoint, and compares the losses.
 
     Args:
-        recipe: Recipe of the run, already cut.
+        recipe: Recipe of the run, already reduced to smoke size.
         folder: Run folder, on the first rank.
         first: Result of the run.
         world: Ranks of the run.
@@ -507,6 +557,7 @@ def resume_smoke(
         ResumeDiffers: The losses differ.
         NoUsableCheckpoint: The checkpoint is missing.
     """
+    # Broadcast from the first rank. Only this rank knows the folder.
     path = Path(world.text(str(folder or "")))
     root = RunFolder.reading(path).files.folder(CHECKPOINTS)
     names = [name for step, name in manifest.list_steps(root) if step == SAVED_AT]
@@ -523,6 +574,7 @@ def resume_smoke(
         if old is None or new is None:
             continue
         tolerance = 0.0 if is_exact else LOSS_TOLERANCE * abs(old)
+        # Equality covers equal infinite losses, and "not <=" rejects NaN.
         if not (old == new or abs(old - new) <= tolerance):
             raise ResumeDiffers(
                 f"resume: step {STEPS} from {name} has a {kind} loss of {new!r}, and had {old!r}"
@@ -535,6 +587,7 @@ def resume_smoke(
 
 
 def _has_gpu() -> bool:
+    """Whether torch finds a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
@@ -545,7 +598,7 @@ def _has_gpu() -> bool:
 
 
 def _to_path(folder: object) -> Path:
-    """Returns the path of a run folder. Raises ConfigError if `folder` is none."""
+    """Converts a `folder` argument to a Path. Raises ConfigError if it is not a path."""
     if isinstance(folder, (str, os.PathLike)):
         path = str(folder)
         if path and "\0" not in path:
@@ -554,17 +607,18 @@ def _to_path(folder: object) -> Path:
 
 
 def _to_keys(allow: Iterable[str] | None) -> list[str]:
-    """Returns the keys of `allow`. Raises ConfigError unless it is a list of strings."""
+    """Converts `allow` to a list. Raises ConfigError for a plain string or other items."""
     if not isinstance(allow, str):
         keys = list(allow or ())
         if all(isinstance(key, str) for key in keys):
             return keys
-    # The letters of a single string are no keys.
+    # A plain string is iterable too, but its letters are not keys.
     raise ConfigError("allow: expected a list of keys, as in allow=['optim.lr']")
 
 
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:
-    """Raises ConfigError for callbacks that a run could not call, before its first step."""
+    """Raises ConfigError if `callbacks` is not a list of Callback objects."""
+    # By methods, not by class: an object with the same methods is accepted.
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks: expected a list, got {type(callbacks).__name__}")
     for callback in callbacks:
@@ -581,8 +635,9 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
 
 
 def _with_folder(result: Result, run: RunFolder | None) -> Result:
+    """Returns the result with the path of the run folder, None on other ranks."""
     return replace(result, folder=run.path if run else None)
 
 
 def _say_nothing(_: str) -> None:
-    """Prints nothing, on all ranks but the first."""
+    """Discards a message. Used on all ranks except the first."""
