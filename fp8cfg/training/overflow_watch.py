@@ -1,7 +1,8 @@
-"""FP8 overflow in a run: counts in metrics.jsonl, and one warning when FP8 loses values.
+"""FP8 overflow: counts for metrics.jsonl, and a warning when FP8 loses values.
 
-A tensor is clipped if its amax does not fit its delayed scale. Other scalings fit each tensor, so
-only infinite values are lost. Ranks that share layers share the counts.
+With delayed scaling, a tensor is clipped if its amax exceeds the range of its scale. Other scalings
+compute the scale from the tensor itself, so they lose infinite values only. Counts are reduced over
+all ranks with the same layers.
 """
 
 from __future__ import annotations
@@ -24,36 +25,44 @@ from fp8cfg.schema.tables import wrapped
 from fp8cfg.training.metrics import Value
 
 WARNING_RATIO = 2.0
-"""Ratio of an amax to its scale's range that is worth a warning.
+"""Smallest ratio of an amax to the range of its scale for a warning.
 
-A tensor that grows a little in each step is clipped a little. Here its largest value is halved."""
+Slowly growing tensors are always clipped a little. At a ratio of 2 the largest value is halved."""
 
 
 class OverflowCollector:
-    """Collects the overflow of each step on the device, and reads it on the host.
+    """Collects the overflow of each step on the device, and reads it on the host later.
 
-    Both happen in the order of the steps, but step k + 1 may be collected before k is read.
+    Call `collect` and `read` once for each step, in order. Step k + 1 may be collected before step k
+    is read.
+
+    Args:
+        job: The job.
+        world: Ranks of the run.
     """
 
     def __init__(self, job: Job, world: World) -> None:
         self._job = job
         self._world = world
         self._stages = pipeline_world(job.prepared)
-        # The same in all steps that are collected ahead: layers in FP8 do not change in a run.
+        # One list for all pending steps: the FP8 layers of a run do not change.
         self._tensor_names: list[str] = []
-        take_value_counter(job)  # drops the counts of earlier passes
+        take_value_counter(job)  # discards counts from before the run
 
     def collect(self, loss: Tensor, request: float) -> dict[str, Tensor]:
-        """Launches the reductions over the ranks. Waits for nothing.
+        """Launches the reductions over the ranks. Does not wait for the device.
 
         Args:
             loss: Loss of the step, float32 []. The metrics are on its device.
-            request: A number of this rank. It shares a reduction with the counts.
+            request: A number of this rank, such as a request to stop.
 
         Returns:
-            `request`, the largest of all ranks, []; `values`, numbers of clipped and infinite
-            values, [2]; `stages`, as of `count_overflow_over_stages`, [3]; `ratios`, amaxes as
-            multiples of what fits, [tensors]. The last three only if they are known.
+            Metrics by name:
+
+            - request: Maximum of `request` over the ranks, [].
+            - values: Numbers of clipped and of infinite values, [2]. Missing if nothing counts them.
+            - stages: Result of `count_overflow_over_stages`, [3]. Only with pipeline stages.
+            - ratios: Amax divided by the range of the scale, [tensors]. Missing without FP8 layers.
         """
         used = reduce_ranges_used(
             collect_ranges_used(self._job.model), ranks_with_own_amaxes(self._job)
@@ -63,7 +72,7 @@ class OverflowCollector:
         if counter is None:
             metrics["request"] = self._world.largest(torch.full_like(loss, request))
         else:
-            # The counter has a place for it behind the two counts: one reduction instead of two.
+            # The request takes the spare element after the two counts: one all-reduce, not two.
             counter[2].fill_(request)
             largest = self._world.largest(counter[:3])
             metrics["request"] = largest[2]
@@ -76,10 +85,14 @@ class OverflowCollector:
         return metrics
 
     def read(self, metrics: Mapping[str, Tensor]) -> Overflow | None:
-        """Returns the overflow of a step from its collected `metrics`, of all pipeline stages.
+        """Computes the overflow of a step over all pipeline stages.
 
-        None if no layer reports it: layers of the native backend do, and Transformer Engine's
-        under delayed scaling.
+        Args:
+            metrics: Result of `collect`, copied to the host.
+
+        Returns:
+            The overflow. None if no layer reports it: only the native backend does, and Transformer
+            Engine with delayed scaling.
         """
         overflow = None
         if "ratios" in metrics:
@@ -88,9 +101,10 @@ class OverflowCollector:
             return overflow
         num_clipped, num_infinite, largest = metrics["stages"].tolist()
         if largest < 0:
-            return None
+            return None  # no stage has FP8 layers
         if num_infinite or largest >= WARNING_RATIO:
-            # A warning names the tensor. The exchange of names waits for all launched work.
+            # A warning names the tensor. Stages exchange names only now, since this collective waits
+            # for all launched work. All stages have the same three numbers, so all come here.
             return reduce_overflow_over_stages(overflow, self._stages)
         if not num_clipped:
             largest = 0.0
@@ -98,7 +112,7 @@ class OverflowCollector:
 
 
 class OverflowWarnings:
-    """Warns once about the first clipped and once about the first infinite tensor of a run.
+    """Warns at most twice in a run: about clipped values and about infinite values.
 
     Args:
         say: Prints a message.
@@ -109,7 +123,7 @@ class OverflowWarnings:
         self._pending = {"clipped", "infinite"}
 
     def check(self, overflow: Overflow, step: int) -> None:
-        """Prints a warning if `overflow` of `step` is worth one."""
+        """Prints a warning if the overflow of `step` is large enough."""
         if overflow.infinite:
             self._warn_once(
                 "infinite",
@@ -125,17 +139,18 @@ class OverflowWarnings:
             )
 
     def _warn_once(self, kind: str, message: str) -> None:
+        """Prints the first warning of a kind: "clipped" or "infinite"."""
         if kind in self._pending:
             self._pending.remove(kind)
             self._say(wrapped(f"warning: {message}; metrics.jsonl counts them in each step"))
 
 
 def overflow_values(overflow: Overflow | None, num_values: Sequence[float]) -> dict[str, Value]:
-    """Returns the values of metrics.jsonl: numbers of tensors, and of values if counted.
+    """Returns the overflow metrics for metrics.jsonl.
 
     Args:
-        overflow: The overflow of a step.
-        num_values: Numbers of clipped and of infinite values, or nothing.
+        overflow: Overflow of a step. None adds no metrics.
+        num_values: Numbers of clipped and of infinite values. Empty if they are not counted.
     """
     if overflow is None:
         return {}
@@ -151,28 +166,30 @@ def overflow_values(overflow: Overflow | None, num_values: Sequence[float]) -> d
 
 
 def reduce_ranges_used(used: RangesUsed | None, ranks: World) -> RangesUsed | None:
-    """Reduces the ranges to their maximum over `ranks`, which have the same layers."""
+    """Reduces the ratios to their maximum over `ranks`. These must have the same layers."""
     if used is None:
         return None
     return used._replace(ratios=ranks.largest(used.ratios))
 
 
 def take_value_counter(job: Job) -> Tensor | None:
-    """Returns the counts of values of the step that ends here, float32 [4], and restarts them.
+    """Returns the value counts of the current step, float32 [4], and resets them.
 
-    None if the backend counts none. On a GPU only Triton kernels count. See overflow_counts.py.
+    Returns None if the backend counts no values. See overflow_counts.py.
     """
     if job.choice.product == "none" or not capabilities(job.choice.backend).counts_values:
         return None
+    # On a GPU only the Triton kernels count values.
     if job.device.type == "cuda" and not HAS_TRITON:
         return None
     return take_step_counts(job.device)
 
 
 def ranks_with_own_amaxes(job: Job) -> World:
-    """Returns the ranks that have the same layers of `job`, if each knows only its own amaxes.
+    """Returns the ranks over which overflow must be reduced.
 
-    Otherwise returns this rank: with shared delayed scales all of them know the same amaxes.
+    These are the ranks with the same layers. If delayed scaling has reduced the amaxes over these
+    ranks already, returns a world of this rank only.
     """
     fp8 = job.recipe.fp8
     has_shared_scales = SCALINGS[fp8.scaling].history and fp8.reduce_amax
@@ -186,7 +203,10 @@ def ranks_with_own_amaxes(job: Job) -> World:
 
 
 def reduce_overflow_over_stages(overflow: Overflow | None, stages: World) -> Overflow | None:
-    """Sums the overflow of all pipeline stages, and names the worst tensor. Waits for all."""
+    """Sums the overflow over the pipeline stages, and keeps the name of the worst tensor.
+
+    All ranks call it. It waits for the device.
+    """
     if stages.size == 1:
         return overflow
     texts = [json.loads(text) for text in stages.texts(json.dumps(overflow))]
@@ -200,12 +220,18 @@ def reduce_overflow_over_stages(overflow: Overflow | None, stages: World) -> Ove
 
 
 def count_overflow_over_stages(used: RangesUsed | None, like: Tensor, stages: World) -> Tensor:
-    """Counts the overflow of all pipeline stages. Waits for nothing.
+    """Counts overflow over the pipeline stages. Does not wait for the device.
+
+    Args:
+        used: Ranges of this stage, None without FP8 layers.
+        like: Tensor with the dtype and the device of the result.
+        stages: Ranks of the pipeline.
 
     Returns:
-        Numbers of clipped and of infinite tensors and the largest ratio, [3], with the dtype and
-        the device of `like`. The ratio is negative without an FP8 layer.
+        Number of clipped tensors, number of infinite tensors and the largest ratio, [3]. The ratio
+        is -1 if no stage has FP8 layers.
     """
+    # A stage without FP8 layers takes part in the collectives. Its -1 never wins the maximum.
     if used is None:
         counts, largest = like.new_zeros(2), like.new_full((1,), -1.0)
     else:

@@ -1,4 +1,4 @@
-"""Report of finished steps: metrics, progress, warnings, callbacks, and checks that end a run."""
+"""Reports of finished steps: metrics, progress line, warnings, callbacks and divergence checks."""
 
 from __future__ import annotations
 
@@ -24,34 +24,57 @@ from fp8cfg.training.overflow_watch import OverflowWarnings, overflow_values
 from fp8cfg.training.step import StepResult
 
 MAX_SKIPPED_STEPS = 100
-"""Skipped steps in a row after which a run is not training and stops."""
+"""Number of consecutive skipped steps after which a run stops."""
 _PRODUCT_NAMES = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 
 
 class Callback:
-    """Base class of callbacks of a run. Override the methods that you need.
+    """Base class for callbacks of a run. Override the methods you need.
 
-    Only the first rank calls them. An error in a callback ends the run.
+    Callbacks run on the first rank only. An error in a callback ends the run.
     """
 
     def step(self, done: int, values: Mapping[str, Value]) -> None:
-        """Called after optimizer step `done`, counted from 1, with its values in metrics.jsonl."""
+        """Called after each optimizer step.
+
+        Args:
+            done: The step, counted from 1.
+            values: Its metrics, as in metrics.jsonl.
+        """
 
     def evaluation(self, done: int, loss: float) -> None:
-        """Called with the validation loss after `done` steps."""
+        """Called after each evaluation.
+
+        Args:
+            done: Optimizer steps done.
+            loss: Validation loss, in nats per token.
+        """
 
     def save(self, done: int, folder: Path) -> None:
-        """Called when the checkpoint of step `done` is complete in `folder`."""
+        """Called after each complete checkpoint.
+
+        Args:
+            done: Optimizer steps of the checkpoint.
+            folder: Folder of the checkpoint.
+        """
 
 
 class StepReport:
     """Reports the finished steps of a run, in order.
 
+    Args:
+        job: The job.
+        run: Run folder, None on ranks that write nothing.
+        world: Ranks of the run.
+        say: Prints a message.
+        callbacks: Called on this rank.
+        logs: Log files of the run.
+
     Attributes:
         loss: Training loss of the last step.
-        num_skipped: Number of steps skipped in a row, up to the last one.
+        num_skipped: Consecutive skipped steps, including the last step.
         is_proved: Whether the first step was compared with the plan.
-        progress: Progress line, once there is one.
+        progress: Progress line. The training loop sets it on the first rank.
     """
 
     def __init__(
@@ -77,16 +100,17 @@ class StepReport:
         self.num_skipped = 0
 
     def add(self, result: StepResult, overflow: Overflow | None, seconds: float) -> None:
-        """Reports a finished step.
+        """Reports a finished step. All ranks call it.
 
         Args:
             result: Metrics of the step.
-            overflow: Values that FP8 tensors did not hold, if known.
+            overflow: FP8 overflow of the step, None if unknown.
             seconds: Duration of the step.
 
         Raises:
-            NotFP8Error: The first step did not run as planned.
-            Diverged: The gradients are not finite, and lowering the loss scale does not help.
+            NotFP8Error: The first step did not run in the planned formats.
+            Diverged: Steps with infinite gradients cannot be fixed by a lower loss scale.
+            RunFolderError: The run folder was deleted.
         """
         if not self.is_proved:
             self._prove()
@@ -94,7 +118,7 @@ class StepReport:
         values = self._values(result, overflow, seconds)
         if overflow is not None:
             self._overflow_warnings.check(overflow, result.step)
-        # The first made step, because a skipped one broadcasts no weights.
+        # The first step that is not skipped: a skipped step broadcasts no weights.
         if self._world.size > 1 and result.stepped and not self._has_reported_traffic:
             self._has_reported_traffic = True
             message = f"sent in a step by the first rank: {result.sent}"
@@ -112,7 +136,7 @@ class StepReport:
     def _values(
         self, result: StepResult, overflow: Overflow | None, seconds: float
     ) -> dict[str, Value]:
-        """Returns the values of a step in metrics.jsonl."""
+        """Returns the metrics of a step for metrics.jsonl."""
         values: dict[str, Value] = {
             "loss": result.loss,
             "lr": result.lr,
@@ -122,7 +146,8 @@ class StepReport:
             "seconds": seconds,
         }
         if self._job.loss_scaler is not None:
-            values["loss_scale"] = self._job.loss_scaler.scale  # of the next step
+            # The scaler was updated by this step, so this is the scale of the next one.
+            values["loss_scale"] = self._job.loss_scaler.scale
         num_values = result.metrics["values"].tolist() if "values" in result.metrics else []
         values |= overflow_values(overflow, num_values)
         if self._world.size > 1:
@@ -130,25 +155,28 @@ class StepReport:
         return values
 
     def _tokens_per_step(self) -> int:
+        """Returns the tokens of the global batch."""
         return self._job.recipe.trainer.global_batch_size * self._job.recipe.model.seq_length
 
     def _prove(self) -> None:
-        """Compares the first step with the plan, and writes coverage.json."""
+        """Compares the GEMMs of the first step with the plan, and writes coverage.json."""
         self.is_proved = True
+        # With pipeline stages a collective: all ranks must call `prove`.
         coverage = self._job.prove()
         if self._job.recipe.fp8.enabled:
             product = _PRODUCT_NAMES[self._job.choice.product]
             self._say(f"coverage, observed in the first step ({product})\n{coverage}\n")
-            # A given model has warned of it in its first step.
+            # A custom model prints this warning itself, in its first optimizer step.
             warning = "" if self._job.foreign else low_coverage_warning(coverage)
             if warning:
                 self._say(wrapped(f"warning: {warning}") + "\n")
+        # Another collective, so it comes before the test for a run folder.
         record = coverage_record(self._job, coverage)
         if self._run:
             self._run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
 
     def _check_skips(self, result: StepResult) -> None:
-        """Counts skipped steps, and raises Diverged if the run cannot recover from them."""
+        """Counts skipped steps. Raises Diverged if the run cannot recover from them."""
         scaler = self._job.loss_scaler
         if result.stepped:
             if self.num_skipped:
@@ -160,6 +188,8 @@ class StepReport:
             self.num_skipped = 0
             return
         self.num_skipped += 1
+        # Each skipped step lowers the loss scale, so fp16 gradients can become finite again. Without
+        # a loss scale the next step would fail in the same way.
         if scaler is not None and self.num_skipped < MAX_SKIPPED_STEPS:
             return
         repeats = f" for {self.num_skipped} steps in a row" if self.num_skipped > 1 else ""
@@ -170,7 +200,14 @@ class StepReport:
 
 
 def coverage_record(job: Job, coverage: Coverage) -> dict[str, Any]:
-    """Returns the contents of coverage.json. All ranks call it."""
+    """Returns the contents of coverage.json.
+
+    All ranks call it.
+
+    Args:
+        job: The job.
+        coverage: Result of `job.prove()`.
+    """
     backend = registry.backend(job.choice.backend)
     return {
         "backend": asdict(job.choice),
@@ -181,9 +218,9 @@ def coverage_record(job: Job, coverage: Coverage) -> dict[str, Any]:
 
 
 def attention_kernels(job: Job) -> dict[str, str]:
-    """Returns the SDPA backend of each high-precision attention layer, over all pipeline stages.
+    """Returns the SDPA backend of each high-precision attention layer, by layer name.
 
-    All ranks call it. A given model has no entries.
+    All ranks call it. The result covers all pipeline stages. It is empty for a custom model.
     """
     if job.foreign:
         return {}
