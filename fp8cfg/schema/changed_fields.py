@@ -1,4 +1,4 @@
-"""Changed fields of a node: what the user or a preset set, and the violations if it has no effect."""
+"""Changed fields of a node, set by the user or a preset, and the violations if they do nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from fp8cfg.schema.node import Node
 from fp8cfg.schema.violation import Violation
 
 WRITTEN: ContextVar[frozenset[str]] = ContextVar("WRITTEN", default=frozenset())
-"""Short names of the keys that the user wrote, while the rules run. Empty if nobody knows them."""
+"""Short names of the keys that the user wrote, while the rules run. Empty if they are unknown.
+
+A context variable, because `rules.broken` sets it and `_changed_fields` reads it far below.
+"""
 
 
 def changed(node: Node, *names: str) -> list[str]:
@@ -42,7 +45,14 @@ def idle(node: Node, names: Sequence[str], why: str, *caused_by: str) -> Iterato
 def conflicting(
     node: Node, names: Sequence[str], message: str, *caused_by: str
 ) -> Iterator[Violation]:
-    """Does the same as `idle` with any message, for fields that the keys `caused_by` rule out."""
+    """Yields violations as `idle` does, with any message.
+
+    Args:
+        node: The node.
+        names: The fields that conflict with the keys `caused_by`.
+        message: The whole message.
+        caused_by: Short names of the other keys.
+    """
     for key, value, default in _changed_fields(node, names):
         yield Violation(f"{key}={spelled(value)}", message, [(key, default)], caused_by)
 
@@ -55,6 +65,7 @@ def _changed_fields(node: Node, names: Sequence[str]) -> Iterator[tuple[str, Any
         if isinstance(value, Node):
             yield from _changed_fields(value, ())
             continue
+        # A written key counts even at its default: `fp8.margin=0` under current scaling is a mistake.
         key = node.key(name)
         default = fields[name].get_default(call_default_factory=True)
         if value != default or key in WRITTEN.get():

@@ -24,8 +24,8 @@ from fp8cfg.schema.value_errors import options, problems, shown_value, unknown_k
 N = TypeVar("N", bound="Node")
 _IMMUTABLE = frozenset({str, int, float, bool, type(None), frozenset})
 LARGEST = 2**63 - 1
-"""The largest integer: tensors and files count in 64 bits. Products of several sizes stay within a
-float."""
+"""The largest integer: sizes of tensors and files have 64 bits. Products of several sizes still fit
+in a float."""
 
 
 class Node(pydantic.BaseModel, metaclass=NodeType):
@@ -54,6 +54,7 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
     """The class at the top of the tree, Recipe, as soon as it is defined."""
 
     def __init_subclass__(cls, **options: Any) -> None:
+        # pydantic would take the Key properties of a base class for defaults of its fields.
         Key.hidden = True
         super().__init_subclass__(**options)
 
@@ -71,6 +72,7 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
         return sorted(public_names(type(self), super().__dir__()))
 
     def __init__(self, /, **values: Any) -> None:
+        # pydantic is strict and would reject OmegaConf's containers and NumPy's numbers.
         values = {name: _plain_value(value) for name, value in values.items()}
         try:
             super().__init__(**values)
@@ -78,9 +80,12 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
             raise ConfigError(problems(type(self), error)) from None
 
     def _assign(self, name: str, value: Any) -> None:
+        """Assigns a field or a short name. Raises ConfigError as the constructor."""
         cls = type(self)
         is_field = name in cls.model_fields
         attribute = getattr(cls, name, None)
+        # Short names such as recipe.fp8 are properties. Without a setter a property is derived from
+        # other keys, such as optim.end_lr.
         if isinstance(attribute, property) and not is_field:
             if attribute.fset is None:
                 raise ConfigError(foreign_names.unknown(self.key(name), ()))
@@ -88,12 +93,13 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
 
         value = _plain_value(value)
         old_value = getattr(self, name, None)
-        # A mapping merges into a node, as on the command line and in YAML.
+        # A mapping merges into the old node, as on the command line and in YAML.
         if isinstance(old_value, Node) and isinstance(value, dict):
             value = old_value.merged(value)
-        # pydantic would accept an unknown name that begins with an underscore.
+        # pydantic accepts unknown names with a leading underscore as private attributes.
         if not is_field:
             raise ConfigError(unknown_keys(cls, name, value))
+        # Read before the assignment: pydantic replaces the dictionary that has the record.
         names_of_preset = preset_keys(self)
         try:
             super().__setattr__(name, value)
@@ -102,6 +108,7 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
         written(self, name, names_of_preset)
 
     def __delattr__(self, name: str) -> None:
+        """Always raises ConfigError, with the default as advice."""
         cls = type(self)
         field = cls.model_fields.get(name)
         if field is None and not isinstance(getattr(cls, name, None), property):
@@ -115,19 +122,20 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
             f"{self.key(name)}: a key always has a value and cannot be deleted{advice}"
         )
 
-    # For a type checker a class with __setattr__ or __getattr__ has every attribute.
+    # Hidden from type checkers. With a __getattr__ they would accept every attribute.
     if not TYPE_CHECKING:
         __setattr__ = _assign
 
         def __getattr__(self, name: str) -> Any:
+            # copy, pickle and IPython look up private names, and expect a plain AttributeError.
             if name.startswith("_"):
                 return super().__getattr__(name)
             raise NoSuchKey(unknown_key(type(self), name))
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Copies nodes and mutable values.
+        """Returns a deep copy. Immutable values are shared.
 
-        pydantic would send each leaf through copy.deepcopy, which is slow.
+        pydantic's own method passes every leaf through copy.deepcopy, which is slow.
         """
         new = super().__copy__()
         for name, value in vars(new).items():
@@ -136,16 +144,25 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
         return new
 
     def merged(self, changes: dict[str, Any]) -> Self:
-        """Returns a copy with `changes`, whose mappings merge. Raises ConfigError as assignment."""
+        """Returns a copy with `changes` assigned. Mappings merge into nodes.
+
+        Raises:
+            ConfigError: See `model_copy`.
+        """
         return self.model_copy(update=changes)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Returns a copy with the values of `update` assigned, so they are validated.
+        """Returns a copy, with the values of `update` validated and assigned.
 
-        With `update` the copy is deep, so no change reaches the original.
+        pydantic's own method does not validate `update`.
+
+        Args:
+            update: New values by field or short name. They make the copy deep, so that no change
+                reaches the original.
+            deep: Whether nodes are copied too.
 
         Raises:
-            ConfigError: It has the problems of all values.
+            ConfigError: It lists the problems of all values.
         """
         update = update or {}
         new = super().model_copy(deep=deep or bool(update))
@@ -161,18 +178,20 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _normalize(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        """Converts a value before pydantic validates it strictly."""
+        """Converts the few values that users write in another type, before strict validation."""
         name = info.field_name or ""
         annotation = cls.model_fields[name].annotation
         if isinstance(value, int | float):
             return _normalize_number(cls.key(name), annotation, value)
         if isinstance(value, Node):
+            # pydantic accepts a subclass, but it would not compare equal to the declared class.
             if isinstance(annotation, type) and isinstance(value, annotation):
                 return as_declared(value, annotation)
             return value
         if isinstance(value, str):
             if name in cls.units:
                 return in_unit(value, cls.units[name])
+            # Options match without case: precision=BF16, normalization=rmsnorm.
             by_lower_case = {option.lower(): option for option in options(annotation)}
             return by_lower_case.get(value.lower(), value)
         if isinstance(value, list):
@@ -181,7 +200,16 @@ class Node(pydantic.BaseModel, metaclass=NodeType):
 
 
 def _normalize_number(key: str, annotation: Any, value: float) -> float:
-    """Returns a whole float as an integer if the key takes integers."""
+    """Converts a whole float, such as 1e3 in YAML, to an integer if the key takes integers.
+
+    Args:
+        key: Short name of the key, for the error.
+        annotation: Type of the field, such as `int | None`.
+        value: An integer, a bool or a float.
+
+    Raises:
+        ConfigError: The number is larger than LARGEST.
+    """
     takes_integer = int in (annotation, *typing.get_args(annotation))
     is_whole = isinstance(value, int) or takes_integer
     if is_whole and LARGEST < abs(value) < math.inf:
@@ -192,12 +220,13 @@ def _normalize_number(key: str, annotation: Any, value: float) -> float:
 
 
 def _plain_value(value: Any) -> Any:
-    """Copies nodes, and converts mappings, sequences and NumPy's numbers to Python's types.
+    """Copies nodes and converts containers and NumPy's numbers to Python's types.
 
-    OmegaConf has mappings and sequences of its own.
+    OmegaConf, for one, has its own mapping and sequence types.
     """
     if isinstance(value, Node):
         return value.model_copy(deep=True)
+    # By name, so that the schema does not import NumPy.
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -208,10 +237,10 @@ def _plain_value(value: Any) -> Any:
 
 
 def as_declared(node: N, declared: type[N]) -> N:
-    """Returns `node` as an instance of the class `declared`, of which it may be a subclass.
+    """Converts a node of a subclass to the class `declared`.
 
     Raises:
-        ConfigError: The subclass has a field of its own, which nothing would read.
+        ConfigError: The subclass adds a field, which nothing would read.
     """
     cls = type(node)
     if cls is declared:
@@ -226,7 +255,11 @@ def as_declared(node: N, declared: type[N]) -> N:
 
 
 def expand_home(value: Any) -> Any:
-    """Returns a path as text, with `~` replaced by the user's home folder; other values as is."""
+    """Returns a path as text, with `~` replaced by the user's home folder.
+
+    Returns other values as they are. Validation rejects them later.
+    """
+    # The shell expands `~` only at the start of a word, not in log.dir=~/runs.
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""Metaclass of nodes: each key is documented and listed in an interactive session.
+"""Metaclass of nodes: documents and lists the keys in an interactive session.
 
-`recipe.fp8.margin?` in IPython shows the documentation of the key, and completion after
-`recipe.fp8.` lists keys without the methods of pydantic.
+`recipe.fp8.margin?` in IPython shows the documentation of the key. Completion after `recipe.fp8.`
+lists the keys, without pydantic's methods.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ else:
 class Key(property):
     """A key as an attribute of its node class.
 
-    It is a property, because IPython shows the documentation of a property, and for anything else
-    the documentation of the value.
+    It is a property because IPython shows the docstring of a property. For other descriptors it shows
+    the docstring of the value.
     """
 
     hidden: ClassVar[bool] = False
-    """Set while pydantic makes a node class. It would take the keys of base classes as defaults,
-    and warn of fields that exist already."""
+    """Set while pydantic creates a node class. Otherwise pydantic takes the keys of base classes for
+    defaults, and warns that a field shadows an attribute."""
 
     def __init__(self, name: str, doc: str) -> None:
         super().__init__(
@@ -37,23 +37,31 @@ class Key(property):
         self.__doc__ = doc
 
     def __get__(self, node: Any, cls: type | None = None) -> Any:
-        """Returns the value without the call that property makes: plans read millions of them."""
+        """Returns the value from the node's dictionary.
+
+        Faster than calling the getter of a property. A plan reads millions of keys.
+        """
         if node is None:
             if Key.hidden:
                 raise AttributeError(self.name)
             return self
         try:
             return node.__dict__[self.name]
-        except KeyError:  # pydantic is still filling the node
+        except KeyError:
+            # pydantic is still filling the node. AttributeError is what hasattr and copy expect.
             raise AttributeError(self.name) from None
 
 
 def _assign(node: Any, name: str, value: Any) -> None:
+    """Assigns a validated value, as pydantic does for a plain field."""
     type(node).__pydantic_validator__.validate_assignment(node, name, value)
 
 
 class NodeType(_ModelType):
-    """The metaclass. Python's own completion lists `dir` of the class and of each base class."""
+    """The metaclass of nodes. It hides pydantic's names from `dir`.
+
+    Python's own completion lists `dir` of the class and of each base class.
+    """
 
     def __dir__(cls) -> list[str]:
         return sorted(public_names(cls, super().__dir__()))
@@ -62,7 +70,7 @@ class NodeType(_ModelType):
 
         @property
         def __bases__(cls) -> tuple[type, ...]:
-            # Without pydantic's own classes, so that completion does not list their methods.
+            # rlcompleter walks __bases__ and would list the methods of pydantic.BaseModel.
             bases = vars(type)["__bases__"].__get__(cls)
             return tuple(base for base in bases if isinstance(base, NodeType))
 
@@ -71,8 +79,8 @@ def document_keys(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
     """Adds a documented `Key` for each field of a node class.
 
     Args:
-        cls: The class.
-        key_of: Returns the short name of a field.
+        cls: The node class.
+        key_of: Maps the name of a field to the short name of its key.
     """
     for name, field in cls.model_fields.items():
         key = key_of(name)
@@ -85,13 +93,18 @@ def document_keys(cls: type[BaseModel], key_of: Callable[[str], str]) -> None:
         setattr(cls, name, Key(name, f"{key}: {text}\n\n{more}"))
     for member in vars(cls).values():
         if isinstance(member, property) and member.fget is not None:
-            # jedi 0.20.1 evaluates the return annotation of a property and fails at a Literal.
-            # Without an annotation it calls the property.
+            # IPython completes with jedi. jedi 0.20.1 evaluates the return annotation of a property
+            # and fails at a Literal. Without an annotation it calls the property.
             member.fget.__annotations__.pop("return", None)
 
 
 def public_names(cls: type, names: Iterable[str]) -> list[str]:
-    """Selects the keys, properties and methods of nodes from `names`, without pydantic's own."""
+    """Selects the keys, properties and methods of nodes from `names`, without pydantic's.
+
+    Args:
+        cls: The node class.
+        names: Names from `dir`.
+    """
     own_names = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] == "pydantic":

@@ -1,4 +1,4 @@
-"""Recipe: the typed root of the configuration tree, which describes one training run."""
+"""Recipe: the typed root of the configuration tree. It describes one training run."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class Recipe(Node):
     @pydantic.field_validator("data", mode="before")
     @classmethod
     def _accept_name(cls, value: Any) -> Any:
+        """Accepts data="chat" for data={"name": "chat"}, as on the command line."""
         if isinstance(value, str):
             return {"name": value}
         return value
@@ -65,6 +66,7 @@ class Recipe(Node):
 
     @task.setter
     def task(self, name: str) -> None:
+        # The registry's apply_task keeps smaller sizes of a recipe. An assignment sets every value.
         folder = CONF / "task"
         names = sorted(file.stem for file in folder.glob("*.yaml"))
         if name not in names:
@@ -97,6 +99,7 @@ class Recipe(Node):
 
     @storage.setter
     def storage(self, value: Storage | dict[str, Any] | OptLevel) -> None:
+        # storage=O2 on the command line is short for opt_level=O2.
         levels = typing.get_args(OptLevel)
         if isinstance(value, str) and value.upper() in levels:
             self.opt_level = value
@@ -122,7 +125,8 @@ class Recipe(Node):
         self.trainer.plugins.opt_level = value
 
     def __init__(self, /, **values: Any) -> None:
-        # Short names are properties, which pydantic does not assign.
+        # Short names are properties, and pydantic rejects them as extra fields. They come last, so
+        # that Recipe(trainer=..., fp8=...) changes the new trainer.
         by_short_name = {name: values.pop(name) for name in ALIASES if name in values}
         super().__init__(**values)
         for name, value in by_short_name.items():
@@ -162,7 +166,7 @@ class Recipe(Node):
 
 @functools.cache
 def fields() -> dict[str, Any]:
-    """Returns pydantic's FieldInfo of every key by its full name, nodes included."""
+    """Returns pydantic's FieldInfo of every key and node, by full name."""
     return dict(walk(Recipe))
 
 
@@ -172,17 +176,17 @@ def short_keys() -> frozenset[str]:
     return frozenset(short(key) for key in fields())
 
 
-# Messages about unknown keys suggest keys of the whole tree.
+# A message about an unknown key of a node suggests keys of the whole tree.
 Node.root = Recipe
 
 
 class Leaf(NamedTuple):
-    """A key that is no node.
+    """A key with a value, not a node.
 
     Attributes:
-        key: Its short name.
-        value: Its value.
-        default: Its default.
+        key: Short name.
+        value: Value in the recipe.
+        default: Default of the schema.
     """
 
     key: str
@@ -196,7 +200,7 @@ class Leaf(NamedTuple):
 
 
 class Differences(dict[str, tuple[Any, Any]]):
-    """The keys in which two recipes differ, by short name, with both values. Prints one line each."""
+    """Both values of each key in which two recipes differ, by short name. Prints one line per key."""
 
     def __repr__(self) -> str:
         if not self:
@@ -205,7 +209,7 @@ class Differences(dict[str, tuple[Any, Any]]):
 
 
 def leaves(recipe: Node) -> list[Leaf]:
-    """Returns all keys of `recipe` that are no nodes, in the order of the schema."""
+    """Lists all keys of `recipe` except nodes, in the order of the schema."""
     found = []
     for key, field in walk(type(recipe)):
         default = field.get_default(call_default_factory=True)
@@ -215,7 +219,8 @@ def leaves(recipe: Node) -> list[Leaf]:
 
 
 def differences(a: Node, b: Node) -> Differences:
-    """Returns the keys in which `a` and `b` differ, in the order of the schema."""
+    """Returns the keys in which two recipes differ, in the order of the schema."""
+    # Both are recipes, so their leaves are the same keys in the same order.
     different = Differences()
     for leaf, other in zip(leaves(a), leaves(b), strict=True):
         if leaf.value != other.value:
@@ -224,7 +229,7 @@ def differences(a: Node, b: Node) -> Differences:
 
 
 def _text(recipe: Recipe) -> str:
-    """Returns the recipe in lines of 80 columns: the changed keys first, one paragraph a node."""
+    """Formats the recipe in 80 columns: changed keys first, one paragraph per node."""
     found = [leaf for leaf in leaves(recipe) if leaf.key != "name"]
     changed = [leaf for leaf in found if not leaf.is_default]
     rest = [leaf for leaf in found if leaf.is_default]
@@ -233,6 +238,7 @@ def _text(recipe: Recipe) -> str:
 
 
 def _paragraphs(found: list[Leaf]) -> Iterator[str]:
+    """Yields one paragraph per node, such as `  fp8: enabled=true, margin=1`."""
     by_node: dict[str, list[str]] = {}
     for leaf in found:
         node, _, name = leaf.key.rpartition(".")
@@ -243,13 +249,14 @@ def _paragraphs(found: list[Leaf]) -> Iterator[str]:
             _WIDTH,
             initial_indent=f"  {node}: " if node else "  ",
             subsequent_indent="    ",
+            # Paths and names must stay whole, so that they can be copied.
             break_long_words=False,
             break_on_hyphens=False,
         )
 
 
 def _html(recipe: Recipe) -> str:
-    """Returns the recipe for a notebook: a table of the changed keys, and the rest folded."""
+    """Formats the recipe for a notebook: a table of changed keys, and a folded table of the rest."""
     changed, rest = [], []
     for leaf in leaves(recipe):
         if leaf.is_default:
@@ -264,5 +271,6 @@ def _html(recipe: Recipe) -> str:
 
 
 def _html_row(*cells: Any) -> str:
+    """Formats one row of a table."""
     columns = "".join(f"<td>{html.escape(shown(cell))}</td>" for cell in cells)
     return f"<tr>{columns}</tr>"

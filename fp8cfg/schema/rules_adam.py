@@ -196,14 +196,14 @@ def lost_updates(
 
 
 def slow_averages(columns: Mapping[str, str], betas: tuple[float, float]) -> Iterator[str]:
-    """Remarks on averages that follow shrinking gradients only down to a power of two."""
+    """Remarks on averages that rounding stops before they have decayed by a factor of two."""
     for column, index in ADAM.items():
         bits = MANTISSA_BITS.get(columns[column])
         if bits is None:
             continue
         decay = 1 - betas[index]
-        # Fast enough to leave a power of two from above, too slow to leave all values below it. The
-        # lower bound is in `frozen_averages`.
+        # Values just below a power of two decay. Values just above one do not, see `_least_decay`.
+        # Below the lower bound nothing decays, see `frozen_averages`.
         if 2.0 ** -(bits + 2) <= decay < _least_decay(bits):
             yield (
                 f"optim.betas={list(betas)}: storage.{column}={columns[column]} follows gradients"

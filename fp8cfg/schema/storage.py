@@ -1,8 +1,8 @@
 """Storage columns: the dtype of each kind of training state, with `auto` resolved.
 
-The columns are those of the low-precision chart in the MS-AMP documentation. MS-AMP's levels and
-all dtypes with a scale concern linear layers. Embeddings and norms then stay in float32, as in
-MS-AMP. Moments have the same dtype everywhere.
+The columns follow the low-precision chart in the MS-AMP documentation. MS-AMP's levels and all dtypes
+with a scale apply to linear layers only. Embeddings and norms then stay in float32, as in MS-AMP.
+Moments have the same dtype everywhere.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ Columns = dict[str, str]
 
 
 def _level(dtypes: str) -> Columns:
+    """Reads one row of the table below, in the order of COLUMNS."""
     return dict(zip(COLUMNS, dtypes.split(), strict=True))
 
 
@@ -38,21 +39,28 @@ LEVELS = {
 }
 """MS-AMP's optimization levels.
 
-FP8 scales follow the amax itself here, so that averages never freeze between two scales. MS-AMP
-rounds scales to powers of two, which is the dtype fp8_pow2 of backend=msamp.
+Here FP8 scales follow the amax exactly, so that averages never freeze between two scales. MS-AMP
+rounds scales to powers of two. With backend=msamp the columns have that dtype, fp8_pow2.
 """
 
 
 def level(precision: Precision) -> str | None:
-    """Returns the optimization level in force: opt_level, or the backend's own (O2 for msamp)."""
+    """Returns the effective optimization level: opt_level, or the backend's (O2 for msamp).
+
+    Returns None without a level.
+    """
     return precision.opt_level or capabilities(precision.backend).level
 
 
 def of_level(precision: Precision) -> Columns:
-    """Returns the columns that the optimization level sets. Empty without a level."""
+    """Returns the columns of the optimization level, with the scales of the backend.
+
+    Empty without a level.
+    """
     columns = LEVELS.get(level(precision) or "", {})
     if not capabilities(precision.backend).level_pow2:
         return columns
+    # MS-AMP's powers of two. FP8 weights are left out: fp8.scaling decides about their scales.
     return {
         column: "fp8_pow2" if dtype == "fp8" and column != "weight" else dtype
         for column, dtype in columns.items()
@@ -63,20 +71,26 @@ def resolved(precision: Precision) -> Columns:
     """Returns the dtype of each column for the weights of linear layers.
 
     An explicit column wins over the level, and the level over precision.compute and fp8.params. If
-    weights are stored in FP8, only linear layers that run in FP8 have these dtypes, see
+    weights are stored in FP8, these dtypes apply only to linear layers that run in FP8, see
     `StateDtypes`.
+
+    Returns:
+        A dtype for each name of COLUMNS, in that order.
     """
     storage, fp8 = precision.storage, precision.fp8
-    # The values of `auto`: first without a level.
+    # The values of `auto`, first without a level.
     weight: str = precision.compute
+    # FSDP2's shards are float32 and their own masters. fp8.params then sets the gathered dtype.
     if storage.shard == "fsdp":
         weight = "fp32"
     elif fp8.enabled and fp8.params:
         weight = "fp8"
     gradient = "fp32"
     has_float32_weights = "fp32" in (weight, storage.weight)
+    # fp16 weights have fp16 gradients, which autograd accumulates in place and which are sent as they
+    # are (NeMo's fp16_mixed has grad_reduce_in_fp32=False). bf16 gradients are accumulated in float32.
     if precision.compute == "fp16" and not has_float32_weights:
-        gradient = "fp16"  # autograd gives gradients the dtype of their weights
+        gradient = "fp16"
     columns = {
         "weight": weight,
         "weight_grad": gradient,
@@ -89,7 +103,7 @@ def resolved(precision: Precision) -> Columns:
         explicit = getattr(storage, column)
         if explicit != "auto":
             columns[column] = explicit
-    # Whether masters are needed depends on the weights, unless a level has set both.
+    # A level sets both. Otherwise masters depend on the resolved dtype of the weights.
     if "master_weight" not in columns:
         master = storage.master_weight
         if master == "auto":
@@ -102,12 +116,12 @@ def resolved(precision: Precision) -> Columns:
 class StateDtypes:
     """Storage dtypes of a recipe's training state, with every `auto` resolved.
 
-    A plan makes them once, with `resolve_state_dtypes`, and passes them on.
+    A plan resolves them once with `resolve_state_dtypes` and passes them on.
 
     Attributes:
-        precision: The precision that they follow from.
-        linear: Columns for the weights of linear layers, or of FP8 linear layers only if
-            `fp8_layers_only`.
+        precision: The precision settings of the recipe.
+        linear: Columns for the weights of linear layers. With `fp8_layers_only`, for the weights of
+            FP8 linear layers.
         other: Columns for all other parameters: embeddings, norms, biases.
     """
 
@@ -124,8 +138,8 @@ class StateDtypes:
     def fp8_layers_only(self) -> bool:
         """Whether `linear` excludes linear layers in high precision.
 
-        It does if weights are stored in float8, and with backends that keep the state themselves,
-        as MS-AMP does.
+        True for float8 weights, which only FP8 layers can read, and for backends with their own
+        state, such as MS-AMP.
         """
         return self.fp8_weights or capabilities(self.precision.backend).own_state
 
@@ -133,11 +147,13 @@ class StateDtypes:
     def low_bit(self) -> bool:
         """Whether the state needs the low-bit optimizer.
 
-        Torch's Adam is enough for float32 moments, float32 masters or weights, and gradients that
-        autograd can accumulate.
+        Torch's Adam is enough for float32 moments, float32 masters or weights, and gradients in a
+        dtype that autograd can accumulate.
         """
         if self.precision.storage.rounding != "nearest":
             return True
+        # Torch's Adam keeps moments in the dtype of the masters. Weights in other dtypes than float32,
+        # FP8 and the compute dtype need a codec.
         return any(
             columns["exp_avg"] != "fp32"
             or columns["exp_avg_sq"] != "fp32"
@@ -150,10 +166,10 @@ class StateDtypes:
 
     @property
     def float32_masters(self) -> bool:
-        """Whether weights are float32, or follow float32 masters by rounding to nearest.
+        """Whether weights are float32, or are rounded to nearest from float32 masters.
 
-        Only moments and gradients can be low-precision then. Float32 weights have the gradients
-        that autograd returns, unless these are stored with a scale.
+        Then only moments and gradients can be low-precision. Float32 weights have autograd's float32
+        gradients, or gradients in a dtype with a scale.
         """
         if self.precision.storage.rounding != "nearest":
             return False
@@ -167,9 +183,10 @@ class StateDtypes:
 
     @property
     def can_be_split(self) -> bool:
-        """Whether any slice of a tensor can keep its state by itself.
+        """Whether a rank can keep the state of any slice of a tensor.
 
-        Masters are float32, and weights are stored as the GEMMs read them, or cast from masters.
+        True if masters are float32, and weights are stored as the GEMMs read them or in the compute
+        dtype. Other codecs have a scale of the whole tensor.
         """
         weight_dtypes: set[str] = {"fp32", self.precision.compute}
         if self.fp8_weights:
@@ -179,25 +196,41 @@ class StateDtypes:
 
     @property
     def gathered_dtype(self) -> str:
-        """Dtype in which FSDP2 gathers the weights that it does not gather in FP8.
+        """Dtype in which FSDP2 gathers weights outside of FP8.
 
-        Under shard=fsdp that is the compute dtype. Otherwise a step must equal an unsharded one,
-        whose layers cast weights from their storage dtype in each pass.
+        Under shard=fsdp that is the compute dtype. Under zero1 and zero2 a step must have the bits of
+        an unsharded step. There layers cast weights from their storage dtype in each pass, so the
+        storage dtype is gathered.
         """
         if self.precision.storage.shard == "fsdp":
             return self.precision.compute
         return self.other["weight"]
 
     def of_parameter(self, is_linear_weight: bool, runs_fp8: bool) -> Columns:
-        """The columns of one parameter. `runs_fp8` says whether its linear layer runs in FP8."""
+        """Returns the columns of one parameter.
+
+        Args:
+            is_linear_weight: Whether it is the weight of a linear layer.
+            runs_fp8: Whether that layer runs in FP8.
+        """
         if is_linear_weight and (runs_fp8 or not self.fp8_layers_only):
             return self.linear
         return self.other
 
     def sharding(self, ranks: int) -> str:
-        """storage.shard over `ranks` ranks with the same parameters, with auto resolved."""
+        """Returns storage.shard with auto resolved.
+
+        Args:
+            ranks: Number of ranks with the same parameters.
+
+        Returns:
+            "none", "zero1", "zero2" or "fsdp".
+        """
         if self.precision.storage.shard != "auto":
             return self.precision.storage.shard
+        # auto is zero1 (Megatron's distributed optimizer) if sharding does not change the bits of a
+        # step: with float32 masters, in any backend that can broadcast its weights. MS-AMP's levels
+        # are unsharded by default, as in MS-AMP.
         if ranks == 1 or level(self.precision):
             return "none"
         if self.fp8_weights and not capabilities(self.precision.backend).zero_fp8_weights:
@@ -207,7 +240,7 @@ class StateDtypes:
         return "zero1"
 
     def with_sharding(self, ranks: int) -> StateDtypes:
-        """A copy whose precision has storage.shard resolved for `ranks`. Dtypes stay."""
+        """Returns a copy with storage.shard resolved for `ranks` ranks. Dtypes do not change."""
         storage = self.precision.storage.model_copy(update={"shard": self.sharding(ranks)})
         return replace(self, precision=self.precision.model_copy(update={"storage": storage}))
 
@@ -224,8 +257,10 @@ def others(precision: Precision) -> Columns:
 
 
 def _other_columns(precision: Precision, linear: Columns) -> Columns:
-    """Columns of all parameters but those that `linear` describes."""
+    """Returns the columns of embeddings, norms and biases, given the columns `linear`."""
     columns = dict(linear)
+    # MS-AMP's levels keep these parameters in float32. Recipes without masters do too: no master
+    # would keep updates below the precision of compute.
     stays_float32 = (
         level(precision) is not None
         or linear["master_weight"] == "none"
@@ -239,16 +274,17 @@ def _other_columns(precision: Precision, linear: Columns) -> Columns:
     if linear["weight_grad"] in SCALED:
         # MS-AMP has O3 only through DeepSpeed, where these gradients are bf16.
         columns["weight_grad"] = "bf16" if level(precision) == "O3" else "fp32"
+    # Sums with scales exist for linear layers only.
     if linear["comm"] in SCALED:
         columns["comm"] = "fp32"
     return columns
 
 
 def custom_model_columns(state: StateDtypes) -> Columns:
-    """Returns the columns that `state.other` has in a custom model.
+    """Returns `state.other` for a custom model.
 
-    Its own code multiplies these parameters and expects the dtype of the activations. So they have
-    the compute dtype, with float32 masters if `state.other` would keep them in float32.
+    A custom model's own code multiplies these parameters and expects the dtype of the activations.
+    So they have the compute dtype, with float32 masters if `state.other` has float32.
     """
     compute = state.precision.compute
     if state.other["weight"] == compute:
@@ -271,7 +307,10 @@ def fp8_weight_setting(precision: Precision) -> str:
 
 
 def with_resolved_params(precision: Precision) -> Precision:
-    """Returns a copy in which fp8.params says how weights are stored. Backends read only that."""
+    """Returns a copy with fp8.params set if weights are stored in FP8 for any reason.
+
+    Backends read only fp8.params, not the columns and levels.
+    """
     fp8 = precision.fp8.model_copy(update={"params": fp8_weights(precision)})
     return precision.model_copy(update={"fp8": fp8})
 
@@ -287,8 +326,7 @@ def sharding(precision: Precision, ranks: int) -> str:
 
 
 def gathered(precision: Precision, backend: str) -> str:
-    """Returns storage.gather under storage.shard=fsdp, with auto resolved: the dtype of the weight
-    all-gather with `backend`."""
+    """Returns storage.gather under storage.shard=fsdp, with auto resolved for `backend`."""
     if precision.storage.gather != "auto":
         return precision.storage.gather
     if against_fp8_gather(precision, backend):
@@ -297,7 +335,7 @@ def gathered(precision: Precision, backend: str) -> str:
 
 
 def gathers_params(precision: Precision, backend: str) -> bool:
-    """Returns whether FSDP gathers FP8 weights in the form in which GEMMs of `backend` read them."""
+    """Returns whether FSDP gathers the FP8 weights of fp8.params, ready for GEMMs of `backend`."""
     return (
         precision.storage.shard == "fsdp"
         and capabilities(backend).fp8_gather == "params"
@@ -306,10 +344,10 @@ def gathers_params(precision: Precision, backend: str) -> bool:
 
 
 def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
-    """Lists the reasons why `backend` cannot gather weights in FP8, each with what to do.
+    """Lists the reasons why `backend` cannot gather weights in FP8, each with a remedy.
 
-    torchao casts a weight with one scale that is not rounded, and its GEMMs read what came over
-    the wire. Native layers gather what fp8.params stores.
+    torchao casts each shard with one unrounded scale per tensor, and its GEMMs read the gathered
+    weight. Native layers gather the weights of fp8.params.
     """
     fp8 = precision.fp8
     if not fp8.enabled:
@@ -327,6 +365,8 @@ def against_fp8_gather(precision: Precision, backend: str) -> list[str]:
             f"needs fp8.scaling={' or '.join(supported)}, not {fp8.scaling}; write that, or"
             " storage.gather=auto"
         )
+    # A row of the weight and a row of its transpose need different scales, so one cast cannot serve
+    # fprop and dgrad.
     if per_row(fp8):
         reasons.append(
             f"needs fp8.granularity=tensor, not {fp8.granularity}; write that, or"
@@ -359,8 +399,8 @@ def against_gathered_params(fp8: FP8, backend: str) -> list[str]:
             f"backend={backend} gathers the FP8 weights of fp8.params; write fp8.params=true, or"
             " storage.gather=auto"
         )
-    # fprop and dgrad contract different dimensions of a weight. With scales along one dimension,
-    # each needs a quantized matrix of its own. Square blocks with float32 scales serve both.
+    # fprop and dgrad contract different dimensions of a weight. With scales along one dimension, each
+    # needs its own quantized matrix. One square block with a float32 scale serves both.
     scaling = SCALINGS[fp8.scaling]
     has_square_blocks = scaling.scale == "float32" and weights_2d(fp8)
     if per_row(fp8) or (scaling.block and not has_square_blocks):

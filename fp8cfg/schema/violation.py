@@ -1,8 +1,8 @@
-"""Violations: the reasons why a recipe cannot run, and the values that would fix them.
+"""Violations: the reasons why a recipe cannot run, and values to fix them.
 
-The rules between keys, the backends and the parallel layout all report violations. A violation says
-which values could change and to what. Composition knows who wrote each value and changes a preset
-or a default that conflicts with what the user wrote (composition/precedence.py).
+The rules between keys, the backends and the parallel layout all report violations. A violation lists
+the keys that could change, each with a new value. Composition knows who wrote each value. It changes
+presets and defaults that conflict with the user's overrides (composition/precedence.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ class Violation:
     """A setting that a rule, a backend or the parallel layout rejects.
 
     Attributes:
-        setting: The setting as the user writes it, `fp8.margin=1`.
-        message: What is wrong with it and what to do.
-        fixes: Short names of the keys that could change, each with its nearest legal value. The
-            first key that may change does.
-        caused_by: Short names of the keys that these values conflict with.
-        source: What rejects the setting. A "layout" is never changed for the user.
-        is_harmless: Whether the setting only does nothing, so that it is no mistake if a preset
-            has it. It is one if the user wrote a key of `fixes`.
+        setting: The setting as the user writes it, such as `fp8.margin=1`.
+        message: The problem and what to do.
+        fixes: Short names of keys that could change, with the nearest legal value of each.
+            Composition changes the first key that ranks below the conflicting keys.
+        caused_by: Short names of the keys that conflict with the setting.
+        source: The part of the package that rejects the setting. A "layout" is never changed for the
+            user.
+        is_harmless: Whether the setting only has no effect. In a preset it is then no error. It is
+            an error if the user wrote a key of `fixes`.
     """
 
     setting: str
@@ -38,5 +39,10 @@ class Violation:
         return f"{self.setting}: {self.message}"
 
     def is_error(self, written: Collection[str]) -> bool:
-        """Whether it rejects a recipe in which the user wrote these keys, by their short names."""
+        """Returns whether it rejects the recipe.
+
+        Args:
+            written: Short names of the keys that the user wrote.
+        """
+        # Presets set keys for the general case. Only the user can mean a setting without effect.
         return not self.is_harmless or any(key in written for key, _ in self.fixes)
