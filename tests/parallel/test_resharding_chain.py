@@ -63,7 +63,7 @@ def link(folder: Path, number: int, world: World) -> dict[str, Any]:
         rank_runs.resumed(job, folder, first)
     loaded = sharded_checkpoints.whole(job, world) if number else {}
     steps = [
-        train_step(job, run_data(job.recipe)[0], step, world)
+        train_step(job, run_data(job.recipe)[0], step, world).wait()
         for step in range(first, first + STEPS)
     ]
     state = sharded_checkpoints.whole(job, world)

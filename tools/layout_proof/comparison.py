@@ -141,7 +141,7 @@ def gathered_bytes(model: nn.Module) -> int:
     return sum(
         t.nbytes
         for p in gathered_weights(model)
-        for t in getattr(p, "stored", (p,))
+        for t in getattr(p, "tensors", (p,))
         if t is not None and t.dim()
     )
 

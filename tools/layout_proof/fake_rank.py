@@ -127,7 +127,7 @@ def fake_rank(rank: int, ranks: int, messages: bool = False) -> Iterator[None]:
 
 
 def stepped(recipe: Recipe, counter: TorchDispatchMode | None = None) -> Job:
-    """The job of `recipe` on this rank after one optimizer step, inside of `fake_rank`; with a `overflow_counter` after another one, inside of
+    """The job of `recipe` on this rank after one optimizer step, inside of `fake_rank`; with a `counter` after another one, inside of
     that: the first sets scales, and moments are made in it."""
     job = builder.build(recipe)
     train_step(job, NoBatches(recipe), 0, current())  # type: ignore[arg-type]
