@@ -1,7 +1,7 @@
-"""State of a job in a checkpoint: what is saved, how it is checked and how it is restored.
+"""State of a job in a checkpoint: collecting, checking and restoring it.
 
-`collect_share` returns what this rank writes, `restore` puts a checkpoint into a job. The tensors
-of model and optimizer are in job_tensors.py.
+`collect_share` returns the part of a checkpoint that this rank writes. `restore` loads a checkpoint
+into a job. job_tensors.py has the tensors of model and optimizer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WRONG_CONTENTS = (
 def collect_share(
     job: Job, batches: Batches, step: int, world: World, rng: RandomState | None = None
 ) -> Share:
-    """Returns what this rank writes of a checkpoint. All ranks call it.
+    """Returns the part of a checkpoint that this rank writes. All ranks call it.
 
     Args:
         job: The job.
@@ -67,6 +67,7 @@ def collect_share(
     """
     boxes = select_boxes(job_tensors.collect_boxes(job, world))
     optimizer = gather_optimizer_json(job)
+    # The lines before have collectives, so all ranks run them.
     if not world.first:
         return Share(boxes, {}, {})
     random_tensors, random_json = rng or capture_rng()
@@ -92,9 +93,9 @@ def restore(
     batches: Batches,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Puts a checkpoint into a job.
+    """Loads a checkpoint into a job.
 
-    The following losses equal those of a run without interruption bit for bit, unless FP8 state is
+    Later losses equal the losses of an uninterrupted run bit for bit, unless FP8 state is
     recalibrated.
 
     Args:
@@ -127,6 +128,7 @@ def restore(
         if comes_from_masters:
             job.optimizer.write_parameters()
     except WRONG_CONTENTS as error:
+        # With an unchanged recipe the checkpoint must be wrong. Otherwise the recipe may be.
         if changed_keys or job.foreign:
             raise ConfigError(
                 f"the checkpoint does not fit this recipe: {one_line(error)}"
@@ -152,13 +154,13 @@ def _restore_model(
         job: The job.
         tensors: Tensors of the checkpoint.
         optimizer: Optimizer state of this rank. Masters move between it and the model if the job
-            stores weights in another way than the checkpoint.
+            stores weights in another dtype than the checkpoint.
         changed_keys: Keys that differ from the recipe of the checkpoint.
         step: Steps done.
         say: Prints a message about recalibrated layers.
 
     Returns:
-        Whether weights are stored in another way. The caller must write them from the masters.
+        Whether the dtype of stored weights differs. The caller must write them from the masters.
     """
     saved = read_group(job, tensors["model"]) | read_group(job, tensors.get("fp8", {}))
     storage_differs = any(matches(key, ["fp8", "storage.weight"]) for key in changed_keys)
@@ -184,14 +186,18 @@ def _restore_model(
         check_fp8_state(saved, expected, scales_are_set)
     job.model.load_state_dict(saved)
     if recalibrates:
-        # Layers note missing scales, to report them later. recalibrate_fp8 has reported them.
+        # Layers record missing scales for a later report. recalibrate_fp8 has reported them.
         for layer in job.model.modules():
             vars(layer).pop(ANEW, None)
     return storage_differs
 
 
 def _convert(name: str, saved: Tensor, own: Tensor) -> Tensor | None:
-    """Returns a tensor of a checkpoint in the dtype of the model's `own`, None if that is unlike."""
+    """Returns a saved tensor in the dtype of the model's tensor `own`.
+
+    Returns None if shape or dtype don't allow it. Only float32 is cast.
+    """
+    # The length of an amax history may change.
     if saved.shape != own.shape and not name.endswith(_HISTORY):
         return None
     if saved.dtype == torch.float32 and own.dtype in CAST_DTYPES:
@@ -202,7 +208,7 @@ def _convert(name: str, saved: Tensor, own: Tensor) -> Tensor | None:
 
 
 class SavedCursor(BaseModel):
-    """A place in a stream of documents. See `data.stream.Cursor`."""
+    """A position in a stream of documents. See `data.stream.Cursor`."""
 
     epoch: int = Field(ge=0)
     shard: int = Field(ge=0)
@@ -212,7 +218,7 @@ class SavedCursor(BaseModel):
 
 
 class SavedData(BaseModel):
-    """A place in the data. See `Batches.state`."""
+    """A position in the data. See `Batches.state`."""
 
     seed: int
     seq_length: int
@@ -243,13 +249,16 @@ class SavedState(BaseModel):
 
 
 def check_saved_state(tensors: Tensors, state: dict[str, Any]) -> None:
-    """Checks the JSON state and the random state. Right sums say nothing about contents.
+    """Checks the JSON state and the random state.
+
+    A file with the right sha256 may still have wrong contents.
 
     Raises:
-        DamagedCheckpoint: No save writes such a state.
+        DamagedCheckpoint: The state cannot come from a save.
     """
     file = "state.json"
     try:
+        # Strict: otherwise pydantic converts strings to numbers.
         saved = SavedState.model_validate(state, strict=True)
         recipe = Recipe(**state["recipe"])
         if saved.data.samples_seen != saved.step * recipe.trainer.global_batch_size:
@@ -269,12 +278,15 @@ def check_saved_state(tensors: Tensors, state: dict[str, Any]) -> None:
 
 
 def backend_change(state: dict[str, Any], recipe: Recipe, backend: str) -> str | None:
-    """Returns a note if backend=auto chooses another backend than the checkpoint's, otherwise None.
+    """Returns a note if backend=auto chooses another backend than in the checkpoint.
 
     Args:
         state: JSON state of the checkpoint.
         recipe: The recipe of the resumed run.
         backend: The backend of the resumed run.
+
+    Returns:
+        None if the backend is the same or was set explicitly, or if a run does not use FP8.
     """
     saved_backend = state.get("backend")
     if saved_backend is None or saved_backend == backend or recipe.backend != "auto":
@@ -306,19 +318,22 @@ _RECALIBRATE_HINT = "; resume with --recalibrate-fp8 to start such scales and hi
 def check_fp8_state(
     saved: Mapping[str, Tensor], own: Mapping[str, Tensor], scales_are_set: bool
 ) -> None:
-    """Raises ValueError if FP8 state is missing or has values that no training can have left.
+    """Checks the FP8 state of a checkpoint.
 
     Args:
         saved: Tensors of a checkpoint by name.
-        own: The stored state of the model that they are for.
+        own: The stored state of the model that loads them.
         scales_are_set: Whether enough steps are done for delayed scaling to have set its scales.
+
+    Raises:
+        ValueError: FP8 state is missing, or has values that training cannot produce.
     """
     missing = [name for name in own if is_fp8_state(name) and name not in saved]
     if missing:
         hint = _RECALIBRATE_HINT if _layer_prefix(missing[0]) else ""
         raise ValueError(f"{missing[0]} is missing, and {len(missing) - 1} more like it{hint}")
     for name, tensor in saved.items():
-        # Integers and FP8 values have no impossible ones: E8M0 bytes, counts, packed weights.
+        # All values of integers and FP8 tensors are valid: E8M0 bytes, counts, packed weights.
         if not is_fp8_state(name) or tensor.dtype != torch.float32:
             continue
         if not (tensor >= 0).all():
@@ -326,6 +341,7 @@ def check_fp8_state(
             raise ValueError(f"{name} has values that are NaN or negative{hint}")
         history = saved.get(name.removesuffix(_SCALE) + _HISTORY)
         if name.endswith(_SCALE) and history is not None and scales_are_set:
+            # An unset scale is valid only while its amax history is empty.
             is_unset = (tensor == 0) | tensor.isinf()
             if (is_unset & (history.amax(dim=0) > 0)).any():
                 raise ValueError(
@@ -339,10 +355,10 @@ def recalibrate_fp8(
     scales_are_set: bool,
     say: Callable[[str], None],
 ) -> set[str]:
-    """Removes, in place, the scales and histories of layers where one is missing or impossible.
+    """Removes invalid scales and amax histories of layers, in place.
 
-    A layer that loads a state without them starts anew: its next step scales from the tensors
-    themselves.
+    A layer with one missing or invalid tensor loses all of them. Its next step computes scales from
+    the tensors themselves.
 
     Args:
         saved: See `check_fp8_state`.
@@ -357,6 +373,7 @@ def recalibrate_fp8(
     num_layers = 0
     prefixes = {prefix for prefix in map(_layer_prefix, own) if prefix}
     for prefix in prefixes:
+        # A scale and its history belong together: remove both.
         names = {prefix + _SCALE, prefix + _HISTORY} & own.keys()
         state = {name: saved[name] for name in names & saved.keys()}
         try:
@@ -374,7 +391,7 @@ def recalibrate_fp8(
 
 
 def _layer_prefix(name: str) -> str:
-    """Returns the layer of a scale or amax history, with a dot, and "" for other FP8 state."""
+    """Returns the layer of a scale or amax history with a dot, or "" for other FP8 state."""
     layer, _, last = name.rpartition(".")
     return f"{layer}." if last in (_SCALE, _HISTORY) else ""
 
@@ -382,7 +399,7 @@ def _layer_prefix(name: str) -> str:
 def capture_rng() -> RandomState:
     """Captures the random state of Python, numpy, torch on the CPU, and each CUDA device.
 
-    Generators that a user has created (torch.Generator, numpy Generator) are not included.
+    Generators created by the user (torch.Generator, numpy Generator) are not included.
 
     Returns:
         uint8 tensors on the CPU by name, and JSON values.
@@ -419,24 +436,28 @@ def restore_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> list
     torch.set_rng_state(tensors["torch"].cpu())
     saved_devices = {name for name in tensors if name.startswith("cuda.")}
     own_devices = {f"cuda.{device}" for device in range(torch.cuda.device_count())}
+    # The number of GPUs may differ. Devices in both sets are restored.
     for name in saved_devices & own_devices:
         torch.cuda.set_rng_state(tensors[name].cpu(), int(name.removeprefix("cuda.")))
     return sorted(saved_devices ^ own_devices)
 
 
 def check_rng(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Raises the errors of `restore_rng` and changes nothing."""
+    """Raises the errors of `restore_rng` without changing the random state."""
+    # New generators, so that the global ones stay.
     random.Random().setstate(_python_state(tensors, state))
     np.random.RandomState().set_state(_numpy_state(tensors, state))
     torch.Generator().set_state(tensors["torch"].cpu())
 
 
 def _python_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the argument of random.setstate."""
     python = state["python"]
     return python["version"], tuple(_to_words(tensors["python"]).tolist()), python["gauss"]
 
 
 def _numpy_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the argument of np.random.set_state."""
     numpy_state = {**state["numpy"], "state": dict(state["numpy"]["state"])}
     if "numpy" in tensors:
         numpy_state["state"]["key"] = _to_words(tensors["numpy"])
@@ -445,8 +466,10 @@ def _numpy_state(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dic
 
 # Little-endian on every machine, as tensors in safetensors are.
 def _to_bytes(words: np.ndarray) -> Tensor:
+    """Returns 32-bit words as a uint8 tensor."""
     return torch.frombuffer(bytearray(words.astype("<u4").tobytes()), dtype=torch.uint8)
 
 
 def _to_words(tensor: Tensor) -> np.ndarray:
+    """Returns the 32-bit words of a uint8 tensor."""
     return np.frombuffer(tensor.cpu().numpy().tobytes(), dtype="<u4").astype(np.uint32)

@@ -1,7 +1,7 @@
-"""Tensors of a model and its optimizer in their stored form, as this rank has them.
+"""Tensors of a model and its optimizer in their stored form, on this rank.
 
-`collect_boxes` lists what this rank has for a checkpoint, `read_group` reads it again. Both leave
-the places of shards in full tensors to `TensorLayout`.
+`collect_boxes` lists this rank's tensors for a checkpoint, and `read_group` reads them. Both use
+`TensorLayout` for the places of shards in full tensors.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from fp8cfg.schema.recipe import Recipe
 CAST_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes to which a weight is cast without a scale."""
 RANK_STATE = ("fp8_scale", "fp8_amax_history")
-"""FP8 state that each rank may have for itself. See schema/fp8.py, own_scales."""
+"""FP8 state that may differ between ranks. See schema/fp8.py, own_scales."""
 
 
 def collect_boxes(job: Job, world: World) -> Groups:
-    """Returns what this rank has of a checkpoint, including copies that other ranks have too.
+    """Returns this rank's boxes of a checkpoint, including copies that other ranks have too.
 
     With tensor parallelism all ranks call it. Frozen weights under adapters are left out.
 
@@ -66,6 +66,7 @@ def collect_boxes(job: Job, world: World) -> Groups:
 
     rank_state = {}
     if own_scales(job.recipe.fp8) and world.size > 1:
+        # The prefix keeps the states of ranks apart in one checkpoint.
         prefix = _rank_prefix(stage_world(job.prepared).rank)
         for name in list(state):
             if name.rpartition(".")[2] in RANK_STATE:
@@ -101,21 +102,22 @@ def _boxes_of_tensors(
     boxes = []
     for name, *also in names_by_tensor(local_tensors):
         for box in layout.boxes(name, tensors[name], has_no_copies):
+            # A tied embedding is stored once, with its other name in the header.
             boxes.append(replace(box, also=tuple(also)))
     return boxes
 
 
 def _is_embedding(name: str) -> bool:
-    """Returns whether a tensor is the embedding or optimizer state of it."""
+    """Returns whether a tensor is the embedding or its optimizer state."""
     return name == EMBEDDING or name.startswith(f"{EMBEDDING}.")
 
 
 def read_group(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Reads what this rank has of one group of a checkpoint. Reads nothing else.
+    """Reads this rank's part of one group of a checkpoint.
 
     Args:
         job: The job.
-        saved: The group. Tensors are read when they are asked for.
+        saved: The group. Only the needed boxes are read from disk.
 
     Returns:
         This rank's part of each tensor, by its name in the job.
@@ -128,6 +130,7 @@ def read_group(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     saved_names = _select_rank_state(saved, stage_world(job.prepared).rank)
     tensors = {}
     for name, saved_name in select_stage(job, saved_names).items():
+        # Under ZeRO other ranks keep the optimizer state of these parameters.
         if name.startswith(tuple(other_owners)):
             continue
         if isinstance(saved, StoredGroup):
@@ -135,25 +138,28 @@ def read_group(job: Job, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
             read = partial(saved.read, saved_name)
         else:
             shape = tuple(saved[saved_name].shape)
+            # The tensors are in memory already.
             read = partial(_cut, saved[saved_name])
         tensors[name] = layout.part(name, shape, read)
     return tensors
 
 
 def _cut(tensor: Tensor, start: Offsets, size: Offsets) -> Tensor:
+    """Returns a box of a tensor."""
     return tensor[slices(start, size)]
 
 
 def _rank_prefix(rank: int) -> str:
-    """Returns the prefix of FP8 state that belongs to a rank. The first rank's has none."""
+    """Returns the prefix of a rank's FP8 state. Rank 0 has none."""
     return f"rank{rank}:" if rank else ""
 
 
 def _select_rank_state(saved: Mapping[str, Tensor], rank: int) -> dict[str, str]:
     """Returns the names of tensors for `rank`, each with its name in the checkpoint.
 
-    FP8 state of the rank itself replaces the first rank's, if it was saved.
+    FP8 state saved by this rank replaces the state of rank 0.
     """
+    # Rank 0's state is the default: a resumed run may have more ranks than the checkpoint.
     names = {name: name for name in saved if ":" not in name}
     prefix = f"rank{rank}:"
     for name in saved:
@@ -200,14 +206,14 @@ def convert_masters(
 ) -> bool:
     """Moves float32 weights of a checkpoint to where the job has them, in place.
 
-    A parameter may be its own master, or the optimizer has a master next to a weight in fewer bits.
+    A float32 parameter is its own master. A low-precision weight has its master in the optimizer.
     Masters of other ranks are removed.
 
     Args:
         job: The job.
         model: Tensors of the model in the checkpoint, this rank's part.
         optimizer: Tensors of the optimizer in the checkpoint, this rank's part.
-        storage_differs: Whether the checkpoint stores weights in another way.
+        storage_differs: Whether the checkpoint stores weights in another dtype.
 
     Returns:
         Whether a master came from the model. Its weight must be written from the master.
@@ -234,6 +240,7 @@ def convert_masters(
                 optimizer[key] = weight
                 has_new_master = True
             continue
+        # Both have a master. The weight is cast from it, not from a weight of another dtype.
         is_cast = weight.dtype != parameter.dtype and parameter.dtype in CAST_DTYPES
         if storage_differs and is_cast and master.dtype == torch.float32:
             model[name] = master
@@ -244,7 +251,10 @@ def convert_masters(
 
 
 def frozen_weight_names(recipe: Recipe, model: nn.Module) -> set[str]:
-    """Returns the names of weights under adapters, and of their scales. A checkpoint lacks them."""
+    """Returns the names of frozen weights under adapters, and of their scales.
+
+    Checkpoints don't have them. Empty without adapters.
+    """
     if not recipe.lora.enabled:
         return set()
     names = set()
@@ -254,6 +264,7 @@ def frozen_weight_names(recipe: Recipe, model: nn.Module) -> set[str]:
         names.add(name)
         if name.endswith(".weight"):
             module_name = name.removesuffix(".weight")
+            # Frozen weights may be stored in FP8.
             names |= {f"{module_name}.{buffer}" for buffer in WEIGHT_BUFFERS}
     return names
 
@@ -261,7 +272,7 @@ def frozen_weight_names(recipe: Recipe, model: nn.Module) -> set[str]:
 def add_frozen_weights(
     recipe: Recipe, model: nn.Module, saved: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns `saved` with the frozen weights that `model` was built with."""
+    """Returns `saved` with the frozen weights of `model`, as it was built."""
     names = frozen_weight_names(recipe, model)
     if not names:
         return saved
@@ -279,6 +290,7 @@ def base_of_adapters(recipe: Recipe) -> dict[str, Any] | None:
     weights = recipe.model.weights
     digest = None
     if weights:
+        # model.weights may be an id of the hub. Hash its local copy.
         folder = hub.local_folder(weights, "model.weights", hub.HUB_WEIGHTS)
         digest = hash_weights(folder)
     return {"weights": weights, "sha256": digest}
@@ -301,7 +313,7 @@ def refuse_other_base(recipe: Recipe, base: dict[str, Any] | None) -> None:
 
 
 def hash_weights(folder: Path) -> str:
-    """Returns the sha256 of the names and contents of the safetensors files in a folder."""
+    """Returns the sha256 of names and contents of the safetensors files in a folder."""
     files = []
     for file in sorted(folder.glob("*.safetensors")):
         status = file.stat()
@@ -311,6 +323,7 @@ def hash_weights(folder: Path) -> str:
 
 @functools.cache  # Weights have gigabytes. Size and time tell whether a file has changed.
 def _hash_files(files: tuple[tuple[str, int, int], ...]) -> str:
+    """Returns the sha256 of files by path, size and modification time in ns."""
     total = hashlib.sha256()
     for name, size, _ in files:
         total.update(f"{Path(name).name} {size}\n".encode())
@@ -320,9 +333,9 @@ def _hash_files(files: tuple[tuple[str, int, int], ...]) -> str:
 
 
 def checkpoint_bytes(job: Job, world: World) -> int:
-    """Returns the least bytes of the tensors in a checkpoint. All ranks call it.
+    """Returns the bytes of the tensors in a checkpoint, as a lower bound. All ranks call it.
 
-    Counts moments before the first step too, when they don't exist yet.
+    Moments count even before the first step, when they don't exist yet.
     """
     excluded = frozen_weight_names(job.recipe, job.model)
     model = {}
@@ -351,7 +364,7 @@ def checkpoint_bytes(job: Job, world: World) -> int:
 
 
 def _weight_bytes(job: Job) -> int:
-    """Returns the bytes of weights and scales that a checkpoint has next to FSDP2's masters."""
+    """Returns the bytes of low-precision weights and scales next to FSDP2's masters."""
     parameters = dict(job.model.named_parameters())
     total = 0
     for name in set(low_precision_names(job.prepared).values()):
@@ -368,7 +381,7 @@ def _weight_bytes(job: Job) -> int:
 
 
 def _count_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor, of all shards together."""
+    """Returns the bytes of a tensor. Counts all shards of a DTensor."""
     # An FP8 weight claims the compute dtype and stores one byte per element. A DTensor is a wrapper
     # subclass too, but its dtype is the real one.
     is_fp8_weight = is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "to_local")

@@ -1,4 +1,4 @@
-"""Reads a checkpoint: its JSON state, and its tensors or boxes of them when they are asked for."""
+"""Reading of a checkpoint: JSON state at once, and tensors or boxes of them on demand."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ UNREADABLE = (
     IndexError,
     RuntimeError,
 )
-"""Errors of a file that no save wrote, although its sum may be right."""
+"""Errors of a file that did not come from a save. Its sha256 may still be right."""
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """Tensors by group and name."""
 
@@ -77,12 +77,15 @@ def open_checkpoint(
 ) -> tuple[LoadedTensors, dict[str, Any]]:
     """Verifies a checkpoint, reads its state and opens its tensors.
 
-    If several ranks call it, the sums of the tensors are left to `LoadedTensors.check_sums`.
+    If several ranks call it, `LoadedTensors.check_sums` verifies the sha256 of the tensors later.
 
     Args:
         root: The folder of checkpoints.
         name: The folder of the checkpoint.
         num_ranks: The ranks that load the checkpoint.
+
+    Returns:
+        The tensors and the JSON state.
 
     Raises:
         DamagedCheckpoint: The message names the file.
@@ -91,6 +94,8 @@ def open_checkpoint(
     small_files = (STATE, f"{RNG}{SAFETENSORS}")
 
     def is_checked(file: str) -> bool:
+        """Returns whether this rank compares the sha256 of a file now."""
+        # The ranks share the large files. Each rank reads the small ones.
         return num_ranks == 1 or file in small_files
 
     manifest = verify_step(root, name, is_checked)
@@ -102,6 +107,7 @@ def open_checkpoint(
 def read_state(folder: RunFiles) -> dict[str, Any]:
     """Reads the JSON state of the checkpoint in `folder`. Raises DamagedCheckpoint."""
     try:
+        # Python's parser accepts NaN and Infinity, which JSON does not have.
         state = json.loads(folder.read(STATE, MAX_STATE), parse_constant=_reject_constant)
     except (OSError, ValueError, RecursionError, StrangeFile) as error:
         raise DamagedCheckpoint(f"{folder.path}: {STATE}: cannot be read ({error})") from error
@@ -111,6 +117,7 @@ def read_state(folder: RunFiles) -> dict[str, Any]:
 
 
 def _reject_constant(name: str) -> None:
+    """Raises ValueError for NaN and Infinity."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -118,8 +125,8 @@ class LoadedTensors(dict[str, Mapping[str, Tensor]]):
     """The tensors of a checkpoint by group.
 
     Attributes:
-        recalibrate_fp8: Whether scales and amax histories that are missing or impossible start
-            anew, instead of an error.
+        recalibrate_fp8: Whether to reset missing or invalid scales and amax histories instead of
+            raising an error.
     """
 
     recalibrate_fp8 = False
@@ -131,16 +138,22 @@ class LoadedTensors(dict[str, Mapping[str, Tensor]]):
         super().__init__(read_index(self._files, manifest.files))
 
     def check_sums(self, world: World) -> None:
-        """Compares the sums that are not checked yet. All ranks call it and share the files by size.
+        """Compares the sha256 of files that are not verified yet.
+
+        All ranks call it. Each verifies some of the files, balanced by size.
+
+        Args:
+            world: The ranks.
 
         Raises:
-            DamagedCheckpoint: On all ranks, if the sum of one file is wrong.
+            DamagedCheckpoint: On all ranks, if one file is damaged.
         """
         sizes = [self._manifest.files[name].size for name in self._unchecked]
         names = []
         for name, rank in zip(self._unchecked, balance_over_ranks(sizes, world.size), strict=True):
             if rank == world.rank:
                 names.append(name)
+        # Exchange the problem before raising. Otherwise the other ranks would wait for this one.
         problem = ""
         try:
             check_sums(self._files.folder, self._manifest, names)
@@ -152,7 +165,7 @@ class LoadedTensors(dict[str, Mapping[str, Tensor]]):
         self._unchecked = []
 
     def close(self) -> None:
-        """Closes the files until a tensor is read again."""
+        """Closes the files. They open again when a tensor is read."""
         self._files.close()
 
 
@@ -168,6 +181,7 @@ class TensorFiles:
         """Yields the open file `name`. Raises DamagedCheckpoint if it cannot be read."""
         try:
             if name not in self._open_files:
+                # Opens the folder first, without following links.
                 above, _, last = name.rpartition("/")
                 inside = self.folder.folder(above) if above else self.folder
                 self._open_files[name] = safe_open(inside.reached / last, framework="pt")
@@ -191,14 +205,22 @@ def error_text(error: Exception) -> str:
 
 
 def read_index(files: TensorFiles, names: Iterable[str]) -> dict[str, StoredGroup]:
-    """Reads the headers of the safetensors files among `names` and returns the groups.
+    """Reads the headers of safetensors files.
+
+    Args:
+        files: The folder.
+        names: Files of the checkpoint. Files of other types are skipped.
+
+    Returns:
+        The groups by name.
 
     Raises:
-        DamagedCheckpoint: A file cannot be read, or the parts of a tensor do not make a whole.
+        DamagedCheckpoint: A file cannot be read, or a tensor is incomplete.
     """
     groups: dict[str, StoredGroup] = {}
     for name in names:
         if name.endswith(SAFETENSORS):
+            # `model.safetensors` of one rank, or `model/rank-00001-1.safetensors` of several.
             group = name.partition("/")[0].removesuffix(SAFETENSORS)
             groups.setdefault(group, StoredGroup(files)).add_file(name)
     for stored in groups.values():
@@ -217,7 +239,7 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor. Its parts, by their offsets, are in one or more files."""
+    """A tensor and its parts by offsets, in one or more files."""
 
     dtype: torch.dtype
     shape: Offsets
@@ -225,10 +247,10 @@ class StoredTensor:
 
 
 class StoredGroup(Mapping[str, Tensor]):
-    """The tensors of a group by name. Reads a tensor, or a box of it, when it is asked for.
+    """The tensors of a group by name. Reads a tensor, or a box of it, on demand.
 
     Attributes:
-        tied: The stored name of each tensor that has several names.
+        tied: Maps further names of a tensor to its stored name.
     """
 
     def __init__(self, files: TensorFiles) -> None:
@@ -246,7 +268,8 @@ class StoredGroup(Mapping[str, Tensor]):
                 dtype = DTYPES[header.get_dtype()]
                 sizes = tuple(header.get_shape())
                 place = {OFFSETS: [0] * len(sizes), SHAPE: list(sizes)}
-                if places is not None:  # other tools write whole tensors, without places
+                # Other tools write full tensors, without places.
+                if places is not None:
                     place = places.get(tensor)
                 offsets, shape = _checked_place(tensor, place, sizes)
                 stored = self._tensors.setdefault(tensor, StoredTensor(dtype, shape, {}))
@@ -259,10 +282,12 @@ class StoredGroup(Mapping[str, Tensor]):
                     self.tied[other] = tensor
 
     def check_whole(self) -> None:
-        """Raises DamagedCheckpoint unless the parts of each tensor make a whole."""
+        """Raises DamagedCheckpoint unless the parts of each tensor cover it exactly."""
         for name, stored in self._tensors.items():
             parts = list(stored.parts.values())
             total = sum(prod(part.sizes) for part in parts)
+            # Parts lie inside of the tensor. If they don't overlap and the sizes add up, they cover
+            # it.
             if total != prod(stored.shape) or _has_overlap(parts):
                 problem = f"the parts of {name} do not make a whole"
                 raise self._files.damaged(parts[0].file, problem)
@@ -285,7 +310,7 @@ class StoredGroup(Mapping[str, Tensor]):
             sizes: The shape of the box.
 
         Returns:
-            The box on the CPU, in memory of its own.
+            A new tensor on the CPU.
         """
         name = self.tied.get(name, name)
         stored = self._tensors[name]
@@ -317,7 +342,7 @@ class StoredGroup(Mapping[str, Tensor]):
 
 
 def _checked_place(name: str, place: Any, sizes: Offsets) -> tuple[Offsets, Offsets]:
-    """Returns the offsets of a part and the shape of its tensor. Raises ValueError."""
+    """Returns the offsets of a part and the shape of its full tensor. Raises ValueError."""
     fields = place if isinstance(place, dict) else {}
     offsets = _checked_numbers(fields.get(OFFSETS))
     shape = _checked_numbers(fields.get(SHAPE))
@@ -334,6 +359,7 @@ def _checked_numbers(values: Any) -> Offsets | None:
 
 
 def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    """Returns whether a box lies inside of a tensor of `shape`."""
     if len(offsets) != len(shape) or len(sizes) != len(shape):
         return False
     dims = zip(offsets, sizes, shape, strict=True)
@@ -343,7 +369,7 @@ def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int
 def _intersection(
     offsets: Offsets, sizes: Offsets, other_offsets: Offsets, other_sizes: Offsets
 ) -> tuple[Offsets, Offsets] | None:
-    """Returns offsets and sizes of what two boxes have in common, or None."""
+    """Returns offsets and sizes of the intersection of two boxes, None if it is empty."""
     starts = []
     lengths = []
     dims = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
@@ -358,6 +384,7 @@ def _intersection(
 
 
 def _has_overlap(parts: list[StoredPart]) -> bool:
+    """Returns whether two parts of a tensor overlap."""
     ordered = sorted(parts, key=lambda part: part.offsets)
     for number, part in enumerate(ordered, start=1):
         for other in islice(ordered, number, None):
@@ -370,17 +397,18 @@ def _has_overlap(parts: list[StoredPart]) -> bool:
 
 
 def _difference(offsets: Offsets, origin: Offsets) -> Offsets:
+    """Returns offsets relative to `origin`."""
     return tuple(offset - start for offset, start in zip(offsets, origin, strict=True))
 
 
 def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
-    """Checks that all ranks resume from one checkpoint. All ranks call it.
+    """Checks that all ranks resume from the same checkpoint. All ranks call it.
 
-    A rank that passed over the newest checkpoint, or sees another file system, would train another
-    model.
+    Without this check, a rank that skipped the newest checkpoint or sees another file system would
+    train another model.
 
     Args:
-        state: The JSON state of the checkpoint that this rank has read. None is the start.
+        state: JSON state of the checkpoint that this rank has read. None for a start without one.
         world: The ranks.
 
     Raises:
@@ -402,18 +430,19 @@ def refuse_unlike(state: Mapping[str, Any] | None, world: World) -> None:
 
 
 def load_by_layer(model: nn.Module, tensors: Tensors, left_out: Collection[str] = ()) -> None:
-    """Loads a checkpoint into a model on one rank, a layer at a time.
+    """Loads a checkpoint into a model on one rank, layer by layer.
 
     Args:
         model: The model.
-        tensors: The checkpoint, of which the groups model and fp8 are read.
-        left_out: Names of the model that the checkpoint need not have.
+        tensors: The checkpoint. Only the groups model and fp8 are read.
+        left_out: Names of the model that may be missing in the checkpoint.
 
     Raises:
-        RuntimeError: Names are missing or unexpected, or shapes differ, as torch raises it.
+        RuntimeError: Names are missing or unexpected, or shapes differ.
     """
     saved: dict[str, Mapping[str, Tensor]] = {}
     for group in (tensors["model"], tensors.get("fp8", {})):
+        # A colon marks FP8 state of other ranks (job_tensors.py).
         saved |= {name: group for name in group if ":" not in name}
     missing: list[str] = []
     unexpected = set(saved)
@@ -422,7 +451,7 @@ def load_by_layer(model: nn.Module, tensors: Tensors, left_out: Collection[str] 
         names = [name for name in saved if name.startswith(prefix)]
         if not prefix:
             names = [name for name in names if name in direct_names]
-        # Nobody else refers to this dict, so the tensors of a layer go before the next are read.
+        # The dict has the only references, so a layer's tensors are freed before the next layer.
         wrong = module.load_state_dict(
             {name.removeprefix(prefix): saved[name][name] for name in names}, strict=False
         )
@@ -439,10 +468,10 @@ def load_by_layer(model: nn.Module, tensors: Tensors, left_out: Collection[str] 
 
 
 def _modules_by_prefix(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules that are loaded one after the other, with the prefix of their names.
+    """Yields the modules to load, in order, with the prefix of their names.
 
-    Layers of a list come one by one. The model itself comes last, for its direct parameters: a
-    hook of the model then sees all of it.
+    Layers of a list come one by one. The model itself comes last, for its direct parameters. Its
+    load hooks then see a complete model.
     """
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
@@ -454,7 +483,7 @@ def _modules_by_prefix(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _direct_names(module: nn.Module) -> set[str]:
-    """Returns the names of parameters and buffers of a module, without those of its children."""
+    """Returns the names of a module's own parameters and buffers, without its children."""
     parameters = module.named_parameters(recurse=False)
     buffers = module.named_buffers(recurse=False)
     return {name for name, _ in (*parameters, *buffers)}

@@ -3,8 +3,8 @@
 safetensors, torch.save and DCP load a file with a flipped byte without an error. The manifest
 detects it. It is written last, so a folder with a manifest is complete.
 
-It is read as untrusted input: its size is bounded, each field is checked, and a file is opened only
-if its name is a plain path of a regular file inside the folder.
+The manifest is untrusted input. Its size is bounded and each field is checked. A file is opened
+only if its name is a plain path of a regular file inside the folder.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ MANIFEST = "MANIFEST.json"
 MAX_BYTES = 1 << 26
 """Enough for about 300,000 files."""
 MAX_NAME = 255
-# No part starts with a dot. This excludes "..", absolute paths and names that a terminal or a log
-# would show as something else.
+# No part starts with a dot. This excludes "..", absolute paths and names with control characters.
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 SHA256 = re.compile(r"[0-9a-f]{64}")
-# "step-00000123", or "step-00000123.2" for a second save of the step, which leaves the first as is.
+# "step-00000123", or "step-00000123.2" for a second save of the step. The first save stays.
 FOLDER = re.compile(r"step-([0-9]{8,})(?:\.([0-9]+))?")
 
 
@@ -102,6 +101,7 @@ def write_manifest(
     _check_sizes(folder, manifest, names)
     text = json.dumps({"schema": SCHEMA, **asdict(manifest)}, indent=1)
     folder.replace(MANIFEST, f"{text}\n".encode())
+    # Inner folders first: a file survives a power cut only if its folder is synced.
     for name in reversed(folders):
         folder.folder(name).sync()
     folder.sync()
@@ -145,7 +145,7 @@ def verify(folder: Path | RunFiles, sums: Callable[[str], bool] = lambda name: T
 
     Args:
         folder: The folder of the checkpoint.
-        sums: Whether to compare the sha256 of a file, by its name. One core takes 1.3 GB/s.
+        sums: Whether to compare the sha256 of a file, by its name. One core hashes 1.3 GB/s.
 
     Returns:
         The manifest.
@@ -157,6 +157,7 @@ def verify(folder: Path | RunFiles, sums: Callable[[str], bool] = lambda name: T
     manifest = read_manifest(folder)
     path = folder.path if isinstance(folder, RunFiles) else folder
     try:
+        # Names and sizes first: they take milliseconds, the sums may take minutes.
         files = RunFiles.at(folder)
         names, _ = _walk(files)
         _check_sizes(files, manifest, names)
@@ -185,6 +186,7 @@ def check_sums(folder: RunFiles, manifest: Manifest, names: Iterable[str]) -> No
 
 def _check_sizes(files: RunFiles, manifest: Manifest, names: set[str]) -> None:
     """Compares names and sizes of files with the manifest. Raises DamagedCheckpoint."""
+    # Names in only one of the two sets.
     differing = sorted(manifest.files.keys() ^ names)
     if differing:
         name = differing[0]
@@ -247,6 +249,7 @@ def _problem(raw: Any) -> str | None:
 
 
 def _is_entry(value: Any) -> bool:
+    """Returns whether a value is a valid file entry: a size and a sha256."""
     if not isinstance(value, dict) or not _is_int(value.get("size"), 0):
         return False
     digest = value.get("sha256")
@@ -254,16 +257,19 @@ def _is_entry(value: Any) -> bool:
 
 
 def _is_int(value: Any, minimum: int) -> bool:
+    """Returns whether a value is an int of at least `minimum`."""
     # isinstance would accept a bool.
     return type(value) is int and value >= minimum
 
 
 def _check_name(folder: Path, name: str) -> None:
+    """Raises DamagedCheckpoint unless a name is a plain relative path."""
     if name == MANIFEST or len(name) > MAX_NAME or not PLAIN.fullmatch(name):
         raise _damaged(folder, MANIFEST, f"{name[:80]!r} is not a plain path inside the folder")
 
 
 def _reason(error: OSError | StrangeFile) -> str:
+    """Returns the problem of a file from its error."""
     if isinstance(error, StrangeFile):
         return "not a regular file"
     if isinstance(error, FileNotFoundError):
@@ -272,13 +278,14 @@ def _reason(error: OSError | StrangeFile) -> str:
 
 
 def _damaged(folder: Path, name: str, problem: str) -> DamagedCheckpoint:
+    """Returns the error for a file of a checkpoint."""
     # A name from a folder may have control characters.
     shown = name if name.isprintable() else repr(name)
     return DamagedCheckpoint(f"{folder}: {shown}: {problem}")
 
 
 def list_steps(root: RunFiles) -> list[tuple[int, str]]:
-    """Returns step and folder name of each checkpoint, valid or not, the newest first."""
+    """Returns step and folder name of each checkpoint, valid or not, newest first."""
     return [(step, name) for step, _, name in _newest_first(root)]
 
 
@@ -297,12 +304,15 @@ def no_usable_checkpoint(root: RunFiles) -> NoUsableCheckpoint:
 def verify_step(
     root: RunFiles, name: str, sums: Callable[[str], bool] = lambda name: True
 ) -> Manifest:
-    """Verifies the checkpoint in the folder `name`, and that it is of the step of this name.
+    """Verifies a checkpoint and compares its step with its folder name.
 
     Args:
         root: The folder of checkpoints.
         name: The folder of the checkpoint.
-        sums: Whether the sum of a file is compared, by the name of the file.
+        sums: Whether to compare the sha256 of a file, by its name.
+
+    Returns:
+        The manifest.
 
     Raises:
         DamagedCheckpoint: The message names the file.
@@ -312,6 +322,7 @@ def verify_step(
         manifest = verify(root.folder(name), sums)
     except (StrangeFile, OSError) as error:
         raise DamagedCheckpoint(str(error)) from error
+    # A copied or renamed folder would resume at a wrong step.
     match = FOLDER.fullmatch(name)
     if match is None or int(match[1]) != manifest.step:
         raise DamagedCheckpoint(f"{root.path / name}: {MANIFEST}: written for step {manifest.step}")
@@ -328,13 +339,13 @@ def new_folder_name(root: RunFiles, step: int) -> str:
 
 
 def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
-    """Removes older checkpoints if `keep` steps that verify stay.
+    """Removes older checkpoints as soon as `keep` valid steps remain.
 
     Args:
         root: The folder of checkpoints.
         new: The checkpoint that was just written. It stays.
-        keep: Steps that stay.
-        sums: Whether older checkpoints are verified by sums, or by names and sizes only.
+        keep: Number of steps to keep.
+        sums: Whether to verify older checkpoints by sha256, or by names and sizes only.
 
     Raises:
         OSError: A checkpoint could not be removed.
@@ -351,13 +362,14 @@ def remove_old(root: RunFiles, new: str, keep: int, sums: bool = True) -> None:
             failpoint("delete")
             root.remove(trash)
             continue
+        # A damaged checkpoint does not count.
         with suppress(NoUsableCheckpoint):
             verify_step(root, name, lambda _: sums)
             kept.add(step)
 
 
 def _newest_first(root: RunFiles) -> list[tuple[int, int, str]]:
-    """Returns step, attempt and name of each checkpoint, the newest first."""
+    """Returns step, attempt and name of each checkpoint, newest first."""
     checkpoints = []
     for name in root.names():
         match = FOLDER.fullmatch(name)
@@ -373,9 +385,15 @@ _failpoint_counts: Counter[str] = Counter()
 def failpoint(name: str) -> None:
     """Kills this process at a point of a save. For tests only.
 
-    FP8CFG_FAILPOINT=name or name:n kills it when it gets here for the n-th time. name:n:SIGTERM
-    sends another signal. The points are shard (after each file), manifest (before it is written),
-    rename (before), renamed (after) and delete (an old checkpoint is renamed and not yet removed).
+    FP8CFG_FAILPOINT=name or name:n kills the process at its n-th pass. name:n:SIGTERM sends another
+    signal.
+
+    The points are:
+        shard: after each file
+        manifest: before the manifest is written
+        rename: before the folder is renamed
+        renamed: after that
+        delete: after an old checkpoint was renamed, before it is removed
     """
     fields = os.environ.get("FP8CFG_FAILPOINT", "").split(":")
     if name != fields[0]:

@@ -1,4 +1,4 @@
-"""Which keys of a recipe may differ when a run is resumed, and which only with --allow."""
+"""Rules of resuming: keys of a recipe that may change, with or without --allow."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ FREE = (
     "fp8.use_autocast_during_eval",
     "model.recompute_granularity",
 )
-"""Keys that may differ without --allow: how long, where, how fast. They win over FIXED."""
+"""Keys that may differ without --allow: duration, paths, speed. They take precedence over FIXED."""
 ORIGIN = ("model.path", "model.weights", "lora.weights")
-"""Keys that say where the first weights came from. A resumed run has its own weights."""
+"""Sources of the initial weights. A resumed run loads its weights from the checkpoint."""
 FIXED = (
     "model.*",
     "lora.enabled",
@@ -65,7 +65,7 @@ FIXED = (
     "trainer.global_batch_size",
     "trainer.smoke",
 )
-"""Keys that --allow cannot change: the tensors or the place in the data would not fit.
+"""Keys that --allow cannot change: the tensors or the position in the data would not fit.
 
 The path of data may differ. Its files are recognized by their digests."""
 STATE = (
@@ -81,11 +81,11 @@ STATE = (
     "fp8.high_precision_at_start",
     "fp8.high_precision_at_end",
 )
-"""Keys that are fixed if they change the state in a checkpoint. See `_saved_dtypes`."""
+"""Keys that are fixed if they change the stored state. See `_saved_dtypes`."""
 
 
 def changes(saved: Recipe, wanted: Recipe) -> list[str]:
-    """Returns the keys, by their short names, that differ between two recipes."""
+    """Returns the short names of keys that differ between two recipes."""
     saved_values = _flatten(saved)
     return [short(key) for key, value in _flatten(wanted).items() if value != saved_values[key]]
 
@@ -104,12 +104,12 @@ def refuse_changes(
         saved: The recipe of the checkpoint, or of a run without one.
         wanted: The recipe of the resumed run.
         allow: Keys to change although resume rejects them by default.
-        causes: For keys that changed because of another key: the other key and its value.
-        line: Words of a command that makes the change, for a command without --allow.
+        causes: The cause of a change, by key: another key and its value.
+        line: The arguments of the command that makes the change, if it has no --allow.
         step: Step of the checkpoint, None without one.
 
     Raises:
-        ConfigError: With one line for each rejected change and each unknown key in `allow`.
+        ConfigError: One line for each rejected change and each unknown key in `allow`.
     """
     source = "this run" if step is None else f"the checkpoint of step {step}"
     saved_values = {short(key): value for key, value in _flatten(saved).items()}
@@ -120,6 +120,7 @@ def refuse_changes(
         if not any(matches(known, [key]) for known in short_keys()):
             lines.append(foreign_names.unknown(key, short_keys()))
 
+    # These keys are fixed only if they change the dtypes in the checkpoint.
     state = STATE if _saved_dtypes(saved) != _saved_dtypes(wanted) else ()
     fixed = (*FIXED, *state)
     rejected = []
@@ -128,6 +129,7 @@ def refuse_changes(
         is_allowed = matches(key, allow) and not matches(key, fixed)
         if not is_free and not is_allowed:
             rejected.append(key)
+    # One command with all needed flags, for each line.
     allow_words = []
     for key in rejected:
         if not matches(key, fixed):
@@ -173,9 +175,9 @@ def can_resume(saved: Recipe, wanted: Recipe, allow: list[str]) -> bool:
 
 
 def _saved_dtypes(recipe: Recipe) -> dict[str, Any]:
-    """Returns what a checkpoint has of each linear layer and, by the name "", of the rest.
+    """Returns the dtypes of a checkpoint's state by linear layer, and by "" for the rest.
 
-    Two recipes with equal results can load each other's checkpoints.
+    Recipes with equal results can load each other's checkpoints.
     """
     precision = recipe.precision
     tied = {"output_layer"} if recipe.model.share_embeddings_and_output_weights else set()
@@ -188,24 +190,25 @@ def _saved_dtypes(recipe: Recipe) -> dict[str, Any]:
     from_masters = ("fp32", "fp8", precision.compute)
 
     def saved_state(column: Columns) -> list[str | bool]:
+        """Returns the dtypes of one parameter's state."""
         weight = column["weight"]
         master = column["master_weight"]
-        # With float32 values, in a master or in the weight itself, the rest can be made from them.
+        # All else can be computed from float32 values, in a master or in the weight itself.
         if "fp32" in (master, weight) and weight in from_masters:
             weight, master = "", "fp32"
-        # Low-bit moments have another layout than those of torch's optimizers.
+        # Low-bit moments and the moments of torch's optimizers have different layouts.
         return [dtypes.low_bit, weight, master, column["exp_avg"], column["exp_avg_sq"]]
 
     return {name: saved_state(column) for name, column in columns.items()}
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Returns whether a pattern, a glob or the name of a node, has the key."""
+    """Returns whether a key matches a pattern: a glob, or a node above the key."""
     return any(fnmatchcase(key, pattern) or key.startswith(f"{pattern}.") for pattern in patterns)
 
 
 def _flatten(node: Node, prefix: str = "") -> dict[str, Any]:
-    """Returns the values of a node and of all nodes below it, by full key."""
+    """Returns the values of a node and all nodes below, by full key."""
     values: dict[str, Any] = {}
     for name in type(node).model_fields:
         value = getattr(node, name)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint. All ranks write together, each its share of the tensors.
+"""Writing of a checkpoint: every rank writes a share of the tensors.
 
     step-00000123/
         model.safetensors                the tensors of a group, on one rank
@@ -10,12 +10,12 @@ A save has four phases. The ranks exchange results after each phase. If one rank
 
     1. Each rank checks its share.
     2. The first rank makes the folder `step-00000123.tmp-<random>`.
-    3. Each rank writes its files. It hashes the bytes as it writes them, and syncs each file.
+    3. Each rank writes, hashes and syncs its files.
     4. The first rank checks the headers, writes the manifest and renames the folder.
 
 The rename comes last, so every visible checkpoint is complete. The lock of the run folder ensures
-that only one run writes to a root. The headers have the keys of torch.distributed.checkpoint,
-whose HuggingFaceStorageReader reads a group.
+that only one run writes to a root. HuggingFaceStorageReader of torch.distributed.checkpoint can
+read a group, because the headers have its keys.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from fp8cfg.run_folder.files import RunFiles, StrangeFile, write_all
 from fp8cfg.schema.errors import Fp8cfgError
 
 RESERVE = 1 << 16
-"""Bytes for the manifest and for what the file system rounds up."""
+"""Extra bytes for the manifest and for rounding to disk blocks."""
 CHUNK = 16 << 20
-"""Bytes that are hashed while they are written."""
+"""Bytes to hash and write at the same time."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FAILED = (
     OSError,
@@ -95,12 +95,12 @@ class OldCheckpointStays(CheckpointError):
 
 @dataclass
 class Share:
-    """What one rank writes of a checkpoint.
+    """The part of a checkpoint that one rank writes.
 
     Attributes:
         boxes: The boxes of each group.
-        state: The JSON state; empty on all ranks but the first.
-        random: The random states; empty on all ranks but the first.
+        state: The JSON state. Empty on all ranks except the first.
+        random: The random states. Empty on all ranks except the first.
     """
 
     boxes: Groups
@@ -111,15 +111,16 @@ class Share:
 def write_checkpoint(
     root: Path | RunFiles | None, step: int, share: Share, keep: int | None, world: World
 ) -> Path | None:
-    """Writes a checkpoint and removes older ones. All ranks call it and see one file system.
+    """Writes a checkpoint and removes older ones. All ranks call it and share a file system.
 
-    Older checkpoints are removed only if the new one and `keep - 1` others verify: by sums on one
-    rank, by names and sizes on several. The new one stays even if the root has later steps.
+    Older checkpoints are removed only if the new one and `keep - 1` others are valid. A single rank
+    verifies sha256, several ranks only names and sizes. The new checkpoint stays even if the root
+    has later steps.
 
     Args:
         root: The existing folder of checkpoints on the first rank, None on the others.
         step: Optimizer steps done.
-        share: What this rank writes.
+        share: The part of this rank.
         keep: Steps to keep, at least 1. None keeps all.
         world: The ranks.
 
@@ -127,8 +128,8 @@ def write_checkpoint(
         The folder of the checkpoint on the first rank, None on the others.
 
     Raises:
-        CheckpointError: On all ranks, if one fails. Older checkpoints are as before.
-        OldCheckpointStays: On the first rank, if the new checkpoint is in place and older ones
+        CheckpointError: On all ranks, if one fails. Older checkpoints are unchanged.
+        OldCheckpointStays: On the first rank, if the new checkpoint is complete and older ones
             could not be removed.
     """
     if step < 0 or (keep is not None and keep < 1):
@@ -153,7 +154,12 @@ def write_checkpoint(
 
 
 class CheckpointWriter:
-    """The save of one checkpoint. `root_files` is the root on the first rank, while it is open."""
+    """The save of one checkpoint.
+
+    Attributes:
+        root_files: The open root. None on all ranks except the first, and before the folder is
+            made.
+    """
 
     def __init__(self, root: Path | RunFiles | None, step: int, share: Share, world: World) -> None:
         self.root_files: RunFiles | None = None
@@ -167,22 +173,32 @@ class CheckpointWriter:
         self._goal = world.text(f"cannot save step {step} in {path}")
 
     def write(self) -> str:
-        """Writes the checkpoint and returns the name of its folder, "" on all ranks but the first."""
+        """Writes the checkpoint.
+
+        Returns:
+            The name of its folder, "" on all ranks except the first.
+        """
         try:
             sizes = self._on_all_ranks(self._check_share)
             paths = self._on_all_ranks(partial(self._make_folder, sum(sizes)))
             reports = self._on_all_ranks(partial(self._write_files, paths[0]))
             names = self._on_all_ranks(partial(self._publish, reports))
         except BaseException:
+            # Also for KeyboardInterrupt: an unfinished folder takes the space of a checkpoint.
             if self.root_files is not None:
                 self.root_files.remove(self._staged, ignore_errors=True)
             raise
         return str(names[self._world.rank])
 
     def _on_all_ranks(self, phase: Callable[[], Any]) -> list[Any]:
-        """Runs one phase and returns the results of all ranks, which JSON can store.
+        """Runs one phase on this rank and exchanges results with the other ranks.
 
-        The phase must contain no collective: a rank that fails before it would not take part.
+        Args:
+            phase: Returns a result for JSON. It must not run collectives: a rank that failed
+                earlier would not take part.
+
+        Returns:
+            The results of all ranks.
 
         Raises:
             CheckpointError: On all ranks, if the phase fails on one.
@@ -197,6 +213,7 @@ class CheckpointWriter:
             rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
             problem = f"{rank}{error_text(error)}"
         answers = [json.loads(text) for text in self._world.texts(json.dumps([problem, result]))]
+        # A bug: raise it, after the exchange, so that no rank hangs.
         if cause is not None and not isinstance(cause, FAILED):
             raise cause
         for problem, _ in answers:
@@ -205,7 +222,7 @@ class CheckpointWriter:
         return [result for _, result in answers]
 
     def _check_share(self) -> int:
-        """Checks that the share can be stored and returns the bytes that it takes."""
+        """Checks this rank's share and returns its size in bytes."""
         for group, boxes in self._share.boxes.items():
             check_boxes(group, boxes)
         check_boxes(RNG, whole_boxes(self._share.random))
@@ -214,12 +231,13 @@ class CheckpointWriter:
         return share_bytes(self._share) + len(self._state)
 
     def _make_folder(self, needed: int) -> str:
-        """Makes the folder to write in, on the first rank, and returns its path."""
+        """Makes the temporary folder on the first rank and returns its path."""
         if self._root is None:
             return ""
         self.root_files = RunFiles.at(self._root)
         make_room(self.root_files, needed)
         folder = self.root_files.folder(self._staged, make=True)
+        # Make the folders of groups now: the other ranks write to them in the next phase.
         if self._world.size > 1:
             for group in self._share.boxes:
                 folder.folder(group, make=True)
@@ -241,8 +259,10 @@ class CheckpointWriter:
         return {name: asdict(entry) for name, entry in entries.items()}
 
     def _open_staged(self, path: str) -> RunFiles:
+        """Opens the temporary folder, on other ranks by its path."""
         if self.root_files is not None:
             return self.root_files.folder(self._staged)
+        # Each rank may be on another machine.
         try:
             return RunFiles.at(Path(path))
         except FileNotFoundError:
@@ -251,7 +271,7 @@ class CheckpointWriter:
             ) from None
 
     def _publish(self, reports: list[dict[str, dict[str, Any]]]) -> str:
-        """Completes the folder and renames it, on the first rank, and returns its name."""
+        """Completes and renames the folder on the first rank. Returns its name."""
         if self.root_files is None:
             return ""
         folder = self.root_files.folder(self._staged)
@@ -259,8 +279,8 @@ class CheckpointWriter:
         for report in reports:
             for name, entry in report.items():
                 entries[name] = FileEntry(**entry)
-        # The manifest proves that a file stays as it was written. This proves that what was
-        # written is readable, and that the boxes of all ranks make whole tensors.
+        # The manifest detects later changes of a file. This detects unreadable files, and boxes of
+        # all ranks that don't cover their tensors.
         read_index(TensorFiles(folder), entries)
         folder.replace(STATE, self._state)
         entries[STATE] = FileEntry(len(self._state), sha256_of(self._state))
@@ -273,7 +293,7 @@ class CheckpointWriter:
 
 
 def check_boxes(group: str, boxes: Sequence[TensorBox]) -> None:
-    """Raises ValueError or TypeError if a group cannot be read back as it is."""
+    """Raises ValueError or TypeError if a group cannot be stored and loaded unchanged."""
     if "/" in group or not PLAIN.fullmatch(group):
         raise ValueError(f"group {group!r} cannot be the name of a file")
     for box in boxes:
@@ -281,7 +301,7 @@ def check_boxes(group: str, boxes: Sequence[TensorBox]) -> None:
         if reserved:
             raise ValueError(f"{group}: the name {min(reserved)} is reserved")
         tensor = box.tensor
-        # A wrapper subclass (DTensor, a quantized weight) has no memory of its own.
+        # A wrapper subclass (DTensor, a quantized weight) has its data in inner tensors.
         is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
         if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
             raise TypeError(
@@ -293,7 +313,7 @@ def check_boxes(group: str, boxes: Sequence[TensorBox]) -> None:
 
 
 def share_bytes(share: Share) -> int:
-    """Returns the bytes that the tensors of a share take on the disk, with a small reserve."""
+    """Returns the bytes of a share on disk, with a small reserve."""
     total = RESERVE
     for boxes in (*share.boxes.values(), whole_boxes(share.random)):
         total += len(encode_header(boxes))
@@ -302,8 +322,9 @@ def share_bytes(share: Share) -> int:
 
 
 def strict_json(state: dict[str, Any]) -> str:
-    """Returns `state` as JSON. Raises ValueError or TypeError if it would not come back equal."""
+    """Returns `state` as JSON. Raises ValueError or TypeError if it would not load unchanged."""
     text = json.dumps(state, allow_nan=False, indent=1)
+    # JSON turns tuples into lists and keys into strings, without an error.
     if json.loads(text) != state:
         raise ValueError(
             "state would not come back from JSON as it is: it has tuples, or keys that are not"
@@ -313,9 +334,9 @@ def strict_json(state: dict[str, Any]) -> str:
 
 
 def make_room(root: RunFiles, needed: int) -> None:
-    """Removes folders of killed saves. Raises OSError if the disk has less than `needed` bytes."""
+    """Removes folders of killed saves. Raises OSError if less than `needed` bytes are free."""
     for name in root.names():
-        # This root has one writer, so nobody writes to them.
+        # The root has one writer, so no save uses these folders.
         if re.fullmatch(r"step-.*\.tmp-.*", name):
             root.remove(name, ignore_errors=True)
     free = root.free()
@@ -324,10 +345,10 @@ def make_room(root: RunFiles, needed: int) -> None:
 
 
 def split_files(boxes: Sequence[TensorBox]) -> list[Boxes]:
-    """Distributes boxes over files.
+    """Distributes boxes over files, because a safetensors file has each name once.
 
-    A safetensors file has each name once. With FSDP2 over tensor parallelism a rank may have
-    several boxes of one tensor: the second box goes to the second file.
+    With FSDP2 over tensor parallelism a rank may have several boxes of one tensor. The second box
+    goes into the second file.
     """
     files: list[Boxes] = []
     counts = Counter[str]()
@@ -370,9 +391,10 @@ def file_chunks(boxes: Sequence[TensorBox]) -> Iterator[bytes | memoryview]:
 
 
 def encode_header(boxes: Sequence[TensorBox]) -> bytes:
-    """Returns the header of a safetensors file (huggingface.co/docs/safetensors).
+    """Returns the header of a safetensors file: its length as 8 bytes, then JSON.
 
-    Other names of a tensor are in the metadata, as safetensors' save_model writes them.
+    Other names of a tensor are in the metadata, as in safetensors' save_model. Format:
+    huggingface.co/docs/safetensors.
     """
     places = {box.name: {OFFSETS: box.offsets, SHAPE: box.shape} for box in boxes}
     tied_names = {other: box.name for box in boxes for other in box.also}
@@ -388,5 +410,6 @@ def encode_header(boxes: Sequence[TensorBox]) -> bytes:
         }
         start = end
     text = json.dumps(header).encode()
+    # Padded to 8 bytes, so that the first tensor is aligned.
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

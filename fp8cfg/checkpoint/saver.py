@@ -1,7 +1,7 @@
-"""The saves of a run: when one is due, what must not be saved, and what happens if one fails.
+"""Saves of a run: when one is due, checks before it, and errors after it.
 
-`Saver.save` collects what this rank writes (job_state.py) and checks it. Then it writes it with the
-other ranks (save.py), at once or from a thread (checkpoint.async_save).
+`Saver.save` collects this rank's share (job_state.py) and checks it. Then all ranks write it
+(save.py), at once or in a thread (checkpoint.async_save).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class SaveResult:
 
     Attributes:
         step: The step in the name of the checkpoint.
-        optimizer_steps: Steps of the optimizer, which skipped steps don't count in.
+        optimizer_steps: Steps of the optimizer, without skipped steps.
         folder: The checkpoint. Only the first rank has it.
-        problem: Why there is no checkpoint.
-        remark: A problem that does not matter to the run.
+        problem: The error, if there is no checkpoint.
+        remark: A message about a harmless problem.
     """
 
     step: int
@@ -105,16 +105,16 @@ class Saver:
         self._is_async = job.recipe.checkpoint.async_save and self._has_folder
         self._async_world = world
         if self._is_async and world.size > 1:
-            # The thread needs a group of its own: ranks must start the collectives of one group in
-            # the same order, and the train step would come in between. It is on the CPU, so that
-            # the thread does not touch the GPU.
+            # The thread needs a separate group. Ranks must start the collectives of a group in the
+            # same order, and the train step would come in between. gloo keeps the thread off the
+            # GPU.
             self._async_world = replace(world, limits=None, group=_create_async_group(job))
 
     def check_room(self) -> None:
         """Checks before the first step that the disk has space for one checkpoint.
 
         Raises:
-            RunFolderNotWritable: It has not. All ranks raise it.
+            RunFolderNotWritable: There is not enough space. All ranks raise it.
         """
         needed = job_tensors.checkpoint_bytes(self.job, self.world) + save.RESERVE
         problem = ""
@@ -129,10 +129,14 @@ class Saver:
             raise RunFolderNotWritable(problem or "the first rank has no space for one checkpoint")
 
     def is_due(self) -> bool:
-        """Returns whether checkpoint.every_minutes asks for a save now. The first rank decides."""
+        """Returns whether checkpoint.every_minutes asks for a save now.
+
+        False on all ranks except the first, which decides for all.
+        """
         minutes = self.job.recipe.checkpoint.every_minutes
         if not minutes or self.run is None:
             return False
+        # Clocks differ between ranks, so each rank must not decide for itself.
         return time.monotonic() - self._saved_when >= 60 * minutes
 
     def save(
@@ -145,14 +149,14 @@ class Saver:
         """Saves a checkpoint. Waits for the previous save first.
 
         If a save fails, older checkpoints stay and the next call tries again. With
-        checkpoint.async_save a thread writes copies in host memory, and `settle` reports the
-        result. The last save is never in a thread.
+        checkpoint.async_save the job continues while a thread writes copies in host memory, and
+        `settle` reports the result. The last save never uses the thread.
 
         Args:
             done: Steps done.
-            skipping: Whether steps are skipped now. Then no older checkpoint is removed, because
-                the run may have to go back to it. Nothing is written if no step has changed the
-                weights since the previous save.
+            skipping: Whether steps are being skipped. Older checkpoints then stay, because the run
+                may have to go back to one. Nothing is written if the weights are unchanged since
+                the previous save.
             last: Whether it is the last save of the run.
             rng: The random state to save. None takes the current one.
 
@@ -178,6 +182,7 @@ class Saver:
         if problem:
             self._report(replace(result, problem=problem), last)
         elif self._is_async and not last:
+            # The next step changes the weights, so the thread needs copies.
             share = replace(share, boxes=self._copies.copy(share.boxes))
             write = partial(self._write, result, share, keep, self._async_world)
             self._running = BackgroundWrite(write)
@@ -186,7 +191,7 @@ class Saver:
         return True
 
     def settle(self, wait: bool = False) -> None:
-        """Reports the result of a save in a thread, if it has ended.
+        """Reports the result of a save in the thread, if it has ended.
 
         Args:
             wait: Whether to wait for its end.
@@ -205,7 +210,7 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Waits for the save in a thread."""
+        """Waits for the save in the thread."""
         # After another error a rank may be lost, and the save would wait for it forever.
         if error is None or isinstance(error, Fp8cfgError):
             self.settle(wait=True)
@@ -227,7 +232,7 @@ class Saver:
             if self.run and not problem:
                 self.run.check_there()
                 self._root = self.run.files.folder(CHECKPOINTS, make=True)
-                # After a power cut no checkpoint must have steps that the metrics lack.
+                # After a power cut, metrics.jsonl must have all steps of each checkpoint.
                 for name in (METRICS, FP8_STATS):
                     self.run.files.sync_file(name)
                 self.run.files.sync()
@@ -249,7 +254,7 @@ class Saver:
     def _write(
         self, result: SaveResult, share: Share, keep: int | None, world: World
     ) -> SaveResult:
-        """Writes the checkpoint. Returns the completed `result`. May run in the thread."""
+        """Writes the checkpoint and returns the completed `result`. May run in the thread."""
         self._copies.wait()
         try:
             folder = save.write_checkpoint(self._root, result.step, share, keep, world)
@@ -260,6 +265,7 @@ class Saver:
         return replace(result, folder=folder)
 
     def _report(self, result: SaveResult, last: bool) -> None:
+        """Prints a failed save, or raises its error if it was the last. Records a completed one."""
         if result.remark:
             self.say(result.remark)
         if result.problem:
@@ -274,7 +280,7 @@ class Saver:
 
 
 class BackgroundWrite:
-    """Runs `write` in a daemon thread, which does not keep the process from ending."""
+    """Runs `write` in a daemon thread, so that Python can exit meanwhile."""
 
     def __init__(self, write: Callable[[], SaveResult]) -> None:
         self._write = write
@@ -297,9 +303,11 @@ class BackgroundWrite:
         return self._result
 
     def _run(self) -> None:
+        """Runs in the thread."""
         try:
             self._result = self._write()
         except BaseException as error:
+            # `result` raises it in the main thread.
             self._error = error
 
 
@@ -313,7 +321,7 @@ def _create_async_group(job: Job) -> dist.ProcessGroup | None:
 
 
 ALIGNMENT = 64
-"""Bytes. Each copy starts at a multiple, as views of any dtype need."""
+"""Each copy starts at a multiple of this many bytes: views need the alignment of their dtype."""
 
 
 class HostCopies:
@@ -329,10 +337,16 @@ class HostCopies:
         self._copied: torch.cuda.Event | None = None
 
     def copy(self, groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
-        """Copies the tensors of boxes, over the copies of the previous call.
+        """Copies the tensors of boxes into host memory, over the copies of the previous call.
 
-        Waits for nothing: the copies are complete after `wait`. Later steps of the job don't
-        change them.
+        Returns at once. The copies are complete after `wait`. Later steps of the job don't change
+        them.
+
+        Args:
+            groups: Boxes by group. Boxes may share a tensor.
+
+        Returns:
+            The same boxes with the copies.
         """
         tensors = {}
         for boxes in groups.values():
@@ -356,7 +370,7 @@ class HostCopies:
             copy = memory.view(tensor.dtype).view(tensor.shape)
             copies[key] = copy.copy_(tensor, non_blocking=True)
         if on_gpu:
-            # On the compute stream, after the copies: the thread waits for it.
+            # Recorded on the compute stream after the copies. The thread waits for it.
             self._copied = torch.cuda.Event()
             self._copied.record()
         return {
@@ -393,7 +407,7 @@ def _find_nonfinite(
 ) -> Diverged | None:
     """Returns an error if weights or masters of any rank are not finite. All ranks call it.
 
-    Such a checkpoint would replace a good one.
+    A checkpoint with such weights would replace a valid one.
     """
     weights = [*share.boxes["model"]]
     weights += [box for box in share.boxes["optimizer"] if ".master" in box.name]
@@ -415,13 +429,14 @@ def _find_nonfinite(
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    """Returns whether all elements are finite."""
     if tensor.itemsize == 1:  # torch.isfinite takes no float8
         tensor = tensor.float()
     return bool(torch.isfinite(tensor).all())
 
 
 def after_divergence(run: RunFolder | None) -> str:
-    """Returns what to do after a run diverged: how to resume from an earlier step, if any."""
+    """Returns advice after a run diverged: resume from an earlier step, if there is one."""
     checkpoints = []
     if run:
         checkpoints = manifest.list_steps(run.files.folder(CHECKPOINTS))

@@ -1,9 +1,9 @@
 """Places of this rank's tensors in the full tensors of a checkpoint.
 
-A checkpoint has full tensors, in boxes that ranks write. `TensorLayout` knows how a job splits its
-tensors: by tensor parallelism (rows or columns, maybe of several pieces) and, within that, by FSDP2
-(rows or columns). `boxes` lists this rank's boxes for a save, `part` reads them in a load, so a run
-can resume with any other layout.
+A checkpoint stores full tensors in boxes, written by several ranks. `TensorLayout` maps a job's
+tensors to full tensors. Tensor parallelism splits rows or columns, possibly of several concatenated
+matrices. FSDP2 splits rows or columns of the result. `boxes` lists this rank's boxes for a save.
+`part` reads them in a load, so a run can resume with any other layout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fp8cfg.parallel.tensor import TensorRank
 
 SCALES = ".scale_inv"
-"""End of the names of scales of optimizer state."""
+"""Suffix of the names of scales in optimizer state."""
 SAFETENSORS = ".safetensors"
 HISTORY = "fp8_amax_history"
 
@@ -46,17 +46,17 @@ Offsets = tuple[int, ...]
 class TensorBox:
     """A box of a tensor, and the ranks that have copies of it.
 
-    Boxes are all that a checkpoint knows about the layout of a run.
+    A checkpoint records nothing else about the layout of a run.
 
     Attributes:
         name: The tensor.
         shape: Shape of the full tensor.
         offsets: Where the box begins in the full tensor.
         tensor: The values, a plain tensor.
-        copy: The number of this copy.
+        copy: Index of this rank's copy.
         copies: The number of copies.
-        along: The axes along which ranks have copies. Each of these ranks lists the same boxes in
-            the same order.
+        along: The axes along which ranks have copies. These ranks list the same boxes in the same
+            order.
         also: Other names of the tensor.
     """
 
@@ -72,17 +72,21 @@ class TensorBox:
 
 Boxes = list[TensorBox]
 Groups = dict[str, Boxes]
-"""Boxes by the group of tensors that they belong to: model, optimizer, fp8."""
+"""Boxes by group of tensors: model, optimizer, fp8."""
 
 
 def select_boxes(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
-    """Returns the boxes that this rank writes. Ranks with the same boxes share them by size."""
+    """Returns the boxes that this rank writes.
+
+    Ranks with copies of the same boxes divide them, balanced by size.
+    """
     shared: dict[tuple[Any, ...], list[tuple[str, TensorBox]]] = defaultdict(list)
     for group, boxes in groups.items():
         for box in boxes:
             shared[box.copy, box.copies, box.along].append((group, box))
     selected: Groups = {group: [] for group in groups}
     for (copy, copies, _), entries in shared.items():
+        # Each rank computes the same assignment, without communication.
         writers = balance_over_ranks([box.tensor.nbytes for _, box in entries], copies)
         for (group, box), writer in zip(entries, writers, strict=True):
             if writer == copy:
@@ -91,7 +95,7 @@ def select_boxes(groups: Mapping[str, Sequence[TensorBox]]) -> Groups:
 
 
 def whole_boxes(named: Mapping[str, Tensor]) -> Boxes:
-    """Returns whole tensors as boxes. Several names of one tensor make one box."""
+    """Returns each full tensor as one box. Several names of one tensor make one box."""
     boxes = []
     for name, *also in names_by_tensor(named):
         tensor = named[name]
@@ -101,7 +105,7 @@ def whole_boxes(named: Mapping[str, Tensor]) -> Boxes:
 
 
 def names_by_tensor(named: Mapping[str, Tensor]) -> list[list[str]]:
-    """Returns the names of each tensor. Tied embeddings are one tensor with two names."""
+    """Returns the names of each tensor. A tied embedding is one tensor with two names."""
     names: dict[Any, list[str]] = {}
     for name, tensor in named.items():
         key = _memory_key(tensor) if tensor.numel() else name  # empty tensors have no memory
@@ -110,7 +114,7 @@ def names_by_tensor(named: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns a key that is equal for tensors with the same memory and meaning."""
+    """Returns a key. Tensors with the same memory and interpretation have equal keys."""
     return (
         tensor.data_ptr(),
         tensor.dtype,
@@ -131,7 +135,7 @@ class Place:
 
 
 class _Range(NamedTuple):
-    """A range of one dimension: its start in this rank's tensor, its size, its start in the full one."""
+    """A range of one dimension: start in this rank's tensor, size, start in the full tensor."""
 
     local: int
     size: int
@@ -141,9 +145,12 @@ class _Range(NamedTuple):
 class TensorLayout:
     """How a job splits its tensors, by their names in a checkpoint.
 
+    Args:
+        job: The job.
+
     Attributes:
         sharing: The ranks with the same parameters.
-        fsdp_parameters: Parameters that FSDP2 shards, by name.
+        fsdp_parameters: Parameters sharded by FSDP2, by name.
     """
 
     def __init__(self, job: Job) -> None:
@@ -158,7 +165,7 @@ class TensorLayout:
         for name, parameter in self._parameters.items():
             if hasattr(parameter, "placements"):
                 self.fsdp_parameters[name] = parameter
-        # Scales of FP8 weights over blocks that tensor-parallel ranks share: each rank has them all.
+        # Scales of FP8 weights for blocks shared by tensor-parallel ranks: each rank has all.
         self._shared_scales = set()
         for name, layer in model.named_modules():
             if not isinstance(layer, FP8Linear) or not layer.amax_group:
@@ -169,7 +176,7 @@ class TensorLayout:
                     self._shared_scales.add(f"{name}.{buffer}")
 
     def boxes(self, name: str, tensor: Tensor, has_no_copies: bool = False) -> Iterator[TensorBox]:
-        """Yields the boxes of a tensor that this rank has.
+        """Yields this rank's boxes of a tensor.
 
         With tensor parallelism all ranks call it, in the same order.
 
@@ -180,7 +187,7 @@ class TensorLayout:
         """
         shard = self._shard_of(name, tensor.dim())
         if shard is not None and shard.dim == 1 and name.endswith(SCALES):
-            # Scales are flat, so those of column shards are no box of the full ones.
+            # Scales are flat by rows. The scales of column shards are no box of the full scales.
             tensor = self._gather_column_scales(name, tensor, shard)
             shard = None
         like = tensor if hasattr(tensor, "placements") else None
@@ -199,7 +206,7 @@ class TensorLayout:
     def part(
         self, name: str, full_shape: Offsets, read: Callable[[Offsets, Offsets], Tensor]
     ) -> Tensor:
-        """Reads what this rank has of a tensor.
+        """Reads this rank's part of a tensor.
 
         Args:
             name: Name in the checkpoint.
@@ -216,6 +223,7 @@ class TensorLayout:
         if parameter is not None:
             shard, like = split_scales(parameter, shard)
             if shard is not None and shard.dim == 1:
+                # Reads scales of full rows, then takes this rank's columns. See `boxes`.
                 start, size = _local_box(like, full_shape)
                 rows = local(parameter).shape[0]
                 values = slice_column_scales(read(start, size), rows, shard)
@@ -234,26 +242,28 @@ class TensorLayout:
         return values if like is None else as_dtensor(values, like, shape)
 
     def local(self, tensor: Tensor) -> Tensor:
-        """Returns the plain tensor in the memory of this rank."""
+        """Returns this rank's values as a plain tensor."""
         return local(tensor).detach() if self.fsdp_parameters else tensor.detach()
 
     def _shard_of(self, name: str, dims: int) -> TensorShard | None:
-        """Returns the tensor-parallel shard that a tensor is, None if every rank has it in full.
+        """Returns the tensor-parallel shard of a tensor, None if every rank has it in full.
 
-        It may be a parameter, optimizer state of one, or scales of an FP8 weight or of moments. A
-        single scale is in full on every rank.
+        The tensor may be a parameter, its optimizer state, or scales of an FP8 weight or of
+        moments.
         """
         owner, _, last = name.rpartition(".")
         if name.endswith(SCALES):
+            # A tensor without dimensions is one scale for the full parameter.
             return self._shards.get(parameter_of_scales(name)) if dims else None
         if last in WEIGHT_BUFFERS:
+            # Scales per block are 2-D. A scale per tensor is the same on every rank.
             if dims != 2 or name in self._shared_scales:
                 return None
             return self._shards.get(f"{owner}.weight")
         return self._shards.get(name, self._shards.get(owner))
 
     def _fsdp_parameter_of(self, name: str) -> DTensor | None:
-        """Returns the FSDP2 parameter with the placements of a tensor: the parameter or its state."""
+        """Returns the FSDP2 parameter whose placements a tensor has, for example a moment."""
         owner = name.rpartition(".")[0]
         return self.fsdp_parameters.get(name, self.fsdp_parameters.get(owner))
 
@@ -273,8 +283,8 @@ class TensorLayout:
         for start, size in zip(offsets, local_shape, strict=True):
             ranges.append([_Range(0, size, start)])
         if shard is not None:
-            # FSDP2's rows may reach over several pieces, such as gate and up projection, which are
-            # apart in the full tensor. Cut each piece to this rank's rows.
+            # FSDP2's rows may span several pieces, such as gate and up projection, and the pieces
+            # are not adjacent in the full tensor. Cut each piece to this rank's rows.
             start = offsets[shard.dim]
             stop = start + local_shape[shard.dim]
             pieces = []
@@ -293,7 +303,7 @@ class TensorLayout:
                 )
 
     def _gather_column_scales(self, name: str, tensor: Tensor, shard: TensorShard) -> Tensor:
-        """Returns the scales of full rows from those of this rank's columns."""
+        """Returns scales of full rows from the scales of this rank's columns."""
         assert self._tensor_rank is not None, "a shard comes from tensor parallelism"
         rows = local(self._parameters[parameter_of_scales(name)]).shape[0]
         scales = join_column_scales(local(tensor), rows, self._tensor_rank.process_group)
@@ -302,15 +312,16 @@ class TensorLayout:
         return as_dtensor(scales, tensor, (tensor.shape[0] * shard.ranks, *tensor.shape[1:]))
 
     def _reduce_history(self, name: str, tensor: Tensor) -> Tensor:
-        """Reduces an amax history over tensor-parallel ranks: each records its part of a weight."""
+        """Takes the maximum of an amax history over tensor-parallel ranks."""
         if self._tensor_rank is None or not name.endswith(HISTORY):
             return tensor
+        # Each rank records the amax of its part of a weight.
         history = tensor.detach().clone()
         dist.all_reduce(history, dist.ReduceOp.MAX, group=self._tensor_rank.process_group)
         return history
 
     def _copies(self, like: Any, shard: TensorShard | None) -> tuple[int, int, tuple[str, ...]]:
-        """Returns copy, copies and axes for TensorBox: which ranks have the same values."""
+        """Returns copy, copies and axes for TensorBox: the ranks with the same values."""
         axes = []
         if like is None:
             axes.append(("data", self.sharing.rank, self.sharing.size))
@@ -324,25 +335,26 @@ class TensorLayout:
         copy = 0
         copies = 1
         for _, rank, size in axes:
+            # The copies are numbered in row-major order of the axes.
             copy = copy * size + rank
             copies *= size
         return copy, copies, tuple(axis for axis, _, _ in axes)
 
 
 def slices(start: Offsets, size: Offsets) -> tuple[slice, ...]:
-    """Returns the index of a box."""
+    """Returns the index of a box, for `tensor[...]`."""
     return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
 
 
 def _full_shape(shape: Offsets, shard: TensorShard | None) -> Offsets:
-    """Returns the shape of the full tensor from that of a tensor-parallel shard."""
+    """Returns the shape of the full tensor of a tensor-parallel shard."""
     if shard is None:
         return shape
     return tuple(n * shard.ranks if dim == shard.dim else n for dim, n in enumerate(shape))
 
 
 def _shard_shape(full_shape: Offsets, shard: TensorShard | None) -> Offsets:
-    """Returns the shape of a tensor-parallel shard from that of the full tensor."""
+    """Returns the shape of a tensor-parallel shard of a full tensor."""
     if shard is None:
         return full_shape
     return tuple(n // shard.ranks if dim == shard.dim else n for dim, n in enumerate(full_shape))
@@ -359,7 +371,7 @@ def _local_box(like: Any, shape: Offsets) -> tuple[Offsets, Offsets]:
 
 
 def parameter_of_scales(name: str) -> str:
-    """Returns the parameter to whose optimizer state the scales `name` belong."""
+    """Returns the name of the parameter with optimizer state scaled by `name`."""
     return name.removesuffix(SCALES).rpartition(".")[0]
 
 
@@ -373,10 +385,11 @@ def split_scales(
         shard: Its tensor-parallel shard, or None.
 
     Returns:
-        The tensor-parallel shard, and the parameter if FSDP2 shards it. Both are None if a cut goes
-        through blocks: this rank then keeps its state in float32 and needs all scales to decode.
+        The tensor-parallel shard, and the parameter if FSDP2 shards it. Both are None if a cut
+        splits a block. The rank then keeps its state in float32 and needs all scales to decode it.
     """
     is_sharded = hasattr(parameter, "placements")
+    # Elements of a shard that are consecutive in the full tensor must be whole blocks.
     if shard and shard.run(parameter.shape) % BLOCK:
         return None, None
     if is_sharded:
@@ -400,6 +413,6 @@ def join_column_scales(scales: Tensor, rows: int, group: dist.ProcessGroup) -> T
 
 
 def slice_column_scales(scales: Tensor, rows: int, shard: TensorShard) -> Tensor:
-    """Returns the scales of the columns of `shard` from those of full rows, flat by rows."""
+    """Returns scales of the columns of `shard` from scales of full rows, flat by rows."""
     by_rows = scales.view(rows, -1, *scales.shape[1:])
     return by_rows.chunk(shard.ranks, 1)[shard.rank].flatten(0, 1)
