@@ -1,11 +1,12 @@
-"""First pass in FP8: the check, unasked, that a converted model multiplies in FP8 at all, at its first backward pass or step.
+"""Checks that a converted model runs in FP8, at its first backward pass or optimizer step.
 
-A loop may never enter the autocast context: it forgot to, or a library replaced the `forward` that enters it (TRL), or calls
-another one past it. Its losses are then those of high precision, and nothing else tells.
+A loop may never enter the autocast context. It forgot to, or a library such as TRL replaced or
+bypassed the `forward` that enters it. The losses are then high-precision losses, and nothing else
+would show the mistake.
 
-What is accused is training: a gradient that comes back to a layer, or has reached a weight, while no layer has multiplied in FP8.
-An evaluation has no gradient, a layer that a step leaves out has no product, and an autocast context that was disabled was asked
-for. Compiled passes are not looked at one by one; the step after them is.
+Only training counts: a gradient reached a layer or a weight before any layer multiplied in FP8.
+Evaluation, skipped layers and disabled autocast contexts are not errors. Compiled passes are
+checked in the next step.
 """
 
 from __future__ import annotations
@@ -33,33 +34,40 @@ _CURE = (
 
 
 def watch(model: nn.Module) -> None:
-    """Look at the backward passes through the converted layers of `model` until one of these has multiplied in FP8."""
+    """Checks the backward passes through converted layers until one has multiplied in FP8."""
     for layer in model.modules():
         if PLANNED in vars(layer):
             layer.register_forward_hook(_look)
 
 
 def unwatch(model: nn.Module) -> None:
-    """Remove the hooks of `watch`."""
+    """Removes the hooks of `watch`."""
     for layer in model.modules():
         for key in [key for key, hook in layer._forward_hooks.items() if hook is _look]:
             del layer._forward_hooks[key]
 
 
 def entered(model: nn.Module, enabled: bool) -> None:
-    """Note that an autocast context of `model` was entered, or, not `enabled`, that training in high precision was asked for."""
+    """Records that an autocast context was entered, and whether it was disabled on purpose."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         converted(model).asked_off = not enabled
 
 
 def check(model: nn.Module) -> bool:
-    """Whether this is the first step of `model` after one of its converted layers has multiplied in FP8. Raises NotFP8Error where
-    it was trained and none has; each step asks until one has."""
+    """Checks the training passes before an optimizer step.
+
+    Returns:
+        Whether this is the first step after a layer has multiplied in FP8.
+
+    Raises:
+        NotFP8Error: The model was trained, but no layer has multiplied in FP8.
+    """
     state = converted(model)
     if state.checked:
         return False
     seen = state.backend.observed(model)
     state.checked = state.engaged = state.engaged or any(any(ran.values()) for ran in seen.values())
+    # Each step needs its own disabled context to be exempt.
     asked_off, state.asked_off = state.asked_off, False
     if not state.engaged and not asked_off and _trained(model, seen):
         raise NotFP8Error(f"no layer multiplied in FP8 before this step; {_CURE}")
@@ -67,8 +75,10 @@ def check(model: nn.Module) -> bool:
 
 
 def _trained(model: nn.Module, seen: Observed) -> bool:
-    """Whether a backward pass went through a converted layer, or reached its weight otherwise; one that another module shares may
-    have its gradient from there."""
+    """Whether a backward pass went through a converted layer or reached its weight.
+
+    A weight that another module shares may have its gradient from there, so it does not count.
+    """
     if any(ran.get(gemm) == HIGH_PRECISION for ran in seen.values() for gemm in ("dgrad", "wgrad")):
         return True
     shared = shared_weights(model)
@@ -79,10 +89,12 @@ def _trained(model: nn.Module, seen: Observed) -> bool:
 
 
 def _look(layer: nn.Module, args: Any, y: Any) -> None:
+    """Forward hook: checks that the layer ran in FP8, or lets its backward pass raise."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return
     state: Converted = vars(layer)[CONVERSION]
-    # Exactly Tensor: a DTensor or a fake one has no record to read. A layer whose fprop stays in high precision tells nothing.
+    # DTensors and fake tensors are subclasses and have no record. A layer with fprop in high
+    # precision cannot show whether the context was entered.
     if (
         state.engaged
         or type(y) is not Tensor
@@ -99,6 +111,7 @@ def _look(layer: nn.Module, args: Any, y: Any) -> None:
 
 
 def _refuse(state: Converted, gradient: Tensor) -> None:
+    """Gradient hook: raises NotFP8Error if still no layer has multiplied in FP8."""
     if not (state.engaged or state.asked_off):
         raise NotFP8Error(f"a backward pass, and no layer multiplied in FP8 before it; {_CURE}")
 
@@ -108,11 +121,14 @@ _SUMMING = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEng
 
 
 class StepWatch:
-    """Detects that an optimizer trains the weights while `fp8.step()` is never called, which leaves delayed scaling with the scales
-    of its first pass.
+    """Detects a loop that trains the weights but never calls `fp8.step()`.
 
-    It counts finished steps of torch's optimizers, not writes to the weights: SAM and LBFGS change weights within a step, and
-    GradScaler skips steps whose gradients overflow.
+    Delayed scaling would then keep the scales of its first pass. Finished steps of torch's
+    optimizers are counted, not writes to the weights. SAM and LBFGS write several times per step,
+    and GradScaler skips steps whose gradients overflow.
+
+    Args:
+        weights: Weights of the converted layers.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -126,7 +142,7 @@ class StepWatch:
         weakref.finalize(self, self.hook.remove)
 
     def entered(self, steps: int) -> None:
-        """Called where a training pass begins, after `steps` calls of `fp8.step()`. Warns once."""
+        """Called when a training pass begins, after `steps` calls of `fp8.step()`. Warns once."""
         if steps:
             self.hook.remove()
         elif self.updated:
@@ -141,6 +157,7 @@ class StepWatch:
 
 
 def _note_update(watch: weakref.ref[StepWatch], optimizer: torch.optim.Optimizer) -> None:
+    """Optimizer hook: records that the optimizer has updated one of the weights."""
     alive = watch()
     # Fused optimizers get the overflow from GradScaler and skip the step themselves.
     overflow = getattr(optimizer, "found_inf", None)
@@ -151,7 +168,7 @@ def _note_update(watch: weakref.ref[StepWatch], optimizer: torch.optim.Optimizer
 
 
 def warn_of_sums(model: nn.Module) -> None:
-    """Warn where several ranks step `model` with gradients that were not reduced over the ranks."""
+    """Warns if several ranks step `model` with gradients that were not summed over ranks."""
     import torch.distributed as dist
 
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -164,17 +181,18 @@ def warn_of_sums(model: nn.Module) -> None:
 
 
 def _is_summed(model: nn.Module) -> bool:
-    """Whether a wrapper around `model`, or around one of its layers, reduces gradients. A module does not know its wrappers, so
-    all objects of the process are searched, once.
+    """Whether a wrapper around `model`, or around one of its layers, reduces gradients.
+
+    A module does not know its wrappers, so this searches all objects of the process. Called once.
     """
     import gc
 
     from torch import nn
 
-    if any(
-        hasattr(module, "set_requires_gradient_sync") for module in model.modules()
-    ):  # FSDP2's fully_shard
+    # fully_shard of FSDP2 does not wrap a module. It adds methods to its class.
+    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
         return True
+    # type(o), not isinstance: proxies with a custom __class__ would run their own code.
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     wrappers = [
         module

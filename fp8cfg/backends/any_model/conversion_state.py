@@ -1,6 +1,7 @@
-"""Exclusion reasons and shared conversion state, stored on the layers of a converted model.
+"""State of a converted model: reasons for high precision, the plan, and counts of rows.
 
-They are attributes of the layers, not of the model, so that copies and wrappers of the model have them too.
+The state consists of attributes of the layers, not of the model. Copies and wrappers of the model
+then have it too.
 """
 
 from __future__ import annotations
@@ -28,29 +29,33 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.fp8 import FP8, own_scales
 
 _JOB = "fp8cfg_job_model"
-"""Attribute of a job's model."""
+"""Attribute that marks the model of a job for DistributedDataParallel."""
 
 
 def refuse_ddp(model: nn.Module) -> None:
-    """Let DistributedDataParallel refuse `model`, and whatever module holds it, unless each of its parameters is whole, of two
-    bytes or more, and has, where it trains, a gradient of its own dtype, as in a float32 job of one rank or of a model of one's
-    own."""
+    """Makes DistributedDataParallel raise ConfigError for `model` if it cannot sum its gradients.
+
+    It needs whole parameters of at least two bytes, with gradients of the same dtype. A float32 job
+    on one rank has these.
+    """
     vars(model)[_JOB] = True
     _watch()
 
 
 def allow_ddp(model: nn.Module) -> None:
-    """Undo `refuse_ddp`."""
+    """Undoes `refuse_ddp`."""
     vars(model).pop(_JOB, None)
 
 
 @functools.cache
 def _watch() -> None:
-    """Once in a process."""
+    """Registers the check, once per process."""
+    # DDP has no hook of its own, but it registers the model as its submodule.
     register_module_module_registration_hook(_registered)
 
 
 def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Raises ConfigError if DDP wraps the model of a job that it cannot train."""
     if module is None or not isinstance(owner, DistributedDataParallel):
         return
     of_jobs = [p for part in module.modules() if _JOB in vars(part) for p in part.parameters()]
@@ -75,20 +80,20 @@ _ROWS = "rows_multiplied"
 
 
 def watch(model: nn.Module) -> None:
-    """Count the rows that each linear layer of `model`, converted or not, multiplies, and the positions that each convolution
-    computes.
+    """Counts the rows that each linear layer multiplies, and the positions of each convolution.
+
+    Converted and other layers are counted, for the FLOPs of `coverage`.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear) and not hasattr(
-            module, "kernel_size"
-        ):  # as one that took the place of a convolution has
+        # A linear layer in place of a convolution has its kernel_size, and inputs [batch, in, ...].
+        if isinstance(module, nn.Linear) and not hasattr(module, "kernel_size"):
             module.register_forward_pre_hook(_count_input, with_kwargs=True)
         elif isinstance(module, (nn.Linear, _ConvNd)):
             module.register_forward_hook(_count_places)
 
 
 def unwatch(model: nn.Module) -> None:
-    """Remove the hooks of `watch` and the counts."""
+    """Removes the hooks and the counts of `watch`."""
     for module in model.modules():
         vars(module).pop(_ROWS, None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -100,33 +105,37 @@ def unwatch(model: nn.Module) -> None:
 
 
 def multiplied(module: nn.Module) -> int | None:
-    """The number of rows that `module` has multiplied; None where none was counted."""
+    """Returns the number of rows that `module` has multiplied, or None if it was not counted."""
     return vars(module).get(_ROWS)
 
 
 def count(module: nn.Module, x: Tensor) -> None:
-    """Add the rows of `x` [..., in], which `module` is about to multiply, to its count."""
+    """Adds the rows of an input `x` [..., in] to the count of `module`."""
     add_rows(module, x.shape[:-1].numel())
 
 
 def add_rows(module: nn.Module, rows: int) -> None:
-    """Add `rows`, which `module` multiplies, to its count."""
+    """Adds `rows` to the count of `module`. Evaluation and compiled code are not counted."""
     if torch.compiler.is_compiling() or not (module.training or torch.is_grad_enabled()):
         return
-    if (
-        torch._C._current_graph_task_id() == -1
-    ):  # not in a backward pass: a recomputation there was counted before
+    # Activation checkpointing repeats a forward pass inside the backward pass. The graph task id is
+    # -1 outside of backward passes.
+    if torch._C._current_graph_task_id() == -1:
         vars(module)[_ROWS] = vars(module).get(_ROWS, 0) + rows
 
 
 def _count_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: counts the rows of the first tensor argument."""
     x = next((given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)), None)
     if x is not None:
         count(module, x)
 
 
 def _count_places(module: Any, args: tuple[Any, ...], y: Tensor) -> None:
-    """A kernel is multiplied once for each position of the output, a transposed one for each of the input."""
+    """Forward hook: counts one GEMM row for each position of a convolution.
+
+    These are positions of the output, or of the input of a transposed convolution.
+    """
     at = args[0] if isinstance(module, _ConvTransposeNd) and args else y
     spatial = at.shape[-(len(module.kernel_size)) :]
     batch = at.shape[: -(len(module.kernel_size) + 1)]
@@ -134,22 +143,31 @@ def _count_places(module: Any, args: tuple[Any, ...], y: Tensor) -> None:
 
 
 REASON = "high_precision_reason"
-"""Attribute of a linear layer: why it, or a product of it, stays in high precision."""
+"""Attribute of a linear layer: why it, or one of its GEMMs, stays in high precision."""
 PLANNED = "fp8_planned"
-"""Attribute of converted layers: what was planned for each, under the name that it had then."""
+"""Attribute of a converted layer: its PlannedLinear, with its name at the conversion."""
 CONVERSION = "fp8_conversion"
-"""Attribute of converted layers: the `Converted` that they share."""
+"""Attribute of converted layers: their shared `Converted`."""
 
 
 @dataclass
 class Converted:
-    """State that all converted layers of a model share: their backend, their `fp8` node, and the number of steps whose histories
-    were rolled. `own_optimizer` says that a job's optimizer rolls them. Of autowrap `forward_passes` counts those of training,
-    `proved` says that the first of them ran in FP8, and `under_way` counts its contexts that are entered, one inside of another.
-    `engaged` says that a layer has multiplied in FP8, `checked` that a step has found it out; `asked_off` that the last context of
-    a training pass was disabled; `share_said` that the share of FP8 was looked at.
-    `torch_autocast` is the dtype of torch's autocast around a job's given model. `plan` has all linear layers of the model, under
-    the names that they had when it was converted.
+    """State that all converted layers of a model share.
+
+    Attributes:
+        choice: The backend.
+        fp8: FP8 settings of the conversion.
+        plan: Plan of all linear layers, with their names at the conversion.
+        own_optimizer: Whether a job's optimizer rolls the histories.
+        steps: Steps after which histories were rolled.
+        forward_passes: Training passes of autowrap.
+        proved: Whether autowrap has checked that its first pass ran in FP8.
+        under_way: Nested contexts of autowrap that are entered now.
+        engaged: Whether a layer has multiplied in FP8.
+        checked: Whether a step has seen that.
+        asked_off: Whether the last context of a training pass was disabled.
+        share_said: Whether the warning about a low share of FP8 was considered.
+        torch_autocast: Dtype of torch.autocast around the custom model of a job, or "".
     """
 
     choice: Choice
@@ -167,20 +185,23 @@ class Converted:
     torch_autocast: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy (copy.deepcopy, torch.save) was not seen in FP8 yet: its first backward pass is checked."""
+        """Resets the checks in a copy, so that its own first backward pass is checked."""
         return {**vars(self), "engaged": False, "checked": False}
 
     def autocast(self, model: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """The context in which `model` runs in FP8, or not `enabled`, in high precision."""
+        """Returns a context in which `model` runs in FP8, or in high precision if not `enabled`."""
         return autocast(self.backend, model, enabled, self.torch_autocast)
 
     @property
     def backend(self) -> Backend:
-        """The code of the backend that converted the layers."""
+        """Code of the backend that converted the layers."""
         return registry.backend(self.choice.backend)
 
     def step(self, model: nn.Module) -> None:
-        """Roll the histories of `model` and move its scales, as after an optimizer step; amaxes are reduced over all ranks."""
+        """Rolls the histories and updates the scales after an optimizer step.
+
+        Amaxes are reduced over all ranks, unless each rank keeps its own scales.
+        """
         self.steps += 1
         there = dist.is_available() and dist.is_initialized()
         group = None if own_scales(self.fp8) or not there else dist.group.WORLD
@@ -195,7 +216,17 @@ def mark(
     own_optimizer: bool = False,
     torch_autocast: str = "",
 ) -> None:
-    """Store the exclusion reason, and for converted layers plan and shared state, on each layer of `plan`."""
+    """Stores the state of a conversion on the layers of `plan`.
+
+    Args:
+        model: The converted model.
+        fp8: FP8 settings.
+        plan: Plan of its linear layers.
+        choice: The backend.
+        own_optimizer: As in Converted.
+        torch_autocast: As in Converted.
+    """
+    # A copy: later changes of the recipe must not change the state of the layers.
     shared = Converted(
         choice, fp8.model_copy(deep=True), plan, own_optimizer, torch_autocast=torch_autocast
     )
@@ -208,7 +239,7 @@ def mark(
 
 
 def plan_of(model: nn.Module) -> list[PlannedLinear]:
-    """The plan of each converted layer of `model`, under its name there: names in a wrapper differ from the model's own."""
+    """Returns the plan of each converted layer with its current name, for example in a wrapper."""
     return [
         replace(vars(layer)[PLANNED], name=name)
         for name, layer in model.named_modules()
@@ -238,7 +269,7 @@ def with_current_names(model: nn.Module, plan: Sequence[PlannedLinear]) -> list[
 
 
 def unmark(model: nn.Module) -> None:
-    """Remove the marks of layers that were not converted, the row counts, and what autowrap and `build` have put on modules."""
+    """Removes marks, row counts, and everything that autowrap and `build` added to modules."""
     unwatch(model)
     for module in model.modules():
         allow_ddp(module)
@@ -252,12 +283,16 @@ def unmark(model: nn.Module) -> None:
 
 
 def autowraps(function: object) -> bool:
-    """Whether it is what `apply_fp8_autowrap` enters by: a `forward`, or a hook, which is a method."""
+    """Whether a `forward` or a hook method was added by `apply_fp8_autowrap`."""
     return hasattr(getattr(function, "__self__", function), "autowraps")
 
 
 def converted(model: nn.Module) -> Converted:
-    """The state that the converted layers of `model` share. Raises ConfigError where no layer is converted."""
+    """Returns the shared state of the converted layers of `model`.
+
+    Raises:
+        ConfigError: No layer is converted.
+    """
     for layer in model.modules():
         if isinstance(found := vars(layer).get(CONVERSION), Converted):
             return found

@@ -1,4 +1,4 @@
-"""Eligibility of nn.Linear layers in a user model: which can be replaced by FP8 layers, where they are, and their plan."""
+"""Eligibility of linear layers in a custom model: which FP8 layers can replace, and their plan."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.fp8 import FP8
 
 SURE = ("output_layer", "lm_head")
-"""Names of output layers wherever they stand (Megatron's, transformers')."""
+"""Names that always mean an output layer, in Megatron and transformers."""
 _CONTAINERS = re.compile(r"(head|heads|classifier|cls)$")
 _NAMES = re.compile(
     r"(to_logits|logits|head|heads|classifier|unembed|unembedding|embed_out|score|qa_outputs"
     r"|logit_proj|final_proj|generator|proj_out(_\d+)?)$"
 )
 _VAGUE = re.compile(r"(out|output|fc|decoder|proj_out|projection|out_proj)$")
-"""Names of output layers that other layers have too: believed where in and out differ and no layer comes after."""
+"""Names that may mean an output layer: only if it is the last layer and its sizes differ."""
 _SIZES = (
     "vocab_size",
     "n_vocab",
@@ -52,13 +52,20 @@ _SIZES = (
     "output_size",
 )
 _BASE = ".base_layer"
-"""PEFT's name of the layer that an adapter is added to."""
+"""Suffix that PEFT gives to a layer with an adapter."""
 
 
 def output_layers(
     model: nn.Module, linears: Mapping[str, nn.Linear], stacks: Collection[str]
 ) -> list[str]:
-    """Names of the output layers among `linears`; `stacks` are the names of the lists of Transformer layers."""
+    """Returns the names of the output layers. They stay in high precision by default.
+
+    Args:
+        model: The model.
+        linears: Its linear layers, by name.
+        stacks: Names of the lists of Transformer layers.
+    """
+    # Certain signs come first. Names and sizes are guesses, only for models without these.
     signs = (_asked, _sure, _tied)
     if found := {name for sign in signs for name in sign(model, linears)}:
         return [name for name in linears if name in found]
@@ -72,35 +79,38 @@ def output_layers(
 
 
 def _asked(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
+    """Yields the layer that get_output_embeddings of transformers returns."""
     for module in model.modules():
         if callable(ask := getattr(type(module), "get_output_embeddings", None)):
             try:
                 own = ask(module)
-            except (
-                NotImplementedError,
-                AttributeError,
-            ):  # transformers raises these for a base model, which has no head
+            # transformers raises these for a base model without a head.
+            except (NotImplementedError, AttributeError):
                 continue
             own = getattr(own, "base_layer", own)
             yield from (name for name, m in linears.items() if m is own)
 
 
 def _sure(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
+    """Yields layers whose name always means an output layer."""
     return (name for name in linears if _leaf(name) in SURE)
 
 
 def _tied(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
+    """Yields layers that share their weight with an embedding."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return (name for name, m in linears.items() if id(m._parameters.get("weight")) in tables)
 
 
 def _named(linears: Mapping[str, nn.Linear], outside: list[str], after: list[str]) -> list[str]:
+    """Returns layers outside of Transformer layers whose name means an output layer."""
     found = [
         name
         for name in outside
         if _NAMES.match(_leaf(name)) or any(map(_CONTAINERS.match, name.split(".")[:-1]))
     ]
-    if found:  # of a head of several layers the last, and those beside it that are as wide
+    # A head may have hidden layers. Only the last layer counts, and parallel ones of its size.
+    if found:
         return [
             name for name in found if linears[name].out_features == linears[found[-1]].out_features
         ]
@@ -113,7 +123,10 @@ def _named(linears: Mapping[str, nn.Linear], outside: list[str], after: list[str
 
 
 def _wide(model: nn.Module, linears: Mapping[str, nn.Linear], after: list[str]) -> list[str]:
-    """The last of `after` that is as wide as the vocabulary (the largest embedding) or the labels, by the model or its config."""
+    """Returns the last of `after` whose output size is the vocabulary or the number of labels.
+
+    The vocabulary is the largest embedding, or a size from the model or its config.
+    """
     sizes = {
         max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=0)
     }
@@ -128,22 +141,28 @@ def _wide(model: nn.Module, linears: Mapping[str, nn.Linear], after: list[str]) 
 
 
 def _get(owner: object, key: str) -> object:
+    """Returns a value of a config, which is a mapping or an object."""
     return owner.get(key) if isinstance(owner, Mapping) else getattr(owner, key, None)
 
 
 def _leaf(name: str) -> str:
+    """Returns the last part of a module name, without PEFT's suffix."""
     return name.removesuffix(_BASE).rpartition(".")[2]
 
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-"""What is looked up, not multiplied; one that an output layer shares is that layer's product."""
+"""Lookup tables have no GEMM. A tied output layer multiplies and counts instead."""
 _ELEMENTWISE = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU)
 
 
 def unwatched(model: nn.Module, watched: Collection[nn.Module]) -> list[Unwatched]:
-    """Every module of `model` with matrices of its own that belong to no linear layer, neither to those of `watched` nor to a
-    plain nn.Linear. A module that holds part of a linear layer's weight, such as a parametrization, is inside of the layer and
-    counted as the layer's.
+    """Returns the modules with matrices that do not belong to a linear layer.
+
+    A parametrization holds a part of the weight of its layer, and belongs to the layer.
+
+    Args:
+        model: The model.
+        watched: Layers whose GEMMs are recorded. Plain nn.Linear layers are recorded too.
     """
     layers = [m for m in model.modules() if m in watched or isinstance(m, (nn.Linear, *_TABLES))]
     inside = {part for layer in layers for part in layer.modules()}
@@ -152,6 +171,7 @@ def unwatched(model: nn.Module, watched: Collection[nn.Module]) -> list[Unwatche
     for name, module in model.named_modules():
         if module in inside or isinstance(module, _ELEMENTWISE):
             continue
+        # Shared parameters count once.
         matrices = [p for p in _matrices(module) if id(p) not in seen]
         seen |= {id(p) for p in matrices}
         if matrices:
@@ -162,7 +182,7 @@ def unwatched(model: nn.Module, watched: Collection[nn.Module]) -> list[Unwatche
 
 
 def _matrices(module: nn.Module) -> Iterator[Tensor]:
-    """The floating parameters that `module` itself holds with more than one dimension longer than 1."""
+    """Yields the floating-point parameters of `module` itself with at least two dimensions above 1."""
     held = (
         p
         for p in module._parameters.values()
@@ -172,7 +192,7 @@ def _matrices(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _of_a_library(module: nn.Module) -> bool:
-    """Whether it is a layer of a backend's library that may multiply in FP8 without being recorded."""
+    """Whether it is a layer of a backend's library that may use FP8 without a record."""
     known = [
         f"{at}." for name in registry.names() for at in registry.capabilities(name).layer_modules
     ]
@@ -191,10 +211,20 @@ def plan_model(
     linear: Collection[type[nn.Linear]] = (),
     norms: bool = False,
 ) -> list[PlannedLinear]:
-    """The GEMM plan of each linear layer of `model`, by name, those in another layout among them (`linear_stand_ins`); `linear`
-    are subclasses of nn.Linear that the user says are linear, and `norms` whether the backend replaces norms too. Raises
-    ConfigError as `plan_linears` does, for a key that only the Transformer of this project supports, and for a class of `linear`
-    whose forward computes something else.
+    """Returns the GEMM plan of each linear layer of a custom model.
+
+    Layers with another weight layout are included, such as Conv1D (linear_like.py).
+
+    Args:
+        model: The model.
+        fp8: FP8 settings.
+        misfit: Returns why the backend cannot run a layer of these sizes, or "".
+        linear: Subclasses of nn.Linear that the user declares to be linear.
+        norms: Whether the backend replaces norms too.
+
+    Raises:
+        ConfigError: A key has no effect on custom models, a class in `linear` is not linear, or
+            `plan_linears` raises it.
     """
     if fp8.dot_product_attention:
         raise ConfigError(
@@ -220,6 +250,8 @@ def plan_model(
             ]
         )
     shapes = [(name, m.in_features, m.out_features) for name, m in found.items()]
+    # nn.MultiheadAttention multiplies the weight of its out_proj itself, unless it was given a
+    # stand-in.
     owners = {
         id(m): parent
         for name, parent in model.named_modules()
@@ -250,7 +282,10 @@ def plan_model(
 
 
 def layer_lists(model: nn.Module) -> dict[str, int]:
-    """The outermost lists of like modules, which hold the Transformer layers whatever they are called: name -> length."""
+    """Returns the length of each outermost list of equal modules, by name.
+
+    These lists contain the Transformer layers, whatever their name.
+    """
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and not any(
@@ -267,6 +302,8 @@ def layer_lists(model: nn.Module) -> dict[str, int]:
 
 
 def _numbering(lists: dict[str, int]) -> Numbering:
+    """Returns a function from the name of a linear layer to its layer number and their count."""
+
     def number(name: str) -> tuple[int, int] | None:
         for at, count in lists.items():
             if _inside(name, at):
@@ -278,11 +315,15 @@ def _numbering(lists: dict[str, int]) -> Numbering:
 
 
 def _inside(name: str, at: str) -> bool:
+    """Whether the module `name` is inside of the module `at`. The root has the name ""."""
     return not at or name.startswith(at + ".")
 
 
 def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
-    """The LoRA adapters that no pattern of fp8.include names as such: they are narrow, and what is trained is in them."""
+    """Returns a reason for each LoRA adapter that no pattern of fp8.include names explicitly.
+
+    Adapters are narrow, and they are the trained part, so they stay in high precision by default.
+    """
     named = [pattern for pattern in fp8.include if "lora" in pattern.lower()]
     return {
         name: "LoRA adapter; fp8.include names those that run in FP8"
@@ -292,7 +333,7 @@ def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
 
 
 def _not_linear(linear: Collection[type[nn.Linear]], layers: Collection[nn.Linear]) -> list[str]:
-    """A line for each class of `linear` that is none, or is in no layer, or computes something else than F.linear."""
+    """Returns an error for each class in `linear` that is unused, of a wrong type, or not linear."""
     lines = []
     for cls in linear:
         if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
@@ -310,7 +351,7 @@ def _not_linear(linear: Collection[type[nn.Linear]], layers: Collection[nn.Linea
 def _odd(
     linear: nn.Linear, owner: nn.Module | None, named: Collection[type[nn.Linear]] = ()
 ) -> str:
-    """Why `linear` cannot be replaced, or an empty string."""
+    """Returns why `linear` cannot be replaced, or ""."""
     kind = type(linear)
     if "forward" in vars(linear):
         return f"{kind.__name__} {OWN_FORWARD}"
@@ -334,9 +375,7 @@ def _odd(
 
 
 def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttention]]:
-    """The products that each linear layer of `model`, and each converted attention, ran, with the reason where none of them was in
-    FP8.
-    """
+    """Returns what ran in each linear layer and each converted attention of `model`."""
     seen: Observed = {}
     for backend in registry.used():
         seen |= backend.observed(model)
@@ -349,6 +388,7 @@ def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttenti
             if REASON in vars(module) and (layout := layout_of(module))
             else module
         )
+        # Layers of a library need not be nn.Linear, but their records have a fprop.
         if isinstance(layer, nn.Linear) or "fprop" in ran:
             gemms = tuple(ran.get(g) for g in GEMMS)
             linears.append(
@@ -374,7 +414,7 @@ def has_frozen_weight(module: nn.Module) -> bool:
 
 
 def beside(model: nn.Module) -> list[Unwatched]:
-    """The parameters of `model` that are multiplied outside of its linear layers."""
+    """Returns the parameters of `model` that are multiplied outside of its linear layers."""
     watched = {
         model.get_submodule(name) for backend in registry.used() for name in backend.observed(model)
     }
@@ -384,6 +424,7 @@ def beside(model: nn.Module) -> list[Unwatched]:
 
 
 def _reason(module: nn.Module, ran: object) -> str:
+    """Returns why a layer stayed in high precision, or "" if nothing is known."""
     if ran or getattr(module, REASON, ""):
         return str(getattr(module, REASON, ""))
     return (
