@@ -1,10 +1,10 @@
-"""Autocast context: a reusable, re-entrant context manager, as torch.autocast is, around a backend's FP8 context and torch's own.
+"""Autocast context: reusable and re-entrant like torch.autocast.
 
-    context = fp8.autocast() if train else nullcontext()    # made once, before the loop
+    context = fp8.autocast() if train else nullcontext()    # created once, before the loop
     for batch in batches:
         with context: ...
 
-A backend's context is a generator, which Python lets be entered once.
+A backend's own context is a generator, which Python enters only once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 
 class AutocastContext(ContextDecorator, AbstractContextManager[None]):
-    """`make` gives a new context of the backend for each time that this one is entered, also inside of itself. As a decorator it is
-    entered by each call."""
+    """A context manager that creates a new context of the backend for each entry.
+
+    It can be nested. As a decorator it is entered by each call.
+
+    Args:
+        make: Creates a context of the backend.
+    """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -46,8 +51,14 @@ class AutocastContext(ContextDecorator, AbstractContextManager[None]):
 def autocast(
     backend: Backend, model: nn.Module, enabled: bool, torch_autocast: str
 ) -> Iterator[None]:
-    """The context of `backend`, entered once, inside torch.autocast in the dtype `torch_autocast`, bf16 or fp16, where that is not
-    empty: for a model whose code does not choose its dtypes. Losses, softmax and norms are then taken in float32, as torch says.
+    """Enters the context of a backend, and torch.autocast for a custom model.
+
+    Args:
+        backend: The backend.
+        model: The converted model.
+        enabled: Whether layers multiply in FP8.
+        torch_autocast: "bf16" or "fp16" if the model does not cast by itself, otherwise "". Losses,
+            softmax and norms then run in float32, by torch's rules.
     """
     if not torch_autocast:
         with backend.autocast(model, enabled):

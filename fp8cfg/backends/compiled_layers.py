@@ -1,8 +1,8 @@
-"""Compiled layers: the forward pass of a module that torch.compile has compiled, in training alone, and the options to compile it.
+"""Compiled layers: torch.compile for training passes, layer by layer as in torchtitan.
 
-A Transformer is compiled a layer at a time, as torchtitan does: layers of one shape share one graph, so that compiling takes as
-long for eighty of them as for one; FSDP2 gathers weights and sums gradients between them, and pipeline stages hand on what they
-compute. An evaluation is eager: it has other modes and dtypes of gradients than Dynamo has seen, and would be compiled for itself.
+Layers of one shape share a graph, so compile time does not grow with depth. Between layers FSDP2
+gathers weights and reduces gradients, and pipeline stages send activations. Evaluation is eager,
+because its modes and gradient dtypes would need more graphs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,28 @@ from fp8cfg.numerics import fp8_linears
 
 
 def compile_options(device: str) -> dict[str, Any] | None:
-    """Inductor's options on a `device` ("cpu", "cuda"), None where its own serve."""
+    """Returns Inductor's options for a device type ("cpu" or "cuda"), or None for its defaults."""
     if device == "cuda":
-        # Triton's own division is an approximation; a scale that is a bit too low would be another power of two.
+        # Triton's default division is approximate. A scale slightly too low would round to another
+        # power of two.
         return {"eager_numerics.division_rounding": True}
     return None
 
 
 def _is_no_advice(record: logging.LogRecord) -> bool:
+    """Log filter: drops torch's advice about context_fn."""
     return "Detected that context_fn is passed" not in record.getMessage()
 
 
 class CompiledForward:
-    """`module.forward`, compiled by `compile` while the module trains. A copy of the module, pickled ones too, has its own eager
-    one. Weights that are quantized once a step are so before the compiled code runs, by what quantizes in eager code.
+    """The compiled forward of a module, used in training only.
+
+    Copies and pickles of the module get its eager forward. Weights that are quantized once per step
+    are quantized eagerly before the compiled code runs.
+
+    Args:
+        module: The module.
+        compile: Compiles a function.
     """
 
     def __init__(self, module: nn.Module, compile: Callable[[Any], Any]) -> None:
@@ -44,15 +52,20 @@ class CompiledForward:
         return weights_ready(self.module, self.compiled)(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as the eager forward of the module."""
         return getattr, (self.module, "forward")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copies as the eager forward of the copied module."""
         return MethodType(type(self.module).forward, memo[id(self.module)])
 
 
 def weights_ready(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, code of `module`; before it runs weights that are quantized once a step are so, for products of inputs that have
-    the dtype of its first tensor, or autocast's."""
+    """Wraps compiled code of `module`: quantizes weights before each call.
+
+    This only concerns weights that are quantized once per step. The products have the dtype of the
+    first tensor argument, or autocast's dtype.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         dtype = next(
@@ -66,8 +79,9 @@ def weights_ready(module: nn.Module, compiled: Callable[..., Any]) -> Callable[.
 
 
 def compile_layers(layers: Iterable[nn.Module], compile: Callable[[Any], Any]) -> None:
-    """Compile the forward pass of each of `layers`, in place, once."""
-    # Of selective recomputation, that it should hold no operation in place: those of FP8 layers are kept, or do the same twice.
+    """Compiles the forward of each layer in place, unless it is compiled already."""
+    # torch warns that selective recomputation must not repeat in-place operations. FP8 layers
+    # save them, or repeating them has no effect.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_no_advice)
     for layer in layers:
         if not isinstance(layer.forward, CompiledForward):

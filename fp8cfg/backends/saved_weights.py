@@ -1,5 +1,7 @@
-"""Saved weights: those of a checkpoint as the native backend stores them, whichever backend wrote them. No library of a backend is
-loaded."""
+"""Saved weights: converts checkpoint weights of any backend to the native storage.
+
+Does not import the library of a backend.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,25 @@ from fp8cfg.schema.storage import with_resolved_params
 
 SCALE_INV, *_, GLOBAL_SCALE_INV = WEIGHT_BUFFERS
 Weight = tuple[Tensor | None, ...]
-"""A weight and what multiplies it, the fields of `fp8_weights.FP8Weight`; of a plain one itself alone."""
+"""A weight and its scales, the fields of `fp8_weights.FP8Weight`. A plain weight has no scales."""
 
 
 def saved_scaling(precision: Precision) -> Scaling:
-    """That of the FP8 weights of a run with this `precision`."""
+    """Returns the scaling of the FP8 weights of a run with this precision."""
     return scaling_of(with_resolved_params(precision).fp8)
 
 
 def saved_weight(
     name: str, model: Mapping[str, Tensor], fp8: Mapping[str, Tensor], scaling: Scaling
 ) -> Weight:
-    """The weight `name` of a checkpoint's `model`, with its scales of `fp8`; empty for one without any."""
+    """Returns a weight of a checkpoint with its scales, or () if it is not quantized.
+
+    Args:
+        name: Name of the weight.
+        model: Tensors of the model, by name.
+        fp8: FP8 state, by name.
+        scaling: Scaling of the FP8 weights.
+    """
     module = name.removesuffix(".weight")
     scale_inv, whole, of_rows, amax = (
         fp8.get(f"{module}.{buffer}")
@@ -40,7 +49,8 @@ def saved_weight(
 
 
 def saved_shape(name: str, model: Any, fp8: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The shape of that weight, in elements."""
+    """Returns the shape of that weight in elements."""
     shape: tuple[int, ...] = model.shape(name)
     two_in_a_byte = f"{name.removesuffix('.weight')}.{ROWS_AMAX}" in fp8
+    # NVFP4 packs two elements into a byte.
     return (*shape[:-1], 2 * shape[-1]) if two_in_a_byte else shape

@@ -1,7 +1,8 @@
-"""Weight storage in a low-bit codec (`storage.weight`), with any backend: each pass decodes the weights that it reads.
+"""Weight storage in a low-bit codec (`storage.weight`), with any backend.
 
-A decoded weight lives from the forward pass of its layer to the product, or until the backward pass where the layer belongs to a
-library. Only the stored bytes persist from step to step.
+Each pass decodes the weights that it reads. A decoded weight exists from the forward pass of its
+layer to the GEMM. In a layer of a library it exists until the backward pass. Only stored bytes
+persist between steps.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parameter_columns(
     model: nn.Module, state: StateDtypes, plan: Sequence[PlannedLinear]
 ) -> dict[str, Columns]:
-    """The storage columns of every parameter by name. A weight that a linear layer shares with another module gets the columns of
-    a parameter outside of linear layers.
+    """Returns the storage columns of every parameter, by name.
+
+    A weight that a linear layer shares with another module counts as a parameter outside of linear
+    layers.
     """
     shared = shared_weights(model)
     runs_fp8 = {f"{planned.name}.weight": planned.fp8 for planned in plan}
@@ -39,8 +42,11 @@ def parameter_columns(
 
 
 def narrow(model: nn.Module, state: StateDtypes, plan: Sequence[PlannedLinear]) -> None:
-    """Let each parameter of `model`, float32 on the meta device, have the dtype in which it is held, or the compute dtype where a
-    codec or FP8 layers hold it: one that is loaded next needs no float32 original."""
+    """Changes float32 parameters on the meta device to the dtype in which they are loaded.
+
+    This is the storage dtype, or the compute dtype if a codec or an FP8 layer stores the weight.
+    Loading then needs no float32 copy.
+    """
     for name, columns in parameter_columns(model, state, plan).items():
         p = model.get_parameter(name)
         p.data = p.data.to(DTYPES.get(columns["weight"], DTYPES[state.precision.compute]))
@@ -53,9 +59,19 @@ def hold(
     columns: Mapping[str, Columns],
     region: Region,
 ) -> None:
-    """Let the linear layers of `plan` hold their weights as `columns` say, in place; those whose weights are float8 operands, or
-    in the compute dtype, stay as they are. A layer in high precision that decodes its weight, or casts its bias, is an FP8Linear
-    with no product in FP8."""
+    """Makes linear layers store their weights in the dtypes of `columns`, in place.
+
+    Layers with float8 weights or with weights in the compute dtype stay as they are. A
+    high-precision layer that must decode its weight or cast its bias becomes an FP8Linear without
+    FP8 GEMMs.
+
+    Args:
+        model: The model.
+        state: Storage dtypes of the recipe.
+        plan: Plan of the linear layers.
+        columns: Storage columns by parameter name.
+        region: The autocast region.
+    """
     compute = state.precision.compute
     for planned in plan:
         layer = model.get_submodule(planned.name)
@@ -77,6 +93,8 @@ def hold(
             layer.hold(get_codec(named["weight"]), DTYPES[compute])
         else:
             weight_storage.hold(layer, get_codec(named["weight"]), DTYPES[compute])
+    # Some libraries fuse norms into the following GEMM, which needs their weight in the compute
+    # dtype.
     if state.other["weight"] != compute:
         for norm in [
             module for module in model.modules() if getattr(module, "read_by_product", False)
@@ -91,7 +109,7 @@ def shard_in_codec(
     columns: Mapping[str, Columns],
     region: Region,
 ) -> None:
-    """Let FSDP2 gather the weights of the linear layers of `plan`, FP8Linears or plain ones, in their codecs, in place."""
+    """Makes FSDP2 gather the weights of linear layers in their codecs, in place."""
     for planned in plan:
         named = columns.get(f"{planned.name}.weight", state.other)  # a tied weight has another name
         if named["weight"] != state.other["weight"]:
@@ -107,8 +125,9 @@ def shard_in_codec(
 
 
 def unhold(model: nn.Module, dtype: torch.dtype) -> None:
-    """Undo, in place, `hold` and `embed_in`: weights in a codec come back decoded, in `dtype`. A weight whose codec has no scale
-    stays the same Parameter, so that tied weights stay tied.
+    """Undoes `hold` and `embed_in` in place. Weights come back decoded, in `dtype`.
+
+    A weight whose codec has no scale stays the same Parameter, so that tied weights stay tied.
     """
     for name, layer in list(model.named_modules()):
         if isinstance(layer, HeldWeight):
@@ -121,6 +140,7 @@ def unhold(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
+    """Returns the decoded weight of a layer as a Parameter of dtype `dtype`."""
     assert layer.codec, "held in it"
     if layer.codec.scaling != "none":
         return nn.Parameter(
@@ -128,34 +148,37 @@ def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
             requires_grad=layer.parameter.requires_grad,
         )
     if layer.parameter.dtype != dtype:
-        layer.parameter.grad = None  # it has the dtype of before
+        layer.parameter.grad = None  # it has the old dtype
         layer.parameter.grad_dtype = None
         layer.parameter.data = layer.parameter.data.to(dtype)
     return layer.parameter
 
 
 def embed_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let embeddings that are stored in float32 output `dtype`, the dtype of all activations, also where the outputs of
-    tensor-parallel ranks are then added up: all but one of these are 0."""
+    """Makes embeddings that are stored in float32 output `dtype`, the dtype of activations.
+
+    The cast may happen before tensor-parallel ranks sum their outputs: all but one are 0.
+    """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
+            # First, so that a hook that sums over tensor-parallel ranks sends the narrow dtype.
             module.register_forward_hook(partial(_cast_output, dtype), prepend=True)
 
 
 def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """Forward hook: casts the output."""
     return out.to(dtype)
 
 
 def cast_parameters(model: nn.Module, columns: Mapping[str, Columns]) -> None:
-    """Cast parameters that no layer holds in a codec to the dtype of their weight column, and set the `grad_dtype` of each to that
-    of its gradient column.
-    """
+    """Casts parameters that no codec stores, and sets `grad_dtype` of all parameters."""
     layers = {
         layer.parameter: layer
         for layer in model.modules()
         if isinstance(layer, NarrowWeight) and layer.held
     }
     for name, p in model.named_parameters():
+        # Gradients with a scale are float32 until the optimizer quantizes them.
         gradient = DTYPES[
             "fp32" if columns[name]["weight_grad"] in SCALED else columns[name]["weight_grad"]
         ]
@@ -169,12 +192,12 @@ def cast_parameters(model: nn.Module, columns: Mapping[str, Columns]) -> None:
 
 
 def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
-    """For each weight in a codec with a scale, the layer that holds it; `in_codec` has the tensors."""
+    """Returns the layer of each weight in a codec with a scale. Its `in_codec` has the tensors."""
     return {layer.parameter: layer for layer in in_codec(model) if len(layer.in_codec) > 1}
 
 
 def in_codec(model: nn.Module) -> list[FP8Linear | HeldWeight]:
-    """The layers that store their weight in a codec."""
+    """Returns the layers that store their weight in a codec."""
     return [
         layer
         for layer in model.modules()
@@ -183,7 +206,7 @@ def in_codec(model: nn.Module) -> list[FP8Linear | HeldWeight]:
 
 
 def shared_weights(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that more than one module holds, as a tied output layer and embedding do."""
+    """Returns the parameters that more than one module holds, such as tied output layers."""
     seen: set[nn.Parameter] = set()
     return {
         p
