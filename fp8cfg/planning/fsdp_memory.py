@@ -4,18 +4,18 @@ FSDP2 gathers the weights and reduces the gradients of a group of parameters at 
 (FSDPParamGroup). Each Transformer layer is a group. The root group has the embedding, the last norm
 and the output layer, and is reduced last. A backward pass has:
 
-    weights    storage.shard=fsdp: of the root, of the layer whose backward pass runs, and of the
-               next layer, which is prefetched. zero1, zero2: of all groups, each until its backward
-               pass has ended in the last pass of a step
-    gradients  of the output layer and of the layer whose backward pass runs. If several microbatches
-               are reduced at once: of all groups
+    weights    storage.shard=fsdp: of the root, of the current layer, and of the next layer
+               (prefetched). zero1, zero2: of all groups, each until its backward pass ends in the
+               last pass of a step
+    gradients  of the output layer and of the current layer. If several microbatches are reduced at
+               once: of all groups
     reduction  after a layer's backward pass its weights are freed, and its gradients are copied to
                be sent and freed. Only the last parameter's gradient is freed after the sum
                (foreach_reduce). The copy stays until the next reduction. gloo makes one more copy
 
 With one shard (storage.shard=none) nothing is gathered or scattered, and torch divides a copy of
-the gradients. Replica groups (HSDP) keep the sums of a pass until it ends, next to the shards that
-they are cast to or added to.
+the gradients. Replica groups (HSDP) keep the sums of a pass until it ends, in addition to the
+shards.
 
 A `BackwardSchedule` answers how many bytes these take at each moment of a backward pass. Groups are
 numbered in the order of their backward passes: the last layer is 0, the root comes last.
@@ -54,10 +54,9 @@ OUTPUT_WEIGHTS = ("output_layer.weight", "embedding.weight")  # the latter if it
 
 
 def gather_line(recipe: Recipe, part: Part, backend: str) -> str:
-    """Returns a line on the dtype in which FSDP2 gathers weights.
+    """Returns a line with the dtype of FSDP2's weight gathers, "" if it is the default.
 
-    If fp8.params asks for FP8 and the weights are not gathered in FP8, it says why. The line is
-    empty if there is nothing to say.
+    If fp8.params is set but the gather is not in FP8, the line has the reason.
 
     Args:
         recipe: The recipe.
@@ -85,7 +84,7 @@ def gather_line(recipe: Recipe, part: Part, backend: str) -> str:
 
 
 def _zero_gather_line(recipe: Recipe, part: Part) -> str:
-    """Returns the line for zero1 and zero2, in which FSDP2 gathers once a step."""
+    """Returns the line for zero1 and zero2, with one gather per step."""
     if recipe.lora.enabled:
         return "frozen weights are whole on each rank; adapters are gathered once a step"
     if part.state.fp8_weights:
@@ -102,14 +101,17 @@ def _zero_gather_line(recipe: Recipe, part: Part) -> str:
 def root_bytes(
     recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], parameters: int
 ) -> int:
-    """Returns bytes of the root group's weights, which stay gathered from forward to backward.
+    """Returns bytes of the root group's gathered weights.
+
+    FSDP2 does not free them between forward and backward.
 
     Args:
         recipe: The recipe.
         part: The layers and shards of the rank.
         linears: Its linear layers.
-        parameters: All parameters of `part`.
+        parameters: Number of parameters of `part`.
     """
+    # All parameters of the rank, minus norms and biases of layers, minus matrices of layers.
     elements = parameters - len(part.layers) * vectors(recipe, part)
     for linear in linears:
         if linear.name != "output_layer":
@@ -118,17 +120,17 @@ def root_bytes(
 
 
 class BackwardSchedule:
-    """Bytes of weights and gradients that exist during a part of the backward pass only.
+    """Bytes of weights and gradients at each moment of a backward pass.
 
-    This class is for steps in which all gradients exist from the start: it adds nothing. Bytes are
-    relative to what stays from step to step. They are negative if gradients that count as state
-    do not exist yet.
+    Bytes are relative to the state kept from step to step. They are negative while gradients do
+    not exist yet, because gradients count as state. This base class adds nothing: all gradients
+    exist from the start.
 
     Attributes:
-        reduces_once: Whether all microbatches are added up in unsharded gradients and reduced in the
-            last pass.
-        fresh_gradient_bytes: Bytes per element of a gradient that does not exist before the backward
-            pass of its group.
+        reduces_once: Whether unsharded gradients accumulate over all microbatches and are reduced
+            in the last pass.
+        fresh_gradient_bytes: Bytes per element of a gradient allocated in the backward pass of its
+            group. 0 if all gradients exist already.
         at_loss: Bytes at the output layer's backward pass.
         at_forward_end: Bytes at the end of the forward pass.
     """
@@ -139,11 +141,15 @@ class BackwardSchedule:
     at_forward_end = 0.0
 
     def during_backward(self, group: int) -> float:
-        """Returns bytes in the backward pass of a group."""
+        """Returns bytes in the backward pass of a group.
+
+        Args:
+            group: Number of the group, 0 for the last layer.
+        """
         return 0.0
 
     def during_reduction(self, group: int) -> float:
-        """Returns the most bytes from the end of a group's backward pass to its reduction."""
+        """Returns peak bytes from the end of a group's backward pass to its reduction."""
         return 0.0
 
 
@@ -181,7 +187,7 @@ class SingleMicrobatch(BackwardSchedule):
 
 
 class FsdpSchedule(BackwardSchedule):
-    """FSDP2. Unsharded gradients count here, unless `reduces_once`: then they count as state."""
+    """FSDP2. Unsharded gradients count here. With `reduces_once` they count as state instead."""
 
     def __init__(
         self,
@@ -297,17 +303,20 @@ class FsdpSchedule(BackwardSchedule):
         return group == len(self.groups) - 1
 
     def _prefetched_bytes(self, group: int) -> float:
-        """Returns bytes of the weights of the layer after a group, gathered during it."""
+        """Returns bytes of the next layer's weights, prefetched during a group."""
         if self.prefetches and group + 2 < len(self.groups):
             return self.groups[group + 1].weight_bytes
         return 0
 
     def _freed_weight_bytes(self, groups: int, reduced_groups: int) -> float:
-        """Returns bytes of the first groups' weights if they are freed already.
+        """Returns bytes of the weights freed so far.
 
-        In the first of two passes they are not freed, but gradient shards exist only of the
-        `reduced_groups`. The wider of both passes counts.
+        Args:
+            groups: Number of groups with freed weights.
+            reduced_groups: Number of groups with gradient shards in the first of two passes.
         """
+        # The first of two passes frees no weights, but has fewer gradient shards. The pass with
+        # more memory counts.
         if not self.frees_weights:
             return 0
         weights = sum(group.weight_bytes for group in self.groups[:groups])
@@ -316,7 +325,7 @@ class FsdpSchedule(BackwardSchedule):
         return min(weights, 4 * self._gradient_elements(reduced_groups, None) / self.shards)
 
     def _sum_bytes(self, groups: int) -> float:
-        """Returns bytes of the first groups' sums, minus the unsharded gradients they replace."""
+        """Returns bytes of the first groups' sums, minus the replaced unsharded gradients."""
         element_bytes = 0.0
         if self.keeps_sums:
             element_bytes += self.copy_bytes
@@ -331,8 +340,8 @@ class FsdpSchedule(BackwardSchedule):
 class OneShardFsdpSchedule(FsdpSchedule):
     """FSDP2 with one shard and one microbatch.
 
-    The sum of a gradient is as large as the gradient, and counts as state. It does not exist before
-    the reduction of its group.
+    The sum of a gradient is as large as the gradient and counts as state. It is allocated in the
+    reduction of its group.
     """
 
     def __init__(
@@ -406,7 +415,7 @@ def _parameter_groups(
     is_fsdp = part.shard == "fsdp"
     trained = trained_shapes(recipe, part)
     if is_fsdp:
-        # fsdp also shards frozen weights, other dtypes of storage.shard do not.
+        # fsdp also shards frozen weights. zero1 and zero2 keep them whole on each rank.
         shapes = {**local_shapes(recipe, part), **trained}
         gathers_fp8 = gathered(precision, backend) == "fp8"
     else:

@@ -5,8 +5,8 @@ Three cases differ:
 
     hardware     operands are FP8 (FP4), kernels quantize without temporaries, the GEMM writes the
                  output directly
-    emulation    operands hold FP8 values in a wider dtype, the carrier. The product is float32.
-    torchao      backward quantizes again, with kernels of torchao
+    emulation    operands are FP8 values in a wider dtype, the carrier. The product is float32.
+    torchao      backward quantizes again, with torchao's kernels
 
 The counts follow numerics/quantize.py, numerics/formats.py, numerics/gemm.py and
 numerics/kernels/launch.py.
@@ -41,7 +41,12 @@ STORAGE_BLOCK = 128
 
 @cache
 def stored_bytes(dtype: str, elements: int) -> int:
-    """Returns the bytes of a tensor in a storage dtype, with its float32 scales."""
+    """Returns the bytes of a tensor in a storage dtype, with its float32 scales.
+
+    Args:
+        dtype: Storage dtype, such as "fp8_block".
+        elements: Elements of the tensor.
+    """
     data_bytes = int(ELEMENT_BYTES[dtype]) * elements
     bytes_per_block = int(ELEMENT_BYTES[dtype] % 1 * STORAGE_BLOCK)
     if bytes_per_block:
@@ -56,18 +61,18 @@ def stored_bytes(dtype: str, elements: int) -> int:
 
 
 def emulates_gemms(recipe: Recipe, device: str) -> bool:
-    """Whether GEMMs multiply FP8 values in a wider dtype. `device` is "cpu" or "cuda"."""
+    """Whether GEMMs are emulated in a wider dtype. `device` is "cpu" or "cuda"."""
     return device == "cpu" or recipe.fp8.emulate
 
 
 def operand_bytes(recipe: Recipe, device: str) -> float:
     """Returns bytes per element of a quantized activation, or of a weight quantized for one pass.
 
-    On hardware the share of a block's scale is included. Scales of tensors and rows are left out.
+    Includes the scales of blocks on hardware. Scales of tensors and rows are negligible.
     """
     scaling = SCALINGS[recipe.fp8.scaling]
     if emulates_gemms(recipe, device):
-        # The carrier of a bf16 recipe is bf16, if it holds an FP8 value times its scale exactly.
+        # The carrier is bf16 if a product of FP8 value and scale is exact in bf16.
         is_exact = scaling.exact_in_bfloat16(power_2_scales(recipe.fp8))
         if recipe.precision.compute == "bf16" and is_exact:
             return ELEMENT_BYTES["bf16"]
@@ -81,22 +86,21 @@ def operand_bytes(recipe: Recipe, device: str) -> float:
 
 
 def quantizes_twice(recipe: Recipe) -> bool:
-    """Whether activations and gradients are quantized once for each GEMM that reads them.
-
-    Two GEMMs contract a tensor along different dimensions. Scales of rows and blocks lie along
-    the contracted dimension, so that each GEMM needs its own quantized tensor.
-    """
+    """Whether activations and gradients are quantized separately for each GEMM."""
+    # Two GEMMs contract a tensor along different dimensions. Scales of rows and blocks lie along
+    # the contracted dimension, so that each GEMM needs its own quantized tensor.
     return _tile(recipe.fp8) is not None
 
 
 def weight_needs_two_copies(recipe: Recipe) -> bool:
-    """Whether fprop and dgrad read a weight with different scales. Square tiles serve both."""
+    """Whether fprop and dgrad need different scales of a weight."""
+    # A square tile has the same scale in both directions.
     tile = _tile(recipe.fp8, is_weight=True)
     return tile is not None and tile[0] != tile[1]
 
 
 def fp8_weight_extra_bytes(recipe: Recipe) -> float:
-    """Returns bytes per element that an FP8 primary weight takes in addition to its data byte."""
+    """Returns bytes per element of an FP8 primary weight in addition to its data byte."""
     tile = _tile(recipe.fp8, is_weight=True)
     scale_bytes = SCALINGS[recipe.fp8.scaling].scale_share(tile)
     if weight_needs_two_copies(recipe):
@@ -105,23 +109,21 @@ def fp8_weight_extra_bytes(recipe: Recipe) -> float:
 
 
 def decoded_weight_bytes(recipe: Recipe, device: str) -> float:
-    """Returns bytes per element that a GEMM adds to an FP8 primary weight while it reads it."""
+    """Returns bytes per element of an FP8 primary weight decoded for an emulated GEMM."""
     if emulates_gemms(recipe, device):
         return operand_bytes(recipe, device)
     return 0
 
 
 def _tile(fp8: FP8, is_weight: bool = False) -> Tile | None:
-    """Returns the tile of one scale, as fprop reads an activation or a weight."""
+    """Returns the tile of one scale in fprop, for an activation or a weight."""
     square = is_weight and weights_2d(fp8)
     return SCALINGS[fp8.scaling].tile(1, fp8.granularity, square=square)
 
 
 def _packs_all_operands(fp8: FP8) -> bool:
-    """Whether the NVFP4 kernel quantizes every operand (numerics/quantize.py).
-
-    It supports wgrad activations with a Hadamard transform and weights with square tiles only.
-    """
+    """Whether the NVFP4 kernel quantizes every operand (numerics/quantize.py)."""
+    # The kernel needs a Hadamard transform for wgrad's activations, and square tiles for weights.
     return transforms(fp8) and weights_2d(fp8)
 
 
@@ -135,7 +137,7 @@ def gemm_peak_bytes(
     output_elements: float,
     operand_elements: float,
 ) -> float:
-    """Returns the most bytes that an FP8 GEMM allocates until its output exists.
+    """Returns peak bytes of an FP8 GEMM, including its output.
 
     Args:
         recipe: The recipe.
@@ -167,7 +169,15 @@ def has_quantize_kernel(recipe: Recipe, device: str) -> bool:
 
 
 def quantize_peak_bytes(recipe: Recipe, device: str, elements: float, is_gradient: bool) -> float:
-    """Returns the most bytes that quantizing a matrix allocates, the result included."""
+    """Returns peak bytes while a matrix is quantized, including the result.
+
+    Args:
+        recipe: The recipe.
+        device: "cpu" or "cuda".
+        elements: Elements of the matrix.
+        is_gradient: Whether it is a gradient. Gradients may have a Hadamard transform and
+            stochastic rounding.
+    """
     transform_bytes = 0.0
     if is_gradient and transforms(recipe.fp8):
         # The Hadamard transform writes a matrix. It reads a copy laid out along the other dimension.
@@ -180,7 +190,7 @@ def quantize_peak_bytes(recipe: Recipe, device: str, elements: float, is_gradien
 
 
 def _rounding_bytes(recipe: Recipe, is_gradient: bool) -> float:
-    """Returns the most bytes per element while PyTorch operators round (numerics/formats.py)."""
+    """Returns peak bytes per element while PyTorch operators round (numerics/formats.py)."""
     scaling = SCALINGS[recipe.fp8.scaling]
     tile = _tile(recipe.fp8)
     kept = 0.0
@@ -210,11 +220,20 @@ def requantizing_backward_bytes(
     weight_elements: float,
     input_elements: float,
 ) -> float:
-    """Returns the most bytes that backward of a torchao layer allocates.
+    """Returns peak bytes of the backward pass of a torchao layer.
 
-    torchao keeps no quantized tensors. dgrad quantizes grad_output and weight, then wgrad
-    quantizes grad_output and input. Kept activations and grad_output itself are not counted.
+    Kept activations and grad_output itself are not counted.
+
+    Args:
+        recipe: The recipe.
+        device: "cpu" or "cuda".
+        linear: The layer.
+        grad_output_elements: Elements of grad_output on this rank.
+        weight_elements: Elements of the weight.
+        input_elements: Elements of the input.
     """
+    # torchao keeps no quantized tensors. dgrad quantizes grad_output and weight, then wgrad
+    # quantizes grad_output and input.
     compute_bytes = ELEMENT_BYTES[recipe.precision.compute]
     is_mx = SCALINGS[recipe.fp8.scaling].torchao == "mx"
     fp8_bytes = MX_BYTES if is_mx else FLOAT8_BYTES
@@ -252,7 +271,7 @@ def requantizing_backward_bytes(
 
 
 def _torchao_quantize_bytes(recipe: Recipe, device: str) -> float:
-    """Returns bytes per element while torchao quantizes, the FP8 element included."""
+    """Returns peak bytes per element while torchao quantizes, including the FP8 element."""
     if SCALINGS[recipe.fp8.scaling].torchao != "mx":
         return 4 + 4 + FLOAT8_BYTES  # scaled and clamped in float32
     if not emulates_gemms(recipe, device):
@@ -265,7 +284,7 @@ def _torchao_quantize_bytes(recipe: Recipe, device: str) -> float:
 def _torchao_emulated_bytes(
     compute_bytes: float, is_mx: bool, a: float, b: float, output: float
 ) -> float:
-    """Returns the most bytes of an emulated torchao GEMM with `a`, `b` and `output` elements."""
+    """Returns peak bytes of an emulated torchao GEMM with `a`, `b` and `output` elements."""
     if is_mx:
         # Operands are decoded to the compute dtype, each through a transposed copy.
         return max(

@@ -1,14 +1,13 @@
-"""Linear layer memory on one rank: what the layers keep for backward, and peaks in each GEMM.
+"""Memory of linear layers on one rank: tensors kept for backward, and peaks in each GEMM.
 
 A linear layer keeps these tensors from its forward to its backward pass (numerics/fp8_linear.py):
 
-    input    quantized if wgrad runs in FP8, otherwise in the compute dtype. Under selective
-             recomputation it is made again, under sequence parallelism a rank keeps its own tokens
+    input    quantized if wgrad runs in FP8, otherwise in the compute dtype. Selective recomputation
+             recomputes it. Under sequence parallelism a rank keeps its own tokens
     weight   a quantized copy for dgrad, unless the weight itself is FP8
 
-`LinearBytes` has the sizes of one rank and answers these questions for each layer. Its methods
-return bytes per token where the name of an argument is `width`, and bytes of the rank otherwise.
-`activation_memory.py` adds them up over the layers.
+`LinearBytes` has the sizes of one rank. Unless their docstring names a unit per token, methods
+return bytes of the rank. `activation_memory.py` adds them up over the layers.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "output_layer")
 
 
 class QuantizedBytes(NamedTuple):
-    """Bytes of an operand: at most while it is quantized, and of the result."""
+    """Bytes of an operand: the peak while it is quantized, and the result."""
 
     peak: float
     result: float
@@ -54,23 +53,24 @@ class LinearBytes:
     Attributes:
         compute_bytes: Bytes per element in the compute dtype.
         operand_bytes: Bytes per element of a quantized operand.
-        gradient_bytes: Bytes per element in which gradients of weights are accumulated.
-        tensor: Tensor-parallel ranks.
-        context: Context-parallel ranks.
-        tokens: Tokens of a microbatch on this rank. Under sequence parallelism, of its group.
-        hidden: Channels of the input of a column-parallel layer, which is gathered.
-        hidden_shard: Channels per token in norms and the residual stream. Under sequence
+        gradient_bytes: Bytes per element of an accumulated weight gradient.
+        tensor: Number of tensor-parallel ranks.
+        context: Number of context-parallel ranks.
+        tokens: Tokens of a microbatch on this rank. With sequence parallelism, tokens of its
+            tensor-parallel group.
+        hidden: Input channels of a column-parallel layer, after the gather.
+        hidden_shard: Channels per token in norms and the residual stream. With sequence
             parallelism a rank has 1 / tensor of the tokens, counted as fewer channels.
         query_channels: Query channels of this rank.
-        key_channels: Key channels of this rank. Values have as many.
+        key_channels: Key channels of this rank, equal to its value channels.
         fc1_channels: Output channels of linear_fc1: gate and up, or only up.
         mlp_channels: Input channels of linear_fc2.
         vocab_shard: Output channels of the output layer.
-        norm_bytes: Bytes per token that one norm keeps.
-        norms_bytes: Bytes per token that all norms of a layer keep.
-        qk_norm_bytes: Bytes per token that norms of queries and keys keep.
+        norm_bytes: Bytes per token kept by one norm.
+        norms_bytes: Bytes per token kept by all norms of a layer.
+        qk_norm_bytes: Bytes per token kept by the norms of queries and keys.
         norm_backward_bytes: Bytes per token in the backward pass of a norm.
-        shared_input_bytes: Bytes per token that a layer's input and its first norm share.
+        shared_input_bytes: Bytes per token of a layer's input, if it is its first norm's input too.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class LinearBytes:
             recipe: The recipe.
             device: "cpu" or "cuda".
             part: The layers and shards of this rank.
-            gradient_bytes: Bytes per element in which gradients of weights are accumulated.
+            gradient_bytes: Bytes per element of an accumulated weight gradient.
             backend: Name of the backend of the FP8 layers.
-            fresh_gradient_bytes: Bytes per element of a gradient that does not exist before the
-                backward pass of its layer; 0 if all gradients exist already.
+            fresh_gradient_bytes: Bytes per element of a gradient allocated in the backward pass
+                of its layer. 0 if all gradients exist already.
         """
         model, storage = recipe.model, recipe.storage
         capabilities = registry.capabilities(backend)
@@ -147,6 +147,7 @@ class LinearBytes:
         )
 
     def _set_norm_bytes(self) -> None:
+        """Sets the sizes of norms."""
         model = self.recipe.model
         is_rms = model.normalization == "RMSNorm"
         # RMSNorm is fused on GPUs only. On a CPU it also keeps the normalized input in float32,
@@ -173,9 +174,10 @@ class LinearBytes:
     # Attention.
 
     def score_bytes(self, layer: int) -> float:
-        """Returns bytes per token that high-precision attention keeps of scores and masks.
+        """Returns bytes per token of scores kept by high-precision attention.
 
-        Queries, keys, values and the output are not counted.
+        Includes the log-sum-exp and repeated keys and values. Queries, keys, values and the output
+        themselves are not counted, and neither are shared masks (`mask_bytes`).
         """
         model = self.recipe.model
         # Flash attention takes neither explicit masks nor float32 inputs. Other kernels repeat
@@ -206,11 +208,13 @@ class LinearBytes:
         )
 
     def mask_bytes(self, layers: Iterable[int]) -> float:
-        """Returns bytes of the masks, tokens x tokens, that `layers` keep for backward.
+        """Returns bytes of the masks [tokens, tokens] kept by layers for backward.
 
-        Layers with the same window share a mask. Documents differ between samples, so that each
-        sample has its own.
+        Args:
+            layers: Numbers of the layers.
         """
+        # Layers with the same window share a mask. Each sample has other documents and its own
+        # mask. Masks of context parallelism are counted in activation_memory.py.
         model = self.recipe.model
         if self.context > 1:
             return 0
@@ -231,7 +235,7 @@ class LinearBytes:
     # Input of a linear layer.
 
     def input_bytes(self, linear: PlannedLinear, width: float) -> float:
-        """Returns bytes per token that a layer keeps of its input with `width` channels."""
+        """Returns bytes per token of a layer's kept input with `width` channels."""
         if "wgrad" in linear.left_out:
             return self.adapter_input_bytes(linear, width)
         if self.keeps_input_shard(linear):
@@ -241,11 +245,11 @@ class LinearBytes:
         return self.compute_bytes * width
 
     def keeps_input_shard(self, linear: PlannedLinear) -> bool:
-        """Whether the layer keeps only this rank's tokens of its gathered input."""
+        """Whether the layer keeps this rank's tokens of a gathered input, not the whole input."""
         return keeps_input_shard(self.recipe, self.part, linear)
 
     def keeps_quantized_input(self, linear: PlannedLinear) -> bool:
-        """Whether the layer keeps its input quantized. Other modules may keep it in full too."""
+        """Whether the layer keeps a quantized input. Other modules may keep it unquantized."""
         if self.keeps_input_shard(linear):
             return True
         if self.requantizes or (self.is_native and keeps_input(self.recipe, linear)):
@@ -253,7 +257,7 @@ class LinearBytes:
         return bool(linear.gemms[2])
 
     def wgrad_input_bytes(self, linear: PlannedLinear, width: float) -> QuantizedBytes:
-        """Returns the bytes of wgrad's quantized input; 0 if the layer has kept it."""
+        """Returns bytes of the input quantized for wgrad, 0 if forward has kept it quantized."""
         gathers = self.keeps_input_shard(linear)
         if not linear.gemms[2] or (self.keeps_quantized_input(linear) and not gathers):
             return QuantizedBytes(0, 0)
@@ -271,11 +275,9 @@ class LinearBytes:
         return QuantizedBytes(transposed, transposed)
 
     def adapter_input_bytes(self, linear: PlannedLinear, width: float) -> float:
-        """Returns bytes per token that the LoRA adapters of a layer keep (models/lora.py).
-
-        These are the input in the adapters' dtype and each A's output. Dropout adds a mask and
-        the masked input for each adapter.
-        """
+        """Returns bytes per token kept by the LoRA adapters of a layer (models/lora.py)."""
+        # The input in the adapters' dtype, and the output of each A. Dropout adds a mask of 1
+        # byte and the masked input for each adapter.
         adapters = self.adapter_counts.get(linear.name, 0)
         if not adapters:
             return 0
@@ -296,6 +298,7 @@ class LinearBytes:
     # Weight of a linear layer.
 
     def weight_elements(self, linear: PlannedLinear) -> float:
+        """Returns elements of the weight's shard on a tensor-parallel rank."""
         return linear.in_features * linear.out_features / self.tensor
 
     def has_fp8_weight(self, linear: PlannedLinear) -> bool:
@@ -305,7 +308,8 @@ class LinearBytes:
         return not self._is_tied(linear)  # the embedding stays in high precision
 
     def casts_weight(self, linear: PlannedLinear) -> bool:
-        """Whether each pass casts the weight to the compute dtype. Its gradient is cast back."""
+        """Whether each pass casts the weight to the compute dtype, and its gradient back."""
+        # FSDP2 casts while it gathers.
         state = self.part.state
         columns = state.of_parameter(True, bool(linear.fp8))
         if self._is_tied(linear):
@@ -319,7 +323,7 @@ class LinearBytes:
         return is_output_layer and self.recipe.model.share_embeddings_and_output_weights
 
     def quantized_weight_bytes(self, linear: PlannedLinear) -> float:
-        """Returns bytes of the quantized weight that forward keeps for dgrad."""
+        """Returns bytes of the quantized weight kept from forward for dgrad."""
         if self.has_fp8_weight(linear) or self.requantizes or self.keeps_quantized_weights:
             return 0
         if not linear.gemms[1]:
@@ -327,26 +331,28 @@ class LinearBytes:
         return self.operand_bytes * self.weight_elements(linear)
 
     def weight_workspace_bytes(self, linear: PlannedLinear) -> float:
-        """Returns bytes of the quantized weight that stays for all passes of a step.
+        """Returns bytes of the quantized weight kept for all passes of a step.
 
-        fprop and dgrad read one matrix each. Emulated GEMMs read a transpose by its strides, so
-        that one matrix serves both, unless scales differ. An FP8 weight needs its transpose only.
+        For an FP8 primary weight this is its cached transpose.
         """
         if self.has_fp8_weight(linear) or not self.keeps_quantized_weights:
             return self.transpose_cache_bytes(linear)
+        # fprop and dgrad each need a matrix: cuBLAS on Hopper only multiplies FP8 operands with a
+        # contiguous contracted dimension (TN).
+        # Emulated GEMMs read a transpose by its strides, unless its scales differ.
         matrices = sum(map(bool, linear.gemms[:2]))
         if emulates_gemms(self.recipe, self.device) and not weight_needs_two_copies(self.recipe):
             matrices = min(matrices, 1)
         return matrices * self.operand_bytes * self.weight_elements(linear)
 
     def cast_weight_bytes(self, linear: PlannedLinear) -> float:
-        """Returns bytes of a cast weight that the backend keeps from forward to backward."""
+        """Returns bytes of a cast weight kept by the backend from forward to backward."""
         if self.keeps_cast and linear.fp8 and self.casts_weight(linear):
             return self.compute_bytes * self.weight_elements(linear)
         return 0
 
     def transpose_cache_bytes(self, linear: PlannedLinear) -> float:
-        """Returns bytes of the transpose that is cached of an FP8 weight for dgrad."""
+        """Returns bytes of the cached transpose of an FP8 weight for dgrad."""
         has_cache = self.keeps_quantized_weights and self.recipe.fp8.keep_transpose_cache
         runs_dgrad = linear.gemms[1] and "dgrad" not in linear.left_out
         if not (self.has_fp8_weight(linear) and has_cache and runs_dgrad):
@@ -356,7 +362,7 @@ class LinearBytes:
         return element_bytes * self.weight_elements(linear)
 
     def quantize_weight_bytes(self, linear: PlannedLinear) -> float:
-        """Returns temporary bytes of quantizing the weight, without what is kept of it."""
+        """Returns temporary bytes while the weight is quantized, without the kept result."""
         if self.has_fp8_weight(linear) or self.requantizes or self.keeps_quantized_weights:
             return 0
         if not linear.gemms[0]:
@@ -366,7 +372,7 @@ class LinearBytes:
         return peak - self.quantized_weight_bytes(linear)
 
     def _decoded_dgrad_weight_bytes(self, linear: PlannedLinear) -> float:
-        """Returns bytes of an FP8 weight that dgrad decodes; 0 if the transpose is cached."""
+        """Returns bytes of an FP8 weight decoded for dgrad, 0 with a cached transpose."""
         if not self.has_fp8_weight(linear) or self.transpose_cache_bytes(linear):
             return 0
         return decoded_weight_bytes(self.recipe, self.device) * self.weight_elements(linear)
@@ -374,13 +380,13 @@ class LinearBytes:
     # Gradient of a weight.
 
     def fresh_gradient(self, linear: PlannedLinear) -> float:
-        """Returns bytes of the weight's gradient if this backward pass allocates it."""
+        """Returns bytes of the weight's gradient if it is allocated in this backward pass."""
         if "wgrad" in linear.left_out:
             return 0
         return self.fresh_gradient_bytes * self.weight_elements(linear)
 
     def wgrad_peak_bytes(self, linear: PlannedLinear) -> float:
-        """Returns the most bytes of the weight's gradient while wgrad computes it."""
+        """Returns peak bytes of wgrad, including its output."""
         if "wgrad" in linear.left_out:
             return 0
         elements = self.weight_elements(linear)
@@ -402,7 +408,7 @@ class LinearBytes:
         )
 
     def accumulate_peak_bytes(self, linear: PlannedLinear) -> float:
-        """Returns the most bytes of the weight's gradient while autograd accumulates it."""
+        """Returns peak bytes while autograd accumulates the weight's gradient."""
         if "wgrad" in linear.left_out:
             return 0
         elements = self.weight_elements(linear)
@@ -414,13 +420,13 @@ class LinearBytes:
         )
 
     def _wgrad_output_bytes(self, linear: PlannedLinear) -> float:
-        """Returns bytes per element that wgrad writes."""
+        """Returns bytes per element of wgrad's output."""
         if self.has_fp8_weight(linear) or self.casts_weight(linear):
             return self.gradient_bytes
         return self.compute_bytes
 
     def _decoded_gradient_bytes(self, linear: PlannedLinear) -> float:
-        """Returns float32 bytes of a quantized gradient that a microbatch is added to."""
+        """Returns float32 bytes of a stored gradient, decoded to add the next microbatch."""
         if not self.adds_to_stored_gradients:
             return 0
         columns = self.part.state.of_parameter(True, bool(linear.fp8))
@@ -433,7 +439,7 @@ class LinearBytes:
     def output_peak_bytes(
         self, linear: PlannedLinear, gemm: Literal["fprop", "dgrad"], width: float
     ) -> float:
-        """Returns the most bytes of a GEMM until its output with `width` channels exists."""
+        """Returns peak bytes of fprop or dgrad, including the output with `width` channels."""
         output_elements = width * self.tokens
         runs_fp8 = linear.gemms[0 if gemm == "fprop" else 1]
         if not runs_fp8:
@@ -451,7 +457,7 @@ class LinearBytes:
         return peak
 
     def grad_output_bytes(self, linear: PlannedLinear, width: float) -> QuantizedBytes:
-        """Returns the bytes of the quantized gradient of an output with `width` channels."""
+        """Returns bytes of the quantized grad_output with `width` channels."""
         _, dgrad, wgrad = linear.gemms
         if not (dgrad or wgrad):
             return QuantizedBytes(0, 0)
@@ -470,7 +476,13 @@ class LinearBytes:
     def requantizing_backward_bytes(
         self, linear: PlannedLinear, output_width: float, input_width: float
     ) -> float:
-        """Returns the most bytes of the layer's backward pass if the backend quantizes again."""
+        """Returns peak bytes of the layer's backward pass with a requantizing backend (torchao).
+
+        Args:
+            linear: The layer.
+            output_width: Channels of its output.
+            input_width: Channels of its input.
+        """
         return requantizing_backward_bytes(
             self.recipe,
             self.device,
@@ -482,10 +494,11 @@ class LinearBytes:
 
 
 def keeps_input_shard(recipe: Recipe, part: Part, linear: PlannedLinear) -> bool:
-    """Whether a rank keeps its own tokens of a gathered input and gathers them for wgrad again.
+    """Whether a rank keeps its tokens of a gathered input and gathers it again for wgrad.
 
-    See numerics/token_shard.py. Only FP8 layers do, and not if they keep the input in full.
+    Only FP8 layers do this (numerics/token_shard.py).
     """
+    # Full recomputation repeats the forward pass, including the gather.
     if not part.sequence_parallel or recipe.model.recompute_granularity == "full":
         return False
     if quantizes_twice(recipe) and keeps_input(recipe, linear):
@@ -495,17 +508,15 @@ def keeps_input_shard(recipe: Recipe, part: Part, linear: PlannedLinear) -> bool
 
 
 def keeps_input(recipe: Recipe, linear: PlannedLinear) -> bool:
-    """Whether a layer keeps its unquantized input and quantizes it again for wgrad.
-
-    Selective recomputation makes that input again, so that it takes no memory.
-    """
+    """Whether a layer keeps its unquantized input and quantizes it again for wgrad."""
+    # Selective recomputation frees this input and recomputes it, so that it takes no memory.
     if recipe.model.recompute_granularity != "selective" or linear.name == "output_layer":
         return False
     return bool(linear.gemms[0] and linear.gemms[2])
 
 
 def input_shard_bytes(recipe: Recipe) -> float:
-    """Returns bytes per element of the kept tokens of a gathered input."""
+    """Returns bytes per element of the tokens kept of a gathered input."""
     if quantizes_twice(recipe):
         return ELEMENT_BYTES[recipe.precision.compute]  # wgrad needs other scales than fprop
     return ELEMENT_BYTES["fp8"]

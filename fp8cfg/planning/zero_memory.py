@@ -1,8 +1,8 @@
 """Memory of gradient sums after the last backward pass: ZeRO, data parallelism and tied embeddings.
 
-Without FSDP2 the ranks sum gradients in messages of at most MESSAGE elements once the last backward
-pass has ended. With zero1 and zero2 the owner of each tensor sends the updated weight after the
-optimizer's step. Both need buffers, which take the place of activations.
+Without FSDP2 the ranks sum gradients after the last backward pass, in messages of at most MESSAGE
+elements. With zero1 and zero2 the owner of each tensor sends the updated weight after the optimizer
+step. The buffers reuse the memory of freed activations.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.storage import PER_TENSOR, SCALED
 
-# The most elements of a message (parallel/quantized_allreduce.py).
+# Largest number of elements in a message (parallel/quantized_allreduce.py).
 MESSAGE = 32 * 1024 * 1024
 
-# The most elements and tensors of float32 gradients that wait to be quantized together (optim).
+# Limits of float32 gradients quantized together (optim): elements and tensors.
 WAITING = 1 << 26
 TOGETHER = 4
 
@@ -38,7 +38,15 @@ TOGETHER = 4
 def reduction_bytes(
     recipe: Recipe, part: Part, linears: list[PlannedLinear], device: str, backend: str
 ) -> int:
-    """Returns the most bytes that summing gradients or sending updated weights takes."""
+    """Returns peak bytes of summing gradients or sending updated weights.
+
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        linears: Its linear layers.
+        device: "cpu" or "cuda".
+        backend: Name of the backend of the FP8 layers.
+    """
     tied = _tied_embedding_bytes(recipe, part, backend)
     if part.shards == 1 or by_fsdp2(recipe, part.state, part.shards, backend):
         return tied
@@ -50,7 +58,7 @@ def reduction_bytes(
         owners, _ = zero_owners(recipe, part, linears)
     quantizes_first = quantizes_before_reduction(recipe, part, linears)
 
-    # Gradients that are sent in the same dtype share messages.
+    # Gradients of one dtype share messages.
     widest = 0
     for dtype in {column["comm"] for column in columns.values()}:
         sizes: dict[str, int] = {}
@@ -81,14 +89,14 @@ def _message_bytes(
     cast_elements: int,
     owners: Mapping[str, int],
 ) -> int:
-    """Returns the bytes of summing gradients that are sent in one dtype.
+    """Returns bytes of summing the gradients of one dtype.
 
     Args:
         part: The layers and shards of the rank.
         dtype: Storage dtype of the messages.
         sizes: Elements of each gradient by parameter.
-        cast_elements: Elements that are cast to `dtype` before.
-        owners: Owner of each gradient under zero2. Otherwise empty, and each rank sums a shard.
+        cast_elements: Elements with a cast to `dtype` before the sum.
+        owners: Owner of each gradient with zero2. Otherwise empty, and each rank sums a shard.
     """
     element_bytes = ELEMENT_BYTES[dtype]
     total = sum(sizes.values())
@@ -103,7 +111,8 @@ def _message_bytes(
 
 
 def _tied_embedding_bytes(recipe: Recipe, part: Part, backend: str) -> int:
-    """Returns bytes of the tied embedding's gradient that the other pipeline stage sends."""
+    """Returns bytes of the tied embedding's gradient received from the other pipeline stage."""
+    # The first and the last stage each have a copy of the embedding, and sum their gradients.
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     if stages == 1 or not recipe.model.share_embeddings_and_output_weights:
         return 0
@@ -116,7 +125,7 @@ def _tied_embedding_bytes(recipe: Recipe, part: Part, backend: str) -> int:
 
 
 def _largest_load(sizes: Mapping[str, int], owners: Mapping[str, int]) -> int:
-    """Returns the largest sum of sizes of one owner; 0 if there are none."""
+    """Returns the largest sum of sizes over owners, 0 without tensors."""
     loads = Counter[int]()
     for name, size in sizes.items():
         loads[owners[name]] += size
@@ -126,7 +135,7 @@ def _largest_load(sizes: Mapping[str, int], owners: Mapping[str, int]) -> int:
 def quantizes_before_reduction(
     recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]
 ) -> bool:
-    """Whether gradients are stored quantized before ranks sum them (parallel/gradient_sync.py)."""
+    """Whether gradients are quantized before the ranks sum them (parallel/gradient_sync.py)."""
     columns = parameter_columns(part.state, linears, trained_shapes(recipe, part))
     for column in columns.values():
         if column["weight_grad"] in SCALED and column["comm"] != column["weight_grad"]:
@@ -137,11 +146,16 @@ def quantizes_before_reduction(
 def waiting_gradient_bytes(
     recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], backend: str
 ) -> int:
-    """Returns float32 bytes of gradients that wait until several are quantized together.
+    """Returns float32 bytes of gradients buffered to be quantized together.
 
-    This concerns dtypes with one scale per tensor: one kernel for several amaxes on a GPU, one
-    collective for a layer's amaxes with tensor-parallel ranks.
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        linears: Its linear layers.
+        backend: Name of the backend of the FP8 layers.
     """
+    # Only dtypes with one scale per tensor wait. On a GPU one kernel computes several amaxes. With
+    # tensor-parallel ranks one collective reduces all amaxes of a layer.
     has_own_state = registry.capabilities(backend).own_state
     if has_own_state or recipe.storage.accumulate == "stored":
         return 0
