@@ -1,4 +1,11 @@
-"""Job optimizer: the optimizer of a job, over the parameters of its prepared model. Loads torch."""
+"""Builds the optimizer of a job and connects it with ZeRO, FSDP2 and the FP8 scales.
+
+There are three kinds of optimizers:
+
+- The backend's own, such as MS-AMP's.
+- The low-bit Adam, if the state does not fit torch's optimizers (`StateDtypes.low_bit`).
+- Otherwise torch's AdamW, Adam or SGD over float32 masters.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +40,27 @@ def optimizer(
     loss_scaler: LossScaler | None,
     seed: int,
 ) -> MixedPrecisionOptimizer | LowBitTraining:
-    """The optimizer over `prepared.model`'s parameters; its step rolls the FP8 histories before it writes weights."""
+    """Builds the optimizer of a prepared model.
+
+    Its step updates the FP8 scales before it writes weights, so FP8 weights are quantized with the
+    new scales.
+
+    Args:
+        prepared: The model. The optimizer takes its float32 masters. Its ZeRO owners are set here.
+        precision: Precision of the recipe, with resolved storage.
+        optim: Settings of the optimizer.
+        clip_grad: Largest gradient norm. 0 does not clip.
+        choice: Backend of the FP8 layers.
+        loss_scaler: Loss scaler of fp16, otherwise None.
+        seed: Seed of stochastic rounding.
+    """
     model, backend = prepared.model, registry.backend(choice.backend)
     built: MixedPrecisionOptimizer | LowBitTraining
     if (own := backend.optimizer(prepared, precision, optim, clip_grad, loss_scaler)) is not None:
         return own
     groups = param_groups(model, optim.weight_decay)
+    # Quantized weights cannot be updated in place. The optimizer updates the master, and the writer
+    # quantizes it into the layer.
     writers: dict[Any, Any] = {
         p: layer.set_weight for p, layer in stored_weights.held(model).items() if p.requires_grad
     }
@@ -49,6 +71,7 @@ def optimizer(
     else:
         named = dict(model.named_parameters())
         owned = zero.partition_state(prepared, precision)
+        # Frees the masters of other ranks before the optimizer allocates its state.
         prepared.masters = {
             name: t for name, t in prepared.masters.items() if owned is None or name in owned
         }
@@ -64,9 +87,11 @@ def optimizer(
         if prepared.fsdp2:
             fsdp.attach_optimizer(built, prepared)
     gradient_sync.attach_norm(built, prepared)
+    # The device can decide about a skipped step only if the scale update can be skipped there, too.
     built.can_defer = (
         not precision.fp8.enabled or registry.capabilities(choice.backend).skips_on_device
     )
+    # `partition_state` has set the owners if storage.shard is zero1 or zero2 without FSDP2.
     if prepared.owner:
         zero.attach_optimizer(
             built, model, prepared.owner, precision.storage.shard, data_parallel_world(prepared)
@@ -74,6 +99,8 @@ def optimizer(
     if precision.fp8.enabled:
 
         def move_scales() -> None:
+            """Updates the FP8 scales, after the optimizer has decided whether to skip the step."""
+            # In a deferred step the decision is still a tensor on the device.
             decided = {}
             if built.deferred is not None and built.deferred.skip is not None:
                 decided["skip"] = built.deferred.skip
@@ -84,9 +111,8 @@ def optimizer(
         built.on_step.append(move_scales)
         built.on_skip.append(lambda: backend.after_skip(model))
     elif prepared.fsdp2:
-        built.on_step.append(
-            lambda: refresh_shards(fp8_linears(model))
-        )  # of weights that are gathered in a codec
+        # Without FP8, weights can still be gathered in a codec with scales.
+        built.on_step.append(lambda: refresh_shards(fp8_linears(model)))
     return built
 
 
@@ -100,7 +126,10 @@ def _low_bit(
     loss_scaler: LossScaler | None,
     seed: int,
 ) -> LowBitTraining:
-    """The low-bit Adam. The float32 originals are dropped once its state is made from them."""
+    """Builds the low-bit Adam. Arguments as in `optimizer`.
+
+    The float32 masters of `prepared` are freed once the low-bit state is made from them.
+    """
     model = prepared.model
     named, parts = dict(model.named_parameters()), tensor_parallel_starts(prepared)
     held = {
@@ -108,15 +137,16 @@ def _low_bit(
         for p, layer in stored_weights.held(model).items()
         if p.requires_grad
     }
-    writers = {
-        p: write for p, write in writers.items() if p not in held
-    }  # a step stores those itself
+    # The low-bit step encodes these weights itself, so they need no writer.
+    writers = {p: write for p, write in writers.items() if p not in held}
+    # A parameter group must have one set of codecs, so groups are split by codecs.
     split: dict[Any, dict[str, Any]] = {}
     for number, group in enumerate(groups):
         for name, p in group["params"]:
             columns = columns_of_shard(zero.columns_of(prepared, precision, name), p, parts.get(p))
+            # The writer quantizes to FP8 and takes float32.
             if p in writers:
-                columns = columns._replace(weight=get_codec("fp32"))  # what the writer is given
+                columns = columns._replace(weight=get_codec("fp32"))
             split.setdefault((number, columns), {**group, "params": [], "columns": columns})[
                 "params"
             ].append((name, p))
@@ -141,6 +171,7 @@ def _low_bit(
 
 
 def _inner(optim: Optim) -> Any:
+    """Returns a function that makes the optimizer of the masters from parameter groups."""
     if optim.name == "sgd":
         return partial(SGD, lr=optim.lr, momentum=optim.momentum)
     cls = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam

@@ -33,8 +33,8 @@ Slowly growing tensors are always clipped a little. At a ratio of 2 the largest 
 class OverflowCollector:
     """Collects the overflow of each step on the device, and reads it on the host later.
 
-    Call `collect` and `read` once for each step, in order. Step k + 1 may be collected before step k
-    is read.
+    Call `collect` and `read` once for each step, in order. Step k + 1 may be collected before
+    step k is read.
 
     Args:
         job: The job.
@@ -60,7 +60,7 @@ class OverflowCollector:
             Metrics by name:
 
             - request: Maximum of `request` over the ranks, [].
-            - values: Numbers of clipped and of infinite values, [2]. Missing if nothing counts them.
+            - values: Numbers of clipped and of infinite values, [2]. Missing if not counted.
             - stages: Result of `count_overflow_over_stages`, [3]. Only with pipeline stages.
             - ratios: Amax divided by the range of the scale, [tensors]. Missing without FP8 layers.
         """
@@ -103,8 +103,8 @@ class OverflowCollector:
         if largest < 0:
             return None  # no stage has FP8 layers
         if num_infinite or largest >= WARNING_RATIO:
-            # A warning names the tensor. Stages exchange names only now, since this collective waits
-            # for all launched work. All stages have the same three numbers, so all come here.
+            # A warning names the tensor. Stages exchange names only now, because this collective
+            # waits for all launched work. All stages have the same numbers, so all get here.
             return reduce_overflow_over_stages(overflow, self._stages)
         if not num_clipped:
             largest = 0.0

@@ -109,7 +109,7 @@ class StepReport:
 
         Raises:
             NotFP8Error: The first step did not run in the planned formats.
-            Diverged: Steps with infinite gradients cannot be fixed by a lower loss scale.
+            Diverged: The gradients are not finite, and a lower loss scale cannot help.
             RunFolderError: The run folder was deleted.
         """
         if not self.is_proved:
@@ -188,7 +188,7 @@ class StepReport:
             self.num_skipped = 0
             return
         self.num_skipped += 1
-        # Each skipped step lowers the loss scale, so fp16 gradients can become finite again. Without
+        # Skipped steps lower the loss scale of fp16, so gradients can become finite again. Without
         # a loss scale the next step would fail in the same way.
         if scaler is not None and self.num_skipped < MAX_SKIPPED_STEPS:
             return
