@@ -1,8 +1,9 @@
-"""`fp8cfg.lower` and `fp8cfg.build`.
+"""`fp8cfg.lower` and `fp8cfg.build`: from a recipe to its graph and its job.
 
-    recipe -> check, cut or fit -> graph -> Job
+    recipe -> check; smoke size or custom model -> graph -> Job
+                                                   lower    build
 
-`lower` stops at the graph and loads no torch. `build` builds it on this machine.
+`lower` makes the graph without torch. `build` allocates memory on this machine.
 """
 
 from __future__ import annotations
@@ -34,23 +35,28 @@ def lower(
     model: nn.Module | None = None,
     choice: Choice | None = None,
 ) -> fdl.Config[Job]:
-    """Lowers `recipe` to its Fiddle graph, without loading torch.
+    """Lowers a recipe to a Fiddle graph, without loading torch.
 
-    Every key with an effect is one leaf. An edit of the graph changes what `fdl.build` builds and
-    the job's recipe. It does not change `recipe`.
+    Each key with an effect is one leaf. If you edit the graph, `fdl.build` builds the edited job.
+    `recipe` stays the same.
 
     Args:
-        recipe: What to build.
-        hardware: Where it must run. Defaults to a CPU.
-        model: A custom model to convert, in place of the recipe's Transformer.
-        choice: The backend, if the caller has chosen it.
+        recipe: The recipe.
+        hardware: Hardware to check the recipe for. Defaults to a CPU.
+        model: A custom model to convert, instead of the recipe's Transformer.
+        choice: The backend. By default it is chosen for `hardware`.
+
+    Returns:
+        The graph of `fp8cfg.building.graph.build_job`.
 
     Raises:
         ConfigError: The recipe breaks rules, or no backend runs it on `hardware`.
     """
     graph = import_graph()
     recipe, model = _fit(recipe, model)
+    # The plan is dropped: it only checks here. `build_plan` makes another one for its machine.
     make_plan(recipe, hardware or Hardware("cpu"), model, choice)
+    # Raises ConfigError for an unknown model family. Warns if model.weights has another model.
     if model is None and recipe.model.weights:
         family_of_weights(recipe.model)
     return graph.make_graph(recipe, model)
@@ -58,19 +64,24 @@ def lower(
 
 @refuses_recipe_keys("set recipe.{key}")
 def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
-    """Builds a job on this machine. Later changes of `recipe` do not reach the job.
+    """Builds a job on this machine.
+
+    The job has a copy of the recipe, so you can change `recipe` afterwards. All ranks call it.
 
     Args:
-        recipe: What to build.
-        model: A custom model to convert, in place of the recipe's Transformer. It is converted in
-            place and moved to the device, and `recipe.model` has no effect. Its parameters become
-            float32, then get the storage dtypes of the recipe. Parameters outside of linear layers
-            that storage leaves in float32 get the compute dtype over float32 masters. An nn.Linear
-            is put into an nn.Sequential, since a root cannot be replaced in place.
+        recipe: The recipe.
+        model: A custom model, instead of the recipe's Transformer. `recipe.model` then has no
+            effect. The model is converted in place and moved to the device. Its weights get the
+            storage dtypes of the recipe. Parameters outside linear layers get the compute dtype and
+            float32 masters, if storage would leave them in float32. A single nn.Linear is wrapped
+            in an nn.Sequential, because a root module cannot be replaced in place.
+
+    Returns:
+        The job, for `fit` or your own training loop.
 
     Raises:
-        ConfigError: The recipe does not run here or does not fit into memory. Raised before any
-            memory is allocated.
+        ConfigError: The recipe does not run or does not fit into memory here. Raised before memory
+            is allocated.
     """
     graph = import_graph()
     recipe, model = _fit(recipe, model)
@@ -80,7 +91,7 @@ def build(recipe: Recipe, model: nn.Module | None = None) -> Job:
 
 
 def _fit(recipe: Recipe, model: nn.Module | None) -> tuple[Recipe, nn.Module | None]:
-    """Checks the recipe. Cuts a smoke run, or fits the recipe to a custom model."""
+    """Checks the recipe, reduces a smoke run, and fits the recipe to a custom model."""
     if model is None:
         return cut_if_smoke(checked_recipe(recipe)), None
     from fp8cfg.conversion import convert  # loads torch
@@ -91,6 +102,7 @@ def _fit(recipe: Recipe, model: nn.Module | None) -> tuple[Recipe, nn.Module | N
 
 def import_graph() -> ModuleType:
     """Imports building.graph. Raises ConfigError if Fiddle cannot be imported."""
+    # Not at the top of the module: without docstrings the import of Fiddle itself fails.
     if sys.flags.optimize > 1:
         raise ConfigError(
             "PYTHONOPTIMIZE=2 (python -OO): Fiddle needs the docstrings that it drops; unset it, or"

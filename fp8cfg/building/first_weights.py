@@ -1,6 +1,6 @@
-"""First weights of a job's model: drawn from the seed, read from a folder, or loaded next.
+"""Initial weights of a job's model: random, or from pretrained files.
 
-Also the LoRA adapters, whose first weights can come from a folder too.
+Also makes LoRA adapters, with random or pretrained weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ from fp8cfg.schema.hugging_face import Family, family_of_weights
 from fp8cfg.schema.recipe import Recipe
 
 WeightFiller = Callable[[Transformer], None]
-"""Writes the first weights of a model in place. Of a sharded model it writes this rank's shards."""
+"""Writes the initial weights of a model in place, or of this rank's shards."""
 
 
 def first_weights(recipe: Recipe) -> WeightFiller:
-    """Returns what fills the recipe's Transformer: from model.weights, or else from the seed.
+    """Returns a function to fill the recipe's Transformer.
+
+    It reads model.weights, or draws random weights from trainer.seed.
+
+    Args:
+        recipe: The recipe.
 
     Raises:
-        ConfigError: model.weights is not found. The filler raises it for weights of another model.
+        ConfigError: model.weights is not found. The returned function raises it if the files have
+            the weights of another model.
     """
     weights = recipe.model.weights
     seed = recipe.trainer.seed
@@ -41,6 +47,7 @@ def first_weights(recipe: Recipe) -> WeightFiller:
     layout = hf_layout(family_of_weights(recipe.model))
 
     def read(model: Transformer) -> None:
+        """Reads pretrained weights into `model`."""
         with _config_errors(weights):
             hf_checkpoint.load(model, config, folder, layout)
 
@@ -48,21 +55,25 @@ def first_weights(recipe: Recipe) -> WeightFiller:
 
 
 def zero_weights(model: Transformer) -> None:
-    """Fills weights that a checkpoint overwrites next.
+    """Fills the model with zeros, before a checkpoint is loaded into it.
 
-    Uninitialized memory may contain NaN, and the weights are quantized before the load.
+    The weights are quantized once before the load, and uninitialized memory can have NaN.
     """
     for parameter in model.parameters():
         parameter.data.zero_()
 
 
 def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
-    """Returns a function from a parameter's name to its complete first weight, on the CPU.
+    """Returns a function to read or draw one initial weight, without building the model.
 
-    A drawn weight is float32. A weight of model.weights has the dtype of its file.
+    The function takes the name of a parameter and returns its full weight on the CPU. A random
+    weight is float32. A pretrained weight has the dtype of its file.
+
+    Args:
+        recipe: The recipe.
 
     Raises:
-        ConfigError: As `first_weights`.
+        ConfigError: See `first_weights`.
     """
     config = transformer_config(recipe)
     weights = recipe.model.weights
@@ -70,6 +81,7 @@ def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
         shapes = parameter_shapes(config)
 
         def draw(name: str) -> Tensor:
+            # `fill_first` draws each weight from the seed and its name, in any order.
             weight = torch.empty(shapes[name], dtype=torch.float32)
             weight_init.fill_first(weight, name, config, recipe.trainer.seed)
             return weight
@@ -88,13 +100,13 @@ def first_weight(recipe: Recipe) -> Callable[[str], Tensor]:
 
 
 def hf_layout(family: Family) -> Layout:
-    """Returns the layout of the family's weights at Hugging Face."""
+    """Returns how a model family stores its weights in Hugging Face checkpoints."""
     return Layout(family.names, family.conv1d, family.model.layernorm_zero_centered_gamma)
 
 
 @contextmanager
 def _config_errors(weights: str) -> Iterator[None]:
-    """Turns a ValueError of the reader into a ConfigError of model.weights."""
+    """Turns a ValueError of the weight reader into a ConfigError with the key model.weights."""
     try:
         yield
     except ValueError as error:
@@ -102,10 +114,13 @@ def _config_errors(weights: str) -> Iterator[None]:
 
 
 def make_adapters(recipe: Recipe) -> Adapters | None:
-    """Returns the recipe's adapters, or None without lora.enabled.
+    """Makes the LoRA adapters of a recipe, not attached to a model yet.
+
+    Returns:
+        The adapters, or None if lora.enabled is false.
 
     Raises:
-        ConfigError: The folder of lora.weights has other adapters.
+        ConfigError: lora.weights is not found, or has adapters of another rank, alpha or layers.
     """
     settings = recipe.lora
     if not settings.enabled:

@@ -1,4 +1,10 @@
-"""Graph tags: kinds of leaves of a lowered graph, for fiddle.selectors, `select(graph, tag=OptimizerState)`, and fdl.set_tagged."""
+"""Fiddle tags for the leaves of a lowered graph.
+
+Use them to select or set related leaves at once:
+
+    selectors.select(graph, tag=OptimizerState)
+    fdl.set_tagged(graph, tag=FP8Layers, value=True)
+"""
 
 from __future__ import annotations
 
@@ -10,13 +16,13 @@ __all__ = ["FP8Layers", "OptimizerState", "with_tags"]
 
 
 class FP8Layers(fdl.Tag):  # type: ignore[misc]
-    """Layers that run in FP8 only where asked for, each true or false: the output layer and attention."""
+    """Switches (true or false) for FP8 in the output layer and in attention."""
 
 
 class OptimizerState(fdl.Tag):  # type: ignore[misc]
-    """Codecs of what an optimizer keeps for each parameter: its master weight and its moments."""
+    """Storage codecs of the optimizer state: master weights and moments."""
 
 
-# The code that Fiddle's new_codegen writes for a tagged leaf calls auto_config.with_tags, which it does not import: NameError. Seen
-# with fiddle 0.3.1; it ends with the Fiddle that imports it (auto_config/ir_to_cst.py).
+# Fiddle's new_codegen (auto_config/ir_to_cst.py) writes calls of auto_config.with_tags without the
+# import, so the generated code raises NameError. Seen with fiddle 0.3.1. The alias adds the import.
 register_import_alias(__name__, "from fp8cfg import graph_tags as auto_config")

@@ -1,10 +1,12 @@
-"""The model of a job: on its device, with its linear layers in FP8 and its parameters as planned.
+"""Builds the model of a job on its device, with FP8 layers and the planned storage dtypes.
 
-    Transformer on the meta device -> split over the ranks -> memory and first weights
-        -> FP8 layers -> storage dtypes
+    default   meta device -> tensor, pipeline, context parallel -> allocate and fill
+                  -> FP8 layers -> storage dtypes
+    FSDP2     meta device -> tensor, pipeline, context parallel -> FP8 layers -> shard
+                  -> allocate and fill
 
-Under FSDP2 the last steps come first: layers are converted and sharded on the meta device, so that
-no rank allocates more than its shards.
+With FSDP2 the model is converted and sharded on the meta device, so no rank allocates more than its
+shards.
 """
 
 from __future__ import annotations
@@ -52,9 +54,12 @@ def prepared_model(plan: Plan, loaded: bool = False) -> PreparedModel:
     """Builds the planned model on its device.
 
     Args:
-        plan: The plan. Its custom model is converted in place.
-        loaded: Whether a checkpoint's weights are loaded next. Then the model gets no first
-            weights and no float32 masters.
+        plan: The plan. A custom model in it is converted in place.
+        loaded: Whether the caller loads a checkpoint for inference next. Then the model gets no
+            initial weights, no float32 masters and no FSDP2.
+
+    Returns:
+        The model with its masters and its layout over the ranks.
     """
     if plan.custom_model is not None:
         _move_in_float32(plan.custom_model, plan.hardware.device)
@@ -78,6 +83,7 @@ def prepared_model(plan: Plan, loaded: bool = False) -> PreparedModel:
         shard_mesh = fsdp_mesh(mesh)
     elif strategy.size > 1:
         mesh = device_mesh(strategy, plan.hardware.device, None)
+    # Before the FP8 conversion, so that only the layers of this rank are converted.
     if mesh is not None:
         pipeline = _keep_rank_part(model, plan, mesh)
     gemms = planned_here(plan.gemms, model)
@@ -98,30 +104,36 @@ def prepared_model(plan: Plan, loaded: bool = False) -> PreparedModel:
 
 
 def make_transformer(config: TransformerConfig, **options: Any) -> Transformer:
-    """Returns the float32 model on the meta device: shapes without memory."""
+    """Returns a float32 Transformer on the meta device, without memory.
+
+    Args:
+        config: Shapes of the model.
+        options: Other arguments of `Transformer`.
+    """
     with torch.device("meta"):
         return Transformer(config, **options)
 
 
 def planned_here(gemms: Sequence[PlannedLinear], model: nn.Module) -> list[PlannedLinear]:
-    """Returns the planned layers of this rank's model, which may be a pipeline stage."""
+    """Filters the planned layers to those in `model`, for a pipeline stage."""
     names = {name for name, _ in model.named_modules()}
     return [linear for linear in gemms if linear.name in names]
 
 
 def _move_in_float32(model: nn.Module, device: str) -> None:
-    """Moves a custom model to `device`. The float32 parameters become the optimizer's masters."""
+    """Moves a custom model to `device` and casts its parameters to float32, as future masters."""
     model.to(device)
+    # `.data` keeps the Parameter objects, so tied weights stay tied. Buffers keep their dtypes.
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()
 
 
 def _keep_rank_part(model: Transformer, plan: Plan, mesh: DeviceMesh) -> PipelineRank | None:
-    """Cuts the model to what this rank computes: its tokens, its part of matrices, its layers.
+    """Reduces the model to this rank's context, tensor and pipeline part, in place.
 
     Returns:
-        This rank's place in the pipeline, if there is one.
+        This rank's place in the pipeline, None without pipeline parallelism.
     """
     strategy = plan.recipe.trainer.strategy
     if strategy.context_parallel_size > 1:
@@ -144,41 +156,45 @@ def _convert(
     shard_mesh: DeviceMesh | None = None,
     loaded: bool = False,
 ) -> PreparedModel:
-    """Converts complete layers, in place. The float32 originals become the optimizer's masters.
+    """Converts a model with unsharded layers, in place. Its float32 weights become the masters.
 
     Args:
         model: A Transformer on the meta device, or a custom model in float32.
         plan: The plan.
-        gemms: The planned layers that `model` has.
-        fill: Writes the first weights of a Transformer.
-        adapters: Trained over frozen weights. Linear weights are filled in the compute dtype.
-        shard_mesh: Where FSDP2 shards the adapters.
-        loaded: Whether weights are loaded next, without float32 originals.
+        gemms: The planned layers of `model`.
+        fill: Writes the initial weights of a Transformer.
+        adapters: LoRA adapters. All other weights are frozen, and linear weights get the compute
+            dtype.
+        shard_mesh: Device mesh for FSDP2 over the adapters.
+        loaded: Whether weights are loaded next. Then no float32 masters are needed.
     """
     state = plan.state
     precision = state.precision
     compute = DTYPES[precision.compute]
     backend = plan.choice.backend
-    # MS-AMP keeps the state of its layers in an optimizer of its own.
+    # MS-AMP keeps the weights and state of its layers in its own optimizer.
     own_state = registry.capabilities(backend).own_state
     loaded = loaded and not own_state
     region = Region()
     if adapters:
         adapters.freeze(model, [linear.name for linear in gemms], compute)
+    # Still on the meta device, so float32 memory is never allocated for these weights.
     if loaded:
         stored_weights.narrow(model, state, gemms)
     if fill:
         assert isinstance(model, Transformer)
         fill(model.to_empty(device=plan.hardware.device))
+    # Conv1D and 1x1 convolutions are replaced by nn.Linear, which backends can convert.
     shells = linear_like.to_linear(model, gemms)
-    # Convolutions that stay in high precision are no linear layers.
+    # Convolutions in high precision stay convolutions.
     gemms = [linear for linear in gemms if isinstance(model.get_submodule(linear.name), nn.Linear)]
+    # References to the float32 tensors. The conversion below gives the parameters new storage.
     originals = {}
     if not loaded:
         originals = _trained_parameters(model)
     columns = stored_weights.parameter_columns(model, state, gemms)
-    # Our Transformer multiplies float32 embeddings and norms with activations of another dtype.
-    # A custom model may not.
+    # Our Transformer supports float32 norms and embeddings with bf16 activations. A custom model
+    # may not, so its parameters outside linear layers get one dtype.
     mixes_dtypes = own_state or isinstance(model, Transformer)
     if not mixes_dtypes:
         columns = _custom_model_columns(model, state, gemms, columns)
@@ -204,7 +220,7 @@ def _convert(
         columns |= dict.fromkeys(originals, state.other)
     cast_columns = dict(columns)
     if shard_mesh is not None:
-        # FSDP2's shards are float32 and are their own masters.
+        # FSDP2's shards are the masters, so they stay float32.
         for name in originals:
             cast_columns[name] = {**columns[name], "weight": "fp32", "weight_grad": "fp32"}
     stored_weights.cast_parameters(model, cast_columns)
@@ -231,10 +247,18 @@ def _convert_sharded(
     adapters: Adapters | None,
     mesh: DeviceMesh,
 ) -> PreparedModel:
-    """Converts the layers of a model on the meta device, shards it with FSDP2, then fills it.
+    """Converts a model on the meta device, shards it with FSDP2, then allocates and fills it.
 
-    No rank ever has more than its shards. They are float32, and FSDP2 gathers them in fewer bits.
-    With adapters only these are trained.
+    No rank ever allocates more than its shards. The shards are float32 masters. FSDP2 gathers them
+    in low precision.
+
+    Args:
+        model: A Transformer on the meta device.
+        plan: The plan.
+        gemms: The planned layers of `model`.
+        fill: Writes the initial weights of the shards.
+        adapters: LoRA adapters. All other weights are frozen.
+        mesh: Device mesh of FSDP2.
     """
     state = plan.state
     precision = state.precision
@@ -245,7 +269,7 @@ def _convert_sharded(
     if adapters:
         adapters.freeze(model, [linear.name for linear in gemms], compute)
     columns = stored_weights.parameter_columns(model, state, gemms)
-    # Except under shard=fsdp, a step gathers each weight once and keeps it.
+    # shard=fsdp gathers a layer in each pass. Other layouts gather it once per step and keep it.
     gathered_once = precision.storage.shard != "fsdp"
     if gathered_once:
         gathers_fp8 = state.fp8_weights
@@ -254,7 +278,7 @@ def _convert_sharded(
         gathers_fp8 = gathered(precision, plan.choice.backend) == "fp8"
         gradient_dtype = compute
     if precision.fp8.enabled:
-        # The layers' own parameters are float32 shards, not FP8 weights.
+        # The parameters are float32 shards here. FP8 only exists in gathered weights.
         fp8 = precision.fp8.model_copy(update={"params": False})
         backend.convert(
             model,
@@ -277,16 +301,18 @@ def _convert_sharded(
     if adapters:
         adapters.attach(model, seed)
         columns |= dict.fromkeys(_trained_parameters(model), state.other)
+    # After the conversion: FSDP2's gather hooks quantize as the FP8 layers are set.
     fsdp.apply_fsdp(model, state, mesh, gradient_dtype)
     fill(model.to_empty(device=plan.hardware.device))
     if adapters:
         adapters.fill(model, seed)
-    # to_empty leaves the buffers of scales, histories and GEMM records uninitialized. Layers without
-    # FP8 GEMMs have such buffers too if they gather quantized weights.
+    # to_empty leaves all buffers uninitialized: scales, amax histories and GEMM records. Layers
+    # without FP8 GEMMs have such buffers too, if they gather quantized weights.
     reset_state(fp8_layers(model))
     if precision.fp8.enabled:
         backend.forget_observed(model)
         seed_rounding(model, seed)
+    # Scales for the first gather. A collective: all ranks are here.
     refresh_shards(fp8_linears(model))
     return _prepared(model, plan, {}, region, columns, fsdp2=True)
 
@@ -313,6 +339,7 @@ def _prepared(
 
 
 def _trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters with gradients, detached, by name."""
     trained = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -328,9 +355,10 @@ def _custom_model_columns(
 ) -> dict[str, Columns]:
     """Returns the storage dtypes of a custom model's parameters, by name.
 
-    Linear weights keep their `columns`. The rest gets the compute dtype over float32 masters, since
-    nothing tells which of them may differ from the activations.
+    Linear weights keep their `columns`. Other parameters get the compute dtype and float32 masters:
+    the model may multiply them with activations without a cast.
     """
+    # A weight shared with another module, such as an embedding, must suit that module, too.
     shared = stored_weights.shared_weights(model)
     linear_weights = {f"{linear.name}.weight" for linear in gemms}
     others = custom_model_columns(state)
@@ -350,8 +378,8 @@ def _custom_model_columns(
 def _batch_norm_parameters(model: nn.Module) -> set[str]:
     """Returns the parameters of norms with running statistics. They stay in float32.
 
-    A running mean over thousands of batches would stop moving in bf16, and torch requires the
-    parameters in its dtype.
+    In bf16 a running mean would stop changing after many batches. Torch requires the same dtype for
+    the parameters and the running statistics.
     """
     names = set()
     for module_name, module in model.named_modules():
