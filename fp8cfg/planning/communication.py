@@ -1,9 +1,9 @@
-"""Communication of a step: the bytes that one rank sends, by axis of the layout and by content.
+"""Communication of a step: bytes sent by one rank, by axis of the layout and by content.
 
-Totals per axis are within 2 % of what torch hands to the network. Amaxes, scales, losses and norms
+Totals per axis are within 2 % of the bytes of torch's collectives. Amaxes, scales, losses and norms
 are a few bytes per tensor or token and are left out.
 
-The bytes leave a rank on a ring, as training counts them (parallel/traffic.py). With N ranks:
+Collectives count as ring algorithms, as in training (parallel/traffic.py). With N ranks each sends:
 
     all-reduce        2 (N - 1) / N of the data
     all-gather        N - 1 times a rank's shard
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends.
+    """Messages of a rank with the same axis and content.
 
     Attributes:
-        axis: Name of the axis of the layout.
-        what: What the messages carry.
+        axis: Name of the axis of the layout, such as "tensor" or "data x context".
+        what: Content of the messages, such as "gradients".
         bytes: Bytes of all messages.
         messages: Number of messages.
     """
@@ -64,45 +64,48 @@ class Sent:
     messages: int = 1
 
     def times(self, count: int) -> Sent:
-        """Returns the same, sent `count` times."""
+        """Returns the messages repeated `count` times."""
         return replace(self, bytes=self.bytes * count, messages=self.messages * count)
 
 
 class Axis(NamedTuple):
-    """The ranks that take part in a collective, and the name of their axis."""
+    """Process group of a collective: name of its axis and number of ranks."""
 
     name: str
     ranks: int
 
     def all_reduce(self, what: Kind, data: float, count: int = 1) -> Iterator[Sent]:
-        """Yields `count` sums of `data` bytes."""
+        """Yields `count` all-reduces of `data` bytes."""
         yield from self._sent(what, 2 * (self.ranks - 1) * data / self.ranks, count)
 
     def all_gather(self, what: Kind, shard: float, count: int = 1) -> Iterator[Sent]:
-        """Yields `count` gathers of `shard` bytes from each rank."""
+        """Yields `count` all-gathers of `shard` bytes from each rank."""
         yield from self._sent(what, (self.ranks - 1) * shard, count)
 
     def reduce_scatter(self, what: Kind, shard: float, count: int = 1) -> Iterator[Sent]:
-        """Yields `count` sums of which each rank keeps `shard` bytes."""
+        """Yields `count` reduce-scatters. Each rank keeps `shard` bytes of the sum."""
+        # On a ring it sends as much as an all-gather.
         yield from self.all_gather(what, shard, count)
 
     def send(self, what: Kind, data: float, count: int = 1) -> Iterator[Sent]:
-        """Yields `count` messages of `data` bytes."""
+        """Yields `count` point-to-point messages of `data` bytes."""
         yield from self._sent(what, data, count)
 
     def _sent(self, what: Kind, message_bytes: float, count: int) -> Iterator[Sent]:
+        """Yields the messages, none on a single rank."""
         if self.ranks > 1 and count:
             yield Sent(self.name, what, int(message_bytes) * count, count)
 
 
 def step_traffic(recipe: Recipe, part: Part, backend: str, rank: int | None = None) -> list[Sent]:
-    """Returns what a rank sends in one optimizer step.
+    """Returns the messages of a rank in one optimizer step, by axis and content.
 
     Args:
         recipe: The recipe.
         part: The layers and shards of the rank.
         backend: Name of the backend of the FP8 layers.
-        rank: Number among the ranks with the same parameters. By default one that sends most.
+        rank: Number among the ranks with the same parameters. Defaults to the one with the most
+            bytes.
     """
     passes = microbatches(recipe, part)
     linears = part_linears(recipe, part)
@@ -117,7 +120,7 @@ def step_traffic(recipe: Recipe, part: Part, backend: str, rank: int | None = No
 
 
 def merge_traffic(sent: Iterable[Sent]) -> list[Sent]:
-    """Adds up entries with the same axis and content."""
+    """Sums entries with the same axis and content."""
     sums: dict[tuple[str, str], Sent] = {}
     for entry in sent:
         key = entry.axis, entry.what
@@ -133,7 +136,13 @@ def merge_traffic(sent: Iterable[Sent]) -> list[Sent]:
 
 
 def pass_traffic(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
-    """Yields what a rank sends in a forward and a backward pass over `samples` sequences."""
+    """Yields the messages of a forward and a backward pass.
+
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        samples: Sequences of the microbatch.
+    """
     yield from _activations(recipe, part, samples)
     yield from _keys_and_values(recipe, part, samples)
     yield from _stage_outputs(recipe, part, samples)
@@ -143,15 +152,13 @@ def pass_traffic(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
 
 
 def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
-    """Yields sums over tensor-parallel ranks.
-
-    The forward pass sums the outputs of attention, MLP and embedding. The backward pass sums the
-    gradients of their inputs and of the output layer's input. Each is an all-reduce, or under
-    sequence parallelism a reduce-scatter, with an all-gather of the same size in the other pass.
-    """
+    """Yields the collectives of tensor parallelism."""
+    # The forward pass sums the outputs of attention, MLP and embedding. The backward pass sums
+    # the gradients of their inputs and of the output layer's input. Each sum is an all-reduce.
+    # With sequence parallelism it is a reduce-scatter, and the other pass has an all-gather.
     axis = Axis("tensor", part.tensor)
     layers, backward = len(part.layers), _backward_passes(recipe, part)
-    # A recomputed layer stops before its last sum, which nothing reads.
+    # A recomputed layer stops before its last sum, because backward does not need it.
     recomputed = backward.layers if recipe.model.recompute_granularity == "full" else 0
     compute_bytes = _compute_bytes(recipe)
     stream = _tokens(recipe, part, samples) * recipe.model.hidden_size * compute_bytes
@@ -173,7 +180,7 @@ def _activations(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
 
 
 class _BackwardPasses(NamedTuple):
-    """How many modules of a part have gradients. With LoRA none before the first adapter.
+    """Numbers of modules with gradients. With LoRA, modules before the first adapter have none.
 
     Attributes:
         layers: Transformer layers.
@@ -189,6 +196,7 @@ class _BackwardPasses(NamedTuple):
 
 
 def _backward_passes(recipe: Recipe, part: Part) -> _BackwardPasses:
+    """Counts the modules with gradients."""
     # Linear layers are numbered in the order of the forward pass, four per Transformer layer:
     # linear_qkv, linear_proj, linear_fc1, linear_fc2, and last the output layer.
     first_trained = _first_trained(recipe)
@@ -213,7 +221,8 @@ def _first_trained(recipe: Recipe) -> int:
 
 
 def _recomputed_gathers(recipe: Recipe, part: Part) -> int:
-    """Counts the gathered inputs that selective recomputation gathers again for wgrad."""
+    """Counts the inputs gathered again for wgrad because of selective recomputation."""
+    # Without a norm before it, a layer's input is the residual stream and is not recomputed.
     model = recipe.model
     if model.recompute_granularity != "selective" or model.layernorm_placement == "post":
         return 0
@@ -228,10 +237,8 @@ def _recomputed_gathers(recipe: Recipe, part: Part) -> int:
 
 
 def _keys_and_values(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
-    """Yields gathers of keys and values over context ranks, and the sums of their gradients.
-
-    A recomputed layer gathers again. Layers before the first adapter have no gradients.
-    """
+    """Yields gathers of keys and values over context ranks, and the sums of their gradients."""
+    # A recomputed layer gathers again. Layers before the first adapter have no gradients.
     axis = Axis("context", part.context)
     backward = _backward_passes(recipe, part)
     recomputed = backward.layers if recipe.model.recompute_granularity == "full" else 0
@@ -242,7 +249,7 @@ def _keys_and_values(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]
 
 
 def _stage_outputs(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
-    """Yields the output of each chunk of layers, and the gradient of each chunk's input."""
+    """Yields messages between pipeline stages: outputs of chunks and gradients of their inputs."""
     axis = Axis("pipeline", recipe.trainer.strategy.pipeline_model_parallel_size)
     tokens = _tokens(recipe, part, samples)
     if part.sequence_parallel:
@@ -253,6 +260,7 @@ def _stage_outputs(recipe: Recipe, part: Part, samples: int) -> Iterator[Sent]:
 
 
 def _tokens(recipe: Recipe, part: Part, samples: int) -> int:
+    """Tokens of a context-parallel rank."""
     return samples * recipe.model.seq_length // part.context
 
 
@@ -266,7 +274,7 @@ def _compute_bytes(recipe: Recipe) -> int:
 def _data_parallel(
     recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str, rank: int | None
 ) -> Iterator[Sent]:
-    """Yields gradients and weights over the ranks with the same parameters."""
+    """Yields gradients and weights sent to ranks with the same parameters."""
     if by_fsdp2(recipe, part.state, part.shards, backend):
         yield from _fully_sharded(recipe, part, linears, backend)
         return
@@ -294,16 +302,16 @@ def _data_parallel(
         if name in fp8_layers:
             element_bytes += fp8_weight_extra_bytes(recipe)
         weights[name] = prod(shape) * element_bytes
-    # All messages are as long as the one of the rank with the largest load.
+    # An all-gather needs equal messages: each is padded to the largest load of a rank.
     yield from axis.all_gather("weights", max(_loads(weights, owners, axis.ranks)))
 
 
 def _fully_sharded(
     recipe: Recipe, part: Part, linears: list[PlannedLinear], backend: str
 ) -> Iterator[Sent]:
-    """Yields what FSDP2 sends. It gathers weights and reduces gradients a layer at a time.
+    """Yields the collectives of FSDP2, one group of parameters at a time.
 
-    The root group is embedding, last norm and output layer.
+    Each Transformer layer is a group. The root group has embedding, last norm and output layer.
 
         zero1    gathers weights and reduces gradients once a step
         zero2    gathers weights once a step, reduces gradients in each backward pass
@@ -311,7 +319,7 @@ def _fully_sharded(
                  pass, or in a pipeline once a step. Reduces gradients in each backward pass
 
     Replica groups (HSDP) sum their shards once a step, or in each pass if the sums are narrower
-    than float32. LoRA gathers frozen weights under fsdp only.
+    than float32. With LoRA, only fsdp gathers frozen weights.
     """
     state, shard = part.state, part.shard
     is_fsdp = shard == "fsdp"
@@ -377,7 +385,7 @@ def _fp8_weights(linears: Iterable[PlannedLinear]) -> set[str]:
 
 
 def _tied_embedding(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
-    """Yields the gradient of a tied embedding, which the first and the last stage sum."""
+    """Yields the gradient of a tied embedding, summed by the first and the last stage."""
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     if not recipe.model.share_embeddings_and_output_weights or stages == 1:
         return
@@ -394,7 +402,8 @@ def _tied_embedding(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
 
 
 def _adapter_gradients(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
-    """Yields float32 gradients of adapter matrices that each tensor-parallel rank has whole."""
+    """Yields float32 gradients of adapter matrices replicated on tensor-parallel ranks."""
+    # Each rank has a partial gradient, from its shard of the channels.
     if not recipe.lora.enabled or part.tensor == 1:
         return
     ranks = 1
@@ -408,14 +417,14 @@ def _adapter_gradients(recipe: Recipe, part: Part, backend: str) -> Iterator[Sen
 
 
 def _same_parameters(part: Part) -> Axis:
-    """Returns the ranks with the same parameters, of one replica group."""
+    """Returns the axis of ranks with the same parameters, in one replica group."""
     axes = {"data": part.data // part.groups, "context": part.context}
     name = " x ".join(axis for axis, ranks in axes.items() if ranks > 1)
     return Axis(name or "data", part.shards)
 
 
 def _loads(sizes: dict[str, float], owners: dict[str, int], ranks: int) -> list[float]:
-    """Returns the bytes of the tensors that each rank owns."""
+    """Returns the bytes owned by each rank under ZeRO."""
     loads = [0.0] * ranks
     for name, size in sizes.items():
         loads[owners[name]] += size

@@ -1,4 +1,4 @@
-"""Parallel layout: the layers, the shard of each matrix and of the sequence that one rank has.
+"""Parallel layout: layers, matrix shards and sequence shards of each rank.
 
 trainer.strategy splits a model replica over tensor-, pipeline- and context-parallel ranks. The
 remaining ranks are data parallel. `Part` describes one rank. All planned memory and traffic is per
@@ -23,7 +23,7 @@ from fp8cfg.schema.violation import Violation
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of the model and of the batch.
+    """Layers and shards of one rank.
 
     Attributes:
         name: Name in the plan, such as "first stage".
@@ -31,13 +31,14 @@ class Part:
         state: The storage dtypes.
         embedding: Whether it has the embedding.
         output: Whether it has the final norm and the output layer.
-        tensor: Ranks that share each matrix.
-        context: Ranks that share each sequence.
-        data: Data-parallel ranks, which have the same part.
-        sequence_parallel: Whether tensor-parallel ranks split the tokens outside of matrices.
+        tensor: Number of tensor-parallel ranks.
+        context: Number of context-parallel ranks.
+        data: Number of data-parallel ranks, over all replica groups.
+        sequence_parallel: Whether norms and the residual stream are split by tokens over
+            tensor-parallel ranks.
         chunks: Chunks of consecutive layers. Interleaved pipeline stages have several.
-        groups: Replica groups (HSDP). State is sharded inside of a group.
-        in_flight: Microbatches whose activations exist at once, in passes through all `layers`.
+        groups: Number of replica groups (HSDP). State is sharded inside a group.
+        in_flight: Microbatches with live activations. A fraction counts part of the chunks.
     """
 
     name: str
@@ -55,12 +56,13 @@ class Part:
 
     @property
     def shards(self) -> int:
-        """Ranks that shard state: those of one group with the same parameters."""
+        """Number of ranks that shard state, in one replica group."""
+        # Context-parallel ranks have the same parameters, so they shard state too.
         return self.data * self.context // self.groups
 
     @property
     def shard(self) -> str:
-        """storage.shard over these ranks, with auto resolved."""
+        """Value of storage.shard on these ranks, with auto resolved."""
         return self.state.precision.storage.shard
 
 
@@ -68,9 +70,11 @@ class Part:
 
 
 def rank_part(recipe: Recipe, ranks: int = 1) -> Part:
-    """Returns the part of each rank, with all layers.
+    """Returns the part of a rank, with all layers.
 
-    If the ranks do not form whole replicas, sizes that do not divide them count as 1.
+    Args:
+        recipe: The recipe.
+        ranks: Number of ranks. An axis of the layout counts as 1 if it does not divide them.
     """
     strategy = recipe.trainer.strategy
     tensor = strategy.tensor_model_parallel_size
@@ -103,8 +107,8 @@ def rank_part(recipe: Recipe, ranks: int = 1) -> Part:
 def stage_parts(recipe: Recipe, ranks: int) -> list[Part]:
     """Returns the part of each pipeline stage.
 
-    Returns one part with all layers if there is no pipeline or the ranks do not form whole
-    replicas.
+    Without a pipeline, or if the ranks do not form whole replicas, this is one part with all
+    layers.
     """
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     stages, chunks = strategy.pipeline_model_parallel_size, strategy.chunks
@@ -131,11 +135,9 @@ def stage_parts(recipe: Recipe, ranks: int) -> list[Part]:
 
 
 def _in_flight(stage: int, stages: int, chunks: int) -> float:
-    """Returns how many passes through a stage have activations at once under 1F1B.
-
-    With several chunks the schedule is interleaved (arXiv 2104.04473; Megatron's schedules.py,
-    num_warmup_microbatches).
-    """
+    """Returns the number of microbatches with live activations on a stage under 1F1B."""
+    # Several chunks are interleaved (arXiv 2104.04473; Megatron's schedules.py,
+    # num_warmup_microbatches). A warmup pass goes through one chunk only.
     if chunks == 1:
         return stages - stage
     warmup = (stages - stage - 1) * 2 + (chunks - 1) * stages
@@ -143,17 +145,18 @@ def _in_flight(stage: int, stages: int, chunks: int) -> float:
 
 
 def distinct_parts(recipe: Recipe, ranks: int) -> list[Part]:
-    """Returns the parts of the first, a middle and the last stage, or the one of all ranks."""
+    """Returns the parts of the first, second and last stage, or one part without a pipeline."""
+    # Of the middle stages, the second stage has the most microbatches in flight.
     parts = stage_parts(recipe, ranks)
     last = len(parts) - 1
     return [parts[stage] for stage in sorted({0, min(1, last), last})]
 
 
 def checked_parts(recipe: Recipe, world: int) -> list[Part]:
-    """Returns the parts as `distinct_parts` does, for a number of GPUs that the user named.
+    """Returns `distinct_parts` for the user's number of GPUs.
 
     Raises:
-        ConfigError: The GPUs do not form whole replicas, or the batch does not divide over them.
+        ConfigError: The GPUs do not form whole replicas, or do not divide the global batch.
     """
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     gpus = f"{world} GPU{'s' * (world > 1)}"
@@ -169,13 +172,13 @@ def checked_parts(recipe: Recipe, world: int) -> list[Part]:
 
 
 def split_into_nodes(ranks: int) -> tuple[int, int]:
-    """Returns nodes and GPUs per node: 8, or the largest smaller number that divides the ranks."""
+    """Returns nodes and GPUs per node: 8 GPUs, or the next smaller divisor of the ranks."""
     devices = next(n for n in range(8, 0, -1) if ranks % n == 0)
     return ranks // devices, devices
 
 
 def place_on_gpus(recipe: Recipe, nodes: int, devices: int) -> Recipe:
-    """Returns the recipe for `nodes` with `devices` GPUs each. The batch size stays as it is."""
+    """Returns a copy for other nodes and GPUs per node, with the same global batch."""
     trainer = recipe.trainer.model_copy(update={"num_nodes": nodes, "devices": devices})
     return recipe.model_copy(update={"trainer": trainer})
 
@@ -184,7 +187,7 @@ def place_on_gpus(recipe: Recipe, nodes: int, devices: int) -> Recipe:
 
 
 def limit_violations(recipe: Recipe, ranks: int) -> list[Violation]:
-    """Returns why training has no such layout for what the recipe stores, sends and multiplies."""
+    """Returns the settings of a recipe that training does not support with its layout."""
     return [
         *layout_limits.tensor_limits(recipe, ranks),
         *layout_limits.pipeline_limits(recipe, ranks),
@@ -193,12 +196,12 @@ def limit_violations(recipe: Recipe, ranks: int) -> list[Violation]:
 
 
 def layout_violations(recipe: Recipe, ranks: int, is_custom_model: bool = False) -> list[Violation]:
-    """Returns why a replica cannot be split over these ranks.
+    """Returns the reasons why the layout does not fit these ranks.
 
     Args:
         recipe: The recipe.
-        ranks: Ranks of the run.
-        is_custom_model: Whether the model is a custom model, which cannot be split.
+        ranks: Number of ranks of the run.
+        is_custom_model: Whether the model is a custom model. It only supports data parallelism.
     """
     if is_custom_model:
         return _custom_model_violations(recipe)
@@ -238,7 +241,7 @@ def layout_violations(recipe: Recipe, ranks: int, is_custom_model: bool = False)
 
 
 def _custom_model_violations(recipe: Recipe) -> list[Violation]:
-    """Returns a violation for each key that splits a recipe's Transformer."""
+    """Returns a violation for each axis of model parallelism."""
     strategy = recipe.trainer.strategy
     names = {
         "tensor_model_parallel_size": "matrices",
@@ -268,7 +271,7 @@ def _next_multiple(ranks: int, size: int) -> int:
 
 
 def uneven_batch(recipe: Recipe, ranks: int) -> list[str]:
-    """Returns a line if whole replicas on these ranks cannot share the global batch."""
+    """Returns an error line if the replicas on these ranks do not divide the global batch."""
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     per_step = trainer.micro_batch_size * (ranks // strategy.size)
     if trainer.global_batch_size % per_step == 0:
@@ -281,7 +284,12 @@ def uneven_batch(recipe: Recipe, ranks: int) -> list[str]:
 
 
 def largest_rank_count(recipe: Recipe, most: int) -> int:
-    """Returns the largest number of ranks, up to `most`, that can train the recipe; 0 if none."""
+    """Returns the largest number of ranks to train the recipe with its layout, 0 if none.
+
+    Args:
+        recipe: The recipe.
+        most: Upper bound.
+    """
     trainer, replica = recipe.trainer, recipe.trainer.strategy.size
     replicas = min(most // replica, trainer.global_batch_size // trainer.micro_batch_size)
     for count in range(replicas, 0, -1):
@@ -295,26 +303,24 @@ def largest_rank_count(recipe: Recipe, most: int) -> int:
 
 
 def microbatches(recipe: Recipe, part: Part) -> int:
-    """Returns the backward passes of one step on each rank."""
+    """Returns the number of microbatches of a step on each rank."""
     trainer = recipe.trainer
     return max(1, trainer.global_batch_size // (trainer.micro_batch_size * part.data))
 
 
 def reduces_once(recipe: Recipe, part: Part) -> bool:
-    """Whether FSDP2 reduces gradients in the last of several backward passes only.
-
-    Until then all gradients are unsharded.
-    """
+    """Whether FSDP2 reduces gradients only in the last of several backward passes."""
+    # Until then each rank accumulates unsharded gradients (set_requires_gradient_sync(False)).
     return part.shard in ("none", "zero1") and microbatches(recipe, part) > 1
 
 
 def shard_degree(recipe: Recipe, part: Part) -> int:
-    """Returns the ranks over which FSDP2 splits each tensor."""
+    """Returns the number of FSDP2 shards of each tensor."""
     return 1 if part.shard == "none" else part.shards
 
 
 def keeps_quantized_weights(recipe: Recipe, part: Part, backend: str) -> bool:
-    """Whether the backend's layers keep quantized weights for all passes of a step."""
+    """Whether the backend keeps quantized weights for all microbatches of a step."""
     if not capabilities(backend).weight_workspace:
         return False
     return quantizes_weights_once(recipe, part.state, part.shard, microbatches(recipe, part))
@@ -323,13 +329,13 @@ def keeps_quantized_weights(recipe: Recipe, part: Part, backend: str) -> bool:
 def quantizes_weights_once(
     recipe: Recipe, state: StateDtypes, shard: str, microbatches: int
 ) -> bool:
-    """Whether the native backend quantizes a weight once for all passes of a step.
+    """Whether the native backend quantizes a weight once per step.
 
     Args:
         recipe: The recipe.
         state: The storage dtypes.
-        shard: storage.shard, with auto resolved.
-        microbatches: Backward passes of a step.
+        shard: Resolved value of storage.shard.
+        microbatches: Number of microbatches of a step.
     """
     precision = recipe.precision
     if not precision.fp8.enabled or shard == "fsdp":
@@ -345,16 +351,17 @@ def quantizes_weights_once(
 
 # Parameters of a part.
 
-# Modules whose weights tensor parallelism splits by rows, with their biases, and by columns.
+# Column-parallel modules split weights along dimension 0, and biases. Row-parallel modules split
+# weights along dimension 1. The embedding is split by vocabulary.
 COLUMN = ("linear_qkv", "linear_fc1", "embedding", "output_layer")
 ROW = ("linear_proj", "linear_fc2")
 
 
 def split_dimension(recipe: Recipe, name: str) -> int | None:
-    """Returns the dimension of a parameter that tensor parallelism splits, None if it is copied."""
+    """Returns the tensor-parallel dimension of a parameter, None if it is replicated."""
     layer, _, adapter = name.partition(".lora.")
     if adapter:
-        # Of the product B A only the factor at the split side of the weight is split.
+        # Of an update B A, only the factor next to the split dimension of the weight is split.
         if layer.rpartition(".")[2] in COLUMN:
             return 0 if name.endswith("lora_B") else None
         return 1 if name.endswith("lora_A") else None
@@ -374,16 +381,15 @@ def local_shapes(
     layers: Sequence[int] | None = None,
     of: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Returns shapes of the parameters of a part before storage.shard divides them.
-
-    A tied output layer on another pipeline stage than the embedding has a copy of the embedding.
+    """Returns the shapes of a part's parameters after tensor parallelism, before storage.shard.
 
     Args:
         recipe: The recipe.
         part: The part.
-        layers: Numbers of layers, to return only their parameters. By default all of the part.
-        of: Whole shapes by name. By default of all weights.
+        layers: Numbers of layers, to return only their parameters. Defaults to the whole part.
+        of: Full shapes by name. Defaults to all parameters of the model.
     """
+    # A tied output layer on another pipeline stage has a copy of the embedding.
     numbers = set(part.layers if layers is None else layers)
     is_tied = recipe.model.share_embeddings_and_output_weights and part.output
     if of is None:
@@ -405,6 +411,7 @@ def local_shapes(
 
 
 def _local_shape(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the largest tensor-parallel shard."""
     dimension = split_dimension(recipe, name) if part.tensor > 1 else None
     if dimension is None:
         return shape
@@ -414,6 +421,7 @@ def _local_shape(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) 
 
 
 def vectors(recipe: Recipe, part: Part) -> int:
-    """Returns the elements of one layer's norms and biases on a rank, after tensor parallelism."""
+    """Returns the elements of one layer's norms and biases on a tensor-parallel rank."""
+    # All layers have equally many.
     shapes = local_shapes(recipe, part, part.layers[:1])
     return sum(prod(shape) for shape in shapes.values() if len(shape) == 1)

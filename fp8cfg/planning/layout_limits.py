@@ -1,7 +1,7 @@
-"""Limits of parallel layouts: settings of a recipe that training does not support with its layout.
+"""Limits of parallel layouts: settings without support in training with a given layout.
 
-Each violation says what to set instead. They reject a recipe that is checked, planned or trained
-here. An exported recipe may have them, because other projects can train it.
+Each violation has the override to set instead. `check`, `plan` and training reject such recipes.
+Export accepts them, because other projects may support the layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _violation(setting: str, message: str) -> Violation:
 
 
 def pipeline_limits(recipe: Recipe, ranks: int) -> list[Violation]:
-    """Returns why the recipe cannot be trained with its pipeline stages on these ranks."""
+    """Returns the violations of pipeline parallelism on a number of ranks."""
     strategy = recipe.trainer.strategy
     stages = strategy.pipeline_model_parallel_size
     if stages == 1:
@@ -43,7 +43,7 @@ def pipeline_limits(recipe: Recipe, ranks: int) -> list[Violation]:
 
 
 def precision_limits(recipe: Recipe) -> list[Violation]:
-    """Returns the violations that do not depend on sizes: of the backend and of logging."""
+    """Returns the pipeline violations of the backend and of logging, for any sizes."""
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     violations: list[Violation] = []
     if recipe.fp8.enabled:
@@ -61,11 +61,15 @@ def precision_limits(recipe: Recipe) -> list[Violation]:
 
 
 def adapter_limits(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
-    """Returns a violation if LoRA leaves a stage without gradients.
+    """Returns a violation if a pipeline stage has no LoRA adapters to train.
 
-    Each stage needs parameters to train. Backward starts at the last stage and sends gradients to
-    the first one, which needs an adapter in its first chunk to have a graph.
+    Args:
+        recipe: The recipe.
+        stages: Number of pipeline stages.
+        chunks: Chunks of layers per stage.
     """
+    # Backward runs through all chunks, down to the first one. Without an adapter there autograd
+    # records no graph. Other stages need an adapter in any chunk, to have parameters to train.
     layers = recipe.model.num_layers
     if not recipe.lora.enabled or layers % (stages * chunks):
         return []  # another rule rejects the sizes
@@ -96,11 +100,9 @@ def adapter_limits(recipe: Recipe, stages: int, chunks: int) -> list[Violation]:
 
 
 def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
-    """Yields a violation if a step has too few microbatches, or a number that does not fit.
-
-    A pipeline needs as many microbatches as stages. Interleaved stages take turns over groups of
-    that many.
-    """
+    """Yields a violation if the number of microbatches does not fit the pipeline."""
+    # 1F1B needs at least as many microbatches as stages. The interleaved schedule needs a
+    # multiple of the stages.
     trainer, strategy = recipe.trainer, recipe.trainer.strategy
     stages, chunks = strategy.pipeline_model_parallel_size, strategy.chunks
     replicas = max(1, ranks // strategy.size)
@@ -131,7 +133,7 @@ def _microbatch_violations(recipe: Recipe, ranks: int) -> Iterator[Violation]:
 
 
 def tensor_limits(recipe: Recipe, ranks: int) -> list[Violation]:
-    """Returns why the recipe cannot be trained with its tensor-parallel size."""
+    """Returns the violations of tensor parallelism on a number of ranks."""
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
     if tensor == 1:
         return []
@@ -144,6 +146,7 @@ def tensor_limits(recipe: Recipe, ranks: int) -> list[Violation]:
 
 
 def _size_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
+    """Yields a violation for each size of the model without that divisor."""
     model, strategy = recipe.model, recipe.trainer.strategy
     key = strategy.key("tensor_model_parallel_size")
     for name in ("num_query_groups", "ffn_hidden_size", "vocab_size"):
@@ -164,7 +167,9 @@ def _size_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
 
 
 def _dropout_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
-    # Tensor-parallel ranks draw the same random numbers, because whole inputs need them.
+    """Yields a violation for LoRA dropout."""
+    # Tensor-parallel ranks draw equal random numbers, because replicated inputs need equal masks.
+    # Split inputs would need different ones.
     if recipe.lora.enabled and recipe.lora.dropout:
         yield _violation(
             f"lora.dropout={recipe.lora.dropout:g}",
@@ -173,7 +178,7 @@ def _dropout_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
         )
 
 
-# Storage keys with which state can be split.
+# Storage keys and values for state with support for tensor parallelism.
 _SPLITTABLE = {
     "weight": "auto",
     "master_weight": "auto",
@@ -183,10 +188,8 @@ _SPLITTABLE = {
 
 
 def split_state_limits(recipe: Recipe) -> Iterator[Violation]:
-    """Yields a violation for low-bit state that belongs to whole matrices.
-
-    Levels are rejected with any layout by `state_limits`.
-    """
+    """Yields a violation for low-bit state without support for tensor parallelism."""
+    # `state_limits` rejects MS-AMP levels with any layout.
     precision = recipe.precision
     tensor = recipe.trainer.strategy.tensor_model_parallel_size
     if tensor == 1 or level(precision):
@@ -194,7 +197,7 @@ def split_state_limits(recipe: Recipe) -> Iterator[Violation]:
     state = resolve_state_dtypes(precision)
     if not state.low_bit or state.can_be_split:
         return
-    # A key is at fault if the state cannot be split with all other keys changed.
+    # A key is at fault if changing all other keys does not help.
     at_fault = []
     for key in _SPLITTABLE:
         if not _splittable_state(precision, unchanged=key).can_be_split:
@@ -209,13 +212,14 @@ def split_state_limits(recipe: Recipe) -> Iterator[Violation]:
 
 
 def _splittable_state(precision: Precision, unchanged: str) -> StateDtypes:
-    """Returns the storage dtypes with all splittable values, except of one key."""
+    """Returns the storage dtypes after changing all keys in _SPLITTABLE except one."""
     values = {key: value for key, value in _SPLITTABLE.items() if key != unchanged}
     storage = precision.storage.model_copy(update=values)
     return resolve_state_dtypes(precision.model_copy(update={"storage": storage}))
 
 
 def _fp8_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
+    """Yields the violations of FP8 layers, attention and logging."""
     fp8, key = recipe.fp8, f"tensor_model_parallel_size={tensor}"
     if not fp8.enabled:
         return
@@ -240,9 +244,9 @@ def _fp8_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
 
 
 def _alignment_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
-    """Yields a violation for each kind of layer whose shard the FP8 GEMM cannot take."""
+    """Yields a violation for each kind of layer with a shard too uneven for FP8 GEMMs."""
     config = transformer_config(recipe)
-    # cuBLAS needs multiples of 16 channels. Blocks of scales must not be cut.
+    # cuBLASLt needs multiples of 16 channels in FP8. A shard must not cut a block of scales.
     multiple = max(SCALINGS[recipe.fp8.scaling].block, ALIGNMENT)
     groups = config.num_query_groups // tensor
     # Channels of a rank's shard, and the key that changes them.
@@ -276,7 +280,12 @@ def _alignment_violations(recipe: Recipe, tensor: int) -> Iterator[Violation]:
 
 
 def state_limits(recipe: Recipe, ranks: int) -> list[Violation]:
-    """Returns why state of the recipe does not work with its parallel layout."""
+    """Returns the violations of storage dtypes that only support data parallelism.
+
+    Args:
+        recipe: The recipe.
+        ranks: Number of ranks.
+    """
     strategy = recipe.trainer.strategy
     sizes = {}
     for name in (
@@ -301,6 +310,7 @@ def state_limits(recipe: Recipe, ranks: int) -> list[Violation]:
 
 
 def _level_violation(recipe: Recipe, condition: str, keys: Sequence[str]) -> Violation:
+    """Returns the violation of an MS-AMP level, set by opt_level or implied by the backend."""
     precision = recipe.precision
     if capabilities(precision.backend).level:
         fix = "backend=native"
@@ -331,12 +341,12 @@ def _comm_violations(recipe: Recipe, condition: str) -> Iterator[Violation]:
 
 
 def _owner_violations(recipe: Recipe, shards: int, condition: str) -> Iterator[Violation]:
-    """Yields a violation for state whose whole tensors have owners, because FSDP2 cannot shard it.
+    """Yields a violation for low-bit state without FSDP2 support, sharded by whole tensors.
 
     Args:
         recipe: The recipe.
-        shards: Ranks with the same parameters.
-        condition: When this state works.
+        shards: Number of ranks with the same parameters.
+        condition: The supported layout in words, for the message.
     """
     if shards == 1:
         return
