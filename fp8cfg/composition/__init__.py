@@ -42,6 +42,7 @@ def compose(
         ConfigError: With every problem.
     """
     arguments = [] if overrides is None else list(overrides)
+    # A str is iterable too: its letters are no arguments.
     if isinstance(overrides, (str, Mapping)) or not all(isinstance(a, str) for a in arguments):
         raise ConfigError(
             "compose: expected a list of words, as in compose(['recipe=llama_8b', 'fp8.margin=1'])"
@@ -69,6 +70,7 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
     library = Library(Path(config_dir) if config_dir else None)
     if isinstance(text_or_path, Path):
         return _checked(compose_file_layers(file_layers(text_or_path, library, Rank.USER)))
+    # A path as a str is a common mistake.
     if "\n" not in text_or_path and text_or_path.endswith((".yaml", ".yml", ".json")):
         raise ConfigError(
             f"from_yaml: {text_or_path}: a str is the text itself; write"
@@ -79,11 +81,12 @@ def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) ->
 
 
 def _checked(settled: ResolvedRecipe) -> Recipe:
-    """The recipe, after its notes are logged. Raises ConfigError with its problems."""
+    """Logs the notes and returns the recipe. Raises ConfigError with its problems."""
     refuse_if(settled.problems)
     for line in settled.notes:
         logging.getLogger("fp8cfg").warning(line)
     fp8 = settled.recipe.fp8
+    # Recorded for `build`: a preset's fields may still yield to values assigned in Python.
     of_preset = [name for name in type(fp8).model_fields if fp8.key(name) not in settled.written]
     record(fp8, of_preset)
     return settled.recipe

@@ -1,9 +1,8 @@
-"""Config groups: recipes, presets and tasks that are chosen by name, and the defaults lists of files.
+"""Config groups: recipes, presets and tasks to choose by name, and the defaults lists of files.
 
-A group is a folder of YAML files: a shipped one below conf/, or one below the user's --config-dir.
-The user may add groups: a folder whose files have keys of one node, the node with the folder's path
-(optim/, trainer/strategy/). A file may name another node in its first line, as in Hydra:
-`# @package _global_` is the recipe itself.
+A group is a folder of YAML files, below conf/ or below the user's --config-dir. The user may add
+groups. The path of such a folder names the node that its files set (optim/, trainer/strategy/). A
+file may name another node in its first line, as in Hydra: `# @package _global_` is the full recipe.
 
 `Library` lists folders and reads files. `file_steps` reads the defaults list of a recipe's file.
 `recipe_layers` turns both into layers.
@@ -35,7 +34,7 @@ REPLACING_GROUPS: dict[str, tuple[type[Node], str]] = {
     "precision": (Precision, PLUGIN),
     "data": (Data, "data"),
 }
-"""Groups whose choices replace one node: the class of the node, and its full key."""
+"""Groups whose choices replace one node: the class of the node and its full key."""
 MERGING_GROUPS = ("task",)
 """Shipped groups whose choices set some keys of the recipe and leave the rest."""
 GROUPS = ("recipe", *REPLACING_GROUPS, *MERGING_GROUPS)
@@ -43,9 +42,9 @@ GROUPS = ("recipe", *REPLACING_GROUPS, *MERGING_GROUPS)
 _MAX_PRINTED_PATH = 1000
 """Longest path, in characters, that an error prints in full."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.yaml)(?<!\.yml)(?<!\.json)")
-"""OWNER/NAME, and no name of a file."""
+"""OWNER/NAME, but not the name of a file."""
 _MAX_DEPTH = 3
-"""Nested folders that a group of the user may have."""
+"""Most nested folders of a user's group."""
 
 
 class Library:
@@ -73,13 +72,13 @@ class Library:
         self._data: dict[Path, dict[str, Any]] = {}
 
     def groups(self) -> list[str]:
-        """Every group: those with shipped choices, then those of the user's folder."""
+        """Returns all groups: first the shipped ones, then the groups of the user's folder."""
         if self._groups is None:
             self._groups = [*GROUPS, *self._folder_groups()]
         return self._groups
 
     def _folder_groups(self) -> list[str]:
-        """Groups that only the user's folder has, by their path below it."""
+        """Returns the groups that only the user's folder has, by their relative path."""
         if self.folder is None:
             return []
         folders: set[Path] = set()
@@ -89,14 +88,16 @@ class Library:
         for folder in sorted(folders):
             path = folder.relative_to(self.folder)
             is_named = all(NAME.fullmatch(part) for part in path.parts)
+            # Hydra's own groups are in hydra/.
             if is_named and path.parts[0] not in (*GROUPS, "hydra"):
                 groups.append(path.as_posix())
         return groups
 
     def merging_group(self, key: str) -> str | None:
-        """Returns the group of tasks, or of the user's folder, that `key` names.
+        """Returns the group with merging choices that `key` names, None if there is none.
 
-        The key may have dots in place of slashes. None if it names no such group.
+        These are tasks and the groups of the user's folder. The key may have dots instead of
+        slashes.
         """
         group = key.replace(".", "/")
         if group in MERGING_GROUPS:
@@ -106,7 +107,7 @@ class Library:
         return None
 
     def package(self, group: str) -> str:
-        """Key of the node that the choices of `group` set; `_global_` for the whole recipe."""
+        """Returns the key of the node that a group sets, `_global_` for the full recipe."""
         if group in REPLACING_GROUPS:
             return REPLACING_GROUPS[group][1]
         if group in ("recipe", *MERGING_GROUPS):
@@ -114,7 +115,7 @@ class Library:
         return group.replace("/", ".")
 
     def choices(self, group: str) -> list[str]:
-        """The names that `group` offers, sorted: file stems and recipe functions."""
+        """Returns the names in a group, sorted: file stems and recipe functions."""
         if group not in self._choices:
             names: set[str] = set()
             for root in self._roots():
@@ -127,7 +128,7 @@ class Library:
         return self._choices[group]
 
     def problem(self, group: str, name: str) -> str | None:
-        """The error line if `group=name` cannot be chosen, else None."""
+        """Returns the error line if `group=name` cannot be chosen, otherwise None."""
         stem, known = self.canonical_name(group, name), self.choices(group)
         if stem in known:
             return None
@@ -135,10 +136,12 @@ class Library:
             return f"{group}=: needs the name of a choice; fp8cfg list {group} has them"
         if name.startswith("$"):
             return f"{group}={name}: is a variable, which no shell has replaced; write its value"
+        # The name of a file that exists: the user wants to train that file.
         file = name if name.endswith((".yaml", ".yml", ".json")) else f"{name}.yaml"
         if group == "recipe" and os.path.isfile(file):
             return f"recipe={name}: no such recipe; a file stands by itself: fp8cfg {file}"
         if not NAME.fullmatch(stem):
+            # An id of the hub: suggest from_hf, and the shipped recipe with a similar name.
             base = name.rpartition("/")[2].replace(".", "").replace("-", "_")
             if group == "recipe" and _HUB_ID.fullmatch(name) and base not in known:
                 near = nearest(base, known)
@@ -154,13 +157,14 @@ class Library:
         return self._unknown_choice(group, name)
 
     def _unknown_choice(self, group: str, name: str) -> str:
-        """The error line for a well-formed name that the group does not have."""
+        """Returns the error line for a valid name that the group does not have."""
         known = self.choices(group)
         kind = group if group in ("recipe", *MERGING_GROUPS) else f"{group} preset"
         line = f"{group}={name}: no such {kind}"
         synonym = foreign_names.meant(group, name)
         if synonym:
             return f"{line}; did you mean {synonym!r}?"
+        # A common part of several names, such as llama or 8b: list all of them.
         family: list[str] = []
         for choice in known:
             is_size = group == "recipe" and choice.endswith(f"_{name}")  # "8b" of every family
@@ -172,13 +176,22 @@ class Library:
         return line + (suggest(name, spellings) or f"; fp8cfg list {group} has them")
 
     def canonical_name(self, group: str, name: str) -> str:
-        """The choice that `name` spells. For precision, names of NeMo's functions are known too."""
+        """Returns the choice that `name` spells.
+
+        In the group precision, names of NeMo's functions are accepted too.
+        """
         if group != "precision" or name in self.choices(group):
             return name
         return presets.stem(name)
 
     def file(self, group: str, stem: str) -> Path | None:
-        """The file of a choice, the user's before a shipped one; None if it has no file."""
+        """Returns the file of a choice, None if it has none.
+
+        The user's files take precedence over shipped ones.
+
+        Raises:
+            ConfigError: The file is a link to a place outside of its folder.
+        """
         for root in self._roots():
             path = root / group / f"{stem}.yaml"
             if NAME.fullmatch(stem) and path.is_file():
@@ -188,16 +201,21 @@ class Library:
         return None
 
     def data(self, path: Path) -> dict[str, Any]:
-        """Keys and values of the file `path`, shared: do not change them. Raises as `read_yaml`."""
+        """Returns the content of a file. It is cached: do not change it.
+
+        Raises:
+            ConfigError: See `read_yaml`.
+        """
         if path not in self._data:
             self._data[path] = read_yaml(path)
         return self._data[path]
 
     def _roots(self) -> list[Path]:
+        """Returns the folders of choices, the user's first."""
         return [self.folder, CONF] if self.folder else [CONF]
 
 
-# Defaults lists: what a recipe's file builds on.
+# Defaults lists: the recipe and the presets that a recipe's file builds on.
 
 SELF = "_self_"
 _MAX_BASES = 16
@@ -214,8 +232,8 @@ class Choice:
         key: The key of the file that makes the choice, as `key_lines` names it.
         optional: Whether a choice that does not exist is skipped.
         override: Whether it replaces the choice of a file below.
-        standard: Whether nobody wrote it: the default recipe.
-        free: Whether no override reaches it: a choice of a list, by its path or with a package.
+        standard: Whether it is the implicit default recipe.
+        free: Whether overrides don't replace it: an entry of a list, a path or one with a package.
     """
 
     group: str
@@ -229,11 +247,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Step:
-    """A recipe function, a preset, or the own values of a file, in the order in which they act.
+    """One step of a recipe's file: a recipe function, a preset, or the file's own values.
 
     Attributes:
         choice: The entry.
-        path: The file that has the entry.
+        path: The file with the entry.
         above: The files that build on that file.
         values: The file's own values, if the choice is `_self_`.
         by: The file and the key that chose this file.
@@ -247,14 +265,19 @@ class Step:
 
 
 def take_choices(data: dict[str, Any], library: Library) -> list[Choice]:
-    """Removes the choices from a file's `data` and returns them in order, with `_self_`.
+    """Removes the choices from a file's data and returns them in order, with `_self_`.
+
+    Args:
+        data: The file's content, changed in place.
+        library: The choices of each group.
 
     Raises:
-        ConfigError: For an entry that is not valid, and for two choices of one group.
+        ConfigError: An entry is invalid, or a group has two choices.
     """
     entries = _defaults_entries(data.pop("defaults", None), library)
     listed = {(entry.group, entry.name) for entry in entries}
     as_keys = [entry for entry in _choices_as_keys(data) if (entry.group, entry.name) not in listed]
+    # Keys such as `precision: NAME` act just before the file's own values.
     position = len(entries)
     for index, entry in enumerate(entries):
         if entry.group == SELF:
@@ -268,6 +291,7 @@ def take_choices(data: dict[str, Any], library: Library) -> list[Choice]:
 
 
 def _check_chosen_once(choices: Sequence[Choice]) -> None:
+    """Raises ConfigError if a group has two choices without `override`."""
     names: dict[str, str] = {}
     for choice in choices:
         if choice.group == SELF or choice.override or choice.free or not choice.name:
@@ -280,7 +304,7 @@ def _check_chosen_once(choices: Sequence[Choice]) -> None:
 
 
 Overriding = Mapping[str, tuple[Path, Choice]]
-"""Choices by group that replace those of files below, each with the file that makes it."""
+"""Choices by group that replace choices of files below, each with its file."""
 
 
 def file_steps(
@@ -291,7 +315,7 @@ def file_steps(
     overridden: Overriding | None = None,
     by: tuple[Path, str] | None = None,
 ) -> Iterator[Step]:
-    """Yields the steps of a recipe's file, after those of the recipe that it builds on.
+    """Yields the steps of a recipe's file, after the steps of its base recipe.
 
     Args:
         data: The file's content.
@@ -302,15 +326,17 @@ def file_steps(
         by: The file and the key that chose this file.
 
     Raises:
-        ConfigError: For an entry that is not valid, and for files that build on one another.
+        ConfigError: An entry is invalid, or files build on one another in a circle.
     """
     values = dict(data)
     choices = take_choices(values, library)
     if path in above or len(above) >= _MAX_BASES:
         raise ConfigError("recipe: recipes build on one another in a circle")
     overriding = {choice.group: (path, choice) for choice in choices if choice.override}
+    # Choices of files above win.
     overriding |= overridden or {}
     plain = [choice for choice in choices if not choice.override]
+    # A file without a recipe builds on the default recipe.
     if not any(choice.group == "recipe" and choice.name for choice in plain):
         plain = [choice for choice in plain if choice.group != "recipe"]
         plain.insert(0, Choice("recipe", default_recipe(), standard=True))
@@ -329,6 +355,7 @@ def file_steps(
 
 
 def _is_missing(choice: Choice, library: Library) -> bool:
+    """Returns whether an optional choice does not exist."""
     return choice.optional and library.problem(choice.group, choice.name) is not None
 
 
@@ -342,14 +369,15 @@ def _base_steps(
 ) -> Iterator[Step]:
     """Yields the steps of the recipe `choice` that the file `path` builds on.
 
-    Choices of `overriding` act in that recipe if it has such a group, and otherwise after it. A
-    file with the name of a shipped recipe builds on that recipe.
+    Choices of `overriding` replace a choice of that recipe if it has one in the same group.
+    Otherwise they act after it.
     """
     base = None
     if library.problem("recipe", choice.name) is None:
         base = library.file("recipe", choice.name)
     here = (*above, path.resolve())
     passed: dict[str, tuple[Path, Choice]] = {}
+    # A user's file with the name of a shipped recipe builds on the shipped one.
     if base is not None and base != path.resolve():
         for group, replacement in overriding.items():
             if _has_choice(group, base, library, here):
@@ -364,7 +392,7 @@ def _base_steps(
 
 
 def _has_choice(group: str, path: Path, library: Library, above: tuple[Path, ...]) -> bool:
-    """Whether the file `path`, or a file that it builds on, chooses from `group`."""
+    """Returns whether a file, or a file that it builds on, chooses from `group`."""
     if path in above or len(above) >= _MAX_BASES:
         return False
     choices = take_choices(dict(library.data(path)), library)
@@ -378,12 +406,13 @@ def _has_choice(group: str, path: Path, library: Library, above: tuple[Path, ...
 
 
 def _choices_as_keys(data: dict[str, Any]) -> list[Choice]:
-    """Removes the choices from `data` that are written as keys, such as `precision: bf16_fp8`."""
+    """Removes the choices written as keys, such as `precision: bf16_fp8`, and returns them."""
     choices: list[Choice] = []
     for group in GROUPS:
         value = data.get(group)
         if group in data and (value is None or isinstance(value, str) or group == "recipe"):
             choices.append(_choice(group, data.pop(group), group))
+    # The full key of `precision` is trainer.plugins, nested or with a dot.
     trainer = data.get("trainer")
     if isinstance(trainer, dict) and isinstance(trainer.get("plugins"), str):
         trainer = dict(trainer)
@@ -395,7 +424,7 @@ def _choices_as_keys(data: dict[str, Any]) -> list[Choice]:
 
 
 def _defaults_entries(entries: Any, library: Library) -> list[Choice]:
-    """The entries of Hydra's `defaults`."""
+    """Returns the choices of Hydra's `defaults`."""
     if not isinstance(entries, list | None):
         raise ConfigError(f"defaults={entries}: expected a list, as in defaults: [llama_8b]")
     choices: list[Choice] = []
@@ -420,10 +449,10 @@ def _defaults_entries(entries: Any, library: Library) -> list[Choice]:
 
 
 def _entry_choices(entry: str, name: Any, key: str, library: Library) -> list[Choice]:
-    """The choices of one entry `override /group@package: name`, whose name may be a list.
+    """Returns the choices of one entry `override /group@package: name`. The name may be a list.
 
     Raises:
-        ConfigError: For an unknown keyword or group, and for a package that is not the group's.
+        ConfigError: A keyword or group is unknown, or the package belongs to another group.
     """
     *keywords, target = entry.split()
     for keyword in keywords:
@@ -441,6 +470,7 @@ def _entry_choices(entry: str, name: Any, key: str, library: Library) -> list[Ch
                 f"defaults: {entry}: one choice replaces another; write 'override /{group}:"
                 f" {name[-1]}'"
             )
+        # A list of names: all of them act, in order.
         return [replace(_choice(group, one, key), free=True, optional=optional) for one in name]
     choice = _choice(group, name, key)
     is_free = bool(at) and not override
@@ -467,6 +497,7 @@ def _check_entry(entry: str, group: str, package: str | None, name: Any, library
 
 
 def _choice(group: str, name: Any, key: str) -> Choice:
+    """Returns a choice. Raises ConfigError if `name` is not a name or null."""
     if name == "???":
         raise ConfigError(
             f"{group}=???: needs the name of a choice in this file; a run asks for none"
@@ -478,19 +509,19 @@ def _choice(group: str, name: Any, key: str) -> Choice:
     return Choice(group, name or "", key)
 
 
-# Files of tasks, and of groups of the user.
+# Files of tasks and of the user's groups.
 
 _PACKAGE_COMMENT = re.compile(r"\s*#\s*@package\s+(\S+)\s*")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a file of a task or of a user's group sets.
+    """Keys that a file of a task or of a user's group sets.
 
     Attributes:
-        values: Value by full key, as the schema holds it.
+        values: Value by full key, in the schema's types.
         chosen: Its choices in other groups, name by group.
-        package: Full key of the node that the file's keys are relative to; empty for the recipe.
+        package: Full key of the node that the file's keys are relative to. Empty for the recipe.
     """
 
     values: dict[str, Any]
@@ -498,7 +529,12 @@ class Part:
     package: str = ""
 
     def over(self, group: str, base: Mapping[str, Any]) -> Part:
-        """What it changes in a recipe with the values `base`: a task makes no recipe larger."""
+        """Returns the part without values that would make a recipe larger.
+
+        Args:
+            group: The group of the part. Only tasks are filtered.
+            base: Values of the recipe, by full key.
+        """
         if group not in MERGING_GROUPS:
             return self
         values: dict[str, Any] = {}
@@ -517,16 +553,17 @@ class Part:
 
 
 def read_part(path: Path, group: str, library: Library) -> Part:
-    """Reads the file `path` of a task or of a user's group.
+    """Reads a file of a task or of a user's group.
 
     Raises:
-        ConfigError: For unknown keys, wrong values, and a package that is no node.
+        ConfigError: A key is unknown, a value is invalid, or the package is not a node.
     """
     data = dict(library.data(path))
     chosen = _take_overrides(data, group, library)
     package = package_of(path, group) or library.package(group)
     if package == "_global_":
         return Part(settings(full_names(data)), chosen)
+    # `_global_.optim` and `optim` are the same package.
     node = full(package.removeprefix("_global_."))
     if not any(key.startswith(f"{node}.") for key in fields()):
         raise ConfigError(
@@ -537,19 +574,21 @@ def read_part(path: Path, group: str, library: Library) -> Part:
 
 
 def package_of(path: Path, group: str) -> str | None:
-    """The package that a comment at the top of the file `path` names; None if it names none."""
+    """Returns the package in a comment at the top of a file, None if there is none."""
     for line in read_text(path).splitlines():
         match = _PACKAGE_COMMENT.fullmatch(line)
         if match is not None:
+            # Hydra's placeholders for group and file name.
             package = match[1].replace("_group_", group.replace("/", "."))
             return package.replace("_name_", path.stem)
+        # The comment must come before the first key.
         if line.strip() and not line.lstrip().startswith("#"):
             break
     return None
 
 
 def check_package(path: Path, group: str, library: Library) -> None:
-    """Raises ConfigError if a file of a shipped `group` names another package than the group's."""
+    """Raises ConfigError if a file of a shipped group names another package."""
     package, home = package_of(path, group), library.package(group)
     if package is not None and package.removeprefix("_global_.") != home:
         raise ConfigError(
@@ -558,7 +597,10 @@ def check_package(path: Path, group: str, library: Library) -> None:
 
 
 def _take_overrides(data: dict[str, Any], group: str, library: Library) -> dict[str, str]:
-    """Removes `defaults` from `data`: choices of other groups, which every recipe has already."""
+    """Removes `defaults` from `data` and returns its choices, name by group.
+
+    They must be overrides, because every recipe has a choice in each shipped group already.
+    """
     choices = take_choices({"defaults": data.pop("defaults", None)}, library)
     chosen: dict[str, str] = {}
     bases: list[str] = []

@@ -1,4 +1,4 @@
-"""Hydra's session for sweeps and Hydra's own flags, with our recipes and presets to choose from.
+"""Hydra session for sweeps and Hydra's own flags, with fp8cfg's recipes and presets as choices.
 
 A single run needs only Hydra's grammar (overrides.py). A sweep needs Hydra's sweeper and launcher.
 """
@@ -28,9 +28,9 @@ Nodes = dict[str, dict[str, dict[str, Any]]]
 """Complete nodes by group and name."""
 
 NAME = "fp8cfg_config"
-"""What the primary config is called inside Hydra."""
+"""Name of the primary config in Hydra."""
 GIVEN = "given_file"
-"""The choice of `recipe` that stands for a recipe that is given whole."""
+"""Choice of `recipe` for a Recipe object."""
 _LOCK = threading.RLock()
 _PLUGINS = {
     "hydra/launcher/submitit": "'fp8cfg[slurm]'",
@@ -38,25 +38,29 @@ _PLUGINS = {
     "hydra/sweeper/optuna": "hydra-optuna-sweeper",
     "hydra/sweeper/ax": "hydra-ax-sweeper",
 }
-"""What brings choices of Hydra's own groups."""
+"""Packages with choices of Hydra's own groups."""
 _UNKNOWN_CHOICE = re.compile(r"Could not find '(hydra/\w+)/(\w+)'")
 _UNKNOWN_SETTING = re.compile(r"\s*Could not override '(hydra\.[\w.]+)'")
 
 
 @contextlib.contextmanager
 def application(nodes: Nodes, settings: dict[str, Any] | None = None) -> Iterator[Hydra]:
-    """A Hydra session with `nodes` to choose from.
+    """Context manager of a Hydra session.
 
     Args:
-        nodes: Complete nodes by group and name.
+        nodes: Complete nodes to choose from, by group and name.
         settings: The `hydra` node of the primary config.
 
+    Yields:
+        The session.
+
     Raises:
-        ConfigError: For errors of Hydra and OmegaConf, also in the body.
+        ConfigError: Hydra or OmegaConf raised an error, in the body too.
     """
     from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
 
+    # Hydra's state is global to the process, so sessions exclude one another.
     with _LOCK, _stored(nodes, settings):
         # As hydra.initialize without a path, which would read the source of every function on the
         # stack to find its caller.
@@ -67,7 +71,7 @@ def application(nodes: Nodes, settings: dict[str, Any] | None = None) -> Iterato
 
 @contextlib.contextmanager
 def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
-    """Puts the primary config and `nodes` into Hydra's store, and restores Hydra's state after."""
+    """Puts the primary config and `nodes` into Hydra's store. Restores Hydra's state on exit."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.version import VersionBase, setbase
@@ -78,6 +82,7 @@ def _stored(nodes: Nodes, settings: dict[str, Any] | None) -> Iterator[None]:
     base = VersionBase.instance().version_base
     ours = {group.split("/")[0] for group in nodes} | {f"{NAME}.yaml"}
     store.repo = {key: value for key, value in repository.items() if key not in ours}
+    # Hydra allows one session. An application of the user may be running around this one.
     GlobalHydra.instance().clear()
     setbase("1.3")
     try:
@@ -109,7 +114,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Hydra's first line, with the options that it lists further down or a suggestion."""
+    """Returns the first line of a Hydra error, with the available options or a suggestion."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines:  # Hydra raises an empty error over OmegaConf's own
         return _one_line(error.__cause__) if error.__cause__ else type(error).__name__
@@ -122,6 +127,7 @@ def _one_line(error: BaseException) -> str:
         return first.rstrip(".") + hint
     if "INTERVAL_SWEEP" in first:
         return f"{first}; one that searches does: hydra/sweeper=optuna"
+    # Hydra lists the options on indented lines below.
     options: list[str] = []
     for line in lines[1:]:
         if line.startswith("\t") and "provider=" not in line:
@@ -139,7 +145,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def _choice_hint(group: str, name: str, options: list[str]) -> str:
-    """A suggestion for an unknown choice; empty if a plugin that can be installed has it."""
+    """Returns a suggestion for an unknown choice.
+
+    Empty if an installable plugin has the choice.
+    """
     plugins = [plugin.rpartition("/")[2] for plugin in _PLUGINS if plugin.startswith(f"{group}/")]
     if name in plugins:
         return ""
@@ -148,13 +157,14 @@ def _choice_hint(group: str, name: str, options: list[str]) -> str:
 
 
 def _setting_hint(key: str) -> str:
-    """A suggestion for an unknown setting of Hydra, or empty."""
+    """Returns a suggestion for an unknown setting of Hydra, or ""."""
     from hydra.conf import HydraConf
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     settings = flat_data({"hydra": OmegaConf.to_container(OmegaConf.structured(HydraConf))})
     choice_of: dict[str, str] = dict.fromkeys(settings, "")
+    # Settings of launchers and sweepers depend on the chosen plugin.
     for kind in ("launcher", "sweeper"):
         del choice_of[f"hydra.{kind}"]
         for file, config in ConfigStore.instance().repo["hydra"].get(kind, {}).items():
@@ -172,11 +182,11 @@ def _setting_hint(key: str) -> str:
 def node(group: str, name: str, library: Library) -> dict[str, Any]:
     """Returns the choice `name` of `group` as plain data.
 
-    For a recipe or a preset that is a complete node. For a task or a user's group, it is the keys
-    that it sets, with the choices that it makes as Hydra's `defaults`.
+    Recipes and presets are complete nodes. A task or a user's group has only the keys that it sets,
+    and its choices as Hydra's `defaults`.
 
     Raises:
-        ConfigError: If the choice is wrong, with the file's name.
+        ConfigError: The choice is invalid. The message names the file.
     """
     if group == "recipe":
         path = library.file(group, name)
@@ -194,5 +204,5 @@ def node(group: str, name: str, library: Library) -> dict[str, Any]:
 
 
 def recipe_from(path: Path, library: Library) -> Recipe:
-    """The recipe in the file `path`, before conflicts are resolved."""
+    """Returns the recipe of a file, before conflicts are resolved."""
     return fold([default_layer(), *file_layers(path, library, Rank.USER)]).recipe

@@ -1,8 +1,8 @@
-"""Layers: who set which keys of a recipe, where, and to what.
+"""Layers of a recipe: the source, the place and the values of each change.
 
-A recipe is a fold of layers: the last layer that has a key sets its value. The list of layers is
-the only record. Precedence, conflicts, "has no effect" and `explain` read it. `recipe_layers`
-collects the layers of a command line or a file; `precedence` resolves conflicts between them.
+A recipe is a fold of layers: the last layer with a key sets its value. The list of layers is the
+only record. Precedence, conflicts, "has no effect" and `explain` read it. `recipe_layers` collects
+the layers of a command line or a file. `precedence` resolves conflicts between them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fp8cfg.schema.safe_files import CONF
 
 
 class Rank(IntEnum):
-    """Precedence in a conflict: a value yields to one of a higher rank, and to no other."""
+    """Precedence in a conflict: a value yields only to a value of a higher rank."""
 
-    RECIPE = 0  # the recipe, or the schema if the recipe leaves the default
+    RECIPE = 0  # the recipe, or the schema's default if the recipe does not set the key
     PRESET = 1
     USER = 2
 
@@ -49,10 +49,10 @@ class Location:
     """Where a layer comes from: an argument, a file, or a name.
 
     Attributes:
-        text: The argument, the name of a recipe function, or the values that a value yielded to.
-        file: The file. Its lines are looked up only when somebody asks, so composing reads none.
+        text: The argument, the name of a recipe function, or the cause of a change.
+        file: The file. Line numbers are computed on demand, so composing does not need them.
         node: Full key of the node that the file's keys are relative to.
-        key: The one key of the file that stands for the whole layer, such as its `precision:`.
+        key: The key of the file that makes the layer, such as `precision`.
     """
 
     text: str = ""
@@ -61,12 +61,13 @@ class Location:
     key: str = ""
 
     def line(self, key: str) -> int | None:
-        """Line of the full `key` in the file; None if the file does not have it."""
+        """Returns the line of the full `key` in the file, None if the file does not have it."""
         if self.file is None:
             return None
         lines = key_lines(self.file)
         if self.key:
             return lines.get(self.key)
+        # The file may use short or full names.
         for written, line in lines.items():
             if full(f"{self.node}.{written}".lstrip(".")) == key:
                 return line
@@ -75,15 +76,15 @@ class Location:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one author set in one place.
+    """Values that one author set in one place.
 
     Attributes:
         source: Kind of the layer.
-        location: Where its values are written.
-        values: Value by full key, as the schema holds it.
+        location: The place of the values.
+        values: Value by full key, in the schema's types.
         rank: Precedence of the values in a conflict.
-        implied: Keys that the layer resets only because it replaces their whole node.
-        group: Group of the choice that a preset, a task or a recipe was chosen from, else empty.
+        implied: Keys that the layer resets only because it replaces their full node.
+        group: Group of the choice that made the layer, such as a preset, otherwise empty.
         name: Name of that choice.
         chosen_by: The argument, or the key of a file, that made the choice. None for a default.
     """
@@ -107,16 +108,16 @@ class Folded:
 
     @functools.cached_property
     def recipe(self) -> Recipe:
-        """The recipe of the values. Rules and backends share this object; nobody changes it."""
+        """The recipe with these values. It is shared by rules and backends: do not change it."""
         return Recipe(**nested(self.values))
 
     @functools.cached_property
     def written(self) -> frozenset[str]:
-        """Short names of the keys that the user wrote."""
+        """Short names of the keys that the user set."""
         return frozenset(short(key) for key in self.values if self.author(key) is Rank.USER)
 
     def author(self, key: str) -> Rank:
-        """Rank of the layer that set `key`, before conflicts were resolved."""
+        """Returns the rank of the layer that set `key`, before conflicts were resolved."""
         for layer in reversed(self.history[key]):
             # An exported file has every key, so a default in a file expresses no wish.
             is_export = layer.source is Source.FILE and layer.values[key] == defaults()[key]
@@ -125,7 +126,10 @@ class Folded:
         return Rank.RECIPE
 
     def rank_as_cause(self, key: str) -> Rank:
-        """Rank with which `key` makes others yield. A value that yielded has its cause's rank."""
+        """Returns the rank with which `key` makes others yield.
+
+        A value that yielded itself has the rank of its cause.
+        """
         last = self.history[key][-1]
         if last.source is Source.CONFLICT:
             return last.rank
@@ -133,7 +137,7 @@ class Folded:
 
 
 def fold(layers: Iterable[Layer]) -> Folded:
-    """Lays the layers over one another: the last one that has a key sets its value."""
+    """Applies the layers in order: the last layer with a key sets its value."""
     # Every key has a history, because the first layer is the schema's defaults.
     history: dict[str, list[Layer]] = {key: [] for key in defaults()}
     for layer in layers:
@@ -145,12 +149,13 @@ def fold(layers: Iterable[Layer]) -> Folded:
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """The schema's default of every full key."""
+    """Returns the schema's default of every full key."""
+    # Cached, so read-only.
     return MappingProxyType(flat(Recipe()))
 
 
 def default_layer() -> Layer:
-    """The layer at the bottom: the schema's defaults."""
+    """Returns the lowest layer: the schema's defaults."""
     return Layer(Source.DEFAULT, Location(), defaults())
 
 
@@ -161,7 +166,10 @@ def node_layer(node: Node, source: Source, location: Location, rank: Rank) -> La
 
 
 def stated_values(recipe: Recipe) -> dict[str, Any]:
-    """Value by full key, without keys that nobody set and that have the schema's default."""
+    """Returns the values of a recipe by full key, without unset defaults.
+
+    A default stays if it was set explicitly.
+    """
     unset = _unset_keys(recipe)
     values: dict[str, Any] = {}
     for key, value in flat(recipe).items():
@@ -171,22 +179,23 @@ def stated_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def _unset_keys(node: Node, home: str = "") -> frozenset[str]:
-    """Full keys below `node`, whose own key is `home`, that nobody set."""
+    """Returns the full keys below `node` that nobody set. `home` is its own key."""
     unset: set[str] = set()
     for name in type(node).model_fields:
         key = f"{home}.{name}".lstrip(".")
         value = getattr(node, name)
         if isinstance(value, Node):
             unset |= _unset_keys(value, key)
+        # pydantic records assigned fields, even at their default.
         elif name not in node.model_fields_set:
             unset.add(key)
     return frozenset(unset)
 
 
 def key_history(folded: Folded, key: str) -> list[Layer]:
-    """Returns the layers that set the full `key`, in order; the last one has the recipe's value.
+    """Returns the layers that set the full `key`, in order. The last one has the recipe's value.
 
-    A preset that does not mention the key is left out, unless it resets a value to the default.
+    A preset that does not mention the key is left out, unless it resets a changed value.
     """
     layers: list[Layer] = []
     for layer in folded.history[key]:
@@ -198,9 +207,9 @@ def key_history(folded: Folded, key: str) -> list[Layer]:
 
 
 def shipped_choices(layers: Iterable[Layer]) -> dict[str, str]:
-    """Returns the recipe function and the presets that were chosen, by group.
+    """Returns the chosen recipe function and presets, by group.
 
-    Defaults that nobody chose and presets of the user's own folder are left out.
+    Implicit defaults and presets of the user's folder are left out.
     """
     chosen: dict[str, str] = {}
     for layer in layers:

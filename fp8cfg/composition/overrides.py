@@ -1,6 +1,6 @@
 """Overrides of the command line: parsed once by Hydra's grammar, and checked against the schema.
 
-All problems are reported at once, before anything is composed.
+All problems are reported at once, before the recipe is composed.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ if TYPE_CHECKING:
 
 _HYDRA_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _TEXT_TYPES = (str, str | None)
-# Characters of a text without quotes, in addition to letters and digits. '$' is a variable.
+# Characters allowed without quotes, in addition to letters and digits. '$' marks a variable.
 _PLAIN_CHARACTERS = frozenset(" _/-+.%*@?|")
 
 
 def in_quotes(argument: str) -> str:
-    """Returns `argument` with quotes around a text that only Hydra wants in quotes.
+    """Adds quotes to the value of an argument if only Hydra's grammar needs them.
 
-    These are a path below `~`, and a text with letters of other scripts and nothing else that needs
-    quotes.
+    Values with quotes added are paths below `~`, and text with non-ASCII letters and no special
+    characters.
     """
     key, _, value = argument.partition("=")
     if value.startswith("~/"):
         return f'{key}="{value}"'
     if value.isascii():
         return argument
+    # Each text in a list needs quotes.
     if value[:1] == "[" and value[-1:] == "]" and _takes_texts(key):
         items = [_quoted_if_plain(item) for item in value[1:-1].split(",")]
         return f"{key}=[{','.join(items)}]"
@@ -55,13 +56,14 @@ def in_quotes(argument: str) -> str:
 
 
 def _quoted_if_plain(text: str) -> str:
-    """`text` in quotes, if it has letters of other scripts and no special characters."""
+    """Returns `text` in quotes if it has non-ASCII letters and no special characters."""
     if text.isascii() or not all(_is_plain(character) for character in text):
         return text
     return quoted(text.strip())
 
 
 def _is_plain(character: str) -> bool:
+    """Returns whether a character is allowed in a text without quotes."""
     if character in _PLAIN_CHARACTERS:
         return True
     if character.isascii():
@@ -70,34 +72,34 @@ def _is_plain(character: str) -> bool:
 
 
 def takes_text(key: str) -> bool:
-    """Whether any text is a value of `key`: a name, or a path."""
+    """Returns whether `key` accepts any text, such as a name or a path."""
     name = full(key.lstrip("+"))
     return name in _HYDRA_FOLDERS or (name in fields() and fields()[name].annotation in _TEXT_TYPES)
 
 
 def _takes_texts(key: str) -> bool:
-    """Whether `key` takes a list of any texts."""
+    """Returns whether `key` accepts a list of any texts."""
     name = full(key.lstrip("+"))
     return name in fields() and fields()[name].annotation == tuple[str, ...]
 
 
 def quoted(text: str) -> str:
-    """`text` in double quotes, escaped as Hydra's grammar requires."""
+    """Returns `text` in double quotes, escaped for Hydra's grammar."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(text, Quote.double).with_quotes()
 
 
-# What users write by mistake: {key=value}, and "key=1, other=2" as one argument.
+# Common mistakes: {key=value}, and "key=1, other=2" as one argument.
 _KEY_IN_BRACES = re.compile(r"(?<=[{,])(\w+)=")
 _SEVERAL_ARGUMENTS = re.compile(r",\s*(?=[\w.]+=)")
 _FUNCTIONS = ("choice", "range", "interval", "glob", "shuffle", "sort")
-# Straight quotes, and the typographic ones that editors and web pages put in their place.
+# Straight quotes, and typographic quotes from editors and web pages.
 _QUOTES = frozenset("'\"\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb")
 
 
 def malformed(argument: str) -> str:
-    """The error line for an argument that Hydra's grammar does not take."""
+    """Returns the error line for an argument that Hydra's grammar rejects."""
     key, equals, value = argument.partition("=")
     # Hydra's own error names a token of its grammar. The cases here are common mistakes.
     if equals:
@@ -122,7 +124,7 @@ def malformed(argument: str) -> str:
 
 
 def _mistake(argument: str, key: str, value: str) -> str:
-    """What is wrong with `key=value`, which is no override; empty if that is not plain to see."""
+    """Returns the problem of an invalid `key=value`, or "" if it is not a known mistake."""
     if argument == "=":
         return "stands alone; key=value has no spaces"
     # The order matters: a later case would also match many arguments of an earlier one.
@@ -176,7 +178,7 @@ def parsed(argument: str) -> tuple[str, Any, str]:
         The key with dots, the value as plain data, and the value's text.
 
     Raises:
-        ConfigError: As `override`, and for several values, which are a sweep.
+        ConfigError: See `override`. Also for several values, because they are a sweep.
     """
     argument = in_quotes(argument)
     parse = override(argument)
@@ -194,10 +196,11 @@ def parsed(argument: str) -> tuple[str, Any, str]:
 
 
 def _sweep_hint(key: str, text: str, argument: str) -> str:
-    """What to write in place of several values, in a single run."""
+    """Returns the error and its fix for several values in a single run."""
     is_list = full(key) in fields() and "tuple" in str(fields()[full(key)].annotation)
     if is_list:
         return f"several values are a sweep, and a run takes one; a list is written {key}=[{text}]"
+    # 1,000 has two values for Hydra.
     if THOUSANDS.fullmatch(text):
         number = text.replace(",", "")
         return f"several values are a sweep; a number is written without commas: {key}={number}"
@@ -208,10 +211,13 @@ def _sweep_hint(key: str, text: str, argument: str) -> str:
 
 
 def override(argument: str) -> HydraOverride:
-    """Parses `argument` by Hydra's grammar. The key of the result has dots.
+    """Parses an argument with Hydra's grammar.
+
+    Returns:
+        Hydra's result, with dots in its key.
 
     Raises:
-        ConfigError: For what Hydra's grammar or our closed schema does not take.
+        ConfigError: The grammar or the schema rejects the argument.
     """
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
@@ -251,12 +257,12 @@ def override(argument: str) -> HydraOverride:
 
 
 def key_exists(argument: str) -> str:
-    """The error line for `+key=value`. The schema is closed, so no key can be added."""
+    """Returns the error line for `+key=value`. The schema is closed, so no key can be added."""
     return f"{argument}: every key exists already; write {argument.lstrip('+')}"
 
 
 def hydra_word(argument: str) -> str:
-    """A setting of Hydra itself, in quotes if its grammar needs them. Raises ConfigError."""
+    """Returns a setting of Hydra itself, in quotes if necessary. Raises ConfigError."""
     from hydra.errors import HydraException
 
     quoted_argument = in_quotes(argument)
@@ -269,7 +275,7 @@ def hydra_word(argument: str) -> str:
 
 @functools.cache  # a new parser inspects the signatures of its functions
 def parser() -> OverridesParser:
-    """Hydra's parser of overrides."""
+    """Returns Hydra's parser of overrides."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create()
@@ -277,23 +283,24 @@ def parser() -> OverridesParser:
 
 @functools.lru_cache(maxsize=256)  # ANTLR takes a millisecond for each argument
 def _parsed_by_hydra(argument: str) -> HydraOverride:
-    """The result is shared and must not be changed."""
+    """Parses an argument. The result is cached: do not change it."""
     return parser().parse_override(argument)
 
 
 def _without_quotes(value: Any) -> Any:
-    """Hydra's parsed value as plain data, with quoted strings as text."""
+    """Returns Hydra's parsed value as plain data, with quoted strings as str."""
     if isinstance(value, dict):
         return {str(_without_quotes(key)): _without_quotes(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without_quotes(inner) for inner in value]
+    # A QuotedString.
     if hasattr(value, "text"):
         return value.text
     return value
 
 
 def _has_sweep(value: Any) -> bool:
-    """Whether a sweep is nested in `value`. Hydra leaves it there."""
+    """Returns whether a sweep is nested in `value`. Hydra does not expand it there."""
     from hydra.core.override_parser.types import Glob, Sweep
 
     if isinstance(value, dict):
@@ -309,10 +316,9 @@ class Override:
 
     Attributes:
         location: The argument, or the file that makes the choice. None for a default choice.
-        group: Group of the choice, else empty.
-        name: Name of the choice, as its file or its function is named. Empty for `precision=null`,
-            which keeps what the recipe says.
-        values: Value by full key, as the schema holds it.
+        group: Group of the choice, otherwise empty.
+        name: Name of the choice. Empty for `precision=null`, which keeps the recipe's preset.
+        values: Value by full key, in the schema's types.
     """
 
     location: Location | None
@@ -342,11 +348,12 @@ class Overrides:
         Args:
             arguments: Such as `recipe=llama_8b` or `fp8.margin=1`.
             library: The choices of each group.
-            has_recipe: Whether a file or a recipe is given, so that `recipe=` is an error.
+            has_recipe: Whether the recipe comes from a file or an object. `recipe=` is then an
+                error.
 
         Raises:
-            ConfigError: With a line for each argument that is no override, names nothing that
-                exists, or has a value of the wrong type or out of bounds.
+            ConfigError: A line for each invalid argument, unknown name, and value of a wrong type
+                or out of bounds.
         """
         choices: dict[str, Override] = {}
         values: list[Override] = []
@@ -359,6 +366,7 @@ class Overrides:
                         f"{argument}: the recipe is given already; drop one of the two"
                     )
             except ConfigError as e:
+                # Report the problems of all arguments at once.
                 problems += e.problems
                 continue
             if override.name:
@@ -374,7 +382,7 @@ class Overrides:
         return frozenset(key for override in self.settings for key in override.values)
 
     def value(self, key: str) -> Any:
-        """The last value of the full `key`; None if no argument sets it."""
+        """Returns the last value of the full `key`, None if no argument sets it."""
         for override in reversed(self.settings):
             if key in override.values:
                 return override.values[key]
@@ -382,7 +390,7 @@ class Overrides:
 
 
 def parse_argument(argument: str, library: Library) -> Override:
-    """Parses and checks one argument. Raises ConfigError as `Overrides.parse` does."""
+    """Parses and checks one argument. Raises ConfigError, see `Overrides.parse`."""
     try:
         return _parse_argument(argument, library)
     except ConfigError as e:
@@ -392,6 +400,7 @@ def parse_argument(argument: str, library: Library) -> Override:
 
 
 def _parse_argument(argument: str, library: Library) -> Override:
+    """Implements `parse_argument`."""
     key, value, text = parsed(argument)
     location = Location(argument)
     # A key can be both: precision=NAME is a choice, precision={...} and precision.compute=bf16 are
@@ -411,7 +420,7 @@ def _parse_argument(argument: str, library: Library) -> Override:
         similar = foreign_names.meant(key, value)
         hint = f"; did you mean {similar!r}?" if similar else ""
         raise ConfigError(f"{argument}: expected the name of a preset{hint}")
-    # A text for a node is the name of a choice of another group, or nothing.
+    # A node takes no text. It may be the name of a choice in another group.
     if isinstance(value, str) and is_node(full(key)):
         _check_misplaced_choice(argument, key, value, library)
     _check_text(key, value, text)
@@ -420,6 +429,7 @@ def _parse_argument(argument: str, library: Library) -> Override:
 
 
 def _choice(location: Location, group: str, name: str, library: Library) -> Override:
+    """Returns a choice. Raises ConfigError if the group does not have it."""
     problem = library.problem(group, name)
     if problem:
         raise ConfigError(problem)
@@ -427,7 +437,7 @@ def _choice(location: Location, group: str, name: str, library: Library) -> Over
 
 
 def _check_misplaced_choice(argument: str, key: str, value: str, library: Library) -> None:
-    """Raises ConfigError if `value`, which is set to a node, is the name of a choice."""
+    """Raises ConfigError if `value`, assigned to a node, is the name of a choice."""
     for group in GROUPS:
         if value in library.choices(group):
             node = short(full(key))
@@ -437,11 +447,12 @@ def _check_misplaced_choice(argument: str, key: str, value: str, library: Librar
 
 
 def _check_text(key: str, value: Any, text: str) -> None:
-    """Rejects a value that loses what was typed, such as `name=007` or `lr=1e999`."""
+    """Rejects a value that changes the typed text, such as `name=007` or `lr=1e999`."""
     if takes_text(key) and isinstance(value, (bool, int, float)):
         raise ConfigError(
             f"{key}={text}: expected a string, got {type(value).__name__}; write '{key}=\"{text}\"'"
         )
+    # Python reads 1e999 as infinity.
     is_infinite = isinstance(value, float) and math.isinf(value)
     if full(key) in fields() and is_infinite and "inf" not in text.lower():
         raise ConfigError(
@@ -450,7 +461,7 @@ def _check_text(key: str, value: Any, text: str) -> None:
 
 
 def _check_value(key: str, value: Any) -> None:
-    """Raises ConfigError unless `key` exists and takes `value`. Checks a mapping key by key."""
+    """Raises ConfigError unless `key` exists and accepts `value`. Checks mappings by key."""
     plain({key: value}, "command line")
     if full(key) not in fields():
         known = short_keys() | set(GROUPS)
@@ -464,13 +475,14 @@ def _check_value(key: str, value: Any) -> None:
 
 
 def _check_mapping(key: str, value: Any, node: type[Node]) -> None:
-    """Raises ConfigError with every problem of the keys that `value` sets in a node."""
+    """Raises ConfigError with every problem of a mapping assigned to a node."""
     if not isinstance(value, dict):
         hint = example(full(key), node, value)
         raise ConfigError(f"{key}={spelled(value)}: expected keys of {short(full(key))}{hint}")
     problems: list[str] = []
     for name, inner in value.items():
         inner_key = f"{key}.{name}"
+        # Hydra keeps a dotted key in braces as one name.
         if "." in name and full(inner_key) in fields():
             problems.append(
                 f"{inner_key}: no key in braces has a dot; write"

@@ -1,8 +1,8 @@
-"""Precedence of conflicting values: a recipe, a preset or a default yields to what the user wrote.
+"""Precedence of conflicting values: recipe, presets and defaults yield to the user's values.
 
-The rules between keys say which key can yield to which, and with what value (schema/violation.py).
-The layers say who set each key (layers.py). A value yields to values of a higher rank only: two
-values that the user wrote are an error, and so is a recipe that contradicts itself.
+The rules say which keys can yield, and to which value (schema/violation.py). The layers say who set
+each key (layers.py). A value yields only to values of a higher rank. Two conflicting values of the
+user are an error, and so is a conflict within a recipe.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import with_resolved_params
 from fp8cfg.schema.violation import Violation
 
-# Key of the reported values in a node's `__dict__`. It is no field: pydantic copies it with the node,
-# and neither comparison nor export sees it.
+# Key of the reported values in a node's `__dict__`. It is not a field: pydantic copies it with the
+# node, but comparison and export ignore it.
 _TOLD = "_told"
-# Limit of the values that yield in one recipe. Each may cause the next one.
+# Most values that yield in one recipe. Each may cause the next one.
 _MAX_CHANGES = 100
 
 
 @dataclass(frozen=True)
 class Change:
-    """The value of the full `key`, `old`, yielded to `cause` and is `new`.
+    """A value that yielded to another one.
 
     Attributes:
+        key: Full key of the value.
+        old: The old value.
+        new: The new value.
         rank: Rank of the old value.
         cause: The values that it yielded to, as text.
     """
@@ -66,14 +69,14 @@ class Change:
 
     @property
     def subject(self) -> str:
-        """Whose value yielded, as the subject of a sentence."""
+        """The changed value as the subject of a sentence."""
         if self.rank is Rank.RECIPE and self.old == defaults()[self.key]:
             return "the default"
         return f"the {self.rank.name.lower()}'s value"
 
     @property
     def override(self) -> str:
-        """The new value as an argument for Hydra, on the full key."""
+        """The new value as an argument for Hydra, with its full key."""
         return f"{self.key}={json.dumps(self.new)}"
 
 
@@ -85,8 +88,8 @@ class ResolvedRecipe:
         recipe: The recipe.
         layers: Its layers. Their fold has its values.
         problems: The violations that reject it.
-        written: Short names of the keys that the user wrote.
-        remarks: Lines about legal settings that do less than their name says.
+        written: Short names of the keys that the user set.
+        remarks: Lines about valid settings without the expected effect.
     """
 
     recipe: Recipe
@@ -102,19 +105,20 @@ class ResolvedRecipe:
 
     @property
     def layout_alone(self) -> bool:
-        """Whether only its parallel layout is wrong, so that other settings may be searched."""
+        """Whether only the parallel layout is wrong, so other settings may be tried."""
         return bool(self.problems) and all(
             violation.source == "layout" for violation in self.problems
         )
 
     @property
     def changes(self) -> list[Change]:
-        """The values that yielded, one change for each key."""
+        """The values that yielded, one change per key."""
         latest: dict[str, Layer] = {}
         for layer in self.layers:
             if layer.source is Source.CONFLICT:
                 for key in layer.values:
-                    latest.pop(key, None)  # to the end: notes follow the order of the last changes
+                    # Move the key to the end: notes have the order of the last changes.
+                    latest.pop(key, None)
                     latest[key] = layer
         written = fold(layer for layer in self.layers if layer.source is not Source.CONFLICT)
         return [
@@ -130,7 +134,7 @@ class ResolvedRecipe:
 
     @property
     def notes(self) -> list[str]:
-        """A line for all values that yielded to the same cause, and the remarks."""
+        """One line for all values that yielded to the same cause, then the remarks."""
         grouped: dict[tuple[str, str], list[str]] = {}
         for change in self.changes:
             text = f"{short(change.key)} {_shown(change.old)} -> {_shown(change.new)}"
@@ -153,13 +157,13 @@ def composed(
     """Composes a recipe and resolves its conflicts.
 
     Args:
-        arguments: Arguments of the command line, as `compose` takes them.
+        arguments: Arguments of the command line. See `compose`.
         library: The choices of each group.
         file: The recipe's file, instead of `recipe=`.
-        base: The recipe, instead of `recipe=`. Harmless values of it do not yield.
-        sweep: Whether it is one job of a sweep, whose arguments are shared by all jobs. A default
-            is then no mistake if it has no effect.
-        on_ranks: Whether a rejected layout is tried with a launcher's machines too.
+        base: The recipe, instead of `recipe=`. Its harmless conflicts are kept.
+        sweep: Whether this is one job of a sweep. All jobs share the arguments, so a default
+            without effect is not an error.
+        on_ranks: Whether to try a rejected layout with a launcher's machines too.
 
     Raises:
         ConfigError: With every problem of an argument or a file.
@@ -179,17 +183,18 @@ def composed(
 
 
 def compose_file_layers(layers: Sequence[Layer]) -> ResolvedRecipe:
-    """Resolves the conflicts of a file's layers, on a launcher's machines if it needs them."""
+    """Resolves the conflicts of a file's layers, with a launcher's machines if necessary."""
     layers = [default_layer(), *layers]
     check_model_path(layers)
     settled = resolve_conflicts(layers)
+    # Without a launcher nothing changes.
     if settled.problems:
         settled = resolve_conflicts([*layers, *_launcher_layers()])
     return _with_run_remarks(settled)
 
 
 def _file_problems(file: Path | None, library: Library) -> list[str]:
-    """The problems of a recipe's file, to be reported with those of the arguments."""
+    """Returns the problems of a recipe's file, to report with problems of arguments."""
     if file is None:
         return []
     try:
@@ -202,22 +207,22 @@ def _file_problems(file: Path | None, library: Library) -> list[str]:
 def resolve_conflicts(
     layers: Sequence[Layer], sweep: bool = False, change_harmless: bool = True
 ) -> ResolvedRecipe:
-    """Adds a layer for each value that yields to one of a higher rank, until none does.
+    """Adds a layer for each value that yields to a higher rank, until none does.
 
     Args:
         layers: The layers of a recipe, in order.
-        sweep: As in `composed`.
-        change_harmless: Whether values yield that do no harm. A resumed recipe keeps them.
+        sweep: See `composed`.
+        change_harmless: Whether to resolve harmless conflicts too. A resumed recipe keeps them.
     """
     layers = list(layers)
     folded = fold(layers)
     written = _written(folded, sweep)
-    # One value yields at a time, because its new value may solve other violations or cause new ones.
+    # One value yields at a time: its new value may solve other violations or cause new ones.
     for _ in range(_MAX_CHANGES):
         problems = rules.broken(folded.recipe, written)
         change = None
-        # A backend only makes values yield here. What it rejects depends on the hardware and is an
-        # error later, when the recipe is planned or built.
+        # A backend only makes values yield here. Its errors depend on the hardware and come later,
+        # when the recipe is planned or built.
         for violation in (*problems, *_backend_problems(folded.recipe)):
             if violation.is_harmless and not change_harmless:
                 continue
@@ -234,7 +239,7 @@ def resolve_conflicts(
 
 
 def _written(folded: Folded, sweep: bool) -> frozenset[str]:
-    """Short names of the keys that the user wrote; in a sweep without those at their default."""
+    """Returns short names of the user's keys, in a sweep without keys at their default."""
     if not sweep:
         return folded.written
     return frozenset(
@@ -243,7 +248,7 @@ def _written(folded: Folded, sweep: bool) -> frozenset[str]:
 
 
 def _yielding_layer(violation: Violation, folded: Folded) -> Layer | None:
-    """The first fix of a value that ranks below one of its causes; None if no value may yield."""
+    """Returns a layer with the first allowed fix, None if no value may yield."""
     for name, new in violation.fixes:
         key = full(name)
         author = folded.author(key)
@@ -253,8 +258,8 @@ def _yielding_layer(violation: Violation, folded: Folded) -> Layer | None:
             if cause != name
         }
         strongest = max(ranks.values(), default=Rank.RECIPE)
-        # Equal ranks do not yield: nobody can say which of two values the user meant. A value that
-        # has the fix already would yield forever.
+        # Equal ranks don't yield: it is unknown which value the user meant. A value that has the
+        # fix already would yield forever.
         if author >= strongest or folded.values[key] == new:
             continue
         causes = [cause for cause, rank in ranks.items() if rank == strongest]
@@ -266,14 +271,14 @@ def _yielding_layer(violation: Violation, folded: Folded) -> Layer | None:
 
 
 def _rank_over(author: Rank, cause: str, folded: Folded) -> Rank:
-    """Rank of the key `cause` over a value of `author`."""
+    """Returns the rank of the key `cause` in a conflict with a value of `author`."""
     if author is Rank.PRESET and cause.startswith("model."):
         return Rank.USER  # presets were written for other models than this one
     return folded.rank_as_cause(full(cause))
 
 
 def _backend_problems(recipe: Recipe) -> list[Violation]:
-    """What an explicitly chosen backend rejects on any hardware."""
+    """Returns the values that an explicitly chosen backend rejects on any hardware."""
     precision = recipe.precision
     if precision.backend == "auto" or not precision.fp8.enabled:
         return []
@@ -288,16 +293,20 @@ def _backend_problems(recipe: Recipe) -> list[Violation]:
 
 
 def _shown(value: Any) -> str:
-    """A value in a note; floats without trailing digits."""
+    """Returns a value for a note. Floats have no trailing digits."""
     if isinstance(value, float):
         return f"{value:g}"
     return spelled(value)
 
 
 def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
-    """Yields a line for each of the keys `written`, by short names, that changes nothing here.
+    """Yields a line for each of the user's keys that has no effect in this recipe.
 
-    Sizes are often cut for a trial run, so none of these is an error.
+    None of these is an error, because trial runs often have reduced sizes.
+
+    Args:
+        recipe: The recipe.
+        written: Short names of the keys that the user set.
     """
     model, optim, precision = recipe.model, recipe.optim, recipe.precision
     steps = recipe.trainer.max_steps
@@ -341,7 +350,7 @@ def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterato
 
 
 def _with_run_remarks(settled: ResolvedRecipe) -> ResolvedRecipe:
-    """Adds lines about what a run of the recipe starts from and saves."""
+    """Adds remarks about initial weights and checkpoints of a run."""
     recipe = settled.recipe
     steps, interval = recipe.trainer.max_steps, recipe.checkpoint.every_n_steps
     task = None
@@ -349,6 +358,7 @@ def _with_run_remarks(settled: ResolvedRecipe) -> ResolvedRecipe:
         if layer.group == "task":
             task = layer.name
     lines: list[str] = []
+    # A smoke run needs no weights.
     if task in FINE_TUNING and not recipe.model.weights and not recipe.trainer.smoke:
         lines.append(
             f"note: task={task}: model.weights=null, so it starts from random weights; write"
@@ -363,13 +373,19 @@ def _with_run_remarks(settled: ResolvedRecipe) -> ResolvedRecipe:
     return replace(settled, remarks=(*settled.remarks, *lines))
 
 
-# Recipes that Python statements have changed.
+# Recipes changed in Python.
 
 
 def resolve_recipe(
     recipe: Recipe, ranks: Mapping[str, Rank], change_harmless: bool = True
 ) -> ResolvedRecipe:
-    """Resolves the conflicts of `recipe`, whose values have these `ranks` by full key, else RECIPE."""
+    """Resolves the conflicts of a Recipe object.
+
+    Args:
+        recipe: The recipe.
+        ranks: Rank of each value by full key. Missing keys have the rank RECIPE.
+        change_harmless: See `resolve_conflicts`.
+    """
     values = flat(recipe)
     layers = [default_layer()]
     # A Python recipe has no history. One layer per rank, the lowest first, stands for its layers.
@@ -386,25 +402,28 @@ def resolve_recipe(
 
 
 def ranks_of_python_recipe(recipe: Recipe) -> dict[str, Rank]:
-    """Ranks of the values of a recipe that Python statements have changed.
+    """Returns the ranks of a recipe's values by full key, for a recipe changed in Python.
 
-    The fields of the `fp8` node that a preset wrote (schema/keys.py) have the preset's rank. The
-    user may have written anything else.
+    Fields of the `fp8` node that a preset set (schema/keys.py) have the rank PRESET. All other
+    values count as set by the user.
     """
     of_preset = {full(recipe.fp8.key(name)) for name in preset_keys(recipe.fp8)}
     return {key: Rank.PRESET if key in of_preset else Rank.USER for key in defaults()}
 
 
 def mark_reported(recipe: Recipe) -> None:
-    """Remembers the values of `recipe`, so that remarks about them are not repeated."""
+    """Records the values of `recipe`, so that remarks about them are not repeated."""
     vars(recipe)[_TOLD] = flat(recipe)
 
 
 def resolved_for_build(recipe: Recipe) -> Recipe:
-    """Returns `recipe` as `build` takes it: a copy in which preset values have yielded.
+    """Returns the recipe for `build`: a copy in which preset values have yielded.
 
-    Logs a line for what yielded. Returns `recipe` itself if nothing does. Values that break rules
-    stay. Raises ConfigError for a field of a subclass.
+    Logs a line for each change. Returns `recipe` itself if nothing changes. Values that break rules
+    stay.
+
+    Raises:
+        ConfigError: The recipe has a field of a subclass.
     """
     recipe = as_declared(recipe, Recipe)
     settled = resolve_recipe(recipe, ranks_of_python_recipe(recipe), change_harmless=False)
@@ -417,13 +436,13 @@ def resolved_for_build(recipe: Recipe) -> Recipe:
     return result
 
 
-# Machines of a launcher.
+# A launcher's machines.
 
 
 def machines() -> dict[str, int]:
-    """Nodes and devices of a launcher, by full key.
+    """Returns a launcher's nodes and devices by full key.
 
-    Empty without a launcher, and if its machines have different numbers of ranks.
+    Empty without a launcher, or if its machines have different numbers of ranks.
     """
     world = os.environ.get("WORLD_SIZE", "0")
     local = os.environ.get("LOCAL_WORLD_SIZE", world)
@@ -435,7 +454,7 @@ def machines() -> dict[str, int]:
 
 
 def _launcher_layers() -> list[Layer]:
-    """The layer of a launcher's machines, if there is a launcher."""
+    """Returns the layer of a launcher's machines. Empty without a launcher."""
     values = machines()
     if not values:
         return []

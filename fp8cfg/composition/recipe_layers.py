@@ -1,10 +1,10 @@
-"""Layers of a command line, of a recipe's file, or of a recipe: one function for each kind.
+"""Layers of a command line, a recipe's file, or a Recipe: one function for each.
 
     arguments -> Overrides -> layers -> resolve conflicts -> fold -> Recipe
                (parsed once)
 
-The order is Hydra's: the recipe, then presets and tasks in the order of conf/config.yaml, then
-groups of the user's own folder, then values.
+The order is Hydra's: the recipe, presets and tasks in the order of conf/config.yaml, groups of the
+user's folder, then values.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from fp8cfg.schema.safe_files import STDIN, default_recipe, primary_config
 def collect_layers(
     overrides: Overrides, library: Library, file: Path | None = None, base: Recipe | None = None
 ) -> list[Layer]:
-    """Returns the layers of a recipe, in the order in which they act. Their fold may break rules.
+    """Returns the layers of a recipe, in order. The folded recipe may still break rules.
 
     Args:
         overrides: The arguments of the command line.
@@ -68,7 +68,7 @@ def collect_layers(
         base: The recipe, instead of `recipe=`.
 
     Raises:
-        ConfigError: With every problem of the file, or a choice that cannot be made.
+        ConfigError: With every problem of the file, or for an invalid choice.
     """
     choices = _with_implied_choices(overrides, library, file is not None or base is not None)
     layers = [default_layer()]
@@ -78,6 +78,7 @@ def collect_layers(
         layers.append(node_layer(base, Source.RECIPE, Location(base.name), Rank.RECIPE))
     else:
         layers += _chosen_recipe_layers(choices["recipe"], library, overrides.value("model.path"))
+    # A task is applied to the layers below it: it only reduces values.
     for group in _groups_in_order(choices):
         choice = choices[group]
         layers.append(
@@ -91,9 +92,9 @@ def collect_layers(
 
 
 def check_model_path(layers: Sequence[Layer]) -> None:
-    """Raises ConfigError if the user sets model.path for a recipe that does not read it."""
+    """Raises ConfigError if the user sets model.path for a recipe that ignores it."""
     if any(layer.source is Source.CHECKPOINT for layer in layers):
-        return  # from_hf has taken its shape from there
+        return  # from_hf has read the path
     path = fold(layers).values["model.path"]
     of_recipe = [layer for layer in layers if layer.rank is Rank.RECIPE]
     if path in (None, fold(of_recipe).values["model.path"]):
@@ -109,7 +110,11 @@ def check_model_path(layers: Sequence[Layer]) -> None:
 def _with_implied_choices(
     overrides: Overrides, library: Library, has_recipe: bool
 ) -> dict[str, Override]:
-    """The choice of each group: an argument's, or else the one of a file that an argument chose."""
+    """Returns the choice of each group.
+
+    An argument's choice wins over a choice in the file of a task or of a user's group. A missing
+    recipe is the default recipe.
+    """
     choices = dict(overrides.choices)
     for group, choice in overrides.choices.items():
         if library.merging_group(group) is None:
@@ -120,6 +125,7 @@ def _with_implied_choices(
                 raise ConfigError(
                     f"{group}={choice.name}: chooses recipe={name}, and the recipe is given already"
                 )
+            # Not if an argument chooses in that group.
             choices.setdefault(
                 other, Override(location, other, library.canonical_name(other, name))
             )
@@ -129,7 +135,7 @@ def _with_implied_choices(
 
 
 def _groups_in_order(choices: Mapping[str, Override]) -> list[str]:
-    """Hydra's order: the defaults of conf/config.yaml, then the user's groups as first named."""
+    """Returns groups in Hydra's order: conf/config.yaml first, then the user's as first named."""
     ranks: dict[str, int] = {}
     for entry in primary_config()["defaults"]:
         if isinstance(entry, dict):
@@ -139,7 +145,7 @@ def _groups_in_order(choices: Mapping[str, Override]) -> list[str]:
 
 
 def _chosen_recipe_layers(choice: Override, library: Library, folder: str | None) -> list[Layer]:
-    """Layers of `recipe=NAME`, a function or a file of the user's folder."""
+    """Returns the layers of `recipe=NAME`: a recipe function or a user's file."""
     path = library.file("recipe", choice.name)
     if path is not None:
         return file_layers(path, library, Rank.RECIPE, choice.location)
@@ -151,18 +157,19 @@ def _chosen_recipe_layers(choice: Override, library: Library, folder: str | None
 
 
 def _function_layers(name: str, chosen_by: Location | None, folder: str | None) -> list[Layer]:
-    """The layer of a recipe function; for from_hf, the shape of the checkpoint in `folder` too."""
+    """Returns the layer of a recipe function, for from_hf also the checkpoint's layer."""
     recipe = recipe_registry.named(name)
     location = Location(f"{recipe_registry.recipes()[name].__module__}.{name}")
     layer = node_layer(recipe, Source.RECIPE, location, Rank.RECIPE)
     layers = [replace(layer, group="recipe", name=name, chosen_by=chosen_by)]
+    # The checkpoint's values override the recipe's.
     if name == FROM_HF and folder is not None:
         layers.append(_checkpoint_layer(recipe, folder))
     return layers
 
 
 def _checkpoint_layer(recipe: Recipe, folder: str) -> Layer:
-    """What a Hugging Face checkpoint says about the model, if that differs from the recipe."""
+    """Returns the model's shape in a Hugging Face checkpoint, where it differs from the recipe."""
     recipe_values = flat(recipe)
     recipe.model.path = folder
     values: dict[str, Any] = {}
@@ -180,10 +187,20 @@ def _choice_layer(
     rank: Rank,
     chosen_by: Location | None,
 ) -> Layer:
-    """The layer of a preset, which replaces a node, or of a task or user's group, which merges."""
+    """Returns the layer of a preset, a task or a user's group.
+
+    Args:
+        group: Group of the choice.
+        name: Name of the choice.
+        library: The choices of each group.
+        below: The layers so far.
+        rank: Rank of the values.
+        chosen_by: The argument or file that made the choice.
+    """
     name = library.canonical_name(group, name)
     path = library.file(group, name)
     assert path is not None, f"{group}={name} is no choice"
+    # A preset replaces its full node. Tasks and users' groups set only some keys.
     if group in REPLACING_GROUPS:
         location = Location(file=path, node=REPLACING_GROUPS[group][1])
         layer = node_layer(preset_node(group, path, library), Source.PRESET, location, rank)
@@ -197,7 +214,7 @@ def _choice_layer(
 
 
 def preset_node(group: str, path: Path, library: Library) -> Node:
-    """The node of the preset in the file `path`. Raises ConfigError with the file's name."""
+    """Returns the node of a preset's file. Raises ConfigError with the file's name."""
     with _named_file(path):
         check_package(path, group, library)
         data = library.data(path)
@@ -210,7 +227,7 @@ def preset_node(group: str, path: Path, library: Library) -> Node:
 
 
 def part_of(group: str, name: str, library: Library) -> Part:
-    """The keys that the choice `name` of a task or of a user's group sets."""
+    """Returns the keys that a choice of a task or of a user's group sets."""
     path = library.file(group, name)
     assert path is not None, f"{group}={name} is no choice"
     with _named_file(path):
@@ -222,13 +239,13 @@ def part_of(group: str, name: str, library: Library) -> Part:
 
 @dataclass(frozen=True)
 class _File:
-    """A recipe's file, and what its layers have in common.
+    """A recipe's file with the common attributes of its layers.
 
     Attributes:
         path: The file.
         rank: Rank of its own values.
-        folder: The Hugging Face folder that a from_hf recipe takes its shape from.
-        chosen_by: What chose the file.
+        folder: Hugging Face folder with the shape of a from_hf recipe.
+        chosen_by: The argument or file that chose the file.
     """
 
     path: Path
@@ -240,7 +257,7 @@ class _File:
 def file_layers(
     path: Path, library: Library, rank: Rank, chosen_by: Location | None = None
 ) -> list[Layer]:
-    """Layers of the recipe's file `path` and of what it builds on.
+    """Returns the layers of a recipe's file and of the recipe that it builds on.
 
     Args:
         path: The file.
@@ -249,7 +266,7 @@ def file_layers(
         chosen_by: The argument that chose it, if it belongs to the user's folder.
 
     Raises:
-        ConfigError: With every problem; each line begins with the file and the line of the key.
+        ConfigError: With every problem. Each line begins with the file and the line of the key.
     """
     data = library.data(path)  # before _named_file, because invalid YAML has no lines to look up
     with _named_file(path):
@@ -263,7 +280,7 @@ def data_layers(
     rank: Rank = Rank.USER,
     chosen_by: Location | None = None,
 ) -> list[Layer]:
-    """As `file_layers`, for the file's content `data`."""
+    """Returns the layers of a file's content. See `file_layers`."""
     project = foreign_files.importable(data)
     if project:
         raise ConfigError(f"has the keys of another project; write: fp8cfg import {project} {path}")
@@ -275,20 +292,24 @@ def data_layers(
     file = _File(path, rank, folder, chosen_by)
     layers = [default_layer()]
     for step in sequence:
+        # `file_layers` adds this file's name to errors.
         with contextlib.nullcontext() if step.path == path else _named_file(step.path):
             added = _step_layers(step, file, library, layers)
         layers += added
         is_own = step.choice.group == SELF
         if is_own and added[0].values.keys() >= defaults().keys():
-            # Nobody wrote an exported file, which has every key.
+            # An exported file has every key, so it does not show what the user set.
             layers = [replace(layer, rank=Rank.RECIPE) for layer in layers]
     return layers[1:]
 
 
 def _step_layers(step: Step, file: _File, library: Library, below: Sequence[Layer]) -> list[Layer]:
+    """Returns the layers of one step of a file."""
     group, name = step.choice.group, step.choice.name
     rank = Rank.RECIPE
     if step.path == file.path:
+        # The file's own values have its rank, and its choices rank as presets at most. Files that
+        # it builds on rank as recipes.
         rank = min(file.rank, Rank.USER if group == SELF else Rank.PRESET)
     if group == SELF:
         return [_own_values_layer(step, rank, file.chosen_by)]
@@ -300,6 +321,7 @@ def _step_layers(step: Step, file: _File, library: Library, below: Sequence[Laye
         chosen_by = Location(file=step.path, key=step.choice.key)
     if group == "recipe":
         return _function_layers(name, chosen_by, file.folder)
+    # The other steps of the file are fixed already, so a part cannot choose more.
     if group not in REPLACING_GROUPS:
         chosen = part_of(group, name, library).chosen
         line = "{0}={1}: chooses {2} on the command line only; write '/{2}: {3}' in this file too"
@@ -308,7 +330,7 @@ def _step_layers(step: Step, file: _File, library: Library, below: Sequence[Laye
 
 
 def _own_values_layer(step: Step, rank: Rank, chosen_by: Location | None) -> Layer:
-    """The layer of a file's own values."""
+    """Returns the layer of a file's own values."""
     data = full_names(dict(step.values))
     Recipe(**data)  # reports every wrong value at once; settings() stops at the first one
     if step.by is not None:
@@ -318,7 +340,7 @@ def _own_values_layer(step: Step, rank: Rank, chosen_by: Location | None) -> Lay
 
 
 def _check_choices(data: Mapping[str, Any], library: Library) -> None:
-    """Raises ConfigError for unknown choices, together with every wrong value of the file."""
+    """Raises ConfigError for unknown choices, together with every invalid value of the file."""
     values = dict(data)
     problems: list[str] = []
     for choice in take_choices(values, library):
@@ -327,6 +349,7 @@ def _check_choices(data: Mapping[str, Any], library: Library) -> None:
         problem = library.problem(choice.group, choice.name)
         if problem:
             problems.append(problem)
+    # Without unknown choices the layers report invalid values.
     if problems:
         try:
             Recipe(**deep_merge(listed(Recipe()), full_names(values)))
@@ -336,7 +359,7 @@ def _check_choices(data: Mapping[str, Any], library: Library) -> None:
 
 
 def _model_path(values: Mapping[str, Any]) -> str | None:
-    """The value of model.path among a file's own `values`."""
+    """Returns model.path among a file's own values, or None."""
     model = full_names(dict(values)).get("model")
     path = model.get("path") if isinstance(model, dict) else None
     return path if isinstance(path, str) else None
@@ -344,7 +367,7 @@ def _model_path(values: Mapping[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def _named_file(path: Path) -> Iterator[None]:
-    """Begins each line of a ConfigError with the file's name and the line of the key."""
+    """Adds the file's name and the line of the key to each line of a ConfigError."""
     try:
         yield
     except ConfigError as e:
@@ -355,7 +378,7 @@ def _named_file(path: Path) -> Iterator[None]:
 
 
 def _with_file(problem: str, path: Path, lines: Mapping[str, int]) -> str:
-    """The problem, after the file's name and the line of the key that the problem begins with."""
+    """Returns a problem with the file's name and the line of the key that it begins with."""
     if problem.startswith(str(path)):
         return problem
     line = lines.get(full(re.split("[=:]", problem, maxsplit=1)[0]))

@@ -1,7 +1,7 @@
-"""Recipe YAML: the values that a recipe file sets, by their full names; and writing a recipe as YAML.
+"""Recipe YAML: reading a file's values by their full names, and writing a recipe as YAML.
 
-recipe: llama_8b          # what it builds on: config_groups.py
-precision: bf16_fp8       # presets, by the names that the command line knows
+recipe: llama_8b          # base recipe: config_groups.py
+precision: bf16_fp8       # preset, named as on the command line
 fp8: {margin: 1}          # values, by short or full names
 """
 
@@ -21,7 +21,7 @@ from fp8cfg.schema.safe_files import dump_yaml, read_text
 
 
 def flat(node: Node, at: str = "") -> dict[str, Any]:
-    """Returns value by full key of every leaf below `node`, whose own key is `at`."""
+    """Returns the value of every leaf below `node` by full key. `at` is the node's own key."""
     values: dict[str, Any] = {}
     for name in type(node).model_fields:
         value = getattr(node, name)
@@ -34,7 +34,7 @@ def flat(node: Node, at: str = "") -> dict[str, Any]:
 
 
 def flat_data(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """As `flat`, for nested mappings."""
+    """Returns the values of nested mappings by dotted key."""
     values: dict[str, Any] = {}
     for name, value in data.items():
         key = f"{at}.{name}" if at else name
@@ -46,7 +46,7 @@ def flat_data(data: Mapping[str, Any], at: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings from dotted keys: {"a.b": 1} gives {"a": {"b": 1}}."""
+    """Returns nested mappings from dotted keys: {"a.b": 1} becomes {"a": {"b": 1}}."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *path, leaf = key.split(".")
@@ -58,12 +58,13 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def listed(node: Node) -> dict[str, Any]:
-    """`node` as plain data: mappings, lists in place of tuples, and scalars."""
+    """Returns `node` as plain data: mappings, lists instead of tuples, and scalars."""
     data: dict[str, Any] = _with_lists(node.model_dump())
     return data
 
 
 def _with_lists(value: Any) -> Any:
+    """Replaces tuples by lists, also inside of mappings."""
     if isinstance(value, dict):
         return {key: _with_lists(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -72,7 +73,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it. Mappings merge; anything else is replaced."""
+    """Returns `base` updated with `changes`. Mappings are merged, other values replaced."""
     merged = dict(base)
     for key, value in changes.items():
         below = merged.get(key)
@@ -83,30 +84,44 @@ def deep_merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def assigned(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """A copy of `recipe` with `values`, by their full keys. Raises ConfigError with every value that is not valid."""
+    """Returns a copy of `recipe` with new values.
+
+    Args:
+        recipe: The recipe.
+        values: New values by full key.
+
+    Raises:
+        ConfigError: With every invalid value.
+    """
     return recipe.model_copy(update=nested(values), deep=True)
 
 
 def owner(key: str) -> tuple[type[Node], str]:
-    """The class that has the field of the full `key`, and the field's name."""
+    """Returns the class with the field of the full `key`, and the field's name."""
     parent, _, leaf = key.rpartition(".")
     return (fields()[parent].annotation if parent else Recipe), leaf
 
 
 def typed(key: str, value: Any) -> Any:
-    """`value` as the schema holds it under the full `key`: options in their spelling, lists as tuples. Raises ConfigError
-    where it is not valid there."""
+    """Returns `value` in the schema's type for the full `key`.
+
+    Options get their canonical spelling, and lists become tuples.
+
+    Raises:
+        ConfigError: The value is invalid.
+    """
     cls, leaf = owner(key)
+    # The other fields have defaults, so this checks one value.
     return getattr(cls(**{leaf: value}), leaf)
 
 
 def settings(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that nested `data` sets, as the schema holds them, by full key.
+    """Returns the values that nested `data` sets by full key, in the schema's types.
 
     The name of a preset as the value of a node sets all keys of the node.
 
     Raises:
-        ConfigError: For a value that is not valid.
+        ConfigError: A value is invalid.
     """
     values: dict[str, Any] = {}
     for key, value in flat_data(data).items():
@@ -119,7 +134,7 @@ def settings(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_node(key: str) -> bool:
-    """Whether the full `key` is a node, with keys below it."""
+    """Returns whether the full `key` is a node with keys below it."""
     if key not in fields():
         return False
     annotation = fields()[key].annotation
@@ -127,9 +142,9 @@ def is_node(key: str) -> bool:
 
 
 def key_lines(path: Path) -> dict[str, int]:
-    """Returns the line of each dotted key in the file `path`, which `read_yaml` has accepted.
+    """Returns the line of each dotted key in a file, from 1.
 
-    The entries of a list have their index as name.
+    Entries of a list have their index as name. `read_yaml` must have accepted the file.
     """
     text = read_text(path).replace("\t", " ")  # JSON has tabs between its values
     lines: dict[str, int] = {}
@@ -140,12 +155,14 @@ def key_lines(path: Path) -> dict[str, int]:
 
 
 def _add_lines(node: yaml.Node, at: str, lines: dict[str, int]) -> None:
+    """Adds the line of each key below a YAML node whose key, with a dot, is `at`."""
     if isinstance(node, yaml.SequenceNode):
         for index, entry in enumerate(node.value):
             lines[f"{at}{index}"] = entry.start_mark.line + 1
             _add_lines(entry, f"{at}{index}.", lines)
     if not isinstance(node, yaml.MappingNode):
         return
+    # Keys of the mapping override keys that `<<` merges into it.
     own_keys_first = sorted(node.value, key=lambda item: item[0].value == "<<")
     for key, value in own_keys_first:
         if key.value == "<<":  # keys that are merged in
@@ -171,9 +188,14 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def full_names(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` with short names at its top replaced by full ones. Raises ConfigError where one key is given both ways."""
+    """Returns `data` with short names at its top level replaced by full names.
+
+    Raises:
+        ConfigError: A key is given under both names.
+    """
     out: dict[str, Any] = {}
     for key, value in data.items():
+        # A full name has dots, so it becomes nested mappings.
         tree = nested({full(key): value})
         twice = _common_leaf(out, tree)
         if twice:
@@ -183,7 +205,7 @@ def full_names(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_leaf(a: Any, b: Any, at: str = "") -> str | None:
-    """The first key at which two trees overlap and at least one of them has a leaf."""
+    """Returns the first key where two trees overlap and one has a leaf, None if none."""
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return at
     for key in a:

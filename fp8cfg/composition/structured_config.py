@@ -1,7 +1,7 @@
 """Structured config: a recipe or a node as a dataclass, for Hydra applications that use fp8cfg.
 
-OmegaConf 2.3 has no options, bounds or tuples. Options become text and tuples become lists:
-OmegaConf checks names and types, and the Recipe that is made of the config checks the rest.
+OmegaConf 2.3 has no options, bounds or tuples. Options become str and tuples become lists.
+OmegaConf checks names and types, and `Recipe(**config)` checks the rest.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def structured_config(node: Node | None = None) -> Any:
 
 
 def _instance(node: Node) -> Any:
+    """Returns a node as an instance of its dataclass."""
     values = {name: _plain(getattr(node, name)) for name in type(node).model_fields}
     return _dataclass(type(node))(**values)
 
 
 def _plain(value: Any) -> Any:
+    """Returns a value for OmegaConf: nodes as dataclasses, tuples as lists."""
     if isinstance(value, Node):
         return _instance(value)
     if isinstance(value, tuple):
@@ -55,10 +57,11 @@ def _plain(value: Any) -> Any:
 
 @functools.cache  # one class for each node, because OmegaConf merges only objects of one class
 def _dataclass(cls: type[Node]) -> Callable[..., Any]:
-    """The dataclass of a node."""
+    """Returns the dataclass of a node's class."""
     members: list[tuple[str, Any, Any]] = []
     for name, info in cls.model_fields.items():
         default = info.get_default(call_default_factory=True)
+        # A factory, because dataclasses reject lists and other mutable defaults.
         factory = functools.partial(_plain, default)
         annotation = _omegaconf_type(info.annotation)
         members.append((name, annotation, dataclasses.field(default_factory=factory)))
@@ -66,9 +69,10 @@ def _dataclass(cls: type[Node]) -> Callable[..., Any]:
 
 
 def _omegaconf_type(annotation: Any) -> Any:
-    """`annotation` as OmegaConf understands it."""
+    """Returns the type annotation that OmegaConf supports."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
+        # OmegaConf has no unions except with None.
         first = next(arg for arg in args if arg is not types.NoneType)
         return _omegaconf_type(first) | None
     if origin is typing.Literal:

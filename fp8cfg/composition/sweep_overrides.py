@@ -1,4 +1,4 @@
-"""Sweep overrides: every value, and every combination of values, is checked before any job runs."""
+"""Sweep overrides: checks every value and every combination before any job runs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override as HydraOverride
 
 MAX_JOBS = 1000
-"""Most combinations of one sweep. All of them are composed before the first one runs."""
+"""Most jobs of one sweep. All are composed before the first one runs."""
 _MAX_LINES = 3
-"""Most error lines about one argument, each value of which may be wrong."""
+"""Most error lines about one argument. It may have many invalid values."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that was read from arguments.
+    """A sweep, parsed from arguments.
 
     Attributes:
-        overrides: Arguments for Hydra, on full keys.
-        combinations: The arguments of each job, as a single run would take them.
+        overrides: Arguments for Hydra, with full keys.
+        combinations: The arguments of each job, as for a single run.
         nodes: The nodes of every choice.
     """
 
@@ -45,17 +45,17 @@ class Sweep:
 
 @dataclass(frozen=True)
 class _Axis:
-    """One argument of a sweep: for Hydra, and as the arguments of single runs."""
+    """One argument of a sweep, for Hydra and split into arguments of single runs."""
 
     override: str
     arguments: list[str]
 
 
 def read(arguments: Iterable[str], library: Library, given: Recipe | None = None) -> Sweep:
-    """Reads the sweep of `arguments`.
+    """Parses the arguments of a sweep.
 
     Args:
-        arguments: Arguments of the command line; a value may be a list of values.
+        arguments: Arguments of the command line. A value may be a list of values.
         library: The choices of each group.
         given: A recipe, instead of `recipe=`.
 
@@ -70,10 +70,11 @@ def read(arguments: Iterable[str], library: Library, given: Recipe | None = None
             key = axis.override.partition("=")[0]
             _check_axis(argument, key, axis, key in axes, given is not None)
             axes.pop(key, None)
-            axes[key] = axis  # at the end, because the last argument of a key counts
+            axes[key] = axis  # moves to the end: the last argument of a key counts
         except ConfigError as e:
             problems += e.problems
     refuse_if(problems)
+    # Checked before the combinations are listed.
     if prod(len(axis.arguments) for axis in axes.values()) > MAX_JOBS:
         raise ConfigError(f"more than {MAX_JOBS} jobs in one sweep")
     overrides = [axis.override for axis in axes.values()]
@@ -101,10 +102,14 @@ def _check_axis(argument: str, key: str, axis: _Axis, is_repeated: bool, has_rec
 def refused(
     combinations: Sequence[Sequence[str]], build: Callable[[Sequence[str]], object]
 ) -> dict[int, list[str]]:
-    """Returns the lines of the combinations that `build` rejects, by their number.
+    """Returns the error lines of the combinations that `build` rejects, by index.
+
+    Args:
+        combinations: The arguments of each job.
+        build: Builds a job. Raises ConfigError.
 
     Raises:
-        ConfigError: For an argument that no combination can have: then the argument is wrong.
+        ConfigError: All combinations with an argument are rejected, so the argument is wrong.
     """
     problems: dict[int, list[str]] = {}
     for number, arguments in enumerate(combinations):
@@ -121,6 +126,7 @@ def refused(
         if not all(number in problems for number in numbers):
             continue
         lines = [problems[number] for number in numbers]
+        # Lines in all of the errors come from the argument itself.
         common = [line for line in lines[0] if all(line in other for other in lines)]
         wrong += common or list(chain.from_iterable(lines))
     refuse_if(_shorten(list(dict.fromkeys(wrong)), "the sweep"))
@@ -128,7 +134,7 @@ def refused(
 
 
 def _shorten(lines: list[str], argument: str) -> list[str]:
-    """The first lines about the values of one argument, and how many there are more."""
+    """Returns the first lines about one argument, and the number of further lines."""
     if len(lines) <= _MAX_LINES:
         return lines
     shown = _MAX_LINES - 1
@@ -136,7 +142,7 @@ def _shorten(lines: list[str], argument: str) -> list[str]:
 
 
 def _read_axis(argument: str, library: Library) -> _Axis:
-    """Reads one argument. Raises ConfigError with the problems of its values."""
+    """Parses one argument. Raises ConfigError with the problems of its values."""
     argument = in_quotes(argument)
     parsed = override(argument)
     key, text = parsed.key_or_group, argument.partition("=")[2]
@@ -164,11 +170,12 @@ def _read_axis(argument: str, library: Library) -> _Axis:
 
 
 def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]:
-    """The values of a sweep, as the text of arguments."""
+    """Returns the values of a sweep argument as text."""
     from hydra.core.override_parser import types
     from hydra.errors import HydraException
 
     value, key = parsed.value(), parsed.key_or_group
+    # The sweeper samples inside of an interval. Check both ends.
     if isinstance(value, types.IntervalSweep):
         start, end = value.start, value.end
         if start is not None and end is not None and start > end:
@@ -179,6 +186,7 @@ def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]
     if isinstance(value, types.Glob):
         return _matching_choices(value, key, argument, library)
     try:
+        # One more than allowed, so that `read` reports too many jobs.
         values = list(islice(parsed.sweep_string_iterator(), MAX_JOBS + 1))
     except (HydraException, ValueError):  # a range without a step
         raise ConfigError(f"{argument}: a range that has no end") from None
@@ -188,7 +196,7 @@ def _values(parsed: HydraOverride, argument: str, library: Library) -> list[str]
 
 
 def _matching_choices(glob: Glob, key: str, argument: str, library: Library) -> list[str]:
-    """The choices that a glob() matches."""
+    """Returns the choices that a glob() matches."""
     group = library.merging_group(key) or ("precision" if key == PLUGIN else key)
     if group not in library.groups():
         raise ConfigError(
@@ -201,7 +209,7 @@ def _matching_choices(glob: Glob, key: str, argument: str, library: Library) -> 
 
 
 def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> Nodes:
-    """The node of every choice that `overrides` make."""
+    """Returns the node of every choice in `overrides`."""
     names: dict[str, list[str]] = {}
     for text in overrides:
         group, _, value = text.lstrip("+").partition("=")
@@ -209,6 +217,7 @@ def _nodes(overrides: Iterable[str], library: Library, given: Recipe | None) -> 
             names[group] = value.split(",")
     if given is None:
         names.setdefault("recipe", [default_recipe()])
+    # Tasks and users' groups may choose in other groups.
     for group in [group for group in names if library.merging_group(group)]:
         for name in names[group]:
             for other, chosen in part_of(group, name, library).chosen.items():
