@@ -1,7 +1,7 @@
 """Optimizers, learning-rate schedule and loss scaling.
 
-The package itself loads no torch. The optimizer is in `fp8cfg.optim.mixed_precision`, its parameter groups in
-`fp8cfg.optim.mixed_precision`.
+The package itself does not import torch. The optimizers are in `fp8cfg.optim.mixed_precision` and
+`fp8cfg.optim.low_bit`.
 """
 
 from __future__ import annotations

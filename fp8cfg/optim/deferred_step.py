@@ -23,7 +23,7 @@ from fp8cfg.optim.loss_scale import LossScaler
 
 
 class Deferrable(Protocol):
-    """An optimizer that reads `deferred`, and gives `deferred.skip` to its kernels."""
+    """Protocol: an optimizer whose kernels read `deferred.skip` on the device."""
 
     steps: int
     grad_norm: float

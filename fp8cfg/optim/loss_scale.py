@@ -1,4 +1,4 @@
-"""Loss scaling for float16, dynamic or constant: it lifts small gradients above the smallest float16 number."""
+"""Loss scaling for fp16. It lifts small gradients above the smallest fp16 number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LossScaleState(TypedDict):
-    """The state of a `LossScaler` as plain JSON values."""
+    """State of a `LossScaler` as JSON values."""
 
     scale: float
     growth_tracker: int
@@ -20,14 +20,21 @@ class LossScaleState(TypedDict):
 
 @dataclass
 class LossScaler:
-    """Megatron's DynamicGradScaler (megatron/core/optimizer/grad_scaler.py), or a constant `loss_scale` where given.
+    """Dynamic loss scale like Megatron's DynamicGradScaler, or a constant one.
 
-    Each overflow uses up one of `hysteresis`; once none is left, each overflow halves the scale, down to
-    `min_loss_scale`. `loss_scale_window` good steps in a row double it and restore the hysteresis. A single good step
-    does not restore it: overflows need not follow one another to count.
+    Multiply the loss by `scale` before the backward pass. The optimizer divides the gradients
+    again. The source is megatron/core/optimizer/grad_scaler.py.
 
-    Multiply the loss by `scale` before the backward pass; the optimizer divides the gradients again. Raises ValueError
-    for values that can never work.
+    Attributes:
+        loss_scale: Constant scale, or None for a dynamic scale.
+        initial_loss_scale: First dynamic scale.
+        min_loss_scale: Lower bound of the dynamic scale.
+        loss_scale_window: Consecutive good steps that double the scale and restore the hysteresis.
+        hysteresis: Overflows until the scale is halved. Later overflows halve it each time.
+        scale: Factor of the next backward pass.
+
+    Raises:
+        ValueError: The values can never work.
     """
 
     loss_scale: float | None = None
@@ -36,7 +43,6 @@ class LossScaler:
     loss_scale_window: int = 1000
     hysteresis: int = 2
     scale: float = field(init=False)
-    """The factor of the next backward pass."""
 
     def __post_init__(self) -> None:
         if self.loss_scale is not None and self.loss_scale <= 0.0:
@@ -56,11 +62,12 @@ class LossScaler:
         self._hysteresis_left = self.hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Update the scale after one step, given whether its gradients overflowed (inf or NaN)."""
+        """Updates the scale after a step. `found_inf` is whether its gradients had inf or NaN."""
         if self.loss_scale is not None:
             return
         if found_inf:
             self._good_steps = 0
+            # One good step does not restore the hysteresis, so overflows need not be consecutive.
             self._hysteresis_left -= 1
             if self._hysteresis_left <= 0:
                 self.scale = max(self.scale * 0.5, self.min_loss_scale)
@@ -72,7 +79,7 @@ class LossScaler:
             self.scale *= 2.0
 
     def state(self) -> LossScaleState:
-        """The state to save, under Megatron's names."""
+        """Returns the state to save, with Megatron's names."""
         return {
             "scale": self.scale,
             "growth_tracker": self._good_steps,
@@ -80,7 +87,11 @@ class LossScaler:
         }
 
     def load_state(self, state: LossScaleState) -> None:
-        """Restore `state`; a constant scale is not changed. Raises ValueError for names other than those of `state()`."""
+        """Restores a state. A constant scale does not change.
+
+        Raises:
+            ValueError: The names are not the names in `state()`.
+        """
         if state.keys() != self.state().keys():
             raise ValueError(
                 f"not the state of a loss scaler: {sorted(state)}, expected {sorted(self.state())}"
@@ -106,7 +117,7 @@ def loss_factors(
     scale = 1.0 if loss_scaler is None else loss_scaler.scale
     on_device = [share for share in shares if not isinstance(share, (int, float))]
     if on_device:
-        import torch  # here: commands that only check a recipe do without it
+        import torch  # local, because commands that only check a recipe do not load torch
 
         return (scale / torch.stack(on_device)).float()
     return [scale / share for share in shares]  # type: ignore[misc]

@@ -1,4 +1,7 @@
-"""Learning-rate schedule: warm-up and decay as a function of the step alone, with no state to save or to restore wrongly."""
+"""Learning-rate schedule with warm-up and decay.
+
+It is a function of the step only, so it has no state to save.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,23 @@ Decay = Literal["cosine", "linear", "constant"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up to `max_lr`, decay to `min_lr`, and `constant_steps` at `min_lr` before `max_steps`.
+    """Linear warm-up, decay, and a constant end.
 
-    `cosine` is NeMo's CosineAnnealing (nemo/core/optim/lr_scheduler.py), number for number. `linear` and `constant` are
-    Megatron's `lr_decay_style` (megatron/core/optimizer_param_scheduler.py) behind the same warm-up; `constant` stays
-    at `max_lr` and reads neither `min_lr` nor the last two counts. Learning rates are absolute, not factors.
+    `cosine` has the same numbers as NeMo's CosineAnnealing (nemo/core/optim/lr_scheduler.py).
+    `linear` and `constant` are lr_decay_style of Megatron
+    (megatron/core/optimizer_param_scheduler.py) with the same warm-up. A warm-up longer than the
+    run is cut short.
 
-    Raises ValueError for values that describe no schedule. A warm-up longer than the run is one: it is cut short.
+    Attributes:
+        max_lr: Learning rate after the warm-up.
+        min_lr: Learning rate after the decay. Unused by `constant`.
+        warmup_steps: Steps of the warm-up.
+        max_steps: Steps of the run. Unused by `constant`.
+        constant_steps: Steps at `min_lr` at the end. With `constant` they only change the warm-up.
+        decay: Shape of the decay.
+
+    Raises:
+        ValueError: The values describe no schedule.
     """
 
     max_lr: float
@@ -40,12 +53,10 @@ class Schedule:
             raise ValueError(f"decay={self.decay!r} is not one of {', '.join(get_args(Decay))}")
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of the optimizer step that follows `step` completed ones; the first is `lr_at(0)`.
-
-        NeMo has two warm-ups: (step + 1) / (warmup_steps + 1) of `max_lr`, and Megatron's step / warmup_steps, which
-        begins at 0, where there are constant steps. Both reach `max_lr` at `warmup_steps`.
-        """
+        """Returns the learning rate of the step after `step` completed steps."""
         if self.warmup_steps > 0 and step <= self.warmup_steps:
+            # NeMo has two warm-ups. With constant steps it is Megatron's, which starts at 0. Both
+            # reach max_lr at warmup_steps.
             if self.constant_steps > 0:
                 return self.max_lr * (step / self.warmup_steps)
             return self.max_lr * ((step + 1) / (self.warmup_steps + 1))
@@ -59,7 +70,7 @@ class Schedule:
         return (self.max_lr - self.min_lr) * left + self.min_lr
 
     def apply(self, optimizer: Optimizer, step: int) -> float:
-        """Set `lr_at(step)` in every parameter group, and return it."""
+        """Sets the learning rate for `step` in all parameter groups and returns it."""
         lr = self.lr_at(step)
         for group in optimizer.param_groups:
             group["lr"] = lr

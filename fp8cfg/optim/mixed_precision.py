@@ -1,10 +1,11 @@
-"""Mixed-precision optimizer: float32 masters for parameters that are stored in fewer bits, as in Megatron.
+"""Mixed-precision optimizer: float32 masters for low-precision parameters, as in Megatron.
 
     backward   p.grad, in its grad_dtype and multiplied by the loss scale
-    step       float32 gradients -> unscale -> norm, finite? -> clip -> inner step on the masters -> hooks -> write p
+    step       float32 gradients -> unscale -> norm, finite? -> clip
+               -> inner step on the masters -> hooks -> write p
 
-A master is a float32 copy of a parameter. Updates of a thousandth of a weight would round away in bfloat16; they add
-up in the master. A float32 parameter is its own master.
+A master is a float32 copy of a parameter. An update of a thousandth of a weight would round to zero
+in bfloat16, but adds up in the master. A float32 parameter is its own master.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from fp8cfg.optim.state_dict import (
 
 
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of named parameters: matrices with `weight_decay`, vectors (norms, biases) without, as in Megatron.
+    """Returns two groups of named parameters, as in Megatron.
 
-    A tied parameter appears once, under its first name; frozen ones do not appear, nor does an empty group.
+    Matrices get `weight_decay`. Vectors, such as norms and biases, get none. A tied parameter
+    appears once with its first name. Frozen parameters and empty groups are left out.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(name, p) for name, p in trained if p.dim() > 1]
@@ -51,10 +53,16 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def make_masters(
     names: Mapping[nn.Parameter, str], given: Mapping[nn.Parameter, Tensor]
 ) -> dict[nn.Parameter, Tensor]:
-    """A float32 master for each parameter of `names`: the given one, the parameter itself if float32, or a copy.
+    """Returns a float32 master for each parameter.
 
-    Raises ValueError for a given master of another shape or dtype or of no parameter here, and for an 8-bit parameter
-    without one: what was rounded away cannot be read back from it.
+    Args:
+        names: Names of the parameters.
+        given: Masters from before rounding, by parameter. Without one, a float32 parameter is its
+            own master, and fp16 and bf16 parameters are copied.
+
+    Raises:
+        ValueError: A given master has another shape or dtype or no parameter. Or an 8-bit parameter
+            has none: it cannot be decoded without its scale.
     """
     if given.keys() - names.keys():
         raise ValueError(
@@ -66,6 +74,7 @@ def make_masters(
 
 
 def _checked(name: str, parameter: nn.Parameter, master: Tensor) -> Tensor:
+    """Returns a given master. Raises ValueError for a wrong shape or dtype."""
     if master.dtype != torch.float32 or master.shape != parameter.shape:
         raise ValueError(
             f"the master of {name} must be float32 {list(parameter.shape)}, not {master.dtype}"
@@ -75,6 +84,7 @@ def _checked(name: str, parameter: nn.Parameter, master: Tensor) -> Tensor:
 
 
 def _own(name: str, parameter: nn.Parameter) -> Tensor:
+    """Returns a parameter as its own master, or a float32 copy."""
     if parameter.dtype == torch.float32:
         return parameter
     if parameter.dtype in (torch.bfloat16, torch.float16):
@@ -83,8 +93,14 @@ def _own(name: str, parameter: nn.Parameter) -> Tensor:
 
 
 class WriteGuard:
-    """The versions of `params`, torch's counts of writes to them, after the optimizer's last write. The next step of the optimizer
-    would silently undo any later write. `names` is what the error calls them, `since` the event after which they were written.
+    """Detects writes to parameters by other code. The next optimizer step would silently undo them.
+
+    It compares the versions of the tensors, which count in-place writes in torch.
+
+    Args:
+        names: Names of the parameters, for the error.
+        since: Event after which a write is an error, for the error.
+        params: Parameters to guard.
     """
 
     def __init__(
@@ -94,15 +110,15 @@ class WriteGuard:
         self._versions = {p: p._version for p in params}
 
     def watch(self, p: nn.Parameter) -> None:
-        """Add a parameter to those that are guarded."""
+        """Adds a parameter."""
         self._versions[p] = p._version
 
     def remember(self) -> None:
-        """Record the current versions as written by the optimizer."""
+        """Records the current versions as writes of the optimizer."""
         self._versions = {p: p._version for p in self._versions}
 
     def check(self) -> None:
-        """Raise RuntimeError if a parameter was written to since `remember`."""
+        """Raises RuntimeError if a parameter was written after `remember`."""
         written = [self._names[p] for p, version in self._versions.items() if p._version != version]
         if written:
             raise RuntimeError(
@@ -113,7 +129,10 @@ class WriteGuard:
 
 
 class SGD(torch.optim.SGD):
-    """torch.optim.SGD(fused=True) with a momentum that is there before the first step, for DTensors too. Takes no dampening."""
+    """torch.optim.SGD(fused=True) with momentum buffers from the first step on, for DTensors too.
+
+    Dampening is not supported.
+    """
 
     def __init__(
         self, params: Any, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
@@ -122,9 +141,11 @@ class SGD(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update from the gradients; none where the attribute `found_inf`, float32 [], is 1."""
+        """Updates the parameters. Does nothing if the attribute `found_inf`, float32 [], is 1."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
+            # torch creates a momentum buffer as a copy of the first gradient, also if found_inf
+            # skips that step. Zeros give the same first step.
             momenta = [self._momentum(p) for p in params] if group["momentum"] else []
             sgd(
                 [local(p) for p in params],
@@ -141,6 +162,7 @@ class SGD(torch.optim.SGD):
             )
 
     def _momentum(self, p: Tensor) -> Tensor:
+        """Returns the momentum buffer of a parameter, zeros at first."""
         state = self.state[p]
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -205,6 +227,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             p: master for p, master in (masters or {}).items() if p in mine or p not in self.names
         }
         self.masters = make_masters(mine, given)
+        # Parameters with a separate master, which is written back after each step.
         self._narrow = {p: master for p, master in self.masters.items() if master is not p}
         if self.writers.keys() - self._narrow.keys():
             raise ValueError("writers are for optimized parameters that have a master of their own")
@@ -215,7 +238,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
         self.grad_norm = 0.0
-        self.compiled = False  # torch's own kernels are
+        self.compiled = False  # the fused kernels of torch need no compilation
         self.steps = 0
         self.on_step: list[Callable[[], None]] = []
         self.on_skip: list[Callable[[], None]] = []
@@ -226,23 +249,30 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self._written = WriteGuard(self.names, "their masters were made", self._narrow)
 
     def owns(self, p: nn.Parameter) -> bool:
-        """Whether this optimizer keeps the state of `p` and steps it."""
+        """Whether this rank keeps the state of `p` and steps it."""
         return self._owned is None or self.names[p] in self._owned
 
     def drop_others(self) -> None:
-        """Forget the gradients of parameters that other ranks own and have; that there were some is remembered till the step."""
+        """Drops gradients of parameters that other ranks own, and remembers that they existed."""
         for p in self.names:
             if p.grad is not None and not self.owns(p):
                 p.grad = None
+                # Step counts must stay equal on all ranks, so the step counts these parameters too.
                 self._elsewhere.add(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
-        """One update from the `.grad` of the parameters; False where it was skipped because gradients are not finite.
+        """Updates the parameters from their `.grad`.
 
-        A gradient whose norm overflows float32 counts as not finite. A skipped step changes the loss scale and nothing
-        else. Float32 gradients are unscaled and clipped in place. Raises RuntimeError if someone else has written to a
-        parameter that has a master: the next step would silently undo that.
+        Float32 gradients are unscaled and clipped in place. A gradient norm that overflows float32
+        counts as not finite.
+
+        Returns:
+            False if the step was skipped because gradients are not finite. Only the loss scale
+            changes then.
+
+        Raises:
+            RuntimeError: Other code wrote to a parameter that has a master.
         """
         if closure is not None:
             raise TypeError("MixedPrecisionOptimizer.step takes no closure: the loss may be scaled")
@@ -263,14 +293,14 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         for hook in self.on_step if finite else self.on_skip:
             hook()
         for master in self._narrow.values():
-            master.grad = None  # before parameters are written, which may take memory
+            master.grad = None  # frees memory that write_parameters may need
         if finite:
             self.write_parameters()
         self._elsewhere.clear()
         return finite
 
     def _decide(self, norm: Tensor) -> bool:
-        """Whether this step is to be made; true where the device is to know it alone."""
+        """Whether to make this step. True if the device decides."""
         if self.deferred is not None:
             self.deferred.decide(
                 norm, [p for p in self.names if p.grad is not None or p in self._elsewhere]
@@ -283,7 +313,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         return finite
 
     def _step_inner(self) -> None:
-        """The inner step. If it is deferred it does nothing where `skip` is true."""
+        """Steps the inner optimizer. A deferred step does nothing if `skip` is true."""
         if self.deferred is not None:
             assert self.deferred.skip is not None, "the step was decided"
             # Fused kernels change nothing where found_inf is 1. torch's GradScaler sets it so, too.
@@ -291,29 +321,37 @@ class MixedPrecisionOptimizer(NamedOptimizer):
         self.inner.step()
 
     def count(self, by: int, stepped: Collection[nn.Parameter] | None = None) -> None:
-        """Count a step, or one less, of parameters that have a gradient, or of those given."""
+        """Adds `by` to the step counts.
+
+        Args:
+            by: 1, or -1 to take back a step that the device skipped.
+            stepped: Parameters of the step. Defaults to all parameters with a gradient.
+        """
         self.steps += by
         for p in self.names if stepped is None else stepped:
             self.counts[p] += by * (
                 stepped is not None or p.grad is not None or p in self._elsewhere
             )
             if by < 0 and not self.counts[p] and p in self.masters:
-                self.inner.state.pop(
-                    self.masters[p], None
-                )  # which a step that was skipped on the device has made
+                # A first step that the device skipped has created moments all the same.
+                self.inner.state.pop(self.masters[p], None)
 
     def storing(self) -> AbstractContextManager[None]:
-        """Context manager for the last backward pass before a step; does nothing: gradients stay where autograd puts them."""
+        """Returns a context that does nothing. The low-bit optimizers store gradients in it."""
         return nullcontext()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state itself, no copies: `<parameter>.master` where there is one, `<parameter>.exp_avg`, and so on; of owned ones."""
+        """Returns masters and moments of owned parameters by name. No copies."""
         return collect_tensors(self.names, self.masters, self.inner)
 
     def state_json(self) -> dict[str, Any]:
-        """The rest of the state, for JSON: inner optimizer, step counts, loss scale. The learning rate is a schedule's."""
+        """Returns inner optimizer, step counts and loss scale for JSON.
+
+        The learning rate belongs to the schedule.
+        """
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
         found = collect_json(self.names, self.masters, self.inner)
+        # With ZeRO the JSON covers parameters of other ranks too, so that it is equal on all ranks.
         others = {
             self.names[p]: stepped(self.inner, count)
             for p, count in self.counts.items()
@@ -324,11 +362,14 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Restore the results of `state_tensors` and `state_json`, for the parameters owned here. Training then continues with the
-        same bits. The state of a low-bit optimizer whose codecs are all float32 is taken too.
+        """Restores the results of `state_tensors` and `state_json` for the owned parameters.
 
-        The model's own weights are the model's state: load them first. Raises ValueError, before any tensor is changed,
-        for missing and unexpected names, other shapes or dtypes, another inner optimizer, and a loss scale on one side.
+        Load the model's weights first. Training then continues with the same bits. State of a
+        low-bit optimizer is accepted if all its codecs are float32.
+
+        Raises:
+            ValueError: Names, shapes, dtypes or the inner optimizer differ, or only one side has a
+                loss scale. No tensor was changed.
         """
         json = from_low_bit(json)
         if json.keys() != self.state_json().keys():
@@ -345,20 +386,22 @@ class MixedPrecisionOptimizer(NamedOptimizer):
             self.loss_scaler.load_state(json["loss_scale"])
         restore(self.names, self.masters, self.inner, tensors, json)
         entries = {p: json["state"][name] for p, name in self.names.items()}
+        # SGD has no step count. A momentum buffer shows that a parameter was stepped.
         self.counts = {
             p: int(entry.get("step", bool(entry["tensors"]))) for p, entry in entries.items()
-        }  # SGD counts no steps
+        }
         self.steps = int(json["steps"])
         self._written.remember()
 
     def _inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns a parameter group with the masters of this rank."""
         return {
             **hyperparameters(group),
             "params": [self.masters[p] for p in group["params"] if p in self.masters],
         }
 
     def _prepare_gradients(self) -> Tensor:
-        """Give every master its float32 gradient, unscaled; the norm of all."""
+        """Gives every master its unscaled float32 gradient, and returns their norm."""
         every = {
             p: p.grad if p.grad.dtype == torch.float32 else p.grad.float()
             for p in self.names
@@ -375,13 +418,13 @@ class MixedPrecisionOptimizer(NamedOptimizer):
     def _norm_of(
         self, every: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]
     ) -> Tensor:
-        """The norm of the gradients of `params`."""
+        """Returns the norm of the gradients of `params`, float32 []."""
         if self.sum_norms is None:
             norm = get_total_norm([every[p] for p in params if p in every])
-            return (
-                norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            )  # of gradients that are split over ranks
+            # With FSDP2 the norm is a DTensor. full_tensor() reduces it over the ranks.
+            return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         device = next(iter(self.names)).device
+        # ZeRO-2: each rank has some gradients. Zeros keep the order of norms equal on all ranks.
         none = torch.zeros((), dtype=torch.float32, device=device)
         each = [torch.linalg.vector_norm(every[p]) if p in every else none for p in params]
         total: Tensor = torch.linalg.vector_norm(self.sum_norms(torch.stack(each)))
@@ -389,7 +432,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """Store every master in its parameter, as each step does, and call `on_written`."""
+        """Writes every master into its parameter, then calls `on_written`."""
         plain = {p: master for p, master in self._narrow.items() if p not in self.writers}
         if plain:
             torch._foreach_copy_([*plain], [*plain.values()])
@@ -401,6 +444,7 @@ class MixedPrecisionOptimizer(NamedOptimizer):
 
 
 def named_parameters(group: dict[str, Any]) -> Iterable[tuple[str, nn.Parameter]]:
+    """Returns name and parameter pairs of a group. Raises ValueError if it has no names."""
     if "param_names" not in group:
         raise ValueError(
             "state is kept by name: pass param_groups(model, weight_decay) or"

@@ -1,4 +1,4 @@
-"""Scheduler in the interface of torch.optim.lr_scheduler, for loops of other projects."""
+"""Schedule with the interface of torch.optim.lr_scheduler, for training loops of other libraries."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 
 
 class StepScheduler(LRScheduler):
-    """`schedule` at the steps that `optimizer` has done, however often it is stepped itself: a skipped step does not move it
-    (Megatron's training.py), nor does Accelerate, which steps a scheduler once for each process. It has no state of its own.
+    """Sets the learning rate for the number of steps that the optimizer has done.
+
+    Calls of `step` are not counted. Skipped steps do not advance it, as in Megatron's training.py,
+    nor does Accelerate, which steps a scheduler once for each process. It has no state.
+
+    Args:
+        optimizer: The optimizer of a job.
+        schedule: The schedule of its recipe.
     """
 
     optimizer: MixedPrecisionOptimizer | LowBitTraining
@@ -29,9 +35,9 @@ class StepScheduler(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """The learning rate of the next step, for each parameter group."""
+        """Returns the learning rate of the next step for each parameter group."""
         return [self.schedule.lr_at(self.optimizer.steps)] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the base class counts, without the schedule, which is the recipe's."""
+        """Returns the counters of the base class. The schedule comes from the recipe."""
         return {key: value for key, value in super().state_dict().items() if key != "schedule"}

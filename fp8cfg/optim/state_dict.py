@@ -1,4 +1,4 @@
-"""Named optimizer state: base class with state by parameter name, tensors for safetensors and the rest for JSON."""
+"""Named optimizer state: tensors by parameter name for safetensors, and the rest as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Masters = Mapping[nn.Parameter, Tensor]
 def collect_tensors(
     names: Names, masters: Masters, inner: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Masters and moments as `<name>.master`, `<name>.exp_avg`, ...: the tensors themselves, not copies."""
+    """Returns masters and moments by names such as `<parameter>.master`. No copies."""
     found = _separate_masters(names, masters)
     for p, master in masters.items():
         for key in _tensor_keys(inner, master):
@@ -28,7 +28,7 @@ def collect_tensors(
 
 
 def collect_json(names: Names, masters: Masters, inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """The inner optimizer's class, and for each parameter its step count and which tensors belong to it."""
+    """Returns the class of the inner optimizer, and step count and tensor names by parameter."""
     state: dict[str, dict[str, Any]] = {}
     for p, master in masters.items():
         state[names[p]] = {"tensors": _tensor_keys(inner, master)}
@@ -44,8 +44,18 @@ def restore(
     tensors: Mapping[str, Tensor],
     json: Mapping[str, Any],
 ) -> None:
-    """Copy collected state into `masters`, which may be those of some of `names`, and `inner`. Raises ValueError before anything is
-    changed."""
+    """Copies saved state into masters and the inner optimizer.
+
+    Args:
+        names: Names of all parameters.
+        masters: Masters by parameter, possibly only of this rank's parameters.
+        inner: The inner optimizer.
+        tensors: Saved result of `collect_tensors`.
+        json: Saved result of `collect_json`.
+
+    Raises:
+        ValueError: The state does not fit. Nothing was changed.
+    """
     if json["optimizer"] != type(inner).__name__:
         raise ValueError(
             f"the saved state is of {json['optimizer']}, this optimizer is {type(inner).__name__}"
@@ -57,6 +67,7 @@ def restore(
     tensors = {
         k: t for k, t in tensors.items() if not any(k.startswith(prefix) for prefix in elsewhere)
     }
+    # Everything is checked before the first copy, so that an error leaves the optimizer unchanged.
     separate = _separate_masters(names, masters)
     moments = {
         f"{name}.{key}": named[name] for name, entry in saved.items() for key in entry["tensors"]
@@ -78,14 +89,14 @@ def restore(
 
 
 def moments(inner: torch.optim.Optimizer) -> list[str]:
-    """The tensors that `inner`, torch's SGD, Adam or AdamW, keeps of a parameter that it has stepped."""
+    """Returns the names of the moments of torch's SGD, Adam or AdamW."""
     if isinstance(inner, torch.optim.SGD):
         return ["momentum_buffer"] if inner.defaults["momentum"] else []
     return ["exp_avg", "exp_avg_sq"]
 
 
 def stepped(inner: torch.optim.Optimizer, count: int) -> dict[str, Any]:
-    """The entry of `collect_json` for a parameter that `inner` has stepped so often, on whatever rank."""
+    """Returns the entry of `collect_json` for a parameter after `count` steps, on any rank."""
     if not count:
         return {"tensors": []}
     return {"tensors": moments(inner)} | (
@@ -94,8 +105,10 @@ def stepped(inner: torch.optim.Optimizer, count: int) -> dict[str, Any]:
 
 
 def from_low_bit(json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The JSON of a low-bit optimizer whose state is float32 throughout, as ZeRO once had it, as that of torch's Adam, whose
-    tensors it has; any other as it is."""
+    """Converts the JSON of a float32 low-bit optimizer to the JSON of torch's Adam.
+
+    Their tensors are the same. Older versions used it for ZeRO. Other JSON is returned unchanged.
+    """
     name = str(json.get("optimizer", "")).removeprefix("LowBitTraining")
     state = json.get("state", {})
     if name == json.get("optimizer") or any(
@@ -110,16 +123,19 @@ def from_low_bit(json: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _separate_masters(names: Names, masters: Masters) -> dict[str, Tensor]:
+    """Returns the masters of parameters that are not float32 themselves, by name."""
     return {f"{names[p]}.master": master for p, master in masters.items() if master is not p}
 
 
 def _tensor_keys(inner: torch.optim.Optimizer, master: Tensor) -> list[str]:
+    """Returns the names of a parameter's moments in the inner optimizer."""
     state = inner.state.get(master, {})
     return sorted(key for key, value in state.items() if key != "step" and value is not None)
 
 
 def _step_tensor(inner: torch.optim.Optimizer, master: Tensor, step: int) -> Tensor:
-    # Fused and capturable kernels read the count on the device; elsewhere torch keeps it on the CPU.
+    """Returns a step count as the inner optimizer stores it."""
+    # Fused and capturable kernels read the count on the device. Otherwise torch keeps it on the CPU.
     group = next(group for group in inner.param_groups if any(master is p for p in group["params"]))
     on_device = group.get("fused") or group.get("capturable")
     return torch.tensor(
@@ -128,6 +144,7 @@ def _step_tensor(inner: torch.optim.Optimizer, master: Tensor, step: int) -> Ten
 
 
 def check_names(what: str, given: Set[str], expected: Set[str]) -> None:
+    """Raises ValueError if names of parameters or tensors are missing or unexpected."""
     for problem, names in (("missing", expected - given), ("unexpected", given - expected)):
         if names:
             some = ", ".join(sorted(names)[:4])
@@ -135,6 +152,7 @@ def check_names(what: str, given: Set[str], expected: Set[str]) -> None:
 
 
 def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if tensors differ in name, shape or dtype from the expected ones."""
     check_names("tensors", given.keys(), expected.keys())
     for name, like in expected.items():
         tensor = given[name]
@@ -146,11 +164,11 @@ def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 NO_HYPERPARAMETERS = ("params", "param_names", "columns")
-"""What stands in a parameter group beside its hyperparameters."""
+"""Keys of a parameter group that are no hyperparameters."""
 
 
 class FP8State(Protocol):
-    """Who has the FP8 state of a model: a Job."""
+    """Protocol: an object with the FP8 state of a model, such as a Job."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -158,53 +176,61 @@ class FP8State(Protocol):
 
 
 def carried(state: FP8State | None) -> dict[str, Any]:
-    """The entry of an optimizer's state dict for FP8 state; none where there is none."""
+    """Returns the FP8 entry of an optimizer's state dict, empty without FP8 state."""
     fp8 = {} if state is None else state.state_dict()
     return {"fp8": fp8} if fp8 else {}
 
 
 class NamedOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers whose state is keyed by parameter name; `state_dict` therefore differs from torch's layout, which
-    is keyed by position.
+    """Base class of optimizers with state by parameter name.
 
-    A job's optimizer carries the FP8 state of its model too (`fp8_state`): Trainer, Accelerate and Fabric save model and optimizer
-    alone, and the model's `state_dict` has none.
+    torch keys optimizer state by position, so `state_dict` differs from its layout. A job's
+    optimizer also saves the FP8 state of its model (`fp8_state`). Trainer, Accelerate and Fabric
+    save only model and optimizer, and the model's `state_dict` has no FP8 state.
     """
 
     names: dict[nn.Parameter, str]
     fp8_state: FP8State | None = None
     _owned: Container[str] | None = None
     sharded: bool = False
-    """Whether FSDP2 has split every parameter, and with it the state, over data-parallel ranks."""
+    """Whether FSDP2 shards every parameter and its state over data-parallel ranks."""
     one_shard: Callable[[], None] | None = None
-    """Where FSDP2 has one shard of each parameter on every rank: called once a state dict has written these."""
+    """Called after a state dict has written parameters, if FSDP2 has one whole shard on every rank."""
     masters_of: Collection[str] = ()
-    """Names of parameters that are their own masters under FSDP2, and that a rank alone has masters of."""
+    """Names of parameters that are their own masters under FSDP2, but have a separate master without it."""
     split: Collection[Any] = ()
-    """Parameters of which other ranks have other parts."""
+    """Parameters that tensor-parallel ranks split."""
     sum_split: Callable[[Tensor], Tensor] | None = None
-    """Adds up a number over the ranks that have these parts."""
+    """Sums a number over the ranks that split parameters."""
     can_defer: bool = False
-    """Whether the device can decide whether a step is skipped."""
+    """Whether the device can decide to skip a step."""
     deferred: DeferredSteps | None = None
     sum_stages: Callable[[Tensor], Tensor] | None = None
-    """Adds up a number over the ranks that have other layers of the model, where there are some."""
+    """Sums a number over pipeline stages, if there are any."""
     uncounted: Collection[Tensor] = ()
-    """Parameters that one of those ranks has too, and counts."""
+    """Parameters that another stage has too, and counts in norms: a tied embedding."""
 
     def norm_over_ranks(self, norm_of: Callable[[Sequence[nn.Parameter]], Tensor]) -> Tensor:
-        """The norm of the gradients of the whole model, from `norm_of`, that of some parameters as far as this rank has them."""
+        """Returns the gradient norm of the whole model, float32 [].
+
+        Args:
+            norm_of: Returns the norm of this rank's gradients of some parameters.
+        """
         if self.sum_stages is None:
             return self._norm_of_parts(norm_of, list(self.names))
         here = self._norm_of_parts(
             norm_of, [p for p in self.names if not any(p is other for other in self.uncounted)]
         )
+        # Squares of float32 norms can overflow float32, so stages are summed in float64.
         return self.sum_stages(here.double().square()).sqrt().float()
 
     def _norm_of_parts(
         self, norm_of: Callable[[Sequence[nn.Parameter]], Tensor], params: Sequence[nn.Parameter]
     ) -> Tensor:
-        """The norm of the gradients of `params`, of all parts of those that are split."""
+        """Returns the norm over tensor-parallel ranks.
+
+        Split parameters are summed over the ranks. Replicated parameters count once.
+        """
         if self.sum_split is None:
             return norm_of(params)
         split, whole = ([p for p in params if (p in self.split) == part] for part in (True, False))
@@ -212,21 +238,27 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state itself, no copies, by `<parameter>.<what>`."""
+        """Returns the tensors of the state by names such as `<parameter>.exp_avg`. No copies."""
 
     @abstractmethod
     def state_json(self) -> dict[str, Any]:
-        """The rest of the state, for JSON. The learning rate is a schedule's."""
+        """Returns the rest of the state for JSON, without the learning rate of the schedule."""
 
     @abstractmethod
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Restore the results of `state_tensors` and `state_json`. Raises ValueError, before anything is changed, where they do
-        not fit.
+        """Restores the results of `state_tensors` and `state_json`.
+
+        Raises:
+            ValueError: The state does not fit. Nothing was changed.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """`state_tensors`, `state_json` and the hyperparameters of the groups, and the FP8 state of a job's model. Raises
-        RuntimeError where the state is split over ranks, of which none has it whole."""
+        """Returns tensors, JSON state, hyperparameters and the FP8 state of a job's model.
+
+        Raises:
+            RuntimeError: Ranks have different parts of the state. Use `fp8cfg.fit` to save
+                checkpoints.
+        """
         if self.split:
             raise RuntimeError(
                 "the optimizer's state is that of this rank's parts of matrices"
@@ -255,8 +287,12 @@ class NamedOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`, for a model whose weights are loaded; raises ValueError as `load_state` does, and for
-        another number of groups or other FP8 layers, or what is no such state dict."""
+        """Restores the result of `state_dict`. Load the model's weights first.
+
+        Raises:
+            ValueError: It is no such state dict, has another number of groups, or belongs to
+                another optimizer or other FP8 layers.
+        """
         _expect_state_dict(state_dict)
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
@@ -271,14 +307,14 @@ class NamedOptimizer(torch.optim.Optimizer):
             self._load_fp8(state_dict)  # scales and amaxes of these
             self.one_shard()
         else:
-            self._load_fp8(
-                state_dict
-            )  # first: what it writes into weights is no write of someone else
+            # FP8 state may write weights. load_state then records these writes as its own.
+            self._load_fp8(state_dict)
             self.load_state(state_dict["tensors"], state_dict["json"])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update(saved)
 
     def _load_fp8(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads the FP8 state of the job's model, if both have it."""
         if self.fp8_state is not None and "fp8" in state_dict:
             self.fp8_state.load_state_dict(state_dict["fp8"])
 
@@ -290,7 +326,7 @@ class NamedOptimizer(torch.optim.Optimizer):
 
 
 def _expect_state_dict(state_dict: Any) -> None:
-    """Raise ValueError for what is no state dict of a NamedOptimizer."""
+    """Raises ValueError if it is no state dict of a NamedOptimizer."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(
             f"optimizer state: expected what state_dict() gives, not {type(state_dict).__name__}"
