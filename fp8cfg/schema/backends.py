@@ -1,8 +1,8 @@
 """Backends by name, and their capabilities as plain data. Loads no torch.
 
-A backend is a package with CAPABILITIES, a module or object `rules` and another one `backend`, see
+A backend is a package with CAPABILITIES and two modules or objects, `rules` and `backend`, see
 backends/protocol.py. The shipped backends are folders of fp8cfg/backends. Other packages register
-theirs as entry points of the group `fp8cfg.backends`.
+a backend as an entry point of the group `fp8cfg.backends`.
 """
 
 from __future__ import annotations
@@ -86,18 +86,20 @@ class Capabilities:
 @functools.cache
 def shipped() -> tuple[str, ...]:
     """Returns the names of the shipped backends, in the order of reports."""
+    # By name: an import statement would make the schema depend on the backends.
     return tuple(importlib.import_module(GROUP).SHIPPED)
 
 
 @functools.cache
 def offered() -> dict[str, EntryPoint]:
-    """Returns the backends of installed packages by name.
+    """Returns the entry points of backends in installed packages, by name.
 
-    Skips an entry point with an invalid or a taken name, with a PackageWarning.
+    Skips an entry point with an invalid or taken name, with a PackageWarning.
     """
     points: dict[str, EntryPoint] = {}
     for point in packages.offered(GROUP):
         if not NAME.fullmatch(point.name):
+            # The name is a value of `backend` on the command line and part of a module path.
             packages.warn(point, "is no name of letters, digits and '_'")
         elif point.name in ("auto", *shipped(), *points):
             packages.warn(point, "has a name that is taken")
@@ -113,15 +115,16 @@ def names() -> tuple[str, ...]:
 
 @functools.cache
 def package(name: str) -> Any:
-    """Returns the package of a backend.
+    """Imports the package of a backend and returns it.
 
-    Returns None if there is none, or with a PackageWarning if an installed package is broken.
+    Returns None for an unknown name. Returns None with a PackageWarning if the package is broken.
     """
     if name in shipped():
         return importlib.import_module(f"{GROUP}.{name}")
     if name not in offered():
         return None
     found = packages.load(offered()[name])
+    # A broken third-party package must not end a run of another backend, so this only warns.
     if found is not None and not isinstance(getattr(found, "CAPABILITIES", None), Capabilities):
         packages.warn(
             offered()[name],
@@ -134,8 +137,10 @@ def package(name: str) -> Any:
 def part(name: str, which: str) -> Any:
     """Returns `rules` or `backend` of a backend, and imports it if it is a module.
 
+    They are separate so that a plan can load the rules without torch or the backend's library.
+
     Args:
-        name: The backend.
+        name: Name of the backend.
         which: "rules" or "backend".
 
     Raises:
@@ -151,10 +156,13 @@ def part(name: str, which: str) -> Any:
         )
     if (name, which) not in _PARTS:
         try:
+            # An attribute is an object, or a module that the package imports. Otherwise it is a
+            # module that is not loaded yet.
             loaded_part = getattr(found, which, None)
             if loaded_part is None:
                 loaded_part = importlib.import_module(f"{found.__name__}.{which}")
         except Exception as error:
+            # A bug of ours needs its traceback. For another package one line is enough.
             if name in shipped():
                 raise
             raise ConfigError(
@@ -166,15 +174,17 @@ def part(name: str, which: str) -> Any:
 
 
 def loaded(name: str) -> bool:
-    """Returns whether the code of backend `name` was imported."""
+    """Returns whether the `backend` part of a backend has been imported."""
     if (name, "backend") in _PARTS:
         return True
+    # A user may also have imported the module directly.
     package_name = f"{GROUP}.{name}" if name in shipped() else offered()[name].value
     return f"{package_name}.backend" in sys.modules
 
 
 def capabilities(name: str) -> Capabilities:
-    """Returns the capabilities of a backend. `auto` and a broken backend have the defaults."""
+    """Returns the capabilities of a backend, or the defaults for `auto` and a broken backend."""
+    # `auto` is resolved on the hardware of the run. Until then rules assume a plain GEMM library.
     found = package(name)
     if found is None:
         return Capabilities()
@@ -183,13 +193,13 @@ def capabilities(name: str) -> Capabilities:
 
 
 def ordered() -> tuple[str, ...]:
-    """Returns the backends that backend=auto tries, in order."""
+    """Returns the backends for backend=auto, in the order of their priority."""
     candidates = [name for name in names() if capabilities(name).priority > 0]
     return tuple(sorted(candidates, key=lambda name: -capabilities(name).priority))
 
 
 def gathering() -> list[str]:
-    """Returns the backends of `ordered` whose weights FSDP2 can gather in FP8."""
+    """Returns the backends of `ordered` with an FP8 all-gather of weights under FSDP2."""
     return [name for name in ordered() if capabilities(name).fp8_gather]
 
 
@@ -202,14 +212,14 @@ EMULATE = "write fp8.emulate=true to emulate"
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that runs a recipe.
+    """The hardware for a recipe, and the versions of its libraries.
 
     Attributes:
         device: "cpu" or "cuda".
-        capability: The compute capability of a CUDA device.
-        cuda: The CUDA version that torch was built with.
-        cublaslt: The version of cuBLASLt, None if it is unknown.
-        cudnn: The version of cuDNN, None if it is unknown.
+        capability: Compute capability of a CUDA device.
+        cuda: CUDA version of the torch build.
+        cublaslt: Version of cuBLASLt, None if unknown.
+        cudnn: Version of cuDNN, None if unknown.
     """
 
     device: str
@@ -220,7 +230,7 @@ class Hardware:
 
 
 def dotted(version: tuple[int, ...] | None) -> str:
-    """Returns a version for a message: "12.9", or "unknown"."""
+    """Formats a version for a message: "12.9", or "unknown"."""
     if not version:
         return "unknown"
     return ".".join(str(number) for number in version)

@@ -1,6 +1,6 @@
-"""Errors with a plain message and an exit code, and how a command reports them.
+"""Errors with a plain message and an exit code, and their report by a command.
 
-An error message is one line for each problem: the key, the reason, and what to do.
+An error message has one line per problem: the key, the reason, and what to do.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class ConfigError(Fp8cfgError, ValueError):
     def __init__(self, problems: str | Sequence[str | Violation]) -> None:
         if isinstance(problems, str):
             problems = [problems]
+        # Several rules may report the same line. dict.fromkeys drops repeats and keeps the order.
         self.violations = [problem for problem in problems if isinstance(problem, Violation)]
         self.problems = list(dict.fromkeys(str(problem) for problem in problems))
         super().__init__("\n".join(self.problems))
@@ -53,7 +54,7 @@ class NotFP8Error(Fp8cfgError):
 
 
 class RankLost(Fp8cfgError):
-    """Another rank ended, and this rank cannot continue. Exit code 8."""
+    """Another rank exited, so this rank cannot continue. Exit code 8."""
 
     exit_code = 8
 
@@ -71,7 +72,7 @@ class NotWritable(Fp8cfgError):
 
 
 class PlainWarning(UserWarning):
-    """A warning that a command prints as one line, without its place in the code."""
+    """A warning that a command prints as one line, without file and line number."""
 
 
 class PackageWarning(PlainWarning):
@@ -79,33 +80,42 @@ class PackageWarning(PlainWarning):
 
 
 def refuse_if(problems: Sequence[str | Violation]) -> None:
-    """Raises ConfigError with all `problems`, in their order. Does nothing if there are none."""
+    """Raises ConfigError with all `problems`. Does nothing for an empty list."""
     if problems:
         raise ConfigError(problems)
 
 
 def expect(call: str, value: object, kind: type, what: str) -> None:
-    """Raises ConfigError unless `value`, an argument of the function `call`, is a `kind`.
+    """Raises ConfigError if an argument has the wrong type.
 
     Args:
-        call: The name of the function.
+        call: Name of the called function, for the message.
         value: The argument.
-        kind: The type that the function takes.
-        what: The type in words, such as "a Recipe".
+        kind: The expected type.
+        what: The expected type in words, such as "a Recipe".
     """
     if not isinstance(value, kind):
         raise ConfigError(f"{call}: expected {what}, got {type(value).__name__}")
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the option most similar to `word`, or None. Upper and lower case are equal."""
+    """Returns the option most similar to `word`, ignoring case, or None.
+
+    Args:
+        word: The user's word.
+        options: The options.
+        cutoff: Least similarity, from 0 to 1 (difflib).
+    """
     by_lower_case = {option.lower(): option for option in options}
     matches = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=cutoff)
     return by_lower_case[matches[0]] if matches else None
 
 
 def suggest(word: str, options: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown `word`: the nearest option, or a short list."""
+    """Returns the end of a message about an unknown `word`.
+
+    That is the nearest option, a list of up to 16 options, or an empty string.
+    """
     options = list(options)
     near = nearest(word, options)
     if near:
@@ -124,7 +134,10 @@ def folder_taken(folder: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes characters that would break a line or control the terminal."""
+    """Escapes characters that would break a line or control the terminal.
+
+    Messages quote values of untrusted files, which may contain escape sequences.
+    """
     characters = []
     for character in text:
         if not character.isprintable():
@@ -138,15 +151,16 @@ _MEMORY_MESSAGES = re.compile(
     "|failed to map segment|unable to mmap|not enough memory",
     re.IGNORECASE,
 )
-"""Messages of allocators, malloc, mmap and the dynamic loader."""
+"""Messages of torch's allocators, malloc, mmap and the dynamic loader."""
 
 
 def out_of_memory(error: BaseException) -> str:
-    """Returns the message if `error` means that memory ran out, otherwise an empty string."""
+    """Returns the message if `error` means that CPU or GPU memory ran out, otherwise ""."""
     is_memory_error = isinstance(error, MemoryError)
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         is_memory_error = True
-    # torch.OutOfMemoryError is a RuntimeError.
+    # torch.OutOfMemoryError is a RuntimeError, but the schema loads no torch. Importing a library
+    # without memory to map it raises ImportError. So the text decides.
     if isinstance(error, RuntimeError | OSError | ImportError):
         is_memory_error = is_memory_error or bool(_MEMORY_MESSAGES.search(str(error)))
     if not is_memory_error:
@@ -179,19 +193,25 @@ def exit_codes() -> Iterator[None]:
 
 
 def report_error(error: BaseException) -> int | None:
-    """Prints the message of `error` and returns the exit code. Returns None for a bug."""
+    """Prints the message of `error` and returns the exit code.
+
+    Returns None, and prints nothing, for an unexpected error. Then the traceback helps.
+    """
     if isinstance(error, Fp8cfgError):
         return _report_own_error(error)
-    if isinstance(error, BrokenPipeError):  # the reader, such as `head`, has closed the pipe
+    # The reader, such as `head`, has closed the pipe. That is no error.
+    if isinstance(error, BrokenPipeError):
         _discard_stdout()
         return 0
+    # 128 + SIGINT, as a shell reports it.
     if isinstance(error, KeyboardInterrupt):
         return 130
     if not isinstance(error, OSError | MemoryError | RuntimeError | ImportError):
         return None
     message = out_of_memory(error)
     if message:
-        error.__traceback__ = None  # frees what its frames hold, to have memory for the message
+        # Frees the tensors in its frames, so that there is memory for the message.
+        error.__traceback__ = None
         print_errors([message], "error: ")
         return 1
     if not isinstance(error, OSError):
@@ -210,24 +230,26 @@ def report_error(error: BaseException) -> int | None:
 
 
 def _report_own_error(error: Fp8cfgError) -> int:
+    """Prints the lines of an error of this package and returns its exit code."""
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
-    # Exit code 75 is a stop by a signal, which is no error.
+    # Exit code 75 (EX_TEMPFAIL) is a stop by a signal with everything saved, not an error.
     prefix = "" if error.exit_code == 75 else "error: "
     print_errors(lines, prefix, at_once=isinstance(error, RankStalled))
     if isinstance(error, RankLost | RankStalled):
         sys.stderr.flush()
-        # torchrun ends the other ranks as soon as one fails. The ranks that know the cause need
-        # time to print it.
+        # torchrun kills the other ranks as soon as one exits. Ranks with the real cause need time to
+        # print it.
         time.sleep(5)
     return error.exit_code
 
 
 def _missing_folder(error: OSError) -> str:
-    """Returns the message if the working directory or the Inductor cache is gone, else nothing."""
+    """Returns the message if the working directory or Inductor's cache is gone, otherwise ""."""
     try:
         os.getcwd()
     except FileNotFoundError:
         return "the working directory is gone; cd to one that is there"
+    # Inductor creates its cache folder. It fails with a bare OSError if it cannot.
     cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if cache and error.filename == cache and not os.path.isdir(cache):
         return (
@@ -244,20 +266,20 @@ def flush_stdout() -> None:
 
 
 def _discard_stdout() -> None:
-    """Sends all further output to /dev/null, so that no flush at the end fails."""
+    """Redirects standard output to /dev/null, so that Python's flush at exit does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def print_errors(lines: list[str], prefix: str, at_once: bool = False) -> None:
     """Prints the lines of an error or a warning to standard error.
 
-    Every rank may call it. The first rank prints at once, and torchrun then ends the others. So an
-    error that all ranks have is printed once. The others wait two seconds and add their rank.
+    Every rank may call it. Rank 0 prints at once and exits, and torchrun then kills the other ranks.
+    So an error of all ranks is printed once. Other ranks wait two seconds and add their number.
 
     Args:
-        lines: The lines. Control characters in them are escaped.
-        prefix: The start of each line.
-        at_once: Whether other ranks do not wait.
+        lines: The lines. Control characters are escaped.
+        prefix: Start of each line.
+        at_once: Whether other ranks print without waiting.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -266,8 +288,10 @@ def print_errors(lines: list[str], prefix: str, at_once: bool = False) -> None:
         prefix = f"rank {rank}: {prefix}"
     try:
         flush_stdout()
-    except OSError:  # a closed pipe or a full disk must not hide the error
+    except OSError:
+        # A closed pipe or a full disk must not hide the error.
         _discard_stdout()
     for line in lines:
-        with suppress(OSError):  # a closed terminal; the exit code still tells
+        # A closed terminal takes no message. The exit code is still right.
+        with suppress(OSError):
             print(f"{prefix}{printable(line)}", file=sys.stderr)

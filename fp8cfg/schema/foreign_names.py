@@ -1,6 +1,7 @@
-"""Names of other projects: their keys and values are rejected with the name that they have here.
+"""Keys and values of other projects, for error messages with the name here.
 
-The tables below are data. `unknown` builds the message about a key, `meant` translates a value.
+A recipe never accepts a foreign name, so that each setting has one spelling. The tables below are
+data. `unknown` builds the message about a key, `meant` translates a value.
 """
 
 from __future__ import annotations
@@ -334,10 +335,10 @@ _DTYPES = {
     "float8": "fp8",
 }
 _TYPO_CUTOFF = 0.75
-"""Similarity of a key and its misspelling."""
+"""Least similarity of a key and its misspelling, from 0 to 1 (difflib)."""
 _WITHOUT_PRESET = {("fp16", "nvfp4")}
 _IGNORED_WORDS = {"mixed", "true", "precision", "with", "scaling", "training"}
-"""Words in names of precisions that our presets do not have in theirs."""
+"""Words in foreign names of precisions without a meaning in names of our presets."""
 _WORDS_OF_SCALING = {
     "delayed": ["fp8"],
     "current": ["fp8", "current"],
@@ -345,7 +346,7 @@ _WORDS_OF_SCALING = {
     "mxfp8": ["mxfp8"],
     "nvfp4": ["nvfp4"],
 }
-"""The words for a scaling in the name of a preset."""
+"""Words for a scaling in the name of a preset."""
 _COMPUTE_DTYPES = ("fp32", "bf16", "fp16")
 _ZERO_STAGES = {"1": "zero1", "2": "zero2", "3": "fsdp"}
 """storage.shard by DeepSpeed's numbers of ZeRO stages."""
@@ -365,7 +366,7 @@ DERIVED = {
     "optim.end_lr": "optim.min_lr, or 0.1 x optim.lr where that is null",
     "trainer.strategy.size": "the product of trainer.strategy's parallel sizes",
 }
-"""Keys that cannot be set, because they follow from others, and what they follow from."""
+"""Keys that follow from other keys and cannot be set, with their definition."""
 
 _NO_WANDB = "metrics go to metrics.jsonl, to log.tensorboard=true, and to callbacks of fp8cfg.fit"
 _NO_EPOCHS = "trainer.max_steps counts steps, not epochs"
@@ -413,7 +414,7 @@ ABSENT = {
     ),
     "model.hf": "write recipe=from_hf model.path=FOLDER",
 }
-"""Keys, or their last names, of features that do not exist here, and what to use instead."""
+"""Keys of features that do not exist here, or their last names, with an alternative."""
 
 CODE_KEYS = frozenset(
     {
@@ -432,13 +433,19 @@ CODE_KEYS = frozenset(
         "pickle",
     }
 )
-"""Keys that name code to run in other frameworks. A recipe must never run code."""
+"""Keys that name code to run in Hydra, Fiddle and other frameworks. A recipe must never run code."""
 
 
 def meant(key: str, value: object) -> str | None:
-    """Returns our spelling of another project's `value` for our `key`.
+    """Translates another project's value to our spelling.
 
-    Returns None if it is unknown, or valid as it is. The result may have other keys after a space.
+    Args:
+        key: Short name of our key.
+        value: The foreign value.
+
+    Returns:
+        Our value, possibly followed by a space and another key: "current fp8.granularity=row". None
+        if the value is unknown or already valid.
     """
     ours = None
     if key == "storage.shard":
@@ -450,7 +457,7 @@ def meant(key: str, value: object) -> str | None:
 
 
 def _our_value(key: str, value: object) -> str | None:
-    """Returns `value` in our spelling, which it may have already."""
+    """Looks up `value` in our spelling. Returns None if no table has it."""
     word = str(value).lower()
     ours = _VALUES.get(key, {}).get(word)
     if ours is None and key == "precision":
@@ -459,10 +466,12 @@ def _our_value(key: str, value: object) -> str | None:
 
 
 def _preset(name: str) -> str | None:
-    """Returns the preset for a name whose words stand in any order.
+    """Returns the preset for a name with its words in any order, or None.
 
     Examples: fp8_mixed, bfloat16, bf16_fp8_delayed, fp8_tensorwise.
     """
+    # NeMo says bf16-mixed or bf16_with_fp8_mixed, Lightning bf16-true, Megatron-Bridge
+    # bf16_with_fp8_current_scaling_mixed. Only dtypes and scalings count.
     words = [
         _DTYPES.get(word, word) for word in re.split("[-_ ]+", name) if word not in _IGNORED_WORDS
     ]
@@ -476,25 +485,28 @@ def _preset(name: str) -> str | None:
         return None
     if not scalings <= _WORDS_OF_SCALING.keys():
         return None
+    # Without a compute dtype, as in Accelerate's fp8, the rest runs in BF16.
     compute = compute_dtypes[0] if compute_dtypes else "bf16"
     fp8_words: list[str] = []
     if scalings:
         fp8_words = _WORDS_OF_SCALING[scalings.pop()]
     elif "fp8" in words:
         fp8_words = ["fp8"]
-    # There are no presets of these.
+    # No preset exists for these combinations.
     if (compute, *fp8_words) in _WITHOUT_PRESET or (fp8_words and compute == "fp32"):
         return None
     return "_".join([compute, *fp8_words])
 
 
 def home_of(key: str, known: Iterable[str] = ()) -> str | None:
-    """Returns our key for another project's `key`, or None if no table has it.
+    """Returns our key for another project's key, or None if no table has it.
 
     Args:
-        key: The key, with dots.
-        known: Our keys. A key inside a node that NeMo nests deeper is looked up among them.
+        key: The foreign key, with dots.
+        known: Our keys. NeMo nests some nodes deeper, and a key without that level may be ours.
     """
+    # The full name wins: torchtitan's training.dtype is storage.weight, any other dtype is
+    # precision.compute.
     ours = _KEYS_BY_FULL_NAME.get(key.lower())
     ours = ours or _KEYS_BY_LAST_NAME.get(key.rpartition(".")[2].lower())
     node = _nemo_node(key)
@@ -508,12 +520,12 @@ def home_of(key: str, known: Iterable[str] = ()) -> str | None:
 
 
 def absence(key: str) -> str | None:
-    """Returns what to use instead of a feature that does not exist here. None for other keys."""
+    """Returns the alternative to a feature that does not exist here, or None for other keys."""
     return ABSENT.get(key.lower()) or ABSENT.get(key.rpartition(".")[2].lower())
 
 
 def _nemo_node(key: str) -> str | None:
-    """Returns the node of NeMo's recipes that `key` is or belongs to."""
+    """Returns the node of NeMo's recipes for `key`: itself, or a node above it. None otherwise."""
     for node in _NEMO_NODES:
         if f"{key}.".startswith(f"{node}."):
             return node
@@ -521,11 +533,18 @@ def _nemo_node(key: str) -> str | None:
 
 
 def unknown_lines(key: str, known: Iterable[str], value: object) -> list[str]:
-    """Returns the messages about an unknown key: as `unknown`, or one for each key inside `value`.
+    """Returns the messages about an unknown key, or about each key inside it.
 
-    A section of another project's file has its own name, which nobody looks for here.
+    A mapping under an unknown key is probably a section of another project's file. Its keys have
+    better messages than its name.
+
+    Args:
+        key: The key, with dots.
+        known: Short names of our keys.
+        value: Value of the key.
     """
     known = set(known)
+    # These keys have a message that is about the whole section.
     keys_inside = value if isinstance(value, Mapping) else {}
     has_own_message = (
         key.rpartition(".")[2] in CODE_KEYS
@@ -549,9 +568,11 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
 
     Args:
         key: The key, with dots.
-        known: The keys that exist, by their short names.
-        value: Its value, which is translated too.
+        known: Short names of our keys.
+        value: Value of the key, for a complete suggestion such as backend=te.
     """
+    # From the most specific message to a guess. Code comes first: it is a security boundary, and no
+    # other table may explain it away.
     leaf = key.rsplit(".", 1)[-1]
     if leaf in CODE_KEYS:
         return (
@@ -565,6 +586,7 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
     if key in DERIVED:
         return f"{key}: cannot be set, it is {DERIVED[key]}"
     known = set(known)
+    # The plugin's full name is valid too, and typos of it should find it.
     if "precision" in known:
         known.add(PLUGIN)
     ours = home_of(key, known)
@@ -573,13 +595,21 @@ def unknown(key: str, known: Iterable[str], value: object = None) -> str:
     absent = absence(key)
     if absent and key not in known:
         return f"{key}: no such key; {absent}"
-    if key in known:  # a dotted name inside a node
+    # The key exists, so it must be a dotted name inside a node.
+    if key in known:
         return f"{key}: dotted names are read at the top of a file alone; write a node for each dot"
     return f"{key}: no such key{_hint(key, known)}"
 
 
 def _our_key(leaf: str, value: object, ours: str) -> str:
-    """Returns the end of a message about a key whose name here is `ours`."""
+    """Returns the end of a message about a foreign key.
+
+    Args:
+        leaf: Last part of the foreign key.
+        value: Its value.
+        ours: Our key.
+    """
+    # DeepSpeed numbers its ZeRO stages.
     if leaf in ("stage", "zero_stage"):
         our_value = _ZERO_STAGES.get(str(value))
     else:
@@ -591,7 +621,7 @@ def _our_key(leaf: str, value: object, ours: str) -> str:
 
 
 def _hint(key: str, known: set[str]) -> str:
-    """Returns the end of a message about a key that is in no table: the nearest keys."""
+    """Returns the end of a message about a key without a table entry: the nearest keys."""
     leaf = key.rsplit(".", 1)[-1]
     parent = key.removesuffix(leaf)
     same_leaf = sorted(other for other in known if other.rsplit(".", 1)[-1] == leaf)
@@ -601,8 +631,8 @@ def _hint(key: str, known: set[str]) -> str:
         siblings = {other for other in known if other.startswith(parent)}
     else:
         siblings = {other for other in known if "." not in other}
-    # From the surest guess to the boldest: the right name in another node, a typo anywhere, a
-    # similar name in the same node, a similar name anywhere.
+    # From the surest guess to the weakest: the right name in another node, a typo anywhere, a similar
+    # name in the same node, a similar name anywhere.
     near = (
         next(iter(same_leaf), None)
         or nearest(key, known, _TYPO_CUTOFF)
@@ -618,7 +648,8 @@ def _hint(key: str, known: set[str]) -> str:
 
 
 def _nearest_leaf(leaf: str, known: set[str], cutoff: float) -> str | None:
-    """Returns the key whose last part is most similar to `leaf`."""
+    """Returns the key with the last part most similar to `leaf`, or None."""
+    # Reversed, so that of several keys with one last part the first in order wins.
     by_leaf = {key.rsplit(".", 1)[-1]: key for key in sorted(known, reverse=True)}
     match = nearest(leaf, by_leaf, cutoff)
     return by_leaf[match] if match else None

@@ -1,4 +1,4 @@
-"""Checkpoints and tokenizers by folder or by their id on the Hugging Face hub, hf://OWNER/NAME."""
+"""Checkpoints and tokenizers in a folder, or on the Hugging Face hub as hf://OWNER/NAME[@REVISION]."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from fp8cfg.schema.recipe import Recipe
 
 PREFIX = "hf://"
 BYTES = "bytes"
-"""The value of data.tokenizer for the tokenizer of bytes."""
+"""The value of data.tokenizer for the byte tokenizer."""
 CONFIG = ("config.json",)
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 HUB_WEIGHTS = ("*.safetensors", "*.json", *TOKENIZER)
 _OTHER_FORMATS = ("*/*", "consolidated*")
-"""The same weights in other formats, in folders or under names of their own. Not downloaded."""
+"""Copies of the weights in other formats, such as original/*.pth. Not downloaded."""
 
 
 def split_hub_id(name: str) -> tuple[str, str | None]:
-    """Returns the repository and the revision of hf://OWNER/NAME@REVISION. The latter may be None."""
+    """Splits hf://OWNER/NAME@REVISION into repository and revision. Without "@" the latter is None."""
     repository, _, revision = name.removeprefix(PREFIX).partition("@")
     return repository, revision or None
 
 
 def local_folder(name: str, key: str, files: tuple[str, ...]) -> Path:
-    """Returns the folder of a checkpoint on this machine, and downloads it if it is on the hub.
+    """Returns the local folder of a checkpoint, after a download if it is on the hub.
 
     Args:
         name: A path, or an id of the hub.
-        key: The key that has this value, for errors.
-        files: Patterns of the files to download.
+        key: Key of the recipe with this value, for errors.
+        files: Glob patterns of the files to download.
 
     Raises:
         ConfigError: The hub does not have the repository, or cannot be reached.
@@ -44,16 +44,17 @@ def local_folder(name: str, key: str, files: tuple[str, ...]) -> Path:
         raise ConfigError(
             f"{key}={name}: needs the package huggingface_hub; pip install 'fp8cfg[hf]'"
         ) from None
+    # HTTP errors of huggingface_hub are OSErrors. Its validation of ids raises ValueErrors.
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={name}: {_reason(error, name)}") from None
 
 
 def pinned(name: str, folder: Path) -> str:
-    """Adds the commit to an id of the hub. A path stays as it is.
+    """Pins an id of the hub to the downloaded commit. Returns a path as it is.
 
     Args:
         name: A path, or an id of the hub.
-        folder: The folder of its download, whose name is the commit.
+        folder: Folder of the download. The cache of huggingface_hub names it after the commit.
     """
     if not name.startswith(PREFIX):
         return name
@@ -63,6 +64,11 @@ def pinned(name: str, folder: Path) -> str:
 
 @cache
 def _download(repository: str, revision: str | None, files: tuple[str, ...]) -> Path:
+    """Downloads files of a repository into huggingface_hub's cache.
+
+    Cached for this process too, because each call asks the hub for the newest commit.
+    """
+    # An optional dependency.
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
@@ -75,9 +81,10 @@ def _download(repository: str, revision: str | None, files: tuple[str, ...]) -> 
 
 
 def _reason(error: Exception, name: str) -> str:
-    """Returns why huggingface_hub could not download `name`, in one line."""
+    """Returns the reason for a failed download of `name`, in one line."""
     from huggingface_hub import errors
 
+    # The order matters: GatedRepoError is a RepositoryNotFoundError.
     repository, revision = split_hub_id(name)
     if isinstance(error, errors.HFValidationError) or "/" not in repository:
         return "is no id of the hub; write hf://OWNER/NAME"
@@ -92,10 +99,10 @@ def _reason(error: Exception, name: str) -> str:
 
 
 def chosen_tokenizer(recipe: Recipe) -> str | None:
-    """Returns the tokenizer of a recipe, a path or an id of the hub. None is the tokenizer of bytes.
+    """Returns the tokenizer of a recipe: a path, an id of the hub, or None for the byte tokenizer.
 
-    Without data.tokenizer a pretrained model brings its own, next to model.path or model.weights.
-    Shipped corpora are trained on bytes, and token files have their tokens already.
+    Without data.tokenizer, a pretrained model uses the tokenizer next to model.path or model.weights.
+    Shipped corpora train on bytes, and token files are already tokenized.
     """
     data, model = recipe.data, recipe.model
     if data.tokenizer == BYTES:
@@ -108,7 +115,7 @@ def chosen_tokenizer(recipe: Recipe) -> str | None:
 
 
 def tokenizer_path(name: str | None) -> str | None:
-    """Returns data.tokenizer as a path on this machine, None for bytes. Raises as `local_folder`."""
+    """Returns data.tokenizer as a local path, or None for bytes. Downloads as `local_folder`."""
     if name == BYTES:
         return None
     if name and name.startswith(PREFIX):

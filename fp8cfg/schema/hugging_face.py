@@ -1,7 +1,7 @@
-"""Hugging Face families: config.json of transformers to the `model` node and back.
+"""Hugging Face families: converts config.json of transformers to the `model` node and back.
 
-Each module of recipes/ registers its families with the names of their weights. A model is exported
-as the first family whose config.json can state all of its keys.
+Each module of recipes/ registers its families and the names of their weights. A model is exported as
+the first family with a config.json for all of its keys.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from fp8cfg.schema.value_errors import shown_value
 CONFIG_FILE = "config.json"
 FROM_HF = "from_hf"
 MAX_BYTES = 1 << 20
+"""Bytes of config.json that are read. A longer file is no valid JSON then."""
 MAX_SEQ_LENGTH = 4096
-"""Tokens of a sample if config.json allows more."""
+"""Upper bound of model.seq_length. config.json only has the longest context of the model."""
 
 Names = Mapping[str, tuple[str, ...]]
-"""Our modules, with `{}` for the number of a layer, and the modules of theirs that form each."""
+"""Modules of fp8cfg, with `{}` for the layer number, and the modules of transformers for each.
+
+Several modules of transformers form one of ours: q, k and v, or gate and up.
+"""
 KEYS = {
     "num_hidden_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -41,9 +45,9 @@ KEYS = {
     "initializer_range": "init_method_std",
     "max_position_embeddings": "max_position_embeddings",
 }
-"""Keys of config.json that mean the same in most families, and ours."""
+"""Keys of config.json in most families, and the keys of the `model` node."""
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
-"""Values that most families must have. Others would change what is computed."""
+"""Keys of config.json with one supported value in most families. Others change the computation."""
 WEIGHTS: Names = {
     "embedding": ("model.embed_tokens",),
     "final_layernorm": ("model.norm",),
@@ -61,13 +65,13 @@ WEIGHTS: Names = {
     "layers.{}.mlp.linear_fc1": ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
     "layers.{}.mlp.linear_fc2": ("model.layers.{}.mlp.down_proj",),
 }
-"""Names in Llama and most other families."""
+"""Names of the modules in Llama and most other families."""
 LLAMA3_SCALING = {
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_max_position",
 }
-"""Keys of rope_type=llama3 in config.json, and ours."""
+"""Keys of rope_type=llama3 in config.json, and of model.rope_scaling."""
 _INTEGER_KEYS = (
     "num_hidden_layers",
     "n_layer",
@@ -87,11 +91,11 @@ class Family:
     Attributes:
         model_type: Its name in config.json.
         architecture: Its class in transformers.
-        model: What all sizes share, and the defaults of keys that config.json leaves out.
-        keys: Keys of config.json that differ from KEYS.
-        fixed: Values that differ from FIXED.
-        weights: Names that differ from WEIGHTS. An empty tuple removes one.
-        conv1d: Whether linear weights are stored transposed, as in GPT-2's Conv1D.
+        model: Values common to all sizes, and defaults of keys missing from config.json.
+        keys: Keys of config.json in addition to KEYS, or in place of them.
+        fixed: Values in addition to FIXED, or in place of them.
+        weights: Names in addition to WEIGHTS, or in place of them. An empty tuple removes one.
+        conv1d: Whether linear weights are stored as [in, out], as in GPT-2's Conv1D.
     """
 
     model_type: str
@@ -104,18 +108,22 @@ class Family:
 
     @property
     def names(self) -> Names:
-        """Our modules with theirs."""
+        """Modules of fp8cfg with the modules of transformers."""
         return {**WEIGHTS, **self.weights}
 
     @property
     def spelled(self) -> dict[str, str]:
-        """Keys of config.json with ours."""
+        """Keys of config.json with the keys of the `model` node."""
         overridden = set(self.keys.values())
         common = {theirs: ours for theirs, ours in KEYS.items() if ours not in overridden}
         return {**common, **self.keys}
 
     def read(self, config: Mapping[str, Any]) -> Model:
-        """Reads a config.json. Raises ConfigError for what a recipe cannot express."""
+        """Converts a config.json to a model node.
+
+        Raises:
+            ConfigError: A key is missing, has the wrong type, or asks for another computation.
+        """
         _check_types(config)
         self._check_fixed(config)
         values = {}
@@ -127,8 +135,10 @@ class Family:
         missing = [theirs_of[key] for key in required if key not in values]
         if missing:
             raise ConfigError([f"config.json: has no {key}" for key in missing])
-        if "ffn_hidden_size" not in values:  # GPT-2's n_inner is null
+        # GPT-2's n_inner is null, which means four times the hidden size.
+        if "ffn_hidden_size" not in values:
             values["ffn_hidden_size"] = 4 * values["hidden_size"]
+        # Families without grouped-query attention have a key head for each query head.
         if "num_query_groups" not in values:
             values["num_query_groups"] = values["num_attention_heads"]
         if self.model.position_embedding_type == "rope":
@@ -139,6 +149,7 @@ class Family:
         return self.model.model_copy(update=values)
 
     def _check_fixed(self, config: Mapping[str, Any]) -> None:
+        """Raises ConfigError for values that this package does not compute with."""
         problems = []
         for key, value in {**FIXED, **self.fixed}.items():
             if config.get(key) not in (None, value):
@@ -150,10 +161,11 @@ class Family:
             raise ConfigError(problems)
 
     def write(self, model: Model) -> dict[str, Any]:
-        """Returns the config.json of `model`."""
+        """Returns the config.json of `model`. The inverse of `read`."""
         values = {theirs: getattr(model, ours) for theirs, ours in self.spelled.items()}
         positions = "n_positions" if "n_positions" in values else "max_position_embeddings"
         values[positions] = model.max_position_embeddings or model.seq_length
+        # model.kv_channels may be null. config.json needs the number.
         if "head_dim" in values:
             values["head_dim"] = model.head_dim
         for key, value in values.items():
@@ -163,7 +175,7 @@ class Family:
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            # A recipe does not know these tokens.
+            # A recipe does not know these tokens. Without a null, transformers uses its own defaults.
             "pad_token_id": None,
             "bos_token_id": None,
             "eos_token_id": None,
@@ -175,12 +187,14 @@ class Family:
         }
 
     def _write_windows(self, model: Model) -> dict[str, Any]:
+        """Returns sliding_window and layer_types, for families with windows."""
         windows: dict[str, Any] = {}
         if self.model.sliding_window:
             windows["sliding_window"] = model.sliding_window
         interval = model.window_attn_skip_freq
         if self.model.window_attn_skip_freq and interval:
             layer_types = []
+            # Every interval-th layer has full attention, counted from 1 (window_attn_skip_freq).
             for number in range(1, model.num_layers + 1):
                 kind = "full" if number % interval == 0 else "sliding"
                 layer_types.append(f"{kind}_attention")
@@ -193,18 +207,19 @@ FAMILIES: dict[str, Family] = {}
 
 
 def family(model_type: str, architecture: str, model: Model, **others: Any) -> Family:
-    """Registers a family. The arguments are the fields of Family."""
+    """Registers a family and returns it. Takes the fields of Family as arguments."""
     new = Family(model_type, architecture, model, **others)
     FAMILIES[model_type] = new
     return new
 
 
 def registered_families() -> dict[str, Family]:
-    """Returns all families in the order in which `family_of_model` tries them."""
+    """Returns all families by model_type, in the search order of `family_of_model`."""
     from fp8cfg.schema import recipe_registry
 
-    recipe_registry.recipes()  # their modules register families
-    # Most readers know llama and mistral, so these go before families that compute the same.
+    # Importing the modules of the recipes registers their families.
+    recipe_registry.recipes()
+    # Several families compute the same. Most tools can load llama and mistral, so these come first.
     common = ("llama", "mistral")
     others = sorted(name for name in FAMILIES if name not in common)
     names = [*(name for name in common if name in FAMILIES), *others]
@@ -224,11 +239,12 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
 
 
 def family_of_model(model: Model) -> Family:
-    """Returns the family that `model` is exported as.
+    """Returns the family for the export of `model`.
 
     Raises:
-        ConfigError: No family has all of its keys. The message has the nearest family.
+        ConfigError: No family computes the same. The message has the nearest family.
     """
+    # A family fits if the model survives writing and reading back.
     wanted = computed_keys(model)
     nearest: list[str] = []
     for candidate in registered_families().values():
@@ -247,11 +263,13 @@ def family_of_model(model: Model) -> Family:
 
 
 def computed_keys(model: Model) -> dict[str, Any]:
-    """Returns the keys that decide what a model computes.
+    """Returns the keys of a model that affect its computation, with their values.
 
-    Two models with equal values compute the same. Norm weights around 0 and around 1 can be
-    converted into each other, so layernorm_zero_centered_gamma is left out.
+    Two models with equal values compute the same function of tokens and weights.
     """
+    # layernorm_zero_centered_gamma is left out: norm weights around 0 and 1 convert into each other.
+    # kv_channels, query_pre_attn_scalar and add_qkv_bias are resolved below, so that null and an
+    # equal number compare equal.
     values = model.model_dump(
         exclude={
             "seq_length",
@@ -276,8 +294,11 @@ def read_rope(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
 
     Args:
         config: A config.json. transformers 5 has rope_parameters, with one object for all layers or
-            one for each kind of layer. Older versions have rope_theta and rope_scaling.
-        model: The defaults of keys that config.json leaves out.
+            one per kind of layer. Older versions have rope_theta and rope_scaling.
+        model: Defaults of keys missing from config.json.
+
+    Returns:
+        rotary_base, rotary_percent and rope_scaling, and rotary_base_local for Gemma 3.
 
     Raises:
         ConfigError: The scaling is unknown.
@@ -300,6 +321,7 @@ def read_rope(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
     if model.rotary_base_local is not None:
         local_base = config.get("rope_local_base_freq", model.rotary_base_local)
         values["rotary_base_local"] = local.get("rope_theta", local_base)
+    # rope_theta is often written as an integer. The schema is strict and takes floats there.
     for key, value in values.items():
         if isinstance(value, int):
             values[key] = float(value)
@@ -307,6 +329,8 @@ def read_rope(config: Mapping[str, Any], model: Model) -> dict[str, Any]:
 
 
 def _read_rope_scaling(scaling: Mapping[str, Any]) -> RopeScaling:
+    """Converts rope_scaling. Raises ConfigError for an unknown type, such as yarn."""
+    # Older versions of transformers wrote "type" for "rope_type".
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("linear", "llama3") and "factor" not in scaling:
         raise ConfigError(f"config.json: rope_type={kind}: has no factor")
@@ -325,7 +349,7 @@ def _read_rope_scaling(scaling: Mapping[str, Any]) -> RopeScaling:
 
 
 def write_rope(model: Model) -> dict[str, Any]:
-    """Returns the rotary keys of config.json, in the spellings of old and new transformers."""
+    """Returns the rotary keys of config.json, spelled for transformers 4 and 5."""
     scaling = model.rope_scaling
     shown_scaling: dict[str, Any] = {"rope_type": "default"}
     if scaling.factor != 1.0:
@@ -343,6 +367,7 @@ def write_rope(model: Model) -> dict[str, Any]:
         parameters["partial_rotary_factor"] = model.rotary_percent
     if model.rotary_base_local is None:
         return {**values, "rope_parameters": parameters}
+    # Gemma 3: windowed layers have their own base and no scaling.
     local = {"rope_theta": model.rotary_base_local, "rope_type": "default"}
     return {
         **values,
@@ -352,11 +377,22 @@ def write_rope(model: Model) -> dict[str, Any]:
 
 
 def _read_windows(config: Mapping[str, Any], model: Model, num_layers: int) -> dict[str, Any]:
-    """Reads sliding_window and window_attn_skip_freq."""
+    """Reads sliding_window and window_attn_skip_freq.
+
+    Args:
+        config: A config.json.
+        model: Defaults of keys missing from config.json.
+        num_layers: Number of layers.
+
+    Raises:
+        ConfigError: The layers with a window do not follow one interval.
+    """
     layer_types = config.get("layer_types")
     window = config.get("sliding_window", model.sliding_window)
+    # Qwen2 has a sliding_window in every config.json, and disables it with this key.
     if config.get("use_sliding_window") is False:
         window = None
+    # Gemma 3 had sliding_window_pattern before transformers wrote layer_types.
     interval = config.get("sliding_window_pattern", model.window_attn_skip_freq)
     if layer_types:
         has_window = [kind == "sliding_attention" for kind in layer_types]
@@ -379,8 +415,11 @@ def _window_interval(has_window: list[bool], expected: int | None, num_layers: i
 
     Args:
         has_window: Whether each layer has a window.
-        expected: The interval to try first. Several may fit a short model.
-        num_layers: The number of layers.
+        expected: The interval to try first. Several may fit a model with few layers.
+        num_layers: Number of layers.
+
+    Raises:
+        ConfigError: No interval fits.
     """
     candidates: list[int] = [*range(2, num_layers + 1)]
     if expected:
@@ -397,9 +436,9 @@ def _window_interval(has_window: list[bool], expected: int | None, num_layers: i
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for values that are computed with and have another type.
+    """Raises ConfigError for values of the wrong type that `read` computes with.
 
-    The schema checks values that a key takes over.
+    The schema checks all values that become keys.
     """
     types: dict[str, tuple[Any, str]] = {
         "rope_parameters": (Mapping, "an object"),
@@ -413,6 +452,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
         value = config.get(key)
         if value is None:
             continue
+        # True is an int in Python.
         if not isinstance(value, expected) or isinstance(value, bool):
             problems.append(f"config.json: {key}={shown_value(value)}: expected {words}")
     if problems:
@@ -423,17 +463,18 @@ def read_config_json(folder: str, key: str) -> dict[str, Any]:
     """Reads the config.json of a checkpoint.
 
     Args:
-        folder: The folder of the checkpoint, or its id on the hub.
-        key: The key that names the folder, for errors.
+        folder: Folder of the checkpoint, or its id on the hub.
+        key: Key of the recipe with this value, for errors.
 
     Raises:
-        ConfigError: It is missing or damaged.
+        ConfigError: The file is missing or damaged.
     """
     path = local_folder(folder, key, CONFIG) / CONFIG_FILE
     try:
         with open_regular(path) as file:
             config = json.loads(file.read(MAX_BYTES))
     except FileNotFoundError:
+        # OWNER/NAME without hf:// is a relative path here. transformers takes it for an id.
         looks_like_hub_id = folder.count("/") == 1 and folder[0] not in "/~."
         hint = f"; of the hub write {key}={PREFIX}{folder}" if looks_like_hub_id else ""
         raise ConfigError(f"{key}={folder}: there is no {path}{hint}") from None
@@ -446,13 +487,22 @@ def read_config_json(folder: str, key: str) -> dict[str, Any]:
 
 
 def read_pretrained_model(folder: str, key: str) -> tuple[Family, Model]:
-    """Returns the family and the model of a checkpoint. Takes arguments as `read_config_json`."""
+    """Returns the family and the model node of a checkpoint.
+
+    Args:
+        folder: See `read_config_json`.
+        key: See `read_config_json`.
+
+    Raises:
+        ConfigError: config.json is missing, damaged, or describes an unsupported model.
+    """
     config = read_config_json(folder, key)
     try:
         family = family_of_config(config)
         return family, family.read(config)
     except ConfigError as error:
         raise ConfigError([f"{key}={folder}: {line}" for line in error.problems]) from None
+    # A config.json may have any nonsense that `_check_types` does not cover.
     except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(
             f"{key}={folder}: {CONFIG_FILE} says what no such model has ({error})"
@@ -462,7 +512,7 @@ def read_pretrained_model(folder: str, key: str) -> tuple[Family, Model]:
 def with_pretrained_shape(recipe: Recipe) -> Recipe:
     """Returns a copy of `recipe` with the shape and the weights of the checkpoint model.path.
 
-    A checkpoint on the hub is pinned to its commit, so that the recipe stays reproducible.
+    Pins a checkpoint on the hub to its commit, so that the recipe stays reproducible.
     """
     path = recipe.model.path
     assert path is not None
@@ -476,7 +526,7 @@ def with_pretrained_shape(recipe: Recipe) -> Recipe:
 def family_of_weights(model: Model) -> Family:
     """Returns the family of the checkpoint model.weights.
 
-    Warns if its config.json describes another computation than `model`.
+    Warns if its config.json describes another computation than `model`, such as another rotary base.
     """
     assert model.weights is not None
     family, pretrained = read_pretrained_model(model.weights, "model.weights")

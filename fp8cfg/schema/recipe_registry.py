@@ -1,9 +1,10 @@
 """Recipe registry: shipped recipe functions, and recipes of installed packages.
 
-Packages register recipes under the entry point group `fp8cfg.recipes`. Tasks are files under
-`conf/task/` that say what a recipe is trained for: pretrain, sft (fine-tuning of all weights) and
-lora. Their values are NeMo's for large models. A recipe keeps a smaller value of the keys in SIZES,
-so that fine-tuning a tiny recipe takes a minute, and it keeps the data that it names.
+Packages register recipes under the entry point group `fp8cfg.recipes`.
+
+Tasks are files under `conf/task/`: pretrain, sft (fine-tuning of all weights) and lora. Their values
+are NeMo's for large models. A recipe keeps a smaller value of the keys in SIZES, so that fine-tuning
+a tiny recipe takes a minute. It also keeps its own data.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _ARGUMENTS = {
     "num_gpus_per_node": "trainer.devices",
     "precision": "precision",
 }
-"""Keys of the arguments that NeMo's recipe functions have too. None does not change the key."""
+"""Arguments that NeMo's recipe functions have too, with their keys. None leaves the key as it is."""
 
 
 def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
@@ -80,6 +81,7 @@ def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
         Callable,  # type: ignore[arg-type]
         "a function that gives a Recipe; those of fp8cfg.recipes are called",
     )
+    # Arguments of `fn` are passed to it. All other arguments are assigned to its recipe afterwards.
     own_parameters = {}
     for name, parameter in inspect.signature(fn).parameters.items():
         if parameter.kind is not parameter.VAR_KEYWORD:
@@ -93,11 +95,13 @@ def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
                 own_arguments[name] = arguments.pop(name)
         new = fn(*args, **own_arguments)
         task = None if "task" in own_parameters else arguments.pop("task", None)
+        # First, so that all other arguments win over the values of the task.
         if task is not None:
             apply_task(new, task)
         _assign_arguments(new, arguments)
         return new
 
+    # Signature for help(), completion and Fiddle, which checks argument names with it.
     common_parameters = []
     for parameter in inspect.signature(RecipeFunction.__call__).parameters.values():
         if parameter.name not in ("self", *own_parameters):
@@ -111,7 +115,7 @@ def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
 
 
 def _assign_arguments(new: Recipe, arguments: Mapping[str, Any]) -> None:
-    """Assigns the arguments of a recipe function. Raises ConfigError with all problems."""
+    """Assigns the arguments of a recipe function. Raises ConfigError with all problems at once."""
     problems: list[str] = []
     for name, value in arguments.items():
         if value is None and name in _ARGUMENTS:
@@ -126,12 +130,13 @@ def _assign_arguments(new: Recipe, arguments: Mapping[str, Any]) -> None:
 
 
 def _register(fn: RecipeFunction) -> None:
+    """Adds `fn` to the registry. Raises ConfigError for a taken or invalid name."""
     name = fn.__name__
     if not NAME.fullmatch(name):
         raise ConfigError(f"recipe {name}: a recipe's name is letters, digits and '_'")
     other = _RECIPES.get(name)
     if other is not None:
-        # A module that is imported again, as in a notebook, replaces its own recipes.
+        # A cell of a notebook that runs again, or a reloaded module, replaces its own recipes.
         is_same = (other.__module__, other.__qualname__) == (fn.__module__, fn.__qualname__)
         if not is_same:
             raise ConfigError(
@@ -141,7 +146,7 @@ def _register(fn: RecipeFunction) -> None:
 
 
 def of_package(package: str) -> list[str]:
-    """Returns the names of the recipes that modules of `package` have registered so far."""
+    """Returns the names of recipes from modules of `package`, as far as they are imported."""
     return [name for name, fn in _RECIPES.items() if fn.__module__.startswith(f"{package}.")]
 
 
@@ -153,6 +158,8 @@ def recipes() -> dict[str, RecipeFunction]:
 
 @functools.cache
 def _import_recipes() -> None:
+    """Imports the shipped recipes, then the recipes of installed packages. They register themselves."""
+    # Shipped recipes first, so that a package cannot take one of their names.
     package = importlib.import_module("fp8cfg.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -161,7 +168,14 @@ def _import_recipes() -> None:
 
 
 def named(name: str) -> Recipe:
-    """Returns a new recipe `name`. Raises ConfigError, with the nearest name, if it is unknown."""
+    """Returns a new recipe.
+
+    Args:
+        name: Name of a registered recipe function.
+
+    Raises:
+        ConfigError: The name is unknown. The message has the nearest name.
+    """
     known = recipes()
     if name not in known:
         raise ConfigError(f"recipe={name}: no such recipe{suggest(name, known)}")
@@ -175,20 +189,35 @@ SIZES = (
     "trainer.val_check_interval",
     "optim.warmup_steps",
 )
-"""Keys whose value in a task is an upper bound."""
+"""Keys with an upper bound in a task. A recipe with a smaller value keeps it."""
 FINE_TUNING = ("sft", "lora")
 """Tasks that start from trained weights."""
 
 
 def keeps_recipe_value(key: str, task_value: Any, recipe_value: Any) -> bool:
-    """Returns whether `key` keeps the recipe's value under a task that sets `task_value`."""
+    """Returns whether `key` keeps the recipe's value under a task.
+
+    Args:
+        key: Short name of a key that the task sets.
+        task_value: Value of the task.
+        recipe_value: Value of the recipe.
+    """
+    # 0 turns a feature off, such as val_check_interval=0, so it is no smaller size.
     if key in SIZES:
         return bool(0 < recipe_value < task_value)
     return key == "data.name" and recipe_value not in SHIPPED
 
 
 def apply_task(recipe: Recipe, name: str) -> None:
-    """Assigns the values of the task `name` to `recipe`. Raises ConfigError if it is unknown."""
+    """Assigns the values of a task to `recipe`, except where the recipe keeps its own.
+
+    Args:
+        recipe: The recipe, which is changed.
+        name: pretrain, sft or lora.
+
+    Raises:
+        ConfigError: The task is unknown.
+    """
     tasks = sorted(file.stem for file in (CONF / "task").glob("*.yaml"))
     if name not in tasks:
         hint = suggest(str(name), tasks) or f"; there are {', '.join(tasks)}"
@@ -202,4 +231,5 @@ def apply_task(recipe: Recipe, name: str) -> None:
 
 @functools.cache
 def _read_task(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """Reads conf/task/NAME.yaml. Callers must not change the result."""
     return read_yaml(CONF / "task" / f"{name}.yaml")

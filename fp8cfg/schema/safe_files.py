@@ -1,4 +1,7 @@
-"""Safe YAML and JSON: reads plain data of bounded size, and rejects anything that names code."""
+"""Safe YAML and JSON: reads plain data of bounded size, and rejects keys that name code.
+
+Recipes come from other people, so a file must not run code, read other files or exhaust memory.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,24 @@ MAX_DEPTH = 32
 MAX_NODES = 10_000
 MAX_ALIASES = 64
 CONF = (Path(__file__).parents[1] / "conf").resolve()
-"""The shipped `conf/`. It is part of the package, in a checkout by a link to the folder at the top."""
+"""The shipped `conf/`, part of the package. In a checkout it is a link to the top-level folder."""
 STDIN = Path("<stdin>")
-"""The path that stands for standard input."""
+"""The path of standard input, `-` on the command line."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]{0,63}")
-"""Names of presets and recipes. Without dots and slashes a choice stays in the folder of its group."""
+"""Names of presets and recipes. Without dots and slashes no name can leave the folder of its group."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Reads a YAML or JSON file with a mapping.
 
+    Args:
+        path: The file, or STDIN.
+
     Raises:
         ConfigError: The file is not plain data of bounded size. The message names the file.
     """
     text = read_text(path)
+    # Standard input has no suffix, so its text decides.
     is_json = path.suffix == ".json" or (path == STDIN and _is_json(text))
     if is_json:
         return parse_json(text, str(path))
@@ -44,7 +51,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def default_recipe() -> str:
-    """Returns the recipe that conf/config.yaml composes if none is chosen."""
+    """Returns the default recipe of conf/config.yaml."""
     return next(str(entry["recipe"]) for entry in primary_config()["defaults"] if "recipe" in entry)
 
 
@@ -55,11 +62,16 @@ def primary_config() -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Reads a text file. Raises ConfigError for a folder, a large file, and a file that is not text."""
+    """Reads a text file of at most MAX_BYTES.
+
+    Raises:
+        ConfigError: It is a folder, a pipe, too large, or not UTF-8 text.
+    """
     if path == STDIN:
         return plain_text(_read_stdin(sys.stdin), path)
     try:
         with open_regular(path) as file:
+            # One byte more than allowed, to notice a larger file without reading it all.
             return plain_text(file.read(MAX_BYTES + 1), path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
@@ -67,18 +79,20 @@ def read_text(path: Path) -> str:
 
 @functools.lru_cache(1)
 def _read_stdin(stream: Any) -> bytes:
-    """Reads standard input. Cached, because it can be read only once."""
+    """Reads standard input. Cached, because a command may ask twice and a pipe has its bytes once."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "-: torchrun starts several processes, and one alone can read standard input; write a"
             " file"
         )
+    # Python sets sys.stdin to None if it is closed (fp8cfg - <&-).
     if stream is None:
         raise ConfigError("-: standard input is closed")
     return bytes(stream.buffer.read(MAX_BYTES + 1))
 
 
 def _is_json(text: str) -> bool:
+    """Returns whether the text is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -86,7 +100,11 @@ def _is_json(text: str) -> bool:
 
 
 def plain_text(data: bytes, path: Path) -> str:
-    """Decodes the bytes of a file. Raises ConfigError if they are too many or not text."""
+    """Decodes the bytes of a file, with any line endings and with or without a BOM.
+
+    Raises:
+        ConfigError: There are more than MAX_BYTES, or they are not UTF-8 text.
+    """
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024} KB; not a configuration")
     try:
@@ -99,21 +117,24 @@ def plain_text(data: bytes, path: Path) -> str:
 
 
 def parse_yaml(text: str, where: str, interpolations: bool = False) -> dict[str, Any]:
-    """Parses YAML text with a mapping. Recently parsed texts are cached.
+    """Parses YAML text with a mapping. Caches recently parsed texts.
 
     Args:
         text: The text.
-        where: The name of the file, for errors.
+        where: Name of the file, for errors.
         interpolations: Whether values may contain `${...}`, as in files of other projects.
 
     Raises:
-        ConfigError: As `read_yaml`.
+        ConfigError: See `read_yaml`.
     """
+    # Callers may change the result, and must not change the cached one.
     return copy.deepcopy(_parse_yaml(text, where, interpolations))
 
 
 @functools.lru_cache(64)
 def _parse_yaml(text: str, where: str, interpolations: bool) -> dict[str, Any]:
+    """Parses YAML text. See `parse_yaml`."""
+
     def load() -> Any:
         return yaml.load(text, _Loader)
 
@@ -130,7 +151,7 @@ def _parse_yaml(text: str, where: str, interpolations: bool) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str) -> dict[str, Any]:
-    """Parses JSON text with a mapping. Takes arguments and raises errors as `parse_yaml`."""
+    """Parses JSON text with a mapping. See `parse_yaml`."""
 
     def load() -> Any:
         return json.loads(text, object_pairs_hook=_unique_keys)
@@ -146,7 +167,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
 
 
 def _with_file(error: ConfigError, where: str) -> ConfigError:
-    """Returns the error with the name of the file in front of each line."""
+    """Returns the error with the name of the file at the start of each line, once."""
     lines = []
     for line in error.problems:
         if not line.startswith(where):
@@ -156,7 +177,7 @@ def _with_file(error: ConfigError, where: str) -> ConfigError:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes an object of JSON. Python's parser would keep the last of two equal keys."""
+    """Builds a JSON object. Raises ConfigError for a duplicate key: json would keep the last one."""
     values: dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
@@ -168,7 +189,18 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _load_mapping(
     load: Callable[[], Any], where: str, interpolations: bool = False
 ) -> dict[str, Any]:
+    """Loads a mapping and checks it with `plain`.
+
+    Args:
+        load: Parses the text.
+        where: Name of the file, for errors.
+        interpolations: See `parse_yaml`.
+
+    Raises:
+        ConfigError: It is no mapping, or `plain` rejects it.
+    """
     data = plain(load(), where, interpolations=interpolations)
+    # An empty file is an empty mapping.
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -177,11 +209,9 @@ def _load_mapping(
 
 
 def _check_bounds(text: str) -> None:
-    """Raises ConfigError for YAML that is nested too deep or too large.
-
-    It counts parser events, before anything is built: 166 bytes of aliases to aliases take minutes
-    to build.
-    """
+    """Raises ConfigError for YAML that is nested too deep or too large."""
+    # Counts parser events, before anything is built. 166 bytes of aliases to aliases take minutes to
+    # build.
     depth = nodes = aliases = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.NodeEvent):
@@ -200,16 +230,16 @@ def _check_bounds(text: str) -> None:
 
 
 def plain(data: Any, where: str, key: str = "", interpolations: bool = False) -> Any:
-    """Returns a copy of parsed data.
+    """Returns a checked copy of parsed data.
 
     Args:
-        data: The data. Aliases count each time they are used.
-        where: The name of the file, for errors.
-        key: The key of the data in the file.
+        data: The data. Each use of an alias counts as new values.
+        where: Name of the file, for errors.
+        key: Prefix of the keys, for errors.
         interpolations: Whether values may contain `${...}`.
 
     Raises:
-        ConfigError: It names code, has an interpolation, or has too many values.
+        ConfigError: A key names code, a value has an interpolation, or there are too many values.
     """
     budget = MAX_NODES
 
@@ -220,6 +250,7 @@ def plain(data: Any, where: str, key: str = "", interpolations: bool = False) ->
             raise ConfigError(f"{where}: more than {MAX_NODES} values")
         if isinstance(value, dict):
             for name in value:
+                # Hydra and Fiddle would call the value of such a key. Dotted names count too.
                 if str(name).rsplit(".", 1)[-1] in CODE_KEYS:
                     raise ConfigError(
                         f"{where}: {prefix}{name}: a recipe cannot name code to run; values name"
@@ -228,6 +259,7 @@ def plain(data: Any, where: str, key: str = "", interpolations: bool = False) ->
             return {name: copy_value(inner, f"{prefix}{name}.") for name, inner in value.items()}
         if isinstance(value, list):
             return [copy_value(inner, prefix) for inner in value]
+        # OmegaConf resolves ${oc.env:NAME}, which would copy an environment variable into a run.
         if isinstance(value, str) and "${" in value and not interpolations:
             raise ConfigError(
                 f"{where}: {prefix.rstrip('.')}: interpolation ({value}) is not accepted; write the"
@@ -239,7 +271,7 @@ def plain(data: Any, where: str, key: str = "", interpolations: bool = False) ->
 
 
 def dump_yaml(data: dict[str, Any]) -> str:
-    """Returns `data` as YAML text that `parse_yaml` reads back equal."""
+    """Formats `data` as YAML text. `parse_yaml` reads it back equal."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
@@ -247,8 +279,10 @@ class _Loader(yaml.SafeLoader):
     """Reads YAML without duplicate keys, and with the scalars of YAML 1.2."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Builds a mapping. Raises ConfigError for a duplicate key, and for a key that is no string."""
         seen = set[str]()
         for key_node, _ in node.value:
+            # `<<: *base` may come several times, and its keys may be overridden.
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
@@ -262,7 +296,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that a reader of YAML 1.1 or 1.2 would take for something else."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type, such as "on" or "1e3"."""
 
 
 _SCALARS_OF_YAML_1_2 = {
@@ -281,7 +315,7 @@ _SCALARS_OF_YAML_1_2 = {
 
 
 def _scalar_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Returns the tags and patterns of scalars by first character, as PyYAML wants them."""
+    """Returns the tags and patterns of scalars by first character, in PyYAML's form."""
     resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for kind, (pattern, first_characters) in _SCALARS_OF_YAML_1_2.items():
         resolver = (f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$"))

@@ -1,9 +1,8 @@
-"""Scalings: the table of how FP8 tensors get their scales.
+"""Scalings: a table of the ways to choose the scales of FP8 tensors.
 
 A scaling is a row of SCALINGS. Rules, planning, numerics and interop read the row and never compare
-names, so a new scaling is a new row (docs/extending/scaling.md). The rules of a backend say what its
-library supports. This file imports nothing, because the schema, which loads no torch, and numerics
-both read it.
+names, so a new scaling is a new row (docs/extending/scaling.md). The rules of a backend have the
+limits of its library. This file imports no torch, because the schema reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ ScalingName = Literal["delayed", "current", "block", "mxfp8", "nvfp4"]
 Capability = tuple[int, int]
 Tile = tuple[int, int]
 SCALE_BYTES = {"float32": 4, "e8m0": 1, "e4m3": 1}
-"""Bytes of a stored scale by dtype."""
+"""Bytes of a stored scale, by dtype."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +75,34 @@ class Descriptor:
     def two_levels(self) -> bool:
         """Whether a float32 scale of the tensor multiplies the scales of its blocks.
 
-        E4M3 scales need it, because they only reach 448.
+        E4M3 scales need it, because their maximum is 448.
         """
         return self.scale == "e4m3"
 
     def operands(self, fp8_format: str) -> tuple[str, str]:
-        """Returns the formats of forward operands and of gradients under fp8.format."""
+        """Returns the formats of forward operands and of output gradients.
+
+        Args:
+            fp8_format: fp8.format.
+        """
+        # A scaling without hybrid, such as mxfp8, has its element format in all GEMMs.
         if fp8_format == "hybrid" and fp8_format in self.formats:
             return self.element, "e5m2"
         return self.element, self.element
 
     def tile(self, axis: int, granularity: str = "tensor", square: bool = False) -> Tile | None:
-        """Returns the rows and columns of a matrix that share a scale.
+        """Returns the shape of the tile that shares a scale, within a matrix.
 
         Args:
-            axis: The dimension that the GEMM contracts.
+            axis: The contracted dimension of the GEMM, 0 or 1.
             granularity: fp8.granularity.
             square: Whether it is a weight under fp8.enable_2d_quantization.
 
         Returns:
-            Rows and columns, 0 for all of them. None for one scale of the whole matrix.
+            Rows and columns of a tile. 0 means all of them. None for one scale of the whole matrix.
         """
+        # Tiles extend along the contracted dimension, so that a scale factors out of the partial sums
+        # of a GEMM. Squares do so along either dimension: fprop and dgrad read the same weight.
         if self.block and square:
             return (self.block, self.block)
         if self.block:
@@ -106,7 +112,11 @@ class Descriptor:
         return (1, 0) if axis == 1 else (0, 1)
 
     def scale_share(self, tile: Tile | None) -> float:
-        """Returns the bytes of scales per element. Scales of whole tensors and rows count as 0."""
+        """Returns the bytes of scales per element. Scales of whole tensors and rows count as 0.
+
+        Args:
+            tile: See `tile`.
+        """
         if tile is None or 0 in tile:
             return 0
         return SCALE_BYTES[self.scale] / (tile[0] * tile[1])
@@ -114,9 +124,13 @@ class Descriptor:
     def exact_in_bfloat16(self, power_2_scales: bool) -> bool:
         """Returns whether an element times the scale of its block is exact in bfloat16.
 
-        Powers of two leave the mantissa as it is, and E2M1 times E4M3 has six bits. A float32 scale
-        has too many. Scales of tensors and rows are applied after the GEMM.
+        If it is, emulation can dequantize to bfloat16 without error.
+
+        Args:
+            power_2_scales: fp8.use_power_2_scales, with null resolved.
         """
+        # Powers of two do not change the mantissa. E2M1 times E4M3 has six bits, bfloat16 eight. A
+        # float32 scale has too many. Scales of tensors and rows are applied after the GEMM.
         return not self.block or self.scale != "float32" or power_2_scales
 
 
@@ -192,13 +206,14 @@ GENERATIONS = {(8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell"}
 
 
 def needed(capability: Capability) -> str:
-    """Returns a compute capability for a message, such as "9.0 (Hopper)"."""
+    """Formats a compute capability for a message, such as "9.0 (Hopper)"."""
     major, minor = capability
     return f"{major}.{minor} ({GENERATIONS[capability]})"
 
 
 def title(scaling: str) -> str:
-    """Returns the name of a scaling for people. NVFP4 has 4-bit values, which are not FP8."""
+    """Returns the display name of a scaling: "FP8 delayed", "NVFP4"."""
+    # 4-bit values are not FP8.
     if SCALINGS[scaling].element == "e2m1":
         return scaling.upper()
     return f"FP8 {scaling}"

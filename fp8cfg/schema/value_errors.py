@@ -1,7 +1,7 @@
-"""Error messages about keys that do not exist and values that the schema rejects.
+"""Error messages about unknown keys and invalid values.
 
-pydantic says which field is wrong and why. These functions add the full key, the value as the user
-wrote it, and what to write instead.
+pydantic reports the field and the kind of error. These functions add the key, the value as the user
+wrote it, and a correction.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _EXPECTED = {
     "model_type": "a mapping of keys",
     "dict_type": "a mapping, as in {path: a, weight: 0.7}",
 }
-"""The expected value for pydantic's error types."""
+"""The expected value, by pydantic's error type."""
 _TYPE_NAMES = {"NoneType": "null", "tuple": "a list"}
 
 
 def walk(cls: NodeClass, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yields every key below a node class with its field, nodes included.
+    """Yields the full name and the field of every key and node below a node class.
 
     Args:
-        cls: The class.
-        prefix: What the names of the keys begin with.
+        cls: The node class.
+        prefix: Prefix of the names, empty or with a dot at the end.
     """
     for name, field in cls.model_fields.items():
         yield prefix + name, field
@@ -62,6 +62,7 @@ def walk(cls: NodeClass, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
 
 def options(annotation: Any) -> list[str]:
     """Returns the strings of a Literal, also inside a union. Empty for other annotations."""
+    # opt_level is Literal["O1", ...] | None, so unions are searched too.
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return [option for option in arguments if isinstance(option, str)]
@@ -69,11 +70,12 @@ def options(annotation: Any) -> list[str]:
 
 
 def problems(cls: NodeClass, error: pydantic.ValidationError) -> list[str]:
-    """Returns one line for each problem that pydantic found in a node of class `cls`."""
+    """Returns one line for each problem in a pydantic error about a node of class `cls`."""
     lines: list[str] = []
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # a validator of a nested node
+        # ConfigError is a ValueError. pydantic wraps it if the validator of a nested node raises it.
+        if isinstance(cause, ConfigError):
             lines += cause.problems
         elif details["type"] in ("extra_forbidden", "no_such_attribute"):
             lines += unknown_keys(cls, str(details["loc"][0]), details["input"])
@@ -83,27 +85,29 @@ def problems(cls: NodeClass, error: pydantic.ValidationError) -> list[str]:
 
 
 def unknown_key(cls: NodeClass, field: str) -> str:
-    """Returns the message about a `field` that class `cls` does not have."""
+    """Returns the message about a field that the node class `cls` does not have."""
     return foreign_names.unknown(cls.key(field), _all_keys(cls))
 
 
 def unknown_keys(cls: NodeClass, field: str, value: Any) -> list[str]:
-    """Returns a message for each key of the mapping `value` of an unknown `field`."""
+    """Returns the messages about an unknown field, one for each key inside if it is a mapping."""
     if isinstance(value, Mapping):
         return foreign_names.unknown_lines(cls.key(field), _all_keys(cls), value)
     return [unknown_key(cls, field)]
 
 
 def _all_keys(cls: NodeClass) -> frozenset[str]:
-    """Short names of all keys of a recipe. A key in the wrong node is found in its own."""
+    """Returns the short names of all keys of a recipe, to find a key in the right node."""
+    # Before Recipe is defined there is no root yet.
     return frozenset(short(key) for key, _ in walk(cls.root or cls))
 
 
 def shown_value(value: Any) -> str:
-    """Returns a value for a message, at most 60 characters."""
+    """Formats a value for a message, in at most 60 characters."""
     try:
         text = spelled(value)
-    except ValueError:  # Python prints no integer of more than 4300 digits
+    except ValueError:
+        # Python refuses to print integers of more than 4300 digits.
         text = "a number of many digits"
     if len(text) > 60:
         return text[:57] + "..."
@@ -111,7 +115,7 @@ def shown_value(value: Any) -> str:
 
 
 def _problem(cls: NodeClass, details: ErrorDetails) -> str:
-    """Returns the message about one value."""
+    """Returns the message about one value. The first kind of error that applies decides."""
     field, value, kind = str(details["loc"][0]), details["input"], details["type"]
     key = cls.key(field)
     annotation = cls.model_fields[field].annotation
@@ -124,6 +128,7 @@ def _problem(cls: NodeClass, details: ErrorDetails) -> str:
             bound = context[name]
             shown = f"{bound:d}" if isinstance(bound, int) else f"{bound:g}"
             return f"{setting}: must be {words} {shown}"
+    # A tuple of fixed length, such as optim.betas.
     if kind in ("too_short", "too_long", "missing") and isinstance(value, tuple):
         count = len(typing.get_args(annotation))
         return f"{setting}: expected {count} values, got {len(value)}"
@@ -133,6 +138,7 @@ def _problem(cls: NodeClass, details: ErrorDetails) -> str:
         return f"{setting}: letters, digits, '_', '.' and '-' alone, at most 64 of them"
     if value == "":
         return f"{setting}: needs a value"
+    # Lightning takes plugins=[...]. Our trainer.plugins is a single node.
     if kind == "model_type" and _is_node_in_list(value):
         return f"{key}: expected one, got a list; write it without the list"
     expected = _EXPECTED.get(kind)
@@ -144,23 +150,25 @@ def _problem(cls: NodeClass, details: ErrorDetails) -> str:
 
 
 def _is_node_in_list(value: Any) -> bool:
+    """Returns whether the value is a list with one node. Lists arrive as tuples."""
     if not isinstance(value, tuple) or len(value) != 1:
         return False
     return isinstance(value[0], pydantic.BaseModel)
 
 
 def _nearest_option(key: str, value: Any, annotation: Any) -> str:
-    """Returns the end of a message about an unknown option: what the user may have meant."""
+    """Returns the end of a message about an unknown option: a translation, or the nearest option."""
     ours = foreign_names.meant(key, value)
     if ours is None:
         return suggest(str(value), options(annotation))
-    if " " in ours:  # the option together with other keys
+    # The option together with other keys: "current fp8.granularity=row".
+    if " " in ours:
         return f"; write {key}={ours}"
     return f"; did you mean {ours!r}?"
 
 
 def _advice(cls: NodeClass, field: str, kind: str, value: Any) -> str:
-    """Returns what to write instead of a value of another type, if that is plain."""
+    """Returns the correction of a value of the wrong type, or an empty string if none is obvious."""
     key, annotation = cls.key(field), cls.model_fields[field].annotation
     if kind == "model_type":
         return _advice_for_node(key, annotation, value)
@@ -179,6 +187,7 @@ def _advice(cls: NodeClass, field: str, kind: str, value: Any) -> str:
 
 
 def _advice_for_list(key: str, value: Any) -> str:
+    """Spells a comma-separated string as a list."""
     if not isinstance(value, str):
         return ""
     items = [item.strip(" '\"") for item in value.strip("[] ").split(",")]
@@ -186,6 +195,8 @@ def _advice_for_list(key: str, value: Any) -> str:
 
 
 def _advice_for_bool(key: str, value: Any) -> str:
+    """Spells a word such as yes or off as true or false."""
+    # YAML 1.2 has only true and false. YAML 1.1 read these words as booleans too.
     word = str(value).lower()
     if word in ("true", "false"):
         return "; write it without quotes"
@@ -197,8 +208,10 @@ def _advice_for_bool(key: str, value: Any) -> str:
 
 
 def _advice_for_string(key: str, value: Any) -> str:
+    """Spells a number as a string, or a list of paths as a mixture."""
+    # A float has lost its original text, such as 1.10, so the message cannot quote it.
     if isinstance(value, float):
-        return "; put it in quotes"  # a float has lost the text that it was written as
+        return "; put it in quotes"
     if isinstance(value, int):
         return f"; write '{key}=\"{spelled(value)}\"'"
     if key == "data.path" and isinstance(value, tuple):
@@ -207,16 +220,19 @@ def _advice_for_string(key: str, value: Any) -> str:
 
 
 def _advice_for_number(key: str, value: Any) -> str:
+    """Spells a list with one number, a string, or a number with separators or a unit."""
     number = value
     while isinstance(number, tuple) and len(number) == 1:
         number = number[0]
-    if number is not value:  # a list with one number
+    if number is not value:
+        # type, not isinstance: true is no number.
         if type(number) in (int, float):
             return f"; write {key}={number}"
         return ""
     if not isinstance(value, str):
         return ""
     if _NUMBER.fullmatch(value):
+        # YAML 1.2 reads 012 as a string. YAML 1.1 read it as octal.
         without_zeros = re.sub(r"(?<![\d.])0+(?=\d)", "", value)
         if without_zeros != value:
             return f"; write {key}={without_zeros}"
@@ -226,24 +242,26 @@ def _advice_for_number(key: str, value: Any) -> str:
     match = _NUMBER_WITH_UNIT.fullmatch(value)
     if match is None:
         return ""
+    # 64k may mean 64000 or 65536 tokens, so the message has both.
     power = {"k": 1, "m": 2, "g": 3, "b": 3}[match[2].lower()]
     decimal, binary = float(match[1]) * 1000**power, float(match[1]) * 1024**power
     return f"; write it out, as {decimal:.0f} or {binary:.0f}"
 
 
 def several_files(paths: Sequence[Any]) -> str:
-    """Returns what to write instead of several paths for data.path."""
+    """Returns the end of a message about several paths for data.path: a mixture."""
     parts = ", ".join(f"{{path: {path}, weight: 1}}" for path in paths)
     return f"; write 'data.mixture=[{parts}]'"
 
 
 def _advice_for_node(key: str, node: NodeClass, value: Any) -> str:
-    """Returns what to write instead of a value that is neither a node nor a mapping."""
+    """Returns the correction of a value for a node that is neither a node nor a mapping."""
     if key == "precision":
         ours = foreign_names.meant(key, value)
         if ours:
             return f"; did you mean {ours!r}?"
-        if callable(value):  # a preset function without its call
+        # A preset function without parentheses, fp8cfg.bf16_with_fp8_mixed.
+        if callable(value):
             return f"; write {value.__name__}()"
         return ""
     if isinstance(value, str | bool) or _has_value_per_key(node, value):
@@ -260,13 +278,13 @@ def _has_value_per_key(node: NodeClass, value: Any) -> bool:
 
 
 def example(key: str, node: NodeClass, value: Any) -> str:
-    """Returns what to write instead of a value for a whole node.
+    """Returns the correction of a value for a whole node.
 
     Args:
-        key: The full name of the node.
-        node: Its class.
-        value: The value: true or false for its switch, an option of one of its keys, or a list
-            with a value for each key. For anything else the first key is the example.
+        key: Full name of the node.
+        node: Class of the node.
+        value: True or false for `enabled`, an option of one of its keys, or a list with one value
+            per key. For other values the first key with a plain default is the example.
     """
     name, fields = short(key), node.model_fields
     if _has_value_per_key(node, value):
