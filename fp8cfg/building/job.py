@@ -164,15 +164,21 @@ def _schedule(recipe: Recipe) -> str:
 
 
 class JobAutocast:
-    """Makes the contexts in which a job's FP8 layers multiply in FP8. Outside they run in high precision.
+    """Makes autocast contexts for a job. FP8 layers run in FP8 inside, in high precision outside.
 
-    A context can be entered any number of times, also inside of itself. Around a custom model it
-    also enters torch.autocast in the compute dtype, which takes losses and norms in float32. With
-    activation checkpointing stay inside until the backward pass is done: it repeats forward passes.
+    A context can be nested and entered several times. For a custom model it also enters
+    torch.autocast in the compute dtype, so losses and norms run in float32. With activation
+    checkpointing, run the backward pass inside the context too: it repeats forward passes.
+
+    Args:
+        prepared: The model.
+        choice: Backend of the FP8 layers.
+        precision: Precision of the recipe.
+        custom_model: Whether the model is a custom model.
 
     Attributes:
-        torch_dtype: "bf16" or "fp16" for a custom model in that dtype. Empty otherwise: the
-            recipe's own Transformer casts by itself.
+        torch_dtype: Dtype of torch.autocast for a custom model, "bf16" or "fp16". Empty without
+            torch.autocast: the recipe's own Transformer casts by itself.
     """
 
     def __init__(
@@ -184,19 +190,21 @@ class JobAutocast:
         self.torch_dtype = ""
         if custom_model and precision.compute != "fp32":
             self.torch_dtype = precision.compute
+        # The optimizer was built without these. `check_frozen` reports one that is trained later.
         self._frozen = {}
         for name, parameter in prepared.model.named_parameters():
             if not parameter.requires_grad:
                 self._frozen[name] = parameter
 
     def __call__(self, enabled: bool = True) -> AbstractContextManager[None]:
-        """Returns a context in which FP8 layers multiply in FP8, or in high precision if not `enabled`."""
+        """Returns a context. FP8 layers run in FP8 inside, or in high precision if not `enabled`."""
         from fp8cfg.backends.any_model import checks
 
         model = self.prepared.model
         backend = registry.backend(self.backend)
 
         def enter() -> AbstractContextManager[None]:
+            """Makes a new context at each entry, so one object can be entered again."""
             self.check_frozen()
             if self.has_fp8_layers():
                 checks.entered(model, enabled)
@@ -205,17 +213,18 @@ class JobAutocast:
         return AutocastContext(enter)
 
     def has_fp8_layers(self) -> bool:
-        """Whether layers were converted to FP8. A pipeline stage may have none of them."""
+        """Whether this rank's model has FP8 layers. A pipeline stage may have none."""
         from fp8cfg.backends.any_model.conversion_state import PLANNED
 
         if not self.fp8_enabled:
             return False
+        # Only a pipeline stage can be without FP8 layers, so other jobs need no search.
         if self.prepared.pipeline is None:
             return True
         return any(PLANNED in vars(layer) for layer in self.prepared.model.modules())
 
     def check_frozen(self) -> None:
-        """Raises ConfigError if a parameter that was frozen at build time requires a gradient now."""
+        """Raises ConfigError if the user has unfrozen a parameter after the build."""
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise ConfigError(
@@ -286,9 +295,8 @@ class Job:
         if self.recipe.fp8.enabled:
             self.optimizer.register_step_pre_hook(lambda *_: self._check_first_pass())
         self.optimizer.register_step_pre_hook(lambda *_: self._check_trainer())
-        self.optimizer.register_step_pre_hook(
-            lambda *_: self._count_step()
-        )  # only if no check failed
+        # Hooks run in this order. A step with a failed check is not counted.
+        self.optimizer.register_step_pre_hook(lambda *_: self._count_step())
         self.optimizer.register_step_post_hook(lambda *_: setattr(self, "summed", False))
         if self.foreign and self.recipe.fp8.enabled:
             from fp8cfg.backends.any_model import conversion_state
@@ -299,6 +307,7 @@ class Job:
 
     def __repr__(self) -> str:
         model = self.prepared.model
+        # A rank of a mesh has only parts of the parameters, so the count comes from the recipe.
         count = (
             sum(p.numel() for p in model.parameters())
             if self.prepared.mesh is None
@@ -447,7 +456,7 @@ class Job:
         return prove_engagement(self.recipe, self.model, self.plan, self._observed(), self.foreign)
 
     def _observed(self) -> Observed:
-        """Returns the observed operand kinds of all GEMMs. With pipeline stages all ranks call it."""
+        """Returns the observed operand kinds of all GEMMs. All pipeline ranks call it."""
         own = registry.backend(self.choice.backend).observed(self.model)
         if self.prepared.pipeline is None:
             return own
@@ -540,6 +549,7 @@ class Job:
 
     def _check_sums(self) -> None:
         """Warns once if a step on several ranks uses gradients that were not summed."""
+        # FSDP2 sums in the backward pass, except the gradients of tensor-parallel ranks.
         if (
             self.summed
             or self._sums_checked
@@ -552,7 +562,7 @@ class Job:
         warn_of_sums(self.model)
 
     def _check_trainer(self) -> None:
-        """Checks TrainingArguments in the first step inside a Trainer without `trainer_callback`."""
+        """Checks TrainingArguments in the first step, unless `trainer_callback` was called."""
         if self._trainer_checked:
             return
         from fp8cfg.interop.hf_trainer import running, settle
