@@ -1,8 +1,8 @@
 """Training loop: steps, evaluations, checkpoints, and a stop on a signal.
 
 Each iteration launches one optimizer step (`step.train_step`). On a GPU the host reads the metrics
-of a step after it has launched the next one. Evaluations, checkpoints and callbacks use the job, so
-the host finishes all launched steps before them.
+of step k after it has launched step k + 1. Before an evaluation, a checkpoint or a callback, the
+host waits for all launched steps.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from fp8cfg.training.step_report import Callback, StepReport
 
 
 class Interrupted(Fp8cfgError):
-    """The run got SIGTERM, SIGINT, SIGUSR1 or SIGHUP, and what it had done is saved. Exit code 75: run it again to go on."""
+    """A signal stopped the run. All finished steps are saved. Exit code 75: resume the run."""
 
     exit_code = REQUEUE
 
 
 @dataclass(frozen=True)
 class Result:
-    """End of a run.
+    """Result of a run.
 
     Attributes:
         steps: Optimizer steps done.
-        loss: Last training loss.
-        val_loss: Last validation loss, None if it was not measured.
-        folder: Run folder, on the first rank.
+        loss: Last training loss. None if no step was left to do.
+        val_loss: Last validation loss. None without an evaluation.
+        folder: Run folder on the first rank, otherwise None.
     """
 
     steps: int
@@ -75,7 +75,7 @@ Loaded = tuple[Tensors, dict[str, Any]]
 
 
 class Request(IntEnum):
-    """Request of a rank after a step. The largest request of all ranks counts."""
+    """Request of a rank after a step. All ranks follow the maximum of their requests."""
 
     NONE = 0
     SAVE = 1
@@ -91,20 +91,23 @@ def train(
     callbacks: Sequence[Callback] = (),
     data: RunData | None = None,
 ) -> Result:
-    """Trains `job` until trainer.max_steps or a signal.
+    """Trains a job until trainer.max_steps or a signal. All ranks call it.
 
     Args:
-        job: The job to train. All ranks call `train`.
-        run: Folder for metrics, coverage and checkpoints, on the first rank. None writes nothing.
+        job: The job.
+        run: Folder for metrics, coverage and checkpoints on the first rank. None writes nothing.
         start_from: Loaded checkpoint to resume from.
-        world: Ranks of the run.
+        world: Ranks of the run. Defaults to the current process group.
         say: Prints a message, on the first rank.
         callbacks: Called on the first rank.
-        data: Data of the recipe, if they were read before.
+        data: Data of the recipe. Loaded here by default.
+
+    Returns:
+        The number of steps and the last losses, without the run folder.
 
     Raises:
-        NotFP8Error: The first step did not run as planned.
-        Interrupted: A rank received a signal. All finished steps are saved.
+        NotFP8Error: The first step did not run in the planned formats.
+        Interrupted: A signal stopped the run. A checkpoint was saved.
         Diverged: The loss or the gradients are not finite.
         ConfigError: Data or batches do not fit the recipe.
         CheckpointError: The last checkpoint could not be written.
@@ -113,7 +116,7 @@ def train(
         training = _Training(job, run, world or current(), say, callbacks, data)
         return training.train(start_from)
     except DataError as error:
-        # A token outside of the vocabulary is found when it is read.
+        # Some errors appear only when data are read, such as a token outside the vocabulary.
         raise ConfigError(f"data={job.recipe.data.name}: {error}") from None
     except OSError as error:
         path = run.path if run else job.recipe.data.path
@@ -121,7 +124,7 @@ def train(
 
 
 class _Training:
-    """State of `train`."""
+    """State of one call of `train`. Arguments as in `train`."""
 
     def __init__(
         self,
@@ -145,6 +148,7 @@ class _Training:
         if self.batches.remark:
             self.say(wrapped(self.batches.remark, more="  ") + "\n")
         check_layout(self.recipe, world.size, job.foreign)
+        # Transformer Engine then quantizes each weight once per step, not in each microbatch.
         if count_microbatches(job, world) > 1:
             registry.backend(job.choice.backend).cache_weights(job.model)
         if self.recipe.trainer.val_check_interval:
@@ -157,21 +161,23 @@ class _Training:
         self.requested = Request.NONE
 
     def train(self, start_from: Loaded | None) -> Result:
+        """Loads the checkpoint, compiles the model and runs all steps."""
         first_step = self._load(start_from)
         state = start_from[1] if start_from else None
         if first_step < self.max_steps:
             compile_as_chosen(self.job, state, self.batches, first_step, self.world, self.say)
-        # The job and torch.compile have made process groups. They get this timeout, too.
+        # After the build and torch.compile: the timeout must cover their process groups, too.
         self.world.waits("start", first_step + 1)
 
         with ExitStack() as stack:
             self._open(first_step, stack)
+            # The run may have been stopped after this step, before its evaluation.
             if (
                 first_step
                 and self._evaluates_after(first_step)
                 and self.world.any(not self.logs.evaluated(first_step))
             ):
-                self._evaluate(first_step)  # the run was stopped before this evaluation
+                self._evaluate(first_step)
             if first_step >= self.max_steps:
                 return self._return_trained(first_step)
             self.saver.check_room()
@@ -187,13 +193,15 @@ class _Training:
                 self.report.progress = stack.enter_context(progress)
             stack.enter_context(self.saver)
             if self.job.optimizer.can_defer:
-                # The device decides whether to skip a step, and optimizer.step() never waits.
+                # The device decides whether to skip a step. Otherwise optimizer.step() would wait
+                # for the gradient norm.
                 optimizer: Any = self.job.optimizer
                 stack.enter_context(DeferredSteps(optimizer))
             try:
                 for step in range(first_step, self.max_steps):
                     self._take_step(step)
             except Exception as error:
+                # Earlier steps may still be on the device. Their results decide what to save.
                 with suppress(Exception):
                     self._finish_steps(max_pending=0)
                 self.last_step.save(error, self.report.num_skipped > 0)
@@ -206,12 +214,13 @@ class _Training:
     # One iteration
 
     def _take_step(self, step: int) -> None:
-        """Launches step `step`, counted from 0, and does all that is due after it."""
+        """Launches a step, counted from 0. Then evaluates, saves or stops if due."""
         self.look_ahead.read(step)
         self.last_step.begin(step)
         self.logs.statistics(self.batches, step, self.world)
         self._launch_step(step)
         num_done = step + 1
+        # The first step is compared with the plan before the second one is launched.
         must_finish = (
             not self.runs_ahead
             or not self.report.is_proved
@@ -221,7 +230,7 @@ class _Training:
         self._finish_steps(max_pending=0 if must_finish else 1)
 
         self.world.waits("start", num_done)
-        # At 1, 2, 4, 8, ... rows: a broken shard must not flood the log.
+        # At 1, 2, 4, 8, ... rows, so that a broken shard does not flood the log.
         self._report_skipped_rows(at_least=max(1, self.num_reported_rows))
         if self._evaluates_after(num_done):
             self._evaluate(num_done)
@@ -233,7 +242,9 @@ class _Training:
             self._follow_requests(num_done)
 
     def _launch_step(self, step: int) -> None:
+        """Launches a step without waiting for its metrics."""
         self.world.traffic.clear()
+        # A step behind a pending one begins when that ends: `_finish_steps` sets this time.
         if not self.pending:
             self.step_began = time.perf_counter()
         try:
@@ -241,28 +252,31 @@ class _Training:
                 self.job, self.batches, step, self.world, collect_metrics=self._collect_metrics
             )
         except BaseException:
+            # The earlier steps are good and must be reported before the error.
             self._finish_steps(max_pending=0)
             raise
         self.pending.append(launched)
 
     def _finish_steps(self, max_pending: int) -> None:
-        """Waits for launched steps, oldest first, until `max_pending` are left. Reports them."""
+        """Waits for launched steps until `max_pending` are left, and reports them in order."""
         while len(self.pending) > max_pending:
             result = self.pending.popleft().wait()
             now = time.perf_counter()
             seconds = now - self.step_began
-            self.step_began = now  # of the step behind it, which the device has begun
+            self.step_began = now  # of the next step, already on the device
             self.last_step.record(result.step)
             if "request" in result.metrics:
                 request = Request(round(result.metrics["request"].item()))
                 self.requested = max(self.requested, request)
             if not result.stepped and self.job.loss_scaler is None:
-                self.pending.clear()  # the device has skipped the steps behind it, too
-            # A skipped step has updated no scale.
+                # The device skips all steps behind a skipped one, and the report raises Diverged.
+                self.pending.clear()
+            # A skipped step updates no scales, so it has no overflow to report.
             overflow = self.overflow.read(result.metrics) if result.stepped else None
             self.report.add(result, overflow, seconds)
 
     def _collect_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """Collects overflow and this rank's request on the device. See `CollectMetrics`."""
         return self.overflow.collect(loss, request=float(self._request()))
 
     def _request(self) -> Request:
@@ -276,8 +290,8 @@ class _Training:
     def _follow_requests(self, num_done: int) -> None:
         """Saves or stops after step `num_done` if a rank requests it.
 
-        Several ranks act on the requests that came with the metrics of finished steps, so that all
-        of them act after the same step.
+        With several ranks, the requests arrive with the metrics of finished steps. So all ranks act
+        after the same step.
         """
         request = self._request() if self.world.size == 1 else self.requested
         if request == Request.NONE:
@@ -291,8 +305,9 @@ class _Training:
         self.world.waits("step", num_done + 1)
 
     def _interrupt(self, num_done: int) -> None:
-        """Saves step `num_done`, and raises the reason to stop."""
+        """Saves step `num_done` and raises the reason to stop: Interrupted or DataError."""
         self.saver.save(num_done, self.report.num_skipped > 0, last=True)
+        # Ranks exchange their data errors, so that all raise the same one.
         for problem in self.world.texts(self.look_ahead.problem):
             if problem.strip():
                 self.say(f"step {num_done} is saved; the data of a later step cannot be used")
@@ -306,7 +321,7 @@ class _Training:
         return self.signals is not None and self.signals.received is not None
 
     def _report_skipped_rows(self, at_least: int = 1) -> None:
-        """Prints how many rows of a stream were skipped, if `at_least` so many are new."""
+        """Prints the number of skipped rows of a stream, if at least `at_least` are new."""
         samples = self.batches.samples
         if not isinstance(samples, Stream):
             return
@@ -320,12 +335,14 @@ class _Training:
     # Evaluation and checkpoints
 
     def _evaluates_after(self, num_done: int) -> bool:
+        """Whether step `num_done` is followed by an evaluation. The last step always is."""
         interval = self.recipe.trainer.val_check_interval
         if not interval:
             return False
         return num_done == self.max_steps or num_done % interval == 0
 
     def _evaluate(self, num_done: int) -> None:
+        """Evaluates after step `num_done`, and reports the validation loss."""
         samples = self.validation_samples
         batches = validation_batches(self.recipe, samples, self.world)
         is_masked = samples is not None and samples.masked
@@ -340,13 +357,14 @@ class _Training:
             callback.evaluation(num_done, loss)
 
     def _saves_after(self, num_done: int) -> bool:
-        """The last step is always saved. An interval of 0 saves no other."""
+        """Whether step `num_done` is saved. The last step always is."""
         interval = self.recipe.checkpoint.every_n_steps
         if num_done == self.max_steps:
             return True
         return bool(interval) and num_done % interval == 0
 
     def _save(self, num_done: int) -> None:
+        """Saves step `num_done`, in the background if checkpoint.async_save is true."""
         began = time.perf_counter()
         is_last = num_done == self.max_steps
         self.saver.save(num_done, self.report.num_skipped > 0, is_last)
@@ -361,10 +379,11 @@ class _Training:
     # Begin and end
 
     def _load(self, start_from: Loaded | None) -> int:
-        """Loads the checkpoint `start_from`. Returns the number of steps done."""
+        """Loads the checkpoint, or seeds a new run. Returns the number of steps done."""
         refuse_unlike(start_from[1] if start_from else None, self.world)
         if start_from is None:
-            if not self.job.foreign:  # the layers of a custom model use the seed of its user
+            # The user has seeded a custom model already.
+            if not self.job.foreign:
                 torch.manual_seed(self.recipe.trainer.seed)
             return 0
         tensors, state = start_from
@@ -376,13 +395,13 @@ class _Training:
             self.say(backend_note)
         num_done = job_state.restore(self.job, tensors, state, self.batches, self.say)
         if isinstance(tensors, LoadedTensors):
-            # The run may remove this checkpoint. An open file would keep its space on the disk.
+            # The run may delete this checkpoint later. An open file would keep its disk space.
             tensors.close()
         self._report_lr_change(Recipe(**state["recipe"]), num_done)
         return num_done
 
     def _report_lr_change(self, before: Recipe, num_done: int) -> None:
-        """Prints if the next step has another learning rate than in the recipe `before`."""
+        """Prints a note if the learning rate jumps, because the schedule differs from `before`."""
         steps = self.job.optimizer.steps  # skipped ones do not count
         old_lr = make_schedule(before).lr_at(steps)
         lr = self.job.schedule.lr_at(steps)
@@ -398,34 +417,34 @@ class _Training:
         )
 
     def _open(self, first_step: int, stack: ExitStack) -> None:
-        """Opens what the loop writes to and listens to."""
+        """Opens logs and reports, and installs the signal handlers. `stack` closes them."""
         job, world = self.job, self.world
         self.logs = stack.enter_context(RunLogs(job, self.run, first_step))
         self._report_gaps()
         self.report = StepReport(job, self.run, world, self.say, self.callbacks, self.logs)
         self.overflow = OverflowCollector(job, world)
-        # A callback reads the job after its step, so the next step must not have begun.
+        # A callback may read the job after its step, so the next step must not be launched before.
         self.runs_ahead = can_run_ahead(job) and not world.any(bool(self.callbacks))
-        # A request to stop comes with the metrics of a step: one step later if steps run ahead.
+        # If steps run ahead, a request to stop is read one step later. So data are checked earlier.
         num_ahead = 2 if self.runs_ahead else 1
         self.look_ahead = LookAhead(job, self.batches, world, first_step, num_ahead)
         self.last_step = LastStep(job, self.saver, world, first_step, self.say)
         self.signals: StopSignals | None = None
-        # Only the main thread can catch signals.
+        # Python allows signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             agree = world.any if world.size > 1 else None
             self.signals = stack.enter_context(StopSignals(agree))
 
     def _report_gaps(self) -> None:
-        """Prints which finished steps metrics.jsonl lacks."""
-        # A run that starts from the checkpoint of another run has no lines of its steps.
+        """Prints a note about finished steps without lines in metrics.jsonl."""
+        # A new run from another run's checkpoint never had lines for these steps.
         if self.run and manifest.list_steps(self.run.files.folder(CHECKPOINTS)):
             gaps = self.logs.holes()
             if gaps:
                 self.say(gaps)
 
     def _return_trained(self, num_done: int) -> Result:
-        """Returns the result of a run that had no step left to do."""
+        """Returns the result if no step is left to do."""
         self.say(
             f"nothing left to do: {num_done} steps of trainer.max_steps={self.max_steps} are done"
         )
@@ -435,9 +454,10 @@ class _Training:
         return Result(num_done, None, self.val_loss)
 
     def _check_divergence(self, num_done: int, loss: Value, val_loss: Value) -> None:
-        """Raises Diverged if the run made no step, or if a last loss is not finite.
+        """Raises Diverged if all steps were skipped, or if the last loss is not finite.
 
-        Under a loss scale a step with such a loss is skipped, and the run continues.
+        Only the end of a run is checked: with a loss scale a bad step is skipped, and the run can
+        recover.
         """
         if self.job.optimizer.steps == 0:
             raise Diverged(
@@ -461,4 +481,4 @@ class _Training:
 
 
 def _say_nothing(_: str) -> None:
-    """Prints nothing, on all ranks but the first."""
+    """Discards a message. Used on all ranks except the first."""
