@@ -144,8 +144,8 @@ class SGD(torch.optim.SGD):
         """Updates the parameters. Does nothing if the attribute `found_inf`, float32 [], is 1."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            # torch creates a momentum buffer as a copy of the first gradient, also if found_inf
-            # skips that step. Zeros give the same first step.
+            # torch allocates momentum buffers in the first step. If found_inf skips that step, they
+            # stay uninitialized. Zeros give the same first step.
             momenta = [self._momentum(p) for p in params] if group["momentum"] else []
             sgd(
                 [local(p) for p in params],

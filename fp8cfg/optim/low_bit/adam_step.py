@@ -1,7 +1,7 @@
-"""Adam step of many stored tensors: in pieces in eager code, or several tensors a launch in compiled code.
+"""Adam step of many stored tensors: eagerly in pieces, or several tensors per launch when compiled.
 
-Compiled code takes the amaxes of rows. What follows from them is computed for all tensors at once, and their scales are written when
-all are stored.
+Compiled code computes amaxes of rows. Scales of all tensors follow in one launch. They are written
+after all tensors are stored.
 """
 
 from __future__ import annotations
@@ -39,51 +39,51 @@ from fp8cfg.optim.low_bit.adam_update import (
 from fp8cfg.optim.low_bit.columns import Columns
 
 LEAST_COMPILED = 64
-"""Elements below which a tensor is left to eager code: torch.compile takes sizes of 0 and 1 for constants, and a size that is also
-that of `hyper` or of a key for the same one, and would compile for each anew."""
+"""Smallest tensor for compiled code. torch.compile treats sizes 0 and 1 as constants, and a size equal to
+that of `hyper` or of a key as the same symbol. It would recompile for each of these."""
 OPTIONS: dict[str, Any] = {
-    "emulate_precision_casts": True,  # round where the code says so
-    "eager_numerics.division_rounding": (
-        True
-    ),  # and as eager code does: Triton's own division is an approximation
+    # Same rounding as eager code. Triton's default division is approximate.
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
     **dict.fromkeys(
         ("realize_reads_threshold", "realize_acc_reads_threshold", "realize_opcount_threshold"),
         1 << 20,
     ),
 }
-"""Inductor's options. Large thresholds: compute again rather than keep a float32 copy of a tensor."""
+"""Inductor options. Large thresholds recompute values instead of writing float32 copies to memory."""
 TOGETHER = 4
-"""Tensors of one launch on a GPU. Of eight the compiler needs twice as long, and makes two kernels for want of arguments."""
+"""Tensors per launch on a GPU. Eight take twice as long to compile and split into two kernels, because a
+kernel has a limited number of arguments."""
 Options = tuple[tuple[str, int], ...]
 REDUCED: Options = (("combo_kernels", True), ("combo_kernels_autotune", 1))
-"""Options of reductions of several tensors. Without Inductor's heuristics for reductions a program would take 1024 rows."""
+"""Options for reductions of several tensors. Without autotuning a program would take 1024 rows."""
 STORED: Options = (
     ("combo_kernels", True),
     ("combo_kernels_autotune", 0),
     ("combo_kernels_pointwise_only", True),
 )
-"""Options of code that writes several tensors: to try it out would copy them. Reductions that are combined and not tried out would
-take 1024 rows of 256 elements a program, 1024 numbers a thread: code that LLVM optimizes for minutes."""
+"""Options for code that writes several tensors. Autotuning would copy them. Combined reductions without
+autotuning would take 1024 values per thread, which LLVM optimizes for minutes."""
 _CONSTANTS: dict[str, tuple[Any, ...]] = {}
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether steps on `device` are compiled, whoever asks."""
+    """Whether steps on `device` are always compiled."""
     return HAS_TRITON and device.type == "cuda"
 
 
 def in_one_piece(count: int, block: int) -> bool:
-    """Whether compiled code takes a tensor of `count` elements, so many of which share a scale."""
+    """Whether compiled code supports a tensor of `count` elements with scales for each `block`."""
     return count >= LEAST_COMPILED and count % block == 0
 
 
 def together(device: torch.device) -> int:
-    """The tensors that one piece of code on `device` takes at most."""
+    """Returns the largest number of tensors in one launch on `device`."""
     return TOGETHER if compiles(device) else 1
 
 
 def launch_groups(kinds: Sequence[Hashable], most: int) -> Iterator[list[int]]:
-    """Places in `kinds` of what is of one kind, at most so many at a time."""
+    """Yields groups of indices with equal `kinds`, at most `most` in each."""
     places = defaultdict[Hashable, list[int]](list)
     for place, kind in enumerate(kinds):
         places[kind].append(place)
@@ -95,15 +95,20 @@ def launch_groups(kinds: Sequence[Hashable], most: int) -> Iterator[list[int]]:
 def compiled_code(
     function: Callable[..., Any], *constants: Any, more: Options = ()
 ) -> Callable[..., Any]:
-    """`function`, whose first arguments are `constants`, such as columns of codecs, compiled; it takes the other arguments. With
-    `more` options the first of these is a list of several tensors, and each length has code of its own.
+    """Returns a compiled function with its first arguments fixed.
+
+    Args:
+        function: The function.
+        constants: Its first arguments, such as columns.
+        more: Inductor options for a list of several tensors as the next argument. Each length of
+            the list is compiled separately.
     """
     if not more:
         return _compiled(function, constants, ())
     of_length = functools.cache(lambda length: _compiled(function, constants, more))
 
     def run_of_any_sizes(several: Sequence[Any], *args: Any) -> Any:
-        # What is of one size now may be of several the next time.
+        # Tensors with equal sizes now may have different sizes next time.
         with shape_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return of_length(len(several))(several, *args)
 
@@ -113,24 +118,31 @@ def compiled_code(
 def _compiled(
     function: Callable[..., Any], constants: tuple[Any, ...], more: Options
 ) -> Callable[..., Any]:
+    """Compiles `function` with fixed first arguments."""
     name = f"{function.__name__}_{len(_CONSTANTS)}"
     _CONSTANTS[name] = constants
 
     def run(*args: Any) -> Any:
-        return function(
-            *_CONSTANTS[name], *args
-        )  # Dynamo takes the numbers in a global for constants, not those in a closure
+        # Dynamo treats numbers from a global as constants, but not numbers from a closure.
+        return function(*_CONSTANTS[name], *args)
 
-    # Dynamo counts recompilations by code object and stops at eight, and these would all share one. Seen with torch 2.13, whose
-    # isolate_recompiles ends it once no older torch is supported.
+    # Dynamo stops after eight recompilations of a code object, which all functions would share here.
+    # Seen with torch 2.13. Its option isolate_recompiles can replace this when older versions of
+    # torch are no longer supported.
     run.__code__ = run.__code__.replace(co_name=name)
     return torch.compile(run, fullgraph=True, dynamic=True, options=OPTIONS | dict(more))
 
 
 class Work(NamedTuple):
-    """One tensor to step: the tensor, ten numbers on its device (`hyper`), the key of its random numbers where a codec rounds
-    stochastically, a bool [], whether the step is to be skipped, where the device alone knows, and of a shard the place of its
-    first element in the whole."""
+    """A tensor to step.
+
+    Attributes:
+        slot: The stored tensors.
+        hyper: Factors of the step, float32 [10] on the device.
+        key: Random key of the tensor, if a codec rounds stochastically.
+        skip: Whether to skip the step, bool [] on the device, or None if the host has decided.
+        first: Position of the first element in the full tensor.
+    """
 
     slot: Slot
     hyper: Tensor
@@ -147,17 +159,25 @@ def adam_step(
     compiled: bool = False,
     amaxes: Iterable[Tensor | None] = repeat(None),
 ) -> None:
-    """Step every tensor of `works`, in place. Compiled code gives the same bits on a CPU; on a GPU a compiler contracts products
-    and sums, which changes the last bit of a float32 before it is rounded. `amaxes` are those of whole tensors of which works are
-    shards, as `amaxes_of_steps` found them in each."""
+    """Steps every tensor of `works`, in place.
+
+    Compiled code has the same bits as eager code on a CPU. On a GPU the compiler contracts products
+    and sums, which changes the last float32 bit before rounding.
+
+    Args:
+        columns: Codecs of the tensors.
+        decoupled: Whether weight decay is decoupled (AdamW).
+        works: The tensors.
+        compiled: Whether to compile on a CPU too.
+        amaxes: Amaxes of the full tensors [3] if `works` are shards, from `amaxes_of_steps`.
+    """
     with _dtypes_may_mix():
         in_one = list[tuple[Work, Tensor | None]]()
-        for work, of_whole in zip(works, amaxes):  # noqa: B905  # of works alone there is an end
+        for work, of_whole in zip(works, amaxes):  # noqa: B905  # amaxes may be endless
             if _in_one(columns, work, compiled):
                 in_one.append((work, of_whole))
-            elif (
-                work.slot.source[0].numel() or of_whole is not None
-            ):  # an empty shard has the scales of the whole too
+            # An empty shard still stores the scales of the full tensor.
+            elif work.slot.source[0].numel() or of_whole is not None:
                 _step_in_pieces(columns, decoupled, work, of_whole)
         _step_compiled(columns, decoupled, in_one)
 
@@ -166,8 +186,10 @@ def adam_step(
 def amaxes_of_steps(
     columns: Columns, decoupled: bool, works: Sequence[Work], compiled: bool = False
 ) -> Tensor:
-    """The amaxes [works, 3] of weight and moments that steps are about to store; 0 for a column without a scale for the whole
-    tensor."""
+    """Returns the amaxes of weight and moments after the steps, [works, 3].
+
+    0 for a column without a per-tensor scale.
+    """
     with _dtypes_may_mix():
         in_one = [work for work in works if _in_one(columns, work, compiled)]
         left = iter(_amaxes_compiled(columns, decoupled, in_one).unbind() if in_one else ())
@@ -184,6 +206,7 @@ def amaxes_of_steps(
 
 
 def _amaxes_compiled(columns: Columns, decoupled: bool, works: Sequence[Work]) -> Tensor:
+    """Computes `amaxes_of_steps` in compiled code."""
     slots = [_in_blocks(work.slot, columns.block) for work in works]
     found = iter(
         _wanted_amaxes(columns, decoupled, slots, works, _groups(columns, works)).unbind(1)
@@ -198,7 +221,7 @@ def _amaxes_compiled(columns: Columns, decoupled: bool, works: Sequence[Work]) -
 
 
 def _amaxes_in_pieces(columns: Columns, decoupled: bool, work: Work) -> Tensor:
-    """The amaxes [3] of a tensor."""
+    """Returns the amaxes [3] of one tensor."""
     amaxes = torch.zeros(3, dtype=torch.float32, device=work.hyper.device)
     for part, _ in _pieces(columns, work):
         values = moved(columns, decoupled, part, work.hyper)
@@ -208,8 +231,9 @@ def _amaxes_in_pieces(columns: Columns, decoupled: bool, work: Work) -> Tensor:
 
 @contextmanager
 def _dtypes_may_mix() -> Iterator[None]:
+    """Context without Inductor's warning about bf16 and fp16 in one kernel."""
     with warnings.catch_warnings():
-        # Inductor advises against both dtypes in one CPU kernel. Seen with torch 2.13; ends with the torch that does not.
+        # torch 2.13 warns about both dtypes in one CPU kernel.
         warnings.filterwarnings("ignore", message="bf16 and fp16 are mixed")
         yield
 
@@ -222,6 +246,7 @@ def _in_one(columns: Columns, work: Work, compiled: bool) -> bool:
 
 
 def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Tensor | None) -> None:
+    """Steps one tensor eagerly, a piece at a time."""
     scales = Scales()
     if columns.per_tensor:
         if of_whole is None:
@@ -235,7 +260,7 @@ def _step_in_pieces(columns: Columns, decoupled: bool, work: Work, of_whole: Ten
 
 
 def _pieces(columns: Columns, work: Work) -> Iterator[tuple[Slot, Start]]:
-    """The pieces of a tensor, each with the place of its first element in the whole."""
+    """Yields the pieces of a tensor with the position of their first element in the full tensor."""
     source = work.slot.source[0]
     for start, stop in chunk_ranges(source.numel(), source.device):
         yield _part(columns, work.slot, start, stop), advance_start(work.first, start)
@@ -244,6 +269,7 @@ def _pieces(columns: Columns, work: Work) -> Iterator[tuple[Slot, Start]]:
 def _step_compiled(
     columns: Columns, decoupled: bool, works: Sequence[tuple[Work, Tensor | None]]
 ) -> None:
+    """Steps tensors in compiled code. Empty lists are allowed."""
     slots = [_in_blocks(work.slot, columns.block) for work, _ in works]
     groups = _groups(columns, [work for work, _ in works])
     scales = (
@@ -273,7 +299,7 @@ def _step_compiled(
     ]
     if pairs:
         old, made = (list(each) for each in zip(*pairs, strict=True))
-        skip = works[0][0].skip  # of the step, and so of each tensor
+        skip = works[0][0].skip  # equal for all tensors of a step
         torch._foreach_copy_(
             old,
             (
@@ -285,13 +311,14 @@ def _step_compiled(
 
 
 def _groups(columns: Columns, works: Sequence[Work]) -> list[list[int]]:
-    """Places in `works` of what one launch takes: of one set of factors, of the same dtypes, of whole rows or not. Tensors without
-    a scale for the whole need one launch each alone, and are compiled sooner so."""
+    """Returns indices of works for each launch: equal factors, dtypes, and divisibility by ROW.
+
+    Tensors without a per-tensor scale need one launch each. Single tensors compile faster.
+    """
     most = together(works[0].hyper.device) if works and columns.per_tensor else 1
     sizes = [work.slot.source[0].numel() for work in works]
-    order = sorted(
-        range(len(works)), key=sizes.__getitem__
-    )  # Inductor takes the first ones' sizes for typical
+    # Inductor tunes kernels for the sizes of its first call.
+    order = sorted(range(len(works)), key=sizes.__getitem__)
     kinds = [
         (id(work.hyper), type(work.first), bool(work.first), size % ROW == 0, *_dtypes(work.slot))
         for work, size in ((works[i], sizes[i]) for i in order)
@@ -300,11 +327,12 @@ def _groups(columns: Columns, works: Sequence[Work]) -> list[list[int]]:
 
 
 def _stored_together(columns: Columns, groups: list[list[int]]) -> list[list[int]]:
-    """What of `groups` one launch stores: of blocks, which it reduces for their scales, a tensor, else all."""
+    """Returns indices that one launch stores. Blockwise codecs need one launch for each tensor."""
     return [[place] for group in groups for place in group] if columns.blocks_written else groups
 
 
 def _dtypes(slot: Slot) -> list[Hashable]:
+    """Returns the dtypes of all tensors in a slot."""
     return [
         x.dtype if isinstance(x, Tensor) else None if x is None else tuple(t.dtype for t in x)
         for x in slot
@@ -318,7 +346,7 @@ def _scales(
     works: Sequence[tuple[Work, Tensor | None]],
     groups: list[list[int]],
 ) -> list[Scales]:
-    """The new scales of each tensor, for all together, of amaxes that are known, or of those that are found."""
+    """Returns the new scales of each tensor, computed together, from known or new amaxes."""
     named = (*Scales._fields,)
     if known := [of_whole for _, of_whole in works if of_whole is not None]:
         every = torch.stack(known)
@@ -343,7 +371,7 @@ def _wanted_amaxes(
     works: Sequence[Work],
     groups: list[list[int]],
 ) -> Tensor:
-    """The amaxes [works, amaxes] that are wanted, of those of rows."""
+    """Returns the needed amaxes [works, amaxes] from amaxes of rows."""
     find = compiled_code(find_row_amaxes_of_several, columns, decoupled, more=REDUCED)
     found = {
         i: rows
@@ -357,6 +385,7 @@ def _wanted_amaxes(
 
 
 def _part(c: Columns, slot: Slot, start: int, stop: int) -> Slot:
+    """Returns the elements `start` to `stop` of all tensors in a slot."""
     weight = None if slot.weight is None else c.weight.part(slot.weight, start, stop)
     copy = None if slot.copy is None else slot.copy[start:stop]
     return Slot(
@@ -370,7 +399,10 @@ def _part(c: Columns, slot: Slot, start: int, stop: int) -> Slot:
 
 
 def _in_blocks(slot: Slot, block: int) -> Slot:
-    """The data as [blocks, block]: in a flat tensor a compiler cannot tell which elements share a scale."""
+    """Returns the tensors of a slot as [blocks, block].
+
+    In a flat tensor the compiler cannot tell which elements share a scale.
+    """
     if block == 1:
         return slot
     rows: list[Any] = [

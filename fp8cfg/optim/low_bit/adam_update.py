@@ -1,13 +1,13 @@
-"""Adam step on stored (quantized) tensors: the arithmetic, a piece at a time.
+"""Adam update of quantized tensors, one piece at a time.
 
     moments   m' = beta1 m + (1 - beta1) g          v' = beta2 v + (1 - beta2) g g
     weight    w' = w (1 - lr decay) - lr / (1 - beta1^t) * m' / (sqrt(v') / sqrt(1 - beta2^t) + eps)
 
-All of it is float32, and w' is made from m' and v' as they are before rounding. This is MS-AMP's update, in its order of
-operations. Adam instead of AdamW adds decay x w to g, for the stored moments too.
+All values are float32. w' uses m' and v' before rounding. The update and its order of operations
+follow MS-AMP. Adam instead of AdamW adds decay * w to g, also for the moments.
 
-A scale for a whole tensor needs the amax of what is about to be stored. The values are computed twice, for `find_amaxes` and for
-`store_step`, so that no more than a piece of them is kept in float32.
+A per-tensor scale needs the amax of the new values. They are computed twice, in `find_amaxes` and
+in `store_step`, so that only a piece of them is in float32 at a time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,19 @@ from fp8cfg.numerics.formats import Start, derive_draw_key, square_root
 from fp8cfg.optim.low_bit.columns import Columns
 
 ROW = 4096
-"""Elements of a row of `find_row_amaxes`."""
+"""Elements per row in `find_row_amaxes`."""
 
 
 class Slot(NamedTuple):
-    """The stored tensors of one parameter, all flat. `source` is the master, or the weight where there is none; `weight` is the
-    weight where there is a master; `copy`, the parameter where it is neither of them, receives the values of the weight.
+    """Stored tensors of one parameter, all flat.
+
+    Attributes:
+        source: The master, or the weight without one.
+        weight: The weight, if there is a master.
+        exp_avg: First moment.
+        exp_avg_sq: Second moment.
+        copy: The parameter, if it is neither of them. It gets the values of the weight.
+        grad: Gradient.
     """
 
     source: EncodedTensor
@@ -43,7 +50,7 @@ class Slot(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """New inverse scales, [], of the columns of a slot whose scale is for the whole tensor."""
+    """New inverse scales [] of the tensors in a slot. None if a tensor has no per-tensor scale."""
 
     source: Tensor | None = None
     weight: Tensor | None = None
@@ -52,13 +59,20 @@ class Scales(NamedTuple):
 
 
 Moved = tuple[Tensor, Tensor, Tensor]
-"""Weight and moments after a step, in float32."""
+"""Weight and both moments after a step, float32."""
 
 
 def hyper(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> list[float]:
-    """The factors of step number `step`, from 1 on, of a parameter group, and `step`: nine numbers in double precision. What a step
-    reads has a tenth: what gradients are multiplied by."""
+    """Returns the nine factors of a step. `moved` reads a tenth, the factor of the gradients.
+
+    Args:
+        group: Hyperparameters.
+        decoupled: Whether weight decay is decoupled (AdamW).
+        step: Number of the step, from 1.
+        lr: Learning rate.
+    """
     decay, (b1, b2) = group["weight_decay"], group["betas"]
+    # The factors are computed in double precision on the host and rounded to float32 once.
     decay = 1 - lr * decay if decoupled else decay
     return [
         decay,
@@ -74,12 +88,12 @@ def hyper(group: Mapping[str, Any], decoupled: bool, step: int, lr: float) -> li
 
 
 def key_of_step(key: Tensor | None, hyper: Tensor) -> Tensor | None:
-    """The key of this step of a tensor whose own is `key`."""
+    """Derives the random key of a step from the key of a tensor."""
     return None if key is None else derive_draw_key(key, hyper[8].to(torch.int32))
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for hyperparameters outside their range."""
+    """Raises ValueError for hyperparameters out of range."""
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0.0:
             raise ValueError(f"{name}={group[name]} must not be negative")
@@ -88,7 +102,14 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
 
 
 def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Moved:
-    """Weight and moments after the step."""
+    """Computes weight and moments after the step.
+
+    Args:
+        columns: Codecs of the slot.
+        decoupled: Whether weight decay is decoupled (AdamW).
+        slot: The stored tensors.
+        hyper: Factors of the step, float32 [10].
+    """
     decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, _, grad_factor = hyper.unbind()
     w, g = columns.source.decode(slot.source), columns.read.decode(slot.grad) * grad_factor
     if decoupled:
@@ -101,7 +122,7 @@ def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Moved
 
 
 def find_amaxes(columns: Columns, values: Moved) -> Tensor:
-    """The amaxes of weight and moments for scales of whole tensors, [3]; 0 for a column without such a scale."""
+    """Returns the amaxes of weight and moments, [3]. 0 for a column without a per-tensor scale."""
     return torch.stack(
         [
             compute_amax_or_nan(x) if wanted else x.new_zeros(())
@@ -111,8 +132,10 @@ def find_amaxes(columns: Columns, values: Moved) -> Tensor:
 
 
 def scales_from(columns: Columns, amaxes: Tensor) -> Scales:
-    """The new scales of a tensor from its amaxes, [3], or of several, [3, tensors]. A weight and its master share the amax, which
-    is that of the master's value before rounding."""
+    """Returns new scales from amaxes [3], or [3, tensors] for several tensors.
+
+    Weight and master share the amax of the master before rounding.
+    """
     return Scales(
         *[
             codec.scale_inv(amaxes[what]) if codec is not None and codec.per_tensor else None
@@ -122,20 +145,32 @@ def scales_from(columns: Columns, amaxes: Tensor) -> Scales:
 
 
 def find_row_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> list[Tensor]:
-    """What `find_amaxes` gives, of each row of ROW elements where these divide the tensor; [rows] for each amax that is wanted."""
+    """Returns the needed amaxes of `find_amaxes` for each row of ROW elements, each [rows].
+
+    A tensor that ROW does not divide is a single row.
+    """
     values = zip(moved(columns, decoupled, slot, hyper), columns.amaxes, strict=True)
     return [_row_amaxes(x) for x, wanted in values if wanted]
 
 
 def _row_amaxes(x: Tensor) -> Tensor:
+    """Returns the amax of each row, [rows]."""
     return (
         x.reshape(-1, ROW).abs().amax(1) if x.numel() % ROW == 0 else compute_amax_or_nan(x).view(1)
     )
 
 
 def scales_of_all(columns: Columns, decoupled: bool, amaxes: Tensor) -> Tensor:
-    """The new scales of any number of tensors from the amaxes that are wanted, [tensors, amaxes]: [tensors, 4, 4], the fields of
-    Scales, each at the beginning of 16 bytes, for compiled code copies what lies elsewhere."""
+    """Returns the new scales of several tensors, [tensors, 4, 4].
+
+    The second dimension has the fields of Scales. The last one pads each scale to 16 bytes:
+    Inductor copies inputs that are not aligned.
+
+    Args:
+        columns: Codecs of the slots.
+        decoupled: Not used.
+        amaxes: Needed amaxes, [tensors, amaxes].
+    """
     found = iter(amaxes.unbind(1))
     each = [next(found) if wanted else amaxes.new_zeros(len(amaxes)) for wanted in columns.amaxes]
     scales = [
@@ -153,15 +188,25 @@ def store_step(
     skip: Tensor | None,
     start: Start = 0,
 ) -> None:
-    """Write the result of the step, unless `skip`, a bool [], is true; `start` is the first element of this piece in its tensor.
-    `store_scales` writes the scales of whole tensors.
+    """Writes the values of a step, but no per-tensor scales.
+
+    Args:
+        columns: Codecs of the slot.
+        slot: The stored tensors.
+        values: New weight and moments.
+        key: Random key of the step.
+        new: New per-tensor scales.
+        skip: Whether to write nothing, bool [] on the device.
+        start: Position of the first element in the full tensor, for random numbers.
     """
     c, (w, m, v) = columns, values
+    # The numbers 0 to 3 give each column its own random numbers.
     c.source.write(w, slot.source, new.source, key, 0, start, skip)
     c.exp_avg.write(m, slot.exp_avg, new.exp_avg, key, 1, start, skip)
     c.exp_avg_sq.write(v, slot.exp_avg_sq, new.exp_avg_sq, key, 2, start, skip)
     weight, scale = slot.source, new.source
     if slot.weight is not None:
+        # The weight is rounded from the rounded master, so that a restart gives the same weight.
         source = _rescaled(slot.source, new.source)
         rounded = c.source.decode(source if c.weight.block else _as_written(source))
         weight, scale = slot.weight, new.weight
@@ -171,7 +216,7 @@ def store_step(
 
 
 def store_scales(slot: Slot, new: Scales, skip: Tensor | None) -> None:
-    """Writes the scales of whole tensors, after all pieces: the old ones are needed until then."""
+    """Writes per-tensor scales after all pieces, because decoding needs the old ones until then."""
     columns = (slot.source, slot.weight, slot.exp_avg, slot.exp_avg_sq)
     for stored, scale in zip(columns, new, strict=True):
         if stored is not None and scale is not None:
@@ -188,8 +233,18 @@ def store_whole(
     skip: Tensor | None,
     first: Start = 0,
 ) -> None:
-    """`store_step` of a tensor in one piece, whose own key is `key`, but for the scales of the whole tensor; of a shard that begins
-    with element `first` of the whole."""
+    """Runs `store_step` for a whole tensor or shard, as one function for the compiler.
+
+    Args:
+        columns: Codecs of the slot.
+        decoupled: Whether weight decay is decoupled (AdamW).
+        slot: The stored tensors.
+        hyper: Factors of the step, float32 [10].
+        key: Random key of the tensor.
+        new: New per-tensor scales.
+        skip: Whether to write nothing, bool [].
+        first: Position of the first element in the full tensor.
+    """
     store_step(
         columns,
         slot,
@@ -204,7 +259,7 @@ def store_whole(
 def find_row_amaxes_of_several(
     columns: Columns, decoupled: bool, slots: Sequence[Slot], hyper: Tensor
 ) -> list[list[Tensor]]:
-    """`find_row_amaxes` of each slot."""
+    """Runs `find_row_amaxes` for each slot."""
     return [find_row_amaxes(columns, decoupled, slot, hyper) for slot in slots]
 
 
@@ -218,18 +273,22 @@ def store_several(
     skip: Tensor | None,
     firsts: Sequence[Start] | None = None,
 ) -> None:
-    """`store_whole` of each slot."""
+    """Runs `store_whole` for each slot."""
     for slot, key, scales, first in zip(slots, keys, new, firsts or [0] * len(slots), strict=True):
         store_whole(columns, decoupled, slot, hyper, key, scales, skip, first)
 
 
 def _as_written(stored: EncodedTensor) -> EncodedTensor:
-    """`stored` by its strides: a tensor to Inductor, which else would trace all that it was computed from anew for each use, for
-    minutes after two stochastic roundings. Blocks read it twice, for their scales too: it would be kept in memory.
+    """Returns `stored` as a strided view, so that Inductor treats it as a materialized tensor.
+
+    Otherwise Inductor would inline its whole computation at each use, which compiles for minutes
+    after two stochastic roundings. Not used for blocks: they read it twice, so it would stay in
+    memory.
     """
     data = stored[0]
     return (data.as_strided(data.shape, data.stride()), *stored[1:])
 
 
 def _rescaled(stored: EncodedTensor, scale_inv: Tensor | None) -> EncodedTensor:
+    """Returns `stored` with a new per-tensor scale, if there is one."""
     return stored if scale_inv is None else (stored[0], scale_inv)

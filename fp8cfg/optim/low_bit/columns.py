@@ -1,4 +1,7 @@
-"""Storage columns: the codecs of a parameter's weight, master, gradient and moments."""
+"""Storage columns: the codecs of a parameter's weight, master, gradient and moments.
+
+Also their shards under FSDP2 and tensor parallelism.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,14 @@ from fp8cfg.numerics.stored_state import in_stored_form
 
 
 class Columns(NamedTuple):
-    """The codecs of one parameter, one for each column of the low-precision chart. `grad` is the codec of gradients stored apart
-    from `.grad`; None leaves them where autograd puts them.
+    """Codecs of one parameter, one for each storage column.
+
+    Attributes:
+        weight: Codec of the weight.
+        master: Codec of the master, or None without one.
+        grad: Codec of gradients that are stored outside of `.grad`, or None to keep them there.
+        exp_avg: Codec of the first moment.
+        exp_avg_sq: Codec of the second moment.
     """
 
     weight: Codec = Codec(FP32)
@@ -28,17 +37,20 @@ class Columns(NamedTuple):
 
     @property
     def source(self) -> Codec:
-        """The codec of the tensor that a step updates: the master, or the weight where there is none."""
+        """Codec of the tensor that a step updates: the master, or the weight without one."""
         return self.master or self.weight
 
     @property
     def read(self) -> Codec:
-        """The codec in which gradients are stored."""
+        """Codec of the gradients that a step reads."""
         return self.grad or Codec(FP32)
 
     @property
     def written(self) -> tuple[Codec | None, ...]:
-        """The codecs that a step writes, in the order of `Slot`; None for the weight where it is the source."""
+        """Codecs that a step writes, in the order of `Slot`.
+
+        The weight is None if it is the source.
+        """
         return (
             self.source,
             None if self.master is None else self.weight,
@@ -48,12 +60,15 @@ class Columns(NamedTuple):
 
     @property
     def stochastic(self) -> bool:
-        """Whether a step needs random numbers."""
+        """Whether a step needs random numbers for stochastic rounding."""
         return any(codec is not None and codec.rounding == "stochastic" for codec in self.written)
 
     @property
     def amaxes(self) -> tuple[bool, ...]:
-        """Whether scales of whole tensors need the amax of the weight, which its master shares, and of each moment."""
+        """Whether per-tensor scales need the amax of the weight and of each moment.
+
+        Weight and master share an amax.
+        """
         source, weight, *moments = (
             codec is not None and codec.per_tensor for codec in self.written
         )
@@ -61,17 +76,17 @@ class Columns(NamedTuple):
 
     @property
     def per_tensor(self) -> bool:
-        """Whether any scale is computed from the amax of a whole tensor."""
+        """Whether a step computes a scale from the amax of a whole tensor."""
         return any(codec is not None and codec.per_tensor for codec in self.written)
 
     @property
     def blocks_written(self) -> bool:
-        """Whether any scale that a step writes is computed from the amax of a block."""
+        """Whether a step computes a scale from the amax of a block."""
         return any(codec is not None and codec.block for codec in self.written)
 
     @property
     def block(self) -> int:
-        """The number of elements that a piece, unless it is the last, must be a multiple of."""
+        """Number of elements that must divide every piece except the last."""
         return max(codec.block or 1 for codec in (*self.written, self.read) if codec is not None)
 
 
@@ -83,10 +98,22 @@ def named_columns(
     exp_avg_sq: str = "fp32",
     rounding: Rounding = "nearest",
 ) -> Columns:
-    """The columns by the names that the storage keys take. `rounding` is that of weights and masters. Gradients without a scale
-    stay where autograd puts them. Raises ValueError for an unknown name."""
+    """Creates columns from the names of storage keys.
+
+    Args:
+        weight: Codec of the weight.
+        master_weight: Codec of the master, or "none".
+        weight_grad: Codec of gradients. They stay in `.grad` if it has no scale.
+        exp_avg: Codec of the first moment.
+        exp_avg_sq: Codec of the second moment.
+        rounding: Rounding of weights and masters.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
 
     def updated(name: str) -> Codec:
+        # Float32 is not rounded, so it needs no random numbers.
         return get_codec(name, "nearest" if name == "fp32" else rounding)
 
     grad = get_codec(weight_grad)
@@ -100,19 +127,23 @@ def named_columns(
 
 
 FLOAT32 = Columns()
-"""Everything in float32."""
+"""All columns in float32."""
 
 
 def local(t: Tensor) -> Tensor:
-    """The plain tensor in the memory of this rank that `t` is, or is a part of."""
+    """Returns this rank's plain tensor of `t`, which may be a DTensor."""
     here: Any = t.to_local() if hasattr(t, "to_local") else t
-    inner: Tensor = getattr(here, "_tensor", here)  # of a shard that is gathered in FP8
+    inner: Tensor = getattr(here, "_tensor", here)  # FP8-gathered shards wrap a tensor
     return inner
 
 
 def first_element(p: Tensor, part: StridedStart | None) -> Start:
-    """The place, flat, of the first element of this rank's shard in the whole of `p`, which is a `part` of a tensor where tensor
-    parallelism splits that."""
+    """Returns the flat position of this rank's first element in the full tensor.
+
+    Args:
+        p: The parameter, possibly sharded by FSDP2.
+        part: Position in the tensor that tensor parallelism splits, or None.
+    """
     first = 0
     if hasattr(p, "placements"):
         _, ranks, rank = _split(p)
@@ -121,8 +152,13 @@ def first_element(p: Tensor, part: StridedStart | None) -> Start:
 
 
 def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
-    """Whether each of `ranks` shards of a tensor of `shape` is whole blocks of so many flat elements, and as many as the others; or
-    the whole tensor."""
+    """Whether each of `ranks` shards has whole blocks and equal size. Always true on one rank.
+
+    Args:
+        shape: Shape of the full tensor. FSDP2 splits dimension 0.
+        ranks: Number of shards.
+        block: Flat elements that share a scale.
+    """
     if ranks == 1:
         return True
     columns = 1
@@ -132,8 +168,15 @@ def fits(shape: Size | tuple[int, ...], ranks: int, block: int) -> bool:
 
 
 def columns_of_shard(columns: Columns, p: Tensor, part: StridedStart | None) -> Columns:
-    """`columns` for the state of this rank's shard of `p`, a `part` of a tensor where tensor parallelism splits that: moments and
-    gradients in blocks are float32 where cuts would go through these. A shard of FSDP2 is its own master.
+    """Returns the columns for the state of this rank's shard.
+
+    Blockwise moments and gradients become float32 if a cut would split a block. A shard of FSDP2 is
+    its own float32 master.
+
+    Args:
+        columns: Columns of the full tensor.
+        p: The parameter.
+        part: Position in the tensor that tensor parallelism splits, or None.
     """
     if by_rows := hasattr(p, "placements"):
         columns = columns._replace(weight=FLOAT32.weight, master=None)
@@ -154,7 +197,13 @@ def columns_of_shard(columns: Columns, p: Tensor, part: StridedStart | None) -> 
 
 
 def of_shards(part: Tensor, p: Tensor, data: bool) -> Tensor:
-    """What this rank has of a tensor of the state of `p`, as a part of the whole: its `data`, or the scales of its blocks."""
+    """Returns this rank's state tensor as a DTensor if FSDP2 shards its parameter.
+
+    Args:
+        part: This rank's tensor.
+        p: The parameter.
+        data: Whether it has the shape of the parameter. Otherwise it has the scales of its blocks.
+    """
     if not hasattr(p, "placements") or not part.dim():
         return part
     import torch
@@ -172,14 +221,23 @@ def of_shards(part: Tensor, p: Tensor, data: bool) -> Tensor:
 
 
 def decoded_part(codec: Codec, data: Tensor, scales: Tensor, first: Start) -> Tensor:
-    """The float32 values of `data`, elements from `first` on of a tensor whose blocks have `scales`."""
+    """Decodes a part of a blockwise tensor to float32.
+
+    Args:
+        codec: The codec.
+        data: Elements of the part.
+        scales: Scales of all blocks of the full tensor.
+        first: Position of the first element in the full tensor.
+    """
+    # The part may start inside a block, so each element looks up its own scale.
     of_each = scales[element_numbers(first, data.numel(), data.device, torch.int64) // codec.block]
     return replace(codec, block=1).decode((data.reshape(-1), of_each)).view(data.shape)
 
 
 def _split(p: Any) -> tuple[Any, int, int]:
-    """The mesh of a split tensor, the ranks that have its shards, and the number of this one."""
+    """Returns the mesh, the number of shards and this rank's index of a DTensor."""
     mesh = p.device_mesh
+    # With replicated groups the mesh has two axes. The last one shards.
     axis = mesh.ndim - 1
     return mesh, mesh.size(axis), mesh.get_local_rank(axis)
 
@@ -190,7 +248,13 @@ MASTER = ".master"
 def plain(
     tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str], masters: Container[str]
 ) -> dict[str, Tensor]:
-    """The state `tensors` of the parameters of these `names` as plain tensors, no copies; with those of `masters` themselves."""
+    """Returns the optimizer state as plain tensors, no copies.
+
+    Args:
+        tensors: State by name.
+        names: Names of the parameters.
+        masters: Names of parameters to include as masters.
+    """
     found = {name: local(t) for name, t in tensors.items()}
     return found | {
         name + MASTER: local(p.detach()) for p, name in names.items() if name in masters
@@ -200,7 +264,7 @@ def plain(
 def shards(
     tensors: Mapping[str, Tensor], names: Mapping[nn.Parameter, str]
 ) -> tuple[dict[str, Tensor], dict[nn.Parameter, Tensor]]:
-    """The inverse of `plain`: the state, and the values of parameters."""
+    """Inverts `plain`. Returns the state, and the values of parameters."""
     params = {name: p for p, name in names.items()}
     masters = {
         params[name]: t
@@ -217,7 +281,7 @@ def shards(
 
 @torch.no_grad()
 def write(masters: Mapping[nn.Parameter, Tensor]) -> None:
-    """Write these values into their parameters."""
+    """Writes values into their parameters."""
     for p, master in masters.items():
         local(p.detach()).copy_(master)
 
@@ -225,7 +289,10 @@ def write(masters: Mapping[nn.Parameter, Tensor]) -> None:
 def state_dict_of_one(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    """State dict hook: plain tensors, but in the stored form, of which checkpoints write parts."""
+    """State-dict hook: returns plain tensors, except in the stored form.
+
+    In the stored form checkpoints need the DTensors, because each rank writes its part.
+    """
     if not in_stored_form():
         state_dict.update(
             {name: local(t) for name, t in state_dict.items() if isinstance(t, Tensor)}
@@ -233,7 +300,7 @@ def state_dict_of_one(
 
 
 def load_into_one(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Load hook: the shards that plain tensors are."""
+    """Load hook: converts plain tensors to shards."""
     params = {
         f"{prefix}{name}": p
         for name, p in module.named_parameters(remove_duplicate=False)

@@ -1,10 +1,12 @@
-"""Stored gradients: quantized in a codec, apart from `.grad`, from the backward pass until a step has read them.
+"""Stored gradients: quantized outside of `.grad`, from the backward pass until a step reads them.
 
-A gradient with a scale of the whole tensor takes three launches on a GPU, its amax, the scale and the values, and so do several
-together: as they come in a backward pass, small ones wait for the next ones there.
+On a GPU a gradient with a per-tensor scale needs three launches: its amax, the scale and the
+values. Several gradients together need as many. Small gradients of a backward pass therefore wait
+for the next ones.
 
-A rank that has a part of a gradient, of FSDP2's once that has summed it, stores that. Parts of one layer wait for one another, for
-scales of whole tensors are made of their largest amaxes over the ranks, which one collective finds for all of them.
+A rank with a shard of a gradient stores the shard, once FSDP2 has reduced it. Per-tensor scales
+need the largest amax over all ranks. Shards of a layer wait for each other, so that one collective
+finds all their amaxes.
 """
 
 from __future__ import annotations
@@ -30,38 +32,58 @@ from fp8cfg.optim.low_bit.adam_update import ROW
 from fp8cfg.optim.low_bit.columns import local
 
 WAITING = 1 << 26
-"""Elements of gradients that wait at most: 256 MiB in float32. What is larger takes longer than its launches."""
+"""Largest number of waiting elements: 256 MiB in float32. Larger ones take longer than their launches."""
 
 
 class StoredGradients:
-    """The gradients of the parameters in `codecs`, in `stored` by parameter. `key` gives the random numbers of a parameter's
-    rounding, `names` what errors call it. Where parameters are parts `largest` is the elementwise maximum over the ranks that have
-    the others, and `groups` has for each those whose gradients are stored with its own."""
+    """The stored gradients of an optimizer.
+
+    Args:
+        names: Names of the parameters, for errors.
+        key: Returns the random key for rounding the gradient of a parameter.
+
+    Attributes:
+        codecs: Codecs of the parameters with stored gradients.
+        stored: Stored gradients.
+        spent: Whether a step has read them. New gradients then replace them.
+        largest: Elementwise maximum over the ranks that share parameters, or None.
+        groups: Parameters whose gradients are stored together, for each parameter.
+    """
 
     def __init__(
         self, names: Mapping[nn.Parameter, str], key: Callable[[nn.Parameter, str], Tensor]
     ) -> None:
         self.codecs: dict[nn.Parameter, Codec] = {}
         self.stored: dict[nn.Parameter, EncodedTensor] = {}
+        # transformers.Trainer calls zero_grad of the model, which does not clear stored gradients.
         self.spent = False
-        """Whether a step has read what is stored; the next one takes its place, for a Trainer calls the model's zero_grad, which
-        does not know of them."""
         self.largest: Callable[[Tensor], Tensor] | None = None
         self.groups: Mapping[nn.Parameter, Set[nn.Parameter]] = {}
         self._names, self._key = names, key
 
     def of(self, p: nn.Parameter) -> EncodedTensor | None:
-        """The gradient for a step: `.grad`, or the stored one where that is None."""
+        """Returns the gradient for a step: `.grad`, or the stored one, or None."""
         return self.stored.get(p) if p.grad is None else (local(p.grad),)
 
     def store_all(self) -> None:
-        """Move each `.grad` that has a codec into `stored`. Raises RuntimeError where there already is one: gradients are summed
-        first, and rounded once."""
+        """Stores each `.grad` that has a codec.
+
+        Raises:
+            RuntimeError: A gradient is stored already. Gradients are summed first and rounded once.
+        """
         self.store([p for p in self.codecs if p.grad is not None])
 
     @torch.no_grad()
     def store(self, params: Sequence[nn.Parameter], add: Container[nn.Parameter] = ()) -> None:
-        """Move the `.grad` of each of `params` into `stored`; those of `add` are added to the gradient stored there."""
+        """Stores the `.grad` of parameters and clears it.
+
+        Args:
+            params: The parameters.
+            add: Parameters whose stored gradient is added first.
+
+        Raises:
+            RuntimeError: A gradient is stored already, and `add` does not have its parameter.
+        """
         if self.spent and params:
             self.clear()
         for p in params:
@@ -79,8 +101,10 @@ class StoredGradients:
             self._store_group([params[i] for i in group], scales)
 
     def _scales_of_whole(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """The inverse scales, [], of the whole gradients of which this rank has shards; empty where it has all of each. NaN becomes
-        infinity: the maximum of NaN and a number may be either."""
+        """Returns the inverse scales [] of full gradients from this rank's shards.
+
+        Empty if this rank has full gradients.
+        """
         if self.largest is None or not params:
             return {}
         shards = [self._gradient(p) for p in params]
@@ -90,20 +114,25 @@ class StoredGradients:
                 for g in shards
             ]
         )
+        # The maximum of NaN and a number may be either, so NaN becomes infinity.
         known = self.largest(torch.where(found.isfinite(), found, math.inf))
         scales = torch.stack(
             [self.codecs[p].scale_inv(each) for p, each in zip(params, known.unbind(), strict=True)]
         )
-        aligned = F.pad(scales[:, None], (0, 3))[:, 0]  # what is not compiled code copies
+        aligned = F.pad(scales[:, None], (0, 3))[:, 0]  # Inductor copies unaligned inputs
         return dict(zip(params, aligned.unbind(), strict=True))
 
     @staticmethod
     def _gradient(p: nn.Parameter) -> Tensor:
+        """Returns this rank's tensor of `.grad`."""
         assert p.grad is not None, "asked by the caller"
         return local(p.grad)
 
     def _kind(self, p: nn.Parameter) -> Hashable:
-        """What gradients that are stored together have in common. Without a scale of the whole tensor one launch stores each."""
+        """Returns a key that is equal for gradients that one launch can store.
+
+        Without a per-tensor scale each gradient needs one launch anyway.
+        """
         codec = self.codecs[p]
         gradient = self._gradient(p)
         return (
@@ -115,6 +144,7 @@ class StoredGradients:
     def _store_group(
         self, params: Sequence[nn.Parameter], scales: Mapping[nn.Parameter, Tensor]
     ) -> None:
+        """Stores gradients of one kind."""
         codec, values, keys = self.codecs[params[0]], list[Tensor](), list[Tensor | None]()
         for p in params:
             values.append(self._gradient(p))
@@ -126,11 +156,14 @@ class StoredGradients:
 
     @contextmanager
     def storing(self, add: bool) -> Iterator[None]:
-        """Context manager for backward passes: gradients are stored soon after they are complete, and at its end; with `add` each
-        at once, or with those that it was summed with, added to the gradient stored there."""
-        here: set[nn.Parameter] = (
-            set()
-        )  # reentrant checkpointing of a shared layer brings a gradient in parts
+        """Context for backward passes: stores gradients soon after they are complete.
+
+        Args:
+            add: Whether to add each gradient to the stored one, in every backward pass.
+        """
+        # Parameters that were stored in this context. With reentrant checkpointing a shared layer
+        # gets its gradient in several parts, which are added.
+        here: set[nn.Parameter] = set()
         waiting: dict[nn.Parameter, None] = {}
 
         def arrived(p: Tensor) -> None:
@@ -158,11 +191,12 @@ class StoredGradients:
                 p.grad is not None
                 and local(p.grad).untyped_storage().nbytes() > local(p.grad).nbytes
             ):
-                p.grad = (
-                    p.grad.clone()
-                )  # else a norm's shard keeps the memory of all that FSDP2 has summed it with
+                # FSDP2 reduces several gradients in one buffer. A view of a small gradient would
+                # keep the memory of all of them.
+                p.grad = p.grad.clone()
 
-        watched = self._names if self.codecs else ()  # where none is stored that memory stays
+        # If no gradient is stored, the buffer is in use anyway.
+        watched = self._names if self.codecs else ()
         handles = [
             p.register_post_accumulate_grad_hook(arrived if p in self.codecs else alone)
             for p in watched
@@ -175,7 +209,7 @@ class StoredGradients:
                 handle.remove()
 
     def clear(self) -> None:
-        """Drop all stored gradients."""
+        """Drops all stored gradients."""
         self.spent = False
         self.stored.clear()
 
@@ -186,8 +220,14 @@ def _encoded(
     keys: Sequence[Tensor | None],
     scales: Sequence[Tensor | None],
 ) -> list[EncodedTensor]:
-    """`values`, of one float dtype, in `codec`, by the `scales` of whole tensors of which they are parts: on a GPU together, by
-    compiled code, else each a piece at a time."""
+    """Encodes tensors of one float dtype: on a GPU together in compiled code, otherwise in pieces.
+
+    Args:
+        codec: The codec.
+        values: The tensors.
+        keys: Random keys for stochastic rounding.
+        scales: Per-tensor scales of shards. None computes the scale.
+    """
     if all(compiles(x.device) and in_one_piece(x.numel(), codec.block or 1) for x in values):
         encode = compiled_code(_encode, codec, more=REDUCED if codec.per_tensor else ())
         made = encode([_flat(x.contiguous(), codec) for x in values], keys, scales)
@@ -207,6 +247,7 @@ def _encode(
     keys: Sequence[Tensor | None],
     scales: Sequence[Tensor | None],
 ) -> list[EncodedTensor]:
+    """Encodes tensors. Compiled."""
     return [
         codec.encode(x.float(), key, scale_inv)
         for x, key, scale_inv in zip(values, keys, scales, strict=True)
@@ -214,13 +255,19 @@ def _encode(
 
 
 def _flat(data: Tensor, codec: Codec) -> Tensor:
-    """`data` as compiled code takes it: in a flat tensor a compiler cannot tell which elements share a scale."""
+    """Returns `data` in the shape for compiled code: [blocks, block] or flat.
+
+    In a flat tensor the compiler cannot tell which elements share a scale.
+    """
     return data.view(-1, codec.block) if codec.block else data.view(-1)
 
 
 def norms(codecs: Sequence[Codec], stored: Sequence[EncodedTensor]) -> list[Tensor]:
-    """The 2-norms of stored tensors, float32 []. On a GPU they are taken together, in few launches: of those with scales the norms
-    of rows first, by compiled code."""
+    """Returns the 2-norms of stored tensors, float32 [] each.
+
+    On a GPU a few launches compute all of them. Compiled code first computes norms of rows for
+    tensors with scales.
+    """
     pairs = list(zip(codecs, stored, strict=True))
     rows = {
         i: each[0]
@@ -233,13 +280,14 @@ def norms(codecs: Sequence[Codec], stored: Sequence[EncodedTensor]) -> list[Tens
         codec, places = codecs[scaled[group[0]]], [scaled[i] for i in group]
         flat = [(_flat(stored[i][0], codec), *stored[i][1:]) for i in places]
         rows |= zip(places, compiled_code(row_norms, codec, more=REDUCED)(flat), strict=True)
+    # The norm of the norms of rows is the norm of the tensor.
     found = torch._foreach_norm([*rows.values()], 2, torch.float32) if rows else ()
     made = dict(zip(rows, found, strict=True))
     return [made[i] if i in made else norm(codec, t) for i, (codec, t) in enumerate(pairs)]
 
 
 def _in_one(codec: Codec, stored: EncodedTensor) -> bool:
-    """Whether compiled code takes the norms of rows of a stored tensor."""
+    """Whether compiled code computes the row norms of a stored tensor."""
     data = stored[0]
     return (
         codec.scaling != "none"
@@ -249,7 +297,10 @@ def _in_one(codec: Codec, stored: EncodedTensor) -> bool:
 
 
 def row_norms(codec: Codec, stored: Sequence[EncodedTensor]) -> list[Tensor]:
-    """The 2-norms, float32 [rows], of rows of ROW elements of each stored tensor, where these divide it, else of the whole."""
+    """Returns the 2-norms of rows of ROW elements of each stored tensor, float32 [rows].
+
+    A tensor that ROW does not divide is a single row.
+    """
     values = [codec.decode(each) for each in stored]
     return [
         torch.linalg.vector_norm(
@@ -260,7 +311,7 @@ def row_norms(codec: Codec, stored: Sequence[EncodedTensor]) -> list[Tensor]:
 
 
 def norm(codec: Codec, stored: EncodedTensor) -> Tensor:
-    """The 2-norm of a stored tensor, float32 []; decoded a piece at a time."""
+    """Returns the 2-norm of a stored tensor, float32 []. Decodes a piece at a time."""
     data = stored[0]
     parts = [
         torch.linalg.vector_norm(codec.decode(codec.part(stored, a, b)))

@@ -1,4 +1,4 @@
-"""Optimizer state of a parameter: creation before the first step, and the flat tensors of a step."""
+"""State of a parameter in a low-bit optimizer: creation, saving and loading."""
 
 from __future__ import annotations
 
@@ -15,14 +15,24 @@ from fp8cfg.optim.low_bit.columns import Columns, decoded_part, first_element, l
 from fp8cfg.optim.state_dict import Names, check_names, check_tensors
 
 STORED = ("master", "weight", "exp_avg", "exp_avg_sq")
-"""What is stored for a parameter: the first two where there is a master, and where the parameter is not the weight itself."""
+"""Tensors in the state of a parameter. A master is optional. `weight` is missing if the parameter itself
+is the stored weight."""
 
 
 def check_parameter(
     name: str, p: nn.Parameter, columns: Columns, kept_apart: bool, written: bool
 ) -> None:
-    """Raise ValueError for a parameter that cannot be optimized. `kept_apart`: its bits mean something only with a scale that is
-    stored elsewhere; `written`: it is stored from a master.
+    """Checks that a parameter can be optimized.
+
+    Args:
+        name: Its name.
+        p: The parameter.
+        columns: Its columns.
+        kept_apart: Whether its bits need a scale that is stored elsewhere.
+        written: Whether it is written from a master.
+
+    Raises:
+        ValueError: Its dtype, memory layout or columns do not fit.
     """
     if written and columns.master is None:
         raise ValueError(f"{name} is written from a master; its columns have none")
@@ -35,19 +45,29 @@ def check_parameter(
 
 
 def is_stored(p: Tensor, weight: Codec) -> bool:
-    """Whether the parameter is the stored weight itself."""
+    """Whether the parameter itself is the stored weight."""
     return weight.scaling == "none" and weight.format.dtype == p.dtype
 
 
 def fresh_state(
     p: Tensor, c: Columns, value: Tensor, key: Tensor, weight: EncodedTensor | None
 ) -> dict[str, Any]:
-    """The state of `p` before its first step, from `value`, of any float dtype; what rounding changes is written to `p`, or to
-    `weight` where that is given: the tensors it is held in, none where it is left as it is."""
+    """Creates the state of a parameter before its first step.
+
+    The rounded value is written to `p` or `weight`.
+
+    Args:
+        p: The parameter.
+        c: Its columns.
+        value: Its value before rounding, any float dtype.
+        key: Random key for stochastic rounding.
+        weight: Tensors that store the weight outside of the state. () does not write them.
+    """
     state: dict[str, Any] = {"step": 0}
     if c.master is not None:
         state["master"] = c.master.zeros(p.shape, p.device)
         c.master.store(value, state["master"], key)
+        # The weight is rounded from the stored master, as in each later step.
         value = c.master.decode(state["master"])
     if weight is None and is_stored(p, c.weight):
         weight = (p.detach(),)
@@ -66,7 +86,15 @@ def fresh_state(
 def slot_of(
     p: Tensor, state: dict[str, Any], grad: EncodedTensor, held: EncodedTensor | None, written: bool
 ) -> Slot:
-    """The tensors that a step reads and writes, flat."""
+    """Returns the flat tensors that a step reads and writes.
+
+    Args:
+        p: This rank's tensor of the parameter.
+        state: Its state.
+        grad: Its gradient.
+        held: Tensors that store the weight outside of the state, or None.
+        written: Whether a writer stores the weight from the master.
+    """
     weight, master = _flat(held or state.get("weight") or (p.detach(),)), state.get("master")
     source, weight_of_master = (
         (weight, None) if master is None else (_flat(master), None if written else weight)
@@ -77,6 +105,7 @@ def slot_of(
 
 
 def _flat(stored: EncodedTensor) -> EncodedTensor:
+    """Returns stored data as a flat view."""
     return (stored[0].view(-1), *stored[1:])
 
 
@@ -84,8 +113,10 @@ State = Mapping[Any, dict[str, Any]]
 
 
 def collect_tensors(names: Names, state: State) -> dict[str, Tensor]:
-    """Data as `<name>.exp_avg`, inverse scales as `<name>.exp_avg.scale_inv`, and so on: the tensors themselves, no copies, of a
-    shard as parts of the whole."""
+    """Returns data as `<name>.exp_avg`, inverse scales as `<name>.exp_avg.scale_inv`, and so on.
+
+    These are no copies. Shards are DTensors.
+    """
     return {
         f"{name}.{column}{suffix}": of_shards(tensor, p, data=not suffix)
         for p, name in names.items()
@@ -95,7 +126,7 @@ def collect_tensors(names: Names, state: State) -> dict[str, Tensor]:
 
 
 def collect_json(names: Names, state: State) -> dict[str, Any]:
-    """The step count and the codecs of each parameter."""
+    """Returns the step count and the codecs of each parameter."""
     return {name: {key: state[p][key] for key in ("step", "codecs")} for p, name in names.items()}
 
 
@@ -108,16 +139,30 @@ def recoded(
     key: Callable[[nn.Parameter, str], Tensor],
     parts: Mapping[nn.Parameter, StridedStart],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Saved state with the moments of a parameter in this layout's codec, where one layout has them in blocks and the other in
-    float32, since its shards would cut these; `columns` are those of tensors here, of whole ones too, `mine` is this optimizer's
-    own JSON, and `parts` are parameters that are parts of tensors. A float32 weight is called its own master, or a float32 master
-    the weight, as here. Other differences are left."""
+    """Converts saved state to the codecs of this layout.
+
+    One layout may have blockwise moments where another has float32, because its shards would split
+    blocks. A float32 weight and a float32 master are renamed to each other. Other differences stay.
+
+    Args:
+        names: Names of the parameters.
+        columns: Columns of this optimizer, and of full tensors.
+        tensors: Saved tensors.
+        json: Saved JSON.
+        mine: JSON entries of this optimizer.
+        key: Returns the random key of a parameter.
+        parts: Positions of parameters that tensor parallelism splits.
+
+    Returns:
+        The converted tensors and JSON.
+    """
     tensors, entries = (
         dict(tensors),
         {name: {**entry, "codecs": {**entry["codecs"]}} for name, entry in json["state"].items()},
     )
     for name in entries.keys() & mine.keys():
         there, here = (each[name]["codecs"].get("master") for each in (entries, mine))
+        # Under FSDP2 a float32 parameter is its own master, so one side has no entry.
         if {there, here} == {None, "fp32"}:
             entries[name]["codecs"] = {**entries[name]["codecs"], "master": "fp32"}
             if here is None:
@@ -152,7 +197,10 @@ def restore(
     tensors: Mapping[str, Tensor],
     json: Mapping[str, Any],
 ) -> None:
-    """Copy in what `collect_tensors` and `collect_json` gave; working copies of stored weights are rewritten."""
+    """Copies saved state into the optimizer.
+
+    Parameters that are copies of a stored weight are written again.
+    """
     for name, tensor in collect_tensors(names, state).items():
         local(tensor).copy_(local(tensors[name]))
     for p, name in names.items():
@@ -167,7 +215,14 @@ def check_state(
     json: Mapping[str, Any],
     mine: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError where saved state, `tensors` and `json`, does not fit an optimizer whose own is `like` and `mine`."""
+    """Raises ValueError if saved state does not fit an optimizer.
+
+    Args:
+        tensors: Saved tensors.
+        like: Tensors of the optimizer.
+        json: Saved JSON.
+        mine: JSON of the optimizer.
+    """
     if json.keys() != mine.keys():
         raise ValueError(f"optimizer state: the JSON has {sorted(json)}, expected {sorted(mine)}")
     if json["optimizer"] != mine["optimizer"]:
@@ -186,4 +241,5 @@ def check_state(
 
 
 def _said(codecs: Mapping[str, str]) -> str:
+    """Formats codecs for messages."""
     return ", ".join(f"{column} {codec}" for column, codec in codecs.items())
