@@ -107,7 +107,7 @@ def open_checkpoint(
 def read_state(folder: RunFiles) -> dict[str, Any]:
     """Reads the JSON state of the checkpoint in `folder`. Raises DamagedCheckpoint."""
     try:
-        # Python's parser accepts NaN and Infinity, which JSON does not have.
+        # Python's parser accepts NaN and Infinity, but JSON does not have them.
         state = json.loads(folder.read(STATE, MAX_STATE), parse_constant=_reject_constant)
     except (OSError, ValueError, RecursionError, StrangeFile) as error:
         raise DamagedCheckpoint(f"{folder.path}: {STATE}: cannot be read ({error})") from error

@@ -221,7 +221,7 @@ class Saver:
         """Checks the weights and prepares the folder of checkpoints. All ranks call it.
 
         Returns:
-            A problem after which the run continues, on all ranks.
+            A problem that does not stop the run, on all ranks.
 
         Raises:
             Diverged: Weights are not finite, on all ranks.
@@ -436,7 +436,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def after_divergence(run: RunFolder | None) -> str:
-    """Returns advice after a run diverged: resume from an earlier step, if there is one."""
+    """Returns advice after a run diverged: resume from an earlier step, or start again."""
     checkpoints = []
     if run:
         checkpoints = manifest.list_steps(run.files.folder(CHECKPOINTS))

@@ -34,9 +34,9 @@ REPLACING_GROUPS: dict[str, tuple[type[Node], str]] = {
     "precision": (Precision, PLUGIN),
     "data": (Data, "data"),
 }
-"""Groups whose choices replace one node: the class of the node and its full key."""
+"""Groups with choices for one full node: the class of the node and its full key."""
 MERGING_GROUPS = ("task",)
-"""Shipped groups whose choices set some keys of the recipe and leave the rest."""
+"""Shipped groups with choices that set only some keys of the recipe."""
 GROUPS = ("recipe", *REPLACING_GROUPS, *MERGING_GROUPS)
 """Groups with shipped choices."""
 _MAX_PRINTED_PATH = 1000
@@ -94,7 +94,7 @@ class Library:
         return groups
 
     def merging_group(self, key: str) -> str | None:
-        """Returns the group with merging choices that `key` names, None if there is none.
+        """Returns the group named by `key` if its choices merge into the recipe, otherwise None.
 
         These are tasks and the groups of the user's folder. The key may have dots instead of
         slashes.
@@ -136,7 +136,7 @@ class Library:
             return f"{group}=: needs the name of a choice; fp8cfg list {group} has them"
         if name.startswith("$"):
             return f"{group}={name}: is a variable, which no shell has replaced; write its value"
-        # The name of a file that exists: the user wants to train that file.
+        # The name of an existing file: the user wants to train this file.
         file = name if name.endswith((".yaml", ".yml", ".json")) else f"{name}.yaml"
         if group == "recipe" and os.path.isfile(file):
             return f"recipe={name}: no such recipe; a file stands by itself: fp8cfg {file}"
@@ -252,7 +252,7 @@ class Step:
     Attributes:
         choice: The entry.
         path: The file with the entry.
-        above: The files that build on that file.
+        above: The files built on that file.
         values: The file's own values, if the choice is `_self_`.
         by: The file and the key that chose this file.
     """
@@ -574,7 +574,7 @@ def read_part(path: Path, group: str, library: Library) -> Part:
 
 
 def package_of(path: Path, group: str) -> str | None:
-    """Returns the package in a comment at the top of a file, None if there is none."""
+    """Returns the package in a comment at the top of a file, or None."""
     for line in read_text(path).splitlines():
         match = _PACKAGE_COMMENT.fullmatch(line)
         if match is not None:

@@ -352,7 +352,7 @@ class Overrides:
                 error.
 
         Raises:
-            ConfigError: A line for each invalid argument, unknown name, and value of a wrong type
+            ConfigError: One line for each invalid argument, unknown name, and value of a wrong type
                 or out of bounds.
         """
         choices: dict[str, Override] = {}

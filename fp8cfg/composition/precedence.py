@@ -1,8 +1,8 @@
 """Precedence of conflicting values: recipe, presets and defaults yield to the user's values.
 
-The rules say which keys can yield, and to which value (schema/violation.py). The layers say who set
-each key (layers.py). A value yields only to values of a higher rank. Two conflicting values of the
-user are an error, and so is a conflict within a recipe.
+The rules list the keys that can yield, with their new values (schema/violation.py). The layers have
+the author of each key (layers.py). A value yields only to values of a higher rank. Two conflicting
+values of the user are an error, and so is a conflict within a recipe.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def composed(
         raise ConfigError([*e.problems, *_file_problems(file, library)]) from None
     layers = collect_layers(overrides, library, file, base)
     settled = resolve_conflicts(layers, sweep, change_harmless=base is None)
-    # A launcher's machines count only if the recipe's own do not work: the recipe of a run must not
-    # depend on where it is composed.
+    # A launcher's machines count only if the recipe's own do not work: a recipe must not depend on
+    # the machine that composes it.
     if on_ranks and settled.problems and not overrides.keys & machines().keys():
         layers += _launcher_layers()
         settled = resolve_conflicts(layers, sweep, change_harmless=base is None)
@@ -258,7 +258,7 @@ def _yielding_layer(violation: Violation, folded: Folded) -> Layer | None:
             if cause != name
         }
         strongest = max(ranks.values(), default=Rank.RECIPE)
-        # Equal ranks don't yield: it is unknown which value the user meant. A value that has the
+        # Equal ranks don't yield: the user may mean either value. A value that has the
         # fix already would yield forever.
         if author >= strongest or folded.values[key] == new:
             continue
@@ -300,7 +300,7 @@ def _shown(value: Any) -> str:
 
 
 def settings_without_effect(recipe: Recipe, written: Collection[str]) -> Iterator[str]:
-    """Yields a line for each of the user's keys that has no effect in this recipe.
+    """Yields one line for each of the user's keys without effect in this recipe.
 
     None of these is an error, because trial runs often have reduced sizes.
 
@@ -388,7 +388,7 @@ def resolve_recipe(
     """
     values = flat(recipe)
     layers = [default_layer()]
-    # A Python recipe has no history. One layer per rank, the lowest first, stands for its layers.
+    # A Python recipe has no history. Make one layer per rank, the lowest first.
     for rank in Rank:
         of_rank = {
             key: value for key, value in values.items() if ranks.get(key, Rank.RECIPE) is rank
@@ -419,7 +419,7 @@ def mark_reported(recipe: Recipe) -> None:
 def resolved_for_build(recipe: Recipe) -> Recipe:
     """Returns the recipe for `build`: a copy in which preset values have yielded.
 
-    Logs a line for each change. Returns `recipe` itself if nothing changes. Values that break rules
+    Logs each change. Returns `recipe` itself if nothing changes. Values that break rules
     stay.
 
     Raises:

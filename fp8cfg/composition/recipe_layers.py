@@ -243,7 +243,7 @@ class _File:
 
     Attributes:
         path: The file.
-        rank: Rank of its own values.
+        rank: Rank of the file's values.
         folder: Hugging Face folder with the shape of a from_hf recipe.
         chosen_by: The argument or file that chose the file.
     """
@@ -298,7 +298,7 @@ def data_layers(
         layers += added
         is_own = step.choice.group == SELF
         if is_own and added[0].values.keys() >= defaults().keys():
-            # An exported file has every key, so it does not show what the user set.
+            # An exported file has every key, so it does not show the user's intent.
             layers = [replace(layer, rank=Rank.RECIPE) for layer in layers]
     return layers[1:]
 

@@ -60,7 +60,7 @@ def read(arguments: Iterable[str], library: Library, given: Recipe | None = None
         given: A recipe, instead of `recipe=`.
 
     Raises:
-        ConfigError: With a line for each value that a single run would reject.
+        ConfigError: One line for each value that a single run would reject.
     """
     axes: dict[str, _Axis] = {}
     problems: list[str] = []

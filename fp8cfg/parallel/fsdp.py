@@ -9,11 +9,10 @@
 Your own training loop does not mark the last microbatch, so zero1 and none reduce in each backward
 pass there.
 
-Weights are gathered in the dtype in which a single rank stores them, or under fsdp in
-storage.gather. Gradients are reduced in storage.comm, layer by layer, while earlier layers still
-run backward. Embedding, final norm and output layer form one group, reduced last. Gradients that
-wait for the last microbatch are accumulated in storage.weight_grad, and this takes memory for the
-full model.
+Weights are gathered in the stored dtype of a single rank, or under fsdp in storage.gather.
+Gradients are reduced in storage.comm, layer by layer, while earlier layers still run backward.
+Embedding, final norm and output layer form one group, reduced last. Gradients that wait for the
+last microbatch are accumulated in storage.weight_grad, and this takes memory for the full model.
 
 Under HSDP each group of ranks has all shards. The groups all-reduce their shards in the last
 microbatch, or in each one if sums are not float32. With none each rank is such a group.
@@ -68,7 +67,7 @@ _ACCUMULATES_FLOAT32: WeakSet[FSDPModule] = WeakSet()
 def apply_fsdp(
     model: Transformer, state: StateDtypes, mesh: DeviceMesh, grad_dtype: torch.dtype
 ) -> None:
-    """Shards `model` in place, each layer as a module of its own, then the rest.
+    """Shards `model` in place: each layer as one FSDP module, then the rest.
 
     Args:
         model: The Transformer, on its device or on the meta device.
@@ -83,8 +82,8 @@ def apply_fsdp(
     worlds = [World(mesh.get_local_rank(axis), mesh.size(axis)) for axis in range(mesh.ndim)]
     *replicas, shards = worlds
     comm_dtype = DTYPES[state.linear["comm"]]
-    # FSDP2 adds up microbatches in the dtype in which it reduces. Only `fsdp` sums in storage.comm:
-    # the others keep sums in grad_dtype, and _ReduceScatter casts what it sends.
+    # FSDP2 accumulates microbatches in its reduce_dtype. Only `fsdp` accumulates in storage.comm:
+    # the other modes accumulate in grad_dtype, and _ReduceScatter casts before it sends.
     reduce_dtype = grad_dtype if stays_gathered else comm_dtype
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[state.gathered_dtype],
@@ -100,7 +99,7 @@ def apply_fsdp(
         if shards_columns(state, name, parameter.shape, shards.size):
             column_sharded.add(parameter)
 
-    # The root comes last: it takes the parameters that no layer has taken.
+    # The root comes last: it takes all parameters outside of layers.
     for module in (*model.layers, model):
         fully_shard(
             module,
@@ -126,7 +125,7 @@ def apply_fsdp(
         if reduce_dtype == torch.float32 and storage.accumulate == "wide":
             _ACCUMULATES_FLOAT32.add(module)
         # torch's own __deepcopy__ of an FSDP module raises a bare AssertionError. fully_shard has
-        # given the module a class of its own, so plain modules stay copyable.
+        # created a new class for the module, so plain modules stay copyable.
         type(module).__deepcopy__ = partialmethod(refuse_copy, shard)  # type: ignore[attr-defined]
 
     if shard in ZERO:  # users of fsdp expect a state dict of shards
@@ -178,7 +177,7 @@ class _AllGather(DefaultAllGather):
 class _ReduceScatter(DefaultReduceScatter):
     """FSDP2's reduce-scatter, which sends in `dtype` and returns the sum in the dtype of gradients.
 
-    Without it FSDP2 (torch 2.13) would add up microbatches in the dtype that it sends.
+    Without it FSDP2 (torch 2.13) would accumulate microbatches in the dtype of the collective.
     """
 
     def __init__(self, world: World, dtype: torch.dtype) -> None:
@@ -210,7 +209,7 @@ def _count_all_reduce(world: World, grad_dtype: torch.dtype, grad_shard: Tensor)
 
 
 def prepare_microbatch(model: nn.Module, shard: str, last: bool) -> None:
-    """Sets what the next forward and backward pass do with weights and gradients.
+    """Configures the next forward and backward pass: gathered weights and gradient reduction.
 
     Args:
         model: A model after `apply_fsdp`.
@@ -263,7 +262,7 @@ def attach_optimizer(
 
 def discard_step(model: nn.Module, shard: str) -> None:
     """Frees gathered weights and discards gradients after an error in the midst of a step."""
-    # The next pass may come from a user's loop, which reduces in each backward pass.
+    # The next pass may come from a user's loop. It reduces in each backward pass.
     prepare_microbatch(model, shard, last=True)
     assert isinstance(model, FSDPModule)
     if model._get_fsdp_state()._is_root is None:
@@ -292,7 +291,7 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
-    # Before torch 2.13 there is one. Remove this branch when pyproject.toml requires 2.13.
+    # Before torch 2.13 a module has one group. Remove this when pyproject.toml requires 2.13.
     if state._fsdp_param_group:
         return [state._fsdp_param_group]
     return []
@@ -339,10 +338,10 @@ def start_single_rank_group(device: str) -> None:
 
 
 class FSDPStageSync:
-    """FSDP2 under pipeline parallelism: what a rank does around the passes of its stages.
+    """FSDP2 under pipeline parallelism: gathers and reductions around the passes of stages.
 
-    The pipeline calls layers, and no pass goes through the whole model. So the pipeline does what
-    FSDP2's root does otherwise. It gathers embedding, final norm and output layer before the
+    The pipeline calls layers, and no pass goes through the full model. So the pipeline replaces
+    FSDP2's root. It gathers embedding, final norm and output layer before the
     passes of a step. It reduces their gradients in each backward pass of their chunk under zero2
     and fsdp, and in the last one under zero1 and none. It can't wait for the last pass of the
     rank: if that is another chunk's, it brings them no gradients, and FSDP2 (torch 2.13) reduces
@@ -364,8 +363,8 @@ class FSDPStageSync:
         for layers in chunks:
             for previous, layer in pairwise((model, *layers)):
                 assert isinstance(layer, FSDPModule) and isinstance(previous, FSDPModule)
-                # By default torch 2.13 prefetches the module that ran before the layer in the
-                # last forward pass, which is of another microbatch or another chunk.
+                # By default torch 2.13 prefetches the module before the layer in the last forward
+                # pass, but that was another microbatch or another chunk.
                 layer.set_modules_to_backward_prefetch([previous])
         # The root's first forward pass does this (torch 2.13). Without it each layer would become
         # a root in its own first pass.
@@ -403,11 +402,11 @@ class FSDPStageSync:
                 state._comm_ctx.all_gather_state = None
 
     def backward(self, layers: Sequence[nn.Module], first: bool, last: bool) -> None:
-        """Sets what the next backward pass reduces.
+        """Sets the reductions of the next backward pass.
 
         Args:
             layers: The layers of the chunk.
-            first: Whether it is the first chunk of this rank, whose backward pass comes last.
+            first: Whether it is the first chunk of this rank. Its backward pass comes last.
             last: Whether it is the last microbatch of the chunk.
         """
         for layer in layers:

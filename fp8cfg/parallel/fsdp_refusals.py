@@ -1,4 +1,4 @@
-"""Errors for operations that a model under FSDP2 does not support, with what to do instead."""
+"""Errors for operations not supported under FSDP2, with alternatives."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def sum_gradients(prepared: PreparedModel, optimizer: Optimizer, world: World) -
 
     Args:
         prepared: The model.
-        optimizer: Its optimizer, which may store gradients in a codec.
+        optimizer: Its optimizer. It may store gradients in a codec.
         world: All ranks of the run.
     """
     if prepared.tensor_parallel is not None:

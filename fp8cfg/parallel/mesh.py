@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 SAME_PARAMETERS = ("dp_replicate", "dp_shard", "cp")
-"""Axes of the ranks that have the same layers and the same part of each matrix."""
+"""Axes of the ranks with the same layers and the same part of each matrix."""
 SAME_LAYERS = AXES[1:]
 """Axes of the ranks of one pipeline stage."""
 SAME_SAMPLES = ("cp", "tp")
-"""Axes of the ranks of one pipeline stage that read the same samples."""
+"""Axes of the ranks of one pipeline stage with the same samples."""
 
 
 def axis_sizes(strategy: Strategy, ranks: int) -> dict[str, int]:
@@ -72,7 +72,7 @@ def coordinates(strategy: Strategy, rank: int, ranks: int) -> dict[str, int]:
 def batch_share(strategy: Strategy, rank: int, ranks: int) -> tuple[int, int]:
     """Returns which share of each batch `rank` reads, and the number of shares.
 
-    There is one share per model replica. All ranks of a replica read the same one.
+    Each model replica has one share, read by all of its ranks.
     """
     sizes = axis_sizes(strategy, ranks)
     position = coordinates(strategy, rank, ranks)
@@ -125,7 +125,7 @@ def neighbors(strategy: Strategy, rank: int, ranks: int, limit: int = 8) -> list
 def device_mesh(strategy: Strategy, device: str, shard: str | None = None) -> DeviceMesh:
     """Returns the mesh of the current process group, the same one for each job of the same layout.
 
-    All ranks call it at the same point. Its process groups are the only ones that a job has:
+    All ranks call it at the same point. A job has no other process groups:
     `submesh` joins its axes.
 
     Args:
@@ -176,8 +176,8 @@ _CACHE = _MeshCache()
 def forget_meshes() -> None:
     """Drops the meshes of a process group that has ended, and torch's references to them.
 
-    DTensor caches the results of sharding propagation by a mesh's shape, with the mesh inside. A
-    new mesh of that shape would get the old one, whose process groups are gone (torch 2.13).
+    DTensor caches sharding propagation by the shape of the mesh, with the mesh in the result. A new
+    mesh of that shape would get the old one, without process groups (torch 2.13).
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which part of the model a rank has, and what the stages share.
+"""Pipeline parallelism: partition of a model into stages, and weights shared by stages.
 
 Each pipeline rank has consecutive layers, or several chunks of them (GPipe, arXiv 1811.06965;
 Megatron-LM, arXiv 2104.04473). The first rank also has the embedding. The last one has the final
@@ -160,7 +160,7 @@ def _shares_embedding(model: Transformer, pipeline: PipelineRank) -> bool:
 
 
 def _refuse_forward(model: nn.Module, args: Any) -> None:
-    """Forward pre-hook: raises RuntimeError, because a stage cannot compute a loss by itself."""
+    """Forward pre-hook: raises RuntimeError, because one stage cannot compute a loss."""
     raise RuntimeError(
         "pipeline_model_parallel_size: this rank has only some layers of the model and cannot"
         " compute a loss by itself; train with fp8cfg.fit"

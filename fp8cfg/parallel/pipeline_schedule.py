@@ -138,7 +138,7 @@ class Pipeline:
             stage.is_first_of_rank = not stages
             stage.last_microbatch = num_microbatches - 1
             stages.append(stage)
-        # scale_grads would divide gradients by the number of microbatches. The weights do that.
+        # scale_grads would divide gradients by the number of microbatches. `_weight_loss` does so.
         if len(stages) == 1:
             return Schedule1F1B(stages[0], num_microbatches, self._weight_loss, scale_grads=False)
         self._interleaved_stages += stages
@@ -222,7 +222,7 @@ class _StageShapes(NamedTuple):
 def _stage_shapes(model: Transformer, microbatch_size: int, dtype: torch.dtype) -> _StageShapes:
     """Returns the static shapes.
 
-    Without them torch runs a pass with random numbers to find them, which would record amaxes.
+    Without them torch runs a pass with random numbers, and layers would record its amaxes.
     """
     config = model.config
     num_tokens = config.seq_length
@@ -398,7 +398,7 @@ class _InterleavedStage(_Stage):
         if TORCH_FREES_BUFFERS:
             return ops
         if ops:
-            # With torch's function, which the receiver uses too: it batches in 2.11 and doesn't in
+            # The receiver uses the same function of torch: it batches in 2.11 and doesn't in
             # 2.13. NCCL has one communicator for batched calls and another for single ones.
             self._pending_sends += schedules._batch_p2p(ops)
         self.wait_for_sends(MAX_PENDING_SENDS)

@@ -251,9 +251,9 @@ _GROUPS = count(1)
 def _start_group(backend: str, timeout: Timeout) -> None:
     """Starts the process group of torchrun's environment.
 
-    Each group meets under a prefix of its own. Otherwise ranks that torchrun restarts would find
+    Each group uses another prefix in the store. Otherwise ranks that torchrun restarts would find
     the addresses of their predecessors in its store (pytorch/pytorch#167288, torch 2.11 to 2.13 at
-    least). So would a second group in one process, which resumes from an older checkpoint.
+    least). So would a second group in one process, after a resume from an older checkpoint.
     """
     # The count of restarts differs between machines. There torchrun needs
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
@@ -311,7 +311,7 @@ _IDLE_LOOKS = 3
 
 
 def wait_until_idle(patience: float = 10.0, every: float = 0.01) -> bool:
-    """Waits until gloo's threads wait for work, so that they release what they still hold.
+    """Waits until gloo's threads are idle and have released their tensors.
 
     Sleeps, because the threads may need Python's lock. Linux shows their state in /proc. On other
     systems it waits for a few times `every`.
@@ -351,7 +351,7 @@ def _gloo_thread_states() -> list[str] | None:
 
 
 def current() -> World:
-    """Returns the world of the current process group, or of this process alone.
+    """Returns the world of the current process group, or a single rank without one.
 
     Raises:
         ConfigError: torchrun started several ranks, but there is no process group. Each rank would

@@ -44,7 +44,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 CODECS = ("fp32", "bf16", "fp16", "fp8", "fp8_pow2")
 """Codecs that can send gradients."""
 MESSAGE = 32 * 1024 * 1024
-"""Most elements that the shares of all ranks in one message have together."""
+"""Most elements of one message, over the shares of all ranks."""
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def sum_to_owners(
 def sum_stored_to_owners(
     entries: Sequence[EncodedTensor], owners: Sequence[int], codec: Codec, world: World
 ) -> None:
-    """Sums each encoded tensor on one rank, in place. The bits equal those of `sum_stored`.
+    """Sums each encoded tensor on one rank, in place. Bits are as in `sum_stored`.
 
     Args and Raises: See `sum_stored` and `sum_to_owners`.
     """
@@ -208,7 +208,7 @@ def _two_hop_all_reduce(entries: Sequence[EncodedTensor], codec: Codec, world: W
     messages = even_shares([data.numel() for data in datas], world.size)
     sums = _exchange_and_sum(entries, codec, messages, world)
 
-    # Several ranks have parts of one tensor, which share its scale.
+    # Several ranks have parts of one tensor. They share its scale.
     amaxes = _compute_amaxes(sums, world.rank, entries)
     amaxes = all_reduce_counted(amaxes, "scales", world, dist.ReduceOp.MAX)
     scales = codec.scale_inv(amaxes)
@@ -302,7 +302,7 @@ class Segment(NamedTuple):
 
 
 Share = list[Segment]
-"""The part of one message that belongs to one rank."""
+"""One rank's part of a message."""
 Sums = list[tuple[list[Share], Tensor]]
 """The shares of each message, and the float32 sum of this rank's share."""
 
@@ -334,7 +334,7 @@ def even_shares(sizes: Sequence[int], ranks: int) -> Iterator[list[Share]]:
 
 
 def owned_shares(sizes: Sequence[int], owners: Sequence[int], ranks: int) -> Iterator[list[Share]]:
-    """Splits tensors into messages in which each rank has a part of the tensors that it owns.
+    """Splits tensors into messages. Each rank's share has elements of its own tensors.
 
     Args:
         sizes: Elements of each tensor.

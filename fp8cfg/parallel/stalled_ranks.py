@@ -1,12 +1,12 @@
-"""Stalled ranks: timeouts of collectives, and a report of the ranks that did not take part.
+"""Stalled ranks: timeouts of collectives, and a report of the missing ranks.
 
 Each rank sends a heartbeat with its current line to the store of the process group. When a
-collective times out, the report names the silent ranks, or says what the other ranks do.
+collective times out, the report names the silent ranks or the current lines of other ranks.
 
-With gloo the first rank that times out closes its connections, so the other ranks fail too. It
-puts its report into the store, and all ranks raise the same one. With NCCL the host doesn't wait
-for collectives, and torch's watchdog ends the process at the timeout. A thread prints the silent
-ranks shortly before.
+With gloo the first rank to time out closes its connections, so the other ranks fail too. It puts
+its report into the store, and all ranks raise the same one. With NCCL the host doesn't wait for
+collectives, and torch's watchdog ends the process at the timeout. A thread prints the silent ranks
+shortly before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PREFIXES = (
     "barrier",
     "monitored_barrier",
 )
-"""Prefixes of the public collectives in _FILES. No other function there that waits has them."""
+"""Prefixes of the public collectives in _FILES. Other waiting functions have other prefixes."""
 _TENSOR = f"{Path(dist.__file__).parent}/tensor/"
 _DTENSOR = {
     "_reduce_value": "all_reduce",
@@ -83,13 +83,13 @@ def raised_in(error: BaseException) -> Collective:
 
 
 def doing(frame: FrameType | None) -> str:
-    """Returns what a thread is doing, as text for a report.
+    """Returns the current activity of a thread, as text for a report.
 
     Args:
         frame: The thread's innermost frame, None if it runs no Python.
 
     Returns:
-        The collective that it runs. Otherwise its innermost line in fp8cfg, or the innermost line
+        Its collective. Otherwise its innermost line in fp8cfg, or the innermost line
         if no frame is in fp8cfg.
     """
     first = frame
@@ -181,7 +181,7 @@ PATIENCE = 5.0
 class StoreConnection:
     """A second connection to the default store, with all methods of torch's Store.
 
-    A call that blocks on one connection does not block calls on another. If the connection breaks
+    A blocked call on one connection does not block calls on another. If the connection breaks
     but the store still runs, it connects again, once per call.
 
     Methods raise DistNetworkError if the store has ended and DistStoreError if it does not answer
@@ -218,10 +218,10 @@ def _answers(store: Any) -> bool:
 
 
 _WAITED, _FOUND = "fp8cfg/waited in vain", "fp8cfg/diagnosis"
-"""Keys of the store: the rank that timed out, and the report that it then made."""
+"""Keys of the store: the rank that timed out, and its report."""
 _GONE = "stopped, or gone with the machine"
 _UNSAID = 2.0
-"""Seconds to wait until a rank that timed out has set _WAITED, and for a thread to end."""
+"""Seconds to wait for _WAITED after a timeout on another rank, and for a thread to end."""
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -229,13 +229,13 @@ U = TypeVar("U")
 class Heartbeat:
     """Heartbeat of this rank: a thread that writes a counter and the current line to the store.
 
-    The line belongs to the thread that creates the object.
+    The line is from the thread of the constructor.
 
     Args:
         every: Seconds between beats.
 
     Attributes:
-        heard: The report that another rank has put into the store, once it is there.
+        heard: Another rank's report from the store. Empty until one is made.
         ended: Set by `close`.
     """
 
@@ -243,7 +243,7 @@ class Heartbeat:
         self.every, self.heard = every, list[str]()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.ended, self._main = threading.Event(), threading.get_ident()
-        # Two connections: a read that blocks must not stop the heartbeat.
+        # Two connections: a blocked read must not stop the heartbeat.
         self._beats, self._reads = StoreConnection(), StoreConnection()
         self._thread = threading.Thread(target=self._beat, name="fp8cfg heartbeat", daemon=True)
         self._thread.start()
@@ -251,7 +251,7 @@ class Heartbeat:
     def close(self) -> None:
         """Ends the heartbeat."""
         # The store ends with rank 0, unless torchrun's agent runs it. Other ranks need time to read
-        # a report that is in it.
+        # the report.
         if (
             self.rank == 0
             and not _agent_holds_store()
@@ -278,10 +278,10 @@ class Heartbeat:
         return _within(_UNSAID + 1, self._said, False)
 
     def others(self) -> str:
-        """Returns what the other ranks are doing, as text for the report.
+        """Returns the state of the other ranks, as text for the report.
 
         The text names silent ranks. If there are none, it has the current line of up to 8 ranks. If
-        another rank has made a report already, that report is returned. Returns within `patience`
+        another rank has made a report already, returns that report. Returns within `patience`
         seconds even if the store does not answer.
         """
         told = (
@@ -298,8 +298,7 @@ class Heartbeat:
             ranks: The ranks.
 
         Returns:
-            Text with the silent ranks, or that the store is silent or has ended. None if all ranks
-            beat.
+            Text with the silent ranks or a problem of the store. None if all ranks beat.
         """
 
         def asked() -> str | None:
@@ -377,7 +376,7 @@ class Heartbeat:
             list(ranks) if all_came else [rank for rank in ranks if self._reads.check([_key(rank)])]
         )
         before = self._read(there)
-        # Two beats at least, so that a slow one is not taken for a silent rank.
+        # At least two beats: a slow rank must not be reported as silent.
         self.ended.wait(2.5 * self.every)
         after = self._read(there)
         beating = {
@@ -400,7 +399,7 @@ def join(thread: threading.Thread) -> None:
 
     If a thread returns from torch's C++ code while Python exits, Python unwinds it through C++ and
     the process ends with SIGABRT: "terminate called without an active exception" (before CPython
-    3.14). The limit is for a store that does not answer.
+    3.14). The limit is for a store without answers.
     """
     thread.join(_UNSAID)
 
@@ -435,7 +434,7 @@ def _agent_holds_store() -> bool:
 
 
 def _silent_store(gone: bool = False) -> str:
-    """Returns the text for a store that does not answer, or that has ended if `gone`."""
+    """Returns the text for a store without answers or, if `gone`, for an ended one."""
     holder = "the launcher's agent" if _agent_holds_store() else "rank 0"
     return (
         f"{holder}, which held the store, has ended"
@@ -457,8 +456,8 @@ def _said_of(silent: Sequence[int]) -> str | None:
 def seen_from(rank: int, diagnosis: str) -> str:
     """Returns a report from the point of view of `rank`.
 
-    If the report names `rank` as silent, the rank was stopped and has continued. It then says that
-    the other ranks waited for this one.
+    If the report names `rank` as silent, the rank was stopped and has continued. The new text says
+    so.
     """
     silent = re.match(r"ranks? (\d+(?:, \d+)*)(?: and \d+ more)? (?:is|are) silent", diagnosis)
     if silent is None or str(rank) not in silent[1].split(", "):
@@ -472,8 +471,7 @@ def _within(seconds: float, call: Callable[[], T], otherwise: U) -> T | U:
     Args:
         seconds: The limit.
         call: The function.
-        otherwise: Returned if the call takes longer or raises RuntimeError, as for a store that has
-            ended.
+        otherwise: Returned if the call takes longer or raises RuntimeError, as for an ended store.
     """
     found: list[T | U] = [otherwise]
 
@@ -481,7 +479,7 @@ def _within(seconds: float, call: Callable[[], T], otherwise: U) -> T | U:
         with suppress(RuntimeError):
             found.append(call())
 
-    # A daemon thread: a call that blocks in C++ cannot be interrupted.
+    # A daemon thread: a blocked call in C++ cannot be interrupted.
     calling = threading.Thread(target=calls, daemon=True)
     calling.start()
     calling.join(seconds)
@@ -507,9 +505,9 @@ _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_ti
 APART = "checkpoint"
 """Description of the process group of async saves. Phases don't change its timeout."""
 _MARKS = ("gloo/transport/", "Application timeout caused pair closure")
-"""Text in gloo's errors, which are plain RuntimeErrors (torch 2.13).
+"""Text in gloo's errors. They are plain RuntimeErrors (torch 2.13).
 
-Most have the path of the source file that raises them. The second text is of one without a path.
+Most have the path of their source file. The second text is from one without a path.
 """
 _LATE = ("imed out", "timeout")
 
@@ -535,7 +533,7 @@ class StallWatch:
         self._warning = threading.Thread(
             target=self._warn, name="fp8cfg stall warning", daemon=True
         )
-        # gloo raises an error at the timeout, which `diagnosis` explains. NCCL's watchdog ends the
+        # gloo raises an error at the timeout, for `diagnosis`. NCCL's watchdog ends the
         # process instead, so the warning must come before.
         if dist.get_backend() == dist.Backend.NCCL:
             self._warning.start()
@@ -544,7 +542,7 @@ class StallWatch:
         """Applies the timeout of a phase to all process groups.
 
         Args:
-            phase: The phase that begins.
+            phase: The new phase.
             step: The step for reports, counted from 1.
         """
         self.step = step
@@ -562,10 +560,10 @@ class StallWatch:
         """Returns the error for a collective that timed out, on this rank or on another one.
 
         Args:
-            error: The error that a step raised.
+            error: The error of a step.
 
         Returns:
-            An error that names the collective, its axis and what the other ranks do. None if no
+            An error with the collective, its axis and the state of the other ranks. None if no
             collective timed out.
         """
         of = broken(error)
@@ -604,8 +602,8 @@ class StallWatch:
     def _warn(self) -> None:
         """Prints a warning shortly before a step, an evaluation or a save reaches the timeout.
 
-        The warning names the silent ranks among those that this rank sends to, once for the same
-        ranks. If none is silent, the step is just slow, and nothing is printed.
+        The warning names the silent ranks among this rank's receivers, once for the same ranks. If
+        none is silent, the step is just slow, and nothing is printed.
         """
         asked, said = neighbors(self.strategy, self.beats.rank, self.beats.size), None
         # The check takes at most this many seconds.
@@ -634,13 +632,13 @@ class StallWatch:
 
 
 def broken(error: BaseException) -> RuntimeError | None:
-    """Returns the error of a collective that timed out or whose connection was closed.
+    """Returns the error of a collective after a timeout or a closed connection.
 
     Args:
         error: An error. torch's pipelining raises its own error from the one of the collective.
 
     Returns:
-        The innermost such error in the chain of causes, None if there is none.
+        The innermost such error in the chain of causes, or None.
     """
     found, each = None, cast("BaseException | None", error)
     while each:

@@ -14,7 +14,7 @@ of each sequence there. Sums become reduce-scatters, and inputs are all-gathered
 Each rank computes and keeps norms and the residual stream of its tokens only.
 
 Parameters are plain tensors with this rank's shard. `Transformer.shards` has their places. Layers
-only know the group over which amaxes of split tensors are reduced.
+only know the group that reduces the amaxes of split tensors.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def tensor_rank(strategy: Strategy, device: str, mesh: DeviceMesh | None = None)
     Args:
         strategy: The layout.
         device: "cpu" or "cuda".
-        mesh: The device mesh, if there is one already.
+        mesh: The device mesh. By default it is created.
     """
     return TensorRank(mesh or device_mesh(strategy, device), strategy.sequence_parallel)
 
@@ -196,7 +196,7 @@ def _split_column_parallel(linear: nn.Linear, place: TensorRank, pieces: int = 1
     Args:
         linear: The layer, changed in place.
         place: This rank's place.
-        pieces: Matrices that are concatenated in the weight. Each is split on its own.
+        pieces: Number of concatenated matrices in the weight. Each is split separately.
     """
     shard = TensorShard(place.rank, place.size, 0, pieces)
     _keep_part(linear, "weight", shard)
@@ -227,7 +227,7 @@ def _keep_part(module: nn.Module, name: str, shard: TensorShard) -> None:
 def _keep_token_shards(model: Transformer, place: TensorRank) -> None:
     """Makes FP8 layers save this rank's tokens of a gathered input for the backward pass.
 
-    Not under full recomputation, whose second forward pass gathers the input just before.
+    Not under full recomputation: its second forward pass gathers the input just before.
     """
     for layer in cast("list[TransformerLayer]", list(model.layers)):
         layer.self_attention.linear_qkv.token_shard = place.token_shard  # type: ignore[assignment]
@@ -273,7 +273,7 @@ def _reduce_and_add_bias(
     place: TensorRank, linear_name: str, module: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
     """Forward hook of attention and MLP: sums the output of their row-parallel layer."""
-    # Not before the sum, which would add the bias once per rank.
+    # After the sum: before it, each rank would add the bias once.
     total = place.reduce_output(output)
     bias = getattr(module, linear_name).bias
     if bias is not None:
@@ -298,7 +298,7 @@ class VocabularyEmbedding(nn.Embedding):
     def from_weight(cls, weight: nn.Parameter, first: int) -> VocabularyEmbedding:
         """Returns an embedding with the rows of `weight`."""
         rows, width = weight.shape
-        with torch.device("meta"):  # initializes no weight, which would draw random numbers
+        with torch.device("meta"):  # an initialized weight would draw random numbers
             embedding = cls(rows, width)
         embedding.weight = weight
         embedding.first = first
@@ -308,7 +308,7 @@ class VocabularyEmbedding(nn.Embedding):
         """Looks up tokens, [...] -> [..., width]. Tokens of other ranks give 0."""
         rows = tokens - self.first
         is_outside = (rows < 0) | (rows >= self.num_embeddings)
-        # Row 0 stands for tokens of other ranks, which the next line sets to 0.
+        # Tokens of other ranks look up row 0. The next line sets them to 0.
         output = F.embedding(rows.masked_fill(is_outside, 0), self.weight)
         return output.masked_fill(is_outside.unsqueeze(-1), 0.0)
 

@@ -4,7 +4,7 @@
     zero2   as zero1, but a gradient is reduced only to the rank that steps its parameter
 
 Weights are broadcast as they are stored, for example in FP8. Given the same summed gradients,
-weights, moments and masters equal those of an unsharded optimizer bit for bit. (arXiv 1910.02054)
+weights, moments and masters equal an unsharded optimizer's bit for bit. (arXiv 1910.02054)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def partition_state(prepared: PreparedModel, precision: Precision) -> set[str] |
         precision: Its storage.shard is resolved.
 
     Returns:
-        The names of the parameters whose state this rank keeps. None if each rank keeps all state,
+        The names of the parameters with state on this rank. None if each rank keeps all state,
         or if FSDP2 shards it.
     """
     shard = precision.storage.shard
@@ -125,7 +125,7 @@ def attach_optimizer(
 
     optimizer.on_written.append(broadcast_weights)
     if shard == "zero2":
-        # Under zero1 each rank has all gradients and computes the global norm by itself.
+        # Under zero1 each rank has all gradients and computes the global norm without a collective.
         optimizer.sum_norms = world.sum
 
 
