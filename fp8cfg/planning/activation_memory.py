@@ -1,6 +1,6 @@
-"""Activation memory on one rank: what the forward pass keeps, and what the backward pass adds.
+"""Activation memory on one rank: tensors kept by forward, and temporaries of backward.
 
-The counts follow the model's code, run eagerly. Letters in this table are bytes per element or
+The counts follow the model's code in eager mode. Letters in these tables are bytes per element or
 channels on this rank. `LinearBytes` has them as attributes:
 
     c  compute_bytes     bytes per element in the compute dtype
@@ -14,9 +14,9 @@ numerics/fp8_linear.py):
     2 norms      their inputs, cD each
     linear_qkv   its input, cD or quantized eD; its output c(Q + 2K), values are a view of it
     attention    rotated queries and keys c(Q + K), output cQ, log-sum-exp 4 per head (flash)
-    linear_proj  its input is the output of attention; quantized it takes eQ more
+    linear_proj  its input is the output of attention; a quantized copy takes eQ more
     linear_fc1   its input, cD or eD; its output 2cF, gate and up are views of it
-    linear_fc2   its input, cF or eF; the activation function keeps linear_fc1's output only
+    linear_fc2   its input, cF or eF; the activation function only keeps linear_fc1's output
 
 Differences:
 
@@ -25,10 +25,10 @@ Differences:
                              RMSNorm is not fused, the normalized input 4D; and silu(gate) cF
     selective recomputation  no input of linear_qkv, linear_fc1 and linear_fc2, and no quantized
                              copy of any input, except this rank's tokens of a gathered input
-    soft cap of scores       explicit matrices of scores, 8 + c each
+    soft cap of scores       explicit matrices of scores, 8 + c per score
     masks                    soft caps, sliding windows and separate documents repeat keys and
-                             values for each head. The masks c x tokens x tokens of the latter two
-                             are shared by layers with the same window
+                             values for each head. Sliding windows and documents also have masks of
+                             c x tokens x tokens, shared by layers with the same window
     norms of q, k            their inputs in float32
     context parallelism      keys and values of the whole sequence
     sequence parallelism     D is divided by the ranks in norms and the residual stream. BF16 layers
@@ -41,9 +41,9 @@ Differences:
     torchao                  layers keep inputs in c and no quantized weights
 
 The final norm, the output layer's input, logits and the loss follow after the layers. A pipeline
-stage also keeps what it received and sent, cD each for each chunk, until the microbatch's backward
-pass. In addition it has the gradient received for this pass and the gradient sent after the pass
-before. With several chunks each chunk has two sends and about as many receives in progress.
+stage also keeps the tensors received and sent by each chunk, cD each, until the microbatch's
+backward pass. In addition it has one received gradient, and the gradient sent after the previous
+pass. Interleaved stages have two sends and about as many receives in progress per chunk.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ from fp8cfg.planning.layout import Part
 from fp8cfg.planning.linear_memory import LinearBytes
 from fp8cfg.schema.recipe import Recipe
 
-# Logits that the loss converts to float32 at a time (models/cross_entropy.py, CHUNK and GPU_CHUNK).
+# Elements of a chunk of logits, converted to float32 together by the loss (models/cross_entropy.py,
+# CHUNK and GPU_CHUNK).
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 
-# The most tensors of MLP width in the backward pass of an activation function: gradients if
-# forward has kept everything, and gradients with recomputed tensors if it has kept only the input.
-# SwiGLU recomputes silu and its product, squared ReLU recomputes relu and its square.
+# Peak number of tensors of MLP width in the backward pass of an activation function. First if
+# forward has kept all tensors: gradients only. Second if forward has kept only the input: gradients
+# and recomputed tensors. SwiGLU recomputes silu and its product, squared ReLU relu and its square.
 ACTIVATION_BACKWARD_TENSORS = {
     "swiglu": (3, 6),
     "geglu": (3, 6),
@@ -76,14 +77,14 @@ ACTIVATION_BACKWARD_TENSORS = {
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a microbatch on one rank.
+    """Peak bytes of a microbatch on one rank.
 
     Attributes:
         kept: Activations kept from forward to backward.
         logits: Logits, loss and their gradients.
         quantized_weights: Quantized and cast weights.
-        backward: What the widest moment of the backward pass adds.
-        unsharded: FSDP2's whole weights and gradients at that moment.
+        backward: Temporaries at the widest moment of the backward pass.
+        unsharded: Unsharded weights and gradients of FSDP2 at that moment.
     """
 
     kept: int
@@ -94,15 +95,16 @@ class Activations:
 
     @property
     def total(self) -> int:
+        """All bytes together."""
         return self.kept + self.logits + self.quantized_weights + self.backward + self.unsharded
 
 
 class _Moment(NamedTuple):
-    """Bytes at a moment of the backward pass, beyond what forward has kept.
+    """Bytes at a moment of the backward pass in addition to kept activations.
 
     Attributes:
-        activations: Gradients and recomputed tensors, minus what backward has freed.
-        schedule: What the schedule of weights and gradients adds (fsdp_memory.py).
+        activations: Gradients and recomputed tensors, minus freed activations.
+        schedule: Unsharded weights and gradients (fsdp_memory.py).
     """
 
     activations: float
@@ -127,7 +129,7 @@ def activations(
         linears: Its linear layers: four per Transformer layer, then the output layer.
         gradient_bytes: Bytes per element of a weight's gradient.
         backend: Name of the backend of the FP8 layers.
-        schedule: When weights and gradients exist. By default always.
+        schedule: Weights and gradients at each moment. By default all of them exist always.
     """
     schedule = schedule or BackwardSchedule()
     sizes = LinearBytes(
@@ -190,7 +192,8 @@ def activations(
 
 
 def _layers(sizes: LinearBytes, linears: Sequence[PlannedLinear]) -> list[_Layer]:
-    """Returns the rank's layers. Equal layers share one object, because models have many."""
+    """Returns the rank's layers."""
+    # Equal layers share one object: a model may have a hundred of them.
     fp8_attention = set()
     for attention in attention_plan(sizes.recipe):
         if attention.fp8_share:
@@ -209,15 +212,15 @@ def _layers(sizes: LinearBytes, linears: Sequence[PlannedLinear]) -> list[_Layer
 
 
 def _kept_bytes(sizes: LinearBytes, layers: Sequence[_Layer]) -> float:
-    """Returns bytes that layers and masks keep, for all microbatches in flight."""
+    """Returns bytes kept by layers and masks, for all microbatches in flight."""
     part = sizes.part
     residual = sizes.compute_bytes * sizes.hidden_shard
     if sizes.recipe.model.recompute_granularity == "full":
         per_token = residual * len(layers)
     else:
         per_token = sum(layer.kept_per_token for layer in layers)
-    # What a stage sent, for each chunk except the last one of the model. What it received is
-    # the input of a chunk's first layer, which that layer keeps.
+    # A stage keeps each sent output, except for the model's last chunk. A received tensor is the
+    # kept input of a chunk's first layer, and already counted.
     per_token += (part.chunks - part.output) / part.chunks * residual
     # Gradients received and sent. A stage at an end has only one of them.
     streams = 4 * part.chunks if part.chunks > 1 else 2 - part.embedding - part.output
@@ -242,9 +245,9 @@ def _layer_moments(
     Args:
         sizes: Sizes of the rank.
         layers: Its layers.
-        freed: Bytes that the backward pass has freed before.
-        schedule: When weights and gradients exist.
-        earlier_microbatches: Bytes of earlier microbatches, freed when the first group is reduced.
+        freed: Bytes freed by the backward pass before the last layer.
+        schedule: Weights and gradients at each moment.
+        earlier_microbatches: Bytes of earlier microbatches, freed before the first reduction.
     """
     recomputes_layers = sizes.recipe.model.recompute_granularity == "full"
     residual = sizes.compute_bytes * sizes.hidden_shard * sizes.tokens
@@ -269,10 +272,10 @@ class _Layer:
     """One Transformer layer.
 
     Attributes:
-        kind: Layers with the same kind have the same backward pass.
+        kind: Key for equal backward passes.
         runs_fp8_attention: Whether attention runs in FP8.
-        kept_per_token: Bytes per token that forward keeps.
-        quantized_weights: Bytes of quantized weights that forward keeps.
+        kept_per_token: Bytes per token kept by forward.
+        quantized_weights: Bytes of quantized weights kept by forward.
         kept: Bytes of both.
     """
 
@@ -283,6 +286,14 @@ class _Layer:
         number: int,
         runs_fp8_attention: bool,
     ) -> None:
+        """Computes the kept bytes.
+
+        Args:
+            sizes: Sizes of the rank.
+            linears: linear_qkv, linear_proj, linear_fc1 and linear_fc2 of the layer.
+            number: Number of the layer.
+            runs_fp8_attention: Whether attention runs in FP8.
+        """
         self.sizes = sizes
         self.runs_fp8_attention = runs_fp8_attention
         qkv, proj, self.fc1, self.fc2 = linears
@@ -308,7 +319,7 @@ class _Layer:
         self.kept = self.kept_per_token * sizes.tokens + self.quantized_weights
 
     def _attention_bytes(self, proj: PlannedLinear, number: int) -> tuple[float, float]:
-        """Returns bytes per token: of attention, and of its part for selective recomputation."""
+        """Returns bytes per token of attention, and the bytes saved by selective recomputation."""
         sizes = self.sizes
         quantizes_output = sizes.keeps_quantized_input(proj)
         quantized_output = sizes.operand_bytes * sizes.query_channels if quantizes_output else 0
@@ -332,11 +343,9 @@ class _Layer:
         return sizes.compute_bytes * channels + scores + quantized_output, recomputed
 
     def backward_moments(self) -> Iterator[float]:
-        """Yields bytes beyond what the layer keeps, first to last, where a peak is possible.
-
-        Tensors count as freed after their last use: first linear_fc2's input, then the rest of the
-        MLP. A recomputed tensor stays until the backward pass of its own operation.
-        """
+        """Yields bytes at each possible peak, in addition to the kept bytes, first to last."""
+        # Tensors are freed after their last use: first linear_fc2's input, then the rest of the
+        # MLP. A recomputed tensor stays until the backward pass of its own operation.
         sizes, recomputed = self.sizes, self.recomputed
         compute, tokens = sizes.compute_bytes, sizes.tokens
         residual = compute * sizes.hidden_shard  # gradient of the residual stream
@@ -404,17 +413,15 @@ class _Layer:
             yield fresh + tokens * (2 * residual - freed + score_bytes * scores)
 
     def _activation_backward_bytes(self) -> float:
-        """Returns the most bytes per token in the activation function's backward pass."""
+        """Returns peak bytes per token in the activation function's backward pass."""
         kept, recomputed = ACTIVATION_BACKWARD_TENSORS[self.sizes.recipe.model.activation]
         tensors = recomputed if self.sizes.recomputes_norms else kept
         return tensors * self.sizes.compute_bytes * self.sizes.mlp_channels
 
     def recompute_moments(self) -> Iterator[float]:
-        """Yields bytes beyond what the layer keeps while full recomputation repeats its forward.
-
-        These are the moments in which the MLP quantizes its weights and multiplies. The residual
-        stream and its gradient exist, and inputs that are quantized already.
-        """
+        """Yields bytes in addition to the kept bytes while full recomputation repeats forward."""
+        # Peaks are where the MLP quantizes its weights and multiplies. The residual stream, its
+        # gradient and quantized inputs exist then.
         sizes = self.sizes
         residual = sizes.compute_bytes * sizes.hidden_shard
         fc1_input = fc2_input = 0.0  # unquantized, still alive next to the quantized input
@@ -434,7 +441,7 @@ class _Layer:
 
 
 class _OutputHead:
-    """The final norm and the output layer. Attributes as in `_Layer`."""
+    """The final norm and the output layer. For the attributes see `_Layer`."""
 
     def __init__(self, sizes: LinearBytes, linear: PlannedLinear) -> None:
         self.sizes = sizes
@@ -444,7 +451,7 @@ class _OutputHead:
         self.quantized_weights = sizes.quantized_weight_bytes(linear)
 
     def backward_moments(self) -> Iterator[float]:
-        """Yields bytes as `_Layer.backward_moments` does: both GEMMs, accumulation, the norm."""
+        """Yields bytes at each possible peak: both GEMMs, accumulation and the norm."""
         sizes, linear = self.sizes, self.linear
         grad_input = sizes.compute_bytes * sizes.hidden
         existing = sizes.tokens * sizes.compute_bytes * sizes.vocab_shard  # gradient of the logits
@@ -472,9 +479,9 @@ class LogitBytes(NamedTuple):
     """Bytes of a microbatch's logits and loss.
 
     Attributes:
-        kept: Kept from forward to backward.
-        forward: The most during forward.
-        peak: The most during forward and backward.
+        kept: Bytes kept from forward to backward.
+        forward: Peak of the forward pass.
+        peak: Peak of forward and backward.
     """
 
     kept: int
@@ -483,7 +490,7 @@ class LogitBytes(NamedTuple):
 
 
 def logit_bytes(sizes: LinearBytes) -> LogitBytes:
-    """Returns the bytes on a rank with the output layer (models/cross_entropy.py)."""
+    """Returns the bytes of logits on a rank with the output layer (models/cross_entropy.py)."""
     count = sizes.tokens * sizes.vocab_shard
     compute = sizes.compute_bytes
     chunk = min(count, CHUNK[sizes.device])
@@ -510,17 +517,15 @@ def logit_bytes(sizes: LinearBytes) -> LogitBytes:
 def context_attention_bytes(
     sizes: LinearBytes, layer: int, quantizes_output: bool
 ) -> tuple[float, float]:
-    """Returns bytes per token that high-precision attention keeps with context ranks.
+    """Returns bytes per token kept by high-precision attention with context parallelism.
 
     Args:
         sizes: Sizes of the rank.
         layer: Number of the layer.
-        quantizes_output: Whether linear_proj keeps its input quantized. Those bytes are not
-            counted.
+        quantizes_output: Whether linear_proj keeps a quantized input. Its bytes are not counted.
 
     Returns:
-        The bytes without recomputation; and how many of them selective recomputation saves, minus
-        what it keeps instead.
+        The bytes without recomputation, and the net bytes saved by selective recomputation.
     """
     model = sizes.recipe.model
     compute, window = sizes.compute_bytes, sizes.window(layer)
@@ -573,17 +578,21 @@ def _masked_context_bytes(
 
 
 def gathered_key_bytes(sizes: LinearBytes) -> float:
-    """Returns bytes of the gathered keys and values, for each token of this rank."""
+    """Returns bytes of the gathered keys and values, per token of this rank."""
     return 2 * sizes.compute_bytes * sizes.key_channels * sizes.context
 
 
 @cache
 def visible_keys(length: int, context: int, window: int | None) -> float:
-    """Returns the keys that attention reads for a chunk: mean of a rank's two, most of all ranks.
+    """Returns the number of keys per chunk: the mean of a rank's two chunks, largest of all ranks.
 
-    The sequence has two chunks per rank. Rank r has chunks r and 2 * context - 1 - r, so that
-    causal attention costs each rank the same.
+    Args:
+        length: Tokens of the sequence.
+        context: Number of context-parallel ranks.
+        window: Sliding window in tokens. None without one.
     """
+    # Each rank has two chunks, r and 2 * context - 1 - r. Causal attention then costs every rank
+    # the same.
     chunk = length // (2 * context)
     limit = length if window is None else chunk + window - 1
     widest = 0
@@ -598,7 +607,7 @@ def visible_keys(length: int, context: int, window: int | None) -> float:
 
 
 class RecomputedBytes(NamedTuple):
-    """Bytes per token that a layer does not keep, by the backward operation that recomputes them.
+    """Recomputed bytes per token of a layer, by the backward operation.
 
     Attributes:
         attention: Norms, scores and linear_qkv's input.
@@ -616,6 +625,7 @@ class RecomputedBytes(NamedTuple):
 
     @property
     def total(self) -> float:
+        """All bytes together. `fc1_input` and `fc2_input` are parts of other fields."""
         return self.attention + self.norm + self.activation
 
 
@@ -627,10 +637,10 @@ def recomputed_bytes(
     mlp_inner: float,
     attention: float,
 ) -> RecomputedBytes:
-    """Returns what a layer recomputes.
+    """Returns the recomputed bytes per token of a layer.
 
-    Norms and activation functions always keep their input only. Under full recomputation the
-    whole layer is repeated, and this function returns zeros.
+    Norms and activation functions always keep only their input. Full recomputation repeats the
+    whole layer, so this function returns zeros.
 
     Args:
         sizes: Sizes of the rank.
@@ -638,7 +648,7 @@ def recomputed_bytes(
         fc1: linear_fc1 of the layer.
         fc2: linear_fc2 of the layer.
         mlp_inner: Bytes per token between linear_fc1 and linear_fc2.
-        attention: Bytes per token that selective recomputation drops in attention.
+        attention: Bytes per token saved in attention by selective recomputation.
     """
     model = sizes.recipe.model
     if model.recompute_granularity == "full":
@@ -669,7 +679,7 @@ def recomputed_bytes(
 
 
 def _discarded_input_bytes(sizes: LinearBytes, linear: PlannedLinear, width: float) -> float:
-    """Returns bytes per token of the unquantized input that a layer would keep otherwise."""
+    """Returns bytes per token of an unquantized input freed by selective recomputation."""
     if "wgrad" not in linear.left_out:
         return 0.0 if sizes.keeps_quantized_input(linear) else sizes.compute_bytes * width
     if not sizes.adapters_keep_input(linear):

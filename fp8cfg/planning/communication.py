@@ -403,7 +403,7 @@ def _tied_embedding(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
 
 def _adapter_gradients(recipe: Recipe, part: Part, backend: str) -> Iterator[Sent]:
     """Yields float32 gradients of adapter matrices replicated on tensor-parallel ranks."""
-    # Each rank has a partial gradient, from its shard of the channels.
+    # Each tensor-parallel rank computes a partial gradient of them.
     if not recipe.lora.enabled or part.tensor == 1:
         return
     ranks = 1

@@ -5,9 +5,9 @@
     gathered, accumulation                  FSDP2's unsharded tensors (fsdp_memory.py)
     gradient sums                           messages of data parallelism (zero_memory.py)
 
-The kinds add up to the peak of a step. It is in the last backward pass, in which the gradients of
-earlier microbatches exist. If a step has one microbatch, gradients appear while activations are
-freed. The kind "to come" is negative: gradients that do not exist at the peak.
+The kinds add up to the peak of a step, in the last backward pass. Gradients of earlier microbatches
+exist there. With one microbatch per step, gradients appear while activations are freed. The
+negative kind "to come" subtracts gradients allocated after the peak.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import SCALED, against_fp8_gather, gathers_params
 from fp8cfg.schema.tables import size, table
 
-# Elements of a piece in the step of a low-bit optimizer (numerics/codecs.py, CHUNK and GPU_CHUNK),
-# and float32 bytes that each element takes there.
+# A low-bit optimizer updates its state in pieces (numerics/codecs.py, CHUNK and GPU_CHUNK).
+# Elements of a piece, and temporary bytes per element: 12 float32 tensors.
 PIECES = {"cpu": 65536, "cuda": 64 * 65536}
 PIECE_BYTES = 12 * 4
-# The negative kind: gradients that do not exist at the peak of a single microbatch.
+# The negative kind: gradients allocated after the peak of a single microbatch.
 COMING = "to come"
-# Kinds that grow with tokens instead of parameters.
+# Kinds without bytes per parameter in the table. They depend on tokens or on one moment.
 NOT_PARAMETERS = ("activations", "logits", "backward", COMING, "gradient sums", "optimizer step")
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of one rank.
+    """Numbers of parameters on one rank.
 
     Attributes:
-        linear: Weights of linear layers that are stored as storage.weight says.
-        other: All others.
-        adapters: LoRA adapters. If there are any, only they are trained.
+        linear: Weights of linear layers in the dtype of storage.weight.
+        other: All other parameters of the model.
+        adapters: LoRA adapters. With adapters all other parameters are frozen.
     """
 
     linear: int
@@ -76,31 +76,33 @@ class Parameters:
 
     @property
     def total(self) -> int:
+        """All parameters, trained and frozen."""
         return self.linear + self.other + self.adapters
 
     @property
     def trained(self) -> Parameters:
+        """The trained parameters: all of them, or only the adapters, counted as `other`."""
         return Parameters(0, self.adapters) if self.adapters else self
 
 
 def plan_memory(
     recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None
 ) -> dict[str, int]:
-    """Returns bytes by kind for one rank.
+    """Returns the peak memory of one rank, in bytes by kind.
 
     Args:
         recipe: The recipe.
         device: "cpu" or "cuda".
-        part: The layers and shards of the rank. By default of the rank with the most memory, on as
-            many ranks as this process group has.
-        backend: Name of the backend of the FP8 layers. By default see `planned_backend`.
+        part: The layers and shards of the rank. Defaults to the rank with the most memory, on the
+            launched ranks.
+        backend: Name of the backend of the FP8 layers. Defaults to `planned_backend`.
     """
     backend = backend or planned_backend(recipe)
     part = part or widest_part(recipe, device, ranks(), backend)
     linears = part_linears(recipe, part)
     is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
     is_fsdp = part.shard == "fsdp"
-    # fsdp accumulates shards only, so that unsharded gradients have the compute dtype.
+    # fsdp accumulates in the shards. Unsharded gradients keep the compute dtype.
     wgrad_bytes = gradient_bytes(part)
     if is_fsdp:
         wgrad_bytes = ELEMENT_BYTES[recipe.precision.compute]
@@ -112,7 +114,7 @@ def plan_memory(
     kinds = persistent_memory(recipe, part, linears, backend)
     kinds["FP8 copies"] += in_passes.quantized_weights
     if is_fsdp and gathers_params(recipe.precision, backend):
-        # FP8 shards of the float32 masters, one byte per element, which are gathered.
+        # Each rank casts its float32 shards to FP8 before the gather, one byte per element.
         fp8_elements = sum(linear.weights for linear in linears if linear.fp8)
         kinds["FP8 copies"] += fp8_elements // (part.tensor * part.shards)
 
@@ -142,7 +144,8 @@ def plan_memory(
         peak = min(peak, in_one.total)
         kinds[COMING] = peak - in_passes.total
 
-    # After the last pass activations are freed, and messages and the optimizer use their room.
+    # After the last pass, messages and the optimizer reuse the memory of activations. Only bytes
+    # beyond it count.
     freed = peak
     if quantizes_before_reduction(recipe, part, linears):
         freed += kinds.get("accumulation", 0)
@@ -151,14 +154,21 @@ def plan_memory(
     step = optimizer_step_bytes(recipe, part, linears, device, backend)
     kinds["optimizer step"] = max(0, step - peak - kinds["gradient sums"])
     if not is_fsdp2 or (count_parameters(recipe, part, linears).adapters and not is_fsdp):
-        # FSDP2 makes the weights on the meta device and then initializes shards.
+        # With FSDP2 the model is created on the meta device, and only shards are initialized.
         start = initialization_bytes(recipe, part, linears)
         kinds["to start"] = max(0, start - sum(kinds.values()))
     return kinds
 
 
 def widest_part(recipe: Recipe, device: str, ranks: int, backend: str | None = None) -> Part:
-    """Returns the part of the rank with the most memory: that of one pipeline stage."""
+    """Returns the part of the pipeline stage with the most memory.
+
+    Args:
+        recipe: The recipe.
+        device: "cpu" or "cuda".
+        ranks: Number of ranks.
+        backend: Name of the backend of the FP8 layers. Defaults to `planned_backend`.
+    """
     stages = distinct_parts(recipe, ranks)
     if len(stages) == 1:
         return stages[0]
@@ -166,10 +176,10 @@ def widest_part(recipe: Recipe, device: str, ranks: int, backend: str | None = N
 
 
 def planned_backend(recipe: Recipe) -> str:
-    """Returns the backend that the recipe names.
+    """Returns the backend of a plan without hardware.
 
-    With backend=auto and no hardware to choose for, it is native, or with storage.gather=fp8 a
-    backend that gathers in FP8.
+    This is the recipe's own backend. For backend=auto it is native, or with storage.gather=fp8
+    the first backend with FP8 gathers.
     """
     precision = recipe.precision
     if precision.backend != "auto" and precision.fp8.enabled:
@@ -193,16 +203,17 @@ def persistent_memory(
     backend: str | None = None,
     rank: int | None = None,
 ) -> dict[str, int]:
-    """Returns bytes by kind of what stays from step to step.
+    """Returns the memory kept from step to step, in bytes by kind.
 
-    "FP8 copies" has scales, amax histories and second copies of weights here, which are state.
+    Here "FP8 copies" are only scales, amax histories and second copies of FP8 primary weights.
 
     Args:
         recipe: The recipe.
         part: The layers and shards of the rank.
         linears: Its linear layers.
-        backend: Name of the backend of the FP8 layers. By default see `planned_backend`.
-        rank: Number among the ranks that shard state. By default the rank with the most.
+        backend: Name of the backend of the FP8 layers. Defaults to `planned_backend`.
+        rank: Number among the ranks with shards of the same state. Defaults to the rank with the
+            most bytes.
     """
     backend = backend or planned_backend(recipe)
     precision = recipe.precision
@@ -237,17 +248,17 @@ def count_parameters(
 ) -> Parameters:
     """Counts the parameters of a rank.
 
-    A tied output layer on another pipeline stage than the embedding has a copy of the embedding.
+    A tied output layer on another pipeline stage counts as a copy of the embedding.
 
     Args:
         recipe: The recipe.
         part: The layers and shards of the rank.
-        linears: Its linear layers, if the caller has them.
+        linears: Its linear layers. Planned here by default.
     """
     linears = linears or part_linears(recipe, part)
     shapes = parameter_shapes(transformer_config(recipe))
     is_tied = recipe.model.share_embeddings_and_output_weights
-    # Under some recipes only FP8 layers are stored as storage.weight says.
+    # With fp8_layers_only, linear layers in high precision keep the dtype of other parameters.
     stores_all_linears = not part.state.fp8_layers_only
     linear_elements = 0
     other_elements = len(part.layers) * vectors(recipe, part)
@@ -278,7 +289,11 @@ def count_parameters(
 
 
 def part_linears(recipe: Recipe, part: Part) -> list[PlannedLinear]:
-    """Returns the planned linear layers of a rank: four per layer, then the output layer if any."""
+    """Returns the planned linear layers of a rank.
+
+    Each Transformer layer has four: linear_qkv, linear_proj, linear_fc1, linear_fc2. On the last
+    pipeline stage the output layer follows.
+    """
     *layers, output = plan_layers(recipe)
     linears: list[PlannedLinear] = []
     for number in part.layers:
@@ -289,10 +304,8 @@ def part_linears(recipe: Recipe, part: Part) -> list[PlannedLinear]:
 
 
 def gradient_bytes(part: Part) -> float:
-    """Returns bytes per element in which a weight's gradient is accumulated.
-
-    Quantized gradients are accumulated in float32 first.
-    """
+    """Returns bytes per element of an accumulated weight gradient."""
+    # Quantized gradients accumulate in float32 before they are quantized.
     dtype = part.state.linear["weight_grad"]
     return 4 if dtype in SCALED else ELEMENT_BYTES[dtype]
 
@@ -301,10 +314,8 @@ def gradient_bytes(part: Part) -> float:
 
 
 def gradient_bytes_before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
-    """Returns bytes of a rank's gradients at the end of the last backward pass.
-
-    They are wide if microbatches were added up, or if ranks will sum them in another dtype.
-    """
+    """Returns bytes of a rank's gradients at the end of the last backward pass."""
+    # Gradients are unquantized after several microbatches, or until they are cast to be sent.
     columns = remarks.chart_row(recipe, part.state)
     trained = count_parameters(recipe, part, linears).trained
     adds_microbatches = microbatches(recipe, part) > 1 and recipe.storage.accumulate == "wide"
@@ -317,10 +328,8 @@ def gradient_bytes_before_step(recipe: Recipe, part: Part, linears: Sequence[Pla
 
 
 def initialization_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
-    """Returns bytes of the weights at initialization.
-
-    They are float32. Frozen weights of linear layers are in the compute dtype from the start.
-    """
+    """Returns bytes of the weights at initialization."""
+    # Weights start in float32. Frozen weights of linear layers start in the compute dtype.
     counts = count_parameters(recipe, part, linears)
     if not counts.adapters:
         return 4 * counts.total
@@ -341,11 +350,17 @@ def optimizer_step_bytes(
     device: str,
     backend: str | None = None,
 ) -> int:
-    """Returns temporary bytes of the optimizer's step, run eagerly.
+    """Returns peak temporary bytes of an eager optimizer step.
 
-    Compiled code takes no more than a low-bit optimizer's pieces. The temporaries follow one
-    another, so that the largest one counts.
+    Args:
+        recipe: The recipe.
+        part: The layers and shards of the rank.
+        linears: Its linear layers.
+        device: "cpu" or "cuda".
+        backend: Name of the backend of the FP8 layers. Defaults to `planned_backend`.
     """
+    # The temporaries exist one after another, so only the largest counts. Compiled steps take no
+    # more than the pieces of a low-bit optimizer.
     backend = backend or planned_backend(recipe)
     precision = recipe.precision
     counts = count_parameters(recipe, part, linears)
@@ -362,7 +377,8 @@ def optimizer_step_bytes(
         widened_gradients = 4 * counts.trained.total
     quantized_weight = 0
     if part.state.fp8_weights and not counts.adapters and not is_fsdp2:
-        # One weight is float32, clamped in float32, and FP8. Low-bit masters are decoded before.
+        # One weight at a time: float32, clamped in float32, and FP8. Low-bit masters are decoded
+        # to float32 first.
         quantized_weight = (13 if is_low_bit else 9) * largest_fp8 // part.tensor
     piece = 0
     if is_low_bit:
@@ -388,9 +404,9 @@ def optimizer_step_bytes(
 def memory_table(
     recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None
 ) -> str:
-    """Returns a table of `plan_memory`, with bytes per parameter of kinds that grow with parameters.
+    """Returns the memory of a rank as a table, without empty kinds.
 
-    Arguments as for `plan_memory`. Empty kinds are left out.
+    Kinds of state have bytes per parameter. For the arguments see `plan_memory`.
     """
     part = part or widest_part(recipe, device, ranks(), backend)
     count = count_parameters(recipe, part).total
@@ -406,7 +422,7 @@ def memory_table(
 
 
 def _notes(recipe: Recipe, part: Part, backend: str) -> dict[str, str]:
-    """Returns the note of each kind in the table."""
+    """Returns the note on each kind for the last column of the table."""
     precision, model = recipe.precision, recipe.model
     columns = remarks.chart_row(recipe, part.state)
     shard = part.shard
@@ -453,6 +469,7 @@ def _dtype_notes(recipe: Recipe, part: Part) -> dict[str, str]:
 
 
 def _fp8_copies_note(recipe: Recipe, part: Part, backend: str) -> str:
+    """Returns the note on "FP8 copies": quantized weights, or data next to FP8 primary weights."""
     keeps_all_passes = keeps_quantized_weights(recipe, part, backend)
     if not part.state.fp8_weights:
         passes = "for all passes of a step" if keeps_all_passes else "forward to backward"

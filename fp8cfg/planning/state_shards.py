@@ -1,8 +1,8 @@
-"""State shards: bytes of weights, masters, moments and gradients that storage.shard leaves on a rank.
+"""State shards: bytes of weights, masters, moments and gradients on one rank with storage.shard.
 
-FSDP2 cuts each tensor by rows into chunks of equal size, except the last ones. ZeRO gives whole
-tensors to owners. Neither divides evenly. By default the bytes are for the rank with the most,
-because each GPU must have room for that.
+FSDP2 splits each tensor by rows into equal chunks, except for the last ones. ZeRO assigns whole
+tensors to owners. Neither divides evenly. The default is the rank with the most bytes, because all
+GPUs have equal memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATE_KINDS = {
 }
 # Storage dtypes with a scale for each block of flat elements (numerics/codecs.py).
 BLOCK_DTYPES = ("fp8_block", "fp8_expand")
-# Kinds that each storage.shard divides: zero1 and zero2 between owners, fsdp by rows.
+# Sharded kinds for each storage.shard.
 SHARDED_KINDS = {
     "none": (),
     "zero1": ("masters", "moments"),
@@ -44,15 +44,15 @@ def state_bytes(
 ) -> dict[str, int]:
     """Returns bytes of masters, gradients and moments on a rank, with their scales.
 
-    Under storage.shard=fsdp also of weights.
+    With storage.shard=fsdp the result has weights too.
 
     Args:
         recipe: The recipe.
         part: The layers and shards of the rank.
         linears: Its linear layers.
         backend: Name of the backend of the FP8 layers.
-        rank: Number of the rank among the `part.shards` ranks with the same parameters. By default
-            the rank with the most bytes of sharded state.
+        rank: Number among the `part.shards` ranks with the same parameters. Defaults to the rank
+            with the most bytes of sharded state.
     """
     shard = part.shard
     is_fsdp2 = by_fsdp2(recipe, part.state, part.shards, backend)
@@ -89,7 +89,7 @@ def state_bytes(
         for name, count in (sharded if kind in sharded_kinds else all_elements).items():
             dtypes = columns[name]
             if kind == "moments":
-                # Moments are float32 where a shard would cut blocks.
+                # If a shard would cut a block of scales, its moments stay in float32.
                 has_blocks = keeps_blocks(recipe, part, name, shapes[name], is_fsdp2)
                 dtypes = moments if has_blocks else float32_moments
             for column in kind_columns:
@@ -104,14 +104,14 @@ def _state_columns(
     shapes: dict[str, tuple[int, ...]],
     is_fsdp2: bool,
 ) -> dict[str, dict[str, str]]:
-    """Returns the storage dtypes of each parameter, as its sharding allows."""
+    """Returns the storage dtypes of each parameter after sharding."""
     quantized = quantized_gradients(recipe, part, linears, is_fsdp2)
     is_fsdp = part.shard == "fsdp"
     columns: dict[str, dict[str, str]] = {}
     for name, parameter in parameter_columns(part.state, linears, shapes).items():
         columns[name] = dict(parameter)
         if is_fsdp2 or parameter["weight_grad"] in SCALED:
-            # FSDP2's gradient shards are float32, as are gradients whose blocks would be cut.
+            # FSDP2's gradient shards are float32. So are gradients with blocks across shards.
             columns[name]["weight_grad"] = quantized.get(name, "fp32")
         if is_fsdp2 and not is_fsdp:
             columns[name]["master_weight"] = "fp32"  # zero1, zero2: the shards are the masters
@@ -136,9 +136,9 @@ def row_scale_bytes(recipe: Recipe, part: Part, linears: Iterable[PlannedLinear]
 def quantized_gradients(
     recipe: Recipe, part: Part, linears: Sequence[PlannedLinear], is_fsdp: bool = True
 ) -> dict[str, str]:
-    """Returns the storage dtypes of gradients that are stored with scales, by parameter.
+    """Returns the storage dtypes of quantized gradients by parameter.
 
-    A gradient whose blocks would be cut is float32 and left out.
+    Float32 gradients are left out, for example if a shard would cut blocks of scales.
 
     Args:
         recipe: The recipe.
@@ -158,11 +158,9 @@ def quantized_gradients(
 
 
 def unquantized_gradient_bytes(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:
-    """Returns additional bytes of FSDP2's gradient shards while they are float32.
-
-    With zero2 and fsdp, gradients of several microbatches are added in float32 shards, and
-    quantized after the last one. Otherwise only one layer's shards are float32 at a time.
-    """
+    """Returns additional bytes of FSDP2's gradient shards before they are quantized."""
+    # With zero2 and fsdp, gradients of several microbatches accumulate in float32 shards and are
+    # quantized after the last one. Otherwise only one layer's shards are float32 at a time.
     shard = part.shard
     if recipe.storage.accumulate != "wide" or shard not in ("zero2", "fsdp"):
         return 0
@@ -177,7 +175,7 @@ def unquantized_gradient_bytes(recipe: Recipe, part: Part, linears: Sequence[Pla
 
 
 def fsdp_group(name: str) -> str:
-    """Returns the parameter's layer, "layers.N", or "" for the root group.
+    """Returns the FSDP2 group of a parameter: its layer "layers.N", or "" for the root group.
 
     FSDP2 gathers the weights of a group together and reduces its gradients together.
     """
@@ -214,11 +212,9 @@ def keeps_blocks(
 
 
 def tensor_parallel_blocks(recipe: Recipe, part: Part, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether tensor parallelism cuts a parameter between blocks.
-
-    In the whole tensor a rank's shard is one contiguous run per row, or one run altogether. Each
-    run must consist of whole blocks. Gate and up of a gated linear_fc1 are two runs.
-    """
+    """Whether a tensor-parallel shard consists of whole blocks of the full tensor."""
+    # Blocks run over flat elements of the full tensor. A shard is one contiguous run per row, or a
+    # single run. Gate and up of a gated linear_fc1 are two runs.
     if part.tensor == 1:
         return True
     dimension = split_dimension(recipe, name)
@@ -232,9 +228,9 @@ def tensor_parallel_blocks(recipe: Recipe, part: Part, name: str, shape: tuple[i
 
 
 def trained_shapes(recipe: Recipe, part: Part) -> dict[str, tuple[int, ...]]:
-    """Returns shapes of the parameters that a rank trains, before storage.shard divides them.
+    """Returns the shapes of a rank's trained parameters before storage.shard.
 
-    These are all parameters of `part`, or with LoRA its adapters.
+    With LoRA these are the adapters, otherwise all parameters of `part`.
     """
     if not recipe.lora.enabled:
         return local_shapes(recipe, part)
@@ -258,14 +254,16 @@ def parameter_columns(
 def shard_elements(
     state: StateDtypes, name: str, shape: Sequence[int], ranks: int, rank: int = 0
 ) -> int:
-    """Returns the elements of a parameter that FSDP2 leaves on a rank. Rank 0 has the most."""
+    """Returns the elements of a rank's FSDP2 shard. Rank 0 has the most."""
+    # LoRA's A matrices with fewer rows than ranks are sharded by columns.
     if shards_columns(state, name, shape, ranks):
         return prod(shape) // ranks
     return shard_rows(shape[0], ranks, rank) * prod(shape[1:])
 
 
 def shard_rows(rows: int, ranks: int, rank: int = 0) -> int:
-    """Returns the rows that FSDP2 leaves on a rank. It cuts a tensor as torch.chunk does."""
+    """Returns the rows of a rank's FSDP2 shard."""
+    # FSDP2 splits like torch.chunk: the last ranks may have fewer rows, or none.
     chunk = -(-rows // ranks)
     remaining = max(rows - rank * chunk, 0)
     return min(remaining, chunk)
@@ -274,7 +272,7 @@ def shard_rows(rows: int, ranks: int, rank: int = 0) -> int:
 def zero_owners(
     recipe: Recipe, part: Part, linears: list[PlannedLinear]
 ) -> tuple[dict[str, int], dict[int, int]]:
-    """Returns the rank that owns each parameter under ZeRO, and each owner's bytes of state."""
+    """Returns the owner of each parameter under ZeRO, and the bytes of state of each owner."""
     shapes = trained_shapes(recipe, part)
     columns = parameter_columns(part.state, linears, shapes)
     sharded_columns: list[str] = []
