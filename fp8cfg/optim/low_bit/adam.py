@@ -1,4 +1,4 @@
-"""Low-bit AdamW and Adam: weights, masters, gradients and moments stored in fewer than 32 bits."""
+"""Low-bit AdamW and Adam: weights, masters, gradients and moments in fewer than 32 bits."""
 
 from __future__ import annotations
 
@@ -35,24 +35,39 @@ from fp8cfg.optim.state_dict import NamedOptimizer
 
 
 class LowBitOptimizer(NamedOptimizer):
-    """Base class of LowBitAdamW and LowBitAdam. `params` are named: `param_groups(model, weight_decay)` or
-    `model.named_parameters()`. Each group has its `columns`, the codecs of its parameters.
+    """Base class of LowBitAdamW and LowBitAdam.
 
-    A parameter whose dtype is that of an unscaled weight codec is the stored weight; so is the first tensor of what `held`
-    gives: the tensors that a weight with a scale is kept in, outside of the optimizer, asked for at each use since a model may
-    be moved. Parameters of `writers` have a master, and that function stores its value in them. Any other parameter is a
-    working copy of the stored weight, in its own dtype, rewritten by each step. `originals` are values from before the parameters
-    were rounded; weights and masters start from them. State is made here: load weights first, build this afterwards.
+    A parameter is one of these:
 
-    Gradients are expected finite; infinities and NaN reach the moments and stay. Under a `grad` codec, `store_grads` moves
-    `.grad` into `stored_grads`, and a step does so with what is left; once a step has read them, those of the next backward pass
-    take their place. Of the parameters that are not `owned`, by name, no state is kept, and a step leaves them to the rank that
-    owns them. A step reads gradients times `grad_factor`. `seed` is that of stochastic rounding. `compiled` runs torch.compile on
-    the step: the same bits on a CPU.
+    - The stored weight, if its dtype is the dtype of an unscaled weight codec.
+    - The data of a stored weight with a scale (`held`).
+    - Written from a master by a function (`writers`).
+    - Otherwise a working copy of the stored weight in its own dtype. Each step writes it.
 
-    Parameters may be float32 shards that FSDP2 splits, their own masters, or `parts` of tensors, by their places in these, or both
-    (shards.py). `largest` is then the elementwise maximum over the ranks that have the others, for scales of whole tensors;
-    `whole` are the columns of tensors that are not split.
+    The constructor creates the state, so load weights first. Gradients must be finite: infinities
+    and NaN would stay in the moments. Parameters may be shards of FSDP2 or tensor parallelism
+    (columns.py).
+
+    Args:
+        params: Named parameters: `param_groups(model, weight_decay)` or `model.named_parameters()`.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Weight decay.
+        columns: Codecs of the parameters. A group may have its own.
+        originals: Values from before rounding, for the first weights and masters.
+        held: Functions that return the tensors of weights with a scale. They are called at each
+            use, because a model may move to another device.
+        writers: Functions that store a master into the parameter.
+        owned: ZeRO: names of the parameters whose state this rank keeps. Other ranks step the rest.
+        seed: Seed of stochastic rounding.
+        compiled: Whether to compile the step on a CPU too. The bits stay the same there.
+
+    Attributes:
+        grad_factor: Factor of the gradients in a step.
+        largest: Elementwise maximum over the ranks that share tensors, for per-tensor scales.
+        parts: Positions of parameters that tensor parallelism splits.
+        whole: Columns of tensors that are not split.
     """
 
     decoupled: ClassVar[bool]
@@ -96,12 +111,17 @@ class LowBitOptimizer(NamedOptimizer):
                 "columns": columns,
             },
         )
+        # Frees the original weights, which only the first state needs.
         self._originals = {}
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add named parameters with their hyperparameters, and make their state. Raises ValueError for hyperparameters out of
-        their range, a name that is taken, and parameters that cannot be worked on."""
+        """Adds named parameters with their hyperparameters, and creates their state.
+
+        Raises:
+            ValueError: A hyperparameter is out of range, a name is taken, or a parameter is not
+                supported.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         check_hyperparameters(group)
@@ -112,6 +132,7 @@ class LowBitOptimizer(NamedOptimizer):
         self._written.remember()
 
     def _add(self, name: str, p: nn.Parameter, columns: Columns) -> None:
+        """Creates the state of one parameter."""
         check_parameter(name, p, columns, p in self.held or p in self.writers, p in self.writers)
         self.names[p], self.columns[p] = name, columns
         if columns.grad is not None:
@@ -123,17 +144,23 @@ class LowBitOptimizer(NamedOptimizer):
         )
         codecs = {column: str(getattr(columns, column)) for column in STORED if column in state}
         self.state[p] = {**(state if self.owns(p) else {}), "step": 0, "codecs": codecs}
+        # A write to such a parameter by other code would be lost in the next step.
         if self.state[p].keys() & {"master", "weight"}:
             self._written.watch(p)
 
     def owns(self, p: nn.Parameter) -> bool:
-        """Whether this optimizer keeps the state of `p` and steps it."""
+        """Whether this rank keeps the state of `p` and steps it."""
         return self._owned is None or self.names[p] in self._owned
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. Raises RuntimeError if someone else has written to a parameter
-        whose value is kept elsewhere: the step would silently undo that."""
+        """Updates every parameter that has a gradient.
+
+        Gradients with a codec are stored first. After the step, new gradients replace them.
+
+        Raises:
+            RuntimeError: Other code wrote to a parameter whose value is stored elsewhere.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -146,11 +173,13 @@ class LowBitOptimizer(NamedOptimizer):
         return loss
 
     def _update(self) -> None:
+        """Steps all groups. On shards it finds the amaxes of full tensors first."""
         each = [(group["columns"], self._works(group)) for group in self.param_groups]
         if self.largest is None or not any(columns.per_tensor for columns, _ in each):
             for columns, works in each:
                 adam_step(columns, self.decoupled, works, self.compiled)
             return
+        # One collective for all groups: `largest` reduces their amaxes together.
         known = [
             amaxes_of_steps(c, self.decoupled, works, self.compiled)
             for c, works in each
@@ -167,7 +196,10 @@ class LowBitOptimizer(NamedOptimizer):
             )
 
     def _works(self, group: dict[str, Any]) -> list[Work]:
-        """The pending steps of the parameters of a group that have a gradient; increments their step counts."""
+        """Returns the tensors to step in a group, and increments the step counts.
+
+        Parameters of other ranks are counted too.
+        """
 
         @cache
         def factors_of(step: int, device: torch.device) -> Tensor:
@@ -190,8 +222,9 @@ class LowBitOptimizer(NamedOptimizer):
         return works
 
     def _factors(self, group: dict[str, Any], step: int, device: torch.device) -> Tensor:
-        """The factors of a step on the device, float32 [10]."""
+        """Returns the factors of a step on the device, float32 [10]."""
         values = hyper(group, self.decoupled, step, group["lr"])
+        # A deferred step has its factor on the device. Otherwise all ten numbers are sent together.
         if not isinstance(self.grad_factor, Tensor):
             return sent(torch.tensor([*values, self.grad_factor], dtype=torch.float32), device)
         hyperparameters = sent(torch.tensor(values, dtype=torch.float32), device)
@@ -199,43 +232,57 @@ class LowBitOptimizer(NamedOptimizer):
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """Store the masters in the parameters of `writers`, as each step does."""
+        """Stores the masters into the parameters of `writers`, as each step does."""
         for p, write in ((p, write) for p, write in self.writers.items() if self.owns(p)):
             write(self.columns[p].source.decode(self.state[p]["master"]))
         self._written.remember()
 
     @property
     def stored_grads(self) -> dict[nn.Parameter, EncodedTensor]:
-        """The gradients that are stored in a codec."""
+        """The gradients that are stored in a codec, by parameter."""
         return self.gradients.stored
 
     def store_grads(self) -> None:
-        """Move each `.grad` whose columns have a `grad` codec into `stored_grads`. Raises RuntimeError where there already is
-        one: gradients are summed first, and rounded once."""
+        """Stores each `.grad` whose columns have a codec for gradients.
+
+        Raises:
+            RuntimeError: A gradient is stored already. Gradients are summed first and rounded once.
+        """
         self.gradients.store_all()
 
     def storing(self, add: bool = False) -> AbstractContextManager[None]:
-        """Context manager for the last backward pass before a step: gradients with a codec are stored as soon as they are
-        complete, on a GPU a few together, so that they are never all present at full width. With `add` for every backward pass:
-        each gradient is added to the stored one, and the sum is rounded again.
+        """Context for the last backward pass before a step: stores gradients as they complete.
+
+        On a GPU a few are stored together. The gradients of all parameters then never exist in full
+        precision at once.
+
+        Args:
+            add: Add each gradient to the stored one and round the sum again. For every backward
+                pass.
         """
         return self.gradients.storing(add)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, the stored ones too."""
+        """Clears all gradients, including stored ones."""
         self.gradients.clear()
         super().zero_grad(set_to_none)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state itself, no copies: `<parameter>.exp_avg`, `<parameter>.exp_avg.scale_inv`, and so on for exp_avg_sq, the
-        master, and the weight where the parameter is a working copy of it."""
+        """Returns the state by names such as `<parameter>.exp_avg.scale_inv`. No copies.
+
+        It has both moments, the master, and the weight if the parameter is a working copy.
+        """
         return collect_tensors(self.names, self.state)
 
     def state_json(self) -> dict[str, Any]:
-        """The rest of the state, for JSON: class, seed, step counts, codecs. The learning rate is a schedule's."""
+        """Returns class, seed, step counts and codecs for JSON.
+
+        The learning rate belongs to the schedule.
+        """
         return {"optimizer": type(self).__name__, "seed": self.seed, "state": self._entries()}
 
     def _entries(self) -> dict[str, Any]:
+        """Returns the JSON entries of the parameters."""
         found = collect_json(self.names, self.state)
         return {
             name: (
@@ -248,13 +295,16 @@ class LowBitOptimizer(NamedOptimizer):
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """Restore the results of `state_tensors` and `state_json`, for the parameters owned here. Training then continues with the
-        same bits.
+        """Restores the results of `state_tensors` and `state_json` for the owned parameters.
 
-        Parameters that are the stored weight are the model's state: load them first. Raises ValueError, before anything is
-        changed, for another optimizer, missing and unexpected names, other shapes, dtypes and codecs.
+        Training then continues with the same bits. Load the model's weights first: a parameter that
+        is the stored weight is not in the state.
+
+        Raises:
+            ValueError: Optimizer, names, shapes, dtypes or codecs differ. Nothing was changed.
         """
         mine = self.state_tensors()
+        # With ZeRO a checkpoint has the state of all ranks. The rest of it belongs to other ranks.
         elsewhere = {f"{name}." for p, name in self.names.items() if not self.owns(p)}
         tensors = {
             k: t
@@ -273,41 +323,53 @@ class LowBitOptimizer(NamedOptimizer):
         self._written.remember()
 
     def _held(self, p: nn.Parameter) -> EncodedTensor | None:
+        """Returns the tensors of a weight that is stored with a scale, or None."""
         return self.held[p]() if p in self.held else None
 
     def _key(self, p: nn.Parameter, what: str) -> Tensor:
+        """Returns a random key for the purpose `what` in the current step."""
         return sent(
             random_key(self.seed, self.names[p], what, self.state[p].get("step", 0)), p.device
         )
 
     def _step_key(self, p: nn.Parameter) -> Tensor:
-        """The key of all steps of a parameter, on its device; that of one is made there."""
+        """Returns the random key of a parameter, cached on its device.
+
+        The device derives the keys of single steps from it.
+        """
         if p not in self._step_keys or self._step_keys[p].device != p.device:
             self._step_keys[p] = sent(random_key(self.seed, self.names[p], "step"), p.device)
         return self._step_keys[p]
 
 
 class LowBitAdamW(LowBitOptimizer):
-    """Adam with decoupled weight decay (arXiv 1711.05101)."""
+    """AdamW: Adam with decoupled weight decay (arXiv 1711.05101)."""
 
     decoupled = True
 
 
 class LowBitAdam(LowBitOptimizer):
-    """Adam with L2 regularization: the decay is part of the gradient, and so of the moments."""
+    """Adam with L2 regularization: the weight decay is part of the gradient and of the moments."""
 
     decoupled = False
 
 
 class LowBitTraining(LowBitOptimizer):
-    """What `MixedPrecisionOptimizer` is to a float32 optimizer, and with the same attributes: after a step `grad_norm` is the
-    norm before clipping (float32, unscaled), `steps` counts those that were not skipped, `clip_grad` of 0 clips nothing,
-    `adds_stored` stores the gradients of every backward pass, added to those before.
+    """Low-bit optimizer with clipping and loss scaling, like `MixedPrecisionOptimizer`.
 
-    `on_step` is called after the update and before weights in FP8 are written, `on_skip` where gradients were not finite.
+    Args:
+        loss_scaler: The fp16 loss scale.
+        clip_grad: Largest norm of the gradients. 0 does not clip.
+        adds_stored: Whether every backward pass adds its gradients to the stored ones.
 
-    Where state is sharded, `on_written` is called once weights are written, to hand them round; `sum_norms` adds up the
-    norms of all gradients over the ranks where each has those of its own alone, an empty gradient standing for the others.
+    Attributes:
+        grad_norm: Norm of the gradients before clipping, float32, unscaled.
+        steps: Steps that were not skipped.
+        on_step: Called after the update and before FP8 weights are written.
+        on_skip: Called if gradients were not finite.
+        on_written: Called after weights are written, for example to broadcast them under ZeRO.
+        sum_norms: Sums the norms of all gradients over ranks, if each rank has only some of them. A
+            missing gradient has the norm 0.
     """
 
     def __init__(
@@ -331,8 +393,14 @@ class LowBitTraining(LowBitOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> bool:  # type: ignore[override]
-        """One update; False where it was skipped because gradients are not finite. A skipped step changes the loss scale and
-        nothing else. Raises RuntimeError as `LowBitOptimizer.step` does.
+        """Updates the parameters. See `MixedPrecisionOptimizer.step`.
+
+        Returns:
+            False if the step was skipped because gradients are not finite. Only the loss scale
+            changes then.
+
+        Raises:
+            RuntimeError: Other code wrote to a parameter whose value is stored elsewhere.
         """
         if closure is not None:
             raise TypeError("step takes no closure: the loss may be scaled")
@@ -351,9 +419,13 @@ class LowBitTraining(LowBitOptimizer):
         return finite
 
     def _writes(self) -> bool:
-        """Whether weights are written in a step that the host takes for made. What the device skips writes them again as they are,
-        once they are those of their masters; until a step was made they are of values that these were rounded from, and the host
-        waits where a loss scale lets the run go on."""
+        """Whether to write weights after a step that the host takes as done.
+
+        If the device skips a deferred step, the same weights are written again. That is only
+        harmless after a first real step: before it, weights were rounded from original values and
+        not from masters. With a loss scale the run continues after a skipped step, so the host
+        waits for the decision.
+        """
         self._made = (
             self._made
             or self.deferred is None
@@ -364,7 +436,7 @@ class LowBitTraining(LowBitOptimizer):
 
     @torch.no_grad()
     def write_parameters(self) -> None:
-        """As `LowBitOptimizer.write_parameters`, and then `on_written`."""
+        """Stores the masters into the parameters, then calls `on_written`."""
         super().write_parameters()
         for hook in self.on_written:
             hook()
@@ -372,7 +444,7 @@ class LowBitTraining(LowBitOptimizer):
 
     @property
     def masters(self) -> dict[nn.Parameter, Tensor]:
-        """The float32 values of the masters of parameters that are written from one; made anew."""
+        """Decoded float32 masters of the parameters with a writer. New tensors at each call."""
         return {
             p: self.columns[p].source.decode(self.state[p]["master"])
             for p in self.writers
@@ -380,12 +452,16 @@ class LowBitTraining(LowBitOptimizer):
         }
 
     def state_json(self) -> dict[str, Any]:
-        """The rest of the state, for JSON; step counts, loss scale and codecs among it."""
+        """Returns the JSON of `LowBitOptimizer.state_json` with step count and loss scale."""
         scale = None if self.loss_scaler is None else self.loss_scaler.state()
         return {**super().state_json(), "steps": self.steps, "loss_scale": scale}
 
     def load_state(self, tensors: Mapping[str, Tensor], json: Mapping[str, Any]) -> None:
-        """As `LowBitOptimizer.load_state`; raises ValueError also for a loss scale on one side alone."""
+        """Restores the state as in `LowBitOptimizer.load_state`.
+
+        Raises:
+            ValueError: The state does not fit, or only one side has a loss scale.
+        """
         if (json.get("loss_scale") is None) != (self.loss_scaler is None):
             raise ValueError(
                 "optimizer state: the loss must be scaled by both the saved run and this one, or by"
@@ -397,15 +473,19 @@ class LowBitTraining(LowBitOptimizer):
             self.loss_scaler.load_state(json["loss_scale"])
 
     def count(self, by: int, stepped: Collection[nn.Parameter]) -> None:
-        """Count steps, or less of them, of these parameters."""
+        """Adds `by` to the step counts of the run and of the `stepped` parameters."""
         self.steps += by
         for p in stepped:
             self.state[p]["step"] += by
 
     def _prepare_gradients(self) -> bool:
-        """Compute the norm of gradients, unscaled, and the factor that unscales and clips them; whether the step is to be made,
-        true where the device is to know it alone."""
+        """Computes the norm of the gradients and the factor that unscales and clips them.
+
+        Returns:
+            Whether to make the step. True if the device decides.
+        """
         found = [(p, grad) for p in self.columns if (grad := self.gradients.of(p)) is not None]
+        # An empty tuple is a gradient that another rank stores (ZeRO-2). Its norm is 0 here.
         here = [(p, grad) for p, grad in found if grad]
         known = dict(
             zip(
@@ -438,7 +518,7 @@ class LowBitTraining(LowBitOptimizer):
     def _norm_of(
         self, each: Mapping[nn.Parameter, Tensor], params: Sequence[nn.Parameter]
     ) -> Tensor:
-        """The norm of the gradients of `params`, of those that have one, from `each`."""
+        """Returns the norm of the gradients of `params`, float32 []."""
         norms = [each[p] for p in params if p in each]
         if not norms:
             return torch.zeros((), dtype=torch.float32, device=next(iter(self.columns)).device)
@@ -458,7 +538,7 @@ class LowBitTrainingAdam(LowBitTraining, LowBitAdam):
 
 
 def _clipping(norm: Tensor, most: float) -> Tensor:
-    """What gradients of that norm, float64 [], are multiplied by so that it is at most `most`; 0 clips nothing."""
+    """Returns the factor that clips gradients with the norm `norm`, float64 [], to `most`."""
     if most <= 0.0:
         return torch.ones_like(norm)
     return torch.where(norm > most, torch.full_like(norm, most) / (norm + 1e-6), 1.0)
