@@ -10,8 +10,8 @@
                         -> FP8 scales -> weights
     sum the loss        over data-parallel ranks
 
-`train_step` only launches this work. On a GPU, the host reads the metrics of step k after it has
-launched step k + 1 (`PendingStep.wait`), so neither waits for the other:
+`train_step` only launches this work. On a GPU the host reads the metrics of step k after it has
+launched step k + 1 (`PendingStep.wait`). So neither waits for the other:
 
     host      launch 1   launch 2   read 1   launch 3   read 2   ...
     device          step 1             step 2              step 3   ...
@@ -56,10 +56,10 @@ class Microbatch(NamedTuple):
     Attributes:
         tensors: Tokens and targets, int64 [micro_batch_size, seq_length], and document numbers if
             attention is separated by document.
-        num_shares: The step's loss is a mean of so many equal shares, and the loss of this
-            microbatch is one of them. With masked targets: the targets of the step over the
-            targets of this microbatch, a number or float64 [] on the device.
-        loss_weight: Factor of the loss in the sum that the step reports.
+        num_shares: Divisor of the loss before backward: the number of microbatches over all data-
+            and context-parallel ranks. With masked targets: targets of the step / targets of this
+            microbatch, a number or float64 [] on the device.
+        loss_weight: Factor of the loss in the reported sum.
     """
 
     tensors: tuple[Tensor, ...]
@@ -72,14 +72,14 @@ class StepResult:
     """Metrics of a finished optimizer step.
 
     Attributes:
-        loss: Mean over the targets of the global batch.
+        loss: Mean loss over the targets of the global batch.
         lr: Learning rate.
         grad_norm: Norm of the gradients before clipping.
-        stepped: False if the gradients were not finite, and the step changed nothing.
+        stepped: False if the gradients were not finite, so the step was skipped.
         step: Number of the step, counted from 1.
-        sent_bytes: Bytes that this rank has sent.
-        sent: What it has sent, in words.
-        metrics: The tensors of `collect_metrics`, on the host.
+        sent_bytes: Bytes sent by this rank.
+        sent: Description of the sent bytes, for the log.
+        metrics: All metrics on the host by name, including those of `collect_metrics`.
     """
 
     loss: float
@@ -94,18 +94,19 @@ class StepResult:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """An optimizer step that the device may still be working on.
+    """A launched optimizer step. The device may still be working on it.
 
     Attributes:
         step: Number of the step, counted from 1.
         lr: Learning rate.
         sizes: Number of values of each metric in `copy`.
-        copy: All metrics, float32 [sum of sizes], on their way to the host.
-        deferred: Knows the device's decision about the step. None if the host has decided:
+        copy: Asynchronous copy of all metrics to the host, float32 [sum of sizes].
+        deferred: Reads the device's decision to skip the step. None if the host has decided. Then
+            `grad_norm` and `stepped` are valid.
         grad_norm: Norm of the gradients before clipping.
         stepped: Whether the step was made, not skipped.
-        sent_bytes: Bytes that this rank has sent.
-        sent: What it has sent, in words.
+        sent_bytes: Bytes sent by this rank.
+        sent: Description of the sent bytes, for the log.
         data: Name of the data set, for errors.
     """
 
@@ -121,7 +122,7 @@ class PendingStep:
     data: str
 
     def wait(self) -> StepResult:
-        """Waits for the step. Call it once for each step, in the order of the launches.
+        """Waits for the step and returns its metrics. Call it once per step, in launch order.
 
         Raises:
             NoTargets: No token of the step has a loss. The device has skipped the step.
@@ -148,7 +149,7 @@ class PendingStep:
 
 
 CollectMetrics = Callable[[Tensor], Mapping[str, Tensor]]
-"""Gets the loss of a step, float32 []. Returns more metrics to copy to the host with it."""
+"""Takes the loss of a step, float32 []. Returns more metrics for the copy to the host."""
 
 
 def train_step(
@@ -158,10 +159,24 @@ def train_step(
     world: World,
     collect_metrics: CollectMetrics | None = None,
 ) -> PendingStep:
-    """Launches optimizer step `step`, counted from 0.
+    """Launches an optimizer step. All ranks call it.
 
-    Does not wait for the device inside of `DeferredSteps`. If it raises an error the gradients are
-    dropped, and the job can take another step.
+    Does not wait for the device inside `DeferredSteps`. After an error the gradients are discarded,
+    and the job can take another step.
+
+    Args:
+        job: The job.
+        batches: Training data.
+        step: Number of the step, counted from 0.
+        world: Ranks of the run.
+        collect_metrics: Adds metrics to the copy to the host.
+
+    Returns:
+        The launched step. Call its `wait`.
+
+    Raises:
+        NoTargets: No token of the step has a loss.
+        ConfigError: The batch size does not fit the ranks, or a custom model returns no loss.
     """
     optimizer = job.optimizer
     num_microbatches = count_microbatches(job, world)
@@ -179,11 +194,12 @@ def train_step(
             for loss, loss_weight in losses:
                 weighted_loss += loss * loss_weight
 
-        # A sum over the ranks, not a mean: the shares add up to 1 over all ranks.
+        # A sum over the ranks, not a mean: each loss was divided by its share of the whole step.
         sum_gradients(job.prepared, optimizer, world)
         job.summed = True
 
-        # A skipped step does not advance the schedule (Megatron's training.py).
+        # `optimizer.steps` excludes skipped steps, so these do not advance the schedule, as in
+        # Megatron's training.py.
         lr = job.schedule.apply(optimizer, optimizer.steps)
 
         # The order inside optimizer.step():
@@ -195,7 +211,7 @@ def train_step(
         #   weights    quantizes FP8 weights with the new scales; ZeRO broadcasts them
         stepped = optimizer.step()
 
-        # Tensor-parallel ranks have the same loss.
+        # Tensor-parallel ranks compute the same loss, so the sum counts it several times.
         divisor = job.recipe.trainer.strategy.tensor_model_parallel_size
         if not batches.samples.masked:
             divisor *= num_microbatches * count_batch_shares(job.recipe.trainer.strategy, world)
@@ -208,7 +224,7 @@ def train_step(
             metrics["num_targets"] = num_targets
     if collect_metrics is not None:
         metrics |= collect_metrics(loss)
-    # One copy for all metrics. A copy of its own would cost each of them a launch.
+    # One copy to the host for all metrics, instead of one launch each.
     flat = [tensor.reshape(-1).float() for tensor in metrics.values()]
     return PendingStep(
         step=step + 1,
@@ -225,9 +241,18 @@ def train_step(
 
 
 def check_pass(job: Job, batches: Batches, step: int, world: World) -> Tensor:
-    """Runs forward and backward passes of the first microbatch of a step, of all in a pipeline.
+    """Runs the first microbatch of a step forward and backward, without an optimizer step.
 
-    Returns their loss, []. The gradients of this rank stay in `.grad`.
+    With pipeline stages it runs all microbatches. Gradients stay in `.grad` of this rank.
+
+    Args:
+        job: The job.
+        batches: Training data.
+        step: Number of the step, counted from 0.
+        world: Ranks of the run.
+
+    Returns:
+        The loss, []. With pipeline stages the sum of the losses, 0 on all stages but the last.
     """
     microbatches, _ = load_microbatches(job, batches, step, world)
     job.optimizer.zero_grad()
@@ -243,7 +268,7 @@ def check_pass(job: Job, batches: Batches, step: int, world: World) -> Tensor:
 
 @contextmanager
 def dropping_gradients_on_error(job: Job) -> Iterator[None]:
-    """After an error in the middle of a step, the next step begins as if there had been none."""
+    """Discards the state of an unfinished step after an error, so another step can follow."""
     try:
         yield
     except BaseException:
@@ -251,6 +276,7 @@ def dropping_gradients_on_error(job: Job) -> Iterator[None]:
         if job.prepared.fsdp2:
             from fp8cfg.parallel import fsdp  # here: it takes a second to load
 
+            # Weights may be gathered, and reduce-scatters may have left partial gradients.
             fsdp.discard_step(job.model, job.prepared.shard)
         raise
 
@@ -262,7 +288,7 @@ def dropping_gradients_on_error(job: Job) -> Iterator[None]:
 def run_microbatches(
     job: Job, microbatches: Iterable[Microbatch], num_microbatches: int, world: World
 ) -> Iterator[tuple[Tensor, float | Tensor]]:
-    """Runs the passes of one microbatch after the other. Yields losses and their weights."""
+    """Runs the microbatches one after the other. Yields their losses and loss weights."""
     for index, microbatch in enumerate(microbatches):
         is_last = index + 1 == num_microbatches
         with gradient_storage(job, is_last):
@@ -271,7 +297,17 @@ def run_microbatches(
 
 
 def forward_backward(job: Job, microbatch: Microbatch, world: World, is_last: bool) -> Tensor:
-    """Runs the forward and backward pass of a microbatch. Returns its loss, []."""
+    """Runs the forward and backward pass of a microbatch.
+
+    Args:
+        job: The job.
+        microbatch: Its input, on the CPU.
+        world: Ranks of the run.
+        is_last: Whether it is the last microbatch of the step on this rank.
+
+    Returns:
+        The loss, [], detached and not divided by `num_shares`.
+    """
     if job.prepared.fsdp2:
         from fp8cfg.parallel import fsdp  # here: it takes a second to load
 
@@ -279,8 +315,8 @@ def forward_backward(job: Job, microbatch: Microbatch, world: World, is_last: bo
         fsdp.prepare_microbatch(job.model, job.prepared.shard, is_last)
     with job.autocast():
         loss = compute_loss(job, microbatch.tensors)
-        # Weighing the loss, not the sum of the gradients, keeps the gradients that FP8 sees
-        # independent of the number of microbatches and ranks.
+        # The loss is divided, not the summed gradients. So the size of FP8 gradients does not
+        # depend on the number of microbatches and ranks.
         job.backward(loss, microbatch.num_shares)
     count_traffic(job, len(microbatch.tensors[0]), world)
     return loss.detach()
@@ -289,10 +325,10 @@ def forward_backward(job: Job, microbatch: Microbatch, world: World, is_last: bo
 def run_pipeline(
     job: Job, microbatches: Iterable[Microbatch], world: World
 ) -> list[tuple[Tensor, float | Tensor]]:
-    """Runs all microbatches of a step through the stages of a pipeline.
+    """Runs all microbatches of a step through the pipeline stages.
 
     Returns:
-        Losses and their weights on the last stage, nothing on other stages.
+        Losses and loss weights on the last stage, an empty list on other stages.
     """
     microbatches = list(microbatches)
     columns = zip(*(microbatch.tensors for microbatch in microbatches), strict=True)
@@ -303,11 +339,12 @@ def run_pipeline(
     for microbatch in microbatches:
         count_traffic(job, len(microbatch.tensors[0]), world)
     weights = [microbatch.loss_weight for microbatch in microbatches]
+    # Not strict: only the last stage has losses.
     return list(zip(losses, weights, strict=False))
 
 
 def pipeline(job: Job, world: World) -> Pipeline:
-    """Returns the schedule of the passes of `job` through its stages. It is built once."""
+    """Returns the pipeline schedule of a job. It is built at the first call."""
     rank: PipelineRank = job.prepared.pipeline
     if rank.schedule is None:
         from fp8cfg.parallel.pipeline_schedule import Pipeline  # here: it takes time to load
@@ -316,6 +353,7 @@ def pipeline(job: Job, world: World) -> Pipeline:
         if job.prepared.fsdp2:
             from fp8cfg.parallel.fsdp import FSDPStageSync
 
+            # With interleaved schedules a rank has several chunks of layers.
             chunks = [
                 [job.model.get_submodule(f"layers.{number}") for number in chunk]
                 for chunk in rank.chunks
@@ -337,11 +375,19 @@ def pipeline(job: Job, world: World) -> Pipeline:
 def compute_loss(job: Job, tensors: tuple[Tensor, ...]) -> Tensor:
     """Runs the forward pass of a microbatch.
 
+    Args:
+        job: The job.
+        tensors: Tokens, targets and optional document numbers, [micro_batch_size, seq_length].
+
+    Returns:
+        The loss, [].
+
     Raises:
         ConfigError: A custom model does not take (tokens, targets), or does not return a loss.
     """
     batch = on_device(tensors, job.device)
     problem = ""
+    # The signature is checked first, so that a TypeError inside the model is not mistaken for it.
     if job.foreign:
         try:
             inspect.signature(job.model.forward).bind(*batch)
@@ -362,16 +408,16 @@ def compute_loss(job: Job, tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 def quantized_weight_cache(job: Job, num_microbatches: int) -> AbstractContextManager[None]:
-    """Lets the first microbatch of a step quantize the weights for all of them."""
+    """Caches quantized weights from the first microbatch for all microbatches of the step."""
     prepared = job.prepared
     is_cached = quantizes_weights_once(job.recipe, prepared.state, prepared.shard, num_microbatches)
     return cached_weights(job.model, is_cached)
 
 
 def gradient_storage(job: Job, is_last: bool) -> AbstractContextManager[None]:
-    """Quantizes each gradient as soon as the last microbatch completes it (opt_level O2, O3).
+    """Quantizes each gradient once the last microbatch has completed it (opt_level O2, O3).
 
-    Then the full-precision gradients of the whole model never exist at once.
+    So the high-precision gradients of the full model never exist at the same time.
     """
     if job.recipe.storage.accumulate == "stored":
         return nullcontext()  # the optimizer already quantizes them in every microbatch
@@ -381,11 +427,11 @@ def gradient_storage(job: Job, is_last: bool) -> AbstractContextManager[None]:
 
 
 def count_traffic(job: Job, num_samples: int, world: World) -> None:
-    """Counts what this rank sends in a forward and backward pass of `num_samples` samples."""
+    """Counts the bytes sent by this rank in a forward and backward pass of `num_samples`."""
     if world.size == 1:
         return
     if num_samples not in job.sent_in_pass:
-        # Cached, because it takes milliseconds for a model with many layers.
+        # Cached: it takes milliseconds for a model with many layers.
         strategy = job.recipe.trainer.strategy
         stage = coordinates(strategy, world.rank, world.size)["pp"]
         part = stage_parts(job.recipe, strategy.size)[stage]
@@ -399,16 +445,14 @@ def count_traffic(job: Job, num_samples: int, world: World) -> None:
 
 
 def can_run_ahead(job: Job) -> bool:
-    """Returns whether step k + 1 may be launched before the host has read step k.
-
-    A CPU would gain nothing. Under a loss scale, the loss scale and the learning rate of a step
-    depend on whether the step before was skipped.
-    """
+    """Whether step k + 1 can be launched before the host has read the metrics of step k."""
+    # A CPU would gain nothing. With a loss scale, the scale and the learning rate of step k + 1
+    # depend on whether step k was skipped.
     return job.device.type == "cuda" and job.optimizer.can_defer and job.loss_scaler is None
 
 
 def count_microbatches(job: Job, world: World) -> int:
-    """Returns the forward and backward passes of one optimizer step on each rank.
+    """Returns the number of microbatches of an optimizer step on each rank.
 
     Raises:
         ConfigError: The global batch is not a multiple of the samples of one pass.
@@ -428,10 +472,8 @@ def count_microbatches(job: Job, world: World) -> int:
 
 
 def count_batch_shares(strategy: Strategy, world: World) -> int:
-    """Returns the number of shares into which the ranks cut each microbatch of all ranks.
-
-    Context-parallel ranks have shares of the same sequences, with a loss each.
-    """
+    """Returns the number of ranks with different tokens: data and context parallel."""
+    # Context-parallel ranks have parts of the same sequences, and each has its own loss.
     return world.size // (
         strategy.tensor_model_parallel_size * strategy.pipeline_model_parallel_size
     )
@@ -440,11 +482,17 @@ def count_batch_shares(strategy: Strategy, world: World) -> int:
 def load_microbatches(
     job: Job, batches: Batches, step: int, world: World
 ) -> tuple[Iterable[Microbatch], Tensor | None]:
-    """Loads this rank's microbatches of optimizer step `step`, counted from 0.
+    """Loads this rank's microbatches of an optimizer step. All ranks call it.
+
+    Args:
+        job: The job.
+        batches: Training data.
+        step: Number of the step, counted from 0.
+        world: Ranks of the run.
 
     Returns:
-        The microbatches; and the number of targets of the step, float64 [] on the device, if the
-        host has not looked at it. Without a target the device skips the step.
+        The microbatches. With them the number of targets of the step, float64 [] on the device, if
+        the host has not read it. In this case the device skips a step without targets.
 
     Raises:
         NoTargets: No token of the step has a loss, on any rank.
@@ -455,10 +503,11 @@ def load_microbatches(
     share, num_data_ranks = batch_share(strategy, world.rank, world.size)
 
     def load(index: int) -> tuple[Tensor, ...]:
+        """Loads one microbatch on the CPU."""
         return batches.batch(step, share, num_data_ranks, index, num_microbatches)
 
     if not batches.samples.masked:
-        # Equal shares are summed as they are, and divided once, at the end.
+        # All microbatches count equally. `train_step` divides the sum of losses once, at the end.
         equal_shares = num_microbatches * num_shares
         indices = range(num_microbatches)
         return (Microbatch(load(index), equal_shares, 1.0) for index in indices), None
@@ -475,7 +524,7 @@ def load_microbatches(
             microbatches.append(Microbatch(tensors, parts, 1 / parts))
         return microbatches, None
 
-    # The sum stays on the device. A number would make the host wait for all other ranks.
+    # The sum stays on the device: with a Python number the host would wait for all ranks.
     total = torch.full((), targets_of_rank, dtype=torch.float64, device=job.device)
     total = world.sum(total) * num_shares / world.size
     runs_ahead = job.optimizer.deferred is not None and can_run_ahead(job)
@@ -491,7 +540,13 @@ def load_microbatches(
 
 
 def targets_here(job: Job, targets: Tensor) -> int:
-    """Returns how many of the `targets` of whole sequences have a loss on this rank."""
+    """Returns the number of targets with a loss on this rank.
+
+    Args:
+        job: The job.
+        targets: Targets of full sequences, [samples, seq_length].
+    """
+    # A context-parallel rank computes the loss of its part of each sequence.
     context = getattr(job.model, "context", None)
     if context is not None:
         targets = context.part(targets)
@@ -499,31 +554,32 @@ def targets_here(job: Job, targets: Tensor) -> int:
 
 
 class NoTargets(ConfigError):
-    """No token of a step has a loss. All ranks raise it in the same step."""
+    """No token of a step has a loss. All ranks raise this error in the same step."""
 
 
 def refuse_without_targets(data: str, step: int) -> None:
-    """Raises NoTargets for step `step`, counted from 1, on the data set `data`."""
+    """Raises NoTargets for a step, counted from 1, of the data set `data`."""
     raise NoTargets(f"data={data}: no token of step {step} has a loss")
 
 
 def on_device(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Returns host tensors on `device`, for work that is launched on it after this call."""
+    """Copies host tensors to `device` without blocking. Later launches see the copies."""
     if device.type != "cuda":
         return tuple(tensor.to(device) for tensor in tensors)
-    # A stream of its own: on the main stream the copy would wait for all launched work, and the
-    # host would wait for a copy from pageable memory.
+    # A separate stream, because on the main stream the copy would wait for all launched work.
+    # Pinned memory, because the host would wait for a copy from pageable memory.
     main_stream = torch.cuda.current_stream(device)
     copy_stream = _copy_stream(device)
     with torch.cuda.stream(copy_stream):
         copies = tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
     main_stream.wait_stream(copy_stream)
     for copy in copies:
-        # Without it the allocator would give out the memory again while the main stream reads it.
+        # Otherwise the allocator could reuse this memory while the main stream still reads it.
         copy.record_stream(main_stream)
     return copies
 
 
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Returns the stream for copies to `device`, one per process."""
     return torch.cuda.Stream(device)

@@ -47,7 +47,7 @@ class Callback:
 
         Args:
             done: Optimizer steps done.
-            loss: Validation loss, in nats per token.
+            loss: Mean validation loss.
         """
 
     def save(self, done: int, folder: Path) -> None:
