@@ -31,13 +31,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 REQUEUE = 75
 """Exit code of a run that a signal stopped and that resumes."""
 own_process = False
-"""Whether this process runs the command, so that a second signal may end it. The entry point sets it."""
+"""Whether this process runs the `fp8cfg` command, so that a second signal may end it.
+
+The command's entry point sets it."""
 _ranks_meet = False
 """Whether this rank waits for the others to start. Nothing is trained yet."""
 
 
 class StopSignals:
-    """Catches signals while it is entered, and restores the former handlers after. Main thread only.
+    """Catches signals while it is entered, then restores the former handlers. Main thread only.
 
     If another instance is entered already, its received signal counts here too.
 
@@ -58,16 +60,18 @@ class StopSignals:
         self._former: dict[signal.Signals, Any] = {}
 
     def stop_requested(self) -> bool:
-        """Whether to stop now: this process got a signal or, where ranks agree, any of them did."""
+        """Whether to stop now: this process got a signal, or with `agree` any rank got one."""
         own = self.received is not None
         return self._agree(own) if self._agree else own
 
     def __enter__(self) -> StopSignals:
         for number in self._signals:
             former = signal.getsignal(number)
+            # nohup ignores SIGHUP, and the run must survive it.
             if number is signal.SIGHUP and former is signal.SIG_IGN:
                 continue
             self._former[number] = signal.signal(number, self._receive)
+            # A signal from before this instance, such as during the build, stops the run too.
             outer = getattr(former, "__self__", None)
             if isinstance(outer, StopSignals):
                 self.received = self.received or outer.received
@@ -80,21 +84,23 @@ class StopSignals:
         self._former = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: records the first signal. Ends the process or passes on later ones."""
         if self.received is not None:
             if own_process:
                 os._exit(128 + number)
             former = self._outermost(number)
             if former is signal.SIG_IGN:
                 return
-            if not callable(
-                former
-            ):  # the default, or none of Python's: the process is left to whoever has it
+            # The default handler, or one from outside Python. KeyboardInterrupt unwinds the run and
+            # leaves the process to its owner, such as a notebook.
+            if not callable(former):
                 raise KeyboardInterrupt
             former(number, frame)
             return
         self.received = signal.Signals(number)
-        # os.write: print() in a handler may interrupt a print() and fail as reentrant.
-        with suppress(OSError):  # the terminal may be what has gone
+        # Not print(): a handler may interrupt another print(), and then it raises RuntimeError for
+        # a reentrant call. OSError: the terminal may be closed.
+        with suppress(OSError):
             os.write(
                 2,
                 f"{self.received.name}: stopping as soon as all is saved; once more to exit at"
@@ -102,7 +108,7 @@ class StopSignals:
             )
 
     def _outermost(self, number: int) -> Any:
-        """The handler of the process itself, below those of all that are entered."""
+        """Returns the handler of the process from before all entered instances."""
         handler = self._former.get(signal.Signals(number))
         entered = getattr(handler, "__self__", None)
         return entered._outermost(number) if isinstance(entered, StopSignals) else handler
@@ -110,7 +116,12 @@ class StopSignals:
 
 @contextmanager
 def waiting_to_stop() -> Iterator[None]:
-    """Until a run catches signals itself, remember for it those of a scheduler; a person's SIGINT ends what has not begun."""
+    """Remembers signals of a scheduler until the run catches them itself.
+
+    The command uses it around imports and the build. SIGINT is not caught: it may stop a run before
+    the start.
+    """
+    # Other threads cannot install handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -121,7 +132,13 @@ def waiting_to_stop() -> Iterator[None]:
 
 @contextmanager
 def ranks_meeting(ranks: int) -> Iterator[None]:
-    """While several `ranks` meet, a signal ends the command's own process at once, since nothing is trained yet."""
+    """Lets a signal end the command's process at once, while the ranks wait for each other.
+
+    Nothing is trained yet, and the main thread cannot run handlers during the wait.
+
+    Args:
+        ranks: Number of ranks. One rank does not wait.
+    """
     global _ranks_meet
     _ranks_meet = own_process and ranks > 1
     try:
@@ -134,25 +151,27 @@ def ranks_meeting(ranks: int) -> Iterator[None]:
 
 
 def _end_if_received(number: signal.Signals) -> None:
-    """End the process if signal `number` came before the ranks meet."""
+    """Ends the process if signal `number` arrived before this wait."""
     stop = _stop_signals(number)
     if stop is not None and stop.received is not None:
         _end_at_start(stop.received)
 
 
 def _stop_signals(number: int) -> StopSignals | None:
-    """The StopSignals that handles signal `number`, if one does."""
+    """Returns the StopSignals instance with the handler of signal `number`, or None."""
+    # The handler is a bound method, so `__self__` is its instance.
     owner = getattr(signal.getsignal(number), "__self__", None)
     return owner if isinstance(owner, StopSignals) else None
 
 
 @contextmanager
 def _exit_thread() -> Iterator[None]:
-    """Run the thread that ends the command's own process while the main thread cannot."""
+    """Runs a thread that can end the command's process while the main thread is blocked."""
     if not own_process:
         yield
         return
     reading, writing = os.pipe()
+    # The wakeup descriptor must not block: Python writes to it inside its C signal handler.
     os.set_blocking(writing, False)
     outer = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     thread = threading.Thread(
@@ -161,7 +180,8 @@ def _exit_thread() -> Iterator[None]:
     try:
         if outer == -1:
             thread.start()
-        else:  # the same thread for the whole command, or another library's file
+        # A thread of an outer call runs already, or another library such as asyncio uses it.
+        else:
             signal.set_wakeup_fd(outer)
         yield
     finally:
@@ -174,13 +194,19 @@ def _exit_thread() -> Iterator[None]:
 
 
 _END = b"\0"
-"""Ends the exit thread; no signal has the number 0."""
+"""Ends the exit thread. No signal has the number 0."""
 
 
 def _exit_when_asked(reading: int, interrupt: Any) -> None:
-    """End the process at the second signal, or at the first while the ranks meet. Python writes the numbers of signals to the pipe
-    `reading` as they come, whatever the main thread does. Signals whose handler is another library's, as of a launcher in this
-    process, are left to that; `interrupt` is the command's handler of SIGINT."""
+    """Ends the process at the second signal, or at the first one while the ranks meet.
+
+    Python writes the number of each signal to a pipe at once, even if the main thread is blocked.
+    Signals with a handler of another library, such as a launcher's, are ignored here.
+
+    Args:
+        reading: Read end of the pipe.
+        interrupt: The command's handler of SIGINT.
+    """
     count = 0
     while True:
         (number,) = os.read(reading, 1)
@@ -198,9 +224,10 @@ def _exit_when_asked(reading: int, interrupt: Any) -> None:
 
 
 def _end_at_start(number: signal.Signals) -> None:
-    """End the process, whose main thread waits for the other ranks."""
-    with suppress(OSError):  # the terminal may be what has gone
+    """Ends the process during the wait for the other ranks."""
+    with suppress(OSError):  # the terminal may be closed
         line = f"{number.name}: stopped while waiting for the other ranks, nothing was trained\n"
         os.write(2, line.encode())
         sys.stdout.flush()
+    # os._exit: sys.exit in this thread would not end the blocked main thread.
     os._exit(128 + number if number is signal.SIGINT else REQUEUE)
