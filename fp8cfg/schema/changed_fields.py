@@ -18,7 +18,7 @@ A context variable, because `rules.broken` sets it and `_changed_fields` reads i
 
 
 def changed(node: Node, *names: str) -> list[str]:
-    """Lists the fields of `node` that differ from their default or that the user wrote.
+    """Lists the fields of `node` with a value other than the default, or written by the user.
 
     Args:
         node: The node. Fields of nodes inside it count too.
@@ -35,9 +35,9 @@ def idle(node: Node, names: Sequence[str], why: str, *caused_by: str) -> Iterato
 
     Args:
         node: The node.
-        names: The fields, which have no effect.
+        names: The fields without effect.
         why: The end of the message after "has no effect".
-        caused_by: The keys that leave the fields without an effect.
+        caused_by: Short names of the keys responsible for that.
     """
     return conflicting(node, names, f"has no effect{why}", *caused_by)
 
@@ -49,7 +49,7 @@ def conflicting(
 
     Args:
         node: The node.
-        names: The fields that conflict with the keys `caused_by`.
+        names: The conflicting fields.
         message: The whole message.
         caused_by: Short names of the other keys.
     """

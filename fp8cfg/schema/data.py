@@ -96,7 +96,12 @@ class Data(Node):
 
 
 def _part_problems(key: str, part: dict[str, Any]) -> Iterator[str]:
-    """Yields the problems of the part `key` of a mixture."""
+    """Yields the problems of one part of a mixture.
+
+    Args:
+        key: Key of the part, such as data.mixture[0].
+        part: Its path and weight.
+    """
     example = "{path: a, weight: 0.7}"
     for name in part:
         if name not in ("path", "weight"):

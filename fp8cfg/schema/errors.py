@@ -29,7 +29,7 @@ class ConfigError(Fp8cfgError, ValueError):
 
     Attributes:
         problems: One line for each problem. `str(error)` joins them with newlines.
-        violations: The problems that are violations, for callers that read more than the line.
+        violations: The problems of type Violation. They have fixes in addition to the message.
     """
 
     exit_code = 2
@@ -54,7 +54,7 @@ class NotFP8Error(Fp8cfgError):
 
 
 class RankLost(Fp8cfgError):
-    """Another rank exited, so this rank cannot continue. Exit code 8."""
+    """Another rank ended, and this rank cannot continue. Exit code 8."""
 
     exit_code = 8
 
@@ -136,7 +136,7 @@ def folder_taken(folder: str) -> str:
 def printable(text: str) -> str:
     """Escapes characters that would break a line or control the terminal.
 
-    Messages quote values of untrusted files, which may contain escape sequences.
+    Messages quote values of untrusted files. Such values may contain escape sequences.
     """
     characters = []
     for character in text:
@@ -175,7 +175,7 @@ def out_of_memory(error: BaseException) -> str:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Ends a script as fp8cfg's commands end.
+    """Reports the errors of a script as fp8cfg's commands do.
 
     Errors of fp8cfg, missing memory or disk space and Ctrl-C print one line for each problem to
     standard error and raise SystemExit with the exit code. Other errors pass through.
@@ -210,7 +210,7 @@ def report_error(error: BaseException) -> int | None:
         return None
     message = out_of_memory(error)
     if message:
-        # Frees the tensors in its frames, so that there is memory for the message.
+        # Frees the tensors in its frames, to have memory for the message.
         error.__traceback__ = None
         print_errors([message], "error: ")
         return 1

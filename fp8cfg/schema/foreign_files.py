@@ -1,4 +1,4 @@
-"""Recognition of files of other projects, by the keys that only they have."""
+"""Recognition of other projects' files by their top-level keys."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import NamedTuple
 
 
 class Signature(NamedTuple):
-    """Top-level keys of a project's files: all of `every` and one of `some`."""
+    """Top-level keys of a project's files: all of `every` and at least one of `some`."""
 
     project: str
     every: frozenset[str]
     some: frozenset[str]
     verb: str | None = None
-    """Name of the project in `fp8cfg import`; None if its files are not imported."""
+    """Name of the project in `fp8cfg import`. None without an importer."""
 
 
 def _keys(text: str) -> frozenset[str]:
+    """Splits a text into keys."""
     return frozenset(text.split())
 
 
@@ -82,21 +83,26 @@ _PROJECTS = {
         "zero_allow_untested_optimizer",
     },
 }
-"""Keys at the top of the files of projects that `fp8cfg import` reads, which no others have in pairs."""
+"""Top-level keys of importable files. Two of them identify the project if no signature matches."""
 
 
 def matching(keys: Iterable[str]) -> list[Signature]:
-    """The projects whose files have these keys at their top."""
+    """Returns the signatures of all projects with these top-level keys.
+
+    Several can match: the keys of TRL and LLaMA-Factory overlap.
+    """
     names = set(keys)
     return [each for each in SIGNATURES if each.every <= names and not each.some.isdisjoint(names)]
 
 
 def importable(keys: Collection[str]) -> str | None:
-    """Name, in `fp8cfg import`, of the project whose file has these keys at its top.
+    """Returns the name in `fp8cfg import` for a file with these top-level keys.
 
-    None for a recipe, and for files of projects that are not imported, whose keys are answered one
-    by one. Where no signature decides, two keys of a project do.
+    Returns None for a recipe, and for projects without an importer. Their keys then get one message
+    each.
     """
+    # The first signature decides, even if it has no importer. Otherwise a file of transformers with
+    # bf16 and fp16 would count as a file of DeepSpeed.
     signatures = matching(keys)
     if signatures:
         return signatures[0].verb

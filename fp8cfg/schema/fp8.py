@@ -106,6 +106,7 @@ def own_scales(fp8: FP8) -> bool:
 
 
 def _scalings_by_key() -> dict[str, tuple[str, ...]]:
+    """Inverts Descriptor.keys: returns the scalings that read each key."""
     scalings: dict[str, tuple[str, ...]] = {}
     for name, scaling in SCALINGS.items():
         for key in scaling.keys:

@@ -41,24 +41,25 @@ _RECORD = "_preset_keys"
 
 
 def record(node: Any, names: Iterable[str]) -> None:
-    """Records that a preset wrote the fields `names` of `node`, and no other fields."""
+    """Records `names` as the fields of `node` from a preset. Replaces an older record."""
+    # In the node's __dict__, not in a field: comparison and export do not see it.
     vars(node)[_RECORD] = frozenset(names)
 
 
 def preset_keys(node: Any) -> frozenset[str]:
-    """Returns the fields of `node` that a preset wrote."""
+    """Returns the fields of `node` from a preset."""
     names = vars(node).get(_RECORD, frozenset())
     assert isinstance(names, frozenset)
     return names
 
 
 def written(node: Any, name: str, before: frozenset[str]) -> None:
-    """Records that the user assigned a field.
+    """Records an assignment by the user.
 
     Args:
         node: The node.
-        name: The field.
-        before: The fields that a preset had written before the assignment, which resets the record.
+        name: The assigned field.
+        before: `preset_keys` before the assignment. pydantic drops the record on assignment.
     """
     if before:
         record(node, before - {name})

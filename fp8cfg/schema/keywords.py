@@ -1,4 +1,4 @@
-"""Keyword arguments of the Python interface that are keys of a recipe."""
+"""Keyword arguments of Python functions with the name of a recipe key."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ R = TypeVar("R")
 
 
 def refuses_recipe_keys(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function reject a keyword argument that is a key of a recipe.
+    """Makes a function reject keyword arguments with the name of a recipe key.
+
+    `fit(job, max_steps=10)` then has an error with the key, instead of a TypeError.
 
     Args:
-        instead: What to do, with {key} for the key.
+        instead: Advice for the message, with {key} for the key.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -26,6 +28,7 @@ def refuses_recipe_keys(instead: str) -> Callable[[Callable[P, R]], Callable[P, 
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            # Unknown names without a key fall through to Python's own TypeError.
             for name in kwargs:
                 if name in known:
                     continue
@@ -42,7 +45,8 @@ def refuses_recipe_keys(instead: str) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 def _key_by_last_part(name: str) -> str:
-    """Returns the key of a recipe whose last part is `name`. Empty unless there is exactly one."""
+    """Returns the recipe key with the last part `name`, or "" if there is none or more than one."""
+    # A key of `trainer` wins over keys of other nodes.
     keys = [key for key in short_keys() if key.rpartition(".")[2] == name]
     if f"trainer.{name}" in keys:
         return f"trainer.{name}"

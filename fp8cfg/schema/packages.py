@@ -20,13 +20,19 @@ def load(point: importlib.metadata.EntryPoint) -> Any:
     """Imports the object of an entry point. Returns None with a PackageWarning if that fails."""
     try:
         return point.load()
-    except (Exception, SystemExit) as error:  # a module of another package may raise anything
+    # A module of another package may raise anything, and some call sys.exit at import.
+    except (Exception, SystemExit) as error:
         warn(point, f"cannot be loaded ({reason(error)})")
         return None
 
 
 def warn(point: importlib.metadata.EntryPoint, what: str) -> None:
-    """Warns that the entry point `point` is skipped, and why."""
+    """Warns about a skipped entry point.
+
+    Args:
+        point: The entry point.
+        what: The reason, as the end of a sentence.
+    """
     warnings.warn(f"{described(point)} {what}; it is left out", PackageWarning, stacklevel=3)
 
 
@@ -48,7 +54,8 @@ def installed_version(package: str) -> str | None:
     """Returns the version of the distribution `package`, or None if it is not installed."""
     try:
         return _version(package)
-    except metadata.PackageNotFoundError:  # not cached: it may be installed meanwhile
+    # Not cached, because a notebook may install the package later.
+    except metadata.PackageNotFoundError:
         return None
 
 

@@ -102,6 +102,8 @@ def built_config(value: Any) -> Any:
 
 
 def _preset_function(name: str, stem: str) -> PresetFunction:
+    """Returns the function `name` for the file conf/precision/STEM.yaml."""
+
     def preset(**changes: Any) -> Precision:
         return precision_preset(stem).merged(changes)
 

@@ -1,6 +1,6 @@
-"""What rules read of a recipe.
+"""Protocol of the recipe for the rules.
 
-`Recipe.check()` runs the rules, so they cannot import `Recipe`. They take this protocol instead.
+`Recipe.check()` imports the rules, so they cannot import `Recipe`. They take this protocol instead.
 """
 
 from __future__ import annotations

@@ -95,13 +95,13 @@ def recipe(fn: Callable[..., Recipe]) -> RecipeFunction:
                 own_arguments[name] = arguments.pop(name)
         new = fn(*args, **own_arguments)
         task = None if "task" in own_parameters else arguments.pop("task", None)
-        # First, so that all other arguments win over the values of the task.
+        # The task comes first: all other arguments win over its values.
         if task is not None:
             apply_task(new, task)
         _assign_arguments(new, arguments)
         return new
 
-    # Signature for help(), completion and Fiddle, which checks argument names with it.
+    # The signature serves help(), completion, and Fiddle's check of argument names.
     common_parameters = []
     for parameter in inspect.signature(RecipeFunction.__call__).parameters.values():
         if parameter.name not in ("self", *own_parameters):
@@ -136,7 +136,7 @@ def _register(fn: RecipeFunction) -> None:
         raise ConfigError(f"recipe {name}: a recipe's name is letters, digits and '_'")
     other = _RECIPES.get(name)
     if other is not None:
-        # A cell of a notebook that runs again, or a reloaded module, replaces its own recipes.
+        # A repeated notebook cell or a reloaded module replaces its own recipes.
         is_same = (other.__module__, other.__qualname__) == (fn.__module__, fn.__qualname__)
         if not is_same:
             raise ConfigError(
@@ -159,7 +159,7 @@ def recipes() -> dict[str, RecipeFunction]:
 @functools.cache
 def _import_recipes() -> None:
     """Imports the shipped recipes, then the recipes of installed packages. They register themselves."""
-    # Shipped recipes first, so that a package cannot take one of their names.
+    # Shipped recipes come first, so packages cannot take their names.
     package = importlib.import_module("fp8cfg.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -198,7 +198,7 @@ def keeps_recipe_value(key: str, task_value: Any, recipe_value: Any) -> bool:
     """Returns whether `key` keeps the recipe's value under a task.
 
     Args:
-        key: Short name of a key that the task sets.
+        key: Short name of the key.
         task_value: Value of the task.
         recipe_value: Value of the recipe.
     """
@@ -212,7 +212,7 @@ def apply_task(recipe: Recipe, name: str) -> None:
     """Assigns the values of a task to `recipe`, except where the recipe keeps its own.
 
     Args:
-        recipe: The recipe, which is changed.
+        recipe: The recipe. It is changed in place.
         name: pretrain, sft or lora.
 
     Raises:

@@ -143,7 +143,7 @@ def _unread_keys(precision: Precision) -> Iterator[Violation]:
         # A scaling with one format leaves no choice. FP8 attention reads the format too.
         "format": len(SCALINGS[fp8.scaling].formats) == 1 or fp8.dot_product_attention,
         "use_autocast_during_eval": fp8.dot_product_attention,
-        # Stored FP8 weights are quantized in squares, no matter which GEMMs read them.
+        # Stored FP8 weights are quantized in squares for any GEMM.
         "enable_2d_quantization": fp8.params or fp8_weights(precision),
     }
     for name, gemms in _GEMMS_OF_KEY.items():
@@ -180,8 +180,8 @@ def _attention_rules(fp8: FP8) -> Iterator[Violation]:
             [(dot, False)],
             ["fp8.scaling"],
         )
-    # Attention has one scale per tensor for Q, K and V, as in TE. Row scales come from torchao, which
-    # has no FP8 attention.
+    # Attention has one scale per tensor for Q, K and V, as in TE. Row scales come from torchao,
+    # without FP8 attention.
     if fp8.dot_product_attention and per_row(fp8):
         yield Violation(
             f"{dot}=true",

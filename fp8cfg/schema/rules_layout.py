@@ -33,7 +33,7 @@ MAX_GPUS_PER_NODE = 8
 def strategy_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Yields the violations of trainer.strategy and of the global batch.
 
-    A smoke run gets a layout that fits its ranks, so the sizes of the recipe are not checked.
+    A smoke run shrinks the layout to its ranks, so the sizes of the recipe are not checked.
     """
     for violation in _strategy_rules(recipe):
         if violation.source != "layout" or not recipe.trainer.smoke:
@@ -81,7 +81,7 @@ def _replica_size_rules(recipe: RecipeFields) -> Iterator[Violation]:
         return
     replicas = world // strategy.size
     per_pass = trainer.micro_batch_size * replicas
-    # `trainer_rules` reports a global batch that even one replica cannot run.
+    # `trainer_rules` reports a global batch too odd for even one replica.
     if trainer.global_batch_size % trainer.micro_batch_size:
         return
     if trainer.global_batch_size % per_pass:
@@ -94,8 +94,8 @@ def _tensor_rules(recipe: RecipeFields) -> Iterator[Violation]:
     model, strategy = recipe.model, recipe.trainer.strategy
     tensor = strategy.tensor_model_parallel_size
     if model.num_attention_heads % tensor:
-        # The suggestion must divide everything that tensor parallelism shards. Query groups divide
-        # the heads, so the heads need no term here.
+        # Tensor parallelism shards query groups, the MLP and the vocabulary, so the suggestion must
+        # divide them all. Query groups divide the heads, so the heads need no term here.
         common = gcd(model.num_query_groups, model.ffn_hidden_size, model.vocab_size)
         world = _world_size(recipe.trainer)
         yield Violation(

@@ -115,7 +115,7 @@ def _storage_rules(recipe: RecipeFields) -> Iterator[Violation]:
         )
 
     # Adam's weight decay is part of the gradient (L2), so the moments must include it. MS-AMP's
-    # LBAdam leaves it out of moments that are not float32. AdamW decays the weight directly.
+    # LBAdam leaves it out of moments below float32. AdamW decays the weight directly.
     why = capabilities(precision.backend).adam_weight_decay
     is_adam = optim.name == "adam" and optim.weight_decay != 0
     if why and is_adam and columns["exp_avg"] != "fp32":
@@ -190,7 +190,7 @@ def _column_rules(precision: Precision, columns: dict[str, str]) -> Iterator[Vio
     for column in ("weight", "weight_grad"):
         if columns[column] == "fp8_expand":
             yield Violation(f"storage.{column}=fp8_expand", "a codec of moments (COAT); write fp8")
-    # The blocks of this codec are 128 elements, not the 128x128 squares that GEMMs read.
+    # The blocks of this codec are 128 elements. GEMMs need the 128x128 squares of block scaling.
     if weight == "fp8_block":
         yield Violation(
             "storage.weight=fp8_block",
@@ -225,7 +225,7 @@ def _sent_gradient_rules(precision: Precision, columns: dict[str, str]) -> Itera
         can_be_sent = gradient not in ("fp8_block", "fp8_expand")
         same = f"{gradient}, or " if can_be_sent else ""
         candidates = {"comm": gradient if can_be_sent else "auto", "weight_grad": comm}
-        # A level sets the columns that are auto. There is no value of the user to change.
+        # A level sets the columns on auto. There the user has no value to change.
         fixes = [
             (f"storage.{column}", dtype)
             for column, dtype in candidates.items()
@@ -337,7 +337,7 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
         )
         return
     # Every level stores weights or masters with one scale per tensor. FSDP2 has float32 shards
-    # instead. Without opt_level the level comes from the backend, so the message names that.
+    # instead. Without opt_level the level comes from the backend.
     if level(precision):
         setting = f"backend={precision.backend}"
         if precision.opt_level:
@@ -358,8 +358,8 @@ def _fsdp_rules(recipe: RecipeFields) -> Iterator[Violation]:
                 [(f"storage.{column}", "auto")],
                 ["storage.shard"],
             )
-    # FSDP2's reduce-scatter sums in one plain dtype and knows no scales. fp16 sums overflow or
-    # underflow without loss scaling, which only compute=fp16 has.
+    # FSDP2's reduce-scatter sums in one plain dtype, without scales. fp16 sums need loss scaling, and
+    # only compute=fp16 has it.
     wire_dtypes = ["fp32", "bf16"]
     if precision.compute == "fp16":
         wire_dtypes.append("fp16")
@@ -382,7 +382,7 @@ def _gather_rules(precision: Precision) -> Iterator[Violation]:
         if precision.backend == "auto":
             backends = gathering()
         reasons = [against_fp8_gather(precision, backend) for backend in backends]
-        # backend=auto picks a backend that supports the recipe, so one is enough.
+        # backend=auto skips backends without support for the recipe. So one is enough.
         if all(reasons):
             for why in reasons[0]:
                 yield Violation(
@@ -398,7 +398,7 @@ def _gather_rules(precision: Precision) -> Iterator[Violation]:
             ["storage.gather"],
             is_harmless=True,
         )
-    # FSDP2's param_dtype is also the dtype in which layers compute. There is only one setting.
+    # FSDP2's param_dtype is the dtype of the gathered weights and of the computation.
     elif gather not in ("auto", precision.compute):
         yield Violation(
             f"storage.gather={gather}",

@@ -1,4 +1,4 @@
-"""Text tables and sizes: aligned columns that read well at 80 columns, in a pipe and under grep."""
+"""Text tables and sizes for output in 80 columns, in a terminal, a pipe or grep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 WIDTH = 80
 """Columns of all output for people."""
 _MIN_WRAP = 20
-"""Columns that the last column needs so that wrapping it makes sense."""
+"""Least width of the last column for wrapping. In a narrower one text becomes a strip of words."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
@@ -36,6 +36,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
         line = gap.join(cells).rstrip()
         text, room = row[-1], WIDTH - last_start
         if not ends_in_numbers and len(text) > room >= _MIN_WRAP:
+            # Continuation lines start at the last column, or further left if a long path needs it.
             longest_word = max((len(word) for word in text.split()), default=0)
             indent = min(last_start, max(0, WIDTH - longest_word))
             line = wrapped(text, line[:last_start], " " * indent)
@@ -60,8 +61,8 @@ def wrapped(text: str, first: str = "", more: str = "") -> str:
 
     Args:
         text: The text.
-        first: What the first line begins with.
-        more: What all other lines begin with.
+        first: Prefix of the first line.
+        more: Prefix of all other lines.
     """
     return _Wrapper(
         WIDTH,

@@ -78,6 +78,7 @@ class Strategy(Node):
     @pydantic.field_validator("pipeline_schedule", mode="before")
     @classmethod
     def _known_schedule(cls, value: Any) -> Any:
+        """Accepts torchtitan's spelling, and rejects zero-bubble schedules with the reason."""
         name = str(value).lower().replace("_", "")
         if any(part in name for part in ("zerobubble", "zb", "dualpipe")):
             raise ConfigError(
@@ -104,16 +105,16 @@ class Strategy(Node):
         )
 
     def smaller(self, ranks: int, microbatches: int = 0) -> str:
-        """Returns one smaller parallel size with which `ranks` are whole replicas.
+        """Suggests one smaller parallel size for `ranks` ranks.
 
         Args:
-            ranks: The ranks.
-            microbatches: What the number of replicas must divide. 0 for any number.
+            ranks: Number of ranks. They must be whole replicas.
+            microbatches: Number of microbatches to divide among replicas. 0 for any number.
 
         Returns:
             ", or key=size", or an empty string if no single size is enough.
         """
-        # Keys that would have no effect with a size of 1.
+        # The sizes in order of preference, and whether another key would have no effect at size 1.
         needs_several = {
             "context_parallel_size": False,
             "tensor_model_parallel_size": self.sequence_parallel,
@@ -185,6 +186,8 @@ class Trainer(Node):
     @pydantic.field_validator("val_check_interval", "limit_val_batches", mode="before")
     @classmethod
     def _refuse_share(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Rejects floats: in Lightning and NeMo 0.25 means four times per epoch, 1.0 once."""
+        # Without this, 1.0 would become the integer 1 in `Node._normalize`.
         if isinstance(value, float):
             unit = "steps" if info.field_name == "val_check_interval" else "batches"
             raise ConfigError(
@@ -196,6 +199,7 @@ class Trainer(Node):
     @pydantic.field_validator("compile", mode="before")
     @classmethod
     def _accept_bool(cls, value: Any) -> Any:
+        """Converts true and false to "on" and "off"."""
         if isinstance(value, bool):
             return "on" if value else "off"
         return value
@@ -203,6 +207,7 @@ class Trainer(Node):
     @pydantic.field_validator("plugins", mode="before")
     @classmethod
     def _accept_preset(cls, value: Any) -> Any:
+        """Accepts the name of a preset or a Fiddle Config of a preset."""
         if isinstance(value, str):
             return precision_preset(value)
         return built_config(value)

@@ -31,7 +31,14 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
 
 
 def in_unit(value: Any, unit: str) -> Any:
-    """Returns a text such as `10m` as a number of `unit`; any other value as it is."""
+    """Converts a text such as `10m` to a number of seconds or bytes.
+
+    Returns other values as they are. Validation then rejects or accepts them.
+
+    Args:
+        value: The value of the key.
+        unit: "seconds" or "bytes".
+    """
     match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
     factor = UNITS[unit].get(match[2].lower()) if match else None
     if match is None or factor is None:

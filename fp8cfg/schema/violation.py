@@ -1,8 +1,8 @@
 """Violations: the reasons why a recipe cannot run, and values to fix them.
 
 The rules between keys, the backends and the parallel layout all report violations. A violation lists
-the keys that could change, each with a new value. Composition knows who wrote each value. It changes
-presets and defaults that conflict with the user's overrides (composition/precedence.py).
+keys and new values to choose from. Composition knows the origin of each value. It changes presets
+and defaults in conflict with the user's overrides (composition/precedence.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ class Violation:
     Attributes:
         setting: The setting as the user writes it, such as `fp8.margin=1`.
         message: The problem and what to do.
-        fixes: Short names of keys that could change, with the nearest legal value of each.
-            Composition changes the first key that ranks below the conflicting keys.
-        caused_by: Short names of the keys that conflict with the setting.
-        source: The part of the package that rejects the setting. A "layout" is never changed for the
-            user.
+        fixes: Short names of keys to change, with the nearest legal value of each. Composition
+            changes the first key with a lower rank than the conflicting keys.
+        caused_by: Short names of the conflicting keys.
+        source: Origin of the violation. A "layout" is never changed for the user.
         is_harmless: Whether the setting only has no effect. In a preset it is then no error. It is
             an error if the user wrote a key of `fixes`.
     """
@@ -42,7 +41,7 @@ class Violation:
         """Returns whether it rejects the recipe.
 
         Args:
-            written: Short names of the keys that the user wrote.
+            written: Short names of the user's keys.
         """
         # Presets set keys for the general case. Only the user can mean a setting without effect.
         return not self.is_harmless or any(key in written for key, _ in self.fixes)
