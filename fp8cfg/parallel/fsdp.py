@@ -341,10 +341,10 @@ class FSDPStageSync:
     """FSDP2 under pipeline parallelism: gathers and reductions around the passes of stages.
 
     The pipeline calls layers, and no pass goes through the full model. So the pipeline replaces
-    FSDP2's root. It gathers embedding, final norm and output layer before the
-    passes of a step. It reduces their gradients in each backward pass of their chunk under zero2
-    and fsdp, and in the last one under zero1 and none. It can't wait for the last pass of the
-    rank: if that is another chunk's, it brings them no gradients, and FSDP2 (torch 2.13) reduces
+    FSDP2's root. It gathers embedding, final norm and output layer before the passes of a step. It
+    reduces their gradients in each backward pass of their chunk under zero2 and fsdp, and in the
+    chunk's last one under zero1 and none. The rank's last pass would be too late: it may belong to
+    another chunk. These modules then get no gradients in it, and FSDP2 (torch 2.13) reduces
     nothing. Layers are gathered and reduced as without a pipeline.
 
     Args:

@@ -102,7 +102,7 @@ def _sum_partial_gradients(prepared: PreparedModel) -> None:
     grads = []
     for parameter in partial_gradients(prepared.model):
         if parameter.grad is not None:
-            # FSDP2's gradients are shards. Tensor-parallel ranks have the same ones.
+            # FSDP2's gradients are shards. Tensor-parallel ranks have the same rows.
             grads.append(local(parameter.grad))
     if not grads:
         return

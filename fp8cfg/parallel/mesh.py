@@ -125,8 +125,8 @@ def neighbors(strategy: Strategy, rank: int, ranks: int, limit: int = 8) -> list
 def device_mesh(strategy: Strategy, device: str, shard: str | None = None) -> DeviceMesh:
     """Returns the mesh of the current process group, the same one for each job of the same layout.
 
-    All ranks call it at the same point. A job has no other process groups:
-    `submesh` joins its axes.
+    All ranks call it at the same point. Training steps use only its process groups. `submesh` joins
+    axes.
 
     Args:
         strategy: The layout of the ranks.

@@ -138,7 +138,7 @@ class Pipeline:
             stage.is_first_of_rank = not stages
             stage.last_microbatch = num_microbatches - 1
             stages.append(stage)
-        # scale_grads would divide gradients by the number of microbatches. `_weight_loss` does so.
+        # scale_grads would divide gradients by the number of microbatches. Weights replace it.
         if len(stages) == 1:
             return Schedule1F1B(stages[0], num_microbatches, self._weight_loss, scale_grads=False)
         self._interleaved_stages += stages

@@ -1,6 +1,7 @@
 """Two-hop quantized all-reduce of gradients and broadcast of weights from their owners.
 
-Ranks send encoded values and sum them in float32. An FP8 sum over all ranks takes two hops:
+Ranks send encoded values and sum them in float32. Only sums over all ranks in fp32, bf16 or fp16
+take one all-reduce in that dtype. An FP8 sum over all ranks takes two hops:
 
     scales of every tensor        all-gather         one message for all tensors
     codes of each rank's share    all-to-all         a rank receives its share of every gradient
