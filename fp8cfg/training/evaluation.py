@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss over held-out batches, on all ranks."""
+"""Evaluation of a job or a finished run: held-out loss, and sampling of text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):
-    """An evaluation was asked to end before its last batch."""
+    """A signal ended an evaluation before its last batch."""
 
 
 @torch.no_grad()
@@ -40,20 +40,23 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     masked: bool = False,
 ) -> float:
-    """Returns the mean loss over `batches` on all ranks. Changes no FP8 state.
+    """Computes the mean loss over batches on all ranks. All ranks call it.
 
-    It runs in high precision, so that validation losses of all recipes are comparable, unless
-    fp8.use_autocast_during_eval is true.
+    The model runs in high precision, so the validation losses of different recipes are comparable.
+    Set fp8.use_autocast_during_eval to run it in FP8. FP8 state does not change.
 
     Args:
-        job: Job whose model is evaluated.
-        batches: This rank's batches, all ranks with equally many.
+        job: The job.
+        batches: Batches of this rank on the CPU. All ranks must have the same number.
         world: Ranks of the run.
-        stop: Whether this rank asks to end.
-        masked: Weighs each microbatch by its number of targets.
+        stop: Returns whether this rank wants to stop.
+        masked: Whether to weight each microbatch by its number of targets.
+
+    Returns:
+        The mean loss.
 
     Raises:
-        Stopped: `stop` was true on a rank, at most one microbatch ago.
+        Stopped: A rank wants to stop. Raised at most one microbatch later, on all ranks.
     """
     was_training = job.model.training
     job.model.eval()
@@ -72,10 +75,10 @@ def evaluate(
         if job.prepared.fsdp2:
             from fp8cfg.parallel.fsdp import reshard_weights
 
-            # A forward pass gathers weights, and there was no backward pass to free them.
+            # Forward passes gather weights, and no backward pass has freed them.
             reshard_weights(job.model)
     if not losses:
-        # Stages without an output layer have no loss. They take part in the sums below.
+        # Pipeline stages without an output layer have no loss, but take part in the sums below.
         losses = [torch.zeros((), dtype=torch.float32, device=job.device)]
         num_targets = [0.0]
 
@@ -84,17 +87,21 @@ def evaluate(
         weights = torch.tensor(num_targets, dtype=torch.float64, device=job.device)
         sums = world.sum(torch.stack([(loss * weights).sum(), weights.sum()]))
         return (sums[0] / sums[1]).item()
-    # Only one stage of each pipeline has losses.
+    # One of num_stages ranks has losses: the last stage. The others add 0 to the sum.
     num_stages = job.recipe.trainer.strategy.pipeline_model_parallel_size
     return world.sum(loss.mean() * num_stages / world.size).item()
 
 
 class _StopRequests:
-    """Whether `stop` is true on any rank.
+    """Checks during an evaluation whether any rank wants to stop, without waiting.
 
-    Each check starts a maximum over the ranks, and reads the one of the check before, which a GPU
-    has computed by then. So the host waits for no rank, and an evaluation ends one microbatch after
-    the first request.
+    Each check launches an all-reduce and reads the result of the previous one. So the host does not
+    wait for other ranks, and the evaluation ends one microbatch after the first request.
+
+    Args:
+        stop: Returns whether this rank wants to stop.
+        world: Ranks of the run.
+        device: Device of the all-reduce.
     """
 
     def __init__(self, stop: Callable[[], bool], world: World, device: torch.device) -> None:
@@ -119,7 +126,7 @@ class _StopRequests:
 def _evaluate_batch(
     job: Job, batch: tuple[Tensor, ...], world: World, requests: _StopRequests
 ) -> Iterator[tuple[Tensor, float]]:
-    """Yields the loss of each microbatch of `batch`, and its number of targets on this rank."""
+    """Yields the loss [] and this rank's number of targets for each microbatch of `batch`."""
     columns = [torch.split(tensor, job.recipe.trainer.micro_batch_size) for tensor in batch]
     for tensors in zip(*columns, strict=True):
         requests.check()
@@ -130,25 +137,30 @@ def _evaluate_batch(
 def _evaluate_in_stages(
     job: Job, batch: tuple[Tensor, ...], world: World, requests: _StopRequests
 ) -> Iterator[tuple[Tensor, float]]:
-    """Yields the same for a pipeline, on its last stage."""
+    """Yields the same as `_evaluate_batch` for a pipeline, on its last stage only."""
     requests.check()
     losses = pipeline(job, world).evaluate(on_device(batch, job.device))
     targets = torch.split(batch[1], job.recipe.trainer.micro_batch_size)
-    # Other stages have no losses.
+    # Not strict: other stages have no losses.
     for loss, targets_of_loss in zip(losses, targets, strict=False):
         yield loss, float(targets_here(job, targets_of_loss))
 
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Loss of a run on held-out data: the mean over `targets` tokens, in nats."""
+    """Loss of a run on held-out data.
+
+    Attributes:
+        loss: Mean loss per target, in nats.
+        targets: Number of targets.
+    """
 
     loss: float
     targets: int
 
 
 def held_out(recipe: Recipe) -> Samples:
-    """Returns the held-out data of a recipe. Raises ConfigError if it holds out none."""
+    """Loads the held-out data of a recipe. Raises ConfigError if it has none."""
     _, samples = run_data(recipe)
     if samples is None:
         raise ConfigError(
@@ -158,7 +170,11 @@ def held_out(recipe: Recipe) -> Samples:
 
 
 def samples_of(recipe: Recipe, path: str) -> Samples:
-    """Returns all samples of the file or folder `path`, read as the recipe reads its data.
+    """Loads all samples of a file or folder, with the data settings of a recipe.
+
+    Args:
+        recipe: Recipe with the tokenizer, the sequence length and the kind of data.
+        path: The file or folder.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -167,19 +183,21 @@ def samples_of(recipe: Recipe, path: str) -> Samples:
     data: Any = {"mixture": (), "path": path, "streaming": False, "validation_path": None}
     changed.data = data
     if recipe.data.name in SHIPPED:
-        # The name of a shipped text says nothing about the kind of `path`.
+        # data.name names a shipped text here, so the kind of data is detected from `path`.
         changed.data.name = kind_at(path) or "text"  # type: ignore[assignment]
     return all_samples(changed)
 
 
 @torch.no_grad()
 def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> HeldOutLoss:
-    """Returns the loss of `run` over `samples`. Changes no FP8 state.
+    """Computes the loss of a run over samples, in the precision of the run.
+
+    FP8 state does not change.
 
     Args:
         run: Model of a run.
-        samples: Data, as of `held_out`.
-        limit: Number of samples to use, spread evenly. None uses all.
+        samples: Data from `held_out` or `samples_of`.
+        limit: Number of evenly spread samples to use. None uses all.
 
     Raises:
         ConfigError: A token is outside of the vocabulary.
@@ -190,6 +208,7 @@ def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> 
     total, num_targets = 0.0, 0
     try:
         with run.autocast():
+            # The loss of a batch is a mean, so it is weighted by its number of targets.
             for begin in range(0, len(indices), batch_size):
                 arrays = samples.read(indices[begin : begin + batch_size])
                 batch = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
@@ -205,10 +224,15 @@ def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> 
 
 
 def run_tokenizer(run: RunModel, path: str | None = None) -> Tokenizer:
-    """Returns the tokenizer of a run, read from `path` if it has moved.
+    """Loads the tokenizer of a run.
+
+    Args:
+        run: Model of a run.
+        path: New path of the tokenizer, if it was moved.
 
     Raises:
-        ConfigError: It is missing or another one, or the run was trained on token files.
+        ConfigError: The tokenizer is missing or is not the one of the run. Or the run had token
+            files, and `path` is not given.
     """
     data = run.recipe.data
     if not path:
@@ -241,18 +265,22 @@ def sample(
     seed: int = 0,
     vocabulary: int | None = None,
 ) -> Iterator[int]:
-    """Yields tokens that follow `prompt`, in the precision of `run`. One seed gives one text.
+    """Samples tokens after a prompt, in the precision of a run.
 
-    Changes no FP8 state: delayed scaling uses the scales that training left.
+    FP8 state does not change. Delayed scaling uses the last scales of training.
 
     Args:
         run: Model of a run.
         prompt: At least one token.
-        tokens: Number of tokens to draw.
-        temperature: Tokens are drawn from softmax(logits / temperature). 0 takes the likeliest.
-        top_k: Draws only from so many likeliest tokens. None draws from all.
-        seed: Seed of the draws.
-        vocabulary: Tokens from here on, which pad the embedding, are never drawn.
+        tokens: Number of tokens to sample.
+        temperature: Divisor of the logits before the softmax. 0 takes the most likely token.
+        top_k: Samples from the `top_k` most likely tokens. None samples from all.
+        seed: Random seed. The same seed gives the same text.
+        vocabulary: Number of real tokens. Later rows of the embedding are padding and are never
+            sampled.
+
+    Yields:
+        The next token.
 
     Raises:
         Diverged: Logits are not finite.
@@ -263,6 +291,7 @@ def sample(
     max_length = run.recipe.model.seq_length
     with run.autocast():
         for _ in range(tokens):
+            # Without a KV cache: each token recomputes the last seq_length tokens.
             context = torch.tensor([text[-max_length:]], dtype=torch.int64, device=device)
             logits = run.model(context)[0, -1].float().cpu()[:vocabulary]
             num_bad = int((~logits.isfinite()).sum())
@@ -279,11 +308,12 @@ def sample(
 def _draw_token(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> int:
+    """Samples a token from float32 logits [vocabulary]."""
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < len(logits):
         threshold = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < threshold, -torch.inf)
-    # Without the maximum a small temperature would overflow.
+    # Minus the maximum, because a small temperature would overflow otherwise.
     probabilities = ((logits - logits.max()) / temperature).softmax(-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
