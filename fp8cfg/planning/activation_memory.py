@@ -444,6 +444,7 @@ class _OutputHead:
     """The final norm and the output layer. For the attributes see `_Layer`."""
 
     def __init__(self, sizes: LinearBytes, linear: PlannedLinear) -> None:
+        """Computes the kept bytes of the final norm and of `linear`, the output layer."""
         self.sizes = sizes
         self.linear = linear
         self.input_bytes = sizes.input_bytes(linear, sizes.hidden)

@@ -46,6 +46,7 @@ _NO_OUTPUT = (
 )
 LOW = 0.5
 """A run with a smaller share of FP8 FLOPs gets a warning."""
+# The index in a module name such as layers.0.linear_qkv: a number before a dot.
 _INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
@@ -82,8 +83,8 @@ class Coverage:
     @property
     def share(self) -> float:
         """Share of matmul FLOPs in FP8, including attention."""
-        # Only the total FLOPs of attention are known. Each layer counts with the average, which
-        # is an approximation if only some layers have a sliding window.
+        # Only the total FLOPs of attention are known. Each layer counts with the average, an
+        # approximation if only some layers have a sliding window.
         attention = (
             sum(p.fp8_share for p in self.attentions)
             / max(1, len(self.attentions))
@@ -123,6 +124,7 @@ class Coverage:
         }
 
     def __str__(self) -> str:
+        # Attention has no weight and no wgrad. Its rows have the formats of forward and backward.
         rows = [
             [str(count), name, f"{flops / self._flops:.1%}", what]
             for (name, what), count, flops in self._groups()
@@ -188,6 +190,7 @@ class Coverage:
 
     @property
     def _flops(self) -> float:
+        """FLOPs of the whole model, in the units of `_of`."""
         return self.attention_flops + sum(map(self._of, self._weighed))
 
     def _of(self, p: PlannedLinear | Unwatched) -> float:
@@ -202,14 +205,17 @@ class Coverage:
 
     @cached_property
     def _most(self) -> int:
+        """Rows of a layer without observed rows."""
         # Without observed rows every layer has 1 row: FLOPs per token.
         return max((p.rows for p in self._weighed if p.rows), default=1)
 
     @property
     def _weighed(self) -> list[PlannedLinear | Unwatched]:
+        """All weights with FLOPs: linear layers and other modules."""
         return [*self.linears, *self.beside]
 
     def _products(self, p: PlannedLinear | PlannedAttention) -> dict[str, str]:
+        """Formats by GEMM and the reason, as in coverage.json."""
         return {**_named(p, self.compute), "reason": p.reason}
 
     def _attention(self, p: PlannedAttention) -> str:
@@ -364,8 +370,8 @@ def coverage(model: nn.Module) -> Coverage:
 def warn_of_low_coverage(model: nn.Module, seen: Coverage) -> None:
     """Warns once per model if less than half of a custom model's FLOPs ran in FP8.
 
-    The warning names the largest part in high precision. Converted layers that have not run are
-    ignored. A missing GEMM of a layer that has run counts as planned, for example before backward.
+    The warning names the largest part in high precision. Converted layers without any GEMM so far
+    are ignored. Other missing GEMMs count as planned, for example before backward.
 
     Args:
         model: The converted custom model.
@@ -398,6 +404,7 @@ def low_coverage_warning(seen: Coverage) -> str:
 
 def _filled(ran: PlannedLinear, planned: PlannedLinear) -> tuple[Kinds, Kinds, Kinds]:
     """The GEMMs of a layer that ran, with the planned formats for those still to come."""
+    # A step without backward pass has only fprop so far. That is no reason for a warning.
     gemms = [
         want if got is None and name not in ran.left_out else got
         for name, got, want in zip(GEMMS, ran.gemms, planned.gemms, strict=True)
@@ -422,10 +429,12 @@ def _why(p: PlannedLinear) -> str:
 
 
 def _named(p: PlannedLinear | PlannedAttention, otherwise: str) -> dict[str, str]:
+    """Operand formats by GEMM. "none" for GEMMs without a use in autograd."""
     return {g: "none" if g in p.left_out else _kinds(k, otherwise) for g, k in p.products.items()}
 
 
 def _kinds(kinds: Kinds, otherwise: str) -> str:
+    """Operand formats such as "e4m3xe4m3", or the name of the high precision."""
     return "x".join(kinds) if kinds else otherwise
 
 

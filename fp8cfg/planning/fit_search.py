@@ -47,7 +47,7 @@ class Fit:
     """A recipe that runs, and the overrides to get it from the original recipe.
 
     Attributes:
-        recipe: The recipe that runs.
+        recipe: The changed recipe.
         words: The overrides, such as "storage.shard=fsdp".
         ranks: Number of ranks, if the recipe needs more than requested. None otherwise.
         peak: Planned peak memory in bytes on each rank.
@@ -80,7 +80,7 @@ class Search:
         device: "cpu" or "cuda".
         free: Free bytes on each rank.
         backend: Chooses the backend of a changed recipe.
-        takes: Rejects recipes that cannot resume the run. None accepts all.
+        takes: Whether `resume` accepts a changed recipe. None accepts all.
     """
 
     device: str
@@ -260,11 +260,11 @@ def smoke_run(recipe: Recipe, world: int, backend: Backend) -> Fit | None:
 
 
 def append_commands(problems: Sequence[str], where: str, lines: Sequence[str]) -> list[str]:
-    """Appends command lines that run to the last problem.
+    """Appends command lines without these problems to the last problem.
 
     Args:
         problems: Error lines.
-        where: Where the commands run, such as "here" or "on 16 GPUs".
+        where: Place of the run, such as "here" or "on 16 GPUs".
         lines: Command lines. Empty ones are skipped. A smoke run is labeled as one.
 
     Returns:
@@ -297,7 +297,7 @@ def memory_problem(
         device: "cpu" or "cuda".
         free: Free bytes on each rank.
         backend: Name of the backend. Defaults to the recipe's.
-        started: Number of ranks. Defaults to the ranks that a launcher has started.
+        started: Number of ranks. Defaults to the launched ranks.
     """
     part = widest_part(recipe, device, started or ranks(), backend)
     need = sum(plan_memory(recipe, device, part, backend).values())

@@ -157,6 +157,7 @@ class SingleMicrobatch(BackwardSchedule):
     """One microbatch without FSDP2: autograd allocates gradients as it frees activations."""
 
     def __init__(self, recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> None:
+        """Computes the gradient bytes of each group."""
         shapes = trained_shapes(recipe, part)
         quantized = quantized_gradients(recipe, part, linears, is_fsdp=False)
         group_bytes = Counter[str]()
@@ -180,9 +181,13 @@ class SingleMicrobatch(BackwardSchedule):
         self.at_loss = self.at_forward_end = -float(group_bytes.total())
 
     def during_backward(self, group: int) -> float:
+        """Returns minus the bytes of gradients not yet allocated."""
+        # Gradients of this group count as missing too. The moments in activation_memory.py add
+        # each of them when wgrad allocates it.
         return -float(sum(self.groups[group:]))
 
     def during_reduction(self, group: int) -> float:
+        """Returns minus the bytes of gradients of later groups. Nothing is reduced here."""
         return self.during_backward(group + 1)
 
 
@@ -263,7 +268,9 @@ class FsdpSchedule(BackwardSchedule):
                 self.at_loss += last_layer.weight_bytes
 
     def during_backward(self, group: int) -> float:
+        """Returns bytes of weights, sums and gradient copies in a group's backward pass."""
         weights = 0.0
+        # The root is resharded only after the backward pass. Its weights exist all the time.
         if self.is_fsdp:
             weights = self.groups[-1].weight_bytes
             if not self._is_root(group):
@@ -275,6 +282,7 @@ class FsdpSchedule(BackwardSchedule):
         return weights + self._sum_bytes(group) + self.output_gradient + previous_copy
 
     def during_reduction(self, group: int) -> float:
+        """Returns peak bytes while a group's gradients are copied, sent and summed."""
         gradients = self.groups[group].gradient_elements
         last_parameter = self.groups[group].last_elements
         copy = self.copy_bytes * gradients
@@ -300,6 +308,7 @@ class FsdpSchedule(BackwardSchedule):
         return existing + max(copy, copy - freed + sum_shard + max(sending, widening))
 
     def _is_root(self, group: int) -> bool:
+        """Whether a group is the root. Its backward pass is the last one."""
         return group == len(self.groups) - 1
 
     def _prefetched_bytes(self, group: int) -> float:
@@ -334,6 +343,7 @@ class FsdpSchedule(BackwardSchedule):
         return self._gradient_elements(0, groups) / self.shards * element_bytes
 
     def _gradient_elements(self, first: int, end: int | None) -> int:
+        """Returns the elements of the unsharded gradients of a range of groups."""
         return sum(group.gradient_elements for group in self.groups[first:end])
 
 
@@ -353,6 +363,7 @@ class OneShardFsdpSchedule(FsdpSchedule):
         backend: str,
         gradient_bytes: float,
     ) -> None:
+        """Computes the bytes of the sums. For the arguments see `FsdpSchedule`."""
         super().__init__(recipe, device, part, linears, backend, gradient_bytes)
         quantized = quantized_gradients(recipe, part, linears)
         group_bytes = Counter[str]()
@@ -364,9 +375,12 @@ class OneShardFsdpSchedule(FsdpSchedule):
         self.at_forward_end -= group_bytes.total()
 
     def during_backward(self, group: int) -> float:
+        """Returns the bytes of `FsdpSchedule`, minus the sums not yet allocated."""
         return super().during_backward(group) - sum(self.sums[group:])
 
     def during_reduction(self, group: int) -> float:
+        """Returns the bytes of `FsdpSchedule`, minus the sums not yet allocated."""
+        # `FsdpSchedule` already counts the sum of this group while it is computed.
         return super().during_reduction(group) - sum(self.sums[group:])
 
 
@@ -380,8 +394,10 @@ def single_microbatch_schedule(
 ) -> BackwardSchedule | None:
     """Returns the schedule of a step with one microbatch and whole gradients on each rank.
 
-    Arguments as for `FsdpSchedule`. Returns None if a step has several microbatches or ranks have
-    shards of gradients.
+    For the arguments see `FsdpSchedule`.
+
+    Returns:
+        The schedule. None for several microbatches, pipeline stages or sharded gradients.
     """
     has_stages = recipe.trainer.strategy.pipeline_model_parallel_size > 1
     if has_stages or microbatches(recipe, part) > 1:

@@ -263,10 +263,12 @@ def _custom_model_violations(recipe: Recipe) -> list[Violation]:
 
 
 def _violation(setting: str, message: str) -> Violation:
+    """Returns a violation with source "layout". Other numbers of ranks may fix it."""
     return Violation(setting, message, source="layout")
 
 
 def _next_multiple(ranks: int, size: int) -> int:
+    """Rounds ranks up to a multiple of `size`."""
     return -(-ranks // size) * size
 
 

@@ -23,6 +23,7 @@ from fp8cfg.schema.violation import Violation
 
 
 def _violation(setting: str, message: str) -> Violation:
+    """Returns a violation with source "layout"."""
     return Violation(setting, message, source="layout")
 
 

@@ -319,6 +319,7 @@ class LinearBytes:
         return not self.uses_fsdp and not self.has_fp8_weight(linear)
 
     def _is_tied(self, linear: PlannedLinear) -> bool:
+        """Whether the weight is the embedding's."""
         is_output_layer = linear.name == "output_layer"
         return is_output_layer and self.recipe.model.share_embeddings_and_output_weights
 

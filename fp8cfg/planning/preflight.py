@@ -1,6 +1,6 @@
 """Checks before a run: data, parallel layout and memory of this machine.
 
-An error message ends with command lines that run here instead.
+Each error message ends with working command lines for this machine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_run(
 
     Raises:
         ConfigError: The data is missing, or the layout or the memory does not suffice. The
-            message ends with command lines that run here.
+            message ends with working command lines.
     """
     refuse_if([*missing_data(recipe), *training_data.unintended_data(recipe)])
     lines: list[str] = []
@@ -93,10 +93,10 @@ def append_runs(
     ranks: int | None = None,
     takes: IsResumable | None = None,
 ) -> list[str]:
-    """Appends command lines that run to the last problem.
+    """Appends working command lines to the last problem.
 
-    These are the nearest recipe that fits, and a smoke run. A run that resumes gets no smoke run,
-    because its checkpoint has the full size.
+    These are the nearest fit and a smoke run. A resumed run gets no smoke run, because its
+    checkpoint has the full size.
 
     Args:
         problems: Error lines.
@@ -142,7 +142,7 @@ def _problems(
         or layout.uneven_batch(recipe, started)
     )
     if lines:
-        # Prefer the message for the ranks that a command here would start.
+        # Prefer the message for the ranks of a command on this machine.
         lines = layout.layout_violations(recipe, ranks or _ranks(recipe, hardware.device)) or lines
         return [str(line) for line in lines]
     free, backend = (
@@ -176,8 +176,8 @@ def smoke_run_here(recipe: Recipe, hardware: Hardware, ranks: int | None = None)
     Args:
         recipe: The recipe.
         hardware: Device of this machine.
-        ranks: Number of ranks to start here. Defaults to the launched ranks, or to the GPUs that a
-            command without a launcher uses.
+        ranks: Number of ranks to start here. Defaults to the launched ranks. Without a launcher
+            the default is the number of GPUs, up to trainer.devices.
     """
     there = ranks or (
         min(count_gpus(), recipe.trainer.devices)
@@ -218,7 +218,7 @@ def _ranks(recipe: Recipe, device: str) -> int:
         return sharding.ranks()
     trainer = recipe.trainer
     most = min(count_gpus(), trainer.devices)
-    # The command starts the largest number of GPUs that divides the global batch.
+    # The command starts as many GPUs as possible. Their number must divide the global batch.
     return next(count for count in range(most, 0, -1) if trainer.global_batch_size % count == 0)
 
 

@@ -1,18 +1,18 @@
-"""Memory reserve: what a run takes on a GPU in addition to its tensors.
+"""Memory reserve: bytes of a run on a GPU in addition to its tensors.
 
-The plan adds up tensors and keeps this much room free:
+The plan adds up tensors and keeps this memory free:
 
-    CUDA context     once per process: 400 MB, with kernels that are loaded when they are first
-                     called (pytorch/pytorch issue 109888), and 32 MiB of workspace for cuBLAS on
-                     Hopper (PyTorch's CUDA notes, CUBLAS_WORKSPACE_CONFIG)
+    CUDA context     once per process: 400 MB, including lazily loaded kernels (pytorch/pytorch
+                     issue 109888), and 32 MiB of workspace for cuBLAS on Hopper (PyTorch's CUDA
+                     notes, CUBLAS_WORKSPACE_CONFIG)
     NCCL buffers     once per communicator: 544 MB for two ranks and 688 MB for more, on four A100
                      with NVLink (NVIDIA/nccl issue 964). Another report has 1.6 GB for the first
                      communicator and 6 GB for three and more (NVIDIA/nccl issue 864). Buffers grow
                      with the channels: NCCL_MAX_CTAS and NCCL_BUFFSIZE lower them
-    fragmentation    5 % of the planned bytes, for free blocks that are too small and for errors of
+    fragmentation    5 % of the planned bytes, for free blocks too small to use and for errors of
                      the plan
 
-These figures come from others and were not measured with fp8cfg.
+The figures are from the cited reports and were not measured with fp8cfg.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def reserve(recipe: Recipe, part: Part, world: int, planned: int) -> int:
 
 
 def communicators(recipe: Recipe, part: Part, world: int) -> list[int]:
-    """Returns the size of each communicator of a rank.
+    """Returns the number of ranks of each communicator of a rank.
 
-    Each axis of the layout has one, and all ranks together.
+    Each axis of the layout has a communicator. All ranks together have another one.
     """
     stages = recipe.trainer.strategy.pipeline_model_parallel_size
     axes = [part.tensor, part.context, stages, part.shards, part.groups]

@@ -127,4 +127,5 @@ def _uses_default(recipe: Recipe) -> bool:
 
 
 def _parameters(recipe: Recipe) -> int:
+    """Number of parameters of the model, without adapters."""
     return sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
