@@ -13,7 +13,7 @@ from fp8cfg.schema.violation import Violation
 WRITTEN: ContextVar[frozenset[str]] = ContextVar("WRITTEN", default=frozenset())
 """Short names of the keys that the user wrote, while the rules run. Empty if they are unknown.
 
-A context variable, because `rules.broken` sets it and `_changed_fields` reads it far below.
+`rules.broken` sets it, and `_changed_fields` reads it far below.
 """
 
 

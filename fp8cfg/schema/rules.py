@@ -4,8 +4,9 @@ Each rule yields violations. A violation has the wrong setting, the problem and 
 `rules_layout.py` has the rules of the parallel layout, `rules_precision.py` has the rules of the
 precision plugin.
 
-No rule knows who wrote a value. Composition changes presets and defaults that conflict with an
-override (composition/precedence.py).
+Rules treat presets, defaults and overrides alike, except for keys without effect: an override
+without effect is an error even at its default. Composition then changes presets and defaults in
+conflict with an override (composition/precedence.py).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def broken(recipe: RecipeFields, written: Collection[str] = ()) -> list[Violatio
         recipe: The recipe.
         written: See `check`.
     """
-    # `idle` reads this variable deep inside the rules. As an argument it would pass through all.
+    # A context variable, because `idle` reads it deep inside the rules.
     token = WRITTEN.set(frozenset(written))
     try:
         return [violation for rule in RULES for violation in rule(recipe)]

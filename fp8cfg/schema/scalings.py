@@ -22,28 +22,28 @@ class Descriptor:
     """One scaling.
 
     Attributes:
-        block: Elements along the contracted dimension that share a scale. 0 if the whole tensor
-            shares one, or each row under fp8.granularity=row.
+        block: Number of elements per scale along the contracted dimension. 0 for one scale per
+            tensor, or per row under fp8.granularity=row.
         scale: Dtype of the scales.
-        history: Whether scales come from the amaxes of past steps, which are state.
-        power_2_scales: fp8.use_power_2_scales if that is null. Scales of rows are powers of two
-            then, as in torchao.
-        weights_2d: fp8.enable_2d_quantization if that is null.
+        history: Whether scales come from amaxes of past steps. The amaxes are part of a checkpoint.
+        power_2_scales: Default of fp8.use_power_2_scales (null). Row scales are powers of two by
+            default in any case, as in torchao.
+        weights_2d: Default of fp8.enable_2d_quantization (null).
         element: Format of the operands in the forward pass.
         formats: Supported values of fp8.format. hybrid has E5M2 gradients.
-        keys: Keys of `fp8` that only this and some other scalings read.
-        attention: Keys of FP8 attention that it supports.
+        keys: Keys of `fp8` without effect under some other scalings.
+        attention: Supported keys of FP8 attention.
         least: Lowest CUDA compute capability with GEMMs in torch. None if it is only emulated.
-        below: First compute capability that has no such GEMMs any more.
+        below: Lowest newer compute capability without such GEMMs, if there is one.
         cuda: Lowest version of CUDA with these GEMMs.
-        multiplied: Values of fp8.format that these GEMMs support.
+        multiplied: Values of fp8.format supported by these GEMMs.
         fp8_gather: Whether torchao's FP8 all-gather supports it.
         te: Recipe class of Transformer Engine. This and the next names are empty if the project
             does not have the scaling.
         megatron: fp8_recipe of Megatron, NeMo and Bridge, or fp4_recipe.
         torchao: Converter of torchtitan with torchao's classes.
         accelerate: Backend of Accelerate.
-        spellings: Other names, which errors translate.
+        spellings: Names in other projects, for error messages.
     """
 
     block: int = 0
@@ -101,8 +101,8 @@ class Descriptor:
         Returns:
             Rows and columns of a tile. 0 means all of them. None for one scale of the whole matrix.
         """
-        # Tiles extend along the contracted dimension, so that a scale factors out of the partial sums
-        # of a GEMM. Squares do so along either dimension: fprop and dgrad read the same weight.
+        # Tiles extend along the contracted dimension. Then a scale factors out of a partial sum of the
+        # GEMM. Squares work along both dimensions, so fprop and dgrad read the same weight.
         if self.block and square:
             return (self.block, self.block)
         if self.block:
