@@ -1,3 +1,3 @@
-"""From a recipe to a job: the Fiddle graph, and the functions that build the parts of a job."""
+"""From a recipe to a job: the Fiddle graph and the builders of a job's parts."""
 
 from __future__ import annotations

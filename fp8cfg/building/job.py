@@ -415,6 +415,7 @@ class Job:
             )
         world = current()
         sum_gradients(self.prepared, self.optimizer, world)
+        # One rank sums nothing, so a second call is harmless there.
         self.summed = world.size > 1
 
     def scheduler(self) -> StepScheduler:
@@ -446,7 +447,7 @@ class Job:
         return callback(self.recipe, self.optimizer)
 
     def prove(self) -> Coverage:
-        """Returns what ran since the model was built and checks it. Call it after the first step.
+        """Returns the coverage since the build, and checks it. Call it after the first step.
 
         With pipeline stages all ranks must call it, and the result covers all stages.
 

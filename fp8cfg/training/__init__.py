@@ -1,3 +1,3 @@
-"""Training: the loop, ranks, checkpoints, run folders, metrics and signals."""
+"""Training runs: the loop and its steps, with data, metrics and signal handling."""
 
 from __future__ import annotations

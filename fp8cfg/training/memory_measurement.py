@@ -150,7 +150,7 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
     single = COMING in plan_memory(
         recipe, job.device.type, stage_parts(recipe, ranks())[stage], job.choice.backend
     )
-    # These stages have whole gradients during the passes, and shard them only in the last one.
+    # These stages accumulate unsharded gradients and reduce them only in the last pass.
     whole = here is not None and job.prepared.fsdp2 and job.prepared.shard in ("none", "zero1")
     # The peak under zero2: shards of gradients exist, and the weights stay gathered.
     between = passes > 2 and here is None and job.prepared.fsdp2 and job.prepared.shard == "zero2"
@@ -197,14 +197,15 @@ def measure(recipe: Recipe) -> dict[str, tuple[int, int]]:
             with job.optimizer.storing():
                 one_pass()
     if isinstance(job.optimizer, LowBitTraining):
-        job.optimizer.store_grads()  # of pipeline stages, without `storing`
+        # Pipeline stages ran without `storing`, so their gradients are quantized now.
+        job.optimizer.store_grads()
     kept["gradients"] = gradients(job)
     measured = {kind: sum(_local(t).nbytes for t in tensors) for kind, tensors in kept.items()}
     with LiveBytes(t for tensors in kept.values() for t in tensors) as summing:
         sum_gradients(job.prepared, job.optimizer, world)
     with LiveBytes(t for tensors in kept.values() for t in tensors) as stepping:
         job.optimizer.step()
-    # The plan counts these gradients as persistent memory, not in the peak.
+    # The plan counts gradients as persistent memory, but this pass allocated them in its peak.
     made = measured["gradients"] if whole else 0
     measured |= {
         "peak": live.peak + quantized - made,
