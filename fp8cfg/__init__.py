@@ -1,11 +1,11 @@
-"""fp8cfg: typed recipes for low-precision training, composed by Hydra, lowered by Fiddle, trained in FP8.
+"""fp8cfg: typed recipes for low-precision training with Hydra, Fiddle and FP8.
 
     from fp8cfg.recipes import llama_8b
     recipe = llama_8b(); recipe.trainer.plugins = fp8cfg.bf16_with_fp8_mixed(); recipe.fp8.margin = 1
     print(fp8cfg.plan(recipe, gpu="h100", gpus=64)); print(fp8cfg.explain(recipe, "fp8.margin"))
     job = fp8cfg.build(recipe); fp8cfg.fit(job)
 
-Importing fp8cfg loads neither torch, Hydra nor Fiddle; each name is imported when it is first used.
+`import fp8cfg` loads neither torch, Hydra nor Fiddle. Each name is imported at its first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backends: libraries that run FP8 GEMMs, the choice among them, and the plan of each linear layer.
+"""Backends for FP8 GEMMs, the choice among them, and the plan of each linear layer.
 
 The package itself does not import torch.
 """
@@ -8,5 +8,4 @@ from __future__ import annotations
 SHIPPED = ("native", "te", "torchao", "msamp")
 """Backends of this version in the order of lists. Each one is a folder."""
 REFERENCE = "native"
-"""Backend that supports every key and runs on any machine. It is preferred for emulation, and used
-without FP8."""
+"""Backend with every key, for any machine. It is preferred for emulation and used without FP8."""

@@ -54,20 +54,20 @@ def choose(
 ) -> Choice:
     """Chooses the backend for a precision.
 
-    It never lowers the precision: settings that cannot run are errors, and the message has a
-    setting that can. backend=auto takes the first backend of registry.preference() that can run it.
-    For emulation it prefers the native backend, whose emulation is exact and supports every key.
+    It never lowers the precision. Unsupported settings are errors, and the message names a
+    supported setting. backend=auto takes the first supported backend of registry.preference(). For
+    emulation it prefers the native backend, because its emulation is exact and supports every key.
 
     Args:
         precision: The precision.
-        hardware: Where it must run.
+        hardware: Hardware of the run.
         statistics: log.fp8_stats_every_n_steps of the recipe.
         here: Whether `hardware` is this machine. Otherwise a named backend need not be installed.
         strategy: trainer.strategy, or None if each rank has the whole model.
         adapters: lora.enabled of the recipe.
 
     Raises:
-        ConfigError: With every reason why the backend cannot run it.
+        ConfigError: With every reason against the backend.
     """
     if precision.backend != "auto" and not registry.exists(precision.backend):
         raise ConfigError(against(precision.backend, precision, hardware))
@@ -107,7 +107,7 @@ def against(
     strategy: Strategy | None = None,
     adapters: bool = False,
 ) -> list[Violation]:
-    """Returns every reason why backend `name` cannot run `precision` with FP8.
+    """Returns every reason against backend `name` for `precision` with FP8.
 
     The other arguments are described in `choose`.
     """
@@ -165,8 +165,13 @@ def against(
 
 
 def against_layout(name: str, tensor: int = 1, stages: int = 1) -> list[Violation]:
-    """Why an explicit backend `name` does not train parts of matrices of `tensor` ranks, or so many pipeline `stages`: a line each,
-    with the backend that does."""
+    """Returns a violation if backend `name` does not support tensor or pipeline parallelism.
+
+    Args:
+        name: Name of the backend. "auto" has no violations.
+        tensor: Tensor-parallel ranks.
+        stages: Pipeline stages.
+    """
     if name == "auto" or not registry.exists(name):
         return []
     has, lines = registry.capabilities(name), list[str]()
@@ -195,7 +200,7 @@ def _choice(
 
 
 def _could(precision: Precision, hardware: Hardware) -> list[Violation]:
-    """Returns a line for each backend that could run `precision` if it were installed."""
+    """Returns a line for each backend that only needs to be installed to run `precision`."""
     rules = {name: registry.rules(name) for name in registry.preference()}
     return [
         Violation("backend=auto", f"{name} could run this, but {why}", source="backend")

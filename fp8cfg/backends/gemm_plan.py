@@ -21,7 +21,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Shapes = Iterable[tuple[str, int, int]]
 Kinds = tuple[str, str] | tuple[()] | None
 """Formats of the two operands of a GEMM. In a plan None means high precision. In a record of what ran
-None means that the GEMM did not run, and HIGH_PRECISION that it ran in high precision in training."""
+None is a GEMM without a run, and HIGH_PRECISION a GEMM in high precision during training."""
 HIGH_PRECISION: tuple[()] = ()
 OWN_FORWARD = "has its own forward"
 _NAME_IT = (
@@ -36,7 +36,7 @@ Numbering = Callable[[str], tuple[int, int] | None]
 
 @dataclass(frozen=True)
 class PlannedLinear:
-    """Plan of one linear layer, or what ran in it.
+    """Plan of one linear layer, or its observed GEMMs.
 
     Attributes:
         name: Name of the module.
@@ -45,10 +45,10 @@ class PlannedLinear:
         gemms: Operand formats of fprop, dgrad and wgrad, such as ("e4m3", "e4m3"). None is high
             precision.
         reason: Why a GEMM stays in high precision.
-        rows: Observed number of rows that it multiplied, or None.
+        rows: Observed number of input rows, or None.
         output: Whether it is an output layer.
-        left_out: GEMMs that autograd does not need, such as wgrad of a frozen weight. They do not
-            count as FLOPs.
+        left_out: GEMMs not needed by autograd, such as wgrad of a frozen weight. They do not count
+            as FLOPs.
     """
 
     name: str
@@ -77,7 +77,7 @@ class PlannedLinear:
 
     @property
     def count(self) -> int:
-        """Number of GEMMs that run: three minus `left_out`."""
+        """Number of GEMMs in a step: three minus `left_out`."""
         return len(GEMMS) - len(self.left_out)
 
     @property
@@ -88,7 +88,7 @@ class PlannedLinear:
 
 @dataclass(frozen=True)
 class PlannedAttention:
-    """Plan of the attention of one Transformer layer, or what ran in it.
+    """Plan of the attention of one Transformer layer, or its observed GEMMs.
 
     Attributes:
         name: Name of the module.
@@ -115,7 +115,7 @@ class PlannedAttention:
 
 @dataclass(frozen=True)
 class Unwatched:
-    """Parameters of a custom model that may be multiplied outside of linear layers.
+    """Parameters of a custom model outside of linear layers, possibly multiplied by its own code.
 
     Attributes:
         name: Name of the module.
@@ -287,11 +287,11 @@ def _reason_at_ends(layer: int, fp8: FP8, num_layers: int) -> str:
 def differences(
     plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]
 ) -> list[str]:
-    """Returns a line for each GEMM that did not run as planned.
+    """Returns a line for each GEMM with other formats than planned.
 
     Args:
         plan: The plan.
-        seen: Formats that ran, by layer and GEMM name.
+        seen: Observed formats, by layer and GEMM name.
     """
     lines = []
     for planned in plan:
@@ -311,10 +311,10 @@ def differences(
 def not_engaged(
     plan: Sequence[PlannedLinear | PlannedAttention], seen: Mapping[str, Mapping[str, Kinds]]
 ) -> list[str]:
-    """Returns a line for each GEMM of a custom model that ran in high precision instead of FP8.
+    """Returns a line for each GEMM of a custom model in high precision instead of FP8.
 
-    A GEMM that did not run is no difference if other layers ran. A custom model may skip layers in
-    a step, and autograd may not need a gradient.
+    A missing GEMM is no difference if other GEMMs ran. A custom model may skip layers in a step,
+    and autograd may not need a gradient.
     """
     asked = not plan or any(p.fp8_share for p in plan)
     if asked and not any(any(gemms.values()) for gemms in seen.values()):
@@ -336,10 +336,10 @@ def not_engaged(
 
 
 def products_left_out(ran: Mapping[str, Kinds], is_frozen: bool, trained: bool) -> tuple[str, ...]:
-    """Returns the backward GEMMs of a linear layer that autograd did not need.
+    """Returns the backward GEMMs of a linear layer not needed by autograd.
 
     Args:
-        ran: GEMMs that the layer was observed to run. Empty if it is not observed.
+        ran: Observed GEMMs of the layer. Empty if it is not observed.
         is_frozen: Whether its weight needs no gradient.
         trained: Whether any layer of the model ran a backward GEMM. Then a missing one was not
             needed: its input and weight need no gradient, or the loss does not depend on them.

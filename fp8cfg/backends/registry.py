@@ -28,15 +28,15 @@ __all__ = [
 
 
 def preference() -> tuple[str, ...]:
-    """Returns the order in which backend=auto tries the backends.
+    """Returns the order of the backends for backend=auto.
 
-    Backends of installed packages that cannot be loaded are left out.
+    Backends with an import error are left out.
     """
     return tuple(name for name in backends.ordered() if exists(name))
 
 
 def exists(name: str) -> bool:
-    """Whether there is a backend `name` whose rules can be loaded."""
+    """Whether backend `name` exists and its rules can be loaded."""
     return not problem(name)
 
 
@@ -67,8 +67,8 @@ def backend(name: str) -> Backend:
 
 
 def used() -> Iterator[Backend]:
-    """Yields the backends that this process has loaded.
+    """Yields the backends loaded by this process.
 
-    A model cannot have layers of any other backend, so this is enough to find all converted layers.
+    A model cannot have layers of any other backend. This is enough to find all converted layers.
     """
     return (backend(name) for name in names() if backends.loaded(name))

@@ -1,8 +1,8 @@
 """Weight storage in a low-bit codec (`storage.weight`), with any backend.
 
-Each pass decodes the weights that it reads. A decoded weight exists from the forward pass of its
-layer to the GEMM. In a layer of a library it exists until the backward pass. Only stored bytes
-persist between steps.
+Each pass decodes its weights. A decoded weight exists from the forward pass of its layer to the
+GEMM. In a layer of a library it exists until the backward pass. Only stored bytes persist between
+steps.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def parameter_columns(
 ) -> dict[str, Columns]:
     """Returns the storage columns of every parameter, by name.
 
-    A weight that a linear layer shares with another module counts as a parameter outside of linear
-    layers.
+    A weight shared with another module counts as a parameter outside of linear layers.
     """
     shared = shared_weights(model)
     runs_fp8 = {f"{planned.name}.weight": planned.fp8 for planned in plan}
@@ -42,10 +41,10 @@ def parameter_columns(
 
 
 def narrow(model: nn.Module, state: StateDtypes, plan: Sequence[PlannedLinear]) -> None:
-    """Changes float32 parameters on the meta device to the dtype in which they are loaded.
+    """Changes float32 parameters on the meta device to the dtype of their weights after loading.
 
-    This is the storage dtype, or the compute dtype if a codec or an FP8 layer stores the weight.
-    Loading then needs no float32 copy.
+    This is the storage dtype, or the compute dtype for weights in a codec or in FP8. Loading then
+    needs no float32 copy.
     """
     for name, columns in parameter_columns(model, state, plan).items():
         p = model.get_parameter(name)
@@ -61,9 +60,9 @@ def hold(
 ) -> None:
     """Makes linear layers store their weights in the dtypes of `columns`, in place.
 
-    Layers with float8 weights or with weights in the compute dtype stay as they are. A
-    high-precision layer that must decode its weight or cast its bias becomes an FP8Linear without
-    FP8 GEMMs.
+    Layers with float8 weights or with weights in the compute dtype do not change. Other
+    high-precision layers become an FP8Linear without FP8 GEMMs, to decode the weight or cast the
+    bias.
 
     Args:
         model: The model.
@@ -127,7 +126,7 @@ def shard_in_codec(
 def unhold(model: nn.Module, dtype: torch.dtype) -> None:
     """Undoes `hold` and `embed_in` in place. Weights come back decoded, in `dtype`.
 
-    A weight whose codec has no scale stays the same Parameter, so that tied weights stay tied.
+    If a codec has no scale, the weight stays the same Parameter, so tied weights stay tied.
     """
     for name, layer in list(model.named_modules()):
         if isinstance(layer, HeldWeight):
@@ -155,7 +154,7 @@ def _decoded(layer: FP8Linear | HeldWeight, dtype: torch.dtype) -> nn.Parameter:
 
 
 def embed_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Makes embeddings that are stored in float32 output `dtype`, the dtype of activations.
+    """Makes embeddings with float32 storage output `dtype`, the dtype of activations.
 
     The cast may happen before tensor-parallel ranks sum their outputs: all but one are 0.
     """
@@ -171,7 +170,7 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, out: Tensor) 
 
 
 def cast_parameters(model: nn.Module, columns: Mapping[str, Columns]) -> None:
-    """Casts parameters that no codec stores, and sets `grad_dtype` of all parameters."""
+    """Casts parameters without a codec, and sets `grad_dtype` of all parameters."""
     layers = {
         layer.parameter: layer
         for layer in model.modules()
@@ -197,7 +196,7 @@ def held(model: nn.Module) -> dict[nn.Parameter, FP8Linear | HeldWeight]:
 
 
 def in_codec(model: nn.Module) -> list[FP8Linear | HeldWeight]:
-    """Returns the layers that store their weight in a codec."""
+    """Returns the layers with a weight in a codec."""
     return [
         layer
         for layer in model.modules()
@@ -206,7 +205,7 @@ def in_codec(model: nn.Module) -> list[FP8Linear | HeldWeight]:
 
 
 def shared_weights(model: nn.Module) -> set[nn.Parameter]:
-    """Returns the parameters that more than one module holds, such as tied output layers."""
+    """Returns the parameters of more than one module, such as tied output layers."""
     seen: set[nn.Parameter] = set()
     return {
         p

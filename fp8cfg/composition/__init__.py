@@ -25,18 +25,18 @@ def compose(
     file: str | Path | None = None,
     base: Recipe | None = None,
 ) -> Recipe:
-    """Returns the checked Recipe that `python -m fp8cfg *overrides` trains.
+    """Returns the checked Recipe for the command line `python -m fp8cfg *overrides`.
 
-    Values of the recipe, a preset or a default yield to your overrides if they contradict them,
-    with a line to the logger `fp8cfg`. If the layout does not fit the recipe's machines and a
-    launcher has started ranks, the launcher's machines are used.
+    Your overrides win. If a value of the recipe, a preset or a default contradicts them, it is
+    changed, with a note to the logger `fp8cfg`. If a launcher has started ranks and the layout does
+    not fit the recipe's machines, the launcher's machines are used.
 
     Args:
         overrides: Arguments such as `recipe=llama_8b`, `precision=bf16_fp8` or `fp8.margin=1`, in
-            any order. Presets are chosen first, then values are set; the last one of a key wins.
+            any order. Presets are applied before values. The last value of a key wins.
         config_dir: Folder with your own `recipe/`, `precision/` and `data/` YAML files.
-        file: A recipe's YAML file, instead of `recipe=`.
-        base: A recipe, instead of `recipe=`.
+        file: YAML file of a recipe, instead of `recipe=`.
+        base: A Recipe, instead of `recipe=`.
 
     Raises:
         ConfigError: With every problem.
@@ -62,7 +62,7 @@ def compose(
 def from_yaml(text_or_path: str | Path, config_dir: str | Path | None = None) -> Recipe:
     """Returns the checked Recipe of a YAML file (a Path) or of YAML text (a str).
 
-    Values yield as in `compose`.
+    Conflicting defaults and presets are changed as in `compose`.
 
     Raises:
         ConfigError: With every problem.

@@ -21,14 +21,14 @@ from fp8cfg.schema.recipe import Recipe
 def structured_config(node: Node | None = None) -> Any:
     """Returns `node` as an instance of a dataclass, for `ConfigStore.store(node=...)`.
 
-    `Recipe(**cfg.fp8cfg)` makes a recipe of the composed config. Two instances of one class of
-    node merge.
+    Use `Recipe(**cfg.fp8cfg)` to create a recipe from the composed config. Two instances of the
+    same node class can be merged.
 
     Args:
-        node: A Recipe or a node of one. Default: a Recipe.
+        node: A Recipe, or one of its nodes. Defaults to a Recipe.
 
     Raises:
-        ConfigError: If `node` is no node.
+        ConfigError: `node` is not a node.
     """
     if node is None:
         node = Recipe()

@@ -1,4 +1,4 @@
-"""FP8 autowrap: a model whose forward pass enters FP8 by itself.
+"""FP8 autowrap: the forward pass of a model enters FP8 without a context in the training loop.
 
 The functions are named as in Accelerate:
 
@@ -68,7 +68,7 @@ def contextual_fp8_autocast(
                 " or apply_fp8_autowrap(model, recipe)"
             )
         with _pass(self, recipe, use_during_eval):
-            # A deep copy of the model must run its own layers, not those of the original.
+            # A deep copy of the model must run its own layers, not the layers of the original.
             if function is not None and isinstance(self, type(owner)):
                 return function(self, *args, **kwargs)
             return model_forward(*args, **kwargs)

@@ -1,3 +1,3 @@
-"""Executors that run a recipe: locally, with torchrun, as a Slurm job, or with nemo_run."""
+"""Executors run a recipe in a local process, with torchrun, as a Slurm job, or with nemo_run."""
 
 from __future__ import annotations

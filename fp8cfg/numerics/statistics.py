@@ -88,9 +88,8 @@ def collect_statistics(
     Afterwards gradients, amax histories, records of GEMMs and random numbers are restored. Other
     buffers that a forward pass writes are not.
 
-    FSDP2: a weight that is gathered in FP8 is compared with its high-precision shards. All ranks
-        must
-    call this function before weights are gathered.
+    Under FSDP2 an FP8-gathered weight is compared with its high-precision shards. All ranks must call
+    this function, before weights are gathered.
 
     Args:
         model: The model.

@@ -349,5 +349,5 @@ def _expect_state_dict(state_dict: Any) -> None:
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a parameter group."""
+    """Returns the hyperparameters of a parameter group."""
     return {key: value for key, value in group.items() if key not in NO_HYPERPARAMETERS}

@@ -36,7 +36,7 @@ def refuse_ddp(model: nn.Module) -> None:
     """Makes DistributedDataParallel raise ConfigError for `model` if it cannot sum its gradients.
 
     It needs whole parameters of at least two bytes, with gradients of the same dtype. A float32 job
-    on one rank has these.
+    on one rank meets these conditions.
     """
     vars(model)[_JOB] = True
     _watch()
@@ -50,7 +50,7 @@ def allow_ddp(model: nn.Module) -> None:
 @functools.cache
 def _watch() -> None:
     """Registers the check, once per process."""
-    # DDP has no hook of its own, but it registers the model as its submodule.
+    # DDP offers no hook, but it registers the model as its submodule.
     register_module_module_registration_hook(_registered)
 
 
@@ -58,6 +58,7 @@ def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
     """Raises ConfigError if DDP wraps the model of a job that it cannot train."""
     if module is None or not isinstance(owner, DistributedDataParallel):
         return
+    # The mark is on the job's model, and `module` may be a wrapper around it.
     of_jobs = [p for part in module.modules() if _JOB in vars(part) for p in part.parameters()]
     if any(hasattr(p, "placements") for p in of_jobs):
         raise ConfigError(
@@ -269,7 +270,7 @@ def with_current_names(model: nn.Module, plan: Sequence[PlannedLinear]) -> list[
 
 
 def unmark(model: nn.Module) -> None:
-    """Removes marks, row counts, and everything that autowrap and `build` added to modules."""
+    """Removes marks, row counts, and all hooks of autowrap and `build`."""
     unwatch(model)
     for module in model.modules():
         allow_ddp(module)

@@ -1,4 +1,4 @@
-"""Eligibility of linear layers in a custom model: which FP8 layers can replace, and their plan."""
+"""Eligibility of linear layers in a custom model for FP8, and their plan."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.fp8 import FP8
 
 SURE = ("output_layer", "lm_head")
-"""Names that always mean an output layer, in Megatron and transformers."""
+"""Names of output layers in Megatron and transformers, at any place."""
 _CONTAINERS = re.compile(r"(head|heads|classifier|cls)$")
 _NAMES = re.compile(
     r"(to_logits|logits|head|heads|classifier|unembed|unembedding|embed_out|score|qa_outputs"
     r"|logit_proj|final_proj|generator|proj_out(_\d+)?)$"
 )
 _VAGUE = re.compile(r"(out|output|fc|decoder|proj_out|projection|out_proj)$")
-"""Names that may mean an output layer: only if it is the last layer and its sizes differ."""
+"""Possible names of an output layer. They count only for the last layer, if its sizes differ."""
 _SIZES = (
     "vocab_size",
     "n_vocab",
@@ -52,7 +52,7 @@ _SIZES = (
     "output_size",
 )
 _BASE = ".base_layer"
-"""Suffix that PEFT gives to a layer with an adapter."""
+"""Suffix of a layer with a PEFT adapter."""
 
 
 def output_layers(
@@ -79,7 +79,7 @@ def output_layers(
 
 
 def _asked(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
-    """Yields the layer that get_output_embeddings of transformers returns."""
+    """Yields the layer from get_output_embeddings of transformers."""
     for module in model.modules():
         if callable(ask := getattr(type(module), "get_output_embeddings", None)):
             try:
@@ -92,18 +92,18 @@ def _asked(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
 
 
 def _sure(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
-    """Yields layers whose name always means an output layer."""
+    """Yields layers with a name from SURE."""
     return (name for name in linears if _leaf(name) in SURE)
 
 
 def _tied(model: nn.Module, linears: Mapping[str, nn.Linear]) -> Iterator[str]:
-    """Yields layers that share their weight with an embedding."""
+    """Yields layers tied to an embedding."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return (name for name, m in linears.items() if id(m._parameters.get("weight")) in tables)
 
 
 def _named(linears: Mapping[str, nn.Linear], outside: list[str], after: list[str]) -> list[str]:
-    """Returns layers outside of Transformer layers whose name means an output layer."""
+    """Returns likely output layers outside of Transformer layers, by name."""
     found = [
         name
         for name in outside
@@ -156,13 +156,13 @@ _ELEMENTWISE = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU)
 
 
 def unwatched(model: nn.Module, watched: Collection[nn.Module]) -> list[Unwatched]:
-    """Returns the modules with matrices that do not belong to a linear layer.
+    """Returns the modules with matrices outside of linear layers.
 
     A parametrization holds a part of the weight of its layer, and belongs to the layer.
 
     Args:
         model: The model.
-        watched: Layers whose GEMMs are recorded. Plain nn.Linear layers are recorded too.
+        watched: Layers with recorded GEMMs. Plain nn.Linear layers are recorded too.
     """
     layers = [m for m in model.modules() if m in watched or isinstance(m, (nn.Linear, *_TABLES))]
     inside = {part for layer in layers for part in layer.modules()}
@@ -192,7 +192,7 @@ def _matrices(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _of_a_library(module: nn.Module) -> bool:
-    """Whether it is a layer of a backend's library that may use FP8 without a record."""
+    """Whether it is a layer of a backend's library. It may use FP8 without a record."""
     known = [
         f"{at}." for name in registry.names() for at in registry.capabilities(name).layer_modules
     ]
@@ -219,7 +219,7 @@ def plan_model(
         model: The model.
         fp8: FP8 settings.
         misfit: Returns why the backend cannot run a layer of these sizes, or "".
-        linear: Subclasses of nn.Linear that the user declares to be linear.
+        linear: Subclasses of nn.Linear to convert on the user's request.
         norms: Whether the backend replaces norms too.
 
     Raises:
@@ -320,7 +320,7 @@ def _inside(name: str, at: str) -> bool:
 
 
 def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
-    """Returns a reason for each LoRA adapter that no pattern of fp8.include names explicitly.
+    """Returns a reason for each LoRA adapter without an explicit pattern in fp8.include.
 
     Adapters are narrow, and they are the trained part, so they stay in high precision by default.
     """
@@ -333,7 +333,8 @@ def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
 
 
 def _not_linear(linear: Collection[type[nn.Linear]], layers: Collection[nn.Linear]) -> list[str]:
-    """Returns an error for each class in `linear` that is unused, of a wrong type, or not linear."""
+    """Returns an error for each class in `linear` that is unused, of a wrong type, or not linear.
+    """
     lines = []
     for cls in linear:
         if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):
@@ -375,7 +376,7 @@ def _odd(
 
 
 def observed(model: nn.Module) -> tuple[list[PlannedLinear], list[PlannedAttention]]:
-    """Returns what ran in each linear layer and each converted attention of `model`."""
+    """Returns the observed GEMMs of each linear layer and each converted attention of `model`."""
     seen: Observed = {}
     for backend in registry.used():
         seen |= backend.observed(model)
@@ -414,7 +415,7 @@ def has_frozen_weight(module: nn.Module) -> bool:
 
 
 def beside(model: nn.Module) -> list[Unwatched]:
-    """Returns the parameters of `model` that are multiplied outside of its linear layers."""
+    """Returns the parameters of `model` outside of its linear layers."""
     watched = {
         model.get_submodule(name) for backend in registry.used() for name in backend.observed(model)
     }

@@ -54,20 +54,20 @@ class LowBitOptimizer(NamedOptimizer):
         betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
         weight_decay: Weight decay.
-        columns: Codecs of the parameters. A group may have its own.
+        columns: Codecs of the parameters. A group may have other ones.
         originals: Values from before rounding, for the first weights and masters.
-        held: Functions that return the tensors of weights with a scale. They are called at each
-            use, because a model may move to another device.
-        writers: Functions that store a master into the parameter.
-        owned: ZeRO: names of the parameters whose state this rank keeps. Other ranks step the rest.
+        held: Functions to get the tensors of weights with a scale. They are called at each use,
+            because a model may move to another device.
+        writers: Functions to store a master into the parameter.
+        owned: ZeRO: names of this rank's parameters. Other ranks keep the state of the rest.
         seed: Seed of stochastic rounding.
         compiled: Whether to compile the step on a CPU too. The bits stay the same there.
 
     Attributes:
         grad_factor: Factor of the gradients in a step.
-        largest: Elementwise maximum over the ranks that share tensors, for per-tensor scales.
-        parts: Positions of parameters that tensor parallelism splits.
-        whole: Columns of tensors that are not split.
+        largest: Elementwise maximum over the ranks with shards of a tensor, for per-tensor scales.
+        parts: Positions of this rank's parameters in tensors split by tensor parallelism.
+        whole: Columns of the full tensors.
     """
 
     decoupled: ClassVar[bool]
@@ -154,7 +154,7 @@ class LowBitOptimizer(NamedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient.
+        """Updates every parameter with a gradient.
 
         Gradients with a codec are stored first. After the step, new gradients replace them.
 

@@ -40,7 +40,7 @@ from fp8cfg.optim.low_bit.columns import Columns
 
 LEAST_COMPILED = 64
 """Smallest tensor for compiled code. torch.compile treats sizes 0 and 1 as constants, and a size equal to
-that of `hyper` or of a key as the same symbol. It would recompile for each of these."""
+the size of `hyper` or of a key as the same symbol. It would recompile for each of these."""
 OPTIONS: dict[str, Any] = {
     # Same rounding as eager code. Triton's default division is approximate.
     "emulate_precision_casts": True,
