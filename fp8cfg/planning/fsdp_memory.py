@@ -296,8 +296,8 @@ class FsdpSchedule(BackwardSchedule):
         if not self._is_root(group):
             existing += self.output_gradient
 
-        # While it sends, gradients are freed, except the last parameter's. While it copies, all
-        # gradients exist, and only the copy comes on top.
+        # Two peaks: while FSDP2 copies, all gradients and the copy exist. While it sends, gradients
+        # are freed, except for the last parameter.
         shard_elements = gradients / self.shards
         freed = self.gradient_bytes * gradients
         if self.shards > 1:

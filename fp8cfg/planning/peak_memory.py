@@ -310,7 +310,7 @@ def gradient_bytes(part: Part) -> float:
     return 4 if dtype in SCALED else ELEMENT_BYTES[dtype]
 
 
-# Moments besides the backward pass.
+# Peaks outside the backward pass.
 
 
 def gradient_bytes_before_step(recipe: Recipe, part: Part, linears: Sequence[PlannedLinear]) -> int:

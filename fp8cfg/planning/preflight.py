@@ -1,6 +1,7 @@
 """Checks before a run: data, parallel layout and memory of this machine.
 
-Each error message ends with working command lines for this machine.
+Errors of `check_run` end with working command lines for this machine. `local_problems` lists the
+missing files, GPUs and libraries of a recipe.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ def unused_patterns(recipe: Recipe) -> list[str]:
 def _storage_remarks(recipe: Recipe, part: Part) -> Iterator[str]:
     """Storage dtypes that may lose updates of Adam, and state that cannot be sharded."""
     precision, optim, dtypes = recipe.precision, recipe.optim, part.state.linear
-    # A constant learning rate never becomes too small for the dtype of the weights.
     if optim.name != "sgd":
         yield from slow_averages(dtypes, optim.betas)
         yield from lost_averages(dtypes)
+        # A constant learning rate does not become too small for the weights later in the schedule.
         if optim.lr_decay_style != "constant":
             yield from late_updates(
                 dtypes,

@@ -110,7 +110,8 @@ def _shape(small: Recipe, pipeline: Strategy) -> None:
         )
     m.ffn_hidden_size = min(m.ffn_hidden_size, FFN)
     m.vocab_size = VOCAB
-    # A pattern such as "layers.31.*" matches no layer of the small model, which is an error.
+    # A pattern such as "layers.31.*" matches no layer of the small model. It is dropped, because
+    # an unmatched pattern is an error.
     names = [name for name, *_ in linear_layers(transformer_config(small))]
     f.include, f.exclude = _matching(f.include, names), _matching(f.exclude, names)
     small.lora.targets = (
