@@ -96,7 +96,7 @@ class RunModel:
         plan: Precision of each linear layer.
         choice: Backend of the FP8 layers.
         step: Optimizer steps of the checkpoint.
-        tokenizer_sha256: Hash of the tokenizer file. None if the run had token files.
+        tokenizer_sha256: Hash of the tokenizer file. None without such a file.
     """
 
     recipe: Recipe
