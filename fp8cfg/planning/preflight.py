@@ -219,7 +219,8 @@ def _ranks(recipe: Recipe, device: str) -> int:
         return sharding.ranks()
     trainer = recipe.trainer
     most = min(count_gpus(), trainer.devices)
-    # The command starts as many GPUs as possible. Their number must divide the global batch.
+    # Simpler than count_ranks in cli/launch_run.py: replicas of several ranks and the microbatch
+    # are ignored here. The fit search checks them.
     return next(count for count in range(most, 0, -1) if trainer.global_batch_size % count == 0)
 
 
