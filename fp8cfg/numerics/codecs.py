@@ -3,12 +3,12 @@
 A stored tensor is a tuple of plain tensors, `(data,)` or `(data, scale_inv)`. Its value is
 data x scale_inv. A codec is a format, a rule for the scale, and a rounding:
 
-    fp32 bf16 fp16   no scale fp16_scaled      one scale for a tensor, a power of two: MS-AMP's
-    weights, masters, second moments fp8_pow2         one scale for a tensor, a power of two:
-    MS-AMP's gradients and first moments fp8              one scale for a tensor, which moves its
-    amax to exactly the maximum fp8_block        such a scale for 128 elements; second moments as
-    square roots fp8_expand       a power for 128 elements that fills the range of FP8: COAT's
-    moments
+    fp32, bf16, fp16   no scale
+    fp16_scaled        one power-of-two scale per tensor: MS-AMP's weights, masters, second moments
+    fp8_pow2           one power-of-two scale per tensor: MS-AMP's gradients and first moments
+    fp8                one scale per tensor, which moves its amax to exactly the maximum
+    fp8_block          one scale per 128 elements; second moments as square roots
+    fp8_expand         one power per 128 elements, which fills the range of FP8: COAT's moments
 
 A power of two costs no rounding. But it does not move while a tensor decays: if the step 1 - beta
 of a moving average is less than half a unit of the format, the average rounds back to its old value

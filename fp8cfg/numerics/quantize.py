@@ -1,9 +1,10 @@
 """Quantization of a matrix to an operand of a GEMM, in plain torch operations.
 
-    quantize                one scale: delayed and current scaling quantize_tiles          a scale
-    for each tile: block scaling, MXFP8, NVFP4, current scaling by row quantize_nvfp4
-    NVFP4: the Hadamard transform, stochastic rounding, the global scale count_out_of_range
-    counts values that were clipped hadamard_transform      the transform of NVFP4
+    quantize               one scale per tensor: delayed and current scaling
+    quantize_tiles         one scale per tile: block scaling, MXFP8, NVFP4, current scaling by row
+    quantize_nvfp4         NVFP4: the Hadamard transform, stochastic rounding, the global scale
+    hadamard_transform     the transform of NVFP4
+    count_out_of_range     counts values that were clipped
 
 Everything is computed from float32: rounding to bfloat16 before FP8 changes 3 of 100 values. On a
 GPU with FP8 the kernels of kernels/launch.py replace these functions.
