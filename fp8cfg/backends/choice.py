@@ -78,6 +78,7 @@ def choose(
             against(precision.backend, precision, hardware, statistics, here, strategy, adapters)
         )
         return _choice(precision.backend, precision, hardware, "asked for")
+    # Only the native backend emulates every scaling exactly, so it goes first then.
     emulates = hardware.device == "cpu" or precision.fp8.emulate
     preference = registry.preference()
     others = tuple(name for name in preference if name != REFERENCE)
@@ -93,6 +94,7 @@ def choose(
                     f"{', '.join(others)}: {REFERENCE} goes first where FP8 is emulated"
                 )
             return _choice(name, precision, hardware, "auto", tuple(passed_over))
+        # The first reason is enough here. An error lists all of them.
         first = str(reasons[0]).removeprefix(f"backend={name}: ")
         passed_over.append(f"{name}: {first.partition('; ')[0]}")
     raise ConfigError(against(REFERENCE, precision, hardware) + _could(precision, hardware))
@@ -157,6 +159,7 @@ def against(
     reasons += rules.against_sharding(precision)
     if here:
         reasons += rules.against_environment(precision.fp8, os.environ)
+    # The rules of a backend see fp8.params as it will run, also if storage implies it.
     reasons += rules.refusals(with_resolved_params(precision), hardware)
     return [
         reason if reason.source == "layout" else replace(reason, source="backend")

@@ -20,8 +20,11 @@ ATTENTION_GEMMS = ("p", "o", "ds", "dv", "dq", "dk")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Shapes = Iterable[tuple[str, int, int]]
 Kinds = tuple[str, str] | tuple[()] | None
-"""Formats of the two operands of a GEMM. In a plan None means high precision. In a record of what ran
-None is a GEMM without a run, and HIGH_PRECISION a GEMM in high precision during training."""
+"""Formats of the two operands of a GEMM.
+
+In a plan None means high precision. In a record None means that the GEMM did not run, and
+HIGH_PRECISION that it ran in high precision in training.
+"""
 HIGH_PRECISION: tuple[()] = ()
 OWN_FORWARD = "has its own forward"
 _NAME_IT = (
@@ -31,7 +34,7 @@ _NAME_IT = (
 Misfit = Callable[[FP8, int, int], str]
 """Returns why a layer of these sizes stays in high precision, or "" (`Rules.misfit`)."""
 Numbering = Callable[[str], tuple[int, int] | None]
-"""Maps the name of a linear layer to the index of its Transformer layer and the number of these, or None."""
+"""Maps the name of a linear layer to its Transformer layer's index and their number, or to None."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +247,7 @@ def formats(fp8: FP8) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]
 
 
 def _products(fp8: FP8) -> tuple[tuple[Kinds, Kinds, Kinds], str]:
-    """Returns the formats of the three GEMMs under fp8.override_linear_precision, and its reason."""
+    """Returns the formats of the three GEMMs under fp8.override_linear_precision, and a reason."""
     kept = [g for g in GEMMS if getattr(fp8.override_linear_precision, g)]
     fprop, dgrad, wgrad = (
         None if g in kept else f for g, f in zip(GEMMS, formats(fp8), strict=True)

@@ -85,7 +85,7 @@ class PreparedModel:
 
 
 Observed = dict[str, dict[str, "Kinds"]]
-"""Operand kinds of each GEMM, by layer and GEMM name. HIGH_PRECISION ran without FP8, None did not run."""
+"""Operand kinds of each GEMM, by layer and GEMM name. None means that it did not run."""
 
 
 class BackendError(NotFP8Error):
@@ -116,7 +116,7 @@ def same(what: str, wanted: Mapping[str, object], built: Mapping[str, object]) -
 
 
 class Rules(Protocol):
-    """Capabilities of a backend. They depend on the recipe and a description of the hardware only."""
+    """Capabilities of a backend. They depend only on a recipe and a description of hardware."""
 
     def unavailable(self) -> str:
         """Returns why the backend cannot be used in this environment, or "".
@@ -164,7 +164,7 @@ class Backend(Protocol):
     State consists of plain tensors and has two forms (`fp8cfg.numerics.stored_state`):
 
     - `state_dict` of the model has the keys of the unconverted model, with dequantized weights.
-    - `stored_state_dict` is what checkpoints contain: weights as stored, and FP8 scales and histories.
+    - `stored_state_dict` is the checkpoint form: weights as stored, and FP8 scales and histories.
       The last part of their names begins with `fp8_`.
 
     `load_state_dict` accepts both. Without FP8 state scales restart. Parameter names do not change.

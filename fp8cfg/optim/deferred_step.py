@@ -1,4 +1,4 @@
-"""Deferred optimizer steps: the device decides whether to skip a step, and `step` never waits for it.
+"""Deferred optimizer steps: the device decides whether to skip a step, and `step` does not wait.
 
     step      norm -> skip = not finite -> clip -> update with found_inf = skip -> hooks
     settle    the host reads the norm, and takes back the counts of a skipped step
@@ -67,7 +67,7 @@ class DeferredSteps:
         self.skip: Tensor | None = None
 
     def skip_without_targets(self, num_targets: Tensor) -> None:
-        """Skips the step that begins, and all later ones, if `num_targets`, [] on the device, is 0."""
+        """Skips the next step and all later ones if `num_targets`, [] on the device, is 0."""
         lacks_targets = num_targets == 0
         if self._lacks_targets is not None:
             lacks_targets = self._lacks_targets | lacks_targets
@@ -105,6 +105,7 @@ class DeferredSteps:
         if optimizer.loss_scaler is not None:
             optimizer.loss_scaler.update(found_inf=not is_finite)
         if not is_finite:
+            # The device has skipped all steps behind a skipped one, see `decide`.
             optimizer.count(-1, step.parameters)
             while self._launched:
                 optimizer.count(-1, self._launched.popleft().parameters)

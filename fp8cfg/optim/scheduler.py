@@ -1,4 +1,4 @@
-"""Schedule with the interface of torch.optim.lr_scheduler, for training loops of other libraries."""
+"""Schedule with the interface of torch.optim.lr_scheduler, for loops of other libraries."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class StepScheduler(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Returns the learning rate of the next step for each parameter group."""
+        # Not last_epoch of the base class: it also counts skipped steps.
         return [self.schedule.lr_at(self.optimizer.steps)] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def _tensor_keys(inner: torch.optim.Optimizer, master: Tensor) -> list[str]:
 
 def _step_tensor(inner: torch.optim.Optimizer, master: Tensor, step: int) -> Tensor:
     """Returns a step count as the inner optimizer stores it."""
-    # Fused and capturable kernels read the count on the device. Otherwise torch keeps it on the CPU.
+    # Fused and capturable kernels read the count on the device. Others keep it on the CPU.
     group = next(group for group in inner.param_groups if any(master is p for p in group["params"]))
     on_device = group.get("fused") or group.get("capturable")
     return torch.tensor(
@@ -195,9 +195,9 @@ class NamedOptimizer(torch.optim.Optimizer):
     sharded: bool = False
     """Whether FSDP2 shards every parameter and its state over data-parallel ranks."""
     one_shard: Callable[[], None] | None = None
-    """Called after a state dict has written parameters, if FSDP2 has one whole shard on every rank."""
+    """Called after a state dict has written parameters, if FSDP2 has one shard on every rank."""
     masters_of: Collection[str] = ()
-    """Names of parameters that are their own masters under FSDP2, but have a separate master without it."""
+    """Names of parameters with a master that under FSDP2 is the parameter itself."""
     split: Collection[Any] = ()
     """Parameters that tensor-parallel ranks split."""
     sum_split: Callable[[Tensor], Tensor] | None = None

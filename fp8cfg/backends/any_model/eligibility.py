@@ -182,7 +182,7 @@ def unwatched(model: nn.Module, watched: Collection[nn.Module]) -> list[Unwatche
 
 
 def _matrices(module: nn.Module) -> Iterator[Tensor]:
-    """Yields the floating-point parameters of `module` itself with at least two dimensions above 1."""
+    """Yields floating-point parameters of `module` itself with two or more dimensions above 1."""
     held = (
         p
         for p in module._parameters.values()
@@ -200,7 +200,7 @@ def _of_a_library(module: nn.Module) -> bool:
 
 
 _ADAPTER = re.compile(r"(?:^|\.)lora_\w+(?:\.|$)", re.IGNORECASE)
-"""Adapters of PEFT (lora_A, lora_B), diffusers (lora_down, lora_up) and torchtune (lora_a, lora_b)."""
+"""Adapters of PEFT (lora_A, lora_B), diffusers (lora_down) and torchtune (lora_a)."""
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?=\.)")
 
 
@@ -333,7 +333,7 @@ def _adapters(names: Iterable[str], fp8: FP8) -> dict[str, str]:
 
 
 def _not_linear(linear: Collection[type[nn.Linear]], layers: Collection[nn.Linear]) -> list[str]:
-    """Returns an error for each class in `linear` that is unused, of a wrong type, or not linear."""
+    """Returns an error for each class in `linear` of a wrong type, without layers, or not linear."""
     lines = []
     for cls in linear:
         if not (isinstance(cls, type) and issubclass(cls, nn.Linear)):

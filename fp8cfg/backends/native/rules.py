@@ -16,8 +16,7 @@ FP8_CAPABILITY = (8, 9)
 BLOCK_CUDA = max(scaling.cuda for scaling in SCALINGS.values())
 """Lowest CUDA version whose cuBLAS supports blockwise scales on Hopper."""
 ALIGNMENT = 16
-"""Scaled GEMMs need every contracted and every last dimension divisible by this (cuBLASLt; Transformer
-Engine documentation, section 3.4)."""
+"""Scaled GEMMs need contracted and last dimensions divisible by this (cuBLASLt, TE section 3.4)."""
 
 
 def unavailable() -> str:

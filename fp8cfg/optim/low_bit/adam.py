@@ -210,6 +210,7 @@ class LowBitOptimizer(NamedOptimizer):
         for p in group["params"]:
             if (grad := self.gradients.of(p)) is not None:
                 state = self.state[p]
+                # Parameters of other ranks count too, so that all ranks save the same JSON.
                 state["step"] += 1
                 if self.owns(p):
                     slot = slot_of(local(p), state, grad, self._held(p), p in self.writers)

@@ -39,8 +39,11 @@ from fp8cfg.optim.low_bit.adam_update import (
 from fp8cfg.optim.low_bit.columns import Columns
 
 LEAST_COMPILED = 64
-"""Smallest tensor for compiled code. torch.compile treats sizes 0 and 1 as constants, and a size equal to
-the size of `hyper` or of a key as the same symbol. It would recompile for each of these."""
+"""Smallest tensor for compiled code.
+
+torch.compile treats sizes 0 and 1 as constants, and a size equal to the size of `hyper` or of a key
+as the same symbol. It would recompile for each of these.
+"""
 OPTIONS: dict[str, Any] = {
     # Same rounding as eager code. Triton's default division is approximate.
     "emulate_precision_casts": True,
@@ -50,10 +53,13 @@ OPTIONS: dict[str, Any] = {
         1 << 20,
     ),
 }
-"""Inductor options. Large thresholds recompute values instead of writing float32 copies to memory."""
+"""Inductor options. Large thresholds recompute values instead of storing float32 copies."""
 TOGETHER = 4
-"""Tensors per launch on a GPU. Eight take twice as long to compile and split into two kernels, because a
-kernel has a limited number of arguments."""
+"""Tensors per launch on a GPU.
+
+Eight take twice as long to compile and split into two kernels, because the number of
+arguments is limited.
+"""
 Options = tuple[tuple[str, int], ...]
 REDUCED: Options = (("combo_kernels", True), ("combo_kernels_autotune", 1))
 """Options for reductions of several tensors. Without autotuning a program would take 1024 rows."""
@@ -62,8 +68,11 @@ STORED: Options = (
     ("combo_kernels_autotune", 0),
     ("combo_kernels_pointwise_only", True),
 )
-"""Options for code that writes several tensors. Autotuning would copy them. Combined reductions without
-autotuning would take 1024 values per thread, which LLVM optimizes for minutes."""
+"""Options for code that writes several tensors.
+
+Autotuning would copy them. Combined reductions without autotuning would take 1024 values per
+thread, and LLVM would optimize such code for minutes.
+"""
 _CONSTANTS: dict[str, tuple[Any, ...]] = {}
 
 
@@ -126,9 +135,9 @@ def _compiled(
         # Dynamo treats numbers from a global as constants, but not numbers from a closure.
         return function(*_CONSTANTS[name], *args)
 
-    # Dynamo stops after eight recompilations of a code object, which all functions would share here.
-    # Seen with torch 2.13. Its option isolate_recompiles can replace this when older versions of
-    # torch are no longer supported.
+    # Dynamo stops after eight recompilations of a code object. All functions here would share one.
+    # Seen with torch 2.13. Its option isolate_recompiles can replace this once older versions are
+    # no longer supported.
     run.__code__ = run.__code__.replace(co_name=name)
     return torch.compile(run, fullgraph=True, dynamic=True, options=OPTIONS | dict(more))
 

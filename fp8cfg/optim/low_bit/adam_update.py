@@ -111,6 +111,7 @@ def moved(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor) -> Moved
         hyper: Factors of the step, float32 [10].
     """
     decay, b1, one_less_b1, b2, one_less_b2, lr, correction, eps, _, grad_factor = hyper.unbind()
+    # The order of operations decides the bits. Keep it equal to MS-AMP's.
     w, g = columns.source.decode(slot.source), columns.read.decode(slot.grad) * grad_factor
     if decoupled:
         w = w * decay
@@ -149,6 +150,7 @@ def find_row_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor
 
     A tensor that ROW does not divide is a single row.
     """
+    # A compiled reduction of a whole tensor would be one program. Rows give it parallelism.
     values = zip(moved(columns, decoupled, slot, hyper), columns.amaxes, strict=True)
     return [_row_amaxes(x) for x, wanted in values if wanted]
 

@@ -32,7 +32,7 @@ from fp8cfg.optim.low_bit.adam_update import ROW
 from fp8cfg.optim.low_bit.columns import local
 
 WAITING = 1 << 26
-"""Largest number of waiting elements: 256 MiB in float32. Larger ones take longer than their launches."""
+"""Largest number of waiting elements, 256 MiB in float32. Beyond it launches cost little."""
 
 
 class StoredGradients:

@@ -15,8 +15,10 @@ from fp8cfg.optim.low_bit.columns import Columns, decoded_part, first_element, l
 from fp8cfg.optim.state_dict import Names, check_names, check_tensors
 
 STORED = ("master", "weight", "exp_avg", "exp_avg_sq")
-"""Tensors in the state of a parameter. A master is optional. `weight` is missing if the parameter itself
-is the stored weight."""
+"""Tensors in the state of a parameter.
+
+A master is optional. `weight` is missing if the parameter itself is the stored weight.
+"""
 
 
 def check_parameter(
