@@ -47,6 +47,7 @@ class CompiledForward:
         self.module, self.eager, self.compiled = module, module.forward, compile(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled forward in training, otherwise the eager one."""
         if not self.module.training:
             return self.eager(*args, **kwargs)
         return weights_ready(self.module, self.compiled)(*args, **kwargs)

@@ -129,6 +129,7 @@ def float32_weights(job: Job) -> dict[str, Tensor]:
     }
 
     def wide(p: nn.Parameter) -> Tensor:
+        """Returns the float32 value of one parameter."""
         # Under FSDP2 the float32 shards are the masters.
         if p in masters or job.prepared.fsdp2:
             return local(masters.get(p, p.detach())).float()

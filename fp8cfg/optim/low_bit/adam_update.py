@@ -150,7 +150,7 @@ def find_row_amaxes(columns: Columns, decoupled: bool, slot: Slot, hyper: Tensor
 
     A tensor that ROW does not divide is a single row.
     """
-    # A compiled reduction of a whole tensor would be one program. Rows give it parallelism.
+    # Compiled code only reduces rows. The amaxes of rows are reduced in `_wanted_amaxes`.
     values = zip(moved(columns, decoupled, slot, hyper), columns.amaxes, strict=True)
     return [_row_amaxes(x) for x, wanted in values if wanted]
 

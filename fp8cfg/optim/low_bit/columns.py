@@ -182,6 +182,7 @@ def columns_of_shard(columns: Columns, p: Tensor, part: StridedStart | None) -> 
         columns = columns._replace(weight=FLOAT32.weight, master=None)
 
     def cut(block: int) -> bool:
+        """Whether a shard would split a block of `block` elements."""
         return bool(part and part.run % block) or (
             by_rows and not fits(p.shape, _split(p)[1], block)
         )

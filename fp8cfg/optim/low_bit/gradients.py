@@ -129,7 +129,7 @@ class StoredGradients:
         return local(p.grad)
 
     def _kind(self, p: nn.Parameter) -> Hashable:
-        """Returns a key that is equal for gradients that one launch can store.
+        """Returns an equal key for gradients of the same launch.
 
         Without a per-tensor scale each gradient needs one launch anyway.
         """
@@ -167,6 +167,7 @@ class StoredGradients:
         waiting: dict[nn.Parameter, None] = {}
 
         def arrived(p: Tensor) -> None:
+            """Stores waiting gradients if there are enough of them, or if a group is complete."""
             assert isinstance(p, nn.Parameter), "hooks are those of parameters"
             waiting[p] = None
             if p in self.groups:
@@ -187,6 +188,7 @@ class StoredGradients:
             waiting.clear()
 
         def alone(p: Tensor) -> None:
+            """Copies a gradient out of a larger buffer."""
             if (
                 p.grad is not None
                 and local(p.grad).untyped_storage().nbytes() > local(p.grad).nbytes
