@@ -445,12 +445,10 @@ def _silent_store(gone: bool = False) -> str:
 
 def _said_of(silent: Sequence[int]) -> str | None:
     """Returns the text for silent ranks, None if there are none."""
-    return (
-        f"{_ranks(silent)} {'is' if len(silent) == 1 else 'are'} silent: {_GONE}, or busy outside"
-        " of Python"
-        if silent
-        else None
-    )
+    if not silent:
+        return None
+    verb = "is" if len(silent) == 1 else "are"
+    return f"{_ranks(silent)} {verb} silent: {_GONE}, or busy outside of Python"
 
 
 def seen_from(rank: int, diagnosis: str) -> str:
