@@ -364,8 +364,8 @@ def draw_terminal(arguments: Sequence[str], title: str) -> str:
         )
         console.print(Text(line, style=style), soft_wrap=True)
     drawn = console.export_svg(title=title, unique_id="terminal")
-    # The fonts of rich's template are on another host.
-    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+    # The fonts of rich's template are on another host, and a comment names that of rich.
+    return re.sub(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", "", drawn, flags=re.DOTALL)
 
 
 def draw_errors() -> str:
