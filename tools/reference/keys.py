@@ -31,11 +31,9 @@ PLAIN_DEFAULT = re.compile(r"\s*Default [^\s:;]+( \([^()]*\))?\.?$")
 
 def page() -> str:
     head = (
-        "# Keys\n\nEvery key of a recipe. `fp8cfg explain KEY` says the same of one key, with its effect under a recipe and every "
-        "layer that set it. Short names stand for full ones: "
-        + ", ".join(f"`{a}` for `{b}`" for a, b in ALIASES.items())
-        + ". "
-        "The source is that of the default, a project or a paper; fp8cfg where it is its own choice.\n"
+        "# Keys\n\nAll keys of a recipe. `fp8cfg explain KEY` prints one key, its effect in your recipe, and who set it. You can use short "
+        "names: " + ", ".join(f"`{a}` for `{b}`" for a, b in ALIASES.items()) + ". "
+        "The last column is the source of the default: a project, a paper, or fp8cfg.\n"
     )
     parts = [head]
     for node in ["", *(key for key in fields() if is_node(key))]:

@@ -14,12 +14,12 @@ def page() -> str:
     return "\n\n".join(
         [
             "# Recipes and presets",
-            "What `recipe=`, `precision=`, `data=` and `task=` choose from; `fp8cfg list` prints the same, and `--config-dir FOLDER` adds files of "
-            "yours. A precision preset replaces everything about precision; its Python function has the name that NeMo or "
-            "Megatron-Bridge gives it, where they have one.",
+            "The choices of `recipe=`, `precision=`, `data=` and `task=`. `fp8cfg list` prints them too. `--config-dir FOLDER` adds your own "
+            "files. A precision preset replaces everything about precision. Its Python function has NeMo's or Megatron-Bridge's name for "
+            "it, if they have one. [Choose a precision](../choosing-a-precision.md) tells you which one to use.",
             "## recipe",
             table(
-                ["name", "what it is"], [[code(e.name), e.about] for e in entries("recipe", None)]
+                ["name", "description"], [[code(e.name), e.about] for e in entries("recipe", None)]
             ),
             "## precision",
             table(

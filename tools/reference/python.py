@@ -22,15 +22,15 @@ def page() -> str:
     return "\n\n".join(
         [
             "# Python",
-            "The names of `fp8cfg.__all__`. `import fp8cfg` loads neither torch, Hydra nor Fiddle; each name is imported when it "
-            "is first used. `fp8cfg.recipes` has a function for each [recipe](presets.md#recipe).",
+            "The names of `fp8cfg.__all__`. `import fp8cfg` loads neither torch, Hydra nor Fiddle; each name is imported on first "
+            "use. `fp8cfg.recipes` has a function for each [recipe](presets.md#recipe).",
             "## Functions",
             *(_function(n, o) for n, o in functions.items()),
             "## Classes",
             *(_class(n, o) for n, o in classes.items()),
             "## Nodes of a recipe",
             "Typed, checked at construction and at assignment; their fields are the [keys](keys.md).",
-            table(["class", "what it holds"], [[code(n), _first(o)] for n, o in nodes.items()]),
+            table(["class", "contents"], [[code(n), _first(o)] for n, o in nodes.items()]),
             "## Precision presets",
             "Functions without arguments that return a `Precision`: "
             + ", ".join(code(n) for n in presets)
