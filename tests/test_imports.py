@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "building": ["conversion"],
     "checkpoint": ["building", "run_folder", "data"],
     "training": ["checkpoint"],
-    API: ["training", "report", "execution", "recipes"],
+    "studies": ["training", "report", "execution"],
+    API: ["studies", "recipes"],
     "cli": [API],
     "__main__": ["cli"],
 }
@@ -49,6 +50,7 @@ WITHOUT_TORCH = [
     "interop",
     "recipes",
     "report",
+    "studies.page",
     "models.config",
     "planning.plan_report",
     "building.builder",
