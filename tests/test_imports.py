@@ -51,6 +51,7 @@ WITHOUT_TORCH = [
     "recipes",
     "report",
     "studies.page",
+    "studies.run_data",
     "models.config",
     "planning.plan_report",
     "building.builder",

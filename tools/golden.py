@@ -31,6 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ("time", "seconds", "tokens_per_second", "memory")
+"""Fields of metrics.jsonl that differ between equal runs."""
 
 TINY = [
     "recipe=llama_tiny",
@@ -239,7 +241,7 @@ def hex_steps(run_folder: Path) -> list[str]:
         record = json.loads(text)
         values = []
         for key, value in record.items():
-            if key == "seconds":
+            if key in MEASURED:
                 continue
             values.append(f"{key}={value.hex() if isinstance(value, float) else value}")
         lines.append("  " + " ".join(values))

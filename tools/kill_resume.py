@@ -24,6 +24,7 @@ from pathlib import Path
 import command
 from measure_bytes import counts, rows
 
+from fp8cfg.run_folder.metrics_file import MEASURED
 from fp8cfg.training.metrics import read
 
 WORDS = [
@@ -46,7 +47,8 @@ def losses(root: Path) -> list[dict[str, object]]:
     """The metrics of the run under `root`, without what measures time."""
     (folder,) = root.iterdir()
     return [
-        {k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")
+        {k: v for k, v in line.items() if k not in MEASURED}
+        for line in read(folder / "metrics.jsonl")
     ]
 
 

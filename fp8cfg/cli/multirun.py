@@ -34,6 +34,7 @@ from fp8cfg.composition.hydra_application import GIVEN, NAME, application, recip
 from fp8cfg.composition.overrides import quoted
 from fp8cfg.composition.sweep_overrides import Sweep, refused
 from fp8cfg.composition.sweep_overrides import read as read_overrides
+from fp8cfg.run_folder import metrics_file
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.run_folder import COVERAGE, METRICS, RunFolder, RunFolderNotWritable
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, out_of_memory, printable, refuse_if
@@ -133,9 +134,7 @@ def _number(value: float | str | None, form: str) -> str:
 
 def _metrics(files: RunFiles | None) -> Result:
     """The last losses, and the median of tokens per second after the first step, which warms up."""
-    from fp8cfg.training import metrics
-
-    rows: list[Any] = metrics.read(files, METRICS) if files and files.kind(METRICS) else []
+    rows: list[Any] = metrics_file.read(files, METRICS) if files and files.kind(METRICS) else []
     steps = [r for r in rows if "seconds" in r]
     pace = [r["tokens"] / r["step"] / r["seconds"] for r in steps[1:] or steps]
     last = {

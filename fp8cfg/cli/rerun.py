@@ -16,6 +16,7 @@ from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whol
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
+from fp8cfg.run_folder import metrics_file
 from fp8cfg.run_folder.environment import differences, environment
 from fp8cfg.run_folder.files import StrangeFile
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS, RECIPE, RunFolder
@@ -173,12 +174,10 @@ Losses = dict[str, dict[int, float]]
 
 
 def _losses(folder: RunFolder) -> Losses:
-    from fp8cfg.training import metrics
-
     try:
         if folder.files.size(METRICS) > MAX_METRICS:
             raise ConfigError(f"{folder.metrics}: larger than {MAX_METRICS >> 20} MB")
-        rows: list[Any] = metrics.read(folder.files, METRICS)
+        rows: list[Any] = metrics_file.read(folder.files, METRICS)
     except FileNotFoundError:
         raise ConfigError(f"{folder.metrics}: is not there") from None
     except (OSError, StrangeFile, ValueError) as e:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def take_lock(files: RunFiles) -> FileIO:
     # Held open as long as the run.
     file = open(files.shared(LOCK), "rb+", buffering=0)  # noqa: SIM115
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file)
     except OSError as error:
         holder = (file.read(200) or b"").decode(errors="replace").strip()
         file.close()
@@ -95,12 +96,28 @@ def take_lock(files: RunFiles) -> FileIO:
     return file
 
 
+def _lock(file: FileIO) -> None:
+    """Locks a file. Raises OSError if another process keeps it locked.
+
+    A reader that looks whether a run is going has a shared lock for some microseconds
+    (status.py). So a short wait decides.
+    """
+    for _ in range(LOCK_TRIES - 1):
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_PAUSE)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+LOCK_TRIES, LOCK_PAUSE = 10, 0.01
+"""Number of tries to lock a run folder, and seconds between them."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RUN_FORMAT = 1
 """Format of a run folder, in its environment.json. Change it if older folders cannot be resumed."""
 RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
 METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
-LOCK, TENSORBOARD = "run.lock", "tensorboard"
+LOCK, TENSORBOARD, STATUS = "run.lock", "tensorboard", "status.json"
 PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")
 
 
@@ -347,7 +364,7 @@ class RunFolder:
                 events = self.files.folder(name).names() if kind == "folder" else [""]
                 unused = all(event.startswith("events.out.tfevents") for event in events)
             else:
-                unused = kind == "file" and name in (RECIPE, ENVIRONMENT, LOCK)
+                unused = kind == "file" and name in (RECIPE, ENVIRONMENT, LOCK, STATUS)
             if not unused:
                 return False
         return True

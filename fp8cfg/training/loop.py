@@ -31,6 +31,7 @@ from fp8cfg.data.stream import Stream
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World, current
 from fp8cfg.planning.preflight import check_layout
+from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError
 from fp8cfg.schema.recipe import Recipe
@@ -40,8 +41,9 @@ from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.evaluation import Stopped, evaluate
 from fp8cfg.training.last_step import LastStep
 from fp8cfg.training.look_ahead import LookAhead
-from fp8cfg.training.metrics import Progress, RunLogs, Value
+from fp8cfg.training.metrics import Progress, RunLogs
 from fp8cfg.training.overflow_watch import OverflowCollector
+from fp8cfg.training.run_status import RunStatus
 from fp8cfg.training.signals import REQUEUE, StopSignals
 from fp8cfg.training.step import PendingStep, can_run_ahead, count_microbatches, train_step
 from fp8cfg.training.step_report import Callback, StepReport
@@ -112,15 +114,17 @@ def train(
         ConfigError: Data or batches do not fit the recipe.
         CheckpointError: The last checkpoint could not be written.
     """
-    try:
-        training = _Training(job, run, world or current(), say, callbacks, data)
-        return training.train(start_from)
-    except DataError as error:
-        # Some errors appear only when data are read, such as a token outside the vocabulary.
-        raise ConfigError(f"data={job.recipe.data.name}: {error}") from None
-    except OSError as error:
-        path = run.path if run else job.recipe.data.path
-        raise RunFolderNotWritable(f"{path}: {error}") from None
+    first_step = start_from[1]["step"] if start_from else 0
+    with RunStatus(run, first_step) as status:
+        try:
+            training = _Training(job, run, world or current(), say, callbacks, data, status)
+            return training.train(start_from)
+        except DataError as error:
+            # Some errors appear only when data are read, such as a token outside the vocabulary.
+            raise ConfigError(f"data={job.recipe.data.name}: {error}") from None
+        except OSError as error:
+            path = run.path if run else job.recipe.data.path
+            raise RunFolderNotWritable(f"{path}: {error}") from None
 
 
 class _Training:
@@ -134,9 +138,11 @@ class _Training:
         say: Callable[[str], None],
         callbacks: Sequence[Callback],
         data: RunData | None,
+        status: RunStatus,
     ) -> None:
         self.job = job
         self.run = run
+        self.status = status
         self.world = world
         self.recipe = job.recipe
         self.max_steps = job.recipe.trainer.max_steps
@@ -265,6 +271,7 @@ class _Training:
             seconds = now - self.step_began
             self.step_began = now  # of the next step, already on the device
             self.last_step.record(result.step)
+            self.status.step = result.step
             if "request" in result.metrics:
                 request = Request(round(result.metrics["request"].item()))
                 self.requested = max(self.requested, request)

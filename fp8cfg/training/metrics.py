@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -23,13 +21,11 @@ from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.statistics import collect_statistics
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles, write_all
+from fp8cfg.run_folder.metrics_file import Value, complete_lines, parse, writable
+from fp8cfg.run_folder.metrics_file import read as read
 from fp8cfg.run_folder.run_folder import FP8_STATS, METRICS, TENSORBOARD, RunFolder
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training.step import count_microbatches
-
-Value = float | int | str | bool | None
-# JSON has no such numbers. They are written as these strings and read back as floats.
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
@@ -66,9 +62,9 @@ class MetricsLog:
         with ExitStack() as stack:
             there = stack.enter_context(folder.open(name)) if folder.kind(name) else ()
             with folder.replacing(name) as new:
-                for number, line in enumerate(_complete_lines(there), 1):
+                for number, line in enumerate(complete_lines(there), 1):
                     if done is not None:
-                        values = _parse(f"{path}:{number}", line)
+                        values = parse(f"{path}:{number}", line)
                         if values["step"] > done:
                             continue
                         if values["step"] > coming:
@@ -95,7 +91,7 @@ class MetricsLog:
             OSError: Writing failed for another reason than a full disk.
         """
         line = json.dumps(
-            {"step": step} | {k: _writable(v) for k, v in values.items() if k != "step"},
+            {"step": step} | {k: writable(v) for k, v in values.items() if k != "step"},
             allow_nan=False,
         )
         self._waiting += line.encode() + b"\n"
@@ -130,30 +126,6 @@ class MetricsLog:
     def _flush(self) -> None:
         while self._waiting:
             del self._waiting[: self._file.write(self._waiting)]
-
-
-def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
-    """Reads a metrics file. Skips an incomplete last line.
-
-    Args:
-        path: The file, or a run folder together with `name`.
-        name: File name in the run folder.
-
-    Returns:
-        Step and metrics of each line. Floats have the bits that were written.
-
-    Raises:
-        OSError: The file cannot be read.
-        StrangeFile: The file is not a regular file.
-        ValueError: A line is not a JSON object with a step.
-    """
-    folder = RunFiles.at(path if isinstance(path, RunFiles) else Path(path).parent)
-    name = name or Path(path).name  # type: ignore[arg-type]
-    with folder.open(name) as file:
-        return [
-            _parse(f"{folder.path / name}:{number}", line)
-            for number, line in enumerate(_complete_lines(file), 1)
-        ]
 
 
 class TensorBoardLog:
@@ -255,43 +227,6 @@ class Progress:
         elapsed = self._clock() - began
         seconds = round((self.max_steps - step) * elapsed / (step - first_step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-
-
-def _writable(value: Value) -> Value:
-    """Returns a value that JSON can represent. See NON_FINITE."""
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
-
-
-def _parse(place: str, line: bytes) -> dict[str, Any]:
-    """Parses one line. Raises ValueError with `place`, the path and the line number."""
-    try:
-        raw = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{place}: not a line of metrics: {_quote(line)}; delete that line"
-        ) from error
-    if not isinstance(raw, dict) or type(raw.get("step")) is not int:
-        raise ValueError(
-            f"{place}: a line of metrics without a step: {_quote(line)}; delete that line"
-        )
-    values = {}
-    for name, value in raw.items():
-        values[name] = NON_FINITE.get(value, value) if isinstance(value, str) else value
-    return values
-
-
-def _quote(line: bytes) -> str:
-    """Returns the beginning of a line for an error."""
-    return repr(line[:80].decode(errors="replace").rstrip())
-
-
-def _complete_lines(lines: Iterable[bytes]) -> Iterable[bytes]:
-    """Skips an incomplete last line."""
-    return (line for line in lines if line.endswith(b"\n"))
 
 
 class RunLogs:

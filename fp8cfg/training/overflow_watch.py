@@ -19,10 +19,10 @@ from fp8cfg.numerics.amax_update import RangesUsed, collect_ranges_used, read_ov
 from fp8cfg.numerics.kernels.launch import HAS_TRITON
 from fp8cfg.numerics.overflow_counts import take_step_counts
 from fp8cfg.parallel.process_group import World, pipeline_world, stage_world
+from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.schema.backends import capabilities
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.tables import wrapped
-from fp8cfg.training.metrics import Value
 
 WARNING_RATIO = 2.0
 """Smallest ratio of an amax to the range of its scale for a warning.

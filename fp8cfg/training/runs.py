@@ -26,13 +26,13 @@ from fp8cfg.parallel.sharding import ranks
 from fp8cfg.planning.fit_search import changed_overrides
 from fp8cfg.planning.smoke import SAVED_AT, STEPS
 from fp8cfg.run_folder.files import RunFiles
+from fp8cfg.run_folder.metrics_file import read
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
 from fp8cfg.schema.keywords import refuses_recipe_keys
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import run_data
 from fp8cfg.training.loop import Interrupted, Loaded, Result, train
-from fp8cfg.training.metrics import read
 from fp8cfg.training.step_report import Callback
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def resume(
 
 @contextmanager
 def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunFolder | None]:
-    """Opens a run folder for training, and prints its path at the end.
+    """Opens a run folder for training, and prints its path before and after.
 
     If an error ends the run before its first step, a new folder is removed.
 
@@ -212,6 +212,8 @@ def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunF
     """
     run = open_folder() if world.first else None
     try:
+        if run:
+            say(f"run folder: {printable(str(run.path))}")
         yield run
     except Exception as error:
         # An interrupted run keeps its folder, even without a step: it will be resumed.

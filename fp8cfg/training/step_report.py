@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+
+import torch
 
 from fp8cfg.backends import registry
 from fp8cfg.backends.stored_weights import DTYPES
@@ -17,9 +22,10 @@ from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.numerics import Overflow
 from fp8cfg.parallel.process_group import World, pipeline_world
 from fp8cfg.planning.coverage import Coverage, low_coverage_warning
+from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder
 from fp8cfg.schema.tables import wrapped
-from fp8cfg.training.metrics import Progress, RunLogs, Value
+from fp8cfg.training.metrics import Progress, RunLogs
 from fp8cfg.training.overflow_watch import OverflowWarnings, overflow_values
 from fp8cfg.training.step import StepResult
 
@@ -143,7 +149,10 @@ class StepReport:
             "grad_norm": result.grad_norm,
             "stepped": result.stepped,
             "tokens": result.step * self._tokens_per_step(),
+            "time": time.time(),
             "seconds": seconds,
+            "tokens_per_second": self._tokens_per_step() / seconds,
+            "memory": peak_memory(self._job.device),
         }
         if self._job.loss_scaler is not None:
             # The scaler was updated by this step, so this is the scale of the next one.
@@ -236,3 +245,16 @@ def attention_kernels(job: Job) -> dict[str, str]:
     for text in pipeline_world(job.prepared).texts(json.dumps(of_stage)):
         kernels |= json.loads(text)
     return kernels
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the peak memory of this process in bytes.
+
+    On a GPU that is the memory that torch's allocator has given to tensors, on a CPU the resident
+    memory. The GPU does not have to finish its work for it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts KiB, macOS bytes.
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -14,6 +14,7 @@ import fp8cfg
 from fp8cfg.checkpoint import save as checkpoint_save
 from fp8cfg.checkpoint.manifest import verify
 from fp8cfg.checkpoint.save import CheckpointError
+from fp8cfg.run_folder.metrics_file import MEASURED
 from fp8cfg.training.metrics import read
 from tests.support import whole_checkpoints
 from tests.support.ranks import ended, launch, running
@@ -171,7 +172,7 @@ def metrics(folder: Path) -> list[dict[str, object]]:
     rows = []
     for line in read(folder / "metrics.jsonl"):
         if "save_seconds" not in line:
-            rows.append({key: value for key, value in line.items() if key != "seconds"})
+            rows.append({key: value for key, value in line.items() if key not in MEASURED})
     return rows
 
 

@@ -16,6 +16,7 @@ from fp8cfg.checkpoint import job_state, resume_rules
 from fp8cfg.checkpoint.load import Tensors
 from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.stored_state import fit_history, stored_state_dict
+from fp8cfg.run_folder.metrics_file import MEASURED
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
 from tests.support import whole_checkpoints
@@ -205,7 +206,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
 
 def metrics(folder: Path) -> list[dict[str, object]]:
     return [
-        {k: v for k, v in line.items() if k != "seconds"} for line in read(folder / "metrics.jsonl")
+        {k: v for k, v in line.items() if k not in MEASURED}
+        for line in read(folder / "metrics.jsonl")
     ]
 
 

@@ -18,6 +18,7 @@ from fp8cfg.composition import to_yaml
 from fp8cfg.numerics import E2M1, GRAD_OUTPUT, FP8Linear, Region, Scaling, fp8_linears
 from fp8cfg.numerics.statistics import Statistics, collect_statistics
 from fp8cfg.numerics.stored_state import stored_state_dict
+from fp8cfg.run_folder.metrics_file import MEASURED
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training.data import run_data
 from fp8cfg.training.metrics import read
@@ -220,7 +221,7 @@ def fit(root: Path, *words: str) -> tuple[RunFolder, Job]:
 
 
 def lines(folder: RunFolder) -> list[dict[str, object]]:
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in read(folder.metrics)]
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in read(folder.metrics)]
 
 
 def test_one_line_a_step_and_tensor(tmp_path: Path) -> None:

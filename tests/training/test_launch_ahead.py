@@ -16,6 +16,7 @@ import fp8cfg
 from fp8cfg.numerics.stored_state import stored_state_dict
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.metrics_file import MEASURED
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training import loop
 from fp8cfg.training import step as training_step
@@ -50,7 +51,7 @@ def trained(
     job.optimizer.can_defer = can_defer
     result = fp8cfg.fit(job, root, say=said.append)
     metrics = [
-        {k: v for k, v in json.loads(line).items() if k != "seconds"}
+        {k: v for k, v in json.loads(line).items() if k not in MEASURED}
         for line in (root / "metrics.jsonl").read_text().splitlines()
     ]
     files = {
@@ -235,7 +236,7 @@ def test_under_a_loss_scale_the_run_goes_on(
         }
         found.append(
             (
-                [{k: v for k, v in line.items() if k != "seconds"} for line in lines],
+                [{k: v for k, v in line.items() if k not in MEASURED} for line in lines],
                 files,
                 [s.replace(name, "") for s in said if "tokens/s" not in s],
             )
@@ -410,7 +411,7 @@ def _in_stages(world: World, words: tuple[str, ...]) -> Any:
             loop.RunLogs,
             "write",
             lambda self, done, values: lines.append(
-                {k: v for k, v in values.items() if k != "seconds"}
+                {k: v for k, v in values.items() if k not in MEASURED}
             ),
         )
         job = fp8cfg.build(

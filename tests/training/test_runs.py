@@ -17,6 +17,7 @@ from fp8cfg.__main__ import main
 from fp8cfg.building.job import Job
 from fp8cfg.numerics.amax_update import Overflow, RangesUsed, read_overflow
 from fp8cfg.parallel.process_group import World
+from fp8cfg.run_folder.metrics_file import MEASURED
 from fp8cfg.run_folder.run_folder import RunFolder, RunFolderError
 from fp8cfg.training import overflow_watch
 from fp8cfg.training.overflow_watch import reduce_ranges_used
@@ -49,10 +50,7 @@ class Heard(fp8cfg.Callback):
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if k not in ("time", "seconds")}
-        for line in lines
-    ]
+    return [{k: v for k, v in json.loads(line).items() if k not in MEASURED} for line in lines]
 
 
 def files(folder: Path) -> set[str]:

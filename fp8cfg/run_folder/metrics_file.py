@@ -1,0 +1,78 @@
+"""Metrics files of a run folder: JSON Lines, one object with a step per line. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.run_folder.files import RunFiles
+
+Value = float | int | str | bool | None
+# JSON has no such numbers. They are written as these strings and read back as floats.
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+MEASURED = ("time", "seconds", "tokens_per_second", "memory")
+"""Fields of metrics.jsonl that differ between two equal runs."""
+
+
+def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
+    """Reads a metrics file. Skips an incomplete last line.
+
+    Args:
+        path: The file, or a run folder together with `name`.
+        name: File name in the run folder.
+
+    Returns:
+        Step and metrics of each line. Floats have the bits that were written.
+
+    Raises:
+        OSError: The file cannot be read.
+        StrangeFile: The file is not a regular file.
+        ValueError: A line is not a JSON object with a step.
+    """
+    folder = RunFiles.at(path if isinstance(path, RunFiles) else Path(path).parent)
+    name = name or Path(path).name  # type: ignore[arg-type]
+    with folder.open(name) as file:
+        return [
+            parse(f"{folder.path / name}:{number}", line)
+            for number, line in enumerate(complete_lines(file), 1)
+        ]
+
+
+def writable(value: Value) -> Value:
+    """Returns a value that JSON can represent. See NON_FINITE."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def parse(place: str, line: bytes) -> dict[str, Any]:
+    """Parses one line. Raises ValueError with `place`, the path and the line number."""
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{place}: not a line of metrics: {_quote(line)}; delete that line"
+        ) from error
+    if not isinstance(raw, dict) or type(raw.get("step")) is not int:
+        raise ValueError(
+            f"{place}: a line of metrics without a step: {_quote(line)}; delete that line"
+        )
+    values = {}
+    for name, value in raw.items():
+        values[name] = NON_FINITE.get(value, value) if isinstance(value, str) else value
+    return values
+
+
+def _quote(line: bytes) -> str:
+    """Returns the beginning of a line for an error."""
+    return repr(line[:80].decode(errors="replace").rstrip())
+
+
+def complete_lines(lines: Iterable[bytes]) -> Iterable[bytes]:
+    """Skips an incomplete last line."""
+    return (line for line in lines if line.endswith(b"\n"))
