@@ -21,6 +21,7 @@ from fp8cfg.composition.layers import (
 from fp8cfg.composition.precedence import ResolvedRecipe, composed
 from fp8cfg.composition.recipe_yaml import assigned, flat, is_node
 from fp8cfg.planning.violations import violations
+from fp8cfg.report.key_examples import example
 from fp8cfg.report.recipe_export import key_schema
 from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError
@@ -278,6 +279,9 @@ def _key_text(e: Explanation) -> str:
         "type": f"{kind(dict(e.schema))}; default {shown(e.schema['default'])}",
         "effect": e.effect,
     }
+    word = example(e.full_name)
+    if word is not None:
+        facts["example"] = word
     if e.full_name != e.key:
         facts["full name"] = e.full_name
     for name, fact in facts.items():

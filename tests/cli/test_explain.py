@@ -41,6 +41,7 @@ fp8.margin = 1
 
   type       integer, at least 0 and at most 16; default 0
   effect     takes effect
+  example    fp8.margin=1
   full name  trainer.plugins.fp8.margin
 
 set by, in order

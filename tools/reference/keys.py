@@ -1,4 +1,4 @@
-"""Key reference: type and bounds, default, unit, meaning and source of every key, from the typed fields and their docstrings."""
+"""Key reference: type and unit, default, example, meaning and source of every key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from fp8cfg.composition.recipe_yaml import is_node
 from fp8cfg.report.key_explanation import kind, shown
+from fp8cfg.report.key_examples import example
 from fp8cfg.report.recipe_export import key_schema
 from fp8cfg.schema.fp8 import ONLY_UNDER
 from fp8cfg.schema.recipe import ALIASES, fields, short
@@ -29,13 +30,20 @@ PLAIN_DEFAULT = re.compile(r"\s*Default [^\s:;]+( \([^()]*\))?\.?$")
 """A default that says no more than the columns of the table do."""
 
 
+HEAD = """# Keys
+
+All keys of a recipe. `fp8cfg explain KEY` prints one key, its effect in your recipe, and who set it.
+You can use short names: {aliases}.
+
+An example is a value other than the default. Write it as `key=value` on the command line, as
+`recipe.key = value` in Python, or nested in a YAML file. The last column is the source of the
+default: a project, a paper, or fp8cfg.
+"""
+
+
 def page() -> str:
-    head = (
-        "# Keys\n\nAll keys of a recipe. `fp8cfg explain KEY` prints one key, its effect in your recipe, and who set it. You can use short "
-        "names: " + ", ".join(f"`{a}` for `{b}`" for a, b in ALIASES.items()) + ". "
-        "The last column is the source of the default: a project, a paper, or fp8cfg.\n"
-    )
-    parts = [head]
+    aliases = ", ".join(f"`{alias}` for `{name}`" for alias, name in ALIASES.items())
+    parts = [HEAD.format(aliases=aliases)]
     for node in ["", *(key for key in fields() if is_node(key))]:
         if rows := [
             _row(key) for key in fields() if key.rpartition(".")[0] == node and not is_node(key)
@@ -47,7 +55,7 @@ def page() -> str:
             )
             parts.append(
                 f"## {short(node) or 'top level'}\n\n{about}\n\n"
-                + table(["key", "type", "default", "unit", "meaning", "source"], rows)
+                + table(["key", "type", "default", "example", "meaning", "source"], rows)
                 + "\n"
             )
     return "\n".join(parts)
@@ -59,11 +67,12 @@ def _row(key: str) -> list[str]:
     node, _, leaf = key.rpartition(".")
     if short(node) == "fp8" and leaf in ONLY_UNDER:
         meaning += f" Only under `fp8.scaling` {' or '.join(ONLY_UNDER[leaf])}."
+    counted = unit(schema, meaning)
     return [
         code(short(key)),
-        kind(schema),
+        f"{kind(schema)} ({counted})" if counted else kind(schema),
         code(shown(schema["default"])),
-        unit(schema, meaning),
+        code((example(key) or "").partition("=")[2]),
         _code_free(meaning),
         _code_free(source),
     ]
