@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from fp8cfg.composition.recipe_yaml import is_node
-from fp8cfg.report.key_explanation import kind, shown
 from fp8cfg.report.key_examples import example
+from fp8cfg.report.key_explanation import kind, shown
 from fp8cfg.report.recipe_export import key_schema
 from fp8cfg.schema.fp8 import ONLY_UNDER
 from fp8cfg.schema.recipe import ALIASES, fields, short
@@ -36,8 +36,8 @@ All keys of a recipe. `fp8cfg explain KEY` prints one key, its effect in your re
 You can use short names: {aliases}.
 
 An example is a value other than the default. Write it as `key=value` on the command line, as
-`recipe.key = value` in Python, or nested in a YAML file. The last column is the source of the
-default: a project, a paper, or fp8cfg.
+`recipe.key = value` in Python, or nested in a YAML file. The project or paper after a default is its
+source.
 """
 
 
@@ -55,7 +55,7 @@ def page() -> str:
             )
             parts.append(
                 f"## {short(node) or 'top level'}\n\n{about}\n\n"
-                + table(["key", "type", "default", "example", "meaning", "source"], rows)
+                + table(["key", "meaning", "type and default", "example"], rows)
                 + "\n"
             )
     return "\n".join(parts)
@@ -68,13 +68,16 @@ def _row(key: str) -> list[str]:
     if short(node) == "fp8" and leaf in ONLY_UNDER:
         meaning += f" Only under `fp8.scaling` {' or '.join(ONLY_UNDER[leaf])}."
     counted = unit(schema, meaning)
+    parts = [kind(schema)]
+    if counted:
+        parts.append(counted)
+    default = f"default {code(shown(schema['default']))}"
+    parts.append(default if source == "fp8cfg" else f"{default} ({_code_free(source)})")
     return [
         code(short(key)),
-        f"{kind(schema)} ({counted})" if counted else kind(schema),
-        code(shown(schema["default"])),
-        code((example(key) or "").partition("=")[2]),
         _code_free(meaning),
-        _code_free(source),
+        "; ".join(parts),
+        code((example(key) or "").partition("=")[2]),
     ]
 
 

@@ -18,6 +18,8 @@ Fiddle; each name is imported on first use. `fp8cfg.recipes` has a function for 
 [recipe](presets.md#recipe)."""
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises):$", re.MULTILINE)
 TITLES = {"Args": "Arguments"}
+WIDTH = 72
+"""Characters of a signature on one line."""
 
 TOPICS = {
     "Make a recipe": (
@@ -139,10 +141,21 @@ def _entry(entry: str) -> str:
 
 
 def _signature(function: Any) -> str:
-    """Returns the signature without `self`."""
+    """Returns the signature without `self`, with one parameter per line if it is long."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
-    return str(signature.replace(parameters=parameters)).replace("'", "")
+    signature = signature.replace(parameters=parameters)
+    text = str(signature).replace("'", "")
+    if len(text) <= WIDTH or not parameters:
+        return text
+    bare = signature.replace(parameters=[], return_annotation=inspect.Signature.empty)
+    returned = str(signature.replace(parameters=[])).removeprefix(str(bare)).replace("'", "")
+    lines = [f"    {parameter},".replace("'", "") for parameter in parameters]
+    # Python 3.13 has Signature.format(max_width=...), which does all of this.
+    keyword_only = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters]
+    if any(keyword_only):
+        lines.insert(keyword_only.index(True), "    *,")
+    return "\n".join(["(", *lines, f"){returned}"])
 
 
 def _first_sentence(thing: Any) -> str:
