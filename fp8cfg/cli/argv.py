@@ -14,10 +14,12 @@ OPTIONS_OF_OTHERS = {
     "--temp": "--temperature T",
     "--config": "the file alone: fp8cfg FILE.yaml",
     "--factory": "recipe=NAME",
-    "--log-level": "log.every_n_steps=N, which sets how often a step is printed",
-    "--verbose": "log.every_n_steps=N, which sets how often a step is printed",
+    "--log-level": "log.level=debug, info, warning or error",
+    "--verbose": "log.level=debug",
 }
 """Options of torchrun, NeMo-Run, axolotl and others, and how to write them here."""
+VERBOSE = "--verbose"
+"""Option of verbs that train."""
 SHORT = {"-cd": "--config-dir"}
 """Hydra's short names of options that every verb with the long one takes."""
 RECIPE_FILES = (".yaml", ".yml", ".json")
@@ -72,6 +74,12 @@ def split(argv: list[str], known: tuple[str, ...], flags: tuple[str, ...] = ()) 
     if problems:
         refuse_if(problems + wrong_words(out))
     return out
+
+
+def add_verbose(arguments: Arguments) -> None:
+    """Adds the override that --verbose is short for."""
+    if VERBOSE in arguments.flags:
+        arguments.words.append("log.level=debug")
 
 
 def before_end(argv: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from fp8cfg.cli.argv import Arguments, is_recipe_file, split
 from fp8cfg.cli.recipe_arguments import composed, recipe_path
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.planning import graph_text, job_plan
-from fp8cfg.report import run_header
+from fp8cfg.report import differences
 from fp8cfg.run_folder.run_folder import ENVIRONMENT, RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import shown
@@ -61,11 +61,11 @@ def run(argv: list[str]) -> int:
 
     a, b = sides
     if "--tree" in flags:
-        found = {"leaf": run_header.pairs(_leaves(a), _leaves(b))}
+        found = {"leaf": differences.pairs(_leaves(a), _leaves(b))}
     else:
-        found = {"key": run_header.keys(a.recipe, b.recipe)}
+        found = {"key": differences.keys(a.recipe, b.recipe)}
     if a.environment is not None and b.environment is not None:
-        found["version"] = run_header.versions(a.environment, b.environment)
+        found["version"] = differences.versions(a.environment, b.environment)
     if "--json" in flags:
         names = {"key": "keys", "leaf": "leaves", "version": "versions"}
         print(
@@ -74,7 +74,7 @@ def run(argv: list[str]) -> int:
             )
         )
     else:
-        print(run_header.text(a.name, b.name, found))
+        print(differences.text(a.name, b.name, found))
     return 0
 
 

@@ -24,12 +24,16 @@ from fp8cfg.execution.executor import start
 from fp8cfg.parallel import sharding
 from fp8cfg.planning import hardware as machine
 from fp8cfg.planning import layout, preflight, remarks, smoke, training_data
+from fp8cfg.planning.coverage import check_min_coverage, planned_coverage
 from fp8cfg.planning.fit_search import CommandLine, IsResumable, append_commands, overrides_only
+from fp8cfg.planning.layer_plan import plan_layers
 from fp8cfg.planning.layout import largest_rank_count, layout_violations
 from fp8cfg.planning.violations import violations
 from fp8cfg.report import run_header
 from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
+from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.signals import ranks_meeting, waiting_to_stop
 
@@ -172,6 +176,7 @@ def launch(
     start_from: Loaded | None,
     whole_line: CommandLine | None = None,
     takes: IsResumable | None = None,
+    is_short: bool = False,
 ) -> int:
     """Prints what `recipe` runs here, and trains it on this rank.
 
@@ -181,34 +186,37 @@ def launch(
         start_from: Loaded checkpoint.
         whole_line: Makes a command line from overrides, for suggestions. None suggests overrides.
         takes: Whether a run that is resumed may change to a recipe.
+        is_short: Whether to print a line instead of the whole header.
 
     Returns:
         The exit code.
 
     Raises:
         ConfigError: The recipe cannot run on this machine.
+        NotFP8Error: The planned coverage is below fp8.min_coverage.
     """
     from fp8cfg.training.data import refuse_absent
 
     sharding.refuse_incomplete_launch()
-    say = print if _is_first_rank() else _say_nothing
-    say(run_header.head(recipe))
     hardware = machine.find_hardware(recipe.trainer.accelerator)
-    try:
-        say(run_header.body(recipe, hardware))
-    finally:
-        # Also if the header cannot be made, since this error suggests command lines that run here.
-        preflight.check_run(recipe, hardware, whole_line or overrides_only, takes=takes)
+    preflight.check_run(recipe, hardware, whole_line or overrides_only, takes=takes)
+    choice = preflight.choose_backend(recipe, hardware, sharding.ranks())
+    check_min_coverage(recipe, planned_coverage(recipe, plan_layers(recipe, choice.backend)))
     refuse_absent(recipe)
-    for line in remarks.remark_lines(recipe, layout.rank_part(recipe, sharding.ranks())):
-        say(line, file=sys.stderr)
+    rank_part = layout.rank_part(recipe, sharding.ranks())
+    say_notes(remarks.remark_lines(recipe, rank_part), recipe.log.level)
+    head = run_header.header(recipe, hardware, choice)
+    if is_short:
+        head = run_header.short_header(recipe, choice)
+    if recipe.log.level == "debug":
+        head += "\n" + run_header.planned_tables(recipe, hardware, choice)
 
     with waiting_to_stop(), ExitStack() as stack:
         from fp8cfg.parallel.process_group import world
 
         with ranks_meeting(sharding.ranks()):
             ranks = stack.enter_context(world(hardware.device, recipe.trainer))
-        _train(recipe, open_folder, start_from, ranks, say)
+        _train(recipe, open_folder, start_from, ranks, head)
     return 0
 
 
@@ -217,18 +225,22 @@ def _train(
     open_folder: OpenFolder,
     start_from: Loaded | None,
     world: World,
-    say: Callable[[str], None],
+    head: str,
 ) -> None:
-    """Trains `recipe`, and resumes it if it is a smoke run."""
+    """Prints the header `head` and trains `recipe`. Resumes it if it is a smoke run."""
     from fp8cfg.training.data import run_data
     from fp8cfg.training.loop import train
     from fp8cfg.training.runs import opened_run, resume_smoke
 
-    job = builder.build(recipe)
-    # Before the folder is created: a run without data leaves none.
-    data = run_data(job.recipe)
+    say: Say = _say_nothing
+    if _is_first_rank():
+        say = messages.of_run(messages.say, recipe.log.level, recipe.log.progress)
+    # An error before the first step removes the folder again, such as missing data.
     with opened_run(open_folder, world, say) as run:
-        result = train(job, run, start_from, world, say, data=data)
+        say(head)
+        job = builder.build(recipe)
+        data = run_data(job.recipe)
+        result = train(job, run, start_from, world, data=data)
         losses = ""
         if result.loss is not None:
             losses += f", training loss {result.loss:.4f}"
@@ -260,7 +272,7 @@ def resume(
         The exit code.
     """
     is_first = _is_first_rank()
-    say = print if is_first else _say_nothing
+    say = messages.say if is_first else _say_nothing
     with RunFolder.open(path, lock=is_first) as folder:
         from fp8cfg.training import runs  # loads torch: a path without a run is an error before
 
@@ -268,7 +280,7 @@ def resume(
             def takes(other: Recipe) -> bool:
                 return can_resume(recipe, other, [*allow])
 
-            return launch(recipe, open_folder, loaded, whole_line, takes)
+            return launch(recipe, open_folder, loaded, whole_line, takes, is_short=True)
 
         return runs.resume_run(
             folder, change, launch_recipe, say, allow, choice or runs.NEWEST, is_restart
@@ -279,7 +291,7 @@ def cut_to_ranks(recipe: Recipe) -> Recipe:
     """Returns `recipe` as it runs on the ranks here: cut, with a note, if trainer.smoke is true."""
     small = smoke.cut_recipe(recipe, sharding.ranks())
     note = smoke.describe_cuts(recipe, small)
-    say_notes([note] if note else [])
+    say_notes([note] if note else [], recipe.log.level)
     return small
 
 
@@ -287,5 +299,5 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _say_nothing(*_: object, **__: object) -> None:
+def _say_nothing(_: str) -> None:
     """Prints nothing, on all ranks but the first."""

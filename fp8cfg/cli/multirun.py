@@ -207,9 +207,9 @@ def _train(
         words = [word for word in words if word != f"recipe={GIVEN}"]
         found = precedence.composed(words, library, file, sweep=True)
         refuse_if(found.problems)
-        say(found.notes)
+        say(found.notes, found.recipe.log.level)
         recipe = launch_run.cut_to_ranks(found.recipe)
-        return launch_run.launch(recipe, own, None), ""
+        return launch_run.launch(recipe, own, None, is_short=True), ""
     except Fp8cfgError as e:
         print(
             *(f"error: {printable(line)}" for line in str(e).splitlines()),

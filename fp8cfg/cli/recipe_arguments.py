@@ -18,6 +18,7 @@ from fp8cfg.planning import training_data
 from fp8cfg.planning.fit_search import CommandLine, Fit, changed_overrides
 from fp8cfg.schema.errors import ConfigError, nearest, printable, refuse_if
 from fp8cfg.schema.keys import full
+from fp8cfg.schema.messages import LEVELS, Level, colored, level_of
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.safe_files import STDIN
 
@@ -173,10 +174,13 @@ def idle_folder(words: Sequence[str], config_dir: str | None) -> list[str]:
     ]
 
 
-def say(notes: Iterable[str]) -> None:
-    """Print notes once, whatever the ranks."""
-    for line in notes if os.environ.get("RANK", "0") == "0" else ():
-        print(printable(line), file=sys.stderr)
+def say(notes: Iterable[str], level: Level = "info") -> None:
+    """Prints notes at least of a level to standard error, on the first rank only."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for line in notes:
+        if level_of(line) >= LEVELS[level]:
+            print(colored(printable(line), sys.stderr), file=sys.stderr)
 
 
 Settle = Callable[[Sequence[str]], "ResolvedRecipe"]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fp8cfg.checkpoint.manifest import list_steps
 from fp8cfg.checkpoint.resume_rules import changes, matches
 from fp8cfg.cli import launch_run
-from fp8cfg.cli.argv import split
+from fp8cfg.cli.argv import VERBOSE, add_verbose, split
 from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
 from fp8cfg.cli.run_models import read_object
 from fp8cfg.composition import to_yaml
@@ -29,7 +29,7 @@ T = TypeVar("T")
 MAX_METRICS = 1 << 30
 """Bytes of a metrics.jsonl, which has some 300 a step."""
 USAGE = """
-fp8cfg rerun RUN_FOLDER [key=value ...] [--config-dir FOLDER]
+fp8cfg rerun RUN_FOLDER [key=value ...] [--verbose] [--config-dir FOLDER]
 
 Train the recipe of a run again, and compare the losses bit for bit.
 
@@ -45,12 +45,14 @@ changed the recipe, the last one is used.
 
 Options:
   --config-dir FOLDER  your own recipes and presets
+  --verbose            print the planned and the observed tables too
 """
 
 
 def run(argv: list[str]) -> int:
     """Rerun the run folder of `argv`. Returns the exit code."""
-    arguments = split(argv, ("--config-dir",))
+    arguments = split(argv, ("--config-dir",), (VERBOSE,))
+    add_verbose(arguments)
     if len(arguments.plain) != 1:
         raise ConfigError("rerun: needs one run folder, as in: fp8cfg rerun runs/NAME")
     first = RunFolder.reading(arguments.plain[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fp8cfg.checkpoint.resume_rules import can_resume, refuse_changes, unused_allows
 from fp8cfg.cli import launch_run
-from fp8cfg.cli.argv import split
+from fp8cfg.cli.argv import VERBOSE, add_verbose, split
 from fp8cfg.cli.recipe_arguments import idle_folder, say, settled_on_ranks, whole_lines
 from fp8cfg.composition.precedence import ResolvedRecipe
 from fp8cfg.run_folder.run_folder import RunFolder
@@ -17,7 +17,7 @@ from fp8cfg.schema.recipe import Recipe
 
 USAGE = """
 fp8cfg resume RUN_FOLDER [key=value ...] [--allow KEY ...] [--step N]
-              [--recalibrate-fp8] [--config-dir FOLDER]
+              [--recalibrate-fp8] [--verbose] [--config-dir FOLDER]
 
 Continue a run from its newest valid checkpoint.
 
@@ -35,6 +35,7 @@ Options:
                        are renamed to step-NNNNNNNN.aside-1
   --recalibrate-fp8    compute FP8 scales and amax histories again if they are
                        missing from the checkpoint or impossible
+  --verbose            print the planned and the observed tables too
   --config-dir FOLDER  your own recipes and presets
 """
 
@@ -43,7 +44,8 @@ def run(argv: list[str]) -> int:
     """Resumes the run folder of `argv`. Returns the exit code."""
     from fp8cfg.training import runs
 
-    arguments = split(argv, ("--config-dir", "--allow", "--step"), ("--recalibrate-fp8",))
+    arguments = split(argv, ("--config-dir", "--allow", "--step"), ("--recalibrate-fp8", VERBOSE))
+    add_verbose(arguments)
     if len(arguments.plain) != 1:
         raise ConfigError("resume: needs one run folder, as in: fp8cfg resume runs/NAME")
     path = Path(arguments.plain[0])

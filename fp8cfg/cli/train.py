@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from fp8cfg.cli import WORDS, hydra, launch_run
-from fp8cfg.cli.argv import Arguments, is_hydra, split, wrong_words
+from fp8cfg.cli.argv import VERBOSE, Arguments, add_verbose, is_hydra, split, wrong_words
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled_on_ranks, whole_lines
 from fp8cfg.composition import to_yaml
 from fp8cfg.composition.precedence import ResolvedRecipe
@@ -19,7 +19,7 @@ from fp8cfg.schema.errors import ConfigError, refuse_if
 
 USAGE = """
 fp8cfg [train] [recipe=NAME | FILE.yaml] [precision=NAME] [data=NAME]
-               [key=value ...] [--config-dir FOLDER]
+               [key=value ...] [--verbose] [--config-dir FOLDER]
 
 Train a recipe. The run folder is a new folder in log.dir.
 
@@ -34,6 +34,8 @@ trainer.smoke=true shrinks any recipe: it trains three steps, saves and resumes.
 
 Options:
   --config-dir FOLDER  your own recipes and presets
+  --verbose            print the planned and the observed tables too; short for
+                       log.level=debug
   -m, --multirun       one run per combination of values: fp8cfg sweep --help
   -c, --cfg job|hydra|all
                        print the composed config; -p, --package KEY prints a
@@ -75,10 +77,12 @@ def run(argv: list[str]) -> int:
     if code is not None:
         return code
 
-    say(resolved.notes)  # here, so that the started ranks print them
+    level = resolved.recipe.log.level
+    say(resolved.notes, level)  # here, so that the started ranks print them
     recipe = launch_run.cut_to_ranks(resolved.recipe)
     if path:
-        say(f"note: {line}" for line in remarks.unused_log_dir(log, "hydra.run.dir", str(path)))
+        unused = remarks.unused_log_dir(log, "hydra.run.dir", str(path))
+        say([f"note: {line}" for line in unused], level)
     if log.folder:
         path = Path(log.folder)
         if log.resume == "auto" and launch_run.is_run(path):
@@ -108,7 +112,8 @@ def _read_arguments(argv: list[str]) -> tuple[Arguments, Path | None]:
             word for before, word in pairwise(argv) if word in WORDS and not before.startswith("-")
         ]
         recipe_file(commands, WORDS)
-        arguments = split(hydra.spelled_out(argv), hydra.OPTIONS, hydra.FLAGS)
+        arguments = split(hydra.spelled_out(argv), hydra.OPTIONS, (*hydra.FLAGS, VERBOSE))
+        add_verbose(arguments)
         hydra.asked(arguments)
         return arguments, recipe_file(arguments.plain, WORDS)
     except ConfigError as error:

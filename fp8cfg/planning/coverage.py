@@ -129,17 +129,40 @@ class Coverage:
             [str(count), name, f"{flops / self._flops:.1%}", what]
             for (name, what), count, flops in self._groups()
         ]
-        fp8 = sum(p.fp8_share > 0 for p in self.attentions)
+        fp8 = self._attentions_in_fp8
         for what, count in Counter(map(self._attention, self.attentions)).items():
             share = count / len(self.attentions) * self.attention_flops / self._flops
             rows.append([str(count) if fp8 else "", "attention", f"{share:.1%}", what])
-        attention = f", attention in {fp8} of {len(self.attentions)}" if fp8 else ""
         return table(
             ["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"], rows, right=(0, 2)
         ) + (
-            f"\nFP8: {self.layers_in_fp8} of {len(self.linears)} linear layers{attention},"
-            f" {self.share:.1%} of {self.what}" + (f"\n{wrapped(self.note)}" if self.note else "")
+            f"\nFP8: {self.summary}" + (f"\n{wrapped(self.note)}" if self.note else "")
         )
+
+    @property
+    def summary(self) -> str:
+        """The number of layers and the share of FLOPs in FP8, as in the last line of the table."""
+        fp8 = self._attentions_in_fp8
+        attention = f", attention in {fp8} of {len(self.attentions)}" if fp8 else ""
+        return (
+            f"{self.layers_in_fp8} of {len(self.linears)} linear layers{attention},"
+            f" {self.share:.1%} of {self.what}"
+        )
+
+    def runs_as(self, plan: Sequence[PlannedLinear]) -> bool:
+        """Whether these observed GEMMs are the planned ones, apart from GEMMs without a use."""
+        planned = {p.name: p.products for p in plan}
+        return all(
+            gemm in p.left_out or (kinds or None) == (planned[p.name][gemm] or None)
+            for p in self.linears
+            for gemm, kinds in p.products.items()
+            if p.name in planned
+        )
+
+    @property
+    def _attentions_in_fp8(self) -> int:
+        """Number of attention layers with at least one GEMM in FP8."""
+        return sum(p.fp8_share > 0 for p in self.attentions)
 
     @property
     def largest_in_high_precision(self) -> tuple[str, float, str]:

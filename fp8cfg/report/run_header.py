@@ -1,174 +1,171 @@
-"""Run header: the composed precision, planned coverage and memory that are printed before a run."""
+"""Run header: what runs where, in at most 15 lines, before the first step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from fp8cfg.backends.choice import Hardware
+from fp8cfg.backends.choice import Choice, Hardware
 from fp8cfg.composition.recipe_yaml import listed
 from fp8cfg.models.config import parameter_shapes
 from fp8cfg.parallel import sharding
-from fp8cfg.planning import layout
-from fp8cfg.planning.coverage import check_min_coverage, planned_coverage
+from fp8cfg.planning import layout, remarks
+from fp8cfg.planning.coverage import planned_coverage
 from fp8cfg.planning.fsdp_memory import gather_line
 from fp8cfg.planning.layer_plan import plan_layers, transformer_config
-from fp8cfg.planning.peak_memory import memory_table
+from fp8cfg.planning.peak_memory import memory_table, plan_memory, widest_part
 from fp8cfg.planning.plan_report import passed_over_lines
-from fp8cfg.planning.preflight import choose_backend
 from fp8cfg.schema import __version__
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.keys import shown
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.scalings import SCALINGS
-from fp8cfg.schema.storage import resolved
-from fp8cfg.schema.tables import amount, fits, table, wrapped
+from fp8cfg.schema.scalings import SCALINGS, title
+from fp8cfg.schema.tables import amount, labeled, size
 
-Pairs = dict[str, tuple[Any, Any]]
+def header(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
+    """Returns the header of a new run. The lines of the run folder and the data are printed elsewhere.
 
-
-def keys(a: Recipe, b: Recipe) -> Pairs:
-    """The keys that differ, by their short names, with both values."""
-    return a.diff(b)
-
-
-def versions(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
-    """What differs between two environment.json: Python, packages, CUDA, GPUs, and the code's commit."""
-    return pairs(_versions(a), _versions(b))
-
-
-def pairs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
-    """The keys under which `a` and `b` differ, with both values; None where one of them has no such key."""
-    return {
-        k: (a.get(k), b.get(k)) for k in [*a, *(k for k in b if k not in a)] if a.get(k) != b.get(k)
+    Args:
+        recipe: The recipe, as it runs here.
+        hardware: The device of this rank.
+        choice: The backend.
+    """
+    part = widest_part(recipe, hardware.device, sharding.ranks(), choice.backend)
+    columns = remarks.chart_row(recipe, part.state)
+    memory = sum(plan_memory(recipe, hardware.device, part, choice.backend).values())
+    storage = (
+        f"weights {columns['weight']}, masters {columns['master_weight']}, gradients"
+        f" {columns['weight_grad']}, moments {remarks.moments_text(columns)}"
+    )
+    lines = {
+        "recipe": f"{recipe.name}, fp8cfg {__version__}",
+        "size": _size(recipe),
+        "precision": _precision(recipe),
+        "storage": storage,
+        "backend": f"{choice.backend} ({choice.why})",
+        "ranks": _ranks(recipe),
+        "memory": f"{size(memory)} planned for each rank",
     }
+    return "\n".join(labeled(label, text) for label, text in lines.items())
 
 
-def text(name_a: str, name_b: str, parts: Mapping[str, Pairs]) -> str:
-    """Both names and a table for each of `parts` (title -> what differs), or that there is no difference. No leaf of a graph is
-    null: there None says that a graph does not have it."""
-    if not any(parts.values()):
-        return "no difference"
-    names = [wrapped(name, f"{side}  ", "   ") for side, name in (("A", name_a), ("B", name_b))]
-    return "\n".join(
-        names + ["\n" + _table(title, found) for title, found in parts.items() if found]
+def short_header(recipe: Recipe, choice: Choice) -> str:
+    """Returns the line of a resumed run, and of a job of a sweep."""
+    fp8 = f" with {title(recipe.fp8.scaling)}" if recipe.fp8.enabled else ""
+    ranks = sharding.ranks()
+    count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return labeled(
+        "recipe",
+        f"{recipe.name}, {_size(recipe)}, {recipe.precision.compute}{fp8}, backend"
+        f" {choice.backend}, {count}",
     )
 
 
-def _table(title: str, found: Pairs) -> str:
-    rows = [
-        [key, *("-" if title == "leaf" and v is None else shown(v) for v in both)]
-        for key, both in found.items()
-    ]
-    header = [title, "A", "B"]
-    if fits(header, rows):
-        return table(header, rows)
-    return "\n".join(
-        [
-            title,
-            *(
-                f"{key}\n{wrapped(a, '  A  ', '     ')}\n{wrapped(b, '  B  ', '     ')}"
-                for key, a, b in rows
-            ),
-        ]
-    )
+def planned_tables(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
+    """Returns the composed precision, and the tables of planned coverage and memory.
 
-
-def _versions(environment: Mapping[str, Any]) -> dict[str, Any]:
-    packages, code = (
-        {**found} if isinstance(found := environment.get(k), dict) else {}
-        for k in ("packages", "code")
-    )
-    rest = {k: environment.get(k) for k in ("python", "cuda", "gpus")}
-    return {**rest, **packages, "code": code.get("commit"), "code changed": code.get("dirty")}
-
-
-def head(recipe: Recipe) -> str:
-    """One line on the recipe, and its precision as composed: what is set, and what it resolves to."""
-    import yaml
-
-    parameters = sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
-    p, t = recipe.precision, recipe.trainer
-    run = (
-        f"{amount(parameters)} parameters, {t.max_steps} steps of {t.global_batch_size} x"
-        f" {recipe.model.seq_length} tokens"
-    )
-    lines = [
-        f"fp8cfg {__version__}: recipe {recipe.name}",
-        run,
-        "",
-        "precision",
-        f"  compute: {p.compute}",
-    ]
-    nodes = {"fp8": _fp8(recipe), "storage": resolved(p)}
-    if p.compute == "fp16":
-        dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-        nodes["loss scaling"] = {
-            k: getattr(p, k) for k in (dynamic if p.loss_scale is None else ("loss_scale",))
-        }
-    for name, node in nodes.items():
-        text = yaml.safe_dump(node, sort_keys=False, default_flow_style=True, width=48)
-        lines.append(f"  {name}: " + text.strip().replace("\n", "\n   "))
-    return "\n".join(lines)
-
-
-def _fp8(recipe: Recipe) -> dict[str, object]:
-    """The keys of the fp8 node that say something under its scaling: the leading ones, and those that differ from defaults."""
-    f = recipe.fp8
-    if not f.enabled:
-        return {"enabled": False}
-    leading = ["enabled", "scaling", "format", "params"]
-    if SCALINGS[f.scaling].history:
-        leading[3:3] = ["margin", "amax_history_len", "amax_compute_algo"]
-    values, defaults = listed(f), listed(FP8())
-    return {
-        k: values[k]
-        for k in [*leading, *(k for k in values if k not in leading and values[k] != defaults[k])]
-    }
-
-
-def body(recipe: Recipe, hardware: Hardware) -> str:
-    """The planned coverage, the backend that will do it, the memory it takes, and the layout. Raises ConfigError as
-    `choose` and `plan` do."""
-    choice, parts = choose_backend(recipe, hardware, sharding.ranks()), list[str]()
+    Args:
+        recipe: The recipe, as it runs here.
+        hardware: The device of this rank.
+        choice: The backend.
+    """
+    parts = ["\n".join(_precision_nodes(recipe))]
     if recipe.fp8.enabled:
         coverage = planned_coverage(recipe, plan_layers(recipe, choice.backend))
-        check_min_coverage(recipe, coverage)
-        who = wrapped(f"planned coverage: backend {choice.backend} ({choice.why})", more="  ")
-        backend = "\n".join([who, *passed_over_lines(choice)])
-        parts.append(f"{backend}\n{coverage}")
-    gathered = gather_line(recipe, layout.rank_part(recipe, sharding.ranks()), choice.backend)
+        lines = ["planned coverage", *passed_over_lines(choice), str(coverage)]
+        parts.append("\n".join(lines))
+    gathered = gather_line(
+        recipe, layout.rank_part(recipe, sharding.ranks()), choice.backend
+    )
     memory = [memory_table(recipe, hardware.device, backend=choice.backend), gathered]
     parts.append("\n".join(line for line in memory if line))
-    parts += [line for line in [_scaled_down(recipe)] if line]
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-def _scaled_down(recipe: Recipe) -> str:
-    """The line that says how a layout for other machines is run here, or an empty one."""
-    t, here = recipe.trainer, sharding.ranks()
-    meant, s = t.num_nodes * t.devices, t.strategy
-    gpus = "1 GPU" if meant == 1 else f"{meant} GPUs"
-    if layout.layout_violations(recipe, here) or layout.uneven_batch(recipe, here):
-        return (
-            f"meant for {gpus} (tensor {s.tensor_model_parallel_size}, pipeline"
-            f" {s.pipeline_model_parallel_size}, context {s.context_parallel_size})"
-        )
-    if meant == here and s.size == 1:
-        return ""
-    steps = t.global_batch_size / (t.micro_batch_size * (here // s.size))
-    many = "1 rank" if here == 1 else f"{here} ranks"
-    ways = {
-        "tensor": s.tensor_model_parallel_size,
-        "pipeline": s.pipeline_model_parallel_size,
-        "context": s.context_parallel_size,
-    }
-    split = " x ".join(f"{way} {n}" for way, n in ways.items() if n > 1)
-    how = (
-        f"data-parallel on {many}"
-        if s.size == 1
-        else f"on {many} = {split} x data {here // s.size}"
+def _size(recipe: Recipe) -> str:
+    """The size of the model and of the run."""
+    parameters = sum(map(prod, parameter_shapes(transformer_config(recipe)).values()))
+    trainer = recipe.trainer
+    return (
+        f"{amount(parameters)} parameters, {trainer.max_steps} steps of"
+        f" {trainer.global_batch_size} x {recipe.model.seq_length} tokens"
     )
-    runs = f"runs here {how}, {steps:g} microbatch{'' if steps == 1 else 'es'} a step on each"
-    return runs if meant == here else f"meant for {gpus}\n{runs}"
+
+
+def _precision(recipe: Recipe) -> str:
+    """The compute dtype, the scaling, and the keys with an effect."""
+    precision = recipe.precision
+    parts = [precision.compute]
+    if recipe.fp8.enabled:
+        keys = _fp8_keys(recipe)
+        del keys["enabled"], keys["scaling"], keys["format"]
+        values = " ".join(f"{key}={shown(value)}" for key, value in keys.items())
+        parts.append(f"{title(recipe.fp8.scaling)} {recipe.fp8.format}, {values}")
+    parts += [f"{key}={shown(value)}" for key, value in _loss_scaling(recipe).items()]
+    return ", ".join(parts)
+
+
+def _precision_nodes(recipe: Recipe) -> list[str]:
+    """The composed precision as YAML: what is set, and what it resolves to."""
+    import yaml
+
+    from fp8cfg.schema.storage import resolved
+
+    nodes: dict[str, Any] = {"fp8": {"enabled": False}}
+    if recipe.fp8.enabled:
+        nodes["fp8"] = _fp8_keys(recipe)
+    nodes["storage"] = resolved(recipe.precision)
+    if recipe.precision.compute == "fp16":
+        nodes["loss scaling"] = _loss_scaling(recipe)
+    lines = ["precision", f"  compute: {recipe.precision.compute}"]
+    for name, node in nodes.items():
+        text = yaml.safe_dump(node, sort_keys=False, default_flow_style=True, width=48)
+        lines.append(f"  {name}: " + text.strip().replace("\n", "\n   "))
+    return lines
+
+
+def _loss_scaling(recipe: Recipe) -> dict[str, Any]:
+    """The keys of the loss scale with an effect. Empty without one."""
+    precision = recipe.precision
+    if precision.compute != "fp16":
+        return {}
+    names = ["loss_scale"]
+    if precision.loss_scale is None:
+        names = ["initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"]
+    return {name: getattr(precision, name) for name in names}
+
+
+def _fp8_keys(recipe: Recipe) -> dict[str, Any]:
+    """The keys of the fp8 node with an effect: the leading ones, and those that differ from defaults."""
+    fp8 = recipe.fp8
+    names = ["enabled", "scaling", "format"]
+    if SCALINGS[fp8.scaling].history:
+        names += ["margin", "amax_history_len", "amax_compute_algo"]
+    names.append("params")
+    values, defaults = listed(fp8), listed(FP8())
+    names += [key for key in values if key not in names and values[key] != defaults[key]]
+    return {key: values[key] for key in names}
+
+
+def _ranks(recipe: Recipe) -> str:
+    """The ranks here, their layout and microbatches, and the GPUs that the recipe is meant for."""
+    trainer, strategy = recipe.trainer, recipe.trainer.strategy
+    here = sharding.ranks()
+    count = "1 rank" if here == 1 else f"{here} ranks"
+    if strategy.size > 1:
+        sizes = {
+            "tensor": strategy.tensor_model_parallel_size,
+            "pipeline": strategy.pipeline_model_parallel_size,
+            "context": strategy.context_parallel_size,
+        }
+        split = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if ranks > 1)
+        count += f" = {split} x data {here // strategy.size}"
+    microbatches = trainer.global_batch_size / (
+        trainer.micro_batch_size * (here // strategy.size)
+    )
+    plural = "" if microbatches == 1 else "es"
+    text = f"{count}, {microbatches:g} microbatch{plural} a step on each"
+    meant = trainer.num_nodes * trainer.devices
+    if meant != here:
+        text += f" (meant for {meant} GPU{'' if meant == 1 else 's'})"
+    return text

@@ -131,7 +131,7 @@ class RunFolder:
 
     files: RunFiles
     _lock: FileIO | None = None
-    _is_new: bool = False  # nothing was in it before this process made a run of it
+    is_new: bool = False  # nothing was in it before this process made a run of it
     _made_folder: bool = False
 
     @classmethod
@@ -166,7 +166,7 @@ class RunFolder:
             run = cls(files, take_lock(files), _made_folder=made_folder)
             try:
                 _refuse_run(files)  # again: one may have begun and ended since
-                run._is_new = True
+                run.is_new = True
                 preflight(files, need_bytes)
                 files.folder(CHECKPOINTS, make=True)
                 text = json.dumps({"run_format": RUN_FORMAT, **environment()}, indent=1)
@@ -341,7 +341,7 @@ class RunFolder:
 
         Only deletes a folder that this process created and that has no other files. Raises OSError.
         """
-        if not self._is_new or not self._is_unused():
+        if not self.is_new or not self._is_unused():
             return
         path = self.path
         for name in self.files.names():

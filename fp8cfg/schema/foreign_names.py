@@ -93,6 +93,14 @@ _KEYS_BY_LAST_NAME = {
     "adam_epsilon": "optim.eps",
     "lr_scheduler_type": "optim.lr_decay_style",
     "logging_steps": "log.every_n_steps",
+    "log_level": "log.level",
+    "logging_level": "log.level",
+    "loglevel": "log.level",
+    "verbose": "log.level=debug",
+    "verbosity": "log.level",
+    "disable_tqdm": "log.progress=plain",
+    "enable_progress_bar": "log.progress",
+    "progress_bar": "log.progress",
     "save_steps": "checkpoint.every_n_steps",
     "eval_steps": "trainer.val_check_interval",
     "save_total_limit": "checkpoint.keep",
@@ -375,7 +383,6 @@ _NO_TIME = (
     "a run has no time limit; checkpoint.every_minutes saves by time, and a signal of the scheduler"
     " ends a run"
 )
-_NO_LEVEL = "there are no log levels; log.every_n_steps sets how often a step is printed"
 ABSENT = {
     **dict.fromkeys(
         (
@@ -389,9 +396,6 @@ ABSENT = {
             "logger",
         ),
         _NO_WANDB,
-    ),
-    **dict.fromkeys(
-        ("log.level", "log_level", "logging_level", "loglevel", "verbose", "verbosity"), _NO_LEVEL
     ),
     **dict.fromkeys(
         ("load_in_8bit", "load_in_4bit", "quantization_config"),

@@ -10,6 +10,7 @@ import pydantic
 from pydantic import Field
 
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.messages import Level
 from fp8cfg.schema.node import Node, expand_home
 from fp8cfg.schema.precision import Precision
 from fp8cfg.schema.presets import built_config, precision_preset
@@ -243,6 +244,13 @@ class Log(Node):
     folder with a run is an error."""
     every_n_steps: int = Field(default=10, ge=1)
     """Optimizer steps between printed lines; metrics.jsonl has every step. Default 10 (NeMo)."""
+    level: Level = "info"
+    """Least level of printed messages. debug also prints the planned tables, and the observed coverage of the first step in full;
+    warning and error print no steps. `--verbose` is short for debug. Default info."""
+    progress: Literal["auto", "bar", "plain", "json", "off"] = "auto"
+    """How steps are shown. bar: a live line with loss, speed and remaining time; plain: a line every log.every_n_steps; json: the
+    same as JSON objects on standard output, with all messages on standard error; off: no steps. Default auto: bar on a terminal,
+    otherwise plain."""
     tensorboard: bool = False
     """Write TensorBoard events too. Default false."""
     fp8_stats_every_n_steps: int = Field(default=0, ge=0)

@@ -33,9 +33,10 @@ from fp8cfg.parallel.process_group import World, current
 from fp8cfg.planning.preflight import check_layout
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
+from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.schema.tables import wrapped
+from fp8cfg.schema.tables import labeled, wrapped
 from fp8cfg.training.compile import compile_as_chosen
 from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.evaluation import Stopped, evaluate
@@ -89,7 +90,7 @@ def train(
     run: RunFolder | None = None,
     start_from: Loaded | None = None,
     world: World | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = messages.say,
     callbacks: Sequence[Callback] = (),
     data: RunData | None = None,
 ) -> Result:
@@ -146,13 +147,16 @@ class _Training:
         self.world = world
         self.recipe = job.recipe
         self.max_steps = job.recipe.trainer.max_steps
-        self.say = say if world.first else _say_nothing
-        # Without a `say` of the caller, a terminal redraws one line for all steps.
-        self.say_steps = None if say is print else say
+        log = job.recipe.log
+        self.say = messages.of_run(say, log.level, log.progress)
+        if not world.first:
+            self.say = _say_nothing
+        # Without a `say` of the caller, a terminal has a live line for all steps.
+        self.say_steps = None if say in (messages.say, print) else say
         self.callbacks = callbacks if world.first else ()
         self.batches, self.validation_samples = data or run_data(job.recipe)
         if self.batches.remark:
-            self.say(wrapped(self.batches.remark, more="  ") + "\n")
+            self.say(labeled("data", self.batches.remark.removeprefix("data: ")))
         check_layout(self.recipe, world.size, job.foreign)
         # Transformer Engine then quantizes each weight once per step, not in each microbatch.
         if count_microbatches(job, world) > 1:

@@ -127,22 +127,26 @@ class OverflowWarnings:
         if overflow.infinite:
             self._warn_once(
                 "infinite",
-                f"step {step}: {overflow.tensor} had infinite values, which FP8 makes finite under"
-                f" most scalings ({overflow.infinite} tensors)",
+                f"step {step}: {_count_tensors(overflow.infinite)} had infinite values, such as"
+                f" {overflow.tensor}; FP8 makes them finite under most scalings",
             )
         elif overflow.largest >= WARNING_RATIO:
             self._warn_once(
                 "clipped",
-                f"step {step}: {overflow.tensor} was clipped, it grew to {overflow.largest:.3g}"
-                f" times what its delayed scale holds ({overflow.clipped} tensors); fp8.margin"
-                " leaves room, fp8.scaling=current scales each tensor from itself",
+                f"step {step}: {_count_tensors(overflow.clipped)} clipped, the most"
+                f" {overflow.tensor} ({overflow.largest:.3g}x its range); raise fp8.margin or set"
+                " fp8.scaling=current",
             )
 
     def _warn_once(self, kind: str, message: str) -> None:
         """Prints the first warning of a kind: "clipped" or "infinite"."""
         if kind in self._pending:
             self._pending.remove(kind)
-            self._say(wrapped(f"warning: {message}; metrics.jsonl counts them in each step"))
+            self._say(wrapped(f"warning: {message}"))
+
+
+def _count_tensors(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
 
 
 def overflow_values(overflow: Overflow | None, num_values: Sequence[float]) -> dict[str, Value]:

@@ -28,9 +28,12 @@ from fp8cfg.planning.smoke import SAVED_AT, STEPS
 from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.metrics_file import read
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, METRICS, RECIPE, RunFolder
+from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable, refuse_if
 from fp8cfg.schema.keywords import refuses_recipe_keys
+from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.tables import labeled
 from fp8cfg.training.data import run_data
 from fp8cfg.training.loop import Interrupted, Loaded, Result, train
 from fp8cfg.training.step_report import Callback
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-Say = Callable[[str], None]
 OpenFolder = Callable[[], RunFolder]
 """Opens or creates a run folder, locked for this process."""
 
@@ -51,7 +53,7 @@ def fit(
     folder: str | Path | RunFolder | None = None,
     start_from: Loaded | None = None,
     world: World | None = None,
-    say: Say = print,
+    say: Say = messages.say,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Trains a job to trainer.max_steps and writes a run folder.
@@ -117,7 +119,7 @@ def fit(
         root = Path(recipe.log.dir)
         return RunFolder.create(root, recipe.name, datetime.now(), to_yaml(recipe), path, key=key)
 
-    with opened_run(create, world, say) as run:
+    with opened_run(create, world, _of_run(say, recipe)) as run:
         result = train(job, run, start_from, world, say, callbacks, data)
         return _with_folder(result, run)
 
@@ -129,7 +131,7 @@ def _resume_job(
     say_first = say if world.first else _say_nothing
 
     def start(_: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
-        with opened_run(open_folder, world, say) as run:
+        with opened_run(open_folder, world, _of_run(say, job.recipe)) as run:
             result = train(job, run, loaded, world, say, callbacks)
             return _with_folder(result, run)
 
@@ -144,7 +146,7 @@ def resume(
     overrides: Iterable[str] = (),
     allow: Iterable[str] = (),
     model: nn.Module | None = None,
-    say: Say = print,
+    say: Say = messages.say,
     callbacks: Sequence[Callback] = (),
     step: int | None = None,
     recalibrate_fp8: bool = False,
@@ -181,7 +183,7 @@ def resume(
 
     def start(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
         job = build(recipe, model)
-        with opened_run(open_folder, world, say) as run:
+        with opened_run(open_folder, world, _of_run(say, recipe)) as run:
             result = train(job, run, loaded, world, say, callbacks)
             return _with_folder(result, run)
 
@@ -198,7 +200,7 @@ def resume(
 
 @contextmanager
 def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunFolder | None]:
-    """Opens a run folder for training, and prints its path before and after.
+    """Opens a run folder for training, and prints the path of a new one.
 
     If an error ends the run before its first step, a new folder is removed.
 
@@ -211,9 +213,10 @@ def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunF
         The folder on the first rank, None on the others.
     """
     run = open_folder() if world.first else None
+    path = run.path if run else None
+    if run and run.is_new:
+        say(labeled("run folder", printable(str(path))))
     try:
-        if run:
-            say(f"run folder: {printable(str(run.path))}")
         yield run
     except Exception as error:
         # An interrupted run keeps its folder, even without a step: it will be resumed.
@@ -224,8 +227,8 @@ def opened_run(open_folder: OpenFolder, world: World, say: Say) -> Iterator[RunF
     finally:
         if run:
             # A user may have deleted or moved the folder during the run.
-            if run.files.there:
-                say(f"run folder: {printable(str(run.path))}")
+            if run.files.there and run.path != path:
+                say(labeled("run folder", printable(str(run.path))))
             run.close()
 
 
@@ -446,6 +449,7 @@ def recipe_for_resume(
     )
     if not is_restart:
         refuse_if([*_check_folder(run, before, recipe), *_check_max_steps(step, recipe)])
+    say = _of_run(say, recipe)
     origin = name or "the start, it has no checkpoint yet"
     say(f"resuming {printable(str(run.path))} from {origin}")
     if loaded:
@@ -639,6 +643,11 @@ def _check_callbacks(callbacks: Sequence[Callback]) -> None:
 def _with_folder(result: Result, run: RunFolder | None) -> Result:
     """Returns the result with the path of the run folder, None on other ranks."""
     return replace(result, folder=run.path if run else None)
+
+
+def _of_run(say: Say, recipe: Recipe) -> Say:
+    """Returns the function for the messages of a run with `recipe`."""
+    return messages.of_run(say, recipe.log.level, recipe.log.progress)
 
 
 def _say_nothing(_: str) -> None:

@@ -24,7 +24,7 @@ from fp8cfg.parallel.process_group import World, pipeline_world
 from fp8cfg.planning.coverage import Coverage, low_coverage_warning
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder
-from fp8cfg.schema.tables import wrapped
+from fp8cfg.schema.tables import labeled, wrapped
 from fp8cfg.training.metrics import Progress, RunLogs
 from fp8cfg.training.overflow_watch import OverflowWarnings, overflow_values
 from fp8cfg.training.step import StepResult
@@ -173,16 +173,23 @@ class StepReport:
         # With pipeline stages a collective: all ranks must call `prove`.
         coverage = self._job.prove()
         if self._job.recipe.fp8.enabled:
-            product = _PRODUCT_NAMES[self._job.choice.product]
-            self._say(f"coverage, observed in the first step ({product})\n{coverage}\n")
+            self._say(self._describe(coverage))
             # A custom model prints this warning itself, in its first optimizer step.
             warning = "" if self._job.foreign else low_coverage_warning(coverage)
             if warning:
-                self._say(wrapped(f"warning: {warning}") + "\n")
+                self._say(wrapped(f"warning: {warning}"))
         # Another collective, so it comes before the test for a run folder.
         record = coverage_record(self._job, coverage)
         if self._run:
             self._run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
+
+    def _describe(self, coverage: Coverage) -> str:
+        """Returns the observed coverage: a line if it is as planned, otherwise the table."""
+        product = _PRODUCT_NAMES[self._job.choice.product]
+        is_as_planned = coverage.runs_as(self._job.plan)
+        if is_as_planned and self._job.recipe.log.level != "debug":
+            return labeled("FP8", f"{coverage.summary}, as planned, {product}")
+        return f"coverage, observed in the first step ({product})\n{coverage}\n"
 
     def _check_skips(self, result: StepResult) -> None:
         """Counts skipped steps. Raises Diverged if the run cannot recover from them."""

@@ -495,6 +495,8 @@ RUNS = {
     "data.streaming": "test_stream_runs.py",
     "data.validation_path": "test_stream_runs.py",
     "log.dir": "test_cli.py",
+    "log.level": "test_run_messages.py",
+    "log.progress": "test_progress.py",
     "fp8.min_coverage": "test_builder.py",
     "fp8.reduce_amax": "test_distributed.py",
     "fp8.tp_only_amax_red": "test_amax_group.py",

@@ -211,7 +211,7 @@ def test_a_command_that_was_told_to_stop_before_its_first_step_ends_with_75(
 ) -> None:
     from fp8cfg.report import run_header
 
-    monkeypatch.setattr(run_header, "body", lambda *_: os.kill(os.getpid(), signal.SIGHUP) or "")
+    monkeypatch.setattr(run_header, "header", lambda *_: os.kill(os.getpid(), signal.SIGHUP) or "")
     assert main([*SMALL, *WORDS, f"log.dir={tmp_path}"]) == 75
     assert "stopped before step 1 of 4; resume goes on from there" in capsys.readouterr().err
 

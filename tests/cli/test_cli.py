@@ -68,13 +68,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
     words = ["recipe=llama_405b", "precision=bf16_fp8", "data.tokenizer=bytes"]
     done = fp8cfg(*words, "trainer.accelerator=cpu")
     assert done.returncode == 2
-    for part in (
-        "scaling: delayed",
-        "FP8: 504 of 505 linear layers",
-        "memory per rank",
-        "meant for 512 GPUs (tensor 8, pipeline 8, context 4)",
-    ):
-        assert part in done.stdout
+    assert done.stdout == ""
     *lines, line = done.stderr.splitlines()
     assert (
         len(lines) == 2
@@ -88,7 +82,6 @@ def test_a_model_that_does_not_fit_is_refused_with_what_does() -> None:
     assert line.endswith(
         f"; as a smoke run: fp8cfg {' '.join(words)} trainer.accelerator=cpu trainer.smoke=true"
     )
-    assert max(map(len, done.stdout.splitlines())) <= 80
 
 
 def test_a_layout_for_more_ranks_is_refused_with_a_line_that_trains_as_printed(
@@ -121,11 +114,12 @@ def test_the_main_job_end_to_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     folder = next(tmp_path.iterdir())
-    assert f"run folder: {folder}" in done.stdout and "planned coverage" in done.stdout
-    assert (
-        "coverage, observed in the first step (emulated)" in done.stdout
-        and "FP8: 8 of 9 linear layers" in done.stdout
-    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"run folder: {folder}"
+    assert "planned coverage" not in done.stdout and "memory per rank" not in done.stdout
+    coverage = next(line for line in lines if line.startswith("FP8: "))
+    assert "8 of 9 linear layers" in coverage and coverage.endswith("as planned, emulated")
+    assert lines.index(coverage) <= 15
     assert {p.name for p in folder.iterdir()} >= {
         "recipe.yaml",
         "environment.json",
@@ -157,7 +151,7 @@ def test_a_recipe_file_and_a_folder_of_ones_own_train(tmp_path: Path) -> None:
     small = [w for w in SMALL if not w.startswith(("recipe=", "trainer.max_steps", "optim.warmup"))]
     done = fp8cfg(str(file), *small, "--config-dir", str(tmp_path), f"log.dir={tmp_path / 'runs'}")
     assert done.returncode == 0, done.stderr
-    assert "scaling: current" in done.stdout and next(
+    assert "precision:  bf16, FP8 current" in done.stdout and next(
         (tmp_path / "runs").iterdir()
     ).name.startswith("mine-")
 

@@ -400,7 +400,7 @@ def test_what_the_user_did_not_write_gives_way_in_each_job(
 ) -> None:
     ran: list[fp8cfg.Recipe] = []
 
-    def launched(recipe: fp8cfg.Recipe, *_: Any) -> int:
+    def launched(recipe: fp8cfg.Recipe, *_: Any, **__: Any) -> int:
         ran.append(recipe)
         return 0
 

@@ -84,7 +84,7 @@ def test_it_trains_with_the_losses_of_the_functions_that_it_takes(theirs: Path) 
     done = python(theirs, TRAINS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        "planned coverage: backend theirs (asked for; their emulation)" in done.stdout
+        "backend:    theirs (asked for; their emulation)" in done.stdout
         and done.stderr == ""
     )
     seen = json.loads(done.stdout.splitlines()[-1])

@@ -9,9 +9,10 @@ import pytest
 
 from fp8cfg import compose
 from fp8cfg.__main__ import main
-from fp8cfg.backends.choice import Hardware
+from fp8cfg.backends.choice import Choice, Hardware
 from fp8cfg.cli.help import choices
-from fp8cfg.report.run_header import body, head
+from fp8cfg.planning.preflight import choose_backend
+from fp8cfg.report.run_header import header, planned_tables, short_header
 from fp8cfg.schema.tables import table, wrapped
 from tests.support.every_recipe import every_recipe
 
@@ -87,10 +88,22 @@ def test_plans_of_every_recipe(words: tuple[str, ...], capsys: pytest.CaptureFix
 )
 def test_what_a_run_says_before_it_begins(words: list[str]) -> None:
     recipe = compose(["precision=bf16_fp8_current", *words])
-    text = f"{head(recipe)}\n{body(recipe, Hardware('cpu'))}"
-    assert [
-        line for line in text.splitlines() if len(line) > 80
-    ] == [] and "planned coverage: backend " in text
+    cpu = Hardware("cpu")
+    choice = choose_backend(recipe, cpu, 1)
+    head = header(recipe, cpu, choice)
+    assert f"backend:    {choice.backend} " in head and len(head.splitlines()) <= 12
+    text = f"{head}\n{short_header(recipe, choice)}\n{planned_tables(recipe, cpu, choice)}"
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert "planned coverage" in text and "memory per rank" in text
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_header_has_at_most_15_lines(name: str) -> None:
+    """With the lines of the run folder and the data, which take three."""
+    words = [f"precision={name}", "model.num_layers=16"]
+    recipe = compose(words)
+    choice = Choice("native", "emulate", "auto; a CPU emulates FP8")
+    assert len(header(recipe, Hardware("cpu"), choice).splitlines()) <= 12
 
 
 def test_errors_are_one_line_each_however_long(capsys: pytest.CaptureFixture[str]) -> None:

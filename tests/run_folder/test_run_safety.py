@@ -107,7 +107,7 @@ def test_what_a_run_replaces_is_replaced_and_not_followed(
     assert main(["resume", str(mine), "trainer.max_steps=5"]) == 0
     assert {name: victim.read_bytes() for name, victim in victims.items()} == before
     out, err = capsys.readouterr()
-    assert "\x1b" not in out + err and "run folder: " in out and "a\\x1b[31m\\nb/run" in out
+    assert "\x1b" not in out + err and "resuming " in out and "a\\x1b[31m\\nb/run" in out
     assert [line["step"] for line in read(mine / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4, 5, 5]
     assert saved(mine) == ["step-00000004", "step-00000005"]
 

@@ -10,7 +10,7 @@ from fp8cfg.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 
-OPTIONS = "choose from --config-dir, --cfg, --info, --package, --multirun, --resolve, --hydra-help, --help, --version"
+OPTIONS = "choose from --config-dir, --cfg, --info, --package, --multirun, --resolve, --hydra-help, --verbose, --help, --version"
 MISTAKES: list[tuple[str, str | list[str]]] = [
     # a typo in a key, a group, a choice, a verb, an option, an enum value
     ("fp8.margn=1", "fp8.margn: no such key; did you mean 'fp8.margin'?"),
