@@ -19,7 +19,9 @@ def test_the_readme_has_at_most_700_words() -> None:
     assert len(README.read_text(encoding="utf-8").split()) <= 700
 
 
-def test_the_readme_shows_the_observed_coverage_and_two_commands_and_python_in_fifteen_lines() -> None:
+def test_the_readme_shows_the_observed_coverage_and_two_commands_and_python_in_fifteen_lines() -> (
+    None
+):
     shown = [block.text for block in blocks(README)]
     assert (
         "linear layers, ... of matmul FLOPs, as planned, emulated" in shown[0]

@@ -91,8 +91,8 @@ class Coverage:
             * self.attention_flops
         )
         return (
-            (attention + sum(self._of(p) * p.fp8_share for p in self.linears)) / self._flops
-            if self._flops
+            (attention + sum(self._of(p) * p.fp8_share for p in self.linears)) / self.flops
+            if self.flops
             else 0.0
         )
 
@@ -126,18 +126,16 @@ class Coverage:
     def __str__(self) -> str:
         # Attention has no weight and no wgrad. Its rows have the formats of forward and backward.
         rows = [
-            [str(count), name, f"{flops / self._flops:.1%}", what]
+            [str(count), name, f"{flops / self.flops:.1%}", what]
             for (name, what), count, flops in self._groups()
         ]
         fp8 = self._attentions_in_fp8
         for what, count in Counter(map(self._attention, self.attentions)).items():
-            share = count / len(self.attentions) * self.attention_flops / self._flops
+            share = count / len(self.attentions) * self.attention_flops / self.flops
             rows.append([str(count) if fp8 else "", "attention", f"{share:.1%}", what])
         return table(
             ["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"], rows, right=(0, 2)
-        ) + (
-            f"\nFP8: {self.summary}" + (f"\n{wrapped(self.note)}" if self.note else "")
-        )
+        ) + (f"\nFP8: {self.summary}" + (f"\n{wrapped(self.note)}" if self.note else ""))
 
     @property
     def summary(self) -> str:
@@ -184,7 +182,7 @@ class Coverage:
             key=lambda part: part[1],
             default=("products of layers that are otherwise in FP8", 0.0, ""),
         )
-        return name, flops / self._flops if self._flops else 0.0, why or "in high precision"
+        return name, flops / self.flops if self.flops else 0.0, why or "in high precision"
 
     @property
     def left_out(self) -> list[tuple[str, int, float]]:
@@ -196,9 +194,9 @@ class Coverage:
         found: dict[str, list[float]] = {}
         for p in self.linears:
             if not p.fp8:
-                found.setdefault(p.reason or _why(p), []).append(self._of(p) / self._flops)
+                found.setdefault(p.reason or _why(p), []).append(self._of(p) / self.flops)
         for other in self.beside:
-            found.setdefault(other.reason, []).append(self._of(other) / self._flops)
+            found.setdefault(other.reason, []).append(self._of(other) / self.flops)
         return sorted(
             ((why, len(shares), sum(shares)) for why, shares in found.items()),
             key=lambda group: -group[2],
@@ -212,8 +210,11 @@ class Coverage:
         return "the FLOPs of all weights" if self.beside else "the linear layers' FLOPs"
 
     @property
-    def _flops(self) -> float:
-        """FLOPs of the whole model, in the units of `_of`."""
+    def flops(self) -> float:
+        """FLOPs of all matrix products, forward and backward.
+
+        Per token for a recipe's Transformer. For a custom model over all observed rows.
+        """
         return self.attention_flops + sum(map(self._of, self._weighed))
 
     def _of(self, p: PlannedLinear | Unwatched) -> float:

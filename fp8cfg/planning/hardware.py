@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,6 +84,25 @@ def find_gpu(name: str, option: str = "--gpu ") -> GPU:
     else:
         hint = f"it has {', '.join(GPUS)}"
     raise ConfigError(f"{option}{name}: no such GPU in the table; {hint}")
+
+
+def gpu_of_device(name: str) -> GPU | None:
+    """Returns the GPU of the table for a name that the driver reports, or None.
+
+    Args:
+        name: The name, such as "NVIDIA H100 80GB HBM3" or "NVIDIA A100-SXM4-40GB".
+    """
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    if "a100" in words:
+        return GPUS["a100-80" if "80gb" in words else "a100-40"]
+    if "h100" in words and "pcie" in words:
+        return GPUS["h100-pcie"]
+    # Other models have other peaks.
+    if words & {"nvl", "mig", "laptop", "mobile", "super", "d"}:
+        return None
+    if "rtx" in words:
+        return next((gpu for gpu in GPUS.values() if gpu.name.removeprefix("rtx") in words), None)
+    return next((gpu for gpu in GPUS.values() if gpu.name in words), None)
 
 
 def find_hardware(accelerator: str) -> Hardware:

@@ -22,6 +22,7 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS, title
 from fp8cfg.schema.tables import amount, labeled, size
 
+
 def header(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
     """Returns the header of a new run. The lines of the run folder and the data are printed elsewhere.
 
@@ -74,9 +75,7 @@ def planned_tables(recipe: Recipe, hardware: Hardware, choice: Choice) -> str:
         coverage = planned_coverage(recipe, plan_layers(recipe, choice.backend))
         lines = ["planned coverage", *passed_over_lines(choice), str(coverage)]
         parts.append("\n".join(lines))
-    gathered = gather_line(
-        recipe, layout.rank_part(recipe, sharding.ranks()), choice.backend
-    )
+    gathered = gather_line(recipe, layout.rank_part(recipe, sharding.ranks()), choice.backend)
     memory = [memory_table(recipe, hardware.device, backend=choice.backend), gathered]
     parts.append("\n".join(line for line in memory if line))
     return "\n" + "\n\n".join(parts) + "\n"
@@ -160,9 +159,7 @@ def _ranks(recipe: Recipe) -> str:
         }
         split = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items() if ranks > 1)
         count += f" = {split} x data {here // strategy.size}"
-    microbatches = trainer.global_batch_size / (
-        trainer.micro_batch_size * (here // strategy.size)
-    )
+    microbatches = trainer.global_batch_size / (trainer.micro_batch_size * (here // strategy.size))
     plural = "" if microbatches == 1 else "es"
     text = f"{count}, {microbatches:g} microbatch{plural} a step on each"
     meant = trainer.num_nodes * trainer.devices

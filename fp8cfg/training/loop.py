@@ -42,8 +42,9 @@ from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.evaluation import Stopped, evaluate
 from fp8cfg.training.last_step import LastStep
 from fp8cfg.training.look_ahead import LookAhead
-from fp8cfg.training.metrics import Progress, RunLogs
+from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowCollector
+from fp8cfg.training.progress import Peak, Progress, peak_speed
 from fp8cfg.training.run_status import RunStatus
 from fp8cfg.training.signals import REQUEUE, StopSignals
 from fp8cfg.training.step import PendingStep, can_run_ahead, count_microbatches, train_step
@@ -151,8 +152,8 @@ class _Training:
         self.say = messages.of_run(say, log.level, log.progress)
         if not world.first:
             self.say = _say_nothing
-        # Without a `say` of the caller, a terminal has a live line for all steps.
-        self.say_steps = None if say in (messages.say, print) else say
+        # A `say` of the caller and a configured logger get lines. They may not write to the terminal.
+        self.can_draw = say in (messages.say, print) and not messages.is_logged()
         self.callbacks = callbacks if world.first else ()
         self.batches, self.validation_samples = data or run_data(job.recipe)
         if self.batches.remark:
@@ -197,9 +198,7 @@ class _Training:
                     " there"
                 )
             if self.world.first:
-                progress = Progress(
-                    self.max_steps, self.recipe.log.every_n_steps, say=self.say_steps
-                )
+                progress = Progress(self.recipe, self.say, self.can_draw, self._peak())
                 self.report.progress = stack.enter_context(progress)
             stack.enter_context(self.saver)
             if self.job.optimizer.can_defer:
@@ -363,9 +362,18 @@ class _Training:
             self._interrupt(num_done)
         self.val_loss = loss
         self.logs.write(num_done, {"val_loss": loss})
+        if self.report.progress:
+            self.report.progress.evaluation(num_done, loss)
         self.say(f"step {num_done}: validation loss {loss:.4f}")
         for callback in self.callbacks:
             callback.evaluation(num_done, loss)
+
+    def _peak(self) -> Peak | None:
+        """Returns the peak speed of the ranks. None for a custom model or an unknown GPU."""
+        if self.job.foreign or self.job.device.type != "cuda":
+            return None
+        names = [torch.cuda.get_device_name(self.job.device)]
+        return peak_speed(self.recipe, names, self.world.size)
 
     def _saves_after(self, num_done: int) -> bool:
         """Whether step `num_done` is saved. The last step always is."""

@@ -1,19 +1,14 @@
-"""Training metrics: metrics.jsonl, fp8_stats.jsonl, the progress line and TensorBoard."""
+"""Training metrics: metrics.jsonl, fp8_stats.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from fp8cfg.building.job import Job
 from fp8cfg.data import IGNORED, Batches
@@ -150,83 +145,6 @@ class TensorBoardLog:
     def close(self) -> None:
         """Flushes the events and closes the file."""
         self._writer.close()
-
-
-class Progress:
-    """Progress line of a run. A context manager.
-
-    A terminal redraws one line, and other output appears above it. Without a terminal a new line is
-    printed every `every` steps.
-
-    Args:
-        max_steps: Optimizer steps of the run.
-        every: Steps between printed lines.
-        console: Where to print. For tests.
-        clock: Returns seconds. For tests.
-        say: Gets the printed lines instead of the console. The line is not redrawn then.
-    """
-
-    def __init__(
-        self,
-        max_steps: int,
-        every: int = 10,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        say: Callable[[str], None] | None = None,
-    ) -> None:
-        self.max_steps = max_steps
-        self.every = every
-        self._say = say
-        self._console = console or Console()
-        self._clock = clock
-        self._start: tuple[int, float] | None = None
-        redraw = say is None and self._console.is_terminal and not self._console.is_dumb_terminal
-        self._live = Live(console=self._console, refresh_per_second=4) if redraw else None
-
-    def update(self, step: int, loss: float, lr: float, tokens_per_s: float) -> None:
-        """Shows the state after an optimizer step.
-
-        Args:
-            step: The step, counted from 1.
-            loss: Its training loss.
-            lr: Its learning rate.
-            tokens_per_s: Tokens per second on all ranks together.
-        """
-        self._start = self._start or (step, self._clock())
-        line = (
-            f"step {step}/{self.max_steps}  loss {loss:.4f}  lr {lr:.3g}  {tokens_per_s:,.0f}"
-            " tokens/s"
-        )
-        line += f"  ETA {self._eta(step)}"
-        if self._live:
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
-        elif step % self.every != 0 and step != self.max_steps:
-            return
-        elif self._say:
-            self._say(line)
-        else:
-            # console.print would wrap the line: without a terminal it assumes 80 columns.
-            self._console.file.write(line + "\n")
-            self._console.file.flush()
-
-    def __enter__(self) -> Progress:
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            self._live.stop()
-
-    def _eta(self, step: int) -> str:
-        """Returns the remaining time as h:mm:ss, at the average speed since the first update."""
-        # The first update is left out of the average, since the first step compiles and warms up.
-        first_step, began = self._start or (step, 0.0)
-        if step <= first_step:
-            return "-:--:--"
-        elapsed = self._clock() - began
-        seconds = round((self.max_steps - step) * elapsed / (step - first_step))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 class RunLogs:

@@ -25,8 +25,9 @@ from fp8cfg.planning.coverage import Coverage, low_coverage_warning
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder
 from fp8cfg.schema.tables import labeled, wrapped
-from fp8cfg.training.metrics import Progress, RunLogs
+from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowWarnings, overflow_values
+from fp8cfg.training.progress import Progress
 from fp8cfg.training.step import StepResult
 
 MAX_SKIPPED_STEPS = 100
@@ -80,7 +81,7 @@ class StepReport:
         loss: Training loss of the last step.
         num_skipped: Consecutive skipped steps, including the last step.
         is_proved: Whether the first step was compared with the plan.
-        progress: Progress line. The training loop sets it on the first rank.
+        progress: Shows the steps. The training loop sets it on the first rank.
     """
 
     def __init__(
@@ -131,8 +132,7 @@ class StepReport:
             self._say(fill(message, 80, subsequent_indent="  "))
         self._logs.write(result.step, values)
         if self.progress:
-            tokens_per_second = self._tokens_per_step() / seconds
-            self.progress.update(result.step, result.loss, result.lr, tokens_per_second)
+            self.progress.update({"step": result.step} | values)
         for callback in self._callbacks:
             callback.step(result.step, values)
         if self._run:

@@ -83,10 +83,7 @@ print(json.dumps({"theirs": [m["loss"] for m in metrics if "loss" in m], "native
 def test_it_trains_with_the_losses_of_the_functions_that_it_takes(theirs: Path) -> None:
     done = python(theirs, TRAINS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        "backend:    theirs (asked for; their emulation)" in done.stdout
-        and done.stderr == ""
-    )
+    assert "backend:    theirs (asked for; their emulation)" in done.stdout and done.stderr == ""
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["theirs"] == seen["native"] and len(seen["theirs"]) == 2
     assert seen["coverage"]["backend"] == {

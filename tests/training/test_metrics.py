@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import math
 import struct
 import subprocess
@@ -14,13 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
-import fp8cfg
 from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.training import loop
-from fp8cfg.training.metrics import MetricsLog, Progress, TensorBoardLog, read
-from tests.support.small import small
+from fp8cfg.training.metrics import MetricsLog, TensorBoardLog, read
 
 
 def bits(value: float) -> bytes:
@@ -121,22 +116,6 @@ def test_each_line_outlives_a_kill(tmp_path: Path) -> None:
     assert [line["loss"] for line in read(tmp_path / "m")] == [1 / step for step in range(1, 6)]
 
 
-def shown(console: Console, steps: range, every: int = 5) -> None:
-    times = iter(range(1000))
-    with Progress(steps.stop - 1, every, console, clock=lambda: float(next(times))) as progress:
-        for step in steps:
-            progress.update(step, loss=2.25 / step, lr=3e-4, tokens_per_s=12345.6)
-
-
-def test_say_gets_the_lines_of_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    messages: list[str] = []
-    words = "trainer.max_steps=5", "log.every_n_steps=2"
-    loop.train(fp8cfg.build(small(*words)), say=messages.append)
-    lines = [message.split("  loss")[0] for message in messages if "tokens/s" in message]
-    assert lines == ["step 2/5", "step 4/5", "step 5/5"]
-    assert capsys.readouterr().out == ""
-
-
 def test_lines_without_space_wait_and_hide_no_other_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,29 +136,6 @@ def test_lines_without_space_wait_and_hide_no_other_error(
     monkeypatch.setattr(log, "_flush", flush)
     with pytest.raises(OSError, match=r"No space left on device: '.*/metrics.jsonl'"), log:
         log.write(1, {"loss": 1.0})
-
-
-def test_progress_in_a_pipe() -> None:
-    out = io.StringIO()
-    shown(Console(file=out, width=20), range(1, 13))
-    assert out.getvalue().splitlines() == [
-        "step 5/12  loss 0.4500  lr 0.0003  12,346 tokens/s  ETA 0:00:07",
-        "step 10/12  loss 0.2250  lr 0.0003  12,346 tokens/s  ETA 0:00:02",
-        "step 12/12  loss 0.1875  lr 0.0003  12,346 tokens/s  ETA 0:00:00",
-    ]
-
-
-def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    out = io.StringIO()
-    shown(Console(file=out, width=100, force_terminal=True), range(1, 13), every=5)
-    assert "\x1b[" in out.getvalue() and "step 12/12  loss 0.1875" in out.getvalue()
-
-
-def test_progress_with_a_loss_that_is_no_number() -> None:
-    out = io.StringIO()
-    Progress(1, 1, Console(file=out)).update(1, math.nan, 0.0, math.inf)
-    assert out.getvalue() == "step 1/1  loss nan  lr 0  inf tokens/s  ETA -:--:--\n"
 
 
 def test_tensorboard(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_configured_logger_gets_the_messages(
     fp8cfg.fit(fp8cfg.build(recipe))
     assert capsys.readouterr().out == ""
     lines = stream.getvalue().splitlines()
-    assert lines[0] == f"INFO run folder: {tmp_path / 'run'}"
+    assert f"INFO run folder: {tmp_path / 'run'}" in lines
     assert any(line.startswith("INFO step 2/2  loss ") for line in lines)
 
 
