@@ -94,7 +94,7 @@ def _size(recipe: Recipe) -> str:
 def _precision(recipe: Recipe) -> str:
     """The compute dtype, the scaling, and the keys with an effect."""
     precision = recipe.precision
-    parts = [precision.compute]
+    parts: list[str] = [precision.compute]
     if recipe.fp8.enabled:
         keys = _fp8_keys(recipe)
         del keys["enabled"], keys["scaling"], keys["format"]
