@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from fp8cfg.schema.training import Strategy as Strategy
     from fp8cfg.schema.training import Timeout as Timeout
     from fp8cfg.schema.training import Trainer as Trainer
+    from fp8cfg.studies.parity import parity as parity
+    from fp8cfg.studies.parity_report import ParityReport as ParityReport
     from fp8cfg.training.data import run_data as run_data
     from fp8cfg.training.runs import fit as fit
     from fp8cfg.training.runs import resume as resume
@@ -132,6 +134,8 @@ if not TYPE_CHECKING:
         "fp8cfg.planning.plan_report": "Plan plan",
         "fp8cfg.training.step_report": "Callback",
         "fp8cfg.run_folder.run_folder": "RunFolder",
+        "fp8cfg.studies.parity": "parity",
+        "fp8cfg.studies.parity_report": "ParityReport",
         "fp8cfg.training.data": "run_data",
         "fp8cfg.training.runs": "fit resume",
         "fp8cfg.numerics.statistics": "collect_statistics",

@@ -51,6 +51,8 @@ WITHOUT_TORCH = [
     "recipes",
     "report",
     "studies.page",
+    "studies.parity",
+    "studies.parity_page",
     "studies.run_data",
     "models.config",
     "planning.plan_report",

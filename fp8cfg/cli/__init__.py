@@ -46,6 +46,7 @@ VERBS = {
     "list": Verb(LOOK, "list recipes, presets and tasks", words=GROUPS),
     "explain": Verb(LOOK, "explain a key: type, meaning, effect, and who set it"),
     "diff": Verb(LOOK, "list the keys in which two recipes or runs differ"),
+    "parity": Verb(LOOK, "compare the losses of precisions with a baseline's", trains=True),
     "sample": Verb(USE, "generate text from a run", path=True),
     "evaluate": Verb(USE, "measure the loss of a run, in one precision or several", path=True),
     "export": Verb(USE, "write a recipe, another project's file, weights or a Slurm script"),

@@ -43,8 +43,9 @@ Options:
   --help, --version
 
 Exit codes: 0 done, 1 a bug, 2 configuration, 3 FP8 was asked for and did not
-run, 4 no usable checkpoint, 5 disk full or not writable, 6 run folder in use,
-7 diverged, 8 a rank was lost or stalled, 75 stopped by a signal and saved
+run or parity failed, 4 no usable checkpoint, 5 disk full or not writable, 6 run
+folder in use, 7 diverged, 8 a rank was lost or stalled, 75 stopped by a signal
+and saved
 """
 
 

@@ -58,6 +58,8 @@ NAMES = {
     "run",
     "run_data",
     "collect_statistics",
+    "parity",
+    "ParityReport",
     "Command",
     "graph_nodes",
     "graph_tags",

@@ -31,7 +31,7 @@ OWN_TESTS = {
 INFOS = ("python", "console", "yaml", "text")
 RUN = "runs/llama_tiny-20260102-030405"
 """The run folder that pages name; where one does, it is there."""
-TRAINS = ("train", "sweep", "resume", "rerun")
+TRAINS = ("train", "sweep", "resume", "rerun", "parity")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -127,7 +127,10 @@ def short_runs(shape: dict[str, int] | None = None) -> Iterator[None]:
 
 def short(words: list[str]) -> list[str]:
     """`words` of a command that trains, with no more than three steps."""
-    return [re.sub(r"^(trainer\.max_steps)=\d+$", r"\1=3", word) for word in words]
+    steps = [re.sub(r"^(trainer\.max_steps)=\d+$", r"\1=3", word) for word in words]
+    if "--steps" in steps:
+        steps[steps.index("--steps") + 1] = "3"
+    return steps
 
 
 def run(words: list[str], capsys: pytest.CaptureFixture[str], shown: str = "") -> tuple[int, str]:

@@ -1,0 +1,234 @@
+"""`parity`: trains a recipe in several precisions and compares the losses with a baseline."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fp8cfg.cli import WORDS, launch_run
+from fp8cfg.cli.argv import Arguments, is_hydra, split
+from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
+from fp8cfg.cli.run_models import whole
+from fp8cfg.composition.overrides import parsed
+from fp8cfg.planning.hardware import count_gpus
+from fp8cfg.run_folder.run_folder import RunFolder
+from fp8cfg.schema.errors import ConfigError, refuse_if
+from fp8cfg.schema.keys import full
+from fp8cfg.schema.recipe import Recipe
+
+if TYPE_CHECKING:
+    from fp8cfg.studies.parity_runs import TrainRun
+
+USAGE = """
+fp8cfg parity [recipe=NAME | FILE.yaml] precision=BASELINE,NAME,... [--steps N]
+              [--seeds N] [--tolerance X] [--against RUN_FOLDER] [key=value ...]
+              [--output FILE.html] [--json] [--config-dir FOLDER]
+
+Train a recipe in several precisions, and compare the losses with a baseline.
+
+Examples:
+  fp8cfg parity precision=bf16,bf16_fp8,bf16_mxfp8 recipe=llama_tiny --steps 40
+  fp8cfg parity mine.yaml precision=bf16_fp8,'bf16_fp8 fp8.margin=1' --seeds 5
+  fp8cfg parity precision=bf16_mxfp8 --against runs/mine --output parity.html
+
+The first precision is the baseline; a single one is compared with bf16.
+Overrides of one precision follow its name. Other overrides hold for all runs,
+except that fp8.* holds only for precisions with FP8.
+
+All precisions have the same seeds: the same first weights and data. A precision
+fails if its loss in the last quarter of the steps is higher than the baseline's
+by more than the noise between seeds and by more than the tolerance.
+
+Runs are in log.dir/parity-NAME-Nsteps. The same command again reuses finished
+runs and resumes stopped ones.
+
+Options:
+  --steps N            optimizer steps; default trainer.max_steps
+  --seeds N            seeds, from trainer.seed on; default 3. One seed has no
+                       noise, so only the tolerance counts
+  --tolerance X        largest accepted gap, in nats per token; default 0.01
+  --against RUN_FOLDER compare with this run, on its seed; repeat it for more
+                       seeds. Without a recipe, its recipe is used
+  --output FILE.html   write a page with the curves
+  --json               print JSON
+  --config-dir FOLDER  your own recipes and presets
+  hydra/launcher=NAME  run all trainings through a launcher of Hydra, such as
+                       joblib or submitit_slurm; hydra.launcher.* configures it
+
+Exit code: 0 if no precision failed, 3 if one is worse or diverged.
+"""
+OPTIONS = (
+    "--seeds",
+    "--steps",
+    "--tolerance",
+    "--against",
+    "--output",
+    "--config-dir",
+)
+DEFAULT_BASELINE = "bf16"
+FP8 = "trainer.plugins.fp8"
+
+
+def run(argv: list[str]) -> int:
+    """Compares the precisions of `argv`. Returns the exit code."""
+    arguments = split(argv, OPTIONS, ("--json",))
+    file = recipe_file(arguments.plain, WORDS)
+    seeds = whole(arguments, "--seeds", 1)
+    steps = whole(arguments, "--steps", 1)
+    tolerance = _tolerance(arguments)
+    folders = arguments.options.get("--against", [])
+    if folders and seeds is not None:
+        raise ConfigError("--seeds: with --against, the seeds are those of its runs; drop --seeds")
+    if launch_run.is_launched():
+        raise ConfigError("parity: starts the ranks of its runs itself; start it without torchrun")
+    output = arguments.one("--output")
+    from fp8cfg.studies import parity_page, parity_report, parity_runs
+
+    if output:
+        parity_page.check_output(Path(output), "--output ")
+
+    recipes = _recipes(arguments, file, folders, steps)
+    study = parity_runs.make_study(recipes, seeds or 3, tolerance, folders)
+    # With --json, standard output has nothing but JSON.
+    tell = partial(
+        print, file=sys.stderr if "--json" in arguments.flags else sys.stdout, flush=True
+    )
+    hydra_words = [word for word in arguments.words if is_hydra(word)]
+    if hydra_words:
+        from fp8cfg.cli import parity_launcher  # Hydra is slow to load
+
+        parity_launcher.train_runs(study, hydra_words, tell)
+    else:
+        parity_runs.check_runs(study)
+        parity_runs.train_runs(study, _trainer(study.runs[0].recipe), tell)
+    report = parity_report.judge(study)
+    if "--json" in arguments.flags:
+        print(json.dumps(report.data(), indent=1))
+    else:
+        from rich.console import Console
+
+        print()
+        report.print(Console())
+    if output:
+        parity_page.write_parity_page(report, Path(output))
+        tell(f"wrote {output}")
+    return report.exit_code
+
+
+def _tolerance(arguments: Arguments) -> float:
+    """Returns the value of --tolerance. Raises ConfigError if it is not a number of at least 0."""
+    text = arguments.one("--tolerance")
+    if text is None:
+        return 0.01
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"--tolerance {text[:40]}: needs a number of at least 0, such as 0.01")
+    return value
+
+
+def _trainer(recipe: Recipe) -> TrainRun:
+    """Returns what trains a run: this process, or one process for each of several GPUs."""
+    from fp8cfg.execution.executor import LocalExecutor
+    from fp8cfg.studies import parity_runs
+
+    if launch_run.count_ranks(recipe, count_gpus()) > 1:
+        return parity_runs.with_executor(LocalExecutor())
+    return parity_runs.fit_here
+
+
+# ------------------------------------------------------------------------------------------------
+# Recipes
+
+
+def _recipes(
+    arguments: Arguments, file: Path | None, folders: Sequence[str], steps: int | None
+) -> dict[str, Recipe]:
+    """Composes the recipe of each precision. Raises ConfigError with all problems."""
+    from fp8cfg.studies.parity_runs import for_precisions
+
+    words = [word for word in arguments.words if not is_hydra(word)]
+    precisions, words = _precisions(words, has_baseline=bool(folders))
+    if steps is not None:
+        if any(_key(word) == "trainer.max_steps" for word in words):
+            raise ConfigError(f"--steps {steps}: trainer.max_steps is set too; drop one of them")
+        words.append(f"trainer.max_steps={steps}")
+    has_recipe = file is not None or any(word.startswith("recipe=") for word in words)
+    base = None
+    if folders and not has_recipe:
+        base = RunFolder.open(folders[0], lock=False).read_recipe(arguments.one("--config-dir"))
+        base.log.folder, base.log.resume = None, "never"
+
+    recipes: dict[str, Recipe] = {}
+    problems: dict[str, list[str]] = {}
+    notes: dict[str, None] = {}
+    fp8_words = [word for word in words if _key(word) == FP8 or _key(word).startswith(f"{FP8}.")]
+    common = [word for word in words if word not in fp8_words]
+    config_dir = arguments.one("--config-dir")
+    for text in precisions:
+        name, *own = text.split()
+        chosen = [f"precision={name}", *own]
+        found = settled([*common, *chosen], config_dir, file, base)
+        if fp8_words and found.recipe.fp8.enabled:
+            found = settled([*common, *fp8_words, *chosen], config_dir, file, base)
+        elif fp8_words:
+            notes[f"note: {' '.join(fp8_words)}: not for {name}, which has no FP8"] = None
+        for line in map(str, found.problems):
+            problems.setdefault(line, []).append(text)
+        notes |= dict.fromkeys(found.notes)
+        recipes[text] = found.recipe
+    refuse_if(for_precisions(problems, len(precisions)))
+    say(notes)
+    return recipes
+
+
+def _key(word: str) -> str:
+    """Returns the full name of the key that a word sets."""
+    return full(parsed(word)[0])
+
+
+def _precisions(words: Sequence[str], has_baseline: bool) -> tuple[list[str], list[str]]:
+    """Splits off the precisions.
+
+    Args:
+        words: Overrides of the command line.
+        has_baseline: Whether --against has the baseline. Then all precisions are compared with it.
+
+    Returns:
+        The precisions, the baseline first, and the other words.
+    """
+    values = [word.removeprefix("precision=") for word in words if word.startswith("precision=")]
+    rest = [word for word in words if not word.startswith("precision=")]
+    if len(values) != 1 or not values[0].strip():
+        problem = "given twice" if values[1:] else "needs precisions to compare"
+        raise ConfigError(f"parity: {problem}, as in precision=bf16,bf16_fp8,bf16_mxfp8")
+    precisions = split_list(values[0])
+    if len(precisions) == 1 and not has_baseline and precisions[0] != DEFAULT_BASELINE:
+        precisions.insert(0, DEFAULT_BASELINE)
+    twice = [text for text in precisions if precisions.count(text) > 1]
+    if twice:
+        raise ConfigError(f"precision={','.join(precisions)}: {twice[0]} is given twice")
+    return precisions, rest
+
+
+def split_list(text: str) -> list[str]:
+    """Splits a list at its commas, except inside of brackets, and drops empty items."""
+    items = [""]
+    depth = 0
+    for character in text.strip("[]") if text.startswith("[") else text:
+        if character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item.strip() for item in items if item.strip()]

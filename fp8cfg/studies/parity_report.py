@@ -1,0 +1,478 @@
+"""Result of a parity study: gaps, verdicts, and what the study cannot tell."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fp8cfg.planning.layout import rank_part
+from fp8cfg.planning.peak_memory import count_parameters
+from fp8cfg.run_folder.environment import differences
+from fp8cfg.run_folder.files import RunFiles, StrangeFile
+from fp8cfg.run_folder.run_folder import COVERAGE, ENVIRONMENT
+from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.tables import wrapped
+from fp8cfg.studies.loss_gap import (
+    GapAtStep,
+    Gaps,
+    Losses,
+    common_steps,
+    paired_gaps,
+    seed_band,
+    trailing_means,
+    window_length,
+)
+from fp8cfg.studies.parity_runs import Study, other_keys
+from fp8cfg.studies.run_data import RunData, read_run
+
+VerdictName = Literal["within noise", "within tolerance", "worse", "diverged"]
+FAILED = 3
+"""Exit code if a precision is worse than the baseline or diverged."""
+SMALL_MODEL = 1_000_000_000
+"""Below this number of parameters, a study says that the model is small."""
+SHORT_RUN = 20
+"""Tokens per parameter of a compute-optimal run (arXiv 2203.15556). Below, a run is short."""
+FEW_STEPS = 20
+"""Below this number of steps, losses have hardly begun to fall."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict on one precision.
+
+    Attributes:
+        precision: Name of the precision.
+        verdict: "within noise", "within tolerance", "worse" or "diverged".
+        from_step: Step from which on the loss is worse, or at which the first run diverged.
+        gaps: Gaps to the baseline. None if a run diverged.
+        val_gap: Mean gap of the last validation loss that all runs have. None without one.
+        detectable: Gap that a study like this calls worse in four of five cases. None with one
+            seed.
+        seeds_needed: Seeds to detect twice the tolerance. None if they are too many or unknown.
+        message: Why a run diverged, or "".
+    """
+
+    precision: str
+    verdict: VerdictName
+    from_step: int | None = None
+    gaps: Gaps | None = None
+    val_gap: float | None = None
+    detectable: float | None = None
+    seeds_needed: int | None = None
+    message: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the precision is worse than the baseline."""
+        return self.verdict in ("worse", "diverged")
+
+    def __str__(self) -> str:
+        if self.verdict == "worse":
+            return f"worse from step {self.from_step} on"
+        if self.verdict == "diverged":
+            return f"diverged at step {self.from_step}"
+        if self.gaps and self.gaps.last.is_lower:
+            return f"{self.verdict} (lower)"
+        return self.verdict
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Result of a parity study.
+
+    `str(report)` is the table and the limits of the study.
+
+    Attributes:
+        study: The runs.
+        verdicts: One for each precision except the baseline.
+        steps: Steps at which losses are compared.
+        window: Number of last steps that are averaged for the verdict.
+        losses: Training losses by precision, seed and step, the baseline first.
+        band: Noise band from the baseline's seeds at each step. Empty with one seed.
+        limits: What the study cannot tell, one line each.
+    """
+
+    study: Study
+    verdicts: Sequence[Verdict]
+    steps: Sequence[int]
+    window: int
+    losses: Mapping[str, Mapping[int, Losses]]
+    band: Sequence[float]
+    limits: Sequence[str]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a precision is worse than the baseline."""
+        return any(verdict.failed for verdict in self.verdicts)
+
+    @property
+    def exit_code(self) -> int:
+        """3 if a precision failed, otherwise 0."""
+        return FAILED if self.failed else 0
+
+    def mean_loss(self, precision: str) -> list[float]:
+        """Returns the mean loss over the seeds, smoothed over the window, at each of `steps`."""
+        losses = [[run[step] for step in self.steps] for run in self.losses[precision].values()]
+        smooth = trailing_means(np.array(losses, dtype=np.float64), self.window)
+        return [float(value) for value in smooth.mean(0)]
+
+    def data(self) -> dict[str, Any]:
+        """Returns the result as data for JSON."""
+        study = self.study
+        return {
+            "recipe": study.name,
+            "baseline": study.baseline,
+            "seeds": list(study.seeds),
+            "steps": len(self.steps),
+            "last_step": self.steps[-1],
+            "window": self.window,
+            "tolerance": study.tolerance,
+            "baseline_loss": self.mean_loss(study.baseline)[-1],
+            "seed_band": self.band[-1] if self.band else None,
+            "precisions": [_verdict_data(verdict) for verdict in self.verdicts],
+            "limits": list(self.limits),
+            "runs": [
+                {"precision": run.precision, "seed": run.seed, "folder": str(run.folder)}
+                for run in study.runs
+            ],
+            "failed": self.failed,
+            "exit_code": self.exit_code,
+        }
+
+    def print(self, console: Console) -> None:
+        """Prints the table and the limits of the study."""
+        study = self.study
+        seeds = ", ".join(map(str, study.seeds))
+        lines = [
+            f"parity of {study.name}: baseline {study.baseline}, {len(self.steps)} steps, seeds"
+            f" {seeds}, tolerance {study.tolerance:g}",
+            self._baseline_line(),
+        ]
+        _print_lines(console, lines)
+        console.print(_table(self.verdicts))
+        lines = [f"{verdict.precision}: {verdict.message}" for verdict in self.verdicts]
+        _print_lines(console, [line for line in lines if not line.endswith(": ")])
+        _print_lines(console, ["what this study cannot tell:"])
+        _print_lines(console, self.limits, first="- ")
+        _print_lines(console, [f"runs: {study.folder}"])
+
+    def _baseline_line(self) -> str:
+        loss = self.mean_loss(self.study.baseline)[-1]
+        line = f"loss of the baseline in the last {self.window} steps: {loss:.4f}"
+        if self.band:
+            line += f"; other seeds would move it by up to {self.band[-1]:.4f}"
+        return line
+
+    def __str__(self) -> str:
+        console = Console(width=80, force_terminal=False, color_system=None)
+        with console.capture() as capture:
+            self.print(console)
+        return capture.get().rstrip()
+
+
+def _print_lines(console: Console, lines: Sequence[str], first: str = "") -> None:
+    """Prints lines of at most 80 columns, without markup."""
+    for line in lines:
+        text = wrapped(printable(line), first, "  ")
+        console.print(Text(text), soft_wrap=True)
+
+
+def _table(verdicts: Sequence[Verdict]) -> Table:
+    """Returns the table of verdicts."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("precision")
+    for column in ("gap", "noise", "detectable", "val gap"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    for verdict in verdicts:
+        style = "red" if verdict.failed else "green"
+        cells = ["", "", ""]
+        if verdict.gaps:
+            last = verdict.gaps.last
+            cells = [f"{last.mean:+.4f}", _number(last.noise), _number(verdict.detectable)]
+        val_gap = "" if verdict.val_gap is None else f"{verdict.val_gap:+.4f}"
+        name = printable(verdict.precision)
+        table.add_row(Text(name), *cells, val_gap, Text(str(verdict), style=style))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.4f}"
+
+
+def _verdict_data(verdict: Verdict) -> dict[str, Any]:
+    gaps = verdict.gaps
+    last = gaps.last if gaps else None
+    largest = gaps.largest if gaps else None
+    return {
+        "precision": verdict.precision,
+        "verdict": verdict.verdict,
+        "failed": verdict.failed,
+        "from_step": verdict.from_step,
+        "gap": last.mean if last else None,
+        "noise": last.noise if last else None,
+        "lower": last.is_lower if last else False,
+        "gap_by_seed": dict(gaps.seeds) if gaps else None,
+        "detectable": verdict.detectable,
+        "seeds_needed": verdict.seeds_needed,
+        "largest_gap": largest.mean if largest else None,
+        "largest_gap_step": largest.step if largest else None,
+        "val_gap": verdict.val_gap,
+        "message": verdict.message,
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# Verdicts
+
+
+def judge(study: Study) -> ParityReport:
+    """Reads the runs of a study and gives each precision a verdict.
+
+    Args:
+        study: The study. Its runs may still train: the steps that all of them have are compared.
+
+    Raises:
+        ConfigError: A run has no step yet, or the runs have no step in common.
+        Diverged: The baseline diverged.
+    """
+    runs = _read_runs(study)
+    _check_baseline(study, runs[study.baseline])
+    losses = {name: {seed: _losses(run) for seed, run in of.items()} for name, of in runs.items()}
+    healthy = {
+        name: of_seed
+        for name, of_seed in losses.items()
+        if not any(run.state == "diverged" for run in runs[name].values())
+    }
+    steps = common_steps([run for of_seed in healthy.values() for run in of_seed.values()])
+    if not steps:
+        raise ConfigError(
+            f"{study.folder}: the runs have no step in common; wait until they have trained, and"
+            " run the same command again"
+        )
+    window = window_length(len(steps))
+    baseline = {
+        seed: {step: run[step] for step in steps} for seed, run in losses[study.baseline].items()
+    }
+    verdicts = []
+    for name in study.precisions:
+        if name in healthy:
+            gaps = paired_gaps(baseline, losses[name], window)
+            verdicts.append(_judge_gaps(study, name, gaps, runs))
+        else:
+            verdicts.append(_diverged(name, runs[name]))
+    band = seed_band(baseline, steps, window)
+    half_widths = [] if band is None else [float(value) for value in band]
+    report = ParityReport(study, verdicts, steps, window, healthy, half_widths, limits=[])
+    return replace(report, limits=[*_limits(report, runs)])
+
+
+Runs = Mapping[str, Mapping[int, RunData]]
+"""Runs by precision and seed."""
+
+
+def _read_runs(study: Study) -> Runs:
+    """Reads all run folders. Raises ConfigError if one has no step."""
+    folders: dict[str, dict[int, Path]] = {}
+    if study.given:
+        folders[study.baseline] = dict(study.given)
+    for run in study.runs:
+        folders.setdefault(run.precision, {})[run.seed] = run.folder
+    runs: dict[str, dict[int, RunData]] = {}
+    waiting = []
+    for name, of_seed in folders.items():
+        for seed, folder in of_seed.items():
+            data = read_run(folder) if folder.exists() else None
+            if data is None or not data.steps:
+                waiting.append(folder)
+                continue
+            runs.setdefault(name, {})[seed] = data
+    if waiting:
+        raise ConfigError(
+            f"{waiting[0]}: has no step yet, like {len(waiting)} of {len(study.runs)} runs; run the"
+            " same command again when they have finished"
+        )
+    return runs
+
+
+def _check_baseline(study: Study, runs: Mapping[int, RunData]) -> None:
+    """Raises Diverged if a run of the baseline diverged."""
+    from fp8cfg.checkpoint.saver import Diverged
+
+    for seed, run in runs.items():
+        if run.state == "diverged":
+            raise Diverged(
+                f"the baseline {study.baseline} diverged with seed {seed}, so nothing can be"
+                f" compared with it: {run.folder}; set a lower optim.lr"
+            )
+
+
+def _losses(run: RunData) -> dict[int, float]:
+    """Returns the finite losses by step. With a loss scale a skipped step may have none."""
+    steps, values = run.series("loss")
+    return {step: value for step, value in zip(steps, values, strict=True) if math.isfinite(value)}
+
+
+def _judge_gaps(study: Study, name: str, gaps: Gaps, runs: Runs) -> Verdict:
+    """Gives a verdict on a precision whose runs did not diverge."""
+    return Verdict(
+        name,
+        judge_gap(gaps.last, study.tolerance),
+        gaps.worse_from(study.tolerance),
+        gaps,
+        _val_gap(runs[study.baseline], runs[name]),
+        gaps.detectable(study.tolerance),
+        gaps.seeds_needed(study.tolerance),
+    )
+
+
+def judge_gap(gap: GapAtStep, tolerance: float) -> VerdictName:
+    """Returns the verdict on a gap. A lower loss than the baseline's never fails."""
+    if gap.is_worse(tolerance):
+        return "worse"
+    if gap.noise is not None and abs(gap.mean) <= gap.noise:
+        return "within noise"
+    return "within tolerance"
+
+
+def _val_gap(baseline: Mapping[int, RunData], other: Mapping[int, RunData]) -> float | None:
+    """Returns the mean gap of the last validation loss that all runs have."""
+    losses = {}
+    for runs in (baseline, other):
+        for seed, run in runs.items():
+            steps, values = run.series("val_loss")
+            losses[runs is other, seed] = dict(zip(steps, values, strict=True))
+    steps = common_steps(list(losses.values()))
+    if not steps:
+        return None
+    gaps = [losses[True, seed][steps[-1]] - losses[False, seed][steps[-1]] for seed in baseline]
+    gap = statistics.fmean(gaps)
+    return gap if math.isfinite(gap) else None
+
+
+def _diverged(name: str, runs: Mapping[int, RunData]) -> Verdict:
+    """Returns the verdict on a precision of which a run diverged."""
+    diverged = {seed: run for seed, run in runs.items() if run.state == "diverged"}
+    seed, first = min(diverged.items(), key=lambda item: item[1].steps)
+    message = f"{len(diverged)} of {len(runs)} runs diverged, seed {seed} at step {first.steps}"
+    if first.message:
+        message += f": {first.message}"
+    return Verdict(name, "diverged", first.steps, message=message)
+
+
+# ------------------------------------------------------------------------------------------------
+# Limits
+
+
+def _limits(report: ParityReport, runs: Runs) -> Iterator[str]:
+    """Yields a line for each thing that the study cannot tell."""
+    study = report.study
+    yield from _statistical_limits(report)
+    recipe = study.runs[0].recipe
+    parameters = count_parameters(recipe, rank_part(recipe)).total
+    tokens = report.steps[-1] * recipe.trainer.global_batch_size * recipe.model.seq_length
+    if len(report.steps) < FEW_STEPS or tokens < SHORT_RUN * parameters:
+        yield (
+            f"Short runs: {_count(tokens)} tokens for {_count(parameters)} parameters. A precision"
+            " can still fall behind later, when gradients are smaller."
+        )
+    if parameters < SMALL_MODEL:
+        yield (
+            f"Small model: {_count(parameters)} parameters. Large models have activations with"
+            " outliers, which are harder for FP8."
+        )
+    unfinished = [
+        run for of_seed in runs.values() for run in of_seed.values() if run.state != "done"
+    ]
+    unfinished = [run for run in unfinished if run.state != "diverged"]
+    if unfinished:
+        yield (
+            f"{len(unfinished)} runs have not finished, such as {unfinished[0].folder}"
+            f" ({unfinished[0].steps} steps): {len(report.steps)} steps are compared."
+        )
+    yield from _unequal_runs(study, runs)
+    emulated = [
+        name for name, of_seed in runs.items() if _is_emulated(next(iter(of_seed.values())))
+    ]
+    if emulated:
+        yield (
+            f"FP8 is emulated ({', '.join(emulated)}): it rounds as a GPU does, but a GPU sums"
+            " products in another order."
+        )
+    yield "Losses are compared, not results on downstream tasks."
+
+
+def _statistical_limits(report: ParityReport) -> Iterator[str]:
+    """Yields what the number of seeds cannot tell."""
+    study = report.study
+    if len(study.seeds) == 1:
+        yield (
+            "One seed: the noise is unknown, so gaps are only compared with the tolerance. Set"
+            " --seeds 3 or more."
+        )
+        return
+    for verdict in report.verdicts:
+        detectable = verdict.detectable
+        if detectable is None or detectable <= 2 * study.tolerance:
+            continue
+        line = (
+            f"{verdict.precision}: {len(study.seeds)} seeds detect a gap of {detectable:.3f}, not"
+            f" of {2 * study.tolerance:g} (twice the tolerance)."
+        )
+        if verdict.seeds_needed:
+            yield f"{line} --seeds {verdict.seeds_needed} would."
+        else:
+            yield f"{line} Train more steps, or set a larger --tolerance."
+
+
+def _unequal_runs(study: Study, runs: Runs) -> Iterator[str]:
+    """Yields differences between the runs other than their precision."""
+    first_name = study.baseline
+    first = next(iter(runs[first_name].values()))
+    for name in study.precisions:
+        recipe = next(iter(runs[name].values())).recipe
+        keys = [key for key in other_keys(first.recipe, recipe) if key != "trainer.seed"]
+        if keys:
+            yield f"{name} differs from {first_name} in {', '.join(keys)} too, not only in precision."
+    before = _read_json(first, ENVIRONMENT)
+    lines: dict[str, None] = {}
+    for of_seed in runs.values():
+        for run in of_seed.values():
+            lines |= dict.fromkeys(differences(before, _read_json(run, ENVIRONMENT)))
+    found = [line for line in lines if not line.startswith("command")]
+    if found:
+        yield f"The runs were not trained in the same environment: {'; '.join(found[:3])}."
+
+
+def _is_emulated(run: RunData) -> bool:
+    """Whether a run emulated its FP8 GEMMs, by its coverage.json."""
+    backend = _read_json(run, COVERAGE).get("backend")
+    return isinstance(backend, dict) and backend.get("product") == "emulate"
+
+
+def _read_json(run: RunData, name: str) -> dict[str, Any]:
+    """Reads a JSON file of a run. Returns {} if it is missing or damaged."""
+    try:
+        data = json.loads(RunFiles.at(run.folder).read(name))
+    except (OSError, ValueError, RecursionError, StrangeFile):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _count(number: float) -> str:
+    """Formats a count, such as 3.3M."""
+    for unit in ("", "K", "M", "B"):
+        if number < 1000 or unit == "B":
+            break
+        number /= 1000
+    return f"{number:.3g}{unit}"

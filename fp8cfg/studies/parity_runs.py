@@ -1,0 +1,358 @@
+"""Runs of a parity study: the recipes, the run folders and the training.
+
+Read from top to bottom:
+
+    make_study      one recipe per precision and seed, each with its run folder
+    train_runs      trains what is missing: finished runs are reused, stopped runs are resumed
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8cfg.checkpoint.resume_rules import changes, matches
+from fp8cfg.execution.executor import RunFailed
+from fp8cfg.execution.executor import run as run_with
+from fp8cfg.planning.fit_search import overrides_only
+from fp8cfg.planning.hardware import find_hardware
+from fp8cfg.planning.preflight import check_run
+from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
+from fp8cfg.schema.errors import ConfigError, printable, refuse_if
+from fp8cfg.schema.keys import full, spelled
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.studies.run_data import RunData, read_run
+
+PRECISION_KEYS = "trainer.plugins."
+"""Beginning of the full names of keys that may differ between the precisions."""
+WITHOUT_EFFECT = ("name", "log.*", "checkpoint.*", "trainer.timeout.*")
+"""Keys that change no loss."""
+DIVERGED = 7
+"""Exit code of a run that diverged."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a study.
+
+    Attributes:
+        precision: Name of the precision in the study.
+        seed: The seed.
+        recipe: The recipe of the run.
+        folder: Its run folder.
+    """
+
+    precision: str
+    seed: int
+    recipe: Recipe
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        """The run in words."""
+        return f"{self.precision}, seed {self.seed}"
+
+
+TrainRun = Callable[[PlannedRun, Say], None]
+"""Trains or resumes a run. Raises Diverged."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs to compare.
+
+    Attributes:
+        name: Name of the recipe.
+        baseline: Name of the baseline.
+        precisions: Names of the other precisions.
+        seeds: Seeds of the runs.
+        runs: Runs to train, the baseline first.
+        given: Folders of a baseline that exists already, by seed.
+        tolerance: Largest gap that is accepted, in nats per token.
+    """
+
+    name: str
+    baseline: str
+    precisions: Sequence[str]
+    seeds: Sequence[int]
+    runs: Sequence[PlannedRun]
+    given: Mapping[int, Path]
+    tolerance: float
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the runs."""
+        return self.runs[0].folder.parent
+
+
+def make_study(
+    recipes: Mapping[str, Recipe],
+    seeds: int,
+    tolerance: float,
+    against: Sequence[str | Path] = (),
+) -> Study:
+    """Plans the runs of a study.
+
+    Args:
+        recipes: Recipe of each precision by name, the baseline first.
+        seeds: Number of seeds. Ignored with `against`.
+        tolerance: Largest gap that is accepted.
+        against: Run folders of a baseline. Then `recipes` has no baseline.
+
+    Raises:
+        ConfigError: The recipes cannot be compared.
+    """
+    if seeds < 1:
+        raise ConfigError(f"seeds={seeds}: must be at least 1")
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise ConfigError(f"tolerance={tolerance:g}: must be a number of at least 0")
+    names = list(recipes)
+    first = recipes[names[0]]
+    for recipe in recipes.values():
+        _refuse_single_run_keys(recipe)
+    if against:
+        given = _given_baseline(against, first)
+        baseline = ", ".join(path.name for path in given.values())
+        all_seeds = list(given)
+        others = names
+    else:
+        given = {}
+        baseline, *others = names
+        all_seeds = [first.trainer.seed + number for number in range(seeds)]
+    if not others:
+        raise ConfigError(
+            f"precision={baseline}: is the baseline; add a precision to compare with it, as in"
+            f" precision={baseline},bf16_fp8"
+        )
+    # A study of other length has its own folder: its learning rates differ from the first step on.
+    root = Path(first.log.dir) / f"parity-{first.name}-{first.trainer.max_steps}steps"
+    runs = []
+    for name, recipe in recipes.items():
+        for seed in all_seeds:
+            folder = root / f"{_folder_name(name)}-seed{seed}"
+            runs.append(PlannedRun(name, seed, _recipe_of_run(recipe, seed, folder), folder))
+    if len({run.folder for run in runs}) < len(runs):
+        raise ConfigError(f"precision={','.join(names)}: two of them have the same name; drop one")
+    return Study(first.name, baseline, others, all_seeds, runs, given, tolerance)
+
+
+def _refuse_single_run_keys(recipe: Recipe) -> None:
+    """Raises ConfigError for keys that cannot hold for all runs of a study."""
+    problems = []
+    if recipe.log.folder is not None:
+        problems.append(
+            f"log.folder={recipe.log.folder}: parity trains several runs; set log.dir instead"
+        )
+    if recipe.trainer.smoke:
+        problems.append("trainer.smoke=true: trains too few steps to compare losses; drop it")
+    refuse_if(problems)
+
+
+def _folder_name(precision: str) -> str:
+    """Returns the name of a precision as part of a folder's name."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", precision).strip("_")
+
+
+def _recipe_of_run(recipe: Recipe, seed: int, folder: Path) -> Recipe:
+    """Returns the recipe of one run. It can be resumed by `fit` and by `fp8cfg resume`."""
+    recipe = recipe.model_copy(deep=True)
+    recipe.trainer.seed = seed
+    recipe.log.folder = str(folder)
+    recipe.log.resume = "auto"
+    return recipe
+
+
+def _given_baseline(folders: Sequence[str | Path], recipe: Recipe) -> dict[int, Path]:
+    """Returns existing baseline runs by seed.
+
+    Raises:
+        ConfigError: A run has another recipe than `recipe`, apart from precision and seed.
+    """
+    given: dict[int, Path] = {}
+    problems = []
+    for folder in folders:
+        path = Path(folder)
+        run = read_run(path)
+        seed = run.recipe.trainer.seed
+        if seed in given:
+            problems.append(f"--against {path}: has trainer.seed={seed}, as {given[seed]} has")
+        given[seed] = path
+        for key in other_keys(run.recipe, recipe):
+            if key == "trainer.seed":
+                continue
+            theirs = _value(run.recipe, key)
+            problems.append(
+                f"--against {path}: has {key}={theirs}, the other runs would have"
+                f" {_value(recipe, key)}; write {key}={theirs}"
+            )
+    refuse_if(problems)
+    return given
+
+
+def other_keys(before: Recipe, recipe: Recipe) -> list[str]:
+    """Returns the keys outside of the precision that differ and may change the loss."""
+    return [
+        key for key in _changed_keys(before, recipe) if not full(key).startswith(PRECISION_KEYS)
+    ]
+
+
+def _changed_keys(before: Recipe, recipe: Recipe) -> list[str]:
+    """Returns the keys that differ and may change the loss."""
+    return [key for key in changes(before, recipe) if not matches(key, WITHOUT_EFFECT)]
+
+
+def _value(recipe: Recipe, key: str) -> str:
+    """Returns the value of a key as it is written in an override."""
+    value: Any = recipe
+    for name in key.split("."):
+        value = getattr(value, name)
+    return spelled(value)
+
+
+# ------------------------------------------------------------------------------------------------
+# Training
+
+
+def check_runs(study: Study) -> None:
+    """Raises ConfigError if a precision cannot run on this machine. Nothing is trained."""
+    problems: dict[str, list[str]] = {}
+    for run in study.runs:
+        if run.seed != study.seeds[0]:
+            continue
+        hardware = find_hardware(run.recipe.trainer.accelerator)
+        try:
+            check_run(run.recipe, hardware, overrides_only)
+        except ConfigError as error:
+            for line in error.problems:
+                problems.setdefault(line, []).append(run.precision)
+    refuse_if(for_precisions(problems, len({run.precision for run in study.runs})))
+
+
+def for_precisions(problems: Mapping[str, Sequence[str]], count: int) -> list[str]:
+    """Names the precision in each line that does not concern all of `count` precisions."""
+    lines = []
+    for line, names in problems.items():
+        prefix = "" if len(names) == count else f"precision={', '.join(names)}: "
+        lines.append(prefix + line)
+    return lines
+
+
+def train_runs(study: Study, train_run: TrainRun, say: Say) -> None:
+    """Trains all runs of a study that are not finished.
+
+    Args:
+        study: The study.
+        train_run: Trains or resumes a run.
+        say: Called with each message.
+
+    Raises:
+        ConfigError: A run folder has another recipe. Raised before anything is trained.
+        Diverged: The baseline diverged. The errors of `train_run`.
+    """
+    finished = [is_finished(run) for run in study.runs]
+    steps = study.runs[0].recipe.trainer.max_steps
+    say(f"{len(study.runs)} runs of {steps} steps in {printable(str(study.folder))}")
+    for number, run in enumerate(study.runs, 1):
+        title = f"run {number} of {len(study.runs)}: {run.title}"
+        if finished[number - 1]:
+            say(f"{title}: reused {printable(str(run.folder))}")
+            continue
+        say(title)
+        _train_or_diverge(study, run, train_run, say)
+
+
+def _train_or_diverge(study: Study, run: PlannedRun, train_run: TrainRun, say: Say) -> None:
+    """Trains a run. A precision that diverges gets a verdict later, a baseline ends the study."""
+    from fp8cfg.checkpoint.saver import Diverged
+
+    try:
+        train_run(run, say)
+    except Diverged as error:
+        if run.precision == study.baseline:
+            raise Diverged(f"the baseline diverged, {run.title}: {error}") from None
+        say(f"{run.title}: diverged: {error}")
+
+
+def is_finished(run: PlannedRun) -> bool:
+    """Whether a run has nothing left to train.
+
+    Raises:
+        ConfigError: Its folder has a run with another recipe.
+    """
+    data = read_existing(run)
+    if data is None:
+        return False
+    if data.state == "diverged":
+        return True  # it would diverge again: runs are deterministic
+    return data.state == "done" and data.steps >= run.recipe.trainer.max_steps
+
+
+def read_existing(run: PlannedRun) -> RunData | None:
+    """Reads the folder of a run. Returns None if there is none.
+
+    Raises:
+        ConfigError: It has a run with another recipe.
+    """
+    if not (run.folder / RECIPE).exists():
+        return None
+    data = read_run(run.folder)
+    past = RunFolder.reading(run.folder).past_recipes()
+    for recipe in [data.recipe, *(recipe for _, recipe in past)]:
+        keys = _changed_keys(recipe, run.recipe)
+        if keys:
+            before, now = _value(recipe, keys[0]), _value(run.recipe, keys[0])
+            more = f" and {len(keys) - 1} more keys" if len(keys) > 1 else ""
+            raise ConfigError(
+                f"{run.folder}: has a run with {keys[0]}={before}, not {now}{more}; delete it, or"
+                f" set name=NAME for another study"
+            )
+    return data
+
+
+def fit_here(run: PlannedRun, say: Say) -> None:
+    """Trains or resumes a run in this process. The errors are those of `fp8cfg.fit`."""
+    from fp8cfg.building.builder import build
+    from fp8cfg.training.runs import fit
+
+    def say_progress(line: str) -> None:
+        """Prints steps and warnings. Plans and coverage would repeat for each run."""
+        if line.startswith(("step ", "warning", "resuming")):
+            say(line)
+
+    try:
+        fit(build(run.recipe), run.folder, say=say_progress)
+    finally:
+        _free_memory()
+
+
+def _free_memory() -> None:
+    """Releases what a run leaves behind in its process, for the next run."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+
+
+def with_executor(executor: Any) -> TrainRun:
+    """Returns a function that trains a run through an executor."""
+
+    def train_run(run: PlannedRun, _: Say) -> None:
+        from fp8cfg.checkpoint.saver import Diverged
+
+        try:
+            run_with(run.recipe, executor, run.folder)
+        except RunFailed as error:
+            if error.exit_code == DIVERGED:
+                raise Diverged(str(error)) from None
+            raise
+
+    return train_run
