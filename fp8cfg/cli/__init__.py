@@ -37,6 +37,7 @@ VERBS = {
     "resume": Verb(
         TRAIN, "continue a run from its newest valid checkpoint", trains=True, path=True
     ),
+    "watch": Verb(TRAIN, "follow a run from its folder", path=True),
     "rerun": Verb(
         TRAIN, "train a run's recipe again and compare the losses", trains=True, path=True
     ),

@@ -129,6 +129,22 @@ class Progress:
         if self._live:
             self._live.update(self._draw())
 
+    def replay(self, rows: Sequence[Row]) -> None:
+        """Shows the last of earlier steps, for a display that starts in the middle of a run.
+
+        Args:
+            rows: Metrics of the steps and evaluations so far.
+        """
+        steps = [row for row in rows if "loss" in row]
+        for row in steps[:-1]:
+            self._losses.add(row["loss"])
+            if "time" in row:
+                self._speed.add(row["step"], row["time"])
+        for row in rows:
+            self._val_loss = row.get("val_loss", self._val_loss)
+        if steps:
+            self.update(steps[-1])
+
     def evaluation(self, step: int, loss: float) -> None:
         """Shows a validation loss. Plain lines have it as a message of its own."""
         self._val_loss = loss
