@@ -276,6 +276,19 @@ def batches(recipe: Recipe, ours: Values) -> list[str]:
     return [f"{key}={value}: {NOT_GIVEN}; set to fit {replicas} data-parallel replicas"]
 
 
+def warmup(recipe: Recipe, ours: Values) -> list[str]:
+    """Fits a warmup that the source doesn't give to its steps. Returns a line on the change."""
+    optim = recipe.optim
+    longest = max(recipe.trainer.max_steps - optim.constant_steps, 0)
+    if "optim.warmup_steps" in ours or optim.warmup_steps <= longest:
+        return []
+    optim.warmup_steps = longest
+    return [
+        f"optim.warmup_steps={longest}: {NOT_GIVEN}; set to fit"
+        f" trainer.max_steps={recipe.trainer.max_steps}"
+    ]
+
+
 def read(
     dialect: Dialect,
     data: Mapping[str, Any],
@@ -342,7 +355,8 @@ def read(
         if name in theirs and (first := dialect.within(name))
     ]
     refuse_if([*problems, *unknown] if problems else [])
-    remarks += gpus(recipe, ours) + batches(recipe, ours) + (output_layer(recipe) if base else [])
+    remarks += gpus(recipe, ours) + batches(recipe, ours) + warmup(recipe, ours)
+    remarks += output_layer(recipe) if base else []
     return Read(recipe, tuple(remarks + unsaid), tuple(unknown))
 
 

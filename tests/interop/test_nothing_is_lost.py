@@ -247,7 +247,10 @@ def test_a_recipe_function_of_bridge(tmp_path: Path) -> None:
     found = interop.from_file("bridge", file)
     assert (found.recipe.name, found.recipe.trainer.max_steps) == ("llama32_1b", 10)
     assert found.recipe.fp8.scaling == "mxfp8"
-    assert found.lost == ("pretrain(cfg, forward_step): not read",)
+    assert found.lost == (
+        "optim.warmup_steps=10: not given there; set to fit trainer.max_steps=10",
+        "pretrain(cfg, forward_step): not read",
+    )
 
 
 def test_an_imported_gpt_3_is_named_after_its_shape(

@@ -137,10 +137,10 @@ def test_nemos_recipe_is_changed_in_place(tmp_path: Path) -> None:
 
 
 def test_what_stands_beside_the_plugin_is_not_lost_without_a_word(tmp_path: Path) -> None:
-    text = f"{NEMO}trainer = run.Config(nl.Trainer, plugins=bf16_with_fp8_mixed(), fp8_margin=2, max_steps=5, **fp8_args)\n"
+    text = f"{NEMO}trainer = run.Config(nl.Trainer, plugins=bf16_with_fp8_mixed(), fp8_margin=2, max_steps=5000, **fp8_args)\n"
     found = imported("nemo", text, tmp_path)
     assert found.recipe.fp8.margin == 0
-    assert found.recipe.trainer.max_steps == 5
+    assert found.recipe.trainer.max_steps == 5000
     assert found.lost == ("trainer.fp8_margin=2, trainer.**fp8_args: not read",)
 
 

@@ -11,6 +11,7 @@ import fp8cfg
 from fp8cfg import interop
 from fp8cfg.__main__ import main
 from fp8cfg.interop.translation import table
+from fp8cfg.recipes import llama_8b
 from fp8cfg.schema.errors import ConfigError
 from tests.support.verbs import refused
 
@@ -23,7 +24,7 @@ def debug() -> Trainer.Config:
     """A model of few layers."""
     model_spec = model_registry("debugmodel")
     return Trainer.Config(loss=Loss.Config(size=vocab(model_spec)), model_spec=model_spec,
-                          training=TrainingConfig(steps=10, max_context_length=2048))
+                          training=TrainingConfig(steps=3000, max_context_length=2048))
 
 
 def rowwise() -> Trainer.Config:
@@ -278,3 +279,12 @@ def test_torchtitan_has_python_configs_only(
     assert refused(capsys, "export", "torchtitan", "precision=bf16_fp8_current") == [line]
     with pytest.raises(ConfigError, match="export torchtitan: its configs are Python"):
         interop.to_mapping("torchtitan", fp8cfg.compose(["precision=bf16_fp8_current"]))
+
+
+def test_a_warmup_longer_than_the_steps_is_fitted(tmp_path: Path) -> None:
+    file = tmp_path / "short.py"
+    file.write_text("config = Trainer.Config(training=TrainingConfig(steps=1000))\n")
+    found = interop.from_file("torchtitan", file, llama_8b())
+    assert found.recipe.optim.warmup_steps == found.recipe.trainer.max_steps == 1000
+    assert "optim.warmup_steps=1000: not given there; set to fit trainer.max_steps=1000" in found.lost
+    found.recipe.check()
