@@ -286,5 +286,7 @@ def test_a_warmup_longer_than_the_steps_is_fitted(tmp_path: Path) -> None:
     file.write_text("config = Trainer.Config(training=TrainingConfig(steps=1000))\n")
     found = interop.from_file("torchtitan", file, llama_8b())
     assert found.recipe.optim.warmup_steps == found.recipe.trainer.max_steps == 1000
-    assert "optim.warmup_steps=1000: not given there; set to fit trainer.max_steps=1000" in found.lost
+    assert (
+        "optim.warmup_steps=1000: not given there; set to fit trainer.max_steps=1000" in found.lost
+    )
     found.recipe.check()
