@@ -28,6 +28,7 @@ class Verb(NamedTuple):
 
 TRAIN = "Train"
 LOOK = "Look before you train"
+STUDY = "Study runs"
 USE = "Use a trained model"
 PREPARE = "Prepare"
 VERBS = {
@@ -47,7 +48,8 @@ VERBS = {
     "list": Verb(LOOK, "list recipes, presets and tasks", words=GROUPS),
     "explain": Verb(LOOK, "explain a key: type, meaning, effect, and who set it"),
     "diff": Verb(LOOK, "list the keys in which two recipes or runs differ"),
-    "parity": Verb(LOOK, "compare the losses of precisions with a baseline's", trains=True),
+    "runs": Verb(STUDY, "list runs: state, losses, speed", path=True),
+    "parity": Verb(STUDY, "compare the losses of precisions with a baseline's", trains=True),
     "sample": Verb(USE, "generate text from a run", path=True),
     "evaluate": Verb(USE, "measure the loss of a run, in one precision or several", path=True),
     "export": Verb(USE, "write a recipe, another project's file, weights or a Slurm script"),

@@ -71,6 +71,25 @@ def _apart(values: Mapping[str, Any], want: Mapping[str, Any]) -> tuple[bool, bo
     return not _SCALING.isdisjoint(keys), _COMPUTE in keys, columns, len(keys)
 
 
+def nearest_preset(values: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Returns the shipped precision preset that is nearest to a recipe.
+
+    Args:
+        values: Values of the recipe by full key. Lists are tuples.
+
+    Returns:
+        Name of the preset, and the full keys that differ from it.
+    """
+    name, preset = _nearest(_precisions(), dict(values))
+    return name, _differing(preset, values)
+
+
+@functools.cache
+def _precisions() -> dict[str, dict[str, Any]]:
+    """The tables of all shipped precision presets."""
+    return _shipped("precision", None)
+
+
 def _shipped(group: str, only: str | None) -> dict[str, dict[str, Any]]:
     """The tables of the shipped presets of `group`, or of one of them."""
     (cls, home), library = REPLACING_GROUPS[group], Library()

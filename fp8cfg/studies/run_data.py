@@ -118,7 +118,10 @@ def open_run(folder: str | Path) -> RunFolder:
     if _has_run(os.listdir(run.path)):
         return run
     below = sorted(_runs_below(run.path))
-    example = f"; it has {len(below)} runs in it, such as {below[0]}" if below else ""
+    example = ""
+    if below:
+        count = "1 run" if len(below) == 1 else f"{len(below)} runs"
+        example = f"; it has {count} in it, such as {below[0]}"
     raise RunFolderError(f"{folder} is not a run folder: there is no {run.recipe}{example}")
 
 

@@ -1,0 +1,176 @@
+"""`runs`: lists the runs in a folder, newest first."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from fp8cfg.cli.argv import split
+from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.tables import size
+
+if TYPE_CHECKING:
+    from fp8cfg.studies.runs import RunSummary
+
+USAGE = """
+fp8cfg runs [FOLDER] [--where KEY=VALUE ...] [--json]
+
+List the runs in a folder and all folders in it, newest first.
+
+Examples:
+  fp8cfg runs
+  fp8cfg runs --where precision=bf16_fp8 state=done
+  fp8cfg runs runs/sweep --json
+
+FOLDER is runs by default. The state is running, done, stopped, diverged,
+crashed or damaged. A precision with a + has keys that differ from the preset.
+The age is the time since the last step.
+
+On a narrow terminal some columns are left out. Piped output has all of them.
+
+Options:
+  --where KEY=VALUE ...  only runs with this value; KEY is state or any key of a
+                         recipe. Two values of one key are alternatives
+  --json                 print JSON, with the message of each run
+"""
+DEFAULT_FOLDER = "runs"
+
+
+class Column(NamedTuple):
+    """A column of the table.
+
+    Attributes:
+        title: Its header.
+        cell: Returns the text for a run.
+        rank: Columns with the highest rank are left out first.
+        is_number: Whether it is aligned to the right.
+    """
+
+    title: str
+    cell: Callable[[RunSummary], str]
+    rank: int
+    is_number: bool = False
+
+
+COLUMNS = [
+    Column("run", lambda run: printable(str(run.folder)), 0),
+    Column("recipe", lambda run: run.recipe, 8),
+    Column("precision", lambda run: run.precision, 4),
+    Column("backend", lambda run: run.backend, 9),
+    Column("ranks", lambda run: _text(run.ranks, "d"), 11, True),
+    Column("data", lambda run: printable(run.data), 10),
+    Column("step", lambda run: _steps(run), 2, True),
+    Column("loss", lambda run: _text(run.loss, ".4f"), 3, True),
+    Column("best", lambda run: _text(run.best_loss, ".4f"), 12, True),
+    Column("val loss", lambda run: _text(run.val_loss, ".4f"), 5, True),
+    Column("tokens/s", lambda run: _text(run.tokens_per_second, ",.0f"), 7, True),
+    Column("state", lambda run: run.state, 1),
+    Column("age", lambda run: _age(time.time() - run.updated), 6, True),
+    Column("size", lambda run: size(run.size), 13, True),
+]
+STYLES = {
+    "running": "cyan",
+    "done": "green",
+    "stopped": "yellow",
+    "diverged": "red",
+    "crashed": "red",
+    "damaged": "red",
+}
+
+
+def run(argv: list[str]) -> int:
+    """Lists the runs in the folder of `argv`. Returns the exit code."""
+    arguments = split(argv, ("--where",), ("--json",))
+    if len(arguments.plain) > 1:
+        raise ConfigError(f"runs: takes one folder, got {', '.join(arguments.plain)}")
+    conditions = [*arguments.options.get("--where", []), *arguments.words]
+    folder = Path(arguments.plain[0] if arguments.plain else DEFAULT_FOLDER)
+    if not folder.is_dir():
+        hint = "" if arguments.plain else "; name the folder of your runs: fp8cfg runs FOLDER"
+        raise ConfigError(f"{folder}: no such folder{hint}")
+
+    from fp8cfg.studies.runs import list_runs
+
+    runs = list_runs(folder, conditions)
+    if "--json" in arguments.flags:
+        print(json.dumps([run.as_data() for run in runs], indent=1))
+    elif runs:
+        print_table(runs)
+    elif conditions:
+        print(f"no run in {printable(str(folder))} with {', '.join(conditions)}")
+    else:
+        print(f"no run in {printable(str(folder))}; train one with: fp8cfg recipe=llama_tiny")
+    return 0
+
+
+def print_table(runs: list[RunSummary]) -> None:
+    """Prints a table of runs, the problems of damaged folders, and how many runs there are."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    rows = [[column.cell(run) for column in COLUMNS] for run in runs]
+    widths = [
+        max(len(cell) for cell in cells)
+        for cells in zip([column.title for column in COLUMNS], *rows, strict=True)
+    ]
+    # A pipe has no width: its reader gets everything.
+    shown = list(range(len(COLUMNS)))
+    if console.is_terminal:
+        shown = _fitting(widths, console.width)
+    else:
+        console.width = sum(widths) + 2 * len(widths)
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for index in shown:
+        justify: Literal["left", "right"] = "right" if COLUMNS[index].is_number else "left"
+        table.add_column(COLUMNS[index].title, justify=justify, no_wrap=True, overflow="fold")
+    for run, row in zip(runs, rows, strict=True):
+        style = STYLES[run.state]
+        cells = []
+        for index in shown:
+            is_state = COLUMNS[index].title == "state"
+            cells.append(f"[{style}]{run.state}[/]" if is_state else _escaped(row[index]))
+        table.add_row(*cells)
+    console.print(table)
+
+    counts = Counter(run.state for run in runs)
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    print(f"\n{len(runs)} run{'s' * (len(runs) != 1)}: {states}")
+    for run in runs:
+        if run.message and (run.state == "damaged" or len(runs) == 1):
+            print(printable(run.message))
+
+
+def _fitting(widths: list[int], room: int) -> list[int]:
+    """Returns the indices of the columns that fit in `room` columns of the terminal."""
+    shown = list(range(len(widths)))
+    while len(shown) > 1 and sum(widths[index] + 2 for index in shown) - 2 > room:
+        shown.remove(max(shown, key=lambda index: COLUMNS[index].rank))
+    return shown
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _steps(run: RunSummary) -> str:
+    return "" if run.steps is None else f"{run.steps}/{run.max_steps}"
+
+
+def _age(seconds: float) -> str:
+    """Formats a duration by its largest unit: 45s, 12m, 3h, 5d."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s"
