@@ -8,21 +8,26 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fp8cfg.cli import WORDS, launch_run
 from fp8cfg.cli.argv import Arguments, is_hydra, split
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
 from fp8cfg.cli.run_models import whole
 from fp8cfg.composition.overrides import parsed
+from fp8cfg.execution.executor import LocalExecutor
 from fp8cfg.planning.hardware import count_gpus
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import full
 from fp8cfg.schema.recipe import Recipe
-
-if TYPE_CHECKING:
-    from fp8cfg.studies.parity_runs import TrainRun
+from fp8cfg.studies import parity_page, parity_report, parity_runs
+from fp8cfg.studies.parity_runs import (
+    OWN,
+    for_precisions,
+    precision_words,
+    same_results,
+    split_list,
+)
 
 USAGE = """
 fp8cfg parity [recipe=NAME | FILE.yaml] precision=BASELINE,NAME,... [--steps N]
@@ -33,12 +38,13 @@ Train a recipe in several precisions, and compare the losses with a baseline.
 
 Examples:
   fp8cfg parity precision=bf16,bf16_fp8,bf16_mxfp8 recipe=llama_tiny --steps 40
-  fp8cfg parity mine.yaml precision=bf16_fp8,'bf16_fp8 fp8.margin=1' --seeds 5
+  fp8cfg parity mine.yaml precision=bf16,own,'bf16_fp8 fp8.margin=1' --seeds 5
   fp8cfg parity precision=bf16_mxfp8 --against runs/mine --output parity.html
 
-The first precision is the baseline; a single one is compared with bf16.
-Overrides of one precision follow its name. Other overrides hold for all runs,
-except that fp8.* holds only for precisions with FP8.
+The first precision is the baseline; a single one is compared with bf16. own is
+the recipe's own precision. Overrides of one precision follow its name. Other
+overrides hold for all runs, except that fp8.* holds only for precisions with
+FP8.
 
 All precisions have the same seeds: the same first weights and data. A precision
 fails if its loss in the last quarter of the steps is higher than the baseline's
@@ -87,8 +93,6 @@ def run(argv: list[str]) -> int:
     if launch_run.is_launched():
         raise ConfigError("parity: starts the ranks of its runs itself; start it without torchrun")
     output = arguments.one("--output")
-    from fp8cfg.studies import parity_page, parity_report, parity_runs
-
     if output:
         parity_page.check_output(Path(output), "--output ")
 
@@ -134,11 +138,8 @@ def _tolerance(arguments: Arguments) -> float:
     return value
 
 
-def _trainer(recipe: Recipe) -> TrainRun:
+def _trainer(recipe: Recipe) -> parity_runs.TrainRun:
     """Returns what trains a run: this process, or one process for each of several GPUs."""
-    from fp8cfg.execution.executor import LocalExecutor
-    from fp8cfg.studies import parity_runs
-
     if launch_run.count_ranks(recipe, count_gpus()) > 1:
         return parity_runs.with_executor(LocalExecutor())
     return parity_runs.fit_here
@@ -152,8 +153,6 @@ def _recipes(
     arguments: Arguments, file: Path | None, folders: Sequence[str], steps: int | None
 ) -> dict[str, Recipe]:
     """Composes the recipe of each precision. Raises ConfigError with all problems."""
-    from fp8cfg.studies.parity_runs import for_precisions
-
     words = [word for word in arguments.words if not is_hydra(word)]
     precisions, words = _precisions(words, has_baseline=bool(folders))
     if steps is not None:
@@ -173,18 +172,21 @@ def _recipes(
     common = [word for word in words if word not in fp8_words]
     config_dir = arguments.one("--config-dir")
     for text in precisions:
-        name, *own = text.split()
-        chosen = [f"precision={name}", *own]
+        chosen = precision_words(text)
         found = settled([*common, *chosen], config_dir, file, base)
         if fp8_words and found.recipe.fp8.enabled:
             found = settled([*common, *fp8_words, *chosen], config_dir, file, base)
         elif fp8_words:
-            notes[f"note: {' '.join(fp8_words)}: not for {name}, which has no FP8"] = None
+            notes[f"note: {' '.join(fp8_words)}: not for {text}, which has no FP8"] = None
         for line in map(str, found.problems):
             problems.setdefault(line, []).append(text)
         notes |= dict.fromkeys(found.notes)
         recipes[text] = found.recipe
     refuse_if(for_precisions(problems, len(precisions)))
+    if precisions == [DEFAULT_BASELINE, OWN] and same_results(*recipes.values()):
+        raise ConfigError(
+            "parity: needs precisions to compare, as in precision=bf16,bf16_fp8,bf16_mxfp8"
+        )
     say(notes)
     return recipes
 
@@ -206,29 +208,12 @@ def _precisions(words: Sequence[str], has_baseline: bool) -> tuple[list[str], li
     """
     values = [word.removeprefix("precision=") for word in words if word.startswith("precision=")]
     rest = [word for word in words if not word.startswith("precision=")]
-    if len(values) != 1 or not values[0].strip():
-        problem = "given twice" if values[1:] else "needs precisions to compare"
-        raise ConfigError(f"parity: {problem}, as in precision=bf16,bf16_fp8,bf16_mxfp8")
-    precisions = split_list(values[0])
+    if values[1:]:
+        raise ConfigError("precision: given twice; write one list, as in precision=bf16,bf16_fp8")
+    precisions = split_list(values[0], ",") if values else [OWN]
     if len(precisions) == 1 and not has_baseline and precisions[0] != DEFAULT_BASELINE:
         precisions.insert(0, DEFAULT_BASELINE)
     twice = [text for text in precisions if precisions.count(text) > 1]
     if twice:
         raise ConfigError(f"precision={','.join(precisions)}: {twice[0]} is given twice")
     return precisions, rest
-
-
-def split_list(text: str) -> list[str]:
-    """Splits a list at its commas, except inside of brackets, and drops empty items."""
-    items = [""]
-    depth = 0
-    for character in text.strip("[]") if text.startswith("[") else text:
-        if character in "[{(":
-            depth += 1
-        elif character in "]})":
-            depth -= 1
-        if character == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += character
-    return [item.strip() for item in items if item.strip()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,14 @@ from fp8cfg.schema.errors import expect
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.studies.parity_page import check_output, write_parity_page
 from fp8cfg.studies.parity_report import ParityReport, judge
-from fp8cfg.studies.parity_runs import Say, fit_here, make_study, train_runs, with_executor
+from fp8cfg.studies.parity_runs import (
+    Say,
+    fit_here,
+    make_study,
+    precision_words,
+    train_runs,
+    with_executor,
+)
 
 
 def parity(
@@ -34,9 +40,9 @@ def parity(
     reuses finished runs and resumes stopped ones.
 
     Args:
-        recipe: The recipe. Its own precision is not used.
-        precisions: Names of precision presets, the baseline first. Overrides may follow a name,
-            such as "bf16_fp8 fp8.margin=1".
+        recipe: The recipe.
+        precisions: Names of precision presets, the baseline first. "own" is the precision of
+            `recipe`. Overrides may follow a name, such as "bf16_fp8 fp8.margin=1".
         seeds: Number of seeds: trainer.seed and the numbers after it.
         steps: Optimizer steps. Defaults to trainer.max_steps.
         tolerance: Largest gap of the loss that is accepted, in nats per token.
@@ -64,9 +70,7 @@ def parity(
     overrides = [] if steps is None else [f"trainer.max_steps={steps}"]
     recipes = {}
     for text in [precisions] if isinstance(precisions, str) else precisions:
-        name, *own = shlex.split(text)
-        words = [f"precision={name}", *own, *overrides]
-        recipes[text] = compose(words, config_dir, base=recipe)
+        recipes[text] = compose([*precision_words(text), *overrides], config_dir, base=recipe)
     folders = [against] if isinstance(against, (str, Path)) else list(against)
     study = make_study(recipes, seeds, tolerance, folders)
     train_runs(study, with_executor(executor) if executor else fit_here, say)

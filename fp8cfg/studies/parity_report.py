@@ -422,6 +422,11 @@ def _statistical_limits(report: ParityReport) -> Iterator[str]:
         )
         return
     for verdict in report.verdicts:
+        if verdict.gaps and verdict.verdict == "worse" and verdict.gaps.last.mean < report.band[-1]:
+            yield (
+                f"{verdict.precision}: its gap is real, but smaller than what other seeds would"
+                f" change ({report.band[-1]:.4f})."
+            )
         detectable = verdict.detectable
         if detectable is None or detectable <= 2 * study.tolerance:
             continue

@@ -9,6 +9,7 @@ Read from top to bottom:
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import re
 import sys
@@ -29,6 +30,8 @@ from fp8cfg.schema.keys import full, spelled
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.studies.run_data import RunData, read_run
 
+OWN = "own"
+"""Name of the precision that the recipe itself has."""
 PRECISION_KEYS = "trainer.plugins."
 """Beginning of the full names of keys that may differ between the precisions."""
 WITHOUT_EFFECT = ("name", "log.*", "checkpoint.*", "trainer.timeout.*")
@@ -92,6 +95,33 @@ class Study:
         return self.runs[0].folder.parent
 
 
+def precision_words(text: str) -> list[str]:
+    """Returns the overrides that choose a precision.
+
+    Args:
+        text: Name of a preset, or "own" for the recipe's own precision. Overrides may follow, such
+            as "bf16_fp8 fp8.margin=1".
+    """
+    name, *overrides = split_list(text, " ")
+    return overrides if name == OWN else [f"precision={name}", *overrides]
+
+
+def split_list(text: str, separator: str) -> list[str]:
+    """Splits a list at its separators, except inside of brackets, and drops empty items."""
+    items = [""]
+    depth = 0
+    for character in text:
+        if character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        if character == separator and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item.strip() for item in items if item.strip()]
+
+
 def make_study(
     recipes: Mapping[str, Recipe],
     seeds: int,
@@ -131,6 +161,7 @@ def make_study(
             f"precision={baseline}: is the baseline; add a precision to compare with it, as in"
             f" precision={baseline},bf16_fp8"
         )
+    _refuse_equal(recipes)
     # A study of other length has its own folder: its learning rates differ from the first step on.
     root = Path(first.log.dir) / f"parity-{first.name}-{first.trainer.max_steps}steps"
     runs = []
@@ -138,8 +169,6 @@ def make_study(
         for seed in all_seeds:
             folder = root / f"{_folder_name(name)}-seed{seed}"
             runs.append(PlannedRun(name, seed, _recipe_of_run(recipe, seed, folder), folder))
-    if len({run.folder for run in runs}) < len(runs):
-        raise ConfigError(f"precision={','.join(names)}: two of them have the same name; drop one")
     return Study(first.name, baseline, others, all_seeds, runs, given, tolerance)
 
 
@@ -152,6 +181,17 @@ def _refuse_single_run_keys(recipe: Recipe) -> None:
         )
     if recipe.trainer.smoke:
         problems.append("trainer.smoke=true: trains too few steps to compare losses; drop it")
+    refuse_if(problems)
+
+
+def _refuse_equal(recipes: Mapping[str, Recipe]) -> None:
+    """Raises ConfigError if two precisions are the same, or would share a folder."""
+    problems = []
+    for one, other in itertools.combinations(recipes, 2):
+        if same_results(recipes[one], recipes[other]):
+            problems.append(f"precision={one},{other}: are the same precision; drop one of them")
+        elif _folder_name(one) == _folder_name(other):
+            problems.append(f"precision={one},{other}: would share a run folder; drop one of them")
     refuse_if(problems)
 
 
@@ -201,6 +241,11 @@ def other_keys(before: Recipe, recipe: Recipe) -> list[str]:
     return [
         key for key in _changed_keys(before, recipe) if not full(key).startswith(PRECISION_KEYS)
     ]
+
+
+def same_results(one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes train to the same losses."""
+    return not _changed_keys(one, other)
 
 
 def _changed_keys(before: Recipe, recipe: Recipe) -> list[str]:
@@ -345,9 +390,13 @@ def _free_memory() -> None:
 def with_executor(executor: Any) -> TrainRun:
     """Returns a function that trains a run through an executor."""
 
-    def train_run(run: PlannedRun, _: Say) -> None:
+    def train_run(run: PlannedRun, say: Say) -> None:
         from fp8cfg.checkpoint.saver import Diverged
 
+        data = read_existing(run)
+        if data is not None and data.state == "running":
+            say(f"{run.title}: still running")
+            return
         try:
             run_with(run.recipe, executor, run.folder)
         except RunFailed as error:

@@ -299,13 +299,41 @@ def test_fp8_overrides_hold_only_for_precisions_with_fp8(
         raise ConfigError("enough")
 
     monkeypatch.setattr(parity_runs, "check_runs", stop)
-    words = ["precision=bf16,bf16_fp8", "fp8.margin=3", "optim.lr=0.001", "trainer.seed=5"]
+    precisions = "precision=bf16,bf16_fp8,bf16_fp8 fp8.exclude=['*.linear_fc1','*.linear_fc2']"
+    words = [precisions, "fp8.margin=3", "optim.lr=0.001", "trainer.seed=5"]
     assert parity(*words, f"log.dir={tmp_path}") == 2
     margins = {run.precision: run.recipe.fp8.margin for run in made[0].runs}
-    assert margins == {"bf16": 0, "bf16_fp8": 3}
+    *names, excluding = margins
+    assert names == ["bf16", "bf16_fp8"] and list(margins.values()) == [0, 3, 3]
+    assert made[0].runs[-1].recipe.fp8.exclude == ("*.linear_fc1", "*.linear_fc2")
+    assert excluding in made[0].runs[-1].title
     assert {run.recipe.optim.lr for run in made[0].runs} == {0.001}
     assert sorted({run.recipe.trainer.seed for run in made[0].runs}) == [5, 6, 7]
     assert "fp8.margin=3: not for bf16, which has no FP8" in capsys.readouterr().err
+
+
+def test_a_recipe_file_is_compared_with_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[parity_runs.Study] = []
+
+    def stop(study: parity_runs.Study) -> None:
+        made.append(study)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(parity_runs, "check_runs", stop)
+    file = tmp_path / "advised.yaml"
+    file.write_text("recipe: llama_tiny\nprecision: bf16_fp8\nfp8: {exclude: ['*.linear_fc2']}\n")
+    assert main(["parity", str(file), "--steps", "3", "--seeds", "1"]) == 2
+    assert (
+        main(["parity", str(file), "--steps", "3", "--seeds", "1", "precision=bf16_fp8,own"]) == 2
+    )
+    exclude = [{run.precision: run.recipe.fp8.exclude for run in study.runs} for study in made]
+    assert exclude == [
+        {"bf16": (), "own": ("*.linear_fc2",)},
+        {"bf16_fp8": (), "own": ("*.linear_fc2",)},
+    ]
+    capsys.readouterr()
 
 
 @pytest.fixture
@@ -331,6 +359,8 @@ def test_wrong_arguments_get_one_line_each(
         ([new], "needs precisions to compare, as in precision=bf16,bf16_fp8"),
         (["precision=bf16", new], "precision=bf16: is the baseline; add a precision"),
         (["precision=bf16,bf16", new], "bf16 is given twice"),
+        (["precision=bf16,bf16_fp8,own", new], "precision=bf16,own: are the same precision"),
+        (["precision=bf16", "precision=bf16_fp8", new], "given twice; write one list"),
         (["precision=bf16,bf16_fp9", new], "bf16_fp9"),
         ([both, new, "--tolerance", "much"], "--tolerance much: needs a number"),
         ([both, new, "--tolerance", "-1"], "--tolerance -1: needs a number of at least 0"),
