@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fp8cfg.data.files import DataError
-from fp8cfg.data.samples import IGNORED, Drawn, Samples, positive
+from fp8cfg.data.samples import IGNORED, Drawn, Origin, Samples, positive
 
 if TYPE_CHECKING:
     import torch
@@ -77,6 +77,15 @@ class Batches:
         return _tensors(
             self.samples, self.samples.drawn(np.arange(cursor, cursor + count), self.seed)
         )
+
+    def origins(self, step: int) -> list[Origin]:
+        """Where the samples of optimizer step `step` begin, with their numbers since the start of the run as `sample`."""
+        numbers = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
+        origins = self.samples.origins(self.samples.drawn(numbers, self.seed))
+        return [
+            {"sample": number, **origin}
+            for number, origin in zip(numbers.tolist(), origins, strict=True)
+        ]
 
     def target_count(self, step: int) -> int:
         """Targets of the whole global batch of optimizer step `step` that a loss is taken of."""

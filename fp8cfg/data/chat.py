@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fp8cfg.data.files import DataError
-from fp8cfg.data.samples import IGNORED, Rows, epochs, permute
+from fp8cfg.data.samples import IGNORED, Origin, Rows, epochs, permute
 from fp8cfg.data.sources import MAX_TEXT_BYTES, Row, kind_of, table_rows, text_of
 from fp8cfg.data.tokenizer import Tokenizer, refuse_vocabulary
 
@@ -382,6 +382,7 @@ class Conversations:
     """The tokens of all conversations, one after the other.
 
     tokens, learned: int32 and bool [n], whether a loss is taken of a token. starts: where each conversation begins, int64 [c + 1].
+    rows: the number of each conversation's row among all rows of the files, int64 [c].
     """
 
     tokens: np.ndarray
@@ -390,6 +391,7 @@ class Conversations:
     seq_length: int
     pad: int
     description: str
+    rows: np.ndarray
 
     @property
     def masked(self) -> bool:
@@ -428,6 +430,9 @@ class Conversations:
             targets[row, :length] = np.where(self.learned[start + 1 : stop], ids[1:], IGNORED)
         return tokens, targets
 
+    def origins(self, places: np.ndarray) -> list[Origin]:
+        return [{"document": int(self.rows[place]), "offset": 0} for place in places.tolist()]
+
     def split(self, validation_fraction: float) -> tuple[Conversations, Conversations]:
         """The first conversations to train on, the last, `validation_fraction` of them, to validate; at least one of each."""
         if len(self) < 2:
@@ -442,7 +447,11 @@ class Conversations:
         starts = self.starts[first : last + 1]
         inside = slice(int(starts[0]), int(starts[-1]))
         return replace(
-            self, tokens=self.tokens[inside], learned=self.learned[inside], starts=starts
+            self,
+            tokens=self.tokens[inside],
+            learned=self.learned[inside],
+            starts=starts,
+            rows=self.rows[first:last],
         )
 
 
@@ -465,7 +474,7 @@ def load_conversations(
             f"{path}: {size / 2**30:.1f} GiB of conversations, more than the"
             f" {MAX_TEXT_BYTES / 2**30:.1f} GiB that are held in memory; give a part of them"
         )
-    kept, cut, left_out = _encode_rows(rows, tokenizer, seq_length)
+    kept, numbers, cut, left_out = _encode_rows(rows, tokenizer, seq_length)
     if not kept:
         raise DataError(f"{path}: no conversation to learn from; {left_out or 'no rows'}")
     parts = [f"{len(kept)} conversations of {path}"]
@@ -481,6 +490,7 @@ def load_conversations(
         seq_length,
         tokenizer.pad,
         ", ".join(parts),
+        np.array(numbers, dtype=np.int64),
     )
 
 
@@ -509,22 +519,25 @@ class LeftOut:
 
 def _encode_rows(
     rows: Iterator[Row], tokenizer: Tokenizer, seq_length: int
-) -> tuple[list[Encoded], int, LeftOut]:
-    """Returns conversations of at most seq_length + 1 tokens, how many were cut, and the rows with nothing to learn."""
+) -> tuple[list[Encoded], list[int], int, LeftOut]:
+    """Returns conversations of at most seq_length + 1 tokens, the numbers of their rows, how many were cut, and the rows with nothing
+    to learn."""
     kept = list[Encoded]()
+    numbers = list[int]()
     cut = 0
     left_out = LeftOut()
-    for place, row in rows:
+    for number, (place, row) in enumerate(rows):
         ids, learned = encode_row(place, row, tokenizer)
         cut += len(ids) > seq_length + 1
         # The loss of the first token would need a token before it.
         if learned[1 : seq_length + 1].any():
             kept.append((ids[: seq_length + 1], learned[: seq_length + 1]))
+            numbers.append(number)
         elif learned[1:].any():
             left_out.add(f"whose answers begin after model.seq_length={seq_length}", place)
         else:
             _add_without_answer(left_out, place, row)
-    return kept, cut, left_out
+    return kept, numbers, cut, left_out
 
 
 def _add_without_answer(left_out: LeftOut, place: str, row: Mapping[str, Any]) -> None:

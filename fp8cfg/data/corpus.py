@@ -211,9 +211,17 @@ def _short(part: str, length: int, window: int, cure: str) -> str:
 
 def _part(corpus: Corpus, part: str, start: int, stop: int) -> Corpus:
     tokens = corpus.tokens[start:stop]
+    documents = None
+    # Only the part from the beginning has the documents under their numbers.
+    if corpus.documents is not None and start == 0:
+        documents = corpus.documents[corpus.documents < stop]
     description = f"{corpus.description}; {part} part, tokens {start} to {stop}"
     return replace(
-        corpus, tokens=tokens, sha256=fingerprint(tokens), description=description, documents=None
+        corpus,
+        tokens=tokens,
+        sha256=fingerprint(tokens),
+        description=description,
+        documents=documents,
     )
 
 

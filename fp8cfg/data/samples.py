@@ -84,6 +84,8 @@ IGNORED = -100
 """A target that no loss is taken of: the ignore_index of torch's cross entropy."""
 Rows = tuple[np.ndarray, ...]
 """Tokens and targets, int64 [n, seq_length] each; of some samples also the number of the document of each token, int32, from 0."""
+Origin = dict[str, int | str]
+"""Where a sample begins: `document` from 0 and `offset`, its token in that document. Some sources know less, or more."""
 
 
 class Drawn(Protocol):
@@ -106,6 +108,9 @@ class Drawn(Protocol):
 
     def read(self, places: np.ndarray) -> Rows:
         """The samples at these places. DataError for a token outside of the vocabulary."""
+
+    def origins(self, places: np.ndarray) -> list[Origin]:
+        """Where the samples at these places begin."""
 
 
 class Samples(Drawn, Protocol):
@@ -133,6 +138,7 @@ class Windows:
 
     eod: the token after which no loss is taken, for what follows it begins another document; None takes all of them.
     end: the token that ends a document, where samples are to say of which document each token is; None where they are not.
+    documents: where each document begins in `tokens`, int64 [d]; None where nobody knows.
     """
 
     tokens: Tokens
@@ -140,6 +146,7 @@ class Windows:
     vocab_size: int
     eod: int | None = None
     end: int | None = None
+    documents: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         positive(seq_length=self.seq_length, vocab_size=self.vocab_size)
@@ -181,6 +188,20 @@ class Windows:
                 " another vocabulary"
             )
         return rows_of(window, self.eod, self.end)
+
+    def origins(self, places: np.ndarray) -> list[Origin]:
+        starts = (places % len(self.tokens)).tolist()
+        if self.documents is None:
+            return [{"token": start} for start in starts]
+        found: list[Origin] = []
+        for start in starts:
+            document = int(np.searchsorted(self.documents, start, side="right")) - 1
+            if document < 0:  # the first document of this part begins in another part
+                found.append({"token": start})
+            else:
+                offset = start - int(self.documents[document])
+                found.append({"document": document, "offset": offset})
+        return found
 
 
 def rows_of(window: np.ndarray, eod: int | None, end: int | None) -> Rows:
@@ -323,6 +344,14 @@ class Mixture:
                 for whole, part in zip(rows, parts, strict=True):
                     whole[here] = part
         return tuple(rows)
+
+    def origins(self, places: np.ndarray) -> list[Origin]:
+        found: list[Origin] = []
+        for place in places:
+            number = int(place[0])
+            (origin,) = self.sources[number].origins(place[1:])
+            found.append({"part": number, **origin})
+        return found
 
     def _dealt(self, cursor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each sample, and the how-many-th of that source it is."""

@@ -13,9 +13,10 @@ import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -363,3 +364,27 @@ def _dataset(path: Path) -> Iterator[Row]:
         ) from None
     for number, row in enumerate(table):
         yield f"{path}, row {number}", row
+
+
+def document_places(
+    name: str, path: str | None, text_key: str, numbers: Collection[int]
+) -> dict[int, str]:
+    """Where documents stand in the files of a source, such as data.jsonl:12, by the numbers that `Samples.origins` gives.
+
+    Reads the files again. Empty for sources that have no rows or files: stdlib, tiny, and tokens, whose index has the numbers.
+    """
+    if path is None or not numbers or name in ("stdlib", "tiny", "tokens"):
+        return {}
+    places: Iterator[str]
+    if name == "chat":
+        places = (place for place, _ in table_rows(kind_of(path), path)[0])
+    elif name == "text":
+        places = (str(file) for file in text_files(Path(path))[0] if _read_text(file))
+    else:
+        rows = table_rows(name, path)[0]
+        places = (place for place, row in rows if text_of(place, row, text_key))
+    return {
+        number: place
+        for number, place in enumerate(islice(places, max(numbers) + 1))
+        if number in numbers
+    }

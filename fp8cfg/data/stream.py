@@ -23,7 +23,7 @@ import numpy as np
 from fp8cfg.data.batches import Batches
 from fp8cfg.data.corpus import encoded
 from fp8cfg.data.files import DataError, size_of
-from fp8cfg.data.samples import Rows, rows_of
+from fp8cfg.data.samples import Origin, Rows, rows_of
 from fp8cfg.data.sources import (
     SUFFIXES,
     OnBadRow,
@@ -169,6 +169,14 @@ class Stream:
             self._eod,
             self._end,
         )
+
+    def origins(self, places: np.ndarray) -> list[Origin]:
+        found: list[Origin] = []
+        for number in places.tolist():
+            cursor = self.cursor(number)
+            place = f"{self.shards.paths[cursor.shard]}, row {cursor.row}"
+            found.append({"epoch": cursor.epoch, "place": place, "offset": cursor.token})
+        return found
 
     def cursor(self, number: int) -> Cursor:
         """Where sample `number` begins, which is known once the one before it is read."""

@@ -190,28 +190,9 @@ class _Probe:
         return weight
 
     def _measure(self, name: str, layer: FP8Linear, role: int, t: Tensor) -> None:
-        axes = []  # the contracted dimension in each FP8 GEMM that reads the tensor
-        for gemm in (FPROP, DGRAD, WGRAD):
-            if (role, gemm) in CONTRACTED and not layer.high_precision[gemm]:
-                axes.append(CONTRACTED[role, gemm])
-        if not axes or t.numel() == 0:
-            return
-        axis = axes[0]
-        scaling = layer.scaling
-        with torch.no_grad(), torch.autocast(t.device.type, enabled=False):
-            t = t.detach().reshape(-1, t.shape[-1])
-            # The contracted dimension comes last.
-            if axis == 0:
-                t = t.t()
-                if scaling.uses_hadamard(role, axis=0):
-                    t = hadamard_transform(t)
-            scale = None
-            if scaling.tile(role, 1) is None:
-                scale = choose_tensor_scale(
-                    t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False
-                )
-            random = layer.random(axis) if scaling.rounds_stochastically(role) else None
-            self.measurements[name, role] = _measure(t.contiguous(), role, scaling, scale, random)
+        measurement = _measure_in(layer, role, t)
+        if measurement is not None:
+            self.measurements[name, role] = measurement
 
 
 class _Measurement(NamedTuple):
@@ -241,6 +222,50 @@ class _Measurement(NamedTuple):
             nonfinite=int(nonfinite),
             elements=self.elements,
         )
+
+
+def measure_tensor(name: str, layer: FP8Linear, role: int, t: Tensor) -> Statistics | None:
+    """Measures one tensor of an FP8 layer as its first FP8 GEMM would quantize it now.
+
+    Waits for the device. Changes no state of the layer.
+
+    Args:
+        name: Name of the layer.
+        layer: The layer.
+        role: INPUT, WEIGHT or GRAD_OUTPUT.
+        t: The tensor in high precision.
+
+    Returns:
+        The statistics. None if no FP8 GEMM reads such a tensor, or if it is empty.
+    """
+    measurement = _measure_in(layer, role, t)
+    return None if measurement is None else measurement.read(name, role)
+
+
+def _measure_in(layer: FP8Linear, role: int, t: Tensor) -> _Measurement | None:
+    """Measures a tensor of a layer, or returns None if no FP8 GEMM reads it."""
+    axes = []  # the contracted dimension in each FP8 GEMM that reads the tensor
+    for gemm in (FPROP, DGRAD, WGRAD):
+        if (role, gemm) in CONTRACTED and not layer.high_precision[gemm]:
+            axes.append(CONTRACTED[role, gemm])
+    if not axes or t.numel() == 0:
+        return None
+    axis = axes[0]
+    scaling = layer.scaling
+    with torch.no_grad(), torch.autocast(t.device.type, enabled=False):
+        t = t.detach().reshape(-1, t.shape[-1])
+        # The contracted dimension comes last.
+        if axis == 0:
+            t = t.t()
+            if scaling.uses_hadamard(role, axis=0):
+                t = hadamard_transform(t)
+        scale = None
+        if scaling.tile(role, 1) is None:
+            scale = choose_tensor_scale(
+                t, role, scaling, layer.fp8_scale, layer.fp8_amax_history, record=False
+            )
+        random = layer.random(axis) if scaling.rounds_stochastically(role) else None
+        return _measure(t.contiguous(), role, scaling, scale, random)
 
 
 def _measure(

@@ -22,15 +22,12 @@ from fp8cfg.backends import REFERENCE, registry
 from fp8cfg.backends.gemm_plan import PlannedLinear
 from fp8cfg.building.job import Job
 from fp8cfg.data import Batches
-from fp8cfg.numerics import fp8_linears
-from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
-from fp8cfg.numerics.overflow_counts import pause_overflow_counts
 from fp8cfg.optim.low_bit.columns import local
 from fp8cfg.parallel.process_group import World
 from fp8cfg.planning.coverage import planned_coverage
 from fp8cfg.schema.errors import ConfigError, NotFP8Error
 from fp8cfg.schema.recipe import Recipe
-from fp8cfg.training.step import check_pass
+from fp8cfg.training.step import check_pass, extra_pass
 
 TOLERANCE = 0.5
 """Largest accepted relative error of a compiled gradient: norm(compiled - eager) / norm(eager).
@@ -87,28 +84,14 @@ def compare(job: Job, batches: Batches, step: int, world: World) -> float:
 
 def _pass(job: Job, batches: Batches, step: int, world: World) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the loss and the gradients of the first microbatch on the CPU. Restores the job."""
-    # A training pass updates amaxes and counters in buffers. The compared passes must start alike.
-    buffers = {
-        name: buffer.clone()
-        for name, buffer in job.model.named_buffers()
-        if name.rpartition(".")[2] not in WEIGHT_BUFFERS  # large, and a pass only reads them
-    }
     devices = [job.device] if job.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), pause_overflow_counts(), _low_loss_scale(job):
+    with extra_pass(job), torch.random.fork_rng(devices=devices), _low_loss_scale(job):
         loss = check_pass(job, batches, step, world).cpu()
-    gradients = {
-        name: local(p.grad).to("cpu", copy=True)
-        for name, p in job.model.named_parameters()
-        if p.grad is not None
-    }
-    job.optimizer.zero_grad()
-    with torch.no_grad():
-        for name, before in buffers.items():
-            job.model.get_buffer(name).copy_(before)
-    for layer in fp8_linears(job.model):
-        if layer.fsdp_shard is not None:
-            # Forces the next pass to quantize the shard again and to record its amax.
-            layer.fsdp_shard.quantized = None
+        gradients = {
+            name: local(p.grad).to("cpu", copy=True)
+            for name, p in job.model.named_parameters()
+            if p.grad is not None
+        }
     return loss, gradients
 
 

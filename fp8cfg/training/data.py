@@ -240,6 +240,7 @@ def _samples(recipe: Recipe, whole: Corpus | Conversations, masked: bool) -> Sam
         m.vocab_size,
         eos if masked else None,
         eos if recipe.data.resets else None,
+        corpus.documents,
     )
 
 

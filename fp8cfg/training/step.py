@@ -33,8 +33,11 @@ from torch import Tensor
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.job import Job
 from fp8cfg.data import IGNORED, Batches
+from fp8cfg.numerics import fp8_linears
 from fp8cfg.numerics.async_copies import HostCopy
+from fp8cfg.numerics.fp8_weights import WEIGHT_BUFFERS
 from fp8cfg.numerics.linear_operands import cached_weights
+from fp8cfg.numerics.overflow_counts import pause_overflow_counts
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.optim.loss_scale import loss_factors
 from fp8cfg.parallel.gradient_sync import stores_early, sum_gradients
@@ -264,6 +267,32 @@ def check_pass(job: Job, batches: Batches, step: int, world: World) -> Tensor:
         for loss, _ in run_pipeline(job, microbatches, world):
             total += loss
     return total
+
+
+@contextmanager
+def extra_pass(job: Job) -> Iterator[None]:
+    """Context manager for passes that are not part of a training step.
+
+    Afterwards all buffers are as before, such as FP8 amaxes, and there are no gradients. The random
+    state is the caller's concern.
+    """
+    buffers = {
+        name: buffer.clone()
+        for name, buffer in job.model.named_buffers()
+        if name.rpartition(".")[2] not in WEIGHT_BUFFERS  # large, and a pass only reads them
+    }
+    try:
+        with pause_overflow_counts():
+            yield
+    finally:
+        job.optimizer.zero_grad()
+        with torch.no_grad():
+            for name, before in buffers.items():
+                job.model.get_buffer(name).copy_(before)
+        for layer in fp8_linears(job.model):
+            if layer.fsdp_shard is not None:
+                # Forces the next pass to quantize the shard again and to record its amax.
+                layer.fsdp_shard.quantized = None
 
 
 @contextmanager
