@@ -117,6 +117,7 @@ RUN_FORMAT = 1
 """Format of a run folder, in its environment.json. Change it if older folders cannot be resumed."""
 RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
 METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
+SKIPPED_STEPS = "skipped_steps.json"
 LOCK, TENSORBOARD, STATUS = "run.lock", "tensorboard", "status.json"
 PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")
 

@@ -476,6 +476,42 @@ def trainer_rules(recipe: RecipeFields) -> Iterator[Violation]:
         )
 
 
+def bad_step_rules(recipe: RecipeFields) -> Iterator[Violation]:
+    """Rules of steps with a bad loss or bad gradients."""
+    trainer, checkpoint = recipe.trainer, recipe.checkpoint
+    if 0 < trainer.spike_factor <= 1:
+        yield Violation(
+            f"trainer.spike_factor={trainer.spike_factor:g}",
+            "every loss above the median would be a spike; write more than 1, such as 2, or 0 for"
+            " off",
+        )
+    if trainer.on_bad_step == "stop":
+        yield from idle(
+            trainer,
+            ("max_bad_steps",),
+            " while trainer.on_bad_step=stop; use skip or rewind",
+            "trainer.on_bad_step",
+        )
+        return
+    if recipe.precision.compute == "fp16" and not trainer.spike_factor:
+        yield from idle(
+            trainer,
+            ("on_bad_step",),
+            " under fp16, whose loss scale skips steps itself; set trainer.spike_factor or drop it",
+            "precision.compute",
+        )
+    if trainer.on_bad_step == "rewind" and not (
+        checkpoint.every_n_steps or checkpoint.every_minutes
+    ):
+        yield Violation(
+            "trainer.on_bad_step=rewind",
+            "there is no checkpoint to return to with checkpoint.every_n_steps=0; save more often,"
+            " or write skip",
+            [("trainer.on_bad_step", "skip")],
+            ["checkpoint.every_n_steps"],
+        )
+
+
 def path_rules(recipe: RecipeFields) -> Iterator[Violation]:
     """Rejects paths with a name too long for any file system, with a message about their key."""
     model, data, log = recipe.model, recipe.data, recipe.log
@@ -531,6 +567,7 @@ RULES = (
     data_rules,
     optim_rules,
     trainer_rules,
+    bad_step_rules,
     strategy_rules,
     precision_rules,
     path_rules,

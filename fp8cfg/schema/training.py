@@ -171,6 +171,14 @@ class Trainer(Node):
     """Samples of one forward and backward pass on one rank; gradients accumulate over the rest. Default 16."""
     gradient_clip_val: float = Field(default=1.0, ge=0)
     """Gradients are clipped to this norm; 0 is off. Default 1.0 (NeMo)."""
+    spike_factor: float = Field(default=0.0, ge=0)
+    """A loss above this many times the median of the last 100 losses is a bad step, such as 2; 0 is off. The host then reads each
+    loss before the update, which takes some time on a GPU. Default 0."""
+    on_bad_step: Literal["stop", "skip", "rewind"] = "stop"
+    """What to do after a step with a loss or gradients that are not finite, or with a spike: stop the run; skip the batch; or return
+    to the newest checkpoint and skip the batch. The host then reads each loss before the update. Default stop."""
+    max_bad_steps: int = Field(default=10, ge=1)
+    """Steps in a row to skip at most. Default 10."""
     val_check_interval: int = Field(default=100, ge=0)
     """Optimizer steps between evaluations; 0 is never. Default 100."""
     limit_val_batches: int = Field(default=32, ge=1)

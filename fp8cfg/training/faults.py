@@ -44,6 +44,7 @@ from fp8cfg.training.step import (
     quantized_weight_cache,
     run_microbatches,
     run_pipeline,
+    sum_losses,
 )
 
 SHOWN_SAMPLES = 3
@@ -236,12 +237,7 @@ def _run(job: Job, batches: Batches, step: int, world: World, checks: ModuleChec
                 total += loss * weight
                 checks.check_gradients()
                 checks.microbatch += 1
-    strategy = job.recipe.trainer.strategy
-    divisor = strategy.tensor_model_parallel_size
-    if not batches.samples.masked:
-        shares = world.size // (divisor * strategy.pipeline_model_parallel_size)
-        divisor *= count * shares
-    return world.sum(total / divisor).item()
+    return sum_losses(job, batches, total, world).item()
 
 
 @torch.no_grad()

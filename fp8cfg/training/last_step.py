@@ -35,18 +35,29 @@ class LastStep:
         self._saver = saver
         self._world = world
         self._say = say
-        self._step = first
-        self._recorded = first
+        self.restart(first)
+
+    def restart(self, done: int) -> None:
+        """Records that the job has the state of `done` steps, after a load or a skipped step."""
+        self._step = done
+        self._recorded = done
         # `steps_begun` counts the calls of this job's optimizer only. In a resumed run it differs
         # from the steps of the run by a constant.
-        self._steps_before = job.steps_begun - first
-        self._rng: RandomState | None = None
+        self._steps_before = self._job.steps_begun - done
+        # Of the steps that are not recorded, and of the last recorded one.
+        self._rng: dict[int, RandomState] = {}
 
     def begin(self, step: int) -> None:
         """Records that a step begins, counted from 0."""
         self._step = step
         # A resumed run repeats the step. Dropout must draw the same numbers again.
-        self._rng = capture_rng()
+        self._rng[step] = capture_rng()
+        for old in [each for each in self._rng if each < self._recorded]:
+            del self._rng[old]
+
+    def random_state(self, step: int) -> RandomState:
+        """Returns the random state before a step, counted from 0: the last recorded or later."""
+        return self._rng[step]
 
     def record(self, done: int) -> None:
         """Records that the host knows the results of `done` steps."""
@@ -86,7 +97,7 @@ class LastStep:
         rng = None
         # The error came in the middle of a step. RNG state and amaxes are of this unfinished step.
         if self._recorded == self._step:
-            rng = self._rng
+            rng = self._rng.get(self._step)
             self._forget_amaxes()
         if self._saver.save(self._recorded, skipping, last=True, rng=rng):
             self._say(

@@ -31,9 +31,13 @@ class LookAhead:
         self._share = batch_share(job.recipe.trainer.strategy, world.rank, world.size)
         # One rank can save after an error in its step, so it needs no look-ahead.
         self._last = job.recipe.trainer.max_steps if world.size > 1 else 0
+        self._steps = steps
+        self.restart(first)
+
+    def restart(self, first: int) -> None:
+        """Continues before step `first`, counted from 0, after a return to a checkpoint."""
         # A failure in the first step loses nothing, since nothing is trained yet.
         self._next = first + 1
-        self._steps = steps
         self.problem = ""
 
     def read(self, step: int) -> None:

@@ -7,6 +7,7 @@ host waits for all launched steps.
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -34,12 +35,21 @@ from fp8cfg.planning.preflight import check_layout
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
 from fp8cfg.schema import messages
-from fp8cfg.schema.errors import ConfigError, Fp8cfgError
+from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import labeled, wrapped
+from fp8cfg.training.bad_steps import (
+    BadStep,
+    BadSteps,
+    Draws,
+    capture_draws,
+    newest_checkpoint,
+    restore_draws,
+)
 from fp8cfg.training.compile import compile_as_chosen
 from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.evaluation import Stopped, evaluate
+from fp8cfg.training.faults import find_fault
 from fp8cfg.training.last_step import LastStep
 from fp8cfg.training.look_ahead import LookAhead
 from fp8cfg.training.metrics import RunLogs
@@ -170,6 +180,8 @@ class _Training:
         self.saver = Saver(job, run, world, self.batches, self.say, self._call_saved)
         self.pending: deque[PendingStep] = deque()
         self.requested = Request.NONE
+        self.draws: Draws = []
+        self.must_rewind = False
 
     def train(self, start_from: Loaded | None) -> Result:
         """Loads the checkpoint, compiles the model and runs all steps."""
@@ -207,13 +219,14 @@ class _Training:
                 optimizer: Any = self.job.optimizer
                 stack.enter_context(DeferredSteps(optimizer))
             try:
-                for step in range(first_step, self.max_steps):
-                    self._take_step(step)
+                step = first_step
+                while step < self.max_steps:
+                    step = self._take_step(step)
             except Exception as error:
                 # Earlier steps may still be on the device. Their results decide what to save.
                 with suppress(Exception):
-                    self._finish_steps(max_pending=0)
-                self.last_step.save(error, self.report.num_skipped > 0)
+                    self._finish_steps(max_pending=0, is_failing=True)
+                self.last_step.save(error, self.bad_steps.num_skipped > 0)
                 raise
         self._report_skipped_rows()
         self._check_divergence(self.max_steps, self.report.loss, self.val_loss)
@@ -222,21 +235,20 @@ class _Training:
     # --------------------------------------------------------------------------------------------
     # One iteration
 
-    def _take_step(self, step: int) -> None:
-        """Launches a step, counted from 0. Then evaluates, saves or stops if due."""
-        self.look_ahead.read(step)
-        self.last_step.begin(step)
-        self.logs.statistics(self.batches, step, self.world)
-        self._launch_step(step)
+    def _take_step(self, step: int) -> int:
+        """Launches a step, counted from 0. Then evaluates, saves or stops if due.
+
+        Returns:
+            The next step.
+        """
         num_done = step + 1
-        # The first step is compared with the plan before the second one is launched.
-        must_finish = (
-            not self.runs_ahead
-            or not self.report.is_proved
-            or self._evaluates_after(num_done)
-            or self._saves_after(num_done)
-        )
-        self._finish_steps(max_pending=0 if must_finish else 1)
+        self.look_ahead.read(step)
+        if num_done in self.bad_steps.skipped:
+            self._pass_over(num_done)
+        else:
+            self._run_step(step)
+            if self.must_rewind:
+                return self._rewind(num_done)
 
         self.world.waits("start", num_done)
         # At 1, 2, 4, 8, ... rows, so that a broken shard does not flood the log.
@@ -249,6 +261,24 @@ class _Training:
         self.world.waits("step", num_done + 1)
         if num_done < self.max_steps:
             self._follow_requests(num_done)
+        return num_done
+
+    def _run_step(self, step: int) -> None:
+        """Launches a step, counted from 0, and finishes it unless the next one can run ahead."""
+        num_done = step + 1
+        self.last_step.begin(step)
+        if self.bad_steps.reads_each_loss:
+            self.draws = capture_draws(self.job)
+        self.logs.statistics(self.batches, step, self.world)
+        self._launch_step(step)
+        # The first step is compared with the plan before the second one is launched.
+        must_finish = (
+            not self.runs_ahead
+            or not self.report.is_proved
+            or self._evaluates_after(num_done)
+            or self._saves_after(num_done)
+        )
+        self._finish_steps(max_pending=0 if must_finish else 1)
 
     def _launch_step(self, step: int) -> None:
         """Launches a step without waiting for its metrics."""
@@ -258,16 +288,26 @@ class _Training:
             self.step_began = time.perf_counter()
         try:
             launched = train_step(
-                self.job, self.batches, step, self.world, collect_metrics=self._collect_metrics
+                self.job,
+                self.batches,
+                step,
+                self.world,
+                collect_metrics=self._collect_metrics,
+                largest_loss=self.bad_steps.largest_loss(),
             )
         except BaseException:
             # The earlier steps are good and must be reported before the error.
-            self._finish_steps(max_pending=0)
+            self._finish_steps(max_pending=0, is_failing=True)
             raise
         self.pending.append(launched)
 
-    def _finish_steps(self, max_pending: int) -> None:
-        """Waits for launched steps until `max_pending` are left, and reports them in order."""
+    def _finish_steps(self, max_pending: int, is_failing: bool = False) -> None:
+        """Waits for launched steps until `max_pending` are left, and reports them in order.
+
+        Args:
+            max_pending: Number of steps that may stay on the device.
+            is_failing: Whether an error ends the run. Other ranks may not get here then.
+        """
         while len(self.pending) > max_pending:
             result = self.pending.popleft().wait()
             now = time.perf_counter()
@@ -279,11 +319,15 @@ class _Training:
                 request = Request(round(result.metrics["request"].item()))
                 self.requested = max(self.requested, request)
             if not result.stepped and self.job.loss_scaler is None:
-                # The device skips all steps behind a skipped one, and the report raises Diverged.
+                # The device skips all steps behind a skipped one, and the run stops. Unless it
+                # stops, no step runs ahead.
                 self.pending.clear()
             # A skipped step updates no scales, so it has no overflow to report.
             overflow = self.overflow.read(result.metrics) if result.stepped else None
-            self.report.add(result, overflow, seconds)
+            bad = self.bad_steps.check(result)
+            self.report.add(result, overflow, seconds, bad.policy if bad else None)
+            if bad:
+                self._handle_bad_step(bad, result.stepped, is_failing)
 
     def _collect_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Collects overflow and this rank's request on the device. See `CollectMetrics`."""
@@ -316,7 +360,7 @@ class _Training:
 
     def _interrupt(self, num_done: int) -> None:
         """Saves step `num_done` and raises the reason to stop: Interrupted or DataError."""
-        self.saver.save(num_done, self.report.num_skipped > 0, last=True)
+        self.saver.save(num_done, self.bad_steps.num_skipped > 0, last=True)
         # Ranks exchange their data errors, so that all raise the same one.
         for problem in self.world.texts(self.look_ahead.problem):
             if problem.strip():
@@ -340,6 +384,95 @@ class _Training:
             self.num_reported_rows = count
             rows = "1 row" if count == 1 else f"{count} rows"
             self.say(f"data: {rows} of the stream skipped so far, the last: {samples.last_skipped}")
+
+    # --------------------------------------------------------------------------------------------
+    # Bad steps
+
+    def _handle_bad_step(self, bad: BadStep, stepped: bool, is_failing: bool) -> None:
+        """Looks for the cause of a bad step. Then stops, or skips its batch.
+
+        Args:
+            bad: The step.
+            stepped: Whether the weights were updated all the same.
+            is_failing: See `_finish_steps`.
+
+        Raises:
+            Diverged: The run stops.
+        """
+        if not is_failing:
+            self.world.waits("start", bad.step)
+            self._trace(bad, stepped)
+        if bad.policy == "stop" or is_failing:
+            skipped = "" if stepped else ", and the step was skipped"
+            raise Diverged(f"step {bad.step}: {bad.problem}{skipped}; {after_divergence(self.run)}")
+        # As if the batch were not there: the next step draws the same random numbers.
+        job_state.restore_rng(*self.last_step.random_state(bad.step - 1))
+        restore_draws(self.draws)
+        self.bad_steps.skip(bad)
+        self.last_step.restart(bad.step)
+        self.must_rewind = bad.policy == "rewind"
+        self.say(f"step {bad.step} is skipped (trainer.on_bad_step={bad.policy})")
+
+    def _trace(self, bad: BadStep, stepped: bool) -> None:
+        """Runs the batch of a bad step again, and reports the first bad tensor."""
+        weights = "after the step" if stepped else "before the step"
+        self.say(
+            f"step {bad.step}: {bad.problem}; its batch runs again with checks of every module and"
+            f" the weights {weights}"
+        )
+        rng = self.last_step.random_state(bad.step - 1)
+        try:
+            fault = find_fault(
+                self.job, self.batches, bad.step - 1, self.world, rng, bad.problem, weights
+            )
+        except Exception as error:
+            # Several ranks must not continue alone.
+            if self.world.size > 1:
+                raise
+            reason = printable(str(error)) or type(error).__name__
+            self.say(f"  the batch could not run again: {reason}")
+            return
+        lines = fault.lines()
+        if self.run:
+            name = f"fault-step-{bad.step}.json"
+            data = {**fault.data(), "policy": bad.policy}
+            try:
+                self.run.files.replace(name, (json.dumps(data, indent=1) + "\n").encode())
+                lines[-1] += f"; details: {printable(str(self.run.path / name))}"
+            except OSError as error:
+                lines[-1] += f"; {name} could not be written: {error.strerror}"
+        for line in lines:
+            self.say(line)
+
+    def _pass_over(self, num_done: int) -> None:
+        """Passes over a step that was bad before, without running it."""
+        self._finish_steps(max_pending=0)
+        self.report.pass_over(self.bad_steps.skipped[num_done])
+        self.last_step.restart(num_done)
+        self.status.step = num_done
+
+    def _rewind(self, bad_step: int) -> int:
+        """Loads the newest checkpoint. Returns its number of steps."""
+        self.must_rewind = False
+        self.world.waits("start", bad_step)
+        self.saver.settle(wait=True)
+        loaded = newest_checkpoint(self.run, self.world, self.say)
+        if loaded is None:
+            raise Diverged(
+                f"step {bad_step}: trainer.on_bad_step=rewind: there is no checkpoint to return to"
+                " yet; start again with skip, or with a smaller checkpoint.every_n_steps"
+            )
+        tensors, state = loaded
+        num_done = job_state.restore(self.job, tensors, state, self.batches, self.say)
+        tensors.close()
+        self.logs.rewind(self.run, num_done)
+        self.bad_steps.restart(num_done)
+        self.last_step.restart(num_done)
+        self.look_ahead.restart(num_done)
+        self.status.step = num_done
+        self.say(f"back to the checkpoint of step {num_done}")
+        self.world.waits("step", num_done + 1)
+        return num_done
 
     # --------------------------------------------------------------------------------------------
     # Evaluation and checkpoints
@@ -386,7 +519,7 @@ class _Training:
         """Saves step `num_done`, in the background if checkpoint.async_save is true."""
         began = time.perf_counter()
         is_last = num_done == self.max_steps
-        self.saver.save(num_done, self.report.num_skipped > 0, is_last)
+        self.saver.save(num_done, self.bad_steps.num_skipped > 0, is_last)
         if self.recipe.checkpoint.async_save:
             self.logs.write(num_done, {"save_seconds": time.perf_counter() - began})
 
@@ -444,6 +577,9 @@ class _Training:
         self.overflow = OverflowCollector(job, world)
         # A callback may read the job after its step, so the next step must not be launched before.
         self.runs_ahead = can_run_ahead(job) and not world.any(bool(self.callbacks))
+        self.bad_steps = BadSteps(job, self.run, world, first_step, self.say)
+        if self.bad_steps.reads_each_loss:
+            self.runs_ahead = False
         # If steps run ahead, a request to stop is read one step later. So data are checked earlier.
         num_ahead = 2 if self.runs_ahead else 1
         self.look_ahead = LookAhead(job, self.batches, world, first_step, num_ahead)
@@ -479,6 +615,8 @@ class _Training:
         recover.
         """
         if self.job.optimizer.steps == 0:
+            if self.job.loss_scaler is None:
+                raise Diverged(f"all {num_done} steps were bad and skipped (trainer.on_bad_step)")
             raise Diverged(
                 f"all {num_done} steps were skipped, gradients overflowed; raise trainer.max_steps"
                 " or lower precision.initial_loss_scale"
@@ -491,8 +629,8 @@ class _Training:
         if not problems:
             return
         skips = ""
-        if self.report.num_skipped:
-            first_skipped = num_done - self.report.num_skipped + 1
+        if self.bad_steps.num_skipped:
+            first_skipped = num_done - self.bad_steps.num_skipped + 1
             skips = f", all steps from {first_skipped} on were skipped"
         raise Diverged(
             f"step {num_done}: {', '.join(problems)}{skips}; {after_divergence(self.run)}"

@@ -200,6 +200,16 @@ class RunLogs:
                 raise ConfigError(f"log.tensorboard=true: {error}") from None
             opened.callback(self._board.close)
 
+    def rewind(self, run: RunFolder | None, done: int) -> None:
+        """Drops the lines of steps after `done`: the run writes these steps again."""
+        for log in (self._metrics, self._statistics):
+            if log:
+                log.close()
+        if self._metrics and run:
+            self._metrics = _open_log(run.files, METRICS, done, self._opened)
+        if self._statistics and run:
+            self._statistics = _open_log(run.files, FP8_STATS, done, self._opened)
+
     def write(self, done: int, values: dict[str, Value]) -> None:
         """Writes metrics of optimizer step `done`, counted from 1."""
         if self._metrics:

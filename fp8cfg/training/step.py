@@ -83,6 +83,7 @@ class StepResult:
         sent_bytes: Bytes sent by this rank.
         sent: Description of the sent bytes, for the log.
         metrics: All metrics on the host by name, including those of `collect_metrics`.
+        rejected: Whether the step was skipped because of its loss. Then `grad_norm` is NaN.
     """
 
     loss: float
@@ -93,6 +94,7 @@ class StepResult:
     sent_bytes: int = 0
     sent: str = ""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    rejected: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class PendingStep:
         sent_bytes: Bytes sent by this rank.
         sent: Description of the sent bytes, for the log.
         data: Name of the data set, for errors.
+        rejected: See `StepResult`.
     """
 
     step: int
@@ -123,6 +126,7 @@ class PendingStep:
     sent_bytes: int
     sent: str
     data: str
+    rejected: bool = False
 
     def wait(self) -> StepResult:
         """Waits for the step and returns its metrics. Call it once per step, in launch order.
@@ -148,6 +152,7 @@ class PendingStep:
             sent_bytes=self.sent_bytes,
             sent=self.sent,
             metrics=metrics,
+            rejected=self.rejected,
         )
 
 
@@ -161,6 +166,7 @@ def train_step(
     step: int,
     world: World,
     collect_metrics: CollectMetrics | None = None,
+    largest_loss: float | None = None,
 ) -> PendingStep:
     """Launches an optimizer step. All ranks call it.
 
@@ -173,6 +179,8 @@ def train_step(
         step: Number of the step, counted from 0.
         world: Ranks of the run.
         collect_metrics: Adds metrics to the copy to the host.
+        largest_loss: Skips the step if its loss is larger or not finite. The host waits for the
+            loss then. With a loss scale, only a finite loss counts.
 
     Returns:
         The launched step. Call its `wait`.
@@ -194,8 +202,8 @@ def train_step(
                 losses = run_pipeline(job, microbatches, world)
             else:
                 losses = run_microbatches(job, microbatches, num_microbatches, world)
-            for loss, loss_weight in losses:
-                weighted_loss += loss * loss_weight
+            for microbatch_loss, loss_weight in losses:
+                weighted_loss += microbatch_loss * loss_weight
 
         # A sum over the ranks, not a mean: each loss was divided by its share of the whole step.
         sum_gradients(job.prepared, optimizer, world)
@@ -212,17 +220,24 @@ def train_step(
         #   update     of the fp32 master weights; with opt_level, of the low-precision state
         #   scales     reduces the amaxes of this step over the ranks, then sets the FP8 scales
         #   weights    quantizes FP8 weights with the new scales; ZeRO broadcasts them
-        stepped = optimizer.step()
-
-        # Tensor-parallel ranks compute the same loss, so the sum counts it several times.
-        divisor = job.recipe.trainer.strategy.tensor_model_parallel_size
-        if not batches.samples.masked:
-            divisor *= num_microbatches * count_batch_shares(job.recipe.trainer.strategy, world)
-        loss = world.sum(weighted_loss / divisor)
+        # `largest_loss` asks for the loss before the step. Otherwise the step is launched first.
+        loss: Tensor | None = None
+        rejected = False
+        if largest_loss is not None:
+            loss = sum_losses(job, batches, weighted_loss, world)
+            rejected = is_bad_loss(job, loss.item(), largest_loss)
+        stepped = False
+        if rejected:
+            skip_update(job)
+        else:
+            stepped = optimizer.step()
+        if loss is None:
+            loss = sum_losses(job, batches, weighted_loss, world)
 
     metrics = {"loss": loss}
-    if optimizer.deferred is not None:
-        metrics["grad_norm"] = optimizer.deferred.norm
+    deferred = None if rejected else optimizer.deferred
+    if deferred is not None:
+        metrics["grad_norm"] = deferred.norm
         if num_targets is not None:
             metrics["num_targets"] = num_targets
     if collect_metrics is not None:
@@ -234,13 +249,40 @@ def train_step(
         lr=lr,
         sizes={name: tensor.numel() for name, tensor in metrics.items()},
         copy=HostCopy.of(torch.cat(flat)),
-        deferred=optimizer.deferred,
-        grad_norm=optimizer.grad_norm,
+        deferred=deferred,
+        grad_norm=math.nan if rejected else optimizer.grad_norm,
         stepped=stepped,
         sent_bytes=sum(world.traffic.bytes.values()),
         sent=str(world.traffic),
         data=job.recipe.data.name,
+        rejected=rejected,
     )
+
+
+def sum_losses(job: Job, batches: Batches, weighted_loss: Tensor, world: World) -> Tensor:
+    """Returns the loss of a step from the sum of this rank's weighted losses, float32 []."""
+    strategy = job.recipe.trainer.strategy
+    # Tensor-parallel ranks compute the same loss, so the sum counts it several times.
+    divisor = strategy.tensor_model_parallel_size
+    if not batches.samples.masked:
+        divisor *= count_microbatches(job, world) * count_batch_shares(strategy, world)
+    return world.sum(weighted_loss / divisor)
+
+
+def is_bad_loss(job: Job, loss: float, largest_loss: float) -> bool:
+    """Whether a step with this loss is skipped."""
+    if not math.isfinite(loss):
+        # A loss scale finds it in the gradients, and becomes lower.
+        return job.loss_scaler is None
+    return loss > largest_loss
+
+
+def skip_update(job: Job) -> None:
+    """Drops the gradients and FP8 amaxes of a step, without a call of the optimizer."""
+    for hook in job.optimizer.on_skip:
+        hook()
+    job.optimizer.zero_grad()
+    job.summed = False
 
 
 def check_pass(job: Job, batches: Batches, step: int, world: World) -> Tensor:

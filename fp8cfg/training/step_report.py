@@ -1,4 +1,4 @@
-"""Reports of finished steps: metrics, progress line, warnings, callbacks and divergence checks."""
+"""Reports of finished steps: metrics, progress line, warnings and callbacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 from fp8cfg.backends import registry
 from fp8cfg.backends.stored_weights import DTYPES
 from fp8cfg.building.job import Job
-from fp8cfg.checkpoint.saver import Diverged, after_divergence
 from fp8cfg.models.sdpa_backend import sdpa_backends
 from fp8cfg.numerics import Overflow
 from fp8cfg.parallel.process_group import World, pipeline_world
@@ -25,13 +24,12 @@ from fp8cfg.planning.coverage import Coverage, low_coverage_warning
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import COVERAGE, RunFolder
 from fp8cfg.schema.tables import labeled, wrapped
+from fp8cfg.training.bad_steps import BadStep, Policy
 from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowWarnings, overflow_values
 from fp8cfg.training.progress import Progress
 from fp8cfg.training.step import StepResult
 
-MAX_SKIPPED_STEPS = 100
-"""Number of consecutive skipped steps after which a run stops."""
 _PRODUCT_NAMES = {"emulate": "emulated", "scaled_mm": "scaled matrix products"}
 
 
@@ -78,8 +76,7 @@ class StepReport:
         logs: Log files of the run.
 
     Attributes:
-        loss: Training loss of the last step.
-        num_skipped: Consecutive skipped steps, including the last step.
+        loss: Training loss of the last step, without skipped bad steps.
         is_proved: Whether the first step was compared with the plan.
         progress: Shows the steps. The training loop sets it on the first rank.
     """
@@ -104,25 +101,33 @@ class StepReport:
         self.progress: Progress | None = None
         self.is_proved = False
         self.loss: float | None = None
-        self.num_skipped = 0
 
-    def add(self, result: StepResult, overflow: Overflow | None, seconds: float) -> None:
+    def add(
+        self,
+        result: StepResult,
+        overflow: Overflow | None,
+        seconds: float,
+        bad_step: Policy | None = None,
+    ) -> None:
         """Reports a finished step. All ranks call it.
 
         Args:
             result: Metrics of the step.
             overflow: FP8 overflow of the step, None if unknown.
             seconds: Duration of the step.
+            bad_step: What the run does about a bad step, None for a good one.
 
         Raises:
             NotFP8Error: The first step did not run in the planned formats.
-            Diverged: The gradients are not finite, and a lower loss scale cannot help.
             RunFolderError: The run folder was deleted.
         """
         if not self.is_proved:
             self._prove()
-        self.loss = result.loss
+        if bad_step is None:
+            self.loss = result.loss
         values = self._values(result, overflow, seconds)
+        if bad_step is not None:
+            values["bad_step"] = bad_step
         if overflow is not None:
             self._overflow_warnings.check(overflow, result.step)
         # The first step that is not skipped: a skipped step broadcasts no weights.
@@ -137,7 +142,12 @@ class StepReport:
             callback.step(result.step, values)
         if self._run:
             self._run.check_there()
-        self._check_skips(result)
+
+    def pass_over(self, bad: BadStep) -> None:
+        """Reports a step that the run passes over, because it was bad before."""
+        self._say(f"step {bad.step} is skipped: {bad.problem}")
+        tokens = bad.step * self._tokens_per_step()
+        self._logs.write(bad.step, {**bad.values(), "tokens": tokens, "time": time.time()})
 
     def _values(
         self, result: StepResult, overflow: Overflow | None, seconds: float
@@ -190,29 +200,6 @@ class StepReport:
         if is_as_planned and self._job.recipe.log.level != "debug":
             return labeled("FP8", f"{coverage.summary}, as planned, {product}")
         return f"coverage, observed in the first step ({product})\n{coverage}\n"
-
-    def _check_skips(self, result: StepResult) -> None:
-        """Counts skipped steps. Raises Diverged if the run cannot recover from them."""
-        scaler = self._job.loss_scaler
-        if result.stepped:
-            if self.num_skipped:
-                scale = 1.0 if scaler is None else scaler.scale
-                self._say(
-                    f"step {result.step}: {self.num_skipped} steps before it were skipped,"
-                    f" gradients overflowed; loss scale {scale:g}"
-                )
-            self.num_skipped = 0
-            return
-        self.num_skipped += 1
-        # Skipped steps lower the loss scale of fp16, so gradients can become finite again. Without
-        # a loss scale the next step would fail in the same way.
-        if scaler is not None and self.num_skipped < MAX_SKIPPED_STEPS:
-            return
-        repeats = f" for {self.num_skipped} steps in a row" if self.num_skipped > 1 else ""
-        raise Diverged(
-            f"step {result.step}: the gradient norm is {result.grad_norm}{repeats} (loss"
-            f" {result.loss}), and the step was skipped; {after_divergence(self._run)}"
-        )
 
 
 def coverage_record(job: Job, coverage: Coverage) -> dict[str, Any]:

@@ -130,12 +130,13 @@ def test_an_error_in_a_step_is_repeated_as_a_whole(
 
 
 def test_an_fp8_mistake_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8cfg.training.loop import Diverged, StepReport
+    from fp8cfg.training.bad_steps import BadStep, BadSteps
+    from fp8cfg.training.loop import Diverged
 
-    def watch(*_: Any) -> None:
-        raise Diverged("step 1: the gradient norm is nan")
+    def check(_: BadSteps, result: Any) -> BadStep:
+        return BadStep(result.step, "a mistake", "stop", result.loss, result.lr, 1.0)
 
-    monkeypatch.setattr(StepReport, "_check_skips", watch)
+    monkeypatch.setattr(BadSteps, "check", check)
     with pytest.raises(Diverged):
         fp8cfg.fit(fp8cfg.build(small(*WORDS)), tmp_path / "run", say=_silent)
     assert saved(tmp_path / "run") == []
