@@ -22,7 +22,7 @@ from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.hub import BYTES, chosen_tokenizer
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.training.data import all_samples, named_tokenizer, run_data
-from fp8cfg.training.step import on_device, pipeline, targets_here
+from fp8cfg.training.step import NoTargets, on_device, pipeline, targets_here
 
 if TYPE_CHECKING:
     from fp8cfg.training.trained_model import RunModel
@@ -57,6 +57,7 @@ def evaluate(
 
     Raises:
         Stopped: A rank wants to stop. Raised at most one microbatch later, on all ranks.
+        NoTargets: No token of the batches has a loss. Raised on all ranks.
     """
     was_training = job.model.training
     job.model.eval()
@@ -86,7 +87,13 @@ def evaluate(
     if masked:
         weights = torch.tensor(num_targets, dtype=torch.float64, device=job.device)
         sums = world.sum(torch.stack([(loss * weights).sum(), weights.sum()]))
-        return (sums[0] / sums[1]).item()
+        total, count = sums.tolist()
+        if not count:
+            raise NoTargets(
+                f"data={job.recipe.data.name}: no token of the validation data has a loss; set"
+                " another data.validation_path, or trainer.val_check_interval=0"
+            )
+        return float(total / count)
     # One of num_stages ranks has losses: the last stage. The others add 0 to the sum.
     num_stages = job.recipe.trainer.strategy.pipeline_model_parallel_size
     return world.sum(loss.mean() * num_stages / world.size).item()
@@ -201,6 +208,7 @@ def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> 
 
     Raises:
         ConfigError: A token is outside of the vocabulary.
+        NoTargets: No token of the samples has a loss.
     """
     device = next(run.model.parameters()).device
     batch_size = run.recipe.trainer.micro_batch_size
@@ -219,7 +227,10 @@ def held_out_loss(run: RunModel, samples: Samples, limit: int | None = None) -> 
     except DataError as error:
         raise ConfigError(f"data={run.recipe.data.name}: {error}") from None
     if num_targets == 0:
-        return HeldOutLoss(0.0, 0)
+        raise NoTargets(
+            f"data={run.recipe.data.name}: no token of these {len(indices)} samples has a loss;"
+            " evaluate other data"
+        )
     return HeldOutLoss(total / num_targets, num_targets)
 
 

@@ -35,6 +35,7 @@ from fp8cfg.training.module_checks import (
     BadTensor,
     ModuleChecks,
 )
+from fp8cfg.training.overflow_watch import WARNING_RATIO
 from fp8cfg.training.step import (
     compute_loss,
     count_microbatches,
@@ -80,8 +81,12 @@ class Fault:
 
     @property
     def first(self) -> BadTensor | None:
-        """The first tensor that is not finite. If all are finite, the first one out of range."""
-        return next(iter([*self.not_finite, *self.out_of_range]), None)
+        """The first tensor that is not finite. If all are finite, the first one out of range.
+
+        Delayed scaling often clips tensors a little, so the first one far out of range counts.
+        """
+        far = [each for each in self.out_of_range if (each.range_used or 0) >= WARNING_RATIO]
+        return next(iter([*self.not_finite, *far]), None)
 
     def lines(self) -> list[str]:
         """Returns the message: a line about the tensor, and one about the samples."""
@@ -113,8 +118,11 @@ class Fault:
         if tensor is None:
             hint = ""
             if self.compiled:
-                hint = "; the step ran compiled code, try trainer.compile=off"
-            return f"the rerun found nothing: all tensors are finite and in range{hint}"
+                hint = "; compiled code may differ, try trainer.compile=off"
+            return (
+                "the rerun found no bad tensor: all are finite and fit their FP8 scales"
+                f" (loss {self.loss:.4g}){hint}"
+            )
         place = PHASES[tensor.phase]
         if tensor.microbatch:
             place += f", microbatch {tensor.microbatch}, rank {tensor.rank}"

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8cfg.numerics import FP8Linear
 from fp8cfg.numerics.amax import compute_amax_or_nan
-from fp8cfg.numerics.fp8_weights import FP8Weight, GatheredWeight
+from fp8cfg.numerics.fp8_weights import FP8Weight, GatheredWeight, unpack
 from fp8cfg.numerics.gemm import DGRAD, FPROP, WGRAD
 from fp8cfg.numerics.linear_operands import CONTRACTED
 from fp8cfg.numerics.scaling import GRAD_OUTPUT, INPUT, WEIGHT
@@ -304,18 +304,20 @@ def _with_scale(found: BadTensor, layer: FP8Linear, role: int, values: Tensor) -
     stored = layer.weight_storage
     if role == WEIGHT and isinstance(stored, FP8Weight):
         # The scale that the weight was stored with. The scale of the next step may differ.
-        smallest, largest = (1.0 / stored.scale_inv.float()).aminmax()
+        scales = unpack(stored.scale_inv).reciprocal()
+        scales = scales[scales.isfinite()]  # MXFP8 and NVFP4 have NaN scales for tiles with NaN
         name = layer.scaling.format_of(role).name
-        return replace(found, format=name, scale_min=smallest.item(), scale_max=largest.item())
+        if not scales.numel():
+            return replace(found, format=name)
+        scale_min, scale_max = scales.min().item(), scales.max().item()
+        return replace(found, format=name, scale_min=scale_min, scale_max=scale_max)
     statistics = measure_tensor(found.module, layer, role, values)
     if statistics is None:
         return found
-    return replace(
-        found,
-        format=statistics.format,
-        scale_min=statistics.scale_min,
-        scale_max=statistics.scale_max,
-    )
+    smallest, largest = statistics.scale_min, statistics.scale_max
+    if smallest is None or largest is None or not math.isfinite(smallest + largest):
+        return replace(found, format=statistics.format)
+    return replace(found, format=statistics.format, scale_min=smallest, scale_max=largest)
 
 
 def _in_backward() -> bool:

@@ -625,7 +625,7 @@ def targets_here(job: Job, targets: Tensor) -> int:
 
 
 class NoTargets(ConfigError):
-    """No token of a step has a loss. All ranks raise this error in the same step."""
+    """No token of a step or of the validation data has a loss. All ranks raise it together."""
 
 
 def refuse_without_targets(data: str, step: int) -> None:
