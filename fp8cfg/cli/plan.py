@@ -17,9 +17,15 @@ from fp8cfg.planning.coverage import check_min_coverage, min_coverage_problem
 from fp8cfg.planning.fit_search import Fit, append_commands
 from fp8cfg.planning.hardware import GPUS, find_gpu
 from fp8cfg.planning.layout import place_on_gpus, split_into_nodes
-from fp8cfg.planning.plan_report import PlanReport, check_accelerator, report_plan
+from fp8cfg.planning.plan_report import (
+    PlanReport,
+    check_accelerator,
+    report_plan,
+    report_sections,
+)
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.sections import print_sections
 
 USAGE = f"""
 fp8cfg plan [recipe=NAME | FILE.yaml] [key=value ...] [--gpu NAME] [--gpus N]
@@ -100,7 +106,10 @@ def run(argv: list[str]) -> int:
     plan = report_plan(recipe, world, gpu, whole_line, found.problems)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
-        print(_shown(plan, *arguments.flags), flush=True)
+        if arguments.flags - {"--measure"}:
+            print(_shown(plan, *arguments.flags), flush=True)
+        else:
+            print_sections(report_sections(plan))
     where = plan.offered.where("there") if plan.offered else "there"
     if plan.refusals:
         refuse_if(append_commands([*plan.refusals, *plan.problems], where, plan.lines))
@@ -149,11 +158,10 @@ def _there(recipe: Recipe, ranks: int) -> Recipe:
     )
 
 
-def _shown(plan: PlanReport, output: str = "") -> str:
+def _shown(plan: PlanReport, output: str) -> str:
+    """The plan as JSON, or its graph."""
     if output == "--json":
         return json.dumps(plan.data(), indent=1)
-    if not output or output == "--measure":
-        return str(plan)
     if plan.choice is None:  # there is no graph of what is not built
         raise ConfigError(plan.refusals)
     lowered = lower(plan.recipe, plan.hardware, choice=plan.choice)

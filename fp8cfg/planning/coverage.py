@@ -35,6 +35,7 @@ from fp8cfg.planning.layer_plan import adapted_projections, attention_plan, tran
 from fp8cfg.schema.errors import NotFP8Error, expect
 from fp8cfg.schema.fp8 import FP8
 from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.sections import Section, sections_html
 from fp8cfg.schema.tables import table, wrapped
 
 if TYPE_CHECKING:
@@ -124,6 +125,13 @@ class Coverage:
         }
 
     def __str__(self) -> str:
+        return "\n".join(self.blocks())
+
+    def _repr_html_(self) -> str:
+        return sections_html("FP8 coverage", [Section(self.summary, self.blocks())])
+
+    def blocks(self) -> list[str]:
+        """Returns the table, the summary and the note, for a report."""
         # Attention has no weight and no wgrad. Its rows have the formats of forward and backward.
         rows = [
             [str(count), name, f"{flops / self.flops:.1%}", what]
@@ -133,9 +141,11 @@ class Coverage:
         for what, count in Counter(map(self._attention, self.attentions)).items():
             share = count / len(self.attentions) * self.attention_flops / self.flops
             rows.append([str(count) if fp8 else "", "attention", f"{share:.1%}", what])
-        return table(
-            ["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"], rows, right=(0, 2)
-        ) + (f"\nFP8: {self.summary}" + (f"\n{wrapped(self.note)}" if self.note else ""))
+        header = ["", "linear layers", "FLOPs", "fprop     dgrad     wgrad"]
+        blocks: list[str] = [table(header, rows, right=(0, 2)), f"FP8: {self.summary}"]
+        if self.note:
+            blocks.append(wrapped(self.note))
+        return blocks
 
     @property
     def summary(self) -> str:

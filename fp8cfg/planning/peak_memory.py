@@ -48,7 +48,7 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_layout import by_fsdp2
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import SCALED, against_fp8_gather, gathers_params
-from fp8cfg.schema.tables import size, table
+from fp8cfg.schema.tables import Table, size, table
 
 # A low-bit optimizer updates its state in pieces (numerics/codecs.py, CHUNK and GPU_CHUNK).
 # Elements of a piece, and temporary bytes per element: 12 float32 tensors.
@@ -403,7 +403,7 @@ def optimizer_step_bytes(
 
 def memory_table(
     recipe: Recipe, device: str, part: Part | None = None, backend: str | None = None
-) -> str:
+) -> Table:
     """Returns the memory of a rank as a table, without empty kinds.
 
     Kinds of state have bytes per parameter. For the arguments see `plan_memory`.

@@ -51,29 +51,30 @@ from fp8cfg.planning.violations import violations
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.schema.sections import Section, plain_text, sections_html
 from fp8cfg.schema.tables import amount, size, table, wrapped
 from fp8cfg.schema.violation import Violation
 
 
-def report_text(report: PlanReport) -> str:
-    """Returns the report as text, one section for each topic."""
+def report_sections(report: PlanReport) -> list[Section]:
+    """Returns the report in sections, one for each topic."""
     sections = [
-        f"{_backend_section(report)}\n{_data_section(report)}",
-        str(report.coverage),
-        remarks.chart_text(report.recipe, report.widest.part),
-        _layout_section(report),
-        _memory_section(report),
+        Section("backend and data", [_backend_section(report), _data_section(report)]),
+        Section("coverage", report.coverage.blocks()),
+        Section("storage", remarks.chart_blocks(report.recipe, report.widest.part)),
+        Section("layout", _layout_section(report)),
+        Section("memory", _memory_section(report)),
     ]
     if any(rank.sent for rank in report.ranks):
-        sections.append(_communication_table(report))
+        sections.append(Section("communication", [_communication_table(report)]))
     if report.recipe.fp8.enabled:
-        sections.append(_speedup_section(report))
+        sections.append(Section("speed", [_speedup_section(report)]))
     if report.problems:
-        sections.append(_problem_section(report))
+        sections.append(Section("problems", [_problem_section(report)]))
     if report.built:
         calls = [_call_text(kind, **part) for kind, part in report.built.items()]
-        sections.append("\n".join(["will be built", *calls]))
-    return "\n\n".join(sections)
+        sections.append(Section("job", ["will be built", *calls]))
+    return sections
 
 
 def _backend_section(report: PlanReport) -> str:
@@ -115,13 +116,13 @@ def passed_over_lines(choice: Choice) -> list[str]:
     return [wrapped(f"passed over {line}", "  ", "    ") for line in choice.passed_over]
 
 
-def _layout_section(report: PlanReport) -> str:
+def _layout_section(report: PlanReport) -> list[str]:
     """The model's size, the parallel layout and a table of the pipeline stages."""
     strategy = report.recipe.trainer.strategy
     count = report.parameters
     model = f"model: {amount(count)} parameters ({count:,})"
     if report.world == 1:
-        return f"{model}\nlayout: 1 rank"
+        return [model, "layout: 1 rank"]
     sizes = {
         "tensor": strategy.tensor_model_parallel_size,
         "pipeline": strategy.pipeline_model_parallel_size,
@@ -141,13 +142,13 @@ def _layout_section(report: PlanReport) -> str:
             layers, parameter_count = str(len(rank.part.layers)), amount(rank.parameters)
             rows.append([rank.part.name, layers, parameter_count, size(rank.total)])
         lines.append(table(["", "layers", "parameters", "memory"], rows, right=(1, 2, 3)))
-    return "\n".join(lines)
+    return lines
 
 
-def _memory_section(report: PlanReport) -> str:
+def _memory_section(report: PlanReport) -> list[str]:
     """The memory table of the widest rank, and whether it fits the GPU."""
     recipe, part = report.recipe, report.widest.part
-    lines = [memory_table(recipe, report.hardware.device, part, report.backend)]
+    lines: list[str] = [memory_table(recipe, report.hardware.device, part, report.backend)]
     lines += _more_than_chart(report)
     gathers = gather_line(recipe, part, report.backend) if report.backend else ""
     if gathers:
@@ -160,7 +161,7 @@ def _memory_section(report: PlanReport) -> str:
     lines.append(f"activations, backward: {', '.join(sizes)}")
     if report.gpu and report.choice:
         lines.append(_fit_line(report, report.gpu))
-    return "\n".join(lines)
+    return lines
 
 
 def _fit_line(report: PlanReport, gpu: GPU) -> str:
@@ -437,7 +438,13 @@ class PlanReport:
         }
 
     def __str__(self) -> str:
-        return report_text(self)
+        return plain_text(report_sections(self))
+
+    def _repr_html_(self) -> str:
+        where = self.gpu.name if self.gpu else "CPU"
+        ranks = "1 rank" if self.world == 1 else f"{self.world} ranks"
+        title = f"Plan of {self.recipe.name} on {ranks}, {where}"
+        return sections_html(title, report_sections(self))
 
 
 def report_plan(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from textwrap import fill, wrap
+from textwrap import fill
 
 from fp8cfg.planning.gemm_memory import ELEMENT_BYTES
 from fp8cfg.planning.layer_plan import backend_and_norms, plan_layers
@@ -20,7 +20,7 @@ from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.rules_adam import late_updates, lost_averages, slow_averages
 from fp8cfg.schema.scalings import SCALINGS
 from fp8cfg.schema.storage import StateDtypes, level
-from fp8cfg.schema.tables import table
+from fp8cfg.schema.tables import output_width, table
 from fp8cfg.schema.training import Log
 
 
@@ -248,6 +248,11 @@ def bytes_per_parameter(columns: Row, shard: str = "none", ranks: int = 1) -> fl
 
 
 def chart_text(recipe: Recipe, part: Part) -> str:
+    """Returns the chart as text."""
+    return "\n".join(chart_blocks(recipe, part))
+
+
+def chart_blocks(recipe: Recipe, part: Part) -> list[str]:
     """Returns the chart with the recipe's row first, followed by the remarks."""
     row = chart_row(recipe, part.state)
     recipe_name = row_name(row)
@@ -263,21 +268,23 @@ def chart_text(recipe: Recipe, part: Part) -> str:
     ]
     recipe_cells = [f"this recipe: {recipe_name}", *_cells(row, part.shard, part.shards)]
     rows = [[name, *_cells(columns)] for name, columns in ROWS.items() if name != recipe_name]
-    text = table(header, [recipe_cells, *rows], right=(7,))
-    if max(map(len, text.splitlines())) > 80:
+    columns = output_width()
+    chart = table(header, [recipe_cells, *rows], right=(7,))
+    blocks: list[str] = [chart]
+    if max(map(len, chart.splitlines())) > columns:
         # Long dtype names make the table too wide. Print the recipe's row as a sentence.
         label, *cells = recipe_cells
         pairs = zip(header[1:], cells, strict=True)
         sentence = f"{label}: " + ", ".join(f"{column} {cell}" for column, cell in pairs)
-        lines = [table(header, rows, right=(7,)), *wrap(sentence, 80, subsequent_indent="  ")]
-        text = "\n".join(lines)
+        blocks = [table(header, rows, right=(7,)), fill(sentence, columns, subsequent_indent="  ")]
     if part.shard != "none" and part.shards > 1:
-        text += (
-            f"\nB/param here: on each of {part.shards} ranks under storage.shard={part.shard};"
+        blocks.append(
+            f"B/param here: on each of {part.shards} ranks under storage.shard={part.shard};"
             f" unsharded {bytes_per_parameter(row):.3g}"
         )
-    remarks = [fill(line, 80, subsequent_indent="  ") for line in remark_lines(recipe, part)]
-    return "\n".join([text, *remarks])
+    for line in remark_lines(recipe, part):
+        blocks.append(fill(line, columns, subsequent_indent="  "))
+    return blocks
 
 
 def moments_text(columns: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,9 @@ from fp8cfg.schema import foreign_names
 from fp8cfg.schema.errors import ConfigError
 from fp8cfg.schema.keys import PLUGIN, full, short, shown
 from fp8cfg.schema.recipe import Recipe, fields, short_keys
+from fp8cfg.schema.sections import in_notebook, table_html
 from fp8cfg.schema.storage import resolved, sharding
-from fp8cfg.schema.tables import WIDTH, cut, table, wrapped
+from fp8cfg.schema.tables import cut, output_width, table, wrapped
 from fp8cfg.schema.violation import Violation
 
 _INERT, _LATER = ": has no effect", "not in this version"
@@ -214,6 +216,20 @@ class Explanation:
     def __str__(self) -> str:
         return _node_text(self) if self.is_node else _key_text(self)
 
+    def _repr_html_(self) -> str:
+        title = self.key if self.is_node else f"{self.key} = {shown(self.value)}"
+        head = f"<div><b>{html.escape(title)}</b></div><div>{html.escape(self.description)}</div>"
+        if self.is_node:
+            rows = [[key, shown(value)] for key, value in self.value.items()]
+            return in_notebook(head + table_html(["key", "value"], rows))
+        facts = [[name, fact] for name, fact in _facts(self).items()]
+        layers = [
+            [shown(layer.values[self.full_name]), _where(layer, self.full_name)]
+            for layer in self.layers
+        ]
+        sources = table_html(["value", "set by, in order; the last one wins"], layers)
+        return in_notebook(head + table_html([], facts) + sources)
+
 
 def explain(recipe: Recipe | Sequence[str], key: str) -> Explanation:
     """Explains a key under a recipe: type, value, effect, and which layers set it.
@@ -275,16 +291,7 @@ def _key_text(e: Explanation) -> str:
         wrapped(e.description, "  ", "  "),
         "",
     ]
-    facts = {
-        "type": f"{kind(dict(e.schema))}; default {shown(e.schema['default'])}",
-        "effect": e.effect,
-    }
-    word = example(e.full_name)
-    if word is not None:
-        facts["example"] = word
-    if e.full_name != e.key:
-        facts["full name"] = e.full_name
-    for name, fact in facts.items():
+    for name, fact in _facts(e).items():
         lines.append(wrapped(f"{name:11}{fact}", "  ", " " * 13))
     lines += ["", "set by, in order"]
     values = [shown(layer.values[e.full_name]) for layer in e.layers]
@@ -296,6 +303,20 @@ def _key_text(e: Explanation) -> str:
         else:
             lines += [wrapped(value, f"{mark} ", " " * 5), wrapped(where, " " * 7, " " * 7)]
     return "\n".join(lines)
+
+
+def _facts(e: Explanation) -> dict[str, str]:
+    """Type, effect, example and full name of a key."""
+    facts = {
+        "type": f"{kind(dict(e.schema))}; default {shown(e.schema['default'])}",
+        "effect": e.effect,
+    }
+    word = example(e.full_name)
+    if word is not None:
+        facts["example"] = word
+    if e.full_name != e.key:
+        facts["full name"] = e.full_name
+    return facts
 
 
 def _node_text(e: Explanation) -> str:
@@ -312,7 +333,7 @@ def _node_text(e: Explanation) -> str:
         )
     wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
     for row in rows:
-        row[2] = cut(_line(row[2]).partition(". ")[0], WIDTH - sum(wide) - 4)
+        row[2] = cut(_line(row[2]).partition(". ")[0], output_width() - sum(wide) - 4)
     return "\n".join([wrapped(f"{e.key}: {e.description}"), table(rows[0], rows[1:])])
 
 

@@ -229,6 +229,14 @@ class RunFolder:
         """Current path of the folder."""
         return self.files.path
 
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        from fp8cfg.run_folder.summary import run_folder_html
+
+        return run_folder_html(self)
+
     @property
     def recipe(self) -> Path:
         """Path of recipe.yaml, the recipe of the run."""

@@ -21,6 +21,7 @@ from fp8cfg.schema.model import LoRA, Model
 from fp8cfg.schema.node import Node, as_declared
 from fp8cfg.schema.precision import Backend, OptLevel, Precision, Storage
 from fp8cfg.schema.safe_files import CONF, read_yaml
+from fp8cfg.schema.sections import in_notebook, table_html
 from fp8cfg.schema.training import Checkpoint, Log, Optim, Trainer
 from fp8cfg.schema.value_errors import walk
 
@@ -207,6 +208,12 @@ class Differences(dict[str, tuple[Any, Any]]):
             return "no difference"
         return "\n".join(f"{key}: {shown(a)} -> {shown(b)}" for key, (a, b) in self.items())
 
+    def _repr_html_(self) -> str:
+        if not self:
+            return in_notebook("no difference")
+        rows = [[key, shown(a), shown(b)] for key, (a, b) in self.items()]
+        return in_notebook(table_html(["key", "first", "second"], rows))
+
 
 def leaves(recipe: Node) -> list[Leaf]:
     """Lists all keys of `recipe` except nodes, in the order of the schema."""
@@ -260,17 +267,11 @@ def _html(recipe: Recipe) -> str:
     changed, rest = [], []
     for leaf in leaves(recipe):
         if leaf.is_default:
-            rest.append(_html_row(leaf.key, leaf.value))
+            rest.append([leaf.key, shown(leaf.value)])
         else:
-            changed.append(_html_row(leaf.key, leaf.value, leaf.default))
-    return (
+            changed.append([leaf.key, shown(leaf.value), shown(leaf.default)])
+    return in_notebook(
         f"<b>Recipe {html.escape(recipe.name)}</b>"
-        f"<table><tr><th>key</th><th>value</th><th>default</th></tr>{''.join(changed)}</table>"
-        f"<details><summary>at their defaults</summary><table>{''.join(rest)}</table></details>"
+        f"{table_html(['key', 'value', 'default'], changed)}"
+        f"<details><summary>at their defaults</summary>{table_html([], rest)}</details>"
     )
-
-
-def _html_row(*cells: Any) -> str:
-    """Formats one row of a table."""
-    columns = "".join(f"<td>{html.escape(shown(cell))}</td>" for cell in cells)
-    return f"<tr>{columns}</tr>"

@@ -19,7 +19,15 @@ _MIN_WRAP = 20
 """Least width of the last column for wrapping. In a narrower one text becomes a strip of words."""
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+class Table(str):
+    """Text of a table, with its cells for other forms of output."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Sequence[int]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Table:
     """Returns a text table.
 
     A text in the last column continues on more lines if the table is wider than the output. If the last
@@ -49,7 +57,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
             indent = min(last_start, max(0, columns - longest_word))
             line = wrapped(text, line[:last_start], " " * indent)
         lines.append(line)
-    return "\n".join(lines)
+    result = Table("\n".join(lines))
+    result.header, result.rows, result.right = header, rows, right
+    return result
 
 
 def fits(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:

@@ -32,8 +32,10 @@ from fp8cfg.data.stream import Stream
 from fp8cfg.optim.deferred_step import DeferredSteps
 from fp8cfg.parallel.process_group import World, current
 from fp8cfg.planning.preflight import check_layout
+from fp8cfg.run_folder.files import RunFiles
 from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
+from fp8cfg.run_folder.summary import read_history
 from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable
 from fp8cfg.schema.recipe import Recipe
@@ -82,6 +84,15 @@ class Result:
     loss: float | None
     val_loss: float | None
     folder: Path | None = field(default=None, compare=False)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """Metrics of the run so far, one row per optimizer step, as in metrics.jsonl.
+
+        A row has "step", and "val_loss" if the step was followed by an evaluation. Also has the
+        steps before a resume. Empty on ranks without the run folder.
+        """
+        return read_history(RunFiles.at(self.folder)) if self.folder else []
 
 
 Loaded = tuple[Tensors, dict[str, Any]]
