@@ -113,7 +113,7 @@ def _table(folder: Path, results: list[Result]) -> str:
         ]
         for r in results
     ]
-    text = table(header, rows, right=range(len(keys) + 1, len(header)))
+    text: str = table(header, rows, right=range(len(keys) + 1, len(header)))
     if keys and not fits(header, rows):
         text = table(
             ["folder", *header[-5:]], [[row[0], *row[-5:]] for row in rows], right=range(1, 6)
