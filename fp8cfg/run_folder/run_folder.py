@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fp8cfg.run_folder.environment import environment
+from fp8cfg.run_folder.file_names import CHECKPOINTS as CHECKPOINTS
+from fp8cfg.run_folder.file_names import COVERAGE as COVERAGE
+from fp8cfg.run_folder.file_names import ENVIRONMENT as ENVIRONMENT
+from fp8cfg.run_folder.file_names import FP8_STATS as FP8_STATS
+from fp8cfg.run_folder.file_names import LOCK as LOCK
+from fp8cfg.run_folder.file_names import METRICS as METRICS
+from fp8cfg.run_folder.file_names import RECIPE as RECIPE
+from fp8cfg.run_folder.file_names import SKIPPED_STEPS as SKIPPED_STEPS
+from fp8cfg.run_folder.file_names import STATUS as STATUS
+from fp8cfg.run_folder.file_names import TENSORBOARD as TENSORBOARD
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
+from fp8cfg.run_folder.summary import run_folder_html
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, folder_taken
 from fp8cfg.schema.safe_files import plain_text
 
@@ -115,10 +126,6 @@ LOCK_TRIES, LOCK_PAUSE = 10, 0.01
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RUN_FORMAT = 1
 """Format of a run folder, in its environment.json. Change it if older folders cannot be resumed."""
-RECIPE, ENVIRONMENT, CHECKPOINTS = "recipe.yaml", "environment.json", "checkpoints"
-METRICS, FP8_STATS, COVERAGE = "metrics.jsonl", "fp8_stats.jsonl", "coverage.json"
-SKIPPED_STEPS = "skipped_steps.json"
-LOCK, TENSORBOARD, STATUS = "run.lock", "tensorboard", "status.json"
 PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")
 
 
@@ -233,9 +240,12 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        from fp8cfg.run_folder.summary import run_folder_html
-
-        return run_folder_html(self)
+        try:
+            recipe = self.read_recipe()
+            text = f"{recipe.name}, {recipe.trainer.max_steps} steps"
+        except (ConfigError, RunFolderError, StrangeFile) as error:
+            text = str(error)
+        return run_folder_html(self.files, text)
 
     @property
     def recipe(self) -> Path:

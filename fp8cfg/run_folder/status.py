@@ -13,8 +13,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
+from fp8cfg.run_folder.file_names import LOCK, STATUS
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
-from fp8cfg.run_folder.run_folder import LOCK, STATUS
 from fp8cfg.schema.errors import printable
 
 State = Literal["running", "done", "stopped", "diverged", "crashed"]

@@ -6,10 +6,10 @@ import html
 from typing import Any
 
 from fp8cfg.run_folder import metrics_file
+from fp8cfg.run_folder.file_names import METRICS
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
-from fp8cfg.run_folder.run_folder import METRICS, RunFolder, RunFolderError
 from fp8cfg.run_folder.status import read_status
-from fp8cfg.schema.errors import ConfigError, printable
+from fp8cfg.schema.errors import printable
 from fp8cfg.schema.sections import in_notebook, table_html
 
 _LOSSES = {"loss": "training loss", "val_loss": "validation loss"}
@@ -39,19 +39,19 @@ def read_history(files: RunFiles) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def run_folder_html(run: RunFolder) -> str:
-    """Returns the state, the last losses and the files of a run as HTML. Never raises."""
-    facts: dict[str, Any] = {}
-    try:
-        recipe = run.read_recipe()
-        facts["recipe"] = f"{recipe.name}, {recipe.trainer.max_steps} steps"
-    except (ConfigError, RunFolderError, StrangeFile) as error:
-        facts["recipe"] = str(error)
-    status = read_status(run.files)
+def run_folder_html(files: RunFiles, recipe: str) -> str:
+    """Returns the state, the last losses and the files of a run as HTML.
+
+    Args:
+        files: The run folder.
+        recipe: One line on the recipe.
+    """
+    facts: dict[str, Any] = {"recipe": recipe}
+    status = read_status(files)
     if status:
         facts["state"] = f"{status.state} {status.message}".strip()
     try:
-        history = read_history(run.files)
+        history = read_history(files)
     except (OSError, ValueError, StrangeFile) as error:
         history = []
         facts["metrics"] = printable(str(error))
@@ -61,6 +61,6 @@ def run_folder_html(run: RunFolder) -> str:
         values = [row[name] for row in history if name in row]
         if values:
             facts[label] = f"{values[-1]:.4f}"
-    facts["files"] = ", ".join(sorted(run.files.names()))
-    title = f"<div><b>run folder {html.escape(printable(str(run.path)))}</b></div>"
+    facts["files"] = ", ".join(sorted(files.names()))
+    title = f"<div><b>run folder {html.escape(printable(str(files.path)))}</b></div>"
     return in_notebook(title + table_html([], [[name, value] for name, value in facts.items()]))
