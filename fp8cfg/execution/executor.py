@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from fp8cfg.composition import to_yaml
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, NotWritable, folder_taken
+from fp8cfg.schema.new_folder import make_new_folder
 from fp8cfg.schema.recipe import Recipe
 
 REQUEST = "request.yaml"
@@ -293,7 +293,7 @@ def _requested(recipe: Recipe, given: Path | None) -> Path:
         ConfigError: The folder has a run, and log.resume=never.
         OSError: The folder cannot be written.
     """
-    path = given or _new(recipe).absolute()
+    path = given or make_new_folder(Path(recipe.log.dir), recipe.name, datetime.now()).absolute()
     if (path / STARTED).exists() and recipe.log.resume == "never":
         raise ConfigError(folder_taken(str(path)))
     path.mkdir(parents=True, exist_ok=True)
@@ -308,19 +308,3 @@ def _remove(path: Path, above: Sequence[Path]) -> None:
     with contextlib.suppress(OSError):
         for each in (path, *above):
             each.rmdir()
-
-
-def _new(recipe: Recipe) -> Path:
-    """Creates a new folder under log.dir and returns its path."""
-    root = Path(recipe.log.dir)
-    name = f"{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}"
-    root.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        path = root / (name if number == 1 else f"{name}-{number}")
-        # mkdir fails if the folder exists, so two runs of the same second get different names.
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            continue
-    raise AssertionError("unreachable")

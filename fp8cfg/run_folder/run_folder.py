@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from io import FileIO
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ from fp8cfg.run_folder.file_names import TENSORBOARD as TENSORBOARD
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
 from fp8cfg.run_folder.summary import run_folder_html
 from fp8cfg.schema.errors import ConfigError, Fp8cfgError, folder_taken
+from fp8cfg.schema.new_folder import make_new_folder
 from fp8cfg.schema.safe_files import plain_text
 
 if TYPE_CHECKING:
@@ -165,9 +165,7 @@ class RunFolder:
             )
         with writable(folder or root, key):
             made_folder = folder is None or not Path(folder).exists()
-            path = (
-                Path(folder) if folder else _new_folder(Path(root), f"{name}-{now:%Y%m%d-%H%M%S}")
-            )
+            path = Path(folder) if folder else make_new_folder(Path(root), name, now)
             path.mkdir(parents=True, exist_ok=True)
             files = RunFiles.at(path)
             _refuse_run(files)
@@ -441,16 +439,3 @@ def _refuse_run(files: RunFiles) -> None:
             f"{files.path}: has no {RECIPE}, but {names[0]}, which a run would overwrite; choose"
             " another folder, or move it away"
         )
-
-
-def _new_folder(root: Path, name: str) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        path = root / (name if number == 1 else f"{name}-{number}")
-        try:
-            # fails where it exists: of two runs that start in one second each gets its own
-            path.mkdir()
-            return path
-        except FileExistsError:
-            continue
-    raise AssertionError("unreachable")
