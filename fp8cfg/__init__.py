@@ -72,6 +72,9 @@ if TYPE_CHECKING:
     from fp8cfg.schema.training import Strategy as Strategy
     from fp8cfg.schema.training import Timeout as Timeout
     from fp8cfg.schema.training import Trainer as Trainer
+    from fp8cfg.studies.advice import advise as advise
+    from fp8cfg.studies.advice import advise_model as advise_model
+    from fp8cfg.studies.advice_report import Advice as Advice
     from fp8cfg.studies.parity import parity as parity
     from fp8cfg.studies.parity_report import ParityReport as ParityReport
     from fp8cfg.training.data import run_data as run_data
@@ -136,6 +139,8 @@ if not TYPE_CHECKING:
         "fp8cfg.run_folder.run_folder": "RunFolder",
         "fp8cfg.studies.parity": "parity",
         "fp8cfg.studies.parity_report": "ParityReport",
+        "fp8cfg.studies.advice": "advise advise_model",
+        "fp8cfg.studies.advice_report": "Advice",
         "fp8cfg.training.data": "run_data",
         "fp8cfg.training.runs": "fit resume",
         "fp8cfg.numerics.statistics": "collect_statistics",

@@ -44,6 +44,7 @@ VERBS = {
     ),
     "plan": Verb(LOOK, "predict formats, memory and FLOPs, without a GPU"),
     "check": Verb(LOOK, "validate a recipe without training"),
+    "advise": Verb(LOOK, "find the precision for a model, and layers to keep out of it"),
     "doctor": Verb(LOOK, "show what this machine can run", words=()),
     "list": Verb(LOOK, "list recipes, presets and tasks", words=GROUPS),
     "explain": Verb(LOOK, "explain a key: type, meaning, effect, and who set it"),

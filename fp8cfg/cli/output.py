@@ -104,12 +104,13 @@ def print_or_write(text: str, output: str | None) -> int:
     if output is None:
         print(text, end="")
         return 0
-    _write_new(Path(output), text)
+    write_new(Path(output), text)
     print(f"wrote {output}")
     return 0
 
 
-def _write_new(path: Path, text: str) -> None:
+def write_new(path: Path, text: str) -> None:
+    """Writes a new file for --output. Raises ConfigError if it exists, and NotWritable."""
     try:
         if not path.parent.exists():
             path.parent.mkdir(parents=True)

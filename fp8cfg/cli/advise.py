@@ -1,0 +1,96 @@
+"""`advise`: which precision a model can train in, and which layers must stay out of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+from fp8cfg.cli.argv import Arguments, split, wrong_words
+from fp8cfg.cli.output import write_new
+from fp8cfg.cli.recipe_arguments import changed_words, composed, recipe_file, say
+from fp8cfg.planning.hardware import find_gpu
+from fp8cfg.schema.errors import ConfigError
+
+USAGE = """
+fp8cfg advise [recipe=NAME | FILE.yaml] [precision=NAME] [key=value ...]
+              [--steps N] [--every N] [--gpu NAME] [--output FILE.yaml] [--json]
+              [--config-dir FOLDER]
+
+Find out which precision a model can train in, and which layers must stay out.
+
+Examples:
+  fp8cfg advise recipe=llama_tiny
+  fp8cfg advise recipe=llama_1b precision=bf16_fp8_current --gpu h100
+  fp8cfg advise mine.yaml --steps 50 --output advised.yaml
+
+It trains a few steps without FP8 and quantizes the operands of each linear
+layer on the side, under every scaling of the hardware. It prints the error of
+each layer, the tensor to blame, and the overrides to use. With a precision in
+FP8 the advice is about its scaling. No run folder is written.
+
+Options:
+  --steps N            optimizer steps; default 20
+  --every N            measure every N steps, and the last one; default 5
+  --gpu NAME           compare the scalings of this GPU, as in fp8cfg plan;
+                       default this machine, where a CPU emulates all
+  --output FILE.yaml   write the advised recipe
+  --json               print JSON
+  --config-dir FOLDER  your own recipes and presets
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Prints the advice. Returns the exit code."""
+    options = ("--config-dir", "--steps", "--every", "--gpu", "--output")
+    arguments = split(argv, options, ("--json",))
+    try:
+        file = recipe_file(arguments.plain, ())
+        steps = _count(arguments, "--steps")
+        every = _count(arguments, "--every")
+        gpu = arguments.one("--gpu")
+        if gpu is not None:
+            find_gpu(gpu)
+        output = arguments.one("--output")
+        if output is not None and os.path.lexists(output):
+            raise ConfigError(f"--output {output}: exists already; remove it or write to another")
+    except ConfigError as error:
+        raise ConfigError(error.problems + wrong_words(arguments)) from None
+    folder = arguments.one("--config-dir")
+    recipe = composed(arguments.words, folder, file)
+    from fp8cfg.parallel.process_group import world
+    from fp8cfg.planning.hardware import find_hardware
+    from fp8cfg.studies import advice
+
+    with world(find_hardware(recipe.trainer.accelerator).device, recipe.trainer) as ranks:
+        found = advice.advise(
+            recipe,
+            steps or advice.STEPS,
+            every or advice.EVERY,
+            gpu,
+            folder,
+            say=lambda line: say([line]),
+        )
+        is_first = ranks.first
+    if not is_first:
+        return 0
+    is_json = "--json" in arguments.flags
+    print(json.dumps(found.data(), indent=1) if is_json else found)
+    if output is not None:
+        write_new(Path(output), found.yaml())
+        say([f"wrote {output}"])
+    elif found.overrides:
+        words = [*arguments.plain, *changed_words(arguments, list(found.overrides))]
+        say([f"train with: {shlex.join(['fp8cfg', *words])}"])
+    return 0
+
+
+def _count(arguments: Arguments, option: str) -> int | None:
+    """Returns the number of an option, None if it is not given."""
+    text = arguments.one(option)
+    if text is None:
+        return None
+    if not text.isdecimal() or len(text) > 7 or int(text) < 1:
+        raise ConfigError(f"{option} {text[:40]}: expected a number of steps, 1 to 9999999")
+    return int(text)

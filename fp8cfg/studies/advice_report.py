@@ -1,0 +1,240 @@
+"""Advice on precision: text, JSON and the YAML of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fp8cfg.report.recipe_export import as_data
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.safe_files import dump_yaml
+from fp8cfg.schema.tables import table, wrapped
+from fp8cfg.studies.advice_rules import _INDEX, ALARM, LayerError, Remedy
+
+MAX_CAUSES = 12
+"""Layers that the text names. `data()` has all."""
+MIN_SHARE = 0.5
+"""A smaller share of FLOPs in FP8 gains little."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time of the measurement.
+
+    Attributes:
+        step: Seconds of a step that was not measured, the median. None if all were.
+        measured_step: Seconds of a measured step, the median.
+    """
+
+    step: float | None
+    measured_step: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Advice on the precision of a model. `print` shows it.
+
+    Attributes:
+        name: Name of the recipe or of the model's class.
+        recipe: The recipe to train with. None if no layer should run in FP8.
+        overrides: The overrides that make it from the given recipe.
+        remedy: What the advised scaling needs. None if no layer should run in FP8.
+        remedies: The same for every measured scaling, from coarse to fine.
+        errors: Error of each GEMM of each layer under each scaling.
+        unsupported: Scalings that the hardware does not support, with the reason.
+        unmeasured: Layers that no step measured, with the reason.
+        hardware: Where the scalings are supported, such as "h100".
+        compute: The precision of the run, such as "bf16".
+        steps: Steps of the run.
+        measured: The measured steps, from 1.
+        asked: Whether the given recipe names the scaling.
+        cost: Time of the measurement.
+    """
+
+    name: str
+    recipe: Recipe | None
+    overrides: Sequence[str]
+    remedy: Remedy | None
+    remedies: Sequence[Remedy]
+    errors: Sequence[LayerError]
+    unsupported: Mapping[str, str]
+    unmeasured: Mapping[str, str]
+    hardware: str
+    compute: str
+    steps: int
+    measured: Sequence[int]
+    asked: bool
+    cost: Cost
+
+    @property
+    def unhealthy(self) -> list[LayerError]:
+        """The GEMMs with a too large error, worst first."""
+        found = [error for error in self.errors if error.alarming]
+        return sorted(found, key=lambda error: -error.ratio)
+
+    def data(self) -> dict[str, Any]:
+        """Returns the advice as plain data for JSON."""
+        return {
+            "name": self.name,
+            "hardware": self.hardware,
+            "compute": self.compute,
+            "steps": self.steps,
+            "measured": list(self.measured),
+            "advice": None if self.remedy is None else _remedy_data(self.remedy),
+            "overrides": list(self.overrides),
+            "scalings": [_remedy_data(remedy) for remedy in self.remedies],
+            "unsupported": dict(self.unsupported),
+            "unmeasured": dict(self.unmeasured),
+            "alarm": ALARM,
+            "errors": [
+                # JSON has no infinity: a tensor without noise has no ratio.
+                {**asdict(error), "ratio": error.ratio, "snr": min(error.snr, 999.0)}
+                for error in self.errors
+            ],
+            "seconds": asdict(self.cost),
+        }
+
+    def yaml(self) -> str:
+        """Returns the advised recipe as YAML, with the figure for each override as a comment."""
+        lines = [
+            f"# Advice of fp8cfg for {self.name}, from {self.steps} steps in {self.compute} on the"
+            f" scalings of {self.hardware}."
+        ]
+        if self.remedy is None or self.recipe is None:
+            lines.append("# No layer should run in FP8.")
+            return "\n".join([*lines, f"precision: {self.compute}", ""])
+        lines.append(f"# {self.remedy.share:.1%} of matmul FLOPs run in FP8.")
+        for override in self.remedy.overrides:
+            lines.append(f"# {override.word}")
+            lines += [f"#   {reason}" for reason in override.reasons]
+        preset = dict(word.split("=", 1) for word in self.remedy.preset)
+        named = {"precision": preset["precision"]} if "precision" in preset else {}
+        return "\n".join([*lines, dump_yaml(as_data(self.recipe, named))])
+
+    def __str__(self) -> str:
+        sections = [_head(self), *_matrices(self), _causes(self), _scalings(self), _advice(self)]
+        return "\n\n".join(section for section in sections if section)
+
+
+def _remedy_data(remedy: Remedy) -> dict[str, Any]:
+    return {
+        "scaling": remedy.scaling,
+        "overrides": [
+            *({"word": word, "reasons": []} for word in remedy.preset),
+            *(asdict(override) for override in remedy.overrides),
+        ],
+        "layers": list(remedy.layers),
+        "share_of_matmul_flops": remedy.share,
+        "share_without_overrides": remedy.share_before,
+    }
+
+
+def _head(advice: Advice) -> str:
+    measured = ", ".join(map(str, advice.measured))
+    lines = [
+        f"{advice.name}: trained {advice.steps} steps in {advice.compute}, measured in step"
+        f" {measured}",
+        f"scalings of {advice.hardware}",
+    ]
+    names = ", ".join(advice.unsupported)
+    if names:
+        lines.append(f"not supported there: {names}")
+    for name, reason in advice.unmeasured.items():
+        lines.append(f"not measured: {name}: {reason}")
+    return "\n".join(wrapped(line, more="  ") for line in lines)
+
+
+def _matrices(advice: Advice) -> list[str]:
+    """Tables of layers by scaling: hybrid scalings first, then those with one format."""
+    names = [remedy.scaling for remedy in advice.remedies]
+    hybrid = [name for name in names if name.endswith("hybrid")]
+    other = [name for name in names if name not in hybrid]
+    found = []
+    for title, columns in (("hybrid", hybrid), ("e4m3", other)):
+        if columns:
+            found.append(_matrix(advice, title, columns))
+    if found:
+        line = (
+            "The error of the worst GEMM and layer of a group, relative to the error of normally"
+            f" distributed values. Above {ALARM:g} (!) a bit of precision is lost."
+        )
+        found.insert(0, wrapped(line))
+    return found
+
+
+def _matrix(advice: Advice, title: str, columns: Sequence[str]) -> str:
+    """A table of layer groups by scaling, the worst group first."""
+    worst: dict[str, dict[str, LayerError]] = {}
+    for error in advice.errors:
+        if error.scaling in columns:
+            row = worst.setdefault(_INDEX.sub("*", error.layer), {})
+            before = row.get(error.scaling)
+            if before is None or error.ratio > before.ratio:
+                row[error.scaling] = error
+    order = sorted(worst, key=lambda group: -max(each.ratio for each in worst[group].values()))
+    rows = []
+    for group in order:
+        cells = []
+        for name in columns:
+            error = worst[group][name]
+            cells.append(f"{error.ratio:.1f}{'!' if error.alarming else ' '}")
+        rows.append([group, *cells])
+    heads = [name.removesuffix(f" {title}").removeprefix("current row") for name in columns]
+    heads = [head or "row" for head in heads]
+    return table([f"{title} formats", *heads], rows, right=range(1, len(columns) + 1))
+
+
+def _causes(advice: Advice) -> str:
+    """The unhealthy layers with the tensor to blame, worst first."""
+    by_cause: dict[tuple[str, str], list[LayerError]] = {}
+    for error in advice.unhealthy:
+        by_cause.setdefault((error.layer, error.tensor), []).append(error)
+    lines = []
+    for (layer, tensor), errors in list(by_cause.items())[:MAX_CAUSES]:
+        worst = errors[0]
+        scalings = dict.fromkeys(error.scaling for error in errors)
+        others = [name for name in scalings if name != worst.scaling]
+        lines.append(f"{layer}: {tensor}")
+        lines.append(wrapped(f"{worst.scaling}: {worst}", "  ", "    "))
+        if others:
+            lines.append(wrapped(f"also under {', '.join(others)}", "  ", "    "))
+    if len(by_cause) > MAX_CAUSES:
+        lines.append(f"and {len(by_cause) - MAX_CAUSES} more; the JSON output has all")
+    return "\n".join(["tensors to blame", *lines]) if lines else "No GEMM is unhealthy."
+
+
+def _scalings(advice: Advice) -> str:
+    rows = [
+        [
+            remedy.scaling,
+            str(len(remedy.layers)),
+            f"{remedy.share_before:.1%}",
+            f"{remedy.share:.1%}",
+        ]
+        for remedy in advice.remedies
+    ]
+    heads = ["scaling", "unhealthy layers", "FLOPs in FP8", "without unhealthy ones"]
+    return table(heads, rows, right=(1, 2, 3))
+
+
+def _advice(advice: Advice) -> str:
+    remedy = advice.remedy
+    if remedy is None:
+        return f"advice: stay with precision={advice.compute}; no layer is healthy in FP8"
+    lines = [f"advice: {remedy.scaling}"]
+    lines += [f"  {word}" for word in remedy.preset]
+    for override in remedy.overrides:
+        lines.append(f"  {override.word}")
+        lines += [wrapped(reason, "    ", "      ") for reason in override.reasons[:MAX_CAUSES]]
+        if len(override.reasons) > MAX_CAUSES:
+            lines.append(f"    and {len(override.reasons) - MAX_CAUSES} more")
+    if advice.asked and not remedy.overrides:
+        lines.append("  the recipe needs no change")
+    share = f"{remedy.share:.1%} of matmul FLOPs run in FP8"
+    if remedy.overrides:
+        share += f", {remedy.share_before:.1%} without the overrides"
+    lines.append(share)
+    if remedy.share < MIN_SHARE:
+        lines.append("less than half of the FLOPs: expect little speedup")
+    return "\n".join(lines)

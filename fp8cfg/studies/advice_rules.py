@@ -1,0 +1,480 @@
+"""Rules of advice: the scalings to compare, and the overrides that keep unhealthy layers out of FP8."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from fp8cfg.backends.choice import Hardware, choose
+from fp8cfg.backends.gemm_plan import GEMMS, PlannedLinear
+from fp8cfg.numerics.statistics import TENSORS
+from fp8cfg.planning.coverage import Coverage
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.presets import choices, precision_preset
+from fp8cfg.schema.recipe import Recipe
+from fp8cfg.schema.scalings import SCALINGS
+from fp8cfg.studies.operand_errors import AmaxSeries, Candidate, GemmError
+
+ALARM = 2.0
+"""A GEMM is unhealthy if its error is so many times the error of normally distributed operands. It
+has then lost one bit of its format."""
+PRESETS = {
+    "delayed": "fp8",
+    "current": "fp8_current",
+    "block": "fp8_block",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+"""The preset of each scaling, behind the name of the high precision."""
+_LAYER = re.compile(r"^layers\.(\d+)\.")
+_INDEX = re.compile(r"(?<![^.])\d+(?=\.)")
+Compose = Callable[[Sequence[str]], Recipe]
+"""Returns the recipe with overrides. Raises ConfigError."""
+Cover = Callable[[Recipe], Coverage]
+"""Returns the planned coverage of a recipe."""
+
+
+# --- scalings
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A scaling, and the recipe that uses it.
+
+    Attributes:
+        candidate: The scaling.
+        recipe: The recipe.
+        coverage: Its planned coverage.
+    """
+
+    candidate: Candidate
+    recipe: Recipe
+    coverage: Coverage
+
+
+def list_choices(
+    recipe: Recipe, compose: Compose, cover: Cover, hardware: Hardware
+) -> tuple[list[Choice], dict[str, str]]:
+    """Returns the scalings that the hardware supports, and the reasons against all others.
+
+    Args:
+        recipe: The recipe. If it has FP8, its own settings replace the preset of its scaling.
+        compose: Adds overrides to the recipe.
+        cover: Plans the coverage of a recipe.
+        hardware: The hardware. A CPU emulates every scaling.
+    """
+    compute = "fp16" if recipe.precision.compute == "fp16" else "bf16"
+    own = _name(recipe) if recipe.fp8.enabled else ""
+    found = []
+    unsupported = {}
+    for name, words in _words_of_scalings(compute):
+        try:
+            changed = recipe if name == own else compose([*words, *_kept_words(recipe)])
+            choose(
+                changed.precision,
+                hardware,
+                here=False,
+                strategy=changed.trainer.strategy,
+                adapters=changed.lora.enabled,
+            )
+            coverage = cover(changed)
+        except ConfigError as error:
+            unsupported[name] = error.problems[0]
+            continue
+        preset = words[0].partition("=")[2]
+        candidate = Candidate(name, preset, () if name == own else tuple(words), changed.fp8)
+        found.append(Choice(candidate, changed, coverage))
+    return found, unsupported
+
+
+def _words_of_scalings(compute: str) -> Iterable[tuple[str, list[str]]]:
+    """Yields the name of each scaling and its overrides, from coarse to fine."""
+    for scaling, descriptor in SCALINGS.items():
+        preset = f"{compute}_{PRESETS.get(scaling, scaling)}"
+        if preset not in choices():
+            continue
+        granularities = ("tensor", "row") if "granularity" in descriptor.keys else ("tensor",)
+        own_format = precision_preset(preset).fp8.format
+        for granularity in granularities:
+            for fp8_format in descriptor.formats:
+                words = [f"precision={preset}"]
+                if granularity == "row":
+                    words.append("fp8.granularity=row")
+                if fp8_format != own_format:
+                    words.append(f"fp8.format={fp8_format}")
+                yield _name_of(scaling, granularity, fp8_format), words
+
+
+def _name(recipe: Recipe) -> str:
+    fp8 = recipe.fp8
+    return _name_of(fp8.scaling, fp8.granularity, fp8.format)
+
+
+def _name_of(scaling: str, granularity: str, fp8_format: str) -> str:
+    """Returns the name of a scaling in tables, such as "current row e4m3"."""
+    parts = [scaling]
+    if granularity == "row":
+        parts.append("row")
+    if len(SCALINGS[scaling].formats) > 1:
+        parts.append(fp8_format)
+    return " ".join(parts)
+
+
+def _kept_words(recipe: Recipe) -> list[str]:
+    """The user's choice of layers, which holds under every scaling."""
+    if not recipe.fp8.enabled:
+        return []
+    words = []
+    for key in ("include", "exclude"):
+        patterns = getattr(recipe.fp8, key)
+        if patterns:
+            words.append(f"fp8.{key}=[{','.join(patterns)}]")
+    if recipe.fp8.output_layer:
+        words.append("fp8.output_layer=true")
+    return words
+
+
+# --- errors of layers
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The error of one GEMM of one layer under one scaling, the median of the measured steps.
+
+    Attributes:
+        layer: Name of the layer.
+        scaling: Name of the scaling.
+        gemm: "fprop", "dgrad" or "wgrad".
+        error: Relative error of the product.
+        healthy: The same error of normally distributed operands.
+        tensor: The operand that adds more to the error: "input", "weight" or "grad_output".
+        snr: Its signal-to-noise ratio in dB.
+        underflow: Fraction of its elements that become zero.
+        overflow: Fraction of its elements that are clipped.
+    """
+
+    layer: str
+    scaling: str
+    gemm: str
+    error: float
+    healthy: float
+    tensor: str
+    snr: float
+    underflow: float
+    overflow: float
+
+    @property
+    def ratio(self) -> float:
+        """The error relative to the healthy error."""
+        return self.error / self.healthy
+
+    @property
+    def alarming(self) -> bool:
+        """Whether the GEMM should stay out of this scaling."""
+        return self.ratio > ALARM
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.gemm} error {self.error:.1%}, {self.ratio:.1f} times healthy",
+            f"{self.tensor} has {self.snr:.1f} dB",
+        ]
+        if self.underflow >= 0.001:
+            parts.append(f"{self.underflow:.1%} become zero")
+        if self.overflow > 0:
+            parts.append(f"{max(self.overflow, 0.0001):.2%} are clipped")
+        return ", ".join(parts)
+
+
+def layer_errors(
+    errors: Mapping[tuple[str, int], Sequence[Sequence[GemmError]]],
+    candidates: Sequence[Candidate],
+    healthy: Sequence[Mapping[int, float]],
+) -> list[LayerError]:
+    """Returns the errors of all layers.
+
+    Args:
+        errors: `OperandProbe.errors`.
+        candidates: The scalings.
+        healthy: `healthy_errors` of them.
+    """
+    found = []
+    for (layer, gemm), steps in errors.items():
+        for index, candidate in enumerate(candidates):
+            of_steps = sorted((step[index] for step in steps), key=lambda each: each.error)
+            typical = of_steps[len(of_steps) // 2]
+            blamed = typical.blamed
+            found.append(
+                LayerError(
+                    layer,
+                    candidate.name,
+                    GEMMS[gemm],
+                    typical.error,
+                    healthy[index][gemm],
+                    TENSORS[blamed.role],
+                    blamed.snr,
+                    blamed.underflow,
+                    blamed.overflow,
+                )
+            )
+    return found
+
+
+# --- overrides
+
+
+@dataclass(frozen=True)
+class Override:
+    """An override with the figures that ask for it."""
+
+    word: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What a scaling needs to be healthy.
+
+    Attributes:
+        scaling: Name of the scaling.
+        preset: Overrides that choose it. Empty if the recipe has it already.
+        overrides: Overrides on top.
+        recipe: The recipe with both. None if no layer is left in FP8.
+        layers: Layers that the overrides keep out of FP8.
+        share: Share of matmul FLOPs in FP8 with the overrides.
+        share_before: The same without them.
+    """
+
+    scaling: str
+    preset: tuple[str, ...]
+    overrides: tuple[Override, ...]
+    recipe: Recipe | None
+    layers: tuple[str, ...]
+    share: float
+    share_before: float
+
+    @property
+    def words(self) -> list[str]:
+        """All overrides."""
+        return [*self.preset, *(override.word for override in self.overrides)]
+
+
+def find_remedy(
+    choice: Choice,
+    errors: Sequence[LayerError],
+    amaxes: Mapping[str, AmaxSeries],
+    measured: Sequence[int],
+    cover: Cover,
+    change: Callable[[Recipe, Sequence[str]], Recipe],
+) -> Remedy:
+    """Finds the overrides under which a scaling is healthy.
+
+    Args:
+        choice: The scaling.
+        errors: The errors of all layers and scalings.
+        amaxes: Amaxes of each layer.
+        measured: The measured steps, from 1.
+        cover: Plans the coverage of a recipe.
+        change: Adds overrides to a recipe.
+    """
+    candidate = choice.candidate
+    unhealthy = _unhealthy(errors, candidate.name, choice.coverage.linears)
+    overrides: list[Override] = []
+    if candidate.scaling.layout.history:
+        # Current scaling is delayed scaling with the right scale.
+        current = candidate.name.replace("delayed", "current")
+        stale = {
+            name: each
+            for name, each in unhealthy.items()
+            if name in amaxes and name not in _unhealthy(errors, current, choice.coverage.linears)
+        }
+        if any(error.scaling == current for error in errors) and stale:
+            overrides += delayed_overrides(candidate, stale, amaxes, measured)
+            unhealthy = {name: each for name, each in unhealthy.items() if name not in stale}
+    best: tuple[float, list[Override], Recipe | None] = (0.0, [], None)
+    for option in _layer_options(choice, unhealthy):
+        try:
+            recipe = change(choice.recipe, [each.word for each in (*overrides, *option)])
+            share = cover(recipe).share
+        except ConfigError:  # no layer is left in FP8
+            continue
+        if share > best[0]:
+            best = (share, [*overrides, *option], recipe)
+    share, chosen, final = best
+    return Remedy(
+        candidate.name,
+        candidate.overrides,
+        tuple(chosen),
+        final,
+        tuple(unhealthy),
+        share,
+        choice.coverage.share,
+    )
+
+
+def _unhealthy(
+    errors: Sequence[LayerError], scaling: str, linears: Sequence[PlannedLinear]
+) -> dict[str, list[LayerError]]:
+    """Returns the unhealthy GEMMs among those planned in FP8, by layer."""
+    planned = {linear.name: linear.products for linear in linears}
+    found: dict[str, list[LayerError]] = {}
+    for error in errors:
+        if error.scaling == scaling and error.alarming and planned[error.layer][error.gemm]:
+            found.setdefault(error.layer, []).append(error)
+    return found
+
+
+def _layer_options(
+    choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]
+) -> list[list[Override]]:
+    """Returns alternative overrides that keep the unhealthy GEMMs in high precision."""
+    if not unhealthy:
+        return [[]]
+    options = [_excluded(choice, unhealthy)]
+    every = [error for errors in unhealthy.values() for error in errors]
+    gemms = {error.gemm for error in every}
+    if len(gemms) < len(GEMMS):
+        # One GEMM of every layer may cost fewer FLOPs than all GEMMs of many layers.
+        option = []
+        for gemm in GEMMS:
+            if gemm in gemms:
+                of_gemm = [error for error in every if error.gemm == gemm]
+                worst = max(of_gemm, key=lambda error: error.ratio)
+                reason = f"{len(of_gemm)} layers, the worst is {worst.layer}: {worst}"
+                option.append(Override(f"fp8.override_linear_precision.{gemm}=true", (reason,)))
+        options.append(option)
+    return options
+
+
+def _excluded(choice: Choice, unhealthy: Mapping[str, Sequence[LayerError]]) -> list[Override]:
+    """Returns overrides that keep whole layers out of FP8."""
+    in_fp8 = [linear.name for linear in choice.coverage.linears if linear.fp8]
+    reasons = {
+        name: f"{name}: {max(errors, key=lambda error: error.ratio)}"
+        for name, errors in unhealthy.items()
+    }
+    overrides = []
+    left = set(unhealthy)
+    for key, layers in _whole_ends(in_fp8, left).items():
+        count = getattr(choice.recipe.fp8, key) + len(layers)
+        names = {name for layer in layers for name in layer}
+        overrides.append(
+            Override(f"fp8.{key}={count}", tuple(reasons[name] for name in sorted(names)))
+        )
+        left -= names
+    if left:
+        groups: dict[str, list[str]] = {}
+        for name in in_fp8:
+            groups.setdefault(_INDEX.sub("*", name), []).append(name)
+        patterns = list(choice.recipe.fp8.exclude)
+        for pattern, members in groups.items():
+            chosen = [name for name in members if name in left]
+            if len(members) > 1 and all(name in unhealthy for name in members) and chosen:
+                patterns.append(pattern)
+            else:
+                patterns += chosen
+        word = f"fp8.exclude=[{','.join(patterns)}]"
+        overrides.append(Override(word, tuple(reasons[name] for name in in_fp8 if name in left)))
+    return overrides
+
+
+def _whole_ends(in_fp8: Sequence[str], unhealthy: set[str]) -> dict[str, list[set[str]]]:
+    """Returns the Transformer layers at the start and the end with only unhealthy linear layers.
+
+    Returns:
+        By key the linear layers of each Transformer layer. Empty if all of the model is unhealthy.
+    """
+    layers: dict[int, set[str]] = {}
+    for name in in_fp8:
+        number = _LAYER.match(name)
+        if number:
+            layers.setdefault(int(number[1]), set()).add(name)
+    found: dict[str, list[set[str]]] = {}
+    if all(names <= unhealthy for names in layers.values()):
+        return found
+    for key, order in (
+        ("high_precision_at_start", sorted(layers)),
+        ("high_precision_at_end", sorted(layers, reverse=True)),
+    ):
+        for index in order:
+            if not layers[index] <= unhealthy:
+                break
+            found.setdefault(key, []).append(layers[index])
+    return found
+
+
+# --- delayed scaling
+
+
+def delayed_overrides(
+    candidate: Candidate,
+    stale: Mapping[str, Sequence[LayerError]],
+    amaxes: Mapping[str, AmaxSeries],
+    measured: Sequence[int],
+) -> list[Override]:
+    """Returns overrides for tensors whose delayed scale does not fit them.
+
+    Args:
+        candidate: The scaling.
+        stale: Unhealthy GEMMs that current scaling would heal, by layer.
+        amaxes: Amaxes of each layer.
+        measured: The measured steps, from 1.
+    """
+    roles = {name: role for role, name in TENSORS.items()}
+    overrides = []
+    clipped = [error for errors in stale.values() for error in errors if error.overflow > 0]
+    sunk = [error for errors in stale.values() for error in errors if error.overflow == 0]
+    fp8 = candidate.fp8
+    if clipped:
+        growth, error = max(
+            (
+                (_growth(amaxes[error.layer], roles[error.tensor], candidate, measured), error)
+                for error in clipped
+            ),
+            key=lambda pair: pair[0],
+        )
+        margin = min(16, fp8.margin + max(1, math.ceil(math.log2(max(growth, 1.0)))))
+        reason = (
+            f"{error.layer}: {error.tensor} grows to {growth:.3g} times its amax history; {error}"
+        )
+        overrides.append(Override(f"fp8.margin={margin}", (reason,)))
+    if sunk:
+        error = max(sunk, key=lambda each: each.ratio)
+        series = amaxes[error.layer]
+        role = roles[error.tensor]
+        length = _history_length(series, role, candidate, measured)
+        drop = 1 / _growth(series, role, candidate, measured)
+        reason = (
+            f"{error.layer}: {error.tensor} is {drop:.3g} times below its amax history; {error}"
+        )
+        overrides.append(Override(f"fp8.amax_history_len={length}", (reason,)))
+    return overrides
+
+
+def _growth(series: AmaxSeries, role: int, candidate: Candidate, measured: Sequence[int]) -> float:
+    """Returns the typical amax of the measured steps relative to the history before them."""
+    values = [float(step[role]) for step in series.steps]
+    ratios = []
+    for step in measured:
+        window = values[max(0, step - 1 - candidate.fp8.amax_history_len) : step - 1]
+        history = max(window, default=0.0)
+        if history > 0 and values[step - 1] > 0:
+            ratios.append(values[step - 1] / history)
+    return median(ratios) if ratios else 1.0
+
+
+def _history_length(
+    series: AmaxSeries, role: int, candidate: Candidate, measured: Sequence[int]
+) -> int:
+    """Returns the longest history under which the scale is at most 4 times too small."""
+    length = candidate.fp8.amax_history_len
+    while length > 1:
+        length = max(1, length // 4)
+        shorter = replace(
+            candidate, fp8=candidate.fp8.model_copy(update={"amax_history_len": length})
+        )
+        if _growth(series, role, shorter, measured) >= 1 / 4:
+            break
+    return length
