@@ -114,6 +114,7 @@ class BadSteps:
     def restart(self, done: int) -> None:
         """Continues after step `done`. Reads the losses before it from metrics.jsonl."""
         self.num_skipped = 0
+        self._num_overflows = 0
         self._losses = deque[float](maxlen=SPIKE_WINDOW)
         if self._spike_factor and done:
             self._losses.extend(self._read_losses(done))
@@ -129,7 +130,9 @@ class BadSteps:
             return None
         if not self._spike_factor or len(self._losses) < MIN_LOSSES:
             return math.inf
-        return self._spike_factor * median(self._losses)
+        middle = median(self._losses)
+        # A multiple has no meaning for losses around 0, as a custom model may have.
+        return self._spike_factor * middle if middle > 0 else math.inf
 
     def check(self, result: StepResult) -> BadStep | None:
         """Checks a finished step and counts it.
@@ -137,15 +140,17 @@ class BadSteps:
         Returns:
             The step if it is bad. Its policy is "stop" if the run has skipped too many in a row.
         """
-        problem = self._problem(result)
-        if result.stepped:
-            self._report_overflows(result)
-            self.num_skipped = 0
-        if not problem and result.stepped and math.isfinite(result.loss):
-            self._losses.append(result.loss)
+        problem, policy = self._problem(result), self._policy
+        self._count(result)
+        if not problem and self._num_overflows == MAX_OVERFLOWS:
+            # The loss scale did not help, and nothing else will.
+            problem = (
+                f"the gradient norm is {result.grad_norm} for {MAX_OVERFLOWS} steps in a row (loss"
+                f" {result.loss})"
+            )
+            policy = "stop"
         if not problem:
             return None
-        policy = self._policy
         num_bad = self._count_before(result.step) + 1
         if policy != "stop" and num_bad > self._max_bad_steps:
             policy = "stop"
@@ -153,9 +158,23 @@ class BadSteps:
                 f", and {num_bad - 1} steps before it were skipped"
                 f" (trainer.max_bad_steps={self._max_bad_steps})"
             )
-        if self.num_skipped == MAX_OVERFLOWS:
-            policy = "stop"  # the loss scale did not help, and nothing else will
         return BadStep(result.step, problem, policy, result.loss, result.lr, result.grad_norm)
+
+    def _count(self, result: StepResult) -> None:
+        """Counts steps without an update, and keeps the losses of the others."""
+        scaler = self._job.loss_scaler
+        if not result.stepped:
+            self.num_skipped += 1
+            self._num_overflows += scaler is not None and not result.rejected
+            return
+        if scaler is not None and self._num_overflows:
+            self._say(
+                f"step {result.step}: {self._num_overflows} steps before it were skipped, gradients"
+                f" overflowed; loss scale {scaler.scale:g}"
+            )
+        self.num_skipped = self._num_overflows = 0
+        if math.isfinite(result.loss):
+            self._losses.append(result.loss)
 
     def skip(self, bad: BadStep) -> None:
         """Adds a step to the skipped ones."""
@@ -170,37 +189,21 @@ class BadSteps:
         self._run.files.replace(SKIPPED_STEPS, (json.dumps(data, indent=1) + "\n").encode())
 
     def _problem(self, result: StepResult) -> str:
-        """Returns why a step is bad, or "". Counts steps without an update."""
-        has_scaler = self._job.loss_scaler is not None
-        if not result.stepped:
-            self.num_skipped += 1
+        """Returns why a step is bad, or ""."""
         if result.rejected and math.isfinite(result.loss):
             middle = median(self._losses)
             return (
                 f"the loss {result.loss:.4g} is {result.loss / middle:.3g} times the median"
                 f" {middle:.4g} of the last {len(self._losses)} steps"
             )
-        if not math.isfinite(result.loss) and not has_scaler and math.isfinite(result.grad_norm):
-            return f"the loss is {result.loss}"
-        if result.stepped:
+        # Skipped steps lower the loss scale of fp16, so gradients can become finite again.
+        if self._job.loss_scaler is not None:
             return ""
-        # Skipped steps lower the loss scale of fp16, so gradients can become finite again. Without
-        # a loss scale the next step would fail in the same way.
-        if has_scaler and self.num_skipped < MAX_OVERFLOWS:
-            return ""
-        if result.rejected:
+        if result.rejected or (result.stepped and not math.isfinite(result.loss)):
             return f"the loss is {result.loss}"
-        repeats = f" for {self.num_skipped} steps in a row" if self.num_skipped > 1 else ""
-        return f"the gradient norm is {result.grad_norm}{repeats} (loss {result.loss})"
-
-    def _report_overflows(self, result: StepResult) -> None:
-        """Prints how many steps before this one have overflowed under the loss scale."""
-        scaler = self._job.loss_scaler
-        if scaler is not None and self.num_skipped:
-            self._say(
-                f"step {result.step}: {self.num_skipped} steps before it were skipped, gradients"
-                f" overflowed; loss scale {scaler.scale:g}"
-            )
+        if not result.stepped:
+            return f"the gradient norm is {result.grad_norm} (loss {result.loss})"
+        return ""
 
     def _count_before(self, step: int) -> int:
         """Returns the number of consecutive skipped steps right before `step`."""

@@ -7,7 +7,6 @@ host waits for all launched steps.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -37,7 +36,7 @@ from fp8cfg.run_folder.metrics_file import Value
 from fp8cfg.run_folder.run_folder import CHECKPOINTS, RunFolder, RunFolderNotWritable
 from fp8cfg.run_folder.summary import read_history
 from fp8cfg.schema import messages
-from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable
+from fp8cfg.schema.errors import ConfigError, Fp8cfgError
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import labeled, wrapped
 from fp8cfg.training.bad_steps import (
@@ -51,7 +50,7 @@ from fp8cfg.training.bad_steps import (
 from fp8cfg.training.compile import compile_as_chosen
 from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.evaluation import Stopped, evaluate
-from fp8cfg.training.faults import find_fault
+from fp8cfg.training.faults import report_fault
 from fp8cfg.training.last_step import LastStep
 from fp8cfg.training.look_ahead import LookAhead
 from fp8cfg.training.metrics import RunLogs
@@ -412,7 +411,9 @@ class _Training:
         """
         if not is_failing:
             self.world.waits("start", bad.step)
-            self._trace(bad, stepped)
+            rng = self.last_step.random_state(bad.step - 1)
+            weights = "after the step" if stepped else "before the step"
+            report_fault(bad, self.job, self.batches, self.world, rng, weights, self.run, self.say)
         if bad.policy == "stop" or is_failing:
             skipped = "" if stepped else ", and the step was skipped"
             raise Diverged(f"step {bad.step}: {bad.problem}{skipped}; {after_divergence(self.run)}")
@@ -423,37 +424,6 @@ class _Training:
         self.last_step.restart(bad.step)
         self.must_rewind = bad.policy == "rewind"
         self.say(f"step {bad.step} is skipped (trainer.on_bad_step={bad.policy})")
-
-    def _trace(self, bad: BadStep, stepped: bool) -> None:
-        """Runs the batch of a bad step again, and reports the first bad tensor."""
-        weights = "after the step" if stepped else "before the step"
-        self.say(
-            f"step {bad.step}: {bad.problem}; its batch runs again with checks of every module and"
-            f" the weights {weights}"
-        )
-        rng = self.last_step.random_state(bad.step - 1)
-        try:
-            fault = find_fault(
-                self.job, self.batches, bad.step - 1, self.world, rng, bad.problem, weights
-            )
-        except Exception as error:
-            # Several ranks must not continue alone.
-            if self.world.size > 1:
-                raise
-            reason = printable(str(error)) or type(error).__name__
-            self.say(f"  the batch could not run again: {reason}")
-            return
-        lines = fault.lines()
-        if self.run:
-            name = f"fault-step-{bad.step}.json"
-            data = {**fault.data(), "policy": bad.policy}
-            try:
-                self.run.files.replace(name, (json.dumps(data, indent=1) + "\n").encode())
-                lines[-1] += f"; details: {printable(str(self.run.path / name))}"
-            except OSError as error:
-                lines[-1] += f"; {name} could not be written: {error.strerror}"
-        for line in lines:
-            self.say(line)
 
     def _pass_over(self, num_done: int) -> None:
         """Passes over a step that was bad before, without running it."""

@@ -19,9 +19,10 @@ from fp8cfg.checkpoint.job_state import capture_rng
 from fp8cfg.data.indexed import write_indexed
 from fp8cfg.numerics.scaling import INPUT
 from fp8cfg.parallel.process_group import World
-from fp8cfg.training import loop
+from fp8cfg.training import faults, loop
 from fp8cfg.training.data import run_data
-from fp8cfg.training.faults import Fault, find_fault
+from fp8cfg.training.fault_report import Fault
+from fp8cfg.training.faults import find_fault
 from fp8cfg.training.module_checks import PHASES
 from tests.support.ranks import on_ranks
 from tests.support.small import PACKED, small, steps
@@ -233,7 +234,7 @@ def test_a_rerun_that_fails_does_not_hide_the_error(monkeypatch: pytest.MonkeyPa
     def fail(*_: Any) -> None:
         raise MemoryError("of this test")
 
-    monkeypatch.setattr(loop, "find_fault", fail)
+    monkeypatch.setattr(faults, "find_fault", fail)
     job = fp8cfg.build(small("precision=bf16", *WORDS))
     plant_weight(job, FC1)
     said: list[str] = []

@@ -14,6 +14,7 @@ import fp8cfg
 from fp8cfg.checkpoint import job_state
 from fp8cfg.data import IGNORED
 from fp8cfg.parallel.process_group import World
+from fp8cfg.schema.errors import ConfigError
 from fp8cfg.training.data import run_data, validation_batches
 from fp8cfg.training.evaluation import evaluate, held_out_loss
 from fp8cfg.training.step import train_step
@@ -182,3 +183,16 @@ def test_packed_documents_have_the_loss_of_each_alone() -> None:
     want = of_each_document(job.model, [batches.batch(0)])
     with torch.enable_grad():
         assert train_step(job, batches, 0, World()).wait().loss == pytest.approx(want, rel=1e-6)
+
+
+def test_validation_data_without_targets_are_an_error() -> None:
+    """Not a loss of NaN, which a run would take for a divergence."""
+    recipe = small("precision=bf16")
+    job = fp8cfg.build(recipe)
+    _, held_out = run_data(recipe)
+    batches = [
+        (tokens, torch.full_like(targets, IGNORED))
+        for tokens, targets in validation_batches(recipe, held_out, World())
+    ]
+    with pytest.raises(ConfigError, match=r"no token of the validation data has a loss; set an"):
+        evaluate(job, batches, World(), masked=True)
