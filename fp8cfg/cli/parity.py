@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 
+from fp8cfg.checkpoint.resume_rules import matches
 from fp8cfg.cli import WORDS, launch_run
 from fp8cfg.cli.argv import Arguments, is_hydra, split
 from fp8cfg.cli.recipe_arguments import recipe_file, say, settled
@@ -43,8 +46,7 @@ Examples:
 
 The first precision is the baseline; a single one is compared with bf16. own is
 the recipe's own precision. Overrides of one precision follow its name. Other
-overrides hold for all runs, except that fp8.* holds only for precisions with
-FP8.
+overrides hold for all runs, but fp8.* and backend only for precisions with FP8.
 
 All precisions have the same seeds: the same first weights and data. A precision
 fails if its loss in the last quarter of the steps is higher than the baseline's
@@ -77,7 +79,8 @@ OPTIONS = (
     "--config-dir",
 )
 DEFAULT_BASELINE = "bf16"
-FP8 = "trainer.plugins.fp8"
+FP8_KEYS = ("trainer.plugins.fp8", "trainer.plugins.backend")
+"""Full names of keys and nodes that precisions without FP8 reject."""
 
 
 def run(argv: list[str]) -> int:
@@ -98,30 +101,36 @@ def run(argv: list[str]) -> int:
 
     recipes = _recipes(arguments, file, folders, steps)
     study = parity_runs.make_study(recipes, seeds or 3, tolerance, folders)
-    # With --json, standard output has nothing but JSON.
-    tell = partial(
-        print, file=sys.stderr if "--json" in arguments.flags else sys.stdout, flush=True
-    )
-    hydra_words = [word for word in arguments.words if is_hydra(word)]
-    if hydra_words:
-        from fp8cfg.cli import parity_launcher  # Hydra is slow to load
-
-        parity_launcher.train_runs(study, hydra_words, tell)
-    else:
-        parity_runs.check_runs(study)
-        parity_runs.train_runs(study, _trainer(study.runs[0].recipe), tell)
+    tell = partial(print, flush=True)
+    with _json_only() if "--json" in arguments.flags else nullcontext():
+        _train(study, arguments, tell)
     report = parity_report.judge(study)
-    if "--json" in arguments.flags:
-        print(json.dumps(report.data(), indent=1))
-    else:
-        from rich.console import Console
-
-        print()
-        report.print(Console())
     if output:
         parity_page.write_parity_page(report, Path(output))
-        tell(f"wrote {output}")
+    if "--json" in arguments.flags:
+        print(json.dumps(report.data(), indent=1))
+        return report.exit_code
+    from rich.console import Console
+
+    print()
+    report.print(Console())
+    if output:
+        print(f"wrote {output}")
     return report.exit_code
+
+
+@contextmanager
+def _json_only() -> Iterator[None]:
+    """Sends standard output to standard error, also that of processes, before JSON is printed."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _tolerance(arguments: Arguments) -> float:
@@ -136,6 +145,18 @@ def _tolerance(arguments: Arguments) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"--tolerance {text[:40]}: needs a number of at least 0, such as 0.01")
     return value
+
+
+def _train(study: parity_runs.Study, arguments: Arguments, tell: Callable[[str], None]) -> None:
+    """Trains the runs of a study that are not finished."""
+    hydra_words = [word for word in arguments.words if is_hydra(word)]
+    if hydra_words:
+        from fp8cfg.cli import parity_launcher  # Hydra is slow to load
+
+        parity_launcher.train_runs(study, hydra_words, tell)
+        return
+    parity_runs.check_runs(study)
+    parity_runs.train_runs(study, _trainer(study.runs[0].recipe), tell)
 
 
 def _trainer(recipe: Recipe) -> parity_runs.TrainRun:
@@ -168,7 +189,7 @@ def _recipes(
     recipes: dict[str, Recipe] = {}
     problems: dict[str, list[str]] = {}
     notes: dict[str, None] = {}
-    fp8_words = [word for word in words if _key(word) == FP8 or _key(word).startswith(f"{FP8}.")]
+    fp8_words = [word for word in words if matches(_key(word), FP8_KEYS)]
     common = [word for word in words if word not in fp8_words]
     config_dir = arguments.one("--config-dir")
     for text in precisions:

@@ -279,13 +279,14 @@ def test_in_python_with_overrides_of_a_precision_and_an_executor(
 
 
 def test_a_launcher_of_hydra_trains_what_is_missing(
-    study: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+    study: Path, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = copied / study.name / "bf16-seed1235"
     shutil.rmtree(folder)
-    words = ["precision=bf16,bf16_fp8", "--seeds", "2", f"log.dir={copied}"]
+    words = ["precision=bf16,bf16_fp8", "--seeds", "2", f"log.dir={copied}", "--json"]
     assert parity(*words, "hydra/launcher=basic") == 0
-    assert "3 of them reused" in capsys.readouterr().out
+    out, err = capfd.readouterr()
+    assert "3 of them reused" in err and json.loads(out)["steps"] == STEPS
     assert losses(folder) == losses(study / folder.name)
 
 
