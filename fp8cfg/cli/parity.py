@@ -6,9 +6,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from functools import partial
 from pathlib import Path
 
 from fp8cfg.checkpoint.resume_rules import matches
@@ -20,6 +19,7 @@ from fp8cfg.composition.overrides import parsed
 from fp8cfg.execution.executor import LocalExecutor
 from fp8cfg.planning.hardware import count_gpus
 from fp8cfg.run_folder.run_folder import RunFolder
+from fp8cfg.schema import messages
 from fp8cfg.schema.errors import ConfigError, refuse_if
 from fp8cfg.schema.keys import full
 from fp8cfg.schema.recipe import Recipe
@@ -101,9 +101,8 @@ def run(argv: list[str]) -> int:
 
     recipes = _recipes(arguments, file, folders, steps)
     study = parity_runs.make_study(recipes, seeds or 3, tolerance, folders)
-    tell = partial(print, flush=True)
     with _json_only() if "--json" in arguments.flags else nullcontext():
-        _train(study, arguments, tell)
+        _train(study, arguments)
     report = parity_report.judge(study)
     if output:
         parity_page.write_parity_page(report, Path(output))
@@ -147,16 +146,16 @@ def _tolerance(arguments: Arguments) -> float:
     return value
 
 
-def _train(study: parity_runs.Study, arguments: Arguments, tell: Callable[[str], None]) -> None:
+def _train(study: parity_runs.Study, arguments: Arguments) -> None:
     """Trains the runs of a study that are not finished."""
     hydra_words = [word for word in arguments.words if is_hydra(word)]
     if hydra_words:
         from fp8cfg.cli import parity_launcher  # Hydra is slow to load
 
-        parity_launcher.train_runs(study, hydra_words, tell)
+        parity_launcher.train_runs(study, hydra_words, messages.say)
         return
     parity_runs.check_runs(study)
-    parity_runs.train_runs(study, _trainer(study.runs[0].recipe), tell)
+    parity_runs.train_runs(study, _trainer(study.runs[0].recipe), messages.say)
 
 
 def _trainer(recipe: Recipe) -> parity_runs.TrainRun:

@@ -7,7 +7,6 @@ as runs in this process, so that they reuse and resume run folders too.
 from __future__ import annotations
 
 import functools
-import sys
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,10 +21,12 @@ from fp8cfg.cli.multirun import SweepError
 from fp8cfg.composition.hydra_application import NAME, application
 from fp8cfg.composition.overrides import quoted
 from fp8cfg.execution.executor import REQUEUE
+from fp8cfg.schema import messages
 from fp8cfg.schema.errors import Fp8cfgError, printable, refuse_if
 
 if TYPE_CHECKING:
-    from fp8cfg.studies.parity_runs import PlannedRun, Say, Study
+    from fp8cfg.schema.messages import Say
+    from fp8cfg.studies.parity_runs import PlannedRun, Study
 
 ALLOWED = ("hydra/launcher=", "hydra.launcher.")
 """Settings of Hydra that hold for a study."""
@@ -95,17 +96,17 @@ def _job(missing: Sequence[PlannedRun], config: DictConfig) -> None:
 
     run = missing[HydraConfig.get().job.num]
     title = f"run {HydraConfig.get().job.num + 1} of {len(missing)}: {run.title}"
-    print(title, flush=True)
+    messages.say(title)
     try:
-        fit_here(run, functools.partial(print, flush=True))
+        fit_here(run, messages.say)
     except Diverged as error:
-        print(f"{title}: diverged: {printable(str(error))}", flush=True)
+        messages.say(f"{title}: diverged: {printable(str(error))}")
     except Fp8cfgError as error:
-        print(f"error: {title}: {printable(str(error))}", file=sys.stderr, flush=True)
+        messages.say_on_stderr(f"error: {title}: {printable(str(error))}")
         if error.exit_code == REQUEUE:
             raise KeyboardInterrupt from None
     except Exception:  # a bug, or no memory: the other runs continue
-        print(f"error: {title}:", file=sys.stderr)
+        messages.say_on_stderr(f"error: {title}:")
         traceback.print_exc()
 
 

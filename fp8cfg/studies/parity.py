@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fp8cfg.composition import compose
+from fp8cfg.schema import messages
 from fp8cfg.schema.errors import expect
+from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.studies.parity_page import check_output, write_parity_page
 from fp8cfg.studies.parity_report import ParityReport, judge
 from fp8cfg.studies.parity_runs import (
-    Say,
     fit_here,
     make_study,
     precision_words,
@@ -31,7 +32,7 @@ def parity(
     executor: Any = None,
     config_dir: str | Path | None = None,
     output: str | Path | None = None,
-    say: Say = print,
+    say: Say = messages.say,
 ) -> ParityReport:
     """Trains a recipe in several precisions and compares the losses with a baseline's.
 

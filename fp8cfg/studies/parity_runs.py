@@ -27,6 +27,7 @@ from fp8cfg.planning.preflight import check_run
 from fp8cfg.run_folder.run_folder import RECIPE, RunFolder
 from fp8cfg.schema.errors import ConfigError, printable, refuse_if
 from fp8cfg.schema.keys import full, spelled
+from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.studies.run_data import RunData, read_run
 
@@ -38,7 +39,6 @@ WITHOUT_EFFECT = ("name", "log.*", "checkpoint.*", "trainer.timeout.*")
 """Keys that change no loss."""
 DIVERGED = 7
 """Exit code of a run that diverged."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -301,12 +301,13 @@ def train_runs(study: Study, train_run: TrainRun, say: Say) -> None:
         ConfigError: A run folder has another recipe. Raised before anything is trained.
         Diverged: The baseline diverged. The errors of `train_run`.
     """
-    finished = [is_finished(run) for run in study.runs]
+    for run in study.runs:
+        read_existing(run)  # raises an error for another recipe
     steps = study.runs[0].recipe.trainer.max_steps
     say(f"{len(study.runs)} runs of {steps} steps in {printable(str(study.folder))}")
     for number, run in enumerate(study.runs, 1):
         title = f"run {number} of {len(study.runs)}: {run.title}"
-        if finished[number - 1]:
+        if is_finished(run):
             say(f"{title}: reused {printable(str(run.folder))}")
             continue
         say(title)
