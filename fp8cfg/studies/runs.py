@@ -136,32 +136,39 @@ def _summarize(folder: Path) -> tuple[RunSummary, dict[str, Any]]:
         run = open_run(folder)
         summary = replace(summary, updated=_last_write(run.files), size=_folder_size(folder))
         values = recipe_values(run)
-        return _filled(summary, run, values), values
+        summary = _with_recipe(summary, run.files, values)
+        return _with_metrics(summary, run), values
     except (Fp8cfgError, OSError) as error:
         message = str(error).partition("\n")[0]
         return replace(summary, message=message), values
 
 
-def _filled(summary: RunSummary, run: RunFolder, values: Mapping[str, Any]) -> RunSummary:
-    """Returns the summary with all fields. Raises ConfigError, RunFolderError or OSError."""
+def _with_recipe(summary: RunSummary, files: RunFiles, values: Mapping[str, Any]) -> RunSummary:
+    """Returns the summary with the fields that the recipe, the plan and the machine decide."""
+    return replace(
+        summary,
+        recipe=values["name"],
+        precision=precision_name(values),
+        backend=_backend(files) or values[f"{PLUGIN}.backend"],
+        ranks=_read_json(files, ENVIRONMENT).get("ranks"),
+        data=Path(values["data.path"] or values["data.name"]).name,
+        max_steps=values["trainer.max_steps"],
+    )
+
+
+def _with_metrics(summary: RunSummary, run: RunFolder) -> RunSummary:
+    """Returns the summary with the state and the metrics. Raises ConfigError or OSError."""
     data = _read_metrics(run.files)
     last_rows = _last_rows(run, data)
-    losses = _losses(data)
-    max_steps = values["trainer.max_steps"]
     last = last_rows[-1] if last_rows else {}
-    state, status = read_state(run.files, last, max_steps)
+    losses = _losses(data)
     finite = [loss for loss in losses["loss"] if math.isfinite(loss)]
+    state, status = read_state(run.files, last, summary.max_steps or 0)
     return replace(
         summary,
         state=state,
         message=status.message if status else "",
-        recipe=values["name"],
-        precision=precision_name(values),
-        backend=_backend(run.files) or values[f"{PLUGIN}.backend"],
-        ranks=_read_json(run.files, ENVIRONMENT).get("ranks"),
-        data=Path(values["data.path"] or values["data.name"]).name,
         steps=last.get("step", 0),
-        max_steps=max_steps,
         loss=last.get("loss"),
         best_loss=min(finite, default=None),
         val_loss=losses["val_loss"][-1] if losses["val_loss"] else None,
@@ -253,7 +260,7 @@ def _matches(
 
 
 def _is_met(condition: Condition, summary: RunSummary, values: Mapping[str, Any]) -> bool:
-    """Whether a run meets a condition. A damaged folder has a state only."""
+    """Whether a run meets a condition. A folder without a valid recipe has a state only."""
     key, value = condition.key, condition.value
     if key == "state":
         return bool(summary.state == value)

@@ -149,7 +149,8 @@ def test_damaged_folders_are_rows(mine: Path, capsys: pytest.CaptureFixture[str]
     assert f"{mine}/fp8/metrics.jsonl:1: not a line of metrics" in out
     assert f"{mine}/bf16/recipe.yaml: line 2: not valid YAML" in out
     assert {*names(mine, "state=damaged")} == {"fp8", "bf16"}
-    assert names(mine, "data=tiny") == ["sweep/0"]
+    assert {*names(mine, "data=tiny")} == {"fp8", "sweep/0"}, "its recipe is valid"
+    assert {*names(mine, "precision=bf16_fp8")} == {"fp8", "sweep/0"}
 
 
 def test_losses_that_json_has_no_number_for(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
