@@ -75,8 +75,13 @@ if TYPE_CHECKING:
     from fp8cfg.studies.advice import advise as advise
     from fp8cfg.studies.advice import advise_model as advise_model
     from fp8cfg.studies.advice_report import Advice as Advice
+    from fp8cfg.studies.comparison import Comparison as Comparison
+    from fp8cfg.studies.comparison import compare_runs as compare_runs
     from fp8cfg.studies.parity import parity as parity
     from fp8cfg.studies.parity_report import ParityReport as ParityReport
+    from fp8cfg.studies.run_data import RunData as RunData
+    from fp8cfg.studies.run_data import find_runs as find_runs
+    from fp8cfg.studies.run_data import read_run as read_run
     from fp8cfg.training.data import run_data as run_data
     from fp8cfg.training.runs import fit as fit
     from fp8cfg.training.runs import resume as resume
@@ -141,6 +146,8 @@ if not TYPE_CHECKING:
         "fp8cfg.studies.parity_report": "ParityReport",
         "fp8cfg.studies.advice": "advise advise_model",
         "fp8cfg.studies.advice_report": "Advice",
+        "fp8cfg.studies.comparison": "Comparison compare_runs",
+        "fp8cfg.studies.run_data": "RunData find_runs read_run",
         "fp8cfg.training.data": "run_data",
         "fp8cfg.training.runs": "fit resume",
         "fp8cfg.numerics.statistics": "collect_statistics",

@@ -48,7 +48,6 @@ _INSTEAD = {
     "sbatch": "a script for it is written by: fp8cfg export slurm",
     "serve": "vLLM serves what this writes: fp8cfg export hf RUN_FOLDER OUT --fp8 block",
     "convert": "write: fp8cfg export hf RUN_FOLDER OUT, or fp8cfg import PROJECT FILE",
-    "compare": "write: fp8cfg diff RUN_FOLDER RUN_FOLDER",
     "plot": "log.tensorboard=true writes curves; the steps are in RUN_FOLDER/metrics.jsonl",
     "bench": "write: fp8cfg plan, which predicts step time and memory",
     "profile": "write: fp8cfg plan, which predicts step time and memory",

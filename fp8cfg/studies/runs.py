@@ -36,8 +36,15 @@ from fp8cfg.studies.run_data import find_runs, open_run, read_state
 
 DAMAGED = "damaged"
 """State of a folder that can't be read."""
-WHOLE = ("name", "data.name", "trainer.max_steps", f"{PLUGIN}.compute", f"{PLUGIN}.fp8.scaling")
-"""Keys that a recipe.yaml has if it is a whole recipe, as runs write it."""
+WHOLE: dict[str, Any] = {
+    "name": str,
+    "data.name": str,
+    "data.path": str | None,
+    "trainer.max_steps": int,
+    f"{PLUGIN}.backend": str,
+    f"{PLUGIN}.compute": str,
+}
+"""Keys of a whole recipe, as runs write it, that a summary needs; with their types."""
 SPEED_ROWS = 50
 """Number of rows at the end of metrics.jsonl that give the speed."""
 _LOSS = re.compile(rb'"(loss|val_loss)": "?([-+.\w]+)')
@@ -134,13 +141,16 @@ def _summarize(folder: Path) -> tuple[RunSummary, dict[str, Any]]:
     values: dict[str, Any] = {}
     try:
         run = open_run(folder)
-        summary = replace(summary, updated=_last_write(run.files), size=_folder_size(folder))
+        summary = replace(summary, updated=_last_write(run.files), size=folder_size(folder))
         values = recipe_values(run)
         summary = _with_recipe(summary, run.files, values)
         return _with_metrics(summary, run), values
     except (Fp8cfgError, OSError) as error:
         message = str(error).partition("\n")[0]
-        return replace(summary, message=message), values
+    # A row may be valid JSON with a text for a number.
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        message = f"{folder}: cannot be read ({error})"
+    return replace(summary, message=message), values
 
 
 def _with_recipe(summary: RunSummary, files: RunFiles, values: Mapping[str, Any]) -> RunSummary:
@@ -150,7 +160,7 @@ def _with_recipe(summary: RunSummary, files: RunFiles, values: Mapping[str, Any]
         recipe=values["name"],
         precision=precision_name(values),
         backend=_backend(files) or values[f"{PLUGIN}.backend"],
-        ranks=_read_json(files, ENVIRONMENT).get("ranks"),
+        ranks=read_json(files, ENVIRONMENT).get("ranks"),
         data=Path(values["data.path"] or values["data.name"]).name,
         max_steps=values["trainer.max_steps"],
     )
@@ -191,7 +201,7 @@ def recipe_values(run: RunFolder) -> dict[str, Any]:
     """
     path = run.recipe
     values = flat_data(parse_yaml(plain_text(run.files.read(RECIPE), path), str(path)))
-    if not all(key in values for key in WHOLE):
+    if not all(isinstance(values.get(key, ...), kind) for key, kind in WHOLE.items()):
         values = flat(run.read_recipe())
     # A folder of an older version lacks newer keys.
     return {key: _as_list(value) for key, value in (_defaults() | values).items()}
@@ -339,11 +349,11 @@ def median_speed(rows: Iterable[Mapping[str, Any]]) -> float | None:
 
 def _backend(files: RunFiles) -> str:
     """Returns the backend that ran, or "" before the first step."""
-    choice = _read_json(files, COVERAGE).get("backend")
+    choice = read_json(files, COVERAGE).get("backend")
     return str(choice.get("backend", "")) if isinstance(choice, dict) else ""
 
 
-def _read_json(files: RunFiles, name: str) -> dict[str, Any]:
+def read_json(files: RunFiles, name: str) -> dict[str, Any]:
     """Returns the JSON object in a file, empty if it can't be read."""
     try:
         data = json.loads(files.read(name))
@@ -363,7 +373,7 @@ def _last_write(files: RunFiles) -> float:
     return max(times)
 
 
-def _folder_size(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Returns the size of all files in a folder, in bytes."""
     total = 0
     for path, _, names in os.walk(folder):
