@@ -17,7 +17,7 @@ from fp8cfg.schema.errors import ConfigError, Fp8cfgError, printable
 from fp8cfg.schema.keys import short, shown
 from fp8cfg.schema.node import Node
 from fp8cfg.schema.recipe import Recipe, fields
-from fp8cfg.schema.tables import WIDTH, size, table, wrapped
+from fp8cfg.schema.tables import fits, size, table, wrapped
 from fp8cfg.studies.run_data import RunData, newest_checkpoint, read_run
 from fp8cfg.studies.runs import folder_size, median_speed, read_json
 
@@ -186,9 +186,9 @@ def gap_between(
         differences[step] = difference
         if not is_equal and first_difference is None:
             first_difference = step
-        # "not <=" is true for NaN.
-        is_beyond = not abs(difference) <= TOLERANCE * abs(expected[step])
-        if not is_equal and is_beyond and first_beyond is None:
+        is_beyond = not math.isfinite(difference)
+        is_beyond = is_beyond or abs(difference) > TOLERANCE * abs(expected[step])
+        if is_beyond and first_beyond is None:
             first_beyond = step
     if not differences:
         return None
@@ -330,9 +330,9 @@ def _key_table(keys: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> str:
     if not keys:
         return "all keys are equal"
     rows = [[key, *map(shown, values)] for key, values in keys.items()]
-    lines = table(["key", *labels], rows)
-    if max(map(len, lines.splitlines())) <= WIDTH:
-        return lines
+    header = ["key", *labels]
+    if fits(header, rows):
+        return table(header, rows)
     stacked = ["key"]
     for key, *values in rows:
         stacked.append(key)
