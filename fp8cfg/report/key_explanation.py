@@ -297,7 +297,7 @@ def _key_text(e: Explanation) -> str:
     values = [shown(layer.values[e.full_name]) for layer in e.layers]
     width = min(_VALUE, max(map(len, values)))
     for layer, value in zip(e.layers, values, strict=True):
-        mark, where = "  ->" if layer is e.layers[-1] else "    ", _where(layer, e.full_name)
+        mark, where = "  ->" if layer is e.layers[-1] else "    ", source_text(layer, e.full_name)
         if len(value) <= width:
             lines.append(wrapped(f"{value:{width}}  {where}", f"{mark} ", " " * (width + 7)))
         else:
@@ -345,8 +345,8 @@ def _short(value: str) -> str:
     return value if len(value) <= 16 else f"{value[:13]}..."
 
 
-def _where(layer: Layer, key: str) -> str:
-    """Where the value of the full `key` comes from, in one line."""
+def source_text(layer: Layer, key: str) -> str:
+    """Returns where the value of the full `key` comes from, in one line."""
     location = layer.location
     if layer.source is Source.CONFLICT:
         return f"changed to fit {shown(location.text)}"

@@ -34,10 +34,10 @@ def read(path: Path | RunFiles, name: str = "") -> list[dict[str, Value]]:
     """
     folder = RunFiles.at(path if isinstance(path, RunFiles) else Path(path).parent)
     name = name or Path(path).name  # type: ignore[arg-type]
+    shown = folder.path / name  # once, because it asks the system
     with folder.open(name) as file:
         return [
-            parse(f"{folder.path / name}:{number}", line)
-            for number, line in enumerate(complete_lines(file), 1)
+            parse(f"{shown}:{number}", line) for number, line in enumerate(complete_lines(file), 1)
         ]
 
 

@@ -16,7 +16,9 @@ function template() {
   const axis = {
     gridcolor: color("grid"),
     linecolor: color("line"),
-    tickcolor: color("line"),
+    ticks: "outside",
+    ticklen: 4,
+    tickcolor: "rgba(0,0,0,0)",
     zerolinecolor: color("line"),
     zerolinewidth: 1,
     automargin: true,
@@ -68,9 +70,51 @@ function hiddenSeries() {
   return new Set(boxes.filter((box) => !box.checked).map((box) => box.value));
 }
 
+// Rows of a packed float32 matrix.
+function unpack(z) {
+  const bytes = Uint8Array.from(atob(z.bdata), (character) => character.charCodeAt(0));
+  const values = new Float32Array(bytes.buffer);
+  const [rows, columns] = z.shape.split(",").map(Number);
+  return Array.from({ length: rows }, (_, i) => values.subarray(i * columns, (i + 1) * columns));
+}
+
+// A heat map with logarithmic colors, whose labels have the original values.
+function withLogColors(trace) {
+  const rows = unpack(trace.z);
+  let low = Infinity;
+  let high = 0;
+  for (const row of rows) {
+    for (const value of row) {
+      if (value > 0 && value < low) low = value;
+      if (value > high && value < Infinity) high = value;
+    }
+  }
+  if (low > high) [low, high] = [0.1, 1]; // all zero or missing
+  const bottom = Math.max(Math.log10(low), Math.log10(high) - 12);
+  const top = Math.max(Math.log10(high), bottom + 0.01);
+  const color = (value) => (value > 0 ? Math.max(Math.log10(value), bottom) : value === 0 ? bottom : NaN);
+  const every = Math.ceil((top - bottom) / 6);
+  const ticks = [];
+  for (let n = Math.ceil(bottom); n <= top; n++) if (n % every === 0) ticks.push(n);
+  const few = ticks.length < 2;
+  const values = few ? [bottom, (bottom + top) / 2, top] : ticks;
+  const suffix = (trace.colorbar && trace.colorbar.ticksuffix) || "";
+  const label = (n) => (n >= -3 && n <= 4 ? String(+(10 ** n).toPrecision(2)) : (10 ** n).toExponential(few ? 1 : 0));
+  return {
+    ...trace,
+    z: rows.map((row) => Array.from(row, color)),
+    customdata: rows.map((row) => Array.from(row)),
+    zmin: bottom,
+    zmax: top,
+    colorbar: { ...trace.colorbar, tickvals: values, ticktext: values.map((n) => label(n) + suffix), ticksuffix: "" },
+  };
+}
+
 function draw(figure) {
   if (!drawn.has(figure)) {
-    drawn.set(figure, JSON.parse(figure.querySelector("script").textContent));
+    const spec = JSON.parse(figure.querySelector("script").textContent);
+    if (spec.logColors) spec.data = spec.data.map(withLogColors);
+    drawn.set(figure, spec);
   }
   const spec = drawn.get(figure);
   const hidden = hiddenSeries();
@@ -87,6 +131,10 @@ function draw(figure) {
   const log = figure.querySelector(".log");
   if (log && log.getAttribute("aria-pressed") === "true") {
     layout.yaxis = { ...layout.yaxis, type: "log" };
+  }
+  // Names of layers would take half of a phone's screen. A touch shows them.
+  if (figure.clientWidth < 480 && data.some((trace) => trace.type === "heatmap")) {
+    layout.yaxis = { ...layout.yaxis, showticklabels: false };
   }
   Plotly.react(figure.querySelector(".plot"), data, layout, CONFIG);
   figure.dataset.drawn = isDark() ? "dark" : "light";

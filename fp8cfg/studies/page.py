@@ -103,7 +103,7 @@ class Figure:
     """A Plotly figure.
 
     Colors of text, axes and background follow the theme of the page. Give each series a color with
-    `line_style`. Arrays of numbers are smaller after `packed`.
+    `line_style`. Arrays of numbers are smaller after `packed`. Names need `plotly_text`.
 
     Attributes:
         title: Title above the figure.
@@ -114,6 +114,9 @@ class Figure:
         height: Height in pixels.
         wide: Whether the figure takes the whole width. Otherwise two fit next to each other.
         log_switch: Whether to offer a logarithmic y axis.
+        log_colors: Whether colors of a heat map are logarithmic. Its `z` must be packed and
+            float32. Labels and `%{customdata}` in its hovertemplate have the original values. Zeros
+            get the lowest color.
         x_choices: The x values of each trace for each name of the page's switch, such as
             {"steps": [...], "tokens": [...]}. The first one is `x` of the traces.
     """
@@ -125,6 +128,7 @@ class Figure:
     height: int = 280
     wide: bool = False
     log_switch: bool = False
+    log_colors: bool = False
     x_choices: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
@@ -174,6 +178,11 @@ def line_style(index: int) -> dict[str, str]:
     """Returns color and dash of series `index` for `line` of a Plotly trace."""
     dash = DASHES[index // len(COLORS) % len(DASHES)]
     return {"color": COLORS[index % len(COLORS)], "dash": dash}
+
+
+def plotly_text(text: str) -> str:
+    """Escapes text for names and labels of a figure. Plotly reads tags such as <b> in them."""
+    return html.escape(text, quote=False)
 
 
 def packed(values: Sequence[float] | NDArray[Any]) -> dict[str, str]:
@@ -370,7 +379,9 @@ class _Writer:
         for name in figure.x_choices:
             if name not in self.x_names:
                 self.x_names.append(name)
-        spec = {"data": figure.data, "layout": figure.layout, "x": figure.x_choices}
+        spec: dict[str, Any] = {"data": figure.data, "layout": figure.layout, "x": figure.x_choices}
+        if figure.log_colors:
+            spec["logColors"] = True
         log = '<button type="button" class="log" aria-pressed="false">Log scale</button>'
         note = f'<p class="note">{_escape(figure.note)}</p>' if figure.note else ""
         return (

@@ -1,0 +1,493 @@
+"""Report of one or several runs: one HTML page with curves, precision, memory and recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8cfg.planning.hardware import GPUS
+from fp8cfg.planning.plan_report import PlanReport, plan
+from fp8cfg.run_folder.files import StrangeFile
+from fp8cfg.run_folder.run_folder import COVERAGE, ENVIRONMENT, RunFolder, RunFolderError
+from fp8cfg.schema.errors import ConfigError
+from fp8cfg.schema.keys import short, shown
+from fp8cfg.schema.tables import size
+from fp8cfg.studies import report_figures
+from fp8cfg.studies.fp8_history import FP8History, read_history
+from fp8cfg.studies.page import (
+    Badge,
+    Block,
+    Facts,
+    Fold,
+    Section,
+    Table,
+    Tabs,
+    Text,
+    Value,
+    check_page_path,
+    plotly_script,
+    write_page,
+)
+from fp8cfg.studies.report_figures import Curve
+from fp8cfg.studies.run_data import RunData, find_runs, read_run
+from fp8cfg.studies.value_sources import differing, is_default, value_sources
+
+TONES = {"done": "good", "running": "neutral", "stopped": "warning"}
+"""Tone of the badge of a state. Other states are bad."""
+STATS_KEY = "log.fp8_stats_every_n_steps"
+MEMORY_KINDS = {
+    "masters": "master weights",
+    "accumulation": "gradient sums",
+    "FP8 copies": "FP8 weights, scales and amax histories",
+    "to come": "freed before gradients exist",
+}
+"""Kinds of planned memory whose names need an explanation."""
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A run of a report, with the files that `RunData` does not have.
+
+    Attributes:
+        data: The run.
+        name: Name in the report, unique there.
+        environment: Contents of environment.json, empty if it is damaged.
+        coverage: Contents of coverage.json. None before the first step.
+        history: FP8 statistics. None if the run did not record them.
+        planned: The plan for the GPUs of the run, or a sentence why there is none.
+    """
+
+    data: RunData
+    name: str
+    environment: Mapping[str, Any]
+    coverage: Mapping[str, Any] | None
+    history: FP8History | None
+    planned: PlanReport | str
+
+
+def write_report(
+    runs: Sequence[str | Path] | str | Path,
+    path: str | Path = "report.html",
+    reference: str | Path | None = None,
+) -> Path:
+    """Writes a report of runs, as `fp8cfg report` does. Runs may still train.
+
+    The report is one HTML file that needs no server and no network.
+
+    Args:
+        runs: Run folders, or folders with run folders in them, such as a sweep.
+        path: The HTML file. An older report there is replaced.
+        reference: The run that others are compared with. Defaults to the first one.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        ConfigError: Plotly is not installed, a recipe is not valid, or `path` has another file.
+        RunFolderError: A folder is not a run folder, or its files are damaged.
+        NotWritable: The report cannot be written.
+    """
+    # First what fails soon: a long run takes some seconds to read.
+    plotly_script()
+    check_page_path(Path(path))
+    reported = _read_runs(_run_folders(runs, reference))
+    names = [run.name for run in reported]
+    title = f"Run {names[0]}" if len(names) == 1 else f"{len(names)} runs"
+    write_page(
+        path,
+        title,
+        report_sections(reported),
+        subtitle=_subtitle(reported),
+        legend=names if len(names) > 1 else (),
+    )
+    return Path(path)
+
+
+def report_sections(runs: Sequence[ReportedRun]) -> list[Section]:
+    """Returns the sections of a report. The first run is the reference."""
+    curves = [Curve(i, run.name, run.data) for i, run in enumerate(runs)]
+    sections = [
+        Section("Overview", _overview(runs)),
+        Section("Training", report_figures.training(curves)),
+    ]
+    if len(runs) > 1:
+        sections.append(Section("Differences", report_figures.differences(curves)))
+    sections += [
+        Section("Precision", _precision(runs)),
+        Section("FP8 tensors", _tensors(runs)),
+        Section("Memory", _memory(runs, curves)),
+        Section("Recipe", _recipe(runs)),
+        Section("Environment", _environment(runs)),
+    ]
+    return sections
+
+
+def _run_folders(
+    runs: Sequence[str | Path] | str | Path, reference: str | Path | None
+) -> list[Path]:
+    """Returns the run folders, the reference first and each folder once."""
+    if isinstance(runs, str | Path):
+        runs = [runs]
+    if not runs:
+        raise ConfigError("report: needs a run folder, as in: fp8cfg report runs/NAME")
+    found: dict[Path, Path] = {}
+    for given in [reference, *runs] if reference is not None else runs:
+        folder = Path(given)
+        inner = find_runs(folder)
+        # Without runs in it, read_run has a message for the folder.
+        for each in inner or [folder]:
+            found.setdefault(each.resolve(), each)
+    return list(found.values())
+
+
+def _read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
+    """Reads the runs. Names of folders are unique, with the parent's name if necessary."""
+    runs = [read_run(folder) for folder in folders]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
+    return [_read_files(run, name) for run, name in zip(runs, names, strict=True)]
+
+
+def _read_files(run: RunData, name: str) -> ReportedRun:
+    folder = RunFolder.reading(run.folder)
+    environment = _json_file(folder, ENVIRONMENT) or {}
+    coverage = _json_file(folder, COVERAGE)
+    history = read_history(folder.files)
+    return ReportedRun(run, name, environment, coverage, history, _plan(run, environment, coverage))
+
+
+def _json_file(folder: RunFolder, name: str) -> dict[str, Any] | None:
+    """Reads a JSON object of a run folder. None if the file is missing.
+
+    Raises:
+        RunFolderError: The file is damaged.
+    """
+    if not folder.files.kind(name):
+        return None
+    try:
+        found = json.loads(folder.files.read(name))
+    except (OSError, ValueError, RecursionError, StrangeFile) as error:
+        raise RunFolderError(f"{folder.path / name}: cannot be read ({error})") from None
+    if not isinstance(found, dict):
+        raise RunFolderError(f"{folder.path / name}: is no JSON object")
+    return found
+
+
+def _plan(
+    run: RunData, environment: Mapping[str, Any], coverage: Mapping[str, Any] | None
+) -> PlanReport | str:
+    """Plans the recipe for the GPUs of the run. Returns a sentence if there is no plan."""
+    gpu = None
+    names = environment.get("gpus") or []
+    if names:
+        known = [key for key in GPUS if key in str(names[0]).lower().replace(" ", "-")]
+        if not known:
+            return f"There is no plan for {names[0]}."
+        gpu = max(known, key=len)
+    try:
+        planned = plan(run.recipe, gpu, environment.get("ranks"))
+    except ConfigError as error:
+        return f"There is no plan: {error.problems[0]}"
+    layers = {linear["name"] for linear in (coverage or {}).get("linears", ())}
+    if layers and layers != {linear.name for linear in planned.coverage.linears}:
+        return "There is no plan: the run trained a custom model."
+    return planned
+
+
+def _subtitle(runs: Sequence[ReportedRun]) -> str:
+    if len(runs) > 1:
+        return f"Compared with {runs[0].name}"
+    recipe = runs[0].data.recipe
+    return f"{recipe.name}, {_precision_name(runs[0])}, {runs[0].data.folder}"
+
+
+def _precision_name(run: ReportedRun) -> str:
+    """Returns the precision in a few words, such as "bf16 with FP8 (delayed, hybrid)"."""
+    precision = run.data.recipe.precision
+    if not precision.fp8.enabled:
+        return precision.compute
+    return f"{precision.compute} with FP8 ({precision.fp8.scaling}, {precision.fp8.format})"
+
+
+# Overview
+
+
+def _overview(runs: Sequence[ReportedRun]) -> list[Block]:
+    blocks: list[Block] = []
+    if len(runs) == 1:
+        blocks.append(_facts(runs[0]))
+    else:
+        blocks.append(_overview_table(runs))
+    for run in runs:
+        if run.data.message and run.data.state not in ("done", "running"):
+            blocks.append(Text(f"{run.name} {run.data.state}: {run.data.message}", "warning"))
+        if not run.data.rows:
+            blocks.append(Text(f"{run.name} has no steps yet.", "warning"))
+        blocks += [Text(f"{run.name}: {line}", "warning") for line in _problems(run)]
+    return blocks
+
+
+def _facts(run: ReportedRun) -> Facts:
+    found: dict[str, Value] = {
+        "state": run.data.state,
+        "steps": f"{run.data.steps:,} of {run.data.recipe.trainer.max_steps:,}",
+        "training loss": _last(run, "loss"),
+        "validation loss": _last(run, "val_loss"),
+        "tokens/s": _speed(run),
+        "peak memory": _peak(run),
+        "FLOPs in FP8": _share(run),
+    }
+    return Facts([(name, value) for name, value in found.items() if value is not None])
+
+
+def _overview_table(runs: Sequence[ReportedRun]) -> Table:
+    columns = (
+        "run",
+        "state",
+        "precision",
+        "steps",
+        "training loss",
+        "validation loss",
+        "tokens/s",
+        "peak memory",
+        "FLOPs in FP8",
+    )
+    rows = [
+        [
+            run.name,
+            Badge(run.data.state, TONES.get(run.data.state, "bad")),
+            _precision_name(run),
+            f"{run.data.steps:,}",
+            _last(run, "loss"),
+            _last(run, "val_loss"),
+            _speed(run),
+            _peak(run),
+            _share(run),
+        ]
+        for run in runs
+    ]
+    return Table(columns, rows)
+
+
+def _problems(run: ReportedRun) -> list[str]:
+    """Returns remarks about losses that are not finite, skipped steps and clipped tensors."""
+    lines = []
+    steps, losses = run.data.series("loss")
+    bad = [step for step, loss in zip(steps, losses, strict=True) if not np.isfinite(loss)]
+    if bad:
+        lines.append(f"{len(bad):,} losses are not finite, the first in step {bad[0]:,}")
+    steps, stepped = run.data.series("stepped")
+    skipped = [step for step, value in zip(steps, stepped, strict=True) if not value]
+    if skipped:
+        lines.append(f"{len(skipped):,} steps were skipped, the last was step {skipped[-1]:,}")
+    return lines
+
+
+def _last(run: ReportedRun, name: str) -> str | None:
+    _, values = run.data.series(name)
+    return f"{values[-1]:.4f}" if values else None
+
+
+def _speed(run: ReportedRun) -> str | None:
+    """Returns the median speed. The first steps compile and warm up."""
+    _, values = report_figures.tokens_per_second(run.data)
+    return f"{np.median(values):,.0f}" if values else None
+
+
+def _peak(run: ReportedRun) -> str | None:
+    _, values = run.data.series("memory")
+    return size(max(values)) if values else None
+
+
+def _share(run: ReportedRun) -> str | None:
+    share = (run.coverage or {}).get("share_of_matmul_flops")
+    return f"{share:.1%}" if isinstance(share, float | int) else None
+
+
+# Precision
+
+
+def _precision(runs: Sequence[ReportedRun]) -> list[Block]:
+    # Runs with FP8 come first: their panel is visible.
+    ordered = sorted(runs, key=lambda run: not run.data.recipe.fp8.enabled)
+    return _panels("Run", {run.name: _coverage(run) for run in ordered})
+
+
+def _panels(label: str, panels: Mapping[str, Sequence[Block]]) -> list[Block]:
+    """Returns the blocks of a single panel, or tabs for several."""
+    if len(panels) == 1:
+        return list(next(iter(panels.values())))
+    return [Tabs(label, panels)]
+
+
+def _coverage(run: ReportedRun) -> list[Block]:
+    """Returns the formats of the GEMMs that ran, as recorded in coverage.json."""
+    coverage = run.coverage
+    if coverage is None:
+        return [Text("The run writes its coverage after the first step.")]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for linear in coverage.get("linears", ()):
+        name = _without_index(linear["name"])
+        key = (name, linear["fprop"], linear["dgrad"], linear["wgrad"], linear["reason"])
+        group = groups.setdefault(key, [0, 0])
+        group[0] += 1
+        group[1] += linear["in_features"] * linear["out_features"]
+    total = sum(weights for _, weights in groups.values())
+    rows = [
+        [name, count, f"{weights / total:.1%}" if total else None, *formats, reason]
+        for (name, *formats, reason), (count, weights) in groups.items()
+    ]
+    columns = ["linear layers", "number", "weights", "fprop", "dgrad", "wgrad", "reason"]
+    backend = coverage.get("backend", {})
+    in_fp8, layers = coverage.get("layers_in_fp8"), coverage.get("layers")
+    text = f"{in_fp8} of {layers} linear layers and {_share(run)} of the matmul FLOPs ran in FP8"
+    blocks: list[Block] = [
+        Text(f"{text}, on backend {backend.get('backend')} ({backend.get('why')})."),
+        Table(columns, rows, "Formats of the GEMMs in the first step"),
+    ]
+    attention = coverage.get("attention") or []
+    if attention:
+        names = ("p", "o", "ds", "dv", "dq", "dk")
+        kinds: dict[tuple[str, ...], int] = {}
+        for each in attention:
+            key = (*(each[name] for name in names), each["reason"])
+            kinds[key] = kinds.get(key, 0) + 1
+        attention_rows: list[list[Value]] = [[count, *kind] for kind, count in kinds.items()]
+        blocks.append(Table(["layers", *names, "reason"], attention_rows, "Attention"))
+    each_layer = [
+        [linear["name"], linear["fprop"], linear["dgrad"], linear["wgrad"], linear["reason"]]
+        for linear in coverage.get("linears", ())
+    ]
+    table = Table(["layer", "fprop", "dgrad", "wgrad", "reason"], each_layer)
+    blocks.append(Fold(f"All {len(each_layer)} linear layers", [table]))
+    return blocks
+
+
+def _without_index(name: str) -> str:
+    """Replaces the indices in the name of a layer with stars."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+# FP8 tensors
+
+
+def _tensors(runs: Sequence[ReportedRun]) -> list[Block]:
+    curves = [Curve(i, run.name, run.data) for i, run in enumerate(runs)]
+    blocks = report_figures.overflow(curves)
+    histories = {run.name: run.history for run in runs if run.history is not None}
+    columns = report_figures.heat_map_columns(list(histories.values()))
+    panels: dict[str, Sequence[Block]] = {}
+    without = []
+    for run in runs:
+        if run.history is not None:
+            tokens = report_figures.tokens_of_steps(run.data)
+            panels[run.name] = report_figures.heat_maps(run.history, tokens, columns)
+        elif run.data.recipe.fp8.enabled:
+            without.append(run.name)
+    if panels:
+        blocks += _panels("Run", panels)
+    if without:
+        line = (
+            f"{', '.join(without)}: amax, scale, underflow, overflow and rounding error of each"
+            f" tensor were not recorded. Set {STATS_KEY}=100 to record them."
+        )
+        blocks.append(Text(line))
+    if not any(run.data.recipe.fp8.enabled for run in runs):
+        return [
+            Text(
+                "The runs trained without FP8." if len(runs) > 1 else "The run trained without FP8."
+            )
+        ]
+    return blocks
+
+
+# Memory
+
+
+def _memory(runs: Sequence[ReportedRun], curves: Sequence[Curve]) -> list[Block]:
+    blocks: list[Block] = []
+    plans = {run.name: run.planned for run in runs if isinstance(run.planned, PlanReport)}
+    kinds = list(dict.fromkeys(kind for each in plans.values() for kind in each.widest.memory))
+    rows: list[list[Value]] = []
+    for kind in kinds:
+        bytes_ = [each.widest.memory.get(kind, 0) for each in plans.values()]
+        if any(bytes_):
+            rows.append([MEMORY_KINDS.get(kind, kind), *(size(count) for count in bytes_)])
+    rows.append(["planned peak", *(size(each.widest.total) for each in plans.values())])
+    measured = {run.name: _peak(run) for run in runs}
+    rows.append(["measured peak", *(measured[name] for name in plans)])
+    if plans:
+        blocks.append(Table(["memory of a rank", *plans], rows))
+    for run in runs:
+        if isinstance(run.planned, str):
+            blocks.append(Text(f"{run.name}: {run.planned}"))
+    if any(not run.environment.get("gpus") for run in runs):
+        blocks.append(
+            Text(
+                "On a CPU the measured peak is the resident memory of the process, with Python and"
+                " torch. On a GPU it is the memory of tensors.",
+                "note",
+            )
+        )
+    return blocks + report_figures.memory(curves)
+
+
+# Recipe and environment
+
+
+def _recipe(runs: Sequence[ReportedRun]) -> list[Block]:
+    blocks: list[Block] = []
+    if len(runs) > 1:
+        rows = [
+            [short(key), *map(shown, values)]
+            for key, values in differing([run.data.recipe for run in runs]).items()
+        ]
+        columns = ["key", *(run.name for run in runs)]
+        blocks.append(Table(columns, rows, "Keys that differ"))
+    panels = {run.name: _recipe_tables(run) for run in runs}
+    return blocks + _panels("Run", panels)
+
+
+def _recipe_tables(run: ReportedRun) -> list[Block]:
+    from fp8cfg.composition.recipe_yaml import flat
+
+    sources = value_sources(run.data.recipe, run.environment.get("command"))
+    values = flat(run.data.recipe)
+    rows = [[short(key), shown(value), sources[key]] for key, value in values.items()]
+    chosen = [row for row, key in zip(rows, values, strict=True) if not is_default(sources[key])]
+    columns = ["key", "value", "source"]
+    return [
+        Table(columns, chosen, "Values other than the defaults of the schema"),
+        Text(
+            "Sources come from the command of the run, composed again with the presets and recipe"
+            " files of today. recipe.yaml is named where they give another value.",
+            "note",
+        ),
+        Fold(f"All {len(rows)} values", [Table(columns, rows)]),
+    ]
+
+
+def _environment(runs: Sequence[ReportedRun]) -> list[Block]:
+    lines = [_environment_lines(run.environment) for run in runs]
+    names = list(dict.fromkeys(name for each in lines for name in each))
+    rows = [[name, *(each.get(name) for each in lines)] for name in names]
+    return [Table(["", *(run.name for run in runs)], rows)]
+
+
+def _environment_lines(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the texts of environment.json by name. Nested values have dotted names."""
+    lines: dict[str, str] = {}
+    for name, value in environment.items():
+        if name == "command" and isinstance(value, list):
+            lines[name] = " ".join(map(str, value))
+        elif isinstance(value, dict):
+            lines |= {f"{name} {inner}": shown(each) for inner, each in value.items()}
+        elif value not in (None, [], {}):
+            lines[name] = shown(value)
+    return lines
