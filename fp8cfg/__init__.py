@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from fp8cfg.studies.comparison import compare_runs as compare_runs
     from fp8cfg.studies.parity import parity as parity
     from fp8cfg.studies.parity_report import ParityReport as ParityReport
+    from fp8cfg.studies.report import write_report as write_report
     from fp8cfg.studies.run_data import RunData as RunData
     from fp8cfg.studies.run_data import find_runs as find_runs
     from fp8cfg.studies.run_data import read_run as read_run
@@ -148,6 +149,7 @@ if not TYPE_CHECKING:
         "fp8cfg.studies.advice_report": "Advice",
         "fp8cfg.studies.comparison": "Comparison compare_runs",
         "fp8cfg.studies.run_data": "RunData find_runs read_run",
+        "fp8cfg.studies.report": "write_report",
         "fp8cfg.training.data": "run_data",
         "fp8cfg.training.runs": "fit resume",
         "fp8cfg.numerics.statistics": "collect_statistics",

@@ -51,6 +51,7 @@ VERBS = {
     "diff": Verb(LOOK, "list the keys in which two recipes or runs differ"),
     "runs": Verb(STUDY, "list runs: state, losses, speed", path=True),
     "compare": Verb(STUDY, "compare runs: keys, losses, speed, memory", path=True),
+    "report": Verb(STUDY, "write an HTML page: curves, FP8 tensors, memory, recipe", path=True),
     "parity": Verb(STUDY, "compare the losses of precisions with a baseline's", trains=True),
     "sample": Verb(USE, "generate text from a run", path=True),
     "evaluate": Verb(USE, "measure the loss of a run, in one precision or several", path=True),

@@ -48,7 +48,7 @@ _INSTEAD = {
     "sbatch": "a script for it is written by: fp8cfg export slurm",
     "serve": "vLLM serves what this writes: fp8cfg export hf RUN_FOLDER OUT --fp8 block",
     "convert": "write: fp8cfg export hf RUN_FOLDER OUT, or fp8cfg import PROJECT FILE",
-    "plot": "log.tensorboard=true writes curves; the steps are in RUN_FOLDER/metrics.jsonl",
+    "plot": "write: fp8cfg report RUN_FOLDER, which draws the curves of runs",
     "bench": "write: fp8cfg plan, which predicts step time and memory",
     "profile": "write: fp8cfg plan, which predicts step time and memory",
 }

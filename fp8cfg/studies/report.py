@@ -40,6 +40,8 @@ from fp8cfg.studies.value_sources import differing, is_default, value_sources
 TONES = {"done": "good", "running": "neutral", "stopped": "warning"}
 """Tone of the badge of a state. Other states are bad."""
 STATS_KEY = "log.fp8_stats_every_n_steps"
+MOST_RUNS = 32
+"""Runs in a report: as many as there are pairs of a color and a dash."""
 MEMORY_KINDS = {
     "masters": "master weights",
     "accumulation": "gradient sums",
@@ -142,6 +144,8 @@ def _run_folders(
         # Without runs in it, read_run has a message for the folder.
         for each in inner or [folder]:
             found.setdefault(each.resolve(), each)
+    if len(found) > MOST_RUNS:
+        raise ConfigError(f"report: {len(found)} runs are too many; choose up to {MOST_RUNS}")
     return list(found.values())
 
 

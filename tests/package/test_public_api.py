@@ -59,6 +59,7 @@ NAMES = {
     "run_data",
     "collect_statistics",
     "parity",
+    "write_report",
     "ParityReport",
     "advise",
     "advise_model",
