@@ -224,7 +224,7 @@ class Explanation:
             return in_notebook(head + table_html(["key", "value"], rows))
         facts = [[name, fact] for name, fact in _facts(self).items()]
         layers = [
-            [shown(layer.values[self.full_name]), _where(layer, self.full_name)]
+            [shown(layer.values[self.full_name]), source_text(layer, self.full_name)]
             for layer in self.layers
         ]
         sources = table_html(["value", "set by, in order; the last one wins"], layers)
