@@ -196,6 +196,7 @@ def launch(
         NotFP8Error: The planned coverage is below fp8.min_coverage.
     """
     from fp8cfg.training.data import refuse_absent
+    from fp8cfg.training.loggers.run_loggers import refuse_missing
 
     sharding.refuse_incomplete_launch()
     hardware = machine.find_hardware(recipe.trainer.accelerator)
@@ -203,6 +204,8 @@ def launch(
     choice = preflight.choose_backend(recipe, hardware, sharding.ranks())
     check_min_coverage(recipe, planned_coverage(recipe, plan_layers(recipe, choice.backend)))
     refuse_absent(recipe)
+    if _is_first_rank():
+        refuse_missing(recipe)
     rank_part = layout.rank_part(recipe, sharding.ranks())
     say_notes(remarks.remark_lines(recipe, rank_part), recipe.log.level)
     head = run_header.header(recipe, hardware, choice)

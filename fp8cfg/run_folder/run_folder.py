@@ -23,7 +23,9 @@ from fp8cfg.run_folder.file_names import COVERAGE as COVERAGE
 from fp8cfg.run_folder.file_names import ENVIRONMENT as ENVIRONMENT
 from fp8cfg.run_folder.file_names import FP8_STATS as FP8_STATS
 from fp8cfg.run_folder.file_names import LOCK as LOCK
+from fp8cfg.run_folder.file_names import LOGGERS as LOGGERS
 from fp8cfg.run_folder.file_names import METRICS as METRICS
+from fp8cfg.run_folder.file_names import PLAN as PLAN
 from fp8cfg.run_folder.file_names import RECIPE as RECIPE
 from fp8cfg.run_folder.file_names import SKIPPED_STEPS as SKIPPED_STEPS
 from fp8cfg.run_folder.file_names import STATUS as STATUS
@@ -126,6 +128,7 @@ LOCK_TRIES, LOCK_PAUSE = 10, 0.01
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 RUN_FORMAT = 1
 """Format of a run folder, in its environment.json. Change it if older folders cannot be resumed."""
+_OF_RUN_WITHOUT_STEPS = (RECIPE, ENVIRONMENT, LOCK, STATUS, LOGGERS, PLAN)
 PAST_RECIPE = re.compile(r"recipe-until-step-([0-9]{1,12})\.yaml")
 
 
@@ -381,7 +384,7 @@ class RunFolder:
                 events = self.files.folder(name).names() if kind == "folder" else [""]
                 unused = all(event.startswith("events.out.tfevents") for event in events)
             else:
-                unused = kind == "file" and name in (RECIPE, ENVIRONMENT, LOCK, STATUS)
+                unused = kind == "file" and name in _OF_RUN_WITHOUT_STEPS
             if not unused:
                 return False
         return True

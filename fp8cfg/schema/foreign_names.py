@@ -112,7 +112,17 @@ _KEYS_BY_LAST_NAME = {
     "evaluation_strategy": "trainer.val_check_interval",
     "save_strategy": "checkpoint.every_n_steps",
     "logging_strategy": "log.every_n_steps",
-    "report_to": "log.tensorboard",
+    "report_to": "log.loggers",
+    "log_with": "log.loggers",
+    "logger": "log.loggers",
+    "tensorboard": "log.loggers=[tensorboard]",
+    "wandb": "log.loggers=[wandb]",
+    "mlflow": "log.loggers=[mlflow]",
+    "trackio": "log.loggers=[trackio]",
+    "project_name": "log.project",
+    "wandb_project": "log.loggers=[wandb] and log.project",
+    "wandb_name": "log.loggers=[wandb] and name",
+    "wandb_exp_name": "log.loggers=[wandb] and name",
     "data_seed": "trainer.seed",
     "half_precision_backend": "backend",
     "fsdp": "storage.shard=fsdp",
@@ -150,7 +160,12 @@ _KEYS_BY_LAST_NAME = {
     "filter_fqns": "fp8.exclude",
     "mixed_precision_param": "precision.compute",
     "mixed_precision_reduce": "storage.comm",
-    "enable_tensorboard": "log.tensorboard",
+    "enable_tensorboard": "log.loggers=[tensorboard]",
+    "enable_wandb": "log.loggers=[wandb]",
+    "use_wandb": "log.loggers=[wandb]",
+    "create_wandb_logger": "log.loggers=[wandb]",
+    "create_mlflow_logger": "log.loggers=[mlflow]",
+    "create_tensorboard_logger": "log.loggers=[tensorboard]",
     "precompute_float8_dynamic_scale_for_fsdp": "storage.gather=fp8",
     "pipeline_parallel_degree": "trainer.strategy.pipeline_model_parallel_size",
     # axolotl, TRL, LLaMA-Factory
@@ -273,11 +288,11 @@ _NEMO_NODES = {
         "log.resume=auto with log.folder, or fp8cfg resume FOLDER, in Python fp8cfg.resume(folder)"
     ),
     "log.ckpt": "checkpoint: checkpoint.every_n_steps, checkpoint.keep",
-    "log.extra_loggers": "log.tensorboard",
+    "log.extra_loggers": "log.loggers",
     "trainer.callbacks": (
         "fp8cfg.fit(job, callbacks=[...]), whose methods are those of fp8cfg.Callback"
     ),
-    "trainer.logger": "log.tensorboard",
+    "trainer.logger": "log.loggers",
     "optim.lr_scheduler": "optim: optim.lr_decay_style, optim.warmup_steps, optim.min_lr",
     "peft": "lora: task=lora, lora.rank, lora.alpha, lora.targets",
     "optim.config": "optim itself, as in optim.lr",
@@ -376,7 +391,7 @@ DERIVED = {
 }
 """Keys that follow from other keys and cannot be set, with their definition."""
 
-_NO_WANDB = "metrics go to metrics.jsonl, to log.tensorboard=true, and to callbacks of fp8cfg.fit"
+_WANDB_VARIABLES = "set WANDB_ENTITY, WANDB_MODE or WANDB_RUN_GROUP, and log.loggers=[wandb]"
 _NO_EPOCHS = "trainer.max_steps counts steps, not epochs"
 _NO_SHARE = "optim.warmup_steps counts steps, not a share of the run"
 _NO_TIME = (
@@ -384,19 +399,7 @@ _NO_TIME = (
     " ends a run"
 )
 ABSENT = {
-    **dict.fromkeys(
-        (
-            "wandb",
-            "wandb_project",
-            "wandb_entity",
-            "wandb_name",
-            "use_wandb",
-            "enable_wandb",
-            "mlflow",
-            "logger",
-        ),
-        _NO_WANDB,
-    ),
+    **dict.fromkeys(("wandb_entity", "wandb_mode", "wandb_group"), _WANDB_VARIABLES),
     **dict.fromkeys(
         ("load_in_8bit", "load_in_4bit", "quantization_config"),
         "integer weights are not trained here; fp8.params=true stores weights in FP8",

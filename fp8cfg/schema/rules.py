@@ -537,8 +537,16 @@ def path_rules(recipe: RecipeFields) -> Iterator[Violation]:
 
 
 def log_rules(recipe: RecipeFields) -> Iterator[Violation]:
-    """Rules of the run folder and of FP8 statistics."""
+    """Rules of the run folder, loggers and FP8 statistics."""
     log, max_steps = recipe.log, recipe.trainer.max_steps
+    # TensorBoard has no projects.
+    if not set(log.loggers) - {"tensorboard"}:
+        yield from idle(
+            log,
+            ("project",),
+            f" with log.loggers=[{','.join(log.loggers)}]; add wandb, mlflow or trackio",
+            "log.loggers",
+        )
     # Without log.folder each run gets a new folder, so there would never be a run to resume.
     if log.resume == "auto" and log.folder is None:
         yield Violation(

@@ -259,12 +259,32 @@ class Log(Node):
     """How steps are shown. bar: a live line with loss, speed and remaining time; plain: a line every log.every_n_steps; json: the
     same as JSON objects on standard output, with all messages on standard error; off: no steps. Default auto: bar on a terminal,
     otherwise plain."""
-    tensorboard: bool = False
-    """Write TensorBoard events too. Default false."""
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Loggers that get metrics and artifacts too, as in [wandb,tensorboard]. Each needs its library: pip install 'fp8cfg[wandb]'.
+    Default []: the files in the run folder only."""
+    project: str | None = Field(default=None, min_length=1)
+    """Project in W&B and Trackio, experiment in MLflow. Default null: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME if set, otherwise
+    fp8cfg."""
     fp8_stats_every_n_steps: int = Field(default=0, ge=0)
     """Optimizer steps between statistics of the FP8 tensors (amax, scales, underflow, overflow, quantization error) in
     fp8_stats.jsonl. Each takes one more forward and backward pass and covers the tensors of the first rank; of FP8 weights, those
     whose masters or FSDP2 shards it has. Default 0: never."""
+
+    @pydantic.field_validator("loggers", mode="before")
+    @classmethod
+    def _accept_one(cls, value: Any) -> Any:
+        """Converts the name of one logger to a list."""
+        if value is None or value == "none":
+            raise ConfigError("log.loggers=none: write log.loggers=[]")
+        return (value,) if isinstance(value, str) else value
+
+    @pydantic.field_validator("loggers")
+    @classmethod
+    def _refuse_repeated(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        repeated = [name for name in dict.fromkeys(value) if value.count(name) > 1]
+        if repeated:
+            raise ConfigError(f"log.loggers: {', '.join(repeated)} is listed twice; drop one")
+        return value
 
     @pydantic.field_validator("dir", "folder", mode="before")
     @classmethod

@@ -52,6 +52,7 @@ from fp8cfg.training.data import RunData, run_data, validation_batches
 from fp8cfg.training.evaluation import Stopped, evaluate
 from fp8cfg.training.faults import report_fault
 from fp8cfg.training.last_step import LastStep
+from fp8cfg.training.loggers.run_loggers import RunLoggers
 from fp8cfg.training.look_ahead import LookAhead
 from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.overflow_watch import OverflowCollector
@@ -137,9 +138,12 @@ def train(
         CheckpointError: The last checkpoint could not be written.
     """
     first_step = start_from[1]["step"] if start_from else 0
-    with RunStatus(run, first_step) as status:
+    world = world or current()
+    # The loggers end last, so they get the final state of the run.
+    loggers = RunLoggers(job, run, world.size, say)
+    with loggers, RunStatus(run, first_step) as status:
         try:
-            training = _Training(job, run, world or current(), say, callbacks, data, status)
+            training = _Training(job, run, world, say, callbacks, data, status, loggers)
             return training.train(start_from)
         except DataError as error:
             # Some errors appear only when data are read, such as a token outside the vocabulary.
@@ -161,10 +165,12 @@ class _Training:
         callbacks: Sequence[Callback],
         data: RunData | None,
         status: RunStatus,
+        loggers: RunLoggers,
     ) -> None:
         self.job = job
         self.run = run
         self.status = status
+        self.loggers = loggers
         self.world = world
         self.recipe = job.recipe
         self.max_steps = job.recipe.trainer.max_steps
@@ -552,7 +558,9 @@ class _Training:
     def _open(self, first_step: int, stack: ExitStack) -> None:
         """Opens logs and reports, and installs the signal handlers. `stack` closes them."""
         job, world = self.job, self.world
-        self.logs = stack.enter_context(RunLogs(job, self.run, first_step))
+        self.logs = stack.enter_context(RunLogs(job, self.run, first_step, self.loggers))
+        if first_step < self.max_steps:
+            self.loggers.open(first_step)
         self._report_gaps()
         self.report = StepReport(job, self.run, world, self.say, self.callbacks, self.logs)
         self.overflow = OverflowCollector(job, world)

@@ -1,4 +1,4 @@
-"""Training metrics: metrics.jsonl, fp8_stats.jsonl and TensorBoard."""
+"""Training metrics: metrics.jsonl, fp8_stats.jsonl and the loggers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 
 from fp8cfg.building.job import Job
@@ -18,8 +17,9 @@ from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles, write_all
 from fp8cfg.run_folder.metrics_file import Value, complete_lines, parse, writable
 from fp8cfg.run_folder.metrics_file import read as read
-from fp8cfg.run_folder.run_folder import FP8_STATS, METRICS, TENSORBOARD, RunFolder
+from fp8cfg.run_folder.run_folder import FP8_STATS, METRICS, RunFolder
 from fp8cfg.schema.errors import ConfigError
+from fp8cfg.training.loggers.run_loggers import RunLoggers
 from fp8cfg.training.step import count_microbatches
 
 
@@ -123,54 +123,32 @@ class MetricsLog:
             del self._waiting[: self._file.write(self._waiting)]
 
 
-class TensorBoardLog:
-    """Writes numeric metrics as TensorBoard scalars. Needs the extra fp8cfg[tensorboard]."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard is not installed: pip install 'fp8cfg[tensorboard]'"
-            ) from error
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, step: int, values: dict[str, Value]) -> None:
-        """Adds each number as a scalar at `step`. Skips other values."""
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Flushes the events and closes the file."""
-        self._writer.close()
-
-
 class RunLogs:
-    """Log files of a run: metrics.jsonl, fp8_stats.jsonl and TensorBoard. A context manager.
+    """Log files and loggers of a run: metrics.jsonl, fp8_stats.jsonl, log.loggers.
+
+    A context manager.
 
     Only the first rank has a run folder and writes. Other ranks make the same calls, because
     `statistics` runs collectives.
     """
 
-    def __init__(self, job: Job, run: RunFolder | None, done: int) -> None:
-        """Opens the logs of a run.
+    def __init__(self, job: Job, run: RunFolder | None, done: int, loggers: RunLoggers) -> None:
+        """Opens the log files of a run.
 
         Args:
             job: The job.
             run: Run folder, None on ranks that write nothing.
             done: Optimizer steps done. Lines of later steps are dropped.
+            loggers: Get the same metrics.
 
         Raises:
-            ConfigError: A log is damaged, TensorBoard is not installed, or the backend has no FP8
-                statistics.
+            ConfigError: A log is damaged, or the backend has no FP8 statistics.
             OSError: A log cannot be written.
         """
         self.job = job
         self._metrics: MetricsLog | None = None
         self._statistics: MetricsLog | None = None
-        self._board: TensorBoardLog | None = None
+        self.loggers = loggers
         self._statistics_interval = 0
         # The statistics take a forward and backward pass. Under FSDP2 this pass gathers weights, so
         # all ranks must run it.
@@ -193,12 +171,6 @@ class RunLogs:
         # An existing log is opened even without an interval, to drop its later lines.
         if interval or run.files.kind(FP8_STATS):
             self._statistics = _open_log(run.files, FP8_STATS, done, opened)
-        if self.job.recipe.log.tensorboard:
-            try:
-                self._board = TensorBoardLog(run.files.folder(TENSORBOARD, make=True).path)
-            except ImportError as error:
-                raise ConfigError(f"log.tensorboard=true: {error}") from None
-            opened.callback(self._board.close)
 
     def rewind(self, run: RunFolder | None, done: int) -> None:
         """Drops the lines of steps after `done`: the run writes these steps again."""
@@ -214,8 +186,7 @@ class RunLogs:
         """Writes metrics of optimizer step `done`, counted from 1."""
         if self._metrics:
             self._metrics.write(done, values)
-        if self._board:
-            self._board.write(done, values)
+        self.loggers.write(done, values)
 
     def holes(self) -> str:
         """Returns a note about finished steps without a line in metrics.jsonl, or ""."""
@@ -283,8 +254,7 @@ class RunLogs:
                 self._statistics.write(step + 1, fields)
             for name, value in fields.items():
                 values[f"fp8/{tensor.layer}/{tensor.tensor}/{name}"] = value
-        if self._board:
-            self._board.write(step + 1, values)
+        self.loggers.write(step + 1, values)
 
     def __enter__(self) -> RunLogs:
         return self

@@ -38,10 +38,7 @@ class RunStatus:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self._write("done", "")
-        else:
-            self._write(_end_state(error), _describe(error))
+        self._write(end_state(error), _describe(error) if error else "")
 
     def _write(self, state: State, message: str) -> None:
         if self._run is None:
@@ -51,8 +48,10 @@ class RunStatus:
             write_status(self._run.files, state, self.step, message)
 
 
-def _end_state(error: BaseException) -> State:
-    """Returns the state of a run that `error` has ended."""
+def end_state(error: BaseException | None) -> State:
+    """Returns the state of a run that `error` has ended. None is the normal end."""
+    if error is None:
+        return "done"
     code = error.exit_code if isinstance(error, Fp8cfgError) else None
     if code == REQUEUE or isinstance(error, KeyboardInterrupt):
         return "stopped"

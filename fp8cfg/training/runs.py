@@ -35,6 +35,7 @@ from fp8cfg.schema.messages import Say
 from fp8cfg.schema.recipe import Recipe
 from fp8cfg.schema.tables import labeled
 from fp8cfg.training.data import run_data
+from fp8cfg.training.loggers.run_loggers import refuse_missing
 from fp8cfg.training.loop import Interrupted, Loaded, Result, train
 from fp8cfg.training.step_report import Callback
 
@@ -88,6 +89,8 @@ def fit(
         )
     _check_callbacks(callbacks)
     world = world or current()
+    if world.first:
+        refuse_missing(job.recipe)
     # The caller has created this folder and closes it.
     if isinstance(folder, RunFolder):
         run = folder if world.first else None
@@ -182,6 +185,8 @@ def resume(
     say_first = say if world.first else _say_nothing
 
     def start(recipe: Recipe, loaded: Loaded | None, open_folder: OpenFolder) -> Result:
+        if world.first:
+            refuse_missing(recipe)
         job = build(recipe, model)
         with opened_run(open_folder, world, _of_run(say, recipe)) as run:
             result = train(job, run, loaded, world, say, callbacks)

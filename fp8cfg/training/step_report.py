@@ -192,6 +192,7 @@ class StepReport:
         record = coverage_record(self._job, coverage)
         if self._run:
             self._run.files.replace(COVERAGE, (json.dumps(record, indent=1) + "\n").encode())
+            self._logs.loggers.save(COVERAGE)
 
     def _describe(self, coverage: Coverage) -> str:
         """Returns the observed coverage: a line if it is as planned, otherwise the table."""

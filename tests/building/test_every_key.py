@@ -480,7 +480,6 @@ RUNS = {
         (
             "name",
             "log.every_n_steps",
-            "log.tensorboard",
             "checkpoint.every_n_steps",
             "checkpoint.keep",
             "trainer.micro_batch_size",
@@ -496,7 +495,9 @@ RUNS = {
     "data.validation_path": "test_stream_runs.py",
     "log.dir": "test_cli.py",
     "log.level": "test_run_messages.py",
+    "log.loggers": "test_loggers.py",
     "log.progress": "test_progress.py",
+    "log.project": "test_loggers.py",
     "fp8.min_coverage": "test_builder.py",
     "fp8.reduce_amax": "test_distributed.py",
     "fp8.tp_only_amax_red": "test_amax_group.py",

@@ -63,8 +63,8 @@ TYPED = {
         "fp8.enabled=yes",
     ): "fp8.enabled=yes: expected true or false, got str; write fp8.enabled=true",
     (
-        "log.tensorboard=0",
-    ): "log.tensorboard=0: expected true or false, got int; write log.tensorboard=false",
+        "trainer.smoke=0",
+    ): "trainer.smoke=0: expected true or false, got int; write trainer.smoke=false",
     # quoting and spaces
     (
         "trainer.max_steps",
@@ -145,7 +145,7 @@ TYPED = {
 }
 WRITTEN = {
     'fp8:\n  margin: "1"\n': "2: fp8.margin=1: expected an integer, got str; write it without quotes",
-    "log:\n  tensorboard: yes\n": "2: log.tensorboard=yes: expected true or false, got str; write log.tensorboard=true",
+    "trainer:\n  smoke: yes\n": "2: trainer.smoke=yes: expected true or false, got str; write trainer.smoke=true",
     "model:\n  seq_length: 8k\n": "2: model.seq_length=8k: expected an integer, got str; write it out, as 8000 or 8192",
     "optim:\n  betas: 0.9\n": "2: optim.betas=0.9: expected a list, got float",
     "model:\n  num_layers: [4]\n": "2: model.num_layers=[4]: expected an integer, got a list; write model.num_layers=4",

@@ -226,7 +226,7 @@ def lines(folder: RunFolder) -> list[dict[str, object]]:
 
 def test_one_line_a_step_and_tensor(tmp_path: Path) -> None:
     folder, job = fit(
-        tmp_path, "precision=bf16_fp8", "log.fp8_stats_every_n_steps=3", "log.tensorboard=true"
+        tmp_path, "precision=bf16_fp8", "log.fp8_stats_every_n_steps=3", "log.loggers=[tensorboard]"
     )
     found = read(folder.fp8_stats)
     names = [n for n, m in job.model.named_modules() if isinstance(m, FP8Linear)]

@@ -59,9 +59,21 @@ MISTAKES: list[tuple[str, str | list[str]]] = [
     ("trainer.compile=maybe", "trainer.compile=maybe: not an option; choose from auto, on, off"),
     (
         "log.wandb=true",
-        "log.wandb: no such key; metrics go to metrics.jsonl, to log.tensorboard=true, and to callbacks of fp8cfg.fit",
+        "log.wandb: no such key; it belongs to log.loggers=[wandb]",
     ),
-    ("log.tensorbord=true", "log.tensorbord: no such key; did you mean 'log.tensorboard'?"),
+    ("log.loggrs=[wandb]", "log.loggrs: no such key; did you mean 'log.loggers'?"),
+    (
+        "log.tensorboard=true",
+        "log.tensorboard: no such key; it belongs to log.loggers=[tensorboard]",
+    ),
+    ("report_to=wandb", "report_to: no such key; it belongs to log.loggers"),
+    ("log.loggers=[wandbb]", "log.loggers=wandbb: not an option; did you mean 'wandb'?"),
+    ("log.loggers=[wandb,wandb]", "log.loggers: wandb is listed twice; drop one"),
+    ("log.loggers=none", "log.loggers=none: write log.loggers=[]"),
+    (
+        "log.project=x",
+        "log.project=x: has no effect with log.loggers=[]; add wandb, mlflow or trackio",
+    ),
     ("optim.weight_decy=1", "optim.weight_decy: no such key; did you mean 'optim.weight_decay'?"),
     # a leaf name alone
     ("margin=1", "margin: no such key; did you mean 'fp8.margin'?"),

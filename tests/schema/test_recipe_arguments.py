@@ -112,7 +112,7 @@ def test_a_recipe_function_of_ones_own_has_them_too_and_its_own_go_first(registe
         ("log.ckpt", "checkpoint: checkpoint.every_n_steps"),
         ("log.ckpt.save_top_k", "checkpoint: "),
         ("trainer.callbacks", "fp8cfg.fit(job, callbacks"),
-        ("trainer.logger", "log.tensorboard"),
+        ("trainer.logger", "log.loggers"),
         ("optim.lr_scheduler.constant_steps", "optim: "),
         ("trainer.strategy.ddp.grad_reduce_in_fp32", "storage.comm"),
         ("trainer.strategy.ddp", "trainer.devices, storage.comm and"),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8cfg.run_folder.files import RunFiles
-from fp8cfg.training.metrics import MetricsLog, TensorBoardLog, read
+from fp8cfg.training.metrics import MetricsLog, read
 
 
 def bits(value: float) -> bytes:
@@ -136,22 +136,3 @@ def test_lines_without_space_wait_and_hide_no_other_error(
     monkeypatch.setattr(log, "_flush", flush)
     with pytest.raises(OSError, match=r"No space left on device: '.*/metrics.jsonl'"), log:
         log.write(1, {"loss": 1.0})
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    log = TensorBoardLog(tmp_path)
-    log.write(3, {"loss": 0.5, "note": "words"})
-    log.close()
-    (events,) = tmp_path.glob("events.*")
-    assert b"loss" in events.read_bytes() and b"note" not in events.read_bytes()
-
-
-def test_tensorboard_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [
-        name for name in sys.modules if name.startswith(("tensorboard", "torch.utils.tensorboard"))
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ImportError, match=r"fp8cfg\[tensorboard\]"):
-        TensorBoardLog(tmp_path)

@@ -14,6 +14,7 @@ import fp8cfg
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.run_folder import RunFolder
 from fp8cfg.training.data import run_data
+from fp8cfg.training.loggers.run_loggers import RunLoggers
 from fp8cfg.training.metrics import RunLogs
 from fp8cfg.training.step import train_step
 from tests.support.ranks import on_ranks
@@ -49,7 +50,7 @@ def run(world: World, folder: Path, every: int, shard: str, *words: str) -> dict
         )
     batches, losses = run_data(job.recipe)[0], []
     made = RunFolder.create(folder, "run", datetime.now(UTC), "") if world.first else None
-    with RunLogs(job, made, 0) as logs:
+    with RunLogs(job, made, 0, RunLoggers(job, made, world.size, print)) as logs:
         for step in range(3):
             logs.statistics(batches, step, world)
             losses.append(train_step(job, batches, step, world).wait().loss)
