@@ -28,8 +28,7 @@ from fp8cfg.building.job import Job
 from fp8cfg.checkpoint import job_state, manifest
 from fp8cfg.checkpoint.load import LoadedTensors, open_checkpoint
 from fp8cfg.checkpoint.manifest import DamagedCheckpoint
-from fp8cfg.numerics import fp8_linears
-from fp8cfg.numerics.stored_state import ROUNDING_COUNT
+from fp8cfg.numerics.stored_state import RAN, ROUNDING_COUNT
 from fp8cfg.parallel.process_group import World
 from fp8cfg.run_folder.files import RunFiles, StrangeFile
 from fp8cfg.run_folder.metrics_file import NON_FINITE, Value, read, writable
@@ -255,24 +254,29 @@ def _parse_skipped(step: int, fields: Mapping[str, Value]) -> BadStep:
 # State before a step
 
 
-Draws = list[tuple[Tensor, Tensor]]
-"""Counts of random draws in FP8 layers, each with a copy."""
+Buffers = list[tuple[Tensor, Tensor]]
+"""Buffers of a model, each with a copy."""
 
 
-def capture_draws(job: Job) -> Draws:
-    """Copies the counts of random draws for stochastic rounding. A skipped step must not count."""
-    draws = []
-    for layer in fp8_linears(job.model):
-        count = layer._buffers[ROUNDING_COUNT]
-        if count is not None:
-            draws.append((count, count.clone()))
-    return draws
+def capture_buffers(job: Job) -> Buffers:
+    """Copies the buffers that a skipped step must not change.
+
+    These are counts of random draws for stochastic rounding, and buffers of a custom model, such as
+    the running means of a batch norm. A skipped step drops its FP8 amaxes anyway.
+    """
+    captured = []
+    for name, buffer in job.model.named_buffers():
+        leaf = name.rpartition(".")[2]
+        is_fp8 = leaf.startswith("fp8_") or leaf in (*RAN, "gemms_ran")
+        if not is_fp8 or leaf == ROUNDING_COUNT:
+            captured.append((buffer, buffer.clone()))
+    return captured
 
 
-def restore_draws(draws: Draws) -> None:
-    """Restores the counts that `capture_draws` has copied."""
-    for count, before in draws:
-        count.copy_(before)
+def restore_buffers(captured: Buffers) -> None:
+    """Restores the buffers that `capture_buffers` has copied."""
+    for buffer, before in captured:
+        buffer.copy_(before)
 
 
 def newest_checkpoint(

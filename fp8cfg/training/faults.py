@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fp8cfg.backends import REFERENCE
 from fp8cfg.building.job import Job
 from fp8cfg.checkpoint.job_state import RandomState, capture_rng, restore_rng
 from fp8cfg.data import Batches, DataError
@@ -71,10 +72,9 @@ def report_fault(
         run: Run folder, None on ranks that write nothing.
         say: Prints a message.
     """
-    say(
-        f"step {bad.step}: {bad.problem}; its batch runs again with checks of every module and the"
-        f" weights {weights}"
-    )
+    # Usually the weights are those before the step, as in the step itself.
+    remark = f" and the weights {weights}" if weights == "after the step" else ""
+    say(f"step {bad.step}: {bad.problem}; rerunning its batch with checks{remark}")
     try:
         fault = find_fault(job, batches, bad.step - 1, world, rng, bad.problem, weights)
     except Exception as error:
@@ -153,6 +153,7 @@ def find_fault(
         [tensor for tensor in tensors if not tensor.is_finite][:MAX_LISTED],
         [tensor for tensor in tensors if tensor.is_finite][:MAX_LISTED],
         sum(rank["num_bad"] for rank in found),
+        "" if job.choice.backend == REFERENCE else job.choice.backend,
         _samples(job, batches, step, world, [rank["losses"] for rank in found]),
     )
 

@@ -42,10 +42,10 @@ from fp8cfg.schema.tables import labeled, wrapped
 from fp8cfg.training.bad_steps import (
     BadStep,
     BadSteps,
-    Draws,
-    capture_draws,
+    Buffers,
+    capture_buffers,
     newest_checkpoint,
-    restore_draws,
+    restore_buffers,
 )
 from fp8cfg.training.compile import compile_as_chosen
 from fp8cfg.training.data import RunData, run_data, validation_batches
@@ -196,7 +196,7 @@ class _Training:
         self.saver = Saver(job, run, world, self.batches, self.say, self._call_saved)
         self.pending: deque[PendingStep] = deque()
         self.requested = Request.NONE
-        self.draws: Draws = []
+        self.buffers: Buffers = []
         self.must_rewind = False
 
     def train(self, start_from: Loaded | None) -> Result:
@@ -284,7 +284,7 @@ class _Training:
         num_done = step + 1
         self.last_step.begin(step)
         if self.bad_steps.reads_each_loss:
-            self.draws = capture_draws(self.job)
+            self.buffers = capture_buffers(self.job)
         self.logs.statistics(self.batches, step, self.world)
         self._launch_step(step)
         # The first step is compared with the plan before the second one is launched.
@@ -425,7 +425,7 @@ class _Training:
             raise Diverged(f"step {bad.step}: {bad.problem}{skipped}; {after_divergence(self.run)}")
         # As if the batch were not there: the next step draws the same random numbers.
         job_state.restore_rng(*self.last_step.random_state(bad.step - 1))
-        restore_draws(self.draws)
+        restore_buffers(self.buffers)
         self.bad_steps.skip(bad)
         self.last_step.restart(bad.step)
         self.must_rewind = bad.policy == "rewind"

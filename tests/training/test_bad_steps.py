@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fp8cfg
 from fp8cfg.building.job import Job
@@ -109,7 +110,7 @@ def test_rewind_goes_back_to_a_checkpoint(skipped: tuple[Path, list[str]], tmp_p
     words = ("precision=bf16_fp8", "trainer.on_bad_step=rewind", "checkpoint.every_n_steps=3")
     said = train(folder, *words)
     assert "back to the checkpoint of step 3" in said
-    assert sum(text.startswith(f"step {BAD}: the loss is nan; its batch") for text in said) == 1
+    assert sum(text.startswith(f"step {BAD}: the loss is nan; rerunning") for text in said) == 1
     found, wanted = metrics(folder), metrics(skipped[0])
     assert found.pop(BAD - 1)["bad_step"] == "rewind" and wanted.pop(BAD - 1)
     assert found == wanted
@@ -132,6 +133,28 @@ def test_a_resumed_run_skips_the_batch_again(
         assert metrics(folder) == wanted
         assert tensors(folder) == weights
         assert (f"step {BAD} is skipped: the loss is nan" in said) == (step < BAD)
+
+
+def test_running_means_of_a_custom_model_stay_finite(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(272, 64)
+            self.norm = nn.BatchNorm1d(64)
+            self.output = nn.Linear(64, 272)
+            self.calls = 0
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            x = self.embedding(tokens).flatten(0, 1)
+            x = x * math.inf if self.calls == 4 else x  # in the second microbatch of step 2
+            return nn.functional.cross_entropy(self.output(self.norm(x)), targets.flatten())
+
+    recipe = small(*WORDS, "precision=bf16", "trainer.on_bad_step=skip")
+    job = fp8cfg.build(recipe, model=Model())
+    fp8cfg.fit(job, tmp_path / "run", say=lambda _: None)
+    assert [line["stepped"] for line in metrics(tmp_path / "run")] == [True, False] + 6 * [True]
+    assert all(buffer.isfinite().all() for buffer in job.model.buffers())
 
 
 def test_a_run_does_not_skip_forever(tmp_path: Path) -> None:
@@ -218,7 +241,7 @@ def test_a_garbage_sample_is_a_spike(spike: tuple[Path, list[str]]) -> None:
     ratio = losses[GARBAGE - 1] / middle
     assert said[begin].startswith(
         f"step {GARBAGE}: the loss {losses[GARBAGE - 1]:.4g} is {ratio:.3g} times the median"
-        f" {middle:.4g} of the last {GARBAGE - 1} steps; its batch runs again"
+        f" {middle:.4g} of the last {GARBAGE - 1} steps; rerunning its batch with checks"
     )
     worst = (GARBAGE - 1) * 2 + 1
     assert said[begin + 2].startswith(f"  samples: {worst} (document 0, token ")

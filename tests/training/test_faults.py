@@ -326,6 +326,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "zero2": ("storage.shard=zero2",),
     "fsdp": ("storage.shard=fsdp",),
     "tensor": ("trainer.strategy.tensor_model_parallel_size=2",),
+    "context": ("trainer.strategy.context_parallel_size=2",),
     "pipeline": ("trainer.strategy.pipeline_model_parallel_size=2",),
 }
 
@@ -346,7 +347,7 @@ def _on_rank(world: World) -> dict[str, Any]:
         words = ("precision=bf16_fp8", "trainer.devices=2", *layout, *WORDS)
         job = fp8cfg.build(small(*words))
         # Data-parallel ranks read different samples, and only the second one has trouble.
-        is_broken = name in ("tensor", "pipeline") or world.rank == 1
+        is_broken = name in ("tensor", "context", "pipeline") or world.rank == 1
         state = {"broken": False}
         _with_output_hook(job, lambda state=state, bad=is_broken: bad and state["broken"])
         clean = find(job, world=world)
@@ -365,5 +366,5 @@ def test_ranks_agree_on_the_first_tensor(tmp_path: Path) -> None:
     assert first == second
     for name, (module, tensor, phase, rank, microbatch, loss) in first.items():
         assert (module, tensor, phase, microbatch) == (FC2, "output", "forward", 1), name
-        assert rank == (0 if name == "tensor" else 1), name
+        assert rank == (0 if name in ("tensor", "context") else 1), name
         assert loss == pytest.approx(first["data"][-1], rel=2e-3), name
