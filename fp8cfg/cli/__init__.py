@@ -56,6 +56,7 @@ VERBS = {
     "sample": Verb(USE, "generate text from a run", path=True),
     "evaluate": Verb(USE, "measure the loss of a run, in one precision or several", path=True),
     "export": Verb(USE, "write a recipe, another project's file, weights or a Slurm script"),
+    "init": Verb(PREPARE, "write a commented recipe file to start from"),
     "import": Verb(PREPARE, "convert a configuration of NeMo, Megatron, Accelerate and others"),
     "data": Verb(PREPARE, "tokenize text once, so that training starts immediately"),
     "schema": Verb(PREPARE, "print the JSON Schema of recipe files, for editors", words=()),

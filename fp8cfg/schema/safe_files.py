@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import math
 import os
 import re
 import sys
@@ -285,6 +286,17 @@ def plain(data: Any, where: str, key: str = "", interpolations: bool = False) ->
 def dump_yaml(data: dict[str, Any]) -> str:
     """Formats `data` as YAML text. `parse_yaml` reads it back equal."""
     return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def dump_value(value: Any) -> str:
+    """Formats one value as YAML in one line: 1, "on", [a, b]."""
+    if isinstance(value, tuple):
+        value = list(value)
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=math.inf
+    )
+    # PyYAML ends a document with dots if it is a plain value.
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 class _UniqueKeys(yaml.constructor.SafeConstructor):
